@@ -1,8 +1,8 @@
-//! The disk tier on real file systems in trouble: full, frozen, unmounted, and become read-only by
-//! an error.
+//! Tests the disk tier on real file systems that are full, frozen, unmounted, or read-only after an
+//! error.
 //!
-//! The tests mount them from files; if that is not possible (no root, no loop device), a test
-//! reports it and ends.
+//! The tests mount the file systems from files. If that is not possible (no root, no loop device),
+//! a test reports this and returns.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests panic to fail, too")]
 
@@ -34,7 +34,7 @@ fn run(program: &str, args: &[&str]) -> bool {
     status.is_ok_and(|status| status.success())
 }
 
-/// A file system for one test; unmounted when dropped, in any state.
+/// A file system for one test. It is unmounted when dropped, in any state.
 struct Mounted {
     kind: &'static str,
     dir: TempDir,
@@ -66,11 +66,12 @@ impl Mounted {
         }
     }
 
-    /// Retries while a process that another test forked still has the files of this one open.
+    /// Unmounts the file system. Retries while a process forked by another test still has its files
+    /// open.
     fn unmount(&self) {
         let begun = Instant::now();
         while !run("umount", &[self.path("mnt").to_str().unwrap()]) {
-            assert!(begun.elapsed() < HUNG, "it stays in use");
+            assert!(begun.elapsed() < HUNG, "the file system is still in use");
             std::thread::sleep(Duration::from_millis(10));
         }
     }
@@ -87,7 +88,7 @@ impl Mounted {
         assert!(run("sync", &["-f", self.path("mnt").to_str().unwrap()]));
     }
 
-    /// Waits until the space of a removed file is usable: a file system with a journal frees it
+    /// Waits until the space of a removed file is available: a journaling file system frees it
     /// later.
     fn wait_for_room(&self) {
         let begun = Instant::now();
@@ -111,7 +112,7 @@ impl Mounted {
         }
     }
 
-    /// Fills all space, to the last byte.
+    /// Fills the file system to the last byte.
     fn fill(&self) -> PathBuf {
         let path = self.path("mnt/filler");
         let mut file = fs::File::create(&path).unwrap();
@@ -165,14 +166,14 @@ fn keys(found: &[DiskEntry]) -> Vec<ChunkKey> {
     found.iter().map(|entry| entry.meta.key).collect()
 }
 
-/// Returns the result of a call that must not hang; thaws a hung file system first, so that the
-/// test can end.
+/// Runs a call that must not hang and returns its result. Thaws a hung file system first, so that
+/// the test can end.
 fn within<T: Send + 'static>(mounted: &Mounted, work: impl FnOnce() -> T + Send + 'static) -> T {
     let (send, receive) = channel();
     std::thread::spawn(move || send.send(work()));
     receive.recv_timeout(HUNG).unwrap_or_else(|_| {
         mounted.freeze("-u");
-        panic!("it waits for a frozen file system")
+        panic!("the call waits for a frozen file system")
     })
 }
 
@@ -187,10 +188,12 @@ fn full_and_emptied_again(kind: &'static str, size_mib: u64) {
     let filler = mounted.fill();
     for _ in 0..2 {
         match DiskTier::open(mounted.config(8)) {
-            // Some file systems still have room for a directory and a small file; then there is no
+            // Some file systems still have space for a directory and a small file, but not for a
             // slot.
             Ok((tier, _)) => assert_eq!(tier.reserve(SizeClass(0)), None),
-            Err(error) => assert_eq!(error.kind(), ErrorKind::Io, "can be retried: {error}"),
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::Io, "the error must be retryable: {error}")
+            }
         }
     }
     fs::remove_file(filler).unwrap();
@@ -200,10 +203,10 @@ fn full_and_emptied_again(kind: &'static str, size_mib: u64) {
     assert_eq!(
         (tier.take_events(), tier.stats().fresh_starts),
         (Vec::new(), 0),
-        "no partial file was left"
+        "a partial file was left behind"
     );
     let slots: Vec<_> = (0..8).map(|i| put(&tier, i)).collect();
-    // The file system is full again: allocated slots can still be written, read and freed.
+    // The file system is full again. Allocated slots can still be written, read and freed.
     mounted.fill();
     tier.free(slots[0]).unwrap();
     put(&tier, 9);
@@ -223,8 +226,8 @@ fn test_a_full_tmpfs_is_worth_another_try() {
     full_and_emptied_again("tmpfs", 2);
 }
 
-/// Writes frames of one size until the file system is full, then a few of another, for which some
-/// of the first are freed.
+/// Writes frames of one size until the file system is full. Then writes a few frames of a different
+/// size after freeing some of the first.
 fn full_of_another_size(kind: &'static str, size_mib: u64) {
     let Some(mounted) = Mounted::new(kind, size_mib) else { return };
     let frame_sizes = vec![FRAME as u64, 4096].into();
@@ -280,7 +283,7 @@ fn test_a_frozen_file_system_holds_up_its_own_calls_only() {
     let thread = Path::new("/proc").join(hears.recv().unwrap());
     let begun = Instant::now();
     while !hung.is_finished() && !is_held_by_the_kernel(&thread) {
-        assert!(begun.elapsed() < HUNG, "neither done nor delayed");
+        assert!(begun.elapsed() < HUNG, "the call neither completed nor was delayed");
     }
     let reader = Arc::clone(&tier);
     assert!(within(&mounted, move || is_whole(&reader, slot, 0)));
@@ -309,7 +312,7 @@ fn test_a_file_system_that_becomes_read_only_costs_no_chunk() {
     let (tier, _) = DiskTier::open(config.clone()).unwrap();
     let mut slots: Vec<_> = (0..6).map(|i| put(&tier, i)).collect();
     slots.push(tier.reserve(SizeClass(0)).unwrap());
-    // The error also loses pending writes, as a power loss does.
+    // Like a power loss, the error also loses pending writes.
     mounted.sync();
     if !break_ext4(&mounted.path("mnt")) {
         eprintln!("not run: the kernel does not break an ext4 on request");
@@ -317,8 +320,8 @@ fn test_a_file_system_that_becomes_read_only_costs_no_chunk() {
     }
     for round in 0..20 {
         assert_eq!(write(&tier, slots[6], 6).unwrap_err().kind(), ErrorKind::Io);
-        tier.free(slots[6]).expect("nothing of it was written");
-        slots[6] = tier.reserve(SizeClass(0)).expect("it came back");
+        tier.free(slots[6]).expect("the slot was never written");
+        slots[6] = tier.reserve(SizeClass(0)).expect("the slot is free again");
         assert_eq!(tier.free(slots[round % 6]).unwrap_err().kind(), ErrorKind::Io);
     }
     assert_eq!(tier.clear().unwrap_err().kind(), ErrorKind::Io);
@@ -354,7 +357,7 @@ fn test_an_unmounted_file_system_is_not_a_removed_directory() {
     assert_eq!(tier.removed(), None);
     assert!(run("umount", &["-l", mounted.path("mnt").to_str().unwrap()]));
     assert!(!mounted.path("mnt/cache").exists());
-    assert_eq!(tier.removed(), None, "it would be opened again on the file system below");
+    assert_eq!(tier.removed(), None, "the tier would reopen on the file system below the mount");
     assert!(is_whole(&tier, slot, 0));
 }
 
@@ -369,7 +372,7 @@ fn test_a_directory_removed_from_any_file_system_is_noticed() {
     }
 }
 
-/// A store whose disk tier has a whole file system, with a `disk_size` that does not fit.
+/// Opens a store whose disk tier may use a whole file system, with a `disk_size` that does not fit.
 fn open_store(mounted: &Mounted) -> Store {
     let cap_bytes = 1 << 30;
     let dir = mounted.path("mnt/cache");
@@ -406,7 +409,7 @@ fn arena_of(store: &Store) -> Arena {
     Arena::open(&arena.path, arena.size_bytes).unwrap()
 }
 
-/// Saves prompts of one chunk and waits until each is on disk, or dropped.
+/// Saves prompts of one chunk and waits until each chunk is written to disk or dropped.
 fn save_prompts(store: &Store, range: std::ops::Range<u32>) {
     let arena = arena_of(store);
     for first in range {
@@ -458,7 +461,7 @@ fn test_a_full_ext2_is_used_like_a_disk_tier_at_its_cap() {
     let first_stored = 800 - u32::try_from(num_stored).unwrap();
     assert!((0..first_stored).all(|first| store.lookup(&prompt(first)).stored_units == 0));
     assert!((first_stored..800).all(|first| is_loaded(&store, first)));
-    // Opens the store again, with the chunks on a full file system.
+    // Opens the store again with its chunks on a full file system.
     save_prompts(&store, 800..900);
     assert_eq!(
         ["disk_write_errors", "disk_trips", "disk_dropped"].map(|name| stat(&store, name)),

@@ -1,8 +1,8 @@
-//! A real `kill -9` (I3): a child process writes and frees in a loop and dies at a random instant;
-//! the next open finds only complete chunks, and all that the child had reported. Every other child
-//! is a whole store that saves and evicts.
+//! Tests a real `kill -9` (I3): a child process writes and frees in a loop and is killed at a
+//! random moment. The next open finds only complete chunks, and all chunks that the child reported.
+//! Every other child is a whole store that saves and evicts.
 //!
-//! `KV_KILLS` is the number of kills (50 by default); a line of JSON reports the recovery times.
+//! `KV_KILLS` is the number of kills (default 50). A line of JSON reports the recovery times.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests panic to fail, too")]
 
@@ -27,7 +27,7 @@ use kvloft_testing::one_prefix::StoreExt;
 
 const DIR_VARIABLE: &str = "KVLOFT_TEST_KILL_DIR";
 const LIFE_VARIABLE: &str = "KVLOFT_TEST_KILL_LIFE";
-/// Bytes of a frame, by size class; the largest is the host's.
+/// Sizes of frames in bytes, by size class. The largest is the host's.
 const SIZES: [u64; 3] = [40960, 4096, 12288];
 const FRAME: usize = 40960;
 const CAP: u64 = 16 << 20;
@@ -46,7 +46,7 @@ fn key(life: u64, n: u64) -> ChunkKey {
     ChunkKey(*blake3::hash(&[life.to_le_bytes(), n.to_le_bytes()].concat()).as_bytes())
 }
 
-/// Chunk `n` of a life: chains of four.
+/// Returns the metadata of chunk `n` of a life. Chunks form chains of four.
 fn meta(life: u64, n: u64) -> DiskMeta {
     let depth = u32::try_from(n % 4).unwrap();
     let parent = if depth == 0 { ChunkKey([0; 32]) } else { key(life, n - 1) };
@@ -61,8 +61,8 @@ fn buffer(frame_bytes: u64) -> PageBuffer {
     PageBuffer::new(usize::try_from(frame_bytes).unwrap())
 }
 
-/// The child: prints "w N" after a write was reported done and "f N" before a free, until the
-/// parent kills it.
+/// Runs the child: prints "w N" after a write was reported as done and "f N" before a free, until
+/// the parent kills it.
 fn live(dir: &Path, life: u64) {
     let (tier, _) = DiskTier::open(config(dir)).unwrap();
     tier.clear().unwrap();
@@ -77,7 +77,7 @@ fn live(dir: &Path, life: u64) {
             if let Some(slot) = tier.reserve(class) {
                 break slot;
             }
-            // Frees the oldest chain, deepest first.
+            // Frees the oldest chain, deepest chunk first.
             for (n, slot) in chains.pop_front().unwrap().into_iter().rev() {
                 writeln!(out, "f {n}").unwrap();
                 tier.free(slot).unwrap();
@@ -110,7 +110,7 @@ fn store_config(dir: &Path) -> StoreConfig {
     }
 }
 
-/// The other child process: saves prompts of eight chunks as fast as possible, over existing
+/// Runs the other kind of child: saves prompts of eight chunks as fast as possible, over existing
 /// chunks.
 fn save(dir: &Path, life: u64) {
     let store = Store::open(&store_config(dir)).unwrap();
@@ -144,8 +144,8 @@ fn spawn(dir: &Path, life: u64) -> Child {
         .unwrap()
 }
 
-/// Kills a child after a while; returns chunk number -> whether the chunk must be present (false:
-/// its free had begun).
+/// Kills a child after a while. Returns for each chunk number whether the chunk must be present
+/// (false if its free had started).
 fn live_and_die(dir: &Path, life: u64) -> BTreeMap<u64, bool> {
     let mut child = spawn(dir, life);
     let mut out = BufReader::new(child.stdout.take().unwrap());
@@ -154,14 +154,14 @@ fn live_and_die(dir: &Path, life: u64) -> BTreeMap<u64, bool> {
         first.clear();
         assert_ne!(out.read_line(&mut first).unwrap(), 0, "the child exited by itself");
     }
-    // Instants are spread over many writes; the pipe holds thousands of lines, so the child never
+    // Kill times are spread over many writes. The pipe holds thousands of lines, so the child never
     // waits.
     std::thread::sleep(Duration::from_micros(life * 7919 % 60_000));
     child.kill().unwrap();
     child.wait().unwrap();
     let mut text = String::new();
     out.read_to_string(&mut text).unwrap();
-    // A line cut off by the kill has no newline and is ignored.
+    // A line truncated by the kill has no newline and is ignored.
     let whole = text.rfind('\n').map_or("", |end| &text[..end]);
     whole
         .lines()
@@ -172,7 +172,7 @@ fn live_and_die(dir: &Path, life: u64) -> BTreeMap<u64, bool> {
 
 #[test]
 fn child() {
-    // The test below starts this one with environment variables; without them there is nothing to
+    // The test below starts this test with environment variables. Without them, there is nothing to
     // do.
     if let (Ok(dir), Ok(life)) = (std::env::var(DIR_VARIABLE), std::env::var(LIFE_VARIABLE)) {
         let (dir, life) = (Path::new(&dir), life.parse().unwrap());
@@ -180,7 +180,7 @@ fn child() {
     }
 }
 
-/// Every chunk that the next open finds, compared byte by byte.
+/// Returns every chunk that the next open finds, after comparing it byte by byte.
 fn recovered(dir: &Path, life: u64) -> Vec<ChunkKey> {
     let (tier, found) = DiskTier::open(config(dir)).unwrap();
     let stats = tier.stats();
@@ -188,7 +188,7 @@ fn recovered(dir: &Path, life: u64) -> Vec<ChunkKey> {
     for entry in &found {
         let frame_bytes = SIZES[entry.slot.class().index()];
         let (mut bytes, mut expected) = (buffer(frame_bytes), buffer(frame_bytes));
-        tier.read(entry.slot, &entry.meta.key, &mut bytes).expect("a visible chunk is whole");
+        tier.read(entry.slot, &entry.meta.key, &mut bytes).expect("a visible chunk is complete");
         fill(&mut expected, &entry.meta.key);
         assert!(
             *bytes == *expected,
@@ -201,7 +201,7 @@ fn recovered(dir: &Path, life: u64) -> Vec<ChunkKey> {
 
 #[test]
 fn test_kill_9_at_random_times_loses_no_acknowledged_chunk() {
-    // Set by the environment, because a test has no arguments.
+    // An environment variable, because a test has no arguments.
     let lives: u64 = std::env::var("KV_KILLS").map_or(50, |text| text.parse().expect("a number"));
     let dir = tempfile::tempdir().unwrap();
     let (mut written, mut compared, mut recoveries) = (0, 0, Vec::new());

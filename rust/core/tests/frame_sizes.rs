@@ -1,5 +1,5 @@
-//! Chunks of several sizes in one arena: they fill most of it, and memory follows the sizes of
-//! saved chunks.
+//! Tests chunks of different sizes in one arena: they fill most of it, and the memory for each size
+//! follows the saved chunks.
 #![expect(clippy::unwrap_used, clippy::cast_precision_loss, reason = "tests")]
 
 mod store_common;
@@ -15,7 +15,7 @@ use store_common::{config, stat};
 
 const PAGE: u64 = 4096;
 const HOST: u64 = 4000 * PAGE;
-/// Units of a prompt.
+/// Number of units in a prompt.
 const LEN: u32 = 8;
 
 fn chain(prompt: u32, group: u8) -> KeyChain {
@@ -24,8 +24,8 @@ fn chain(prompt: u32, group: u8) -> KeyChain {
     chain
 }
 
-/// Saves a prompt with one chunk per unit in each group; `classes` are those of the groups. Returns
-/// how many chunks got no frame.
+/// Saves a prompt with one chunk per unit in each group. `classes` are the size classes of the
+/// groups. Returns how many chunks got no frame.
 fn save(store: &Store, prompt: u32, classes: &[u8]) -> u32 {
     let groups = (1..).zip(classes);
     let chains: Vec<_> = groups.map(|(group, class)| (chain(prompt, group), *class)).collect();
@@ -55,7 +55,7 @@ fn open(pages: &[u64], namespace: u8) -> StoreConfig {
     }
 }
 
-/// Saves prompts until chunks are evicted; returns the part of `bytes` that is used.
+/// Saves prompts until chunks are evicted, and returns the fraction of `bytes` that is used.
 fn fill(store: &Store, classes: &[u8], bytes: u64) -> f64 {
     for prompt in 0.. {
         assert_eq!(save(store, prompt, classes), 0, "prompt {prompt}");
@@ -66,7 +66,8 @@ fn fill(store: &Store, classes: &[u8], bytes: u64) -> f64 {
     stat(store, "host_used_bytes") as f64 / bytes as f64
 }
 
-/// Five sliding-window groups and one with full attention; a group of a tenth of the others' size.
+/// Five sliding-window groups and one full-attention group; and a group with a tenth of the others'
+/// size.
 const SHAPES: [(&[u64], &[u8]); 3] =
     [(&[5, 5 * 6], &[1, 0, 0, 0, 0, 0]), (&[20, 2], &[0, 1]), (&[20, 13, 1], &[0, 1, 2])];
 
@@ -86,7 +87,7 @@ fn chunks_of_several_sizes_fill_the_arena() {
 
 #[test]
 fn two_models_fill_their_shares_of_one_arena() {
-    let host = 10 * HOST; // not written to, so it takes no memory
+    let host = 10 * HOST; // never written, so it takes no memory
     let pool = Pool::create(DiskRoot::shared(), host, 20 * PAGE, || {}).unwrap();
     let stores = [(&[20, 2][..], 1), (&[30, 5], 2)]
         .map(|(pages, nth)| Store::open_in(&open(pages, nth), &pool, None).unwrap());
@@ -101,7 +102,7 @@ fn two_models_fill_their_shares_of_one_arena() {
     assert!(used as f64 >= 0.95 * host as f64, "{used} of {host}");
 }
 
-/// The share of each size follows the saves, within a bounded number of them.
+/// The share of each size follows the saves after a bounded number of them.
 #[test]
 fn memory_follows_the_size_that_is_saved() {
     let store = Store::open(&open(&[20, 2], 1)).unwrap();

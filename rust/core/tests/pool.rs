@@ -1,5 +1,5 @@
-//! Several stores with different frame sizes on one arena: slabs move between stores, and no store
-//! sees another's bytes.
+//! Tests multiple stores with different frame sizes on one arena: slabs move between stores, and no
+//! store sees another store's bytes.
 //!
 //! The oracle is the arena's bytes: which of them are reserved or pinned, and their expected
 //! content. Frames in use never overlap those of other stores and always hold what their owner
@@ -25,8 +25,8 @@ use proptest::prelude::*;
 
 const PAGE: u64 = 4096;
 const FRAMES: [u64; 3] = [2 * PAGE, 3 * PAGE, PAGE];
-/// Of each store, in pages; the pool suits the first. A slab has eight pages, so that some frames
-/// fill it and others leave space unused.
+/// Frame sizes of each store, in pages; the pool is sized for the first store. A slab has eight
+/// pages, so some frames fill it and others leave space unused.
 const SIZES: [[&[u64]; 3]; 7] = [
     [&[2], &[3], &[1]],
     [&[2], &[8], &[1]],
@@ -36,7 +36,7 @@ const SIZES: [[&[u64]; 3]; 7] = [
     [&[2], &[1, 4], &[3]],
     [&[2, 1], &[3, 8, 1], &[1, 2]],
 ];
-const HOST: u64 = 98 * PAGE; // the last slab is a longer one
+const HOST: u64 = 98 * PAGE; // the last slab is longer
 
 fn config(nth: usize, disk: Option<DiskSettings>) -> StoreConfig {
     StoreConfig {
@@ -55,7 +55,8 @@ fn pool() -> Arc<Pool> {
     Pool::create(DiskRoot::shared(), HOST, FRAMES[0], || {}).unwrap()
 }
 
-/// Chains of neighboring prompts share their beginning, so that there are trees.
+/// Returns the chain of a prompt. Chains of adjacent prompts share their beginning, so that they
+/// form trees.
 fn chain(nth: usize, prompt: u32, len: u32) -> KeyChain {
     let mut chain = KeyChain::new(ChunkKey([u8::try_from(nth).unwrap(); 32]), 1).unwrap();
     chain
@@ -66,7 +67,7 @@ fn chain(nth: usize, prompt: u32, len: u32) -> KeyChain {
     chain
 }
 
-/// Content of a chunk.
+/// Returns the content of a chunk.
 fn content(nth: usize, key: &ChunkKey, frame_bytes: u64) -> Vec<u8> {
     let mut unit = vec![u8::try_from(nth).unwrap(); 32];
     unit.extend(key.0);
@@ -109,7 +110,7 @@ impl World {
         Store::open_in(&config, &self.pool, self.shares[nth]).unwrap()
     }
 
-    /// The frames of one size of a store.
+    /// Returns the frames of one size of a store.
     fn grid(&self, nth: usize, class: SizeClass) -> FrameGrid {
         FrameGrid::new(HOST, self.pool.slab_bytes(), self.frames[nth].bytes(class)).unwrap()
     }
@@ -123,7 +124,7 @@ impl World {
         self.frames[nth].all().len() == 1
     }
 
-    /// Saves a whole prompt, whose chunks cycle through all sizes of the store.
+    /// Saves a whole prompt whose chunks cycle through all sizes of the store.
     fn save(&mut self, nth: usize, chain: &KeyChain) -> u32 {
         let num_units = chain.num_blocks();
         let each = if self.has_one_size(nth) { num_units.max(1) } else { 1 };
@@ -156,7 +157,7 @@ impl World {
         self.stores[nth].commit(own.into_iter().map(|(_, lease)| lease));
     }
 
-    /// Frames that a worker can access now, with their expected content.
+    /// Returns the frames that a worker can access now, with their expected content.
     fn in_use(&self) -> Vec<(usize, FrameId, ChunkKey)> {
         let writing = self.writing.iter().map(|(nth, lease)| {
             let row = lease.reservation();
@@ -178,7 +179,7 @@ impl World {
             }
             let mut found = vec![0; usize::try_from(len).unwrap()];
             self.memory.read_exact_at(&mut found, start).unwrap();
-            assert!(found == content(nth, &key, len), "{frame:?} of store {nth} has other bytes");
+            assert!(found == content(nth, &key, len), "{frame:?} of store {nth} has wrong bytes");
         }
         let num_slabs: u32 = self.stores.iter().map(|store| store.num_slabs().0).sum();
         assert!(num_slabs <= self.pool.num_slabs(), "{num_slabs} slabs");
@@ -187,7 +188,7 @@ impl World {
         }
     }
 
-    /// One round of the thread that makes stores release slabs.
+    /// Runs one round of the thread that makes stores release slabs.
     fn release_slab(&self) -> BTreeSet<u8> {
         self.stores.iter().map(|store| store.release_slab() as u8).collect()
     }
@@ -252,8 +253,8 @@ fn apply(world: &mut World, step: &Step) {
     }
 }
 
-/// Once nothing is pinned, a store that keeps saving gets its share after a bounded number of
-/// rounds.
+/// Checks that a store that keeps saving gets its share within a bounded number of rounds once
+/// nothing is pinned.
 fn gets_its_share(world: &mut World, nth: usize) {
     world.reading.clear();
     world.writing.clear();
@@ -273,10 +274,11 @@ fn gets_its_share(world: &mut World, nth: usize) {
     }
 }
 
-/// The same if its workers can copy to the first `pages` only: then it gets the frames there.
+/// Like `gets_its_share`, but workers can copy only to the first `pages`: the store gets the frames
+/// in these pages.
 fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, pages: u32) {
     if !world.has_one_size(nth) {
-        return; // one size may have the slab that another needs
+        return; // one size may have the slab that another size needs
     }
     world.reading.clear();
     world.writing.clear();
@@ -292,7 +294,7 @@ fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, pages: u32) 
         world.check();
         world.commit_all(nth);
         world.release_slab();
-        world.stores[nth].clear(); // what it has elsewhere hides nothing
+        world.stores[nth].clear(); // chunks in other slabs must not hide anything
         if num_dropped == 0 {
             return;
         }
@@ -300,8 +302,8 @@ fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, pages: u32) 
     panic!("store {nth} has {:?} slabs, not {num_frames} frames", world.stores[nth].num_slabs());
 }
 
-/// A cleared store keeps an empty slab and one received meanwhile; a closed store keeps none, so
-/// that another store can get everything.
+/// Checks that a cleared store keeps one empty slab and the slabs received since. A closed store
+/// keeps none, so that another store can get everything.
 fn is_given_back(mut world: World, nth: usize) {
     for store in &world.stores {
         store.clear();
@@ -315,7 +317,11 @@ fn is_given_back(mut world: World, nth: usize) {
     let store = world.open(nth);
     let got = store.reserve(&chain(nth, 0, 98), 0..98).unwrap();
     let num_frames = world.grid(nth, SizeClass(0)).num_frames();
-    assert_eq!(got.leases.len(), 98.min(num_frames as usize), "alone it has every frame");
+    assert_eq!(
+        got.leases.len(),
+        98.min(num_frames as usize),
+        "a single store must get every frame"
+    );
     assert_eq!(store.num_slabs().0, world.pool.num_slabs().min(store.num_slabs().0));
 }
 
@@ -330,7 +336,7 @@ proptest! {
         limit in 0..100_u32,
     ) {
         let mut shares = [None; 3];
-        shares[(last + 2) % 3] = percent; // from a store that is not asked for more below
+        shares[(last + 2) % 3] = percent; // from a store whose share is not checked below
         let mut world = World::of(sizes.map(|pages| pages.iter().map(|num| num * PAGE).collect::<Vec<_>>().into()), shares);
         for step in &steps {
             apply(&mut world, step);
@@ -350,14 +356,14 @@ fn memory_follows_demand_up_to_equal_shares() {
         world.save(0, &chain(0, 8 * prompt, 4));
         world.commit_all(0);
     }
-    assert_eq!(world.stores[0].num_slabs().0, all, "the only store that saves gets all memory");
+    assert_eq!(world.stores[0].num_slabs().0, all, "the only store that saves must get all memory");
     for prompt in 0..400 {
         world.save(1, &chain(1, 8 * prompt, 4));
         world.commit_all(1);
         world.release_slab();
         world.check();
     }
-    assert_eq!(world.stores[1].num_slabs().0, all / 3, "exactly an equal share");
+    assert_eq!(world.stores[1].num_slabs().0, all / 3, "the store must get exactly an equal share");
     assert_eq!(world.stores[0].num_slabs().0, all - all / 3);
     world.stores[0].set_active(false);
     for prompt in 400..800 {
@@ -365,9 +371,13 @@ fn memory_follows_demand_up_to_equal_shares() {
         world.commit_all(1);
         world.release_slab();
     }
-    assert_eq!(world.stores[1].num_slabs().0, all / 2, "a store without engines has no share");
+    assert_eq!(
+        world.stores[1].num_slabs().0,
+        all / 2,
+        "a store without engines must have no share"
+    );
     world.stores[1].clear();
-    assert!(world.stores[1].num_slabs().0 <= 1, "empty slabs return to the pool");
+    assert!(world.stores[1].num_slabs().0 <= 1, "empty slabs must return to the pool");
 }
 
 #[test]
@@ -381,7 +391,7 @@ fn a_slab_with_a_pinned_or_reserved_frame_stays_until_it_is_free() {
     let before = world.stores[0].num_slabs().0;
     world.stores[0].set_active(false);
     for prompt in 0..20 {
-        assert!(world.save(1, &chain(1, prompt, 1)) == 1, "a miss, and no wait");
+        assert!(world.save(1, &chain(1, prompt, 1)) == 1, "must be a miss, not a wait");
         assert_ne!(world.stores[0].release_slab(), SlabRelease::Released);
         world.check();
     }
@@ -411,9 +421,9 @@ fn a_store_is_asked_again_only_while_another_wants() {
     assert!(!pool.is_wanted());
     assert_eq!(stores[0].release_slab(), SlabRelease::NotNeeded);
     stores[1].set_active(true);
-    assert!(!pool.is_wanted(), "requests of its former engines do not apply to the next ones");
+    assert!(!pool.is_wanted(), "requests of former engines must not apply to later engines");
     assert_eq!(stores[1].reserve(&chain(1, 0, 60), 0..60).unwrap().num_dropped, 60);
-    assert!(pool.is_wanted() && news.load(Ordering::SeqCst) == 2, "and when they do, it is heard");
+    assert!(pool.is_wanted() && news.load(Ordering::SeqCst) == 2, "a new request must be reported");
 }
 
 #[test]
@@ -427,7 +437,7 @@ fn a_slab_that_was_given_up_is_not_taken_back_by_its_giver() {
     assert_eq!(world.save(1, &chain(1, 0, 1)), 1);
     assert!((0..100).any(|_| world.stores[0].release_slab() == SlabRelease::Released));
     for prompt in 40..60 {
-        world.save(0, &chain(0, 8 * prompt, 4)); // it must evict its own chunks
+        world.save(0, &chain(0, 8 * prompt, 4)); // must evict its own chunks
         world.commit_all(0);
     }
     assert_eq!((world.stores[0].num_slabs().0, world.stores[1].num_slabs().0), (before - 1, 1));
@@ -452,9 +462,9 @@ fn a_store_whose_share_shrank_wants_no_more() {
     assert!(world.save(0, &chain(0, 0, 60)) > 0);
     assert_eq!((world.stores[0].num_slabs().0, world.stores[1].num_slabs().0), (7, 5));
     assert!(world.save(1, &chain(1, 8, 9)) > 0);
-    assert!(world.pool.is_wanted(), "it has 5 of its share of 6");
+    assert!(world.pool.is_wanted(), "the store has 5 of its share of 6");
     world.stores.push(Store::open_in(&config(2, None), &world.pool, None).unwrap());
-    assert!(!world.pool.is_wanted(), "it may have 4");
+    assert!(!world.pool.is_wanted(), "the store may have 4");
     assert_eq!(world.release_slab(), BTreeSet::from([SlabRelease::NotNeeded as u8]));
 }
 

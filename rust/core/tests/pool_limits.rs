@@ -1,7 +1,7 @@
-//! Stores of one arena whose workers can copy to its first part only: each store gets memory that
-//! it can use.
+//! Tests stores of one arena whose workers can copy only to its first part: each store gets memory
+//! that it can use.
 //!
-//! Slabs have eight pages here, so that four frames of the first store fill one, and two of the
+//! Slabs have eight pages here, so a slab holds four frames of the first store or two of the
 //! second.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -47,7 +47,7 @@ fn chain(prompt: u32) -> KeyChain {
     chain
 }
 
-/// Saves four chunks; returns the number of dropped saves.
+/// Saves four chunks and returns the number of dropped saves.
 fn save(store: &Store, prompt: u32) -> u32 {
     save_first(store, prompt, 4)
 }
@@ -59,7 +59,7 @@ fn save_first(store: &Store, prompt: u32, stop: u32) -> u32 {
     got.num_dropped
 }
 
-/// The first store saves one prompt per slab.
+/// Saves one prompt per slab in the first store.
 fn fill(store: &Store, num_slabs: u32) {
     (0..num_slabs).for_each(|prompt| assert_eq!(save(store, prompt), 0));
     assert_eq!(num(store), num_slabs);
@@ -79,7 +79,7 @@ fn all_give_way(stores: &[Store]) {
     }
 }
 
-/// Makes the store release slabs until it has released one.
+/// Makes the store release slabs until a release completes, and returns true if it released one.
 fn gives(store: &Store) -> bool {
     (0..100).map(|_| store.release_slab()).find(|outcome| *outcome != SlabRelease::InProgress)
         == Some(SlabRelease::Released)
@@ -91,7 +91,7 @@ fn a_store_gets_slabs_that_its_workers_can_copy_to() {
     (0..2).for_each(|nth| stores[nth].limit_memory(4 * SLAB));
     (0..60).for_each(|prompt| _ = save(&stores[0], prompt));
     assert_eq!(num(&stores[0]), 4);
-    assert_eq!(save(&stores[1], 0), 4, "eight slabs are free, and cannot be used");
+    assert_eq!(save(&stores[1], 0), 4, "eight slabs are free but unusable");
     for prompt in 0..40 {
         save(&stores[1], prompt);
         all_give_way(&stores);
@@ -99,7 +99,7 @@ fn a_store_gets_slabs_that_its_workers_can_copy_to() {
     assert_eq!(
         [0, 1].map(|nth| num(&stores[nth])),
         [2, 2],
-        "each has half of the slabs that both can use"
+        "each store must get half of the slabs that both can use"
     );
     assert!(!pool.is_wanted());
     let share = |store: &Store| {
@@ -115,8 +115,12 @@ fn a_store_with_all_slabs_makes_room_for_one_with_few() {
     (0..60).for_each(|prompt| _ = save(&stores[1], prompt));
     stores[2].limit_memory(2 * SLAB);
     assert_eq!(save(&stores[2], 0), 4);
-    assert_eq!(stores[1].release_slab(), SlabRelease::NotNeeded, "none of its slabs would do");
-    assert!(gives(&stores[0]), "though it has less than its share");
+    assert_eq!(
+        stores[1].release_slab(),
+        SlabRelease::NotNeeded,
+        "none of the store's slabs is usable"
+    );
+    assert!(gives(&stores[0]), "the store must release a slab although it has less than its share");
     assert_eq!(save(&stores[2], 0), 0);
     for prompt in 10..30 {
         save(&stores[0], prompt);
@@ -138,7 +142,7 @@ fn a_slab_that_all_could_use_goes_to_who_can_use_few() {
     assert!(gives(&stores[0]));
     assert!(
         is_there(&stores[0], 1) && !is_there(&stores[0], 2),
-        "the least recently used slab goes to the store that can use all slabs"
+        "the least recently used slab must go to the store that can use all slabs"
     );
     assert_eq!(num(&stores[1]), 1);
 }
@@ -168,7 +172,7 @@ fn what_saves_cannot_use_is_given_first() {
     }
     assert!(
         is_there(&stores[0], 0) && is_there(&stores[0], 1),
-        "although they are the least recently used"
+        "these slabs must stay although they are the least recently used"
     );
 }
 
@@ -179,13 +183,13 @@ fn a_pin_elsewhere_does_not_keep_the_slabs_that_can_be_used() {
     let mut pinned: Vec<ReadLease> =
         (0..NUM_SLABS).map(|prompt| stores[0].acquire(&chain(prompt))).collect();
     for prompt in 4..8 {
-        pinned[prompt] = stores[0].acquire(&chain(50)); // nothing
+        pinned[prompt] = stores[0].acquire(&chain(50)); // pins nothing
         let prompt = chain(u32::try_from(prompt).unwrap());
         stores[0].discard(&prompt.keys()[1..]);
-        pinned.push(stores[0].acquire(&prompt)); // the emptiest, but pinned
+        pinned.push(stores[0].acquire(&prompt)); // the emptiest slab, but pinned
     }
     assert_eq!(save(&stores[1], 0), 4);
-    assert!(!gives(&stores[0]), "it has tried four of its slabs");
+    assert!(!gives(&stores[0]), "the store has tried four of its slabs");
     pinned.drain(..2);
     stores[2].limit_memory(2 * SLAB);
     assert_eq!(save(&stores[2], 0), 4);
@@ -203,7 +207,7 @@ fn who_can_use_more_than_before_waits_for_no_certain_slab() {
     let _pinned = stores[0].acquire(&chain(0));
     stores[1].limit_memory(SLAB);
     assert_eq!(save(&stores[1], 0), 4);
-    assert!(!gives(&stores[0]), "its workers are");
+    assert!(!gives(&stores[0]), "the only usable slab is still pinned");
     stores[1].limit_memory(u64::MAX);
     assert_eq!(save(&stores[1], 0), 4);
     assert!(gives(&stores[0]));

@@ -1,5 +1,5 @@
-//! The end of a session releases everything it holds; an engine continues without a store that
-//! gives bad answers.
+//! Tests that the end of a session releases everything it holds, and that an engine continues
+//! without a store that returns invalid results.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -61,7 +61,7 @@ fn leases_and_reservations_are_numbers_that_may_be_used_after_their_end() {
     session.release(lease);
     assert_eq!(stat(&session, "pins"), 0);
     assert_eq!((session.poll(lease), session.frames(lease)), (Progress::default(), Vec::new()));
-    assert_ne!(session.acquire(Prefix::from(&chain)), lease, "a number is never reused");
+    assert_ne!(session.acquire(Prefix::from(&chain)), lease, "lease numbers must never be reused");
 }
 
 #[test]
@@ -74,7 +74,7 @@ fn nothing_is_reserved_if_one_prefix_is_too_short() {
     assert_eq!(
         session.reserve(Prefix::from(&short), 0..2).expect("in range").0.len(),
         2,
-        "the store still works"
+        "the store must still work"
     );
 }
 
@@ -83,7 +83,7 @@ type Calls = Arc<Mutex<Vec<(&'static str, Vec<u64>)>>>;
 /// A store that returns scripted reservations and records its calls.
 #[derive(Debug)]
 struct Odd {
-    /// Expected reservations of each call.
+    /// Reservations returned by each call.
     rows: Mutex<Vec<Vec<Reservation>>>,
     calls: Calls,
 }
@@ -153,7 +153,7 @@ fn row(ticket: u64, unit: u32) -> Reservation {
     Reservation { ticket, frame: FrameId(9), key: ChunkKey([2; 32]), unit }
 }
 
-/// Reserves `units` of a prefix of `num_units`; `blocks` are those of each group in turn.
+/// Reserves `units` of a prefix of `num_units`. `blocks` contains the blocks of each group in turn.
 fn reserve(
     engine: &EngineSession,
     num_units: u32,
@@ -179,7 +179,7 @@ fn odd_with<const N: usize>(
     (EngineSession::new(Box::new(odd), num_ranks, groups).expect("sizes"), calls)
 }
 
-/// A group with units of two blocks.
+/// A group whose units contain two blocks.
 const TWO: Group = Group { blocks_per_unit: 2, kept_blocks: 2, ..Group::ONLY };
 
 #[test]
@@ -208,8 +208,8 @@ fn a_chunk_has_as_many_blocks_as_its_group_keeps() {
 fn a_load_has_the_blocks_that_the_prefix_needs_and_vllm_lacks() {
     let window = Group { kind: GroupKind::Window, block_tokens: 4, reach: 9, ..TWO };
     let (engine, _) = odd_with(vec![TWO, window], 1, &[]);
-    // A prefix of 5 units has 10 blocks. The window needs the last 3, and its first one is the
-    // second of a unit.
+    // A prefix of 5 units has 10 blocks. The window needs the last 3; the first of them is the
+    // second block of a unit.
     assert_eq!(engine.loaded_blocks(0, 5), [0..10, 7..10]);
     assert_eq!(engine.loaded_blocks(3, 5), [6..10, 7..10]);
     assert_eq!(engine.loaded_blocks(4, 5), [8..10, 8..10]);
@@ -219,7 +219,7 @@ fn a_load_has_the_blocks_that_the_prefix_needs_and_vllm_lacks() {
 fn each_ticket_reaches_the_store_once() {
     let (engine, calls) = odd(2, &[vec![row(5, 0), row(6, 1), row(7, 2)]]);
     let (saves, _) = reserve(&engine, 9, 0..3, &[4, 0, 7]).expect("in the table");
-    assert_eq!(saves.tickets(), [1, 2], "a chunk with a null block has no KV");
+    assert_eq!(saves.tickets(), [1, 2], "a chunk with a null block must not be saved");
     assert_eq!(engine.settle(&[1, 2], &[], &[]), (0, 0));
     assert_eq!(engine.settle(&[1], &[2], &[]), (1, 1));
     assert_eq!(engine.settle(&[1, 2], &[2], &[]), (0, 0));
@@ -229,7 +229,7 @@ fn each_ticket_reaches_the_store_once() {
 }
 
 /// Reports for the first store arrive late. They must not settle saves that have the same numbers
-/// now.
+/// in the new store.
 #[test]
 fn a_new_store_may_reuse_reservation_numbers() {
     let (engine, calls) = odd(1, &[vec![row(1, 0), row(2, 1)], vec![row(1, 0)], vec![row(2, 1)]]);
@@ -238,7 +238,7 @@ fn a_new_store_may_reuse_reservation_numbers() {
     assert_eq!(engine.num_in_flight(), 4);
     assert_eq!(engine.settle(before.tickets(), &[], &[]), (0, 2));
     engine.abort(before.tickets());
-    assert!(calls.lock().expect("no panic").is_empty(), "the store has no such reservations");
+    assert!(calls.lock().expect("no panic").is_empty(), "the new store has no such reservations");
     assert_eq!(engine.settle(after.tickets(), &[], &[]), (1, 0));
     engine.abort(last.tickets());
     assert_eq!(*calls.lock().expect("no panic"), [("commit", vec![1]), ("abort", vec![2])]);
@@ -322,9 +322,15 @@ fn columns_become_a_batch_and_back() {
         batch.by_group().into_iter().map(|(group, own)| (group, own.tickets().to_vec())).collect();
     assert_eq!(of_each, [(4, vec![1, 2]), (1, vec![3])]);
     assert_eq!(batch.take([2, 0]).columns().map(|part| part.group).collect::<Vec<_>>(), [1, 4]);
-    assert!(ChunkBatch::from_columns(&[two(&blocks[..12])], &[]).is_err(), "chunks of one size");
+    assert!(
+        ChunkBatch::from_columns(&[two(&blocks[..12])], &[]).is_err(),
+        "chunks must have the same size"
+    );
     assert!(ChunkBatch::from_columns(&[two(&[255; 16])], &[]).is_err(), "a chunk without blocks");
-    assert!(ChunkBatch::from_columns(&[two(&blocks)], &tickets).is_err(), "a ticket too many");
+    assert!(
+        ChunkBatch::from_columns(&[two(&blocks)], &tickets).is_err(),
+        "there is one ticket too many"
+    );
 }
 
 #[test]
@@ -339,12 +345,12 @@ fn blocks_of_a_save_are_in_use_until_it_is_settled() {
     assert_eq!(
         engine.being_read(Some(&[9, 8, 7])),
         [8, 7],
-        "the earlier save of a block waits longer"
+        "the earlier save of the block waits longer"
     );
     let engine = begin();
     assert_eq!(engine.being_read(Some(&[9, 8, 7])), [9, 8, 7]);
     engine.settle(&[1], &[], &[]);
-    assert_eq!(engine.being_read(Some(&[9, 8, 7])), [9, 8], "the other save reads it too");
+    assert_eq!(engine.being_read(Some(&[9, 8, 7])), [9, 8], "the other save also reads the block");
     engine.abort(&[1, 2]);
     assert!(engine.being_read(None).is_empty() && engine.num_in_flight() == 0);
 }

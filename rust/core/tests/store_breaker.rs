@@ -1,4 +1,5 @@
-//! If a disk hangs, fails or is missing, its chunks are misses for a while; everything else works.
+//! Tests a disk that hangs, fails or is missing: its chunks are misses for a while, and everything
+//! else works.
 //!
 //! Tests advance the clock, so nothing here depends on the speed of the machine.
 mod store_common;
@@ -41,13 +42,13 @@ fn save_all(store: &Store, chain: &KeyChain) -> u32 {
     save(store, &arena_of(store), chain, 0..chain.num_blocks())
 }
 
-/// Chains of `len` blocks from token `first` on, which share nothing.
+/// Returns chains of `len` blocks that share nothing. The tokens start at `first`.
 fn chains(num: u32, len: u32, first: u32) -> Vec<KeyChain> {
     let tokens = |nth: u32| (0..len).map(|at| first + nth * len + at).collect::<Vec<_>>();
     (0..num).map(|nth| chain(&tokens(nth))).collect()
 }
 
-/// Ten prompts of 8 chunks on disk only, and 16 hot chunks in host memory.
+/// Prepares ten prompts of 8 chunks only on disk, and 16 hot chunks in host memory.
 fn cold_prompts(disk: &Arc<MemoryDisk>) -> (Store, Vec<KeyChain>, KeyChain) {
     let store = disk.open(&settings(16, disk), &[]);
     let cold = chains(10, 8, 0);
@@ -69,8 +70,12 @@ fn a_hung_disk_takes_one_frame_per_thread() {
     let leases: Vec<_> = cold.iter().map(|prompt| store.acquire(prompt)).collect();
     assert!(leases.iter().all(|lease| lease.poll().pending_units == 8));
     until("all threads read", || disk.num_reads.load(Ordering::SeqCst) == u64::from(THREADS));
-    assert_eq!(stat(&store, "frames_reserved"), u64::from(THREADS), "queued reads have no frame");
-    assert_eq!(store.lookup(&hot).host_units, 16 - THREADS, "chunks in host memory stay");
+    assert_eq!(
+        stat(&store, "frames_reserved"),
+        u64::from(THREADS),
+        "queued reads must not have frames"
+    );
+    assert_eq!(store.lookup(&hot).host_units, 16 - THREADS, "chunks in host memory must stay");
     drop(leases);
     assert_eq!((stat(&store, "reads_pending"), stat(&store, "pins")), (0, 0));
     drop(gate);
@@ -80,7 +85,7 @@ fn a_hung_disk_takes_one_frame_per_thread() {
     assert_eq!(
         disk.num_reads.load(Ordering::SeqCst),
         u64::from(THREADS) + 8,
-        "a read ran for no lease"
+        "a read ran without a lease"
     );
     store.check().unwrap();
 }
@@ -109,13 +114,13 @@ fn a_tier_that_hangs_is_paused_and_probed_again() {
     until("a thread reads", || disk.num_reads.load(Ordering::SeqCst) == u64::from(THREADS));
     assert_eq!(stat(&store, "disk_broken"), 0);
     disk.wait(5);
-    assert_eq!(lease.poll(), Progress::default(), "a lease does not wait for a tier that hangs");
+    assert_eq!(lease.poll(), Progress::default(), "a lease must not wait for a tier that hangs");
     assert_eq!((stat(&store, "disk_broken"), stat(&store, "disk_trips")), (1, 2));
     let found = store.lookup(&cold[0]);
     assert_eq!((found.stored_units, store.lookup(&hot).host_units), (0, 16 - THREADS));
     assert_eq!(store.acquire(&cold[1]).poll(), Progress::default());
     assert!(!store.take_events().is_empty());
-    assert!(store.take_events().is_empty(), "each event once");
+    assert!(store.take_events().is_empty(), "each event must be reported once");
     disk.wait(2); // a probe is due, but every thread hangs
     let probe = store.acquire(&cold[0]);
     assert_eq!(
@@ -144,10 +149,10 @@ fn failed_writes_keep_chunks_on_disk() {
         disk.fail_writes.store(true, Ordering::SeqCst);
         disk.fail_frees.store(fail_frees, Ordering::SeqCst);
         for prompt in chains(100, 8, 1000) {
-            // The next prompt takes this prompt's frames; chunks not tried by then are never
+            // The next prompt takes the frames of this prompt. Chunks not tried by then are never
             // written.
             let num_refused = stat(&store, "disk_write_errors");
-            assert!(save_all(&store, &prompt) > 0, "host memory still works");
+            assert!(save_all(&store, &prompt) > 0, "host memory must still work");
             until("one is tried", || {
                 stat(&store, "disk_broken") == 1 || stat(&store, "disk_write_errors") > num_refused
             });
@@ -158,7 +163,7 @@ fn failed_writes_keep_chunks_on_disk() {
         assert!(stat(&store, "disk_write_errors") >= 1);
         assert_eq!(stat(&store, "disk_used"), left as u64);
         let read = store.acquire(&chains(1, 8, 0)[0]);
-        assert!(settled(&read).ready_units >= 4, "reads continue");
+        assert!(settled(&read).ready_units >= 4, "reads must continue");
         drop(read);
         for fault in [&disk.fail_writes, &disk.fail_frees] {
             fault.store(false, Ordering::SeqCst);
@@ -167,7 +172,7 @@ fn failed_writes_keep_chunks_on_disk() {
         let new = chain(&(5000..5008).collect::<Vec<_>>());
         assert_eq!(save_all(&store, &new), 8);
         assert!(disk.flush(&store));
-        assert!(disk.chunks().contains_key(&new.keys()[7]), "it writes again");
+        assert!(disk.chunks().contains_key(&new.keys()[7]), "the tier must write again");
         assert_eq!((stat(&store, "disk_broken"), disk.chunks().len()), (0, 24));
         store.check().unwrap();
     }
@@ -180,9 +185,13 @@ fn a_chunk_that_cannot_be_read_stays_and_is_read_later() {
     disk.fail_reads.store(true, Ordering::SeqCst);
     assert_eq!(settled(&store.acquire(&cold[0])), Progress::default());
     disk.fail_reads.store(false, Ordering::SeqCst);
-    assert!(stat(&store, "disk_read_errors") >= 2, "it is attempted twice");
-    assert_eq!(store.acquire(&cold[0]).poll(), Progress::default(), "and not again at once");
-    assert_eq!(settled(&store.acquire(&cold[1])).ready_units, 8, "others are read");
+    assert!(stat(&store, "disk_read_errors") >= 2, "the read must be attempted twice");
+    assert_eq!(
+        store.acquire(&cold[0]).poll(),
+        Progress::default(),
+        "the read must not be retried immediately"
+    );
+    assert_eq!(settled(&store.acquire(&cold[1])).ready_units, 8, "other chunks must be read");
     disk.wait(61);
     assert_eq!(settled(&store.acquire(&cold[0])).ready_units, 8);
     assert_eq!(stat(&store, "discards"), 0);
@@ -199,10 +208,10 @@ fn close_clear_and_lookups_do_not_wait_for_hung_io() {
     );
     let lease = store.acquire(&cold[0]);
     until("a thread reads", || disk.num_reads.load(Ordering::SeqCst) == u64::from(THREADS));
-    store.clear(); // some seconds: the disk is cleared later
+    store.clear(); // takes some seconds: the disk is cleared later
     assert!(
         store.take_events().iter().any(|event| event.contains("not cleared")),
-        "no event says that a restart finds it"
+        "no event reports that a restart finds the chunk"
     );
     for prompt in &cold {
         assert_eq!(store.lookup(prompt), kvloft_core::store::Lookup::default());
@@ -242,7 +251,7 @@ fn a_tier_that_fails_to_open_is_opened_later() {
     let store = disk.open(&settings(16, &disk), &found);
     assert_eq!(stat(&store, "disk_broken"), 1);
     assert!(store.take_events().iter().any(|event| event.contains("cannot be opened")));
-    assert_eq!(save_all(&store, &hot), 16, "host memory serves");
+    assert_eq!(save_all(&store, &hot), 16, "host memory must work");
     assert_eq!(store.lookup(&cold[0]).stored_units, 0);
     store.discard(&cold[1].keys()[..1]);
     disk.fail_opens.store(false, Ordering::SeqCst);
@@ -250,7 +259,11 @@ fn a_tier_that_fails_to_open_is_opened_later() {
     until("it is attached", || stat(&store, "disk_broken") == 0);
     assert!(disk.flush(&store));
     assert_eq!(disk.violations(), [""; 0]);
-    assert_eq!(store.lookup(&cold[1]).stored_units, 0, "it was discarded before the tier was open");
+    assert_eq!(
+        store.lookup(&cold[1]).stored_units,
+        0,
+        "the chunk was discarded before the tier opened"
+    );
     assert_eq!(
         (stat(&store, "disk_used"), stat(&store, "disk_writes")),
         (88, 0),
@@ -260,7 +273,7 @@ fn a_tier_that_fails_to_open_is_opened_later() {
     store.check().unwrap();
 }
 
-/// Otherwise a store that ends before its tier opens would leave discarded chunks on disk.
+/// Otherwise a store that closes before its tier opens would leave discarded chunks on disk.
 #[test]
 fn a_discard_is_pending_until_the_tier_opens() {
     let disk = MemoryDisk::new(200);
@@ -269,7 +282,7 @@ fn a_discard_is_pending_until_the_tier_opens() {
     let found = disk.entries();
     disk.fail_opens.store(true, Ordering::SeqCst);
     let store = disk.open(&settings(16, &disk), &found);
-    assert!(store.flush(LONG), "there is nothing to do");
+    assert!(store.flush(LONG), "nothing must be left to do");
     store.discard(&cold[1].keys()[..1]);
     assert!(!store.flush(Duration::from_millis(10)), "the removal did not reach the disk");
     disk.fail_opens.store(false, Ordering::SeqCst);
@@ -298,7 +311,7 @@ fn a_discarded_long_prefix_is_removed_from_disk() {
     assert_eq!(disk.entries().len(), 0);
 }
 
-/// A stopping engine can still have the directory when the next one starts.
+/// A stopping engine can still own the directory when the next engine starts.
 #[test]
 fn a_directory_in_use_is_opened_after_its_owner_ends() {
     let dir = tempfile::tempdir().unwrap();
@@ -327,7 +340,7 @@ fn a_directory_in_use_is_opened_after_its_owner_ends() {
     until("it is attached", || stat(&store, "disk_broken") == 0);
 }
 
-/// A valid record with a wrong parent or depth.
+/// Forges a valid record with a wrong parent or depth.
 #[test]
 fn a_forged_record_is_a_miss() {
     let wanted = chain(&[1, 2, 3, 4]);
@@ -378,7 +391,7 @@ fn a_forged_record_is_a_miss() {
         assert_eq!(
             save_all(&store, &wanted),
             4 - progress.ready_units,
-            "forged chunks are replaced"
+            "forged chunks must be replaced"
         );
         assert!(disk.flush(&store));
         assert_eq!(store.lookup(&wanted).host_units, 4);
@@ -396,17 +409,17 @@ fn a_large_tree_is_removed_at_once_and_freed_in_slices() {
     }
     let hub = leaves[0].keys()[0];
     let kept = store.acquire(&leaves[7]);
-    assert!(store.discard(&[hub]) < 600, "one call does a slice");
+    assert!(store.discard(&[hub]) < 600, "one call must only do one slice");
     assert!(stat(&store, "entries") > 1000);
     for leaf in &leaves[..50] {
         assert_eq!(store.lookup(leaf).host_units, 0);
     }
-    assert_eq!(save_all(&store, &leaves[5]), 2, "it can be saved again at once");
+    assert_eq!(save_all(&store, &leaves[5]), 2, "the prompt must be savable immediately");
     assert_eq!(store.lookup(&leaves[5]).host_units, 2);
     assert_eq!(
         store.lookup(&leaves[6]).host_units,
         1,
-        "descendants of the old one are not found under the new one"
+        "descendants of the old chunk must not be found under the new chunk"
     );
     assert_eq!(kept.frames().len(), 2);
     assert!(store.flush(LONG));
@@ -424,10 +437,14 @@ fn chunks_in_unusable_frames_do_not_fail_a_save() {
     for prompt in &prompts[..2] {
         assert_eq!(save_all(&store, prompt), 4);
     }
-    drop(store.acquire(&prompts[0])); // in the lowest frames, and now used last
+    drop(store.acquire(&prompts[0])); // in the lowest frames, and used last
     store.limit_memory(4 * FRAME as u64);
     assert_eq!(save_all(&store, &prompts[2]), 4);
-    assert_eq!(stat(&store, "host_evictions"), 4, "chunks with unusable frames are not evicted");
+    assert_eq!(
+        stat(&store, "host_evictions"),
+        4,
+        "chunks with unusable frames must not be evicted"
+    );
     assert_eq!(store.lookup(&prompts[1]).host_units, 4);
     let _pinned = store.acquire(&prompts[2]);
     assert_eq!(save_all(&store, &chains(1, 4, 9000)[0]), 0, "no usable frame is available");
@@ -437,7 +454,7 @@ fn chunks_in_unusable_frames_do_not_fail_a_save() {
     assert_eq!(
         save_all(&store, &chains(1, 4, 9500)[0]),
         4,
-        "chunks that were spared can be evicted again"
+        "chunks that were spared must be evictable again"
     );
     store.check().unwrap();
 }
@@ -463,7 +480,7 @@ fn many_chunks_in_unusable_frames_do_not_block_saves() {
     assert_eq!(pinned.frames().len(), 4);
     assert!(
         prompts[25..].iter().all(|prompt| store.lookup(prompt).host_units == 4),
-        "they block no other chunk"
+        "these chunks must not block other chunks"
     );
     store.limit_memory(0);
     assert_eq!(save_all(&store, &chains(1, 4, 20_000)[0]), 0);
@@ -503,8 +520,8 @@ fn a_save_without_a_usable_frame_evicts_nothing() {
     assert_eq!(store.lookup(&cold[0]).host_units, 8);
 }
 
-/// The same after an anchor: proven units before it are not looked up again while the forged chunk
-/// is removed. A lookup reports the forged chunk until a lease has compared it.
+/// Like the test above, but after an anchor: proven units before it are not looked up again while
+/// the forged chunk is removed. A lookup reports the forged chunk until a lease has compared it.
 #[test]
 fn a_forged_record_behind_an_anchor_ends_the_prefix_there() {
     let (wanted, other) = (chain(&[1, 2, 3, 4, 5, 6]), chain(&[7, 8, 9, 10]));
@@ -531,11 +548,11 @@ fn a_forged_record_behind_an_anchor_ends_the_prefix_there() {
     let store = disk.open(&settings(8, &disk), &found);
     let whole = Prefix::from(&wanted);
     let begun = Prefix { first: 2, keys: &keys[2..], ..whole };
-    assert_eq!(store.lookup(begun).stored_units, 0, "not proven yet");
+    assert_eq!(store.lookup(begun).stored_units, 0, "the prefix is not proven yet");
     assert_eq!(settled(&store.acquire(Prefix { keys: &keys[..4], ..whole })).ready_units, 4);
     for _ in 0..2 {
         assert_eq!(store.lookup(begun).stored_units, 5);
-        assert_eq!(stat(&store, "disk_verify_failures"), 0, "a lookup changes nothing");
+        assert_eq!(stat(&store, "disk_verify_failures"), 0, "a lookup must not change anything");
     }
     let lease = store.acquire(begun);
     assert_eq!(settled(&lease).ready_units, 4);

@@ -1,4 +1,4 @@
-//! The change log of a store: a replay of it, once the store is idle, matches lookups.
+//! Tests the change log of a store: once the store is idle, a replay of the log matches lookups.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
@@ -30,7 +30,7 @@ fn open(num_frames: u32, disk: &Arc<MemoryDisk>) -> Store {
     disk.open(&config, &disk.entries())
 }
 
-/// A listener, and the tiers of each chunk according to its rows.
+/// A listener, and the tiers of each chunk according to the log.
 #[derive(Debug)]
 struct Hearer {
     listener: Listener,
@@ -45,7 +45,7 @@ impl Hearer {
         Self { listener, known, num_lost: 0 }
     }
 
-    /// Takes some changes; returns whether there may be more.
+    /// Takes some changes, and returns true if there may be more.
     fn take(&mut self, universe: &[ChunkKey], limit: usize) -> bool {
         let changes = self.listener.changes(&[], limit);
         let is_full = changes.rows.len() == limit;
@@ -61,7 +61,7 @@ impl Hearer {
         self.known.get(&key).is_some_and(|tiers| tiers.host || on_disk_too && tiers.disk)
     }
 
-    /// Leading units of a prefix.
+    /// Returns the number of leading units of a prefix.
     fn units(&self, keys: &[ChunkKey], on_disk_too: bool) -> u32 {
         u32::try_from(keys.iter().take_while(|key| self.has(**key, on_disk_too)).count()).unwrap()
     }
@@ -183,10 +183,10 @@ impl Run {
         self.heal();
         self.writes.clear();
         self.reads.clear();
-        // A read without a waiting request still ends, and lookups then find its chunk.
+        // A read that no request waits for still completes, and lookups then find its chunk.
         let deadline = Instant::now() + Duration::from_secs(60);
         while stat(&self.store, "frames_reserved") > 0 {
-            assert!(Instant::now() < deadline, "reads do not end");
+            assert!(Instant::now() < deadline, "reads do not complete");
             std::thread::sleep(Duration::from_micros(200));
         }
         assert!(self.disk.flush(&self.store));
@@ -237,7 +237,7 @@ fn a_row_has_the_tiers_at_the_time_of_the_call() {
     let (chain, arena) = (prompt_chain(0), arena_of(&store));
     assert_eq!(save(&store, &arena, &chain, 0..1), 1);
     let listener = store.watch(100);
-    assert!(listener.changes(&[], 100).rows.is_empty(), "earlier changes are not reported");
+    assert!(listener.changes(&[], 100).rows.is_empty(), "earlier changes must not be reported");
     assert_eq!(
         listener.changes(&chain.keys()[..2], 0).rows,
         [(chain.keys()[0], HOST), (chain.keys()[1], NOWHERE)]
@@ -278,10 +278,14 @@ fn unread_keys_are_dropped_and_the_loss_is_reported_once() {
     assert_eq!(rows, [(chain.keys()[0], HOST), (chain.keys()[1], NOWHERE)]);
     assert!(!listener.changes(&[], 100).lost);
     save(&store, &arena, &chain, 0..2);
-    assert_eq!(listener.changes(&[], 100).rows, [(chain.keys()[1], HOST)], "later changes arrive");
+    assert_eq!(
+        listener.changes(&[], 100).rows,
+        [(chain.keys()[1], HOST)],
+        "later changes must be reported"
+    );
 }
 
-/// Lookups do not find a chunk whose slot is being freed; if that fails, they find it again.
+/// Lookups do not find a chunk whose slot is being freed. If freeing fails, they find it again.
 #[test]
 fn a_chunk_whose_slot_cannot_be_freed_is_reported() {
     let disk = MemoryDisk::new(1);
@@ -296,7 +300,7 @@ fn a_chunk_whose_slot_cannot_be_freed_is_reported() {
     let old_is = |expected: Tiers| {
         let deadline = Instant::now() + Duration::from_secs(60);
         while !listener.changes(&[], 100).rows.contains(&(old.keys()[0], expected)) {
-            assert!(Instant::now() < deadline, "it is never reported that {expected:?}");
+            assert!(Instant::now() < deadline, "never reported: {expected:?}");
             std::thread::sleep(Duration::from_micros(200));
         }
     };
@@ -305,7 +309,7 @@ fn a_chunk_whose_slot_cannot_be_freed_is_reported() {
     old_is(Tiers { disk: true, ..HOST });
 }
 
-/// Each listener receives everything at its own pace; only listeners that read too slowly lose
+/// Each listener receives all changes at its own pace. Only listeners that read too slowly lose
 /// changes.
 #[test]
 fn each_listener_has_a_separate_position() {
@@ -332,7 +336,7 @@ fn each_listener_has_a_separate_position() {
     store.clear();
     assert!(
         slow.changes(&[], 100).lost && idle.changes(&[], 100).lost,
-        "a clear reaches all listeners"
+        "a clear must reach all listeners"
     );
     save(&store, &arena, &one, 0..1);
     assert_eq!(
@@ -341,7 +345,8 @@ fn each_listener_has_a_separate_position() {
     );
 }
 
-/// A large tree is removed in slices, its root last; the log reports at once that lookups miss it.
+/// A large tree is removed in slices, the root last. The log reports immediately that lookups miss
+/// it.
 #[test]
 fn a_tree_removed_in_slices_is_reported_at_once() {
     let store = Store::open(&config(2000, Eviction::Lru)).unwrap();

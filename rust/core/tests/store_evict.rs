@@ -1,6 +1,6 @@
-//! Evicts the chunks under the roots of a salt, compared with simple sets of keys.
+//! Compares the eviction of all chunks under the roots of a salt with simple sets of keys.
 //!
-//! Frames and slots are plentiful, so every answer is determined and must be equal.
+//! Frames and slots are plentiful, so every result is determined and must be equal.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
@@ -24,7 +24,7 @@ use store_common::{FRAME, MemoryDisk, arena_of, config, disk_settings, fill, sav
 
 const LONG: Duration = Duration::from_secs(60);
 const SALTS: [&str; 2] = ["tenant a", "tenant b"];
-/// Name and path.
+/// Name and path of an adapter.
 type Adapter = Option<(&'static str, &'static str)>;
 /// Adapter and salt of each root.
 const ROOTS: [(Adapter, Option<&str>); 5] = [
@@ -39,7 +39,7 @@ const NUM_PROMPTS: u32 = 8;
 fn chain_of(root: usize, prompt: u32) -> KeyChain {
     let (adapter, salt) = ROOTS[root];
     let mut chain = KeyChain::new(root_key(&[7; 32], adapter, salt).unwrap(), 1).unwrap();
-    // Prompts are a tree: two branches of two, and two lengths.
+    // Prompts form a tree: two branches of two, and two lengths.
     let tokens = [9, 9, prompt & 1, prompt & 1, prompt & 2, prompt & 2];
     chain.append_tokens(&tokens[..if prompt & 4 == 0 { 6 } else { 4 }]).unwrap();
     chain
@@ -53,14 +53,14 @@ fn soon() -> Instant {
     Instant::now() + LONG
 }
 
-/// Distinguishes a chunk from later chunks with the same key.
+/// Number that distinguishes a chunk from later chunks with the same key.
 type Life = u64;
 
 #[derive(Debug, Default)]
 struct Model {
-    /// Key -> root, for every chunk ever saved.
+    /// Root of every chunk ever saved, by key.
     roots: BTreeMap<ChunkKey, usize>,
-    /// Key -> parent.
+    /// Parent by key.
     parents: BTreeMap<ChunkKey, ChunkKey>,
     host: BTreeMap<ChunkKey, Life>,
     disk: BTreeMap<ChunkKey, Life>,
@@ -93,7 +93,7 @@ impl Model {
         salt.is_none_or(|nth| ROOTS[self.roots[key]].1 == Some(SALTS[nth]))
     }
 
-    /// Expected report of an eviction; leases hold `held`.
+    /// Returns the expected report of an eviction while leases hold `held`.
     fn evict(
         &mut self,
         salt: Option<usize>,
@@ -209,7 +209,7 @@ impl World {
         assert!(self.disk.flush(self.store()));
     }
 
-    /// Chunks of a sliding-window group, whose parent is the group's root.
+    /// Adds chunks of a sliding-window group, whose parent is the group's root.
     fn attach(&mut self, root: usize, prompt: u32) {
         let chain = chain_of(root, prompt);
         let (group_root, keys) = chain.attached(3, 0..chain.num_blocks()).unwrap();
@@ -232,7 +232,7 @@ impl World {
         let lease = self.store().acquire(chain);
         let deadline = soon();
         while lease.poll().pending_units > 0 {
-            assert!(Instant::now() < deadline, "it is never read");
+            assert!(Instant::now() < deadline, "the chunk is never read");
             std::thread::yield_now();
         }
         let found = &chain.keys()[..self.model.lookup(chain.keys()).1 as usize];
@@ -274,7 +274,7 @@ impl World {
             let frames = lease.frames();
             assert!(
                 frames.iter().map(|frame| frame.key).eq(held.iter().map(|(key, _)| *key)),
-                "leases stay valid"
+                "leases must stay valid"
             );
             assert!(
                 frames.iter().all(|frame| verify(&self.arena, frame.frame, frame.key).is_none())
@@ -296,7 +296,7 @@ proptest! {
     }
 }
 
-/// More first chunks than a slice of the walk, and a prefix longer than one call can evict.
+/// Uses more first chunks than a slice of the walk, and a prefix longer than one call can evict.
 #[test]
 fn many_chunks_are_evicted_in_slices() {
     let store = Store::open(&config(8192, Eviction::Lru)).unwrap();
@@ -320,18 +320,23 @@ fn many_chunks_are_evicted_in_slices() {
             let (leases, _) = store.reserve_many(None, &[asked]).unwrap();
             store.commit(leases);
         }
-        let said = store.evict(of_salt(Some(1), is_host_only), soon()); // the second: the walk passes the first
+        // the second: the walk passes the first
+        let said = store.evict(of_salt(Some(1), is_host_only), soon());
         assert_eq!(
             (said.num_chunks, said.host_bytes / FRAME as u64, said.num_in_use, said.is_cut_short),
             (3800, 3800, 0, false)
         );
         assert_eq!(store.lookup(&deep(SALTS[1])).stored_units, 0);
-        assert_eq!(store.lookup(&deep(SALTS[0])).stored_units, 2000, "another tenant's");
+        assert_eq!(
+            store.lookup(&deep(SALTS[0])).stored_units,
+            2000,
+            "chunks of another tenant must stay"
+        );
     }
 }
 
-/// The walk reaches it from its child first and then directly, because its entry follows its
-/// child's.
+/// The walk reaches the chunk first from its child and then directly, because its entry follows
+/// that of its child.
 #[test]
 fn a_chunk_in_use_counts_once() {
     let store = Store::open(&config(16, Eviction::Lru)).unwrap();
@@ -343,7 +348,8 @@ fn a_chunk_in_use_counts_once() {
     let save = |salt, num: u32| save(&store, &arena_of(&store), &chain(salt, num), 0..num);
     assert_eq!((save(SALTS[0], 6), save(SALTS[1], 6)), (6, 6));
     for nth in [0, 1] {
-        store.evict(of_salt(Some(nth), false), soon()); // the second one's places are reused first
+        // the second salt's entries are reused first
+        store.evict(of_salt(Some(nth), false), soon());
     }
     assert_eq!(save(SALTS[0], 12), 12);
     let lease = store.acquire(&chain(SALTS[0], 6));
@@ -351,7 +357,7 @@ fn a_chunk_in_use_counts_once() {
     assert_eq!((said.num_chunks, said.num_in_use, lease.frames().len()), (6, 6, 6));
 }
 
-/// A chunk that a worker fills meanwhile does not become visible.
+/// A chunk that a worker fills in the meantime does not become visible.
 #[test]
 fn a_save_in_flight_is_dropped() {
     let store = Store::open(&config(16, Eviction::Lru)).unwrap();
@@ -375,14 +381,14 @@ fn a_clear_ends_after_the_write_in_flight_is_undone() {
     while store.stats().iter().all(|(name, value)| *name != "pins" || *value > 0)
         || disk.num_slots_used() == 0
     {
-        assert!(Instant::now() < deadline, "it is never written");
+        assert!(Instant::now() < deadline, "the chunk is never written");
         std::thread::yield_now();
     }
     let said = store.evict(of_salt(Some(0), true), soon());
     assert_eq!(
         (said.num_chunks, said.num_in_use),
         (0, 1),
-        "chunks being written to disk stay in memory"
+        "chunks being written to disk must stay in memory"
     );
     assert!(
         store
@@ -391,7 +397,7 @@ fn a_clear_ends_after_the_write_in_flight_is_undone() {
     );
     drop(gate);
     assert!(!store.evict(of_salt(Some(0), false), soon()).is_cut_short);
-    assert!(disk.chunks().is_empty(), "a restart would find it");
+    assert!(disk.chunks().is_empty(), "a restart would find the chunk");
 }
 
 #[test]
@@ -406,7 +412,10 @@ fn a_disk_that_does_not_answer_is_reported() {
     assert_eq!(store.lookup(&chain_of(1, 0)).stored_units, 0);
     disk.fail_frees.store(false, std::sync::atomic::Ordering::SeqCst);
     disk.wait(61);
-    assert!(!store.evict(of_salt(Some(0), false), soon()).is_cut_short, "it is retried");
+    assert!(
+        !store.evict(of_salt(Some(0), false), soon()).is_cut_short,
+        "the eviction must be retried"
+    );
     assert!(disk.chunks().is_empty());
 }
 
@@ -422,13 +431,13 @@ fn a_disk_that_is_opened_later_is_reported() {
     let store = disk.open(&config, &disk.entries());
     let evict = || store.evict(of_salt(Some(0), false), soon());
     assert_eq!(evict(), Evicted { is_cut_short: true, ..Evicted::default() });
-    // It opens before the walk ends, or while the walk waits for the disk: its chunks were not
-    // visited.
+    // The tier opens before the walk ends, or while the walk waits for the disk, so its chunks were
+    // not visited.
     disk.fail_opens.store(false, std::sync::atomic::Ordering::SeqCst);
     disk.wait(1);
     let deadline = soon();
     while evict().is_cut_short {
-        assert!(Instant::now() < deadline, "it is never opened");
+        assert!(Instant::now() < deadline, "the tier is never opened");
         disk.wait(1);
     }
     assert!(disk.chunks().is_empty(), "the report says that nothing is left");
@@ -475,7 +484,7 @@ fn namespaces_that_no_store_has_open_lose_chunks_on_disk() {
     };
     assert_eq!(remove(&none, "03"), removed(0, 0), "another namespace");
     assert_eq!(remove(&none, "0101"), removed(1, 12));
-    assert_eq!(remove(&none, &"01".repeat(32)), removed(1, 0), "its whole name");
+    assert_eq!(remove(&none, &"01".repeat(32)), removed(1, 0), "the full name of the namespace");
     assert_eq!(remove(&none, &format!("{}00", "01".repeat(31))), removed(0, 0));
     let shared = DiskRoot::shared();
     let first = open(1, &over(&shared));
@@ -488,7 +497,7 @@ fn namespaces_that_no_store_has_open_lose_chunks_on_disk() {
     assert!(said.is_cut_short && said.num_chunks == 0, "another owner has the directory");
     let expected = RemovedChunks { open: ["01".repeat(8)].into(), ..removed(1, 12) };
     assert_eq!(remove(&shared, ""), expected, "with another namespace open");
-    assert_eq!(remove(&shared, "02"), removed(1, 0), "not the open one");
+    assert_eq!(remove(&shared, "02"), removed(1, 0), "the namespace that is not open");
     drop(first);
     let left: Vec<u32> = found(&open(2, &pool()));
     assert_eq!(left, [6, 0, 0, 6, 6]);

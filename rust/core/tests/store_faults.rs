@@ -1,9 +1,8 @@
-//! The store under pressure: few frames, few slots, a disk that fails, everything at once in any
-//! order.
+//! Tests the store under pressure: few frames, few slots, and a failing disk, in any order.
 //!
-//! Hits depend on the policy and on timing here, so the checked properties are those that always
-//! hold: only committed chunks are found (I1, I3), leased frames never change (I4), counts return
-//! to zero (I5), frames add up (I8), and the disk is used according to its contract.
+//! Hits depend on the policy and on timing here, so the tests check properties that always hold:
+//! only committed chunks are found (I1, I3), leased frames never change (I4), counts return to zero
+//! (I5), frames add up (I8), and the disk is used according to its contract.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
@@ -32,7 +31,7 @@ fn open(num_frames: u32, eviction: Eviction, disk: &Arc<MemoryDisk>, num_threads
     disk.open(&config, &[])
 }
 
-/// Polls until nothing is pending; returns the final answer.
+/// Polls until nothing is pending, and returns the final result.
 fn settled(lease: &ReadLease) -> Progress {
     let deadline = Instant::now() + LONG;
     loop {
@@ -193,8 +192,8 @@ impl Run {
         self.heal();
         self.writes.clear();
         self.reads.clear();
-        // A read without a waiting lease still ends, and unreadable chunks are removed from the
-        // disk.
+        // A read that no lease waits for still completes, and unreadable chunks are removed from
+        // the disk.
         let deadline = Instant::now() + LONG;
         while stat(&self.store, "frames_reserved") > 0 && Instant::now() < deadline {
             std::thread::sleep(Duration::from_micros(200));
@@ -243,7 +242,8 @@ proptest! {
     }
 }
 
-/// A store whose one chain of `len` chunks is on disk only, evicted from `len` frames by others.
+/// Returns a store whose only chain, of `len` chunks, is only on disk: other chunks evicted it from
+/// all `len` frames.
 fn on_disk_only(len: u32, disk: &Arc<MemoryDisk>) -> (Store, Arena, KeyChain) {
     let store = open(len, Eviction::Lru, disk, 2);
     let arena = arena_of(&store);
@@ -320,7 +320,7 @@ fn failed_and_corrupt_reads_are_misses_and_are_counted() {
         assert_eq!(
             store.lookup(&wanted).stored_units,
             left,
-            "only proven damage and its descendants are removed"
+            "only damaged chunks and their descendants may be removed"
         );
         let counter = if corrupt { "disk_verify_failures" } else { "disk_read_errors" };
         assert!(stat(&store, counter) >= 1);
@@ -341,7 +341,7 @@ fn flush_waits_for_slots_that_a_thread_is_freeing() {
         assert!(Instant::now() < deadline, "no thread frees the slots");
         std::thread::sleep(Duration::from_micros(200));
     }
-    assert!(!store.flush(Duration::from_millis(20)), "removed chunks still occupy slots");
+    assert!(!store.flush(Duration::from_millis(20)), "removed chunks must still occupy slots");
     drop(gate);
     assert!(store.flush(LONG));
     assert_eq!((stat(&store, "disk_used"), disk.num_slots_used()), (8, 8));
@@ -363,7 +363,7 @@ fn flush_waits_for_slots_of_removed_chunks_that_are_being_read() {
         store.discard(&wanted.keys()[..1]);
         assert!(
             !store.flush(Duration::from_millis(20)),
-            "two of them are being read and are still on disk"
+            "two of the chunks are being read and must still be on disk"
         );
         drop(gate);
         assert!(store.flush(LONG));
@@ -385,7 +385,7 @@ fn a_disk_that_accepts_no_writes_only_counts_errors() {
     assert_eq!(store.lookup(&wanted).host_units, 3);
     assert!(stat(&store, "disk_write_errors") >= 1);
     assert_eq!((stat(&store, "disk_used"), disk.num_slots_used()), (0, 0));
-    // When it works again, the next chunk brings its ancestors along.
+    // Once the disk works again, saving the next chunk also writes its ancestors.
     disk.fail_writes.store(false, Ordering::SeqCst);
     let longer = chain(&[1, 2, 3, 4]);
     assert_eq!(save(&store, &arena, &longer, 0..4), 1);
@@ -482,7 +482,7 @@ fn close_ends_waiting_leases_and_keeps_chunks_on_disk() {
     store.check().unwrap();
 }
 
-/// The other prompt's entry has the number that the child had, which its parent still counts as
+/// The other prompt's entry has the number of the former child, which the parent still counts as
 /// waiting.
 #[test]
 fn a_failed_save_removes_no_other_prompt() {

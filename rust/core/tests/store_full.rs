@@ -1,5 +1,5 @@
-//! A full file system that cannot preallocate (ext2, NFS before 4.2): the disk tier keeps the
-//! chunks that fit and evicts for new ones, as at `disk_size`.
+//! Tests a full file system that cannot preallocate (ext2, NFS before 4.2): the disk tier keeps the
+//! chunks that fit and evicts for new chunks, as at `disk_size`.
 #![expect(clippy::unwrap_used, reason = "tests")]
 mod store_common;
 
@@ -22,7 +22,7 @@ use store_common::{FRAME, arena_of, chain, config, save, stat, verify};
 const LONG: Duration = Duration::from_secs(60);
 const CAP_BYTES: u64 = 1 << 20;
 
-/// A disk of frames of the host's size and of others.
+/// Returns the config of a disk for frames of the host's size and of `others`.
 fn disk_config(dir: &Path, others: &[u64]) -> DiskConfig {
     DiskConfig {
         dir: dir.to_owned(),
@@ -63,7 +63,7 @@ fn open_tier(
         .unwrap()
 }
 
-/// Prompts of one chunk.
+/// Returns prompts of one chunk.
 fn prompts(num: u32) -> Vec<KeyChain> {
     (0..num).map(|first| chain(&[first])).collect()
 }
@@ -127,7 +127,7 @@ fn test_a_file_system_with_no_space_at_all_drops_chunks_and_the_write_breaker_st
     assert_eq!(
         stats.map(|name| stat(&store, name)),
         [10, 390, 0, 0],
-        "chunks were evicted in vain"
+        "chunks were evicted without need"
     );
     files.heal();
     store.clear();
@@ -135,14 +135,14 @@ fn test_a_file_system_with_no_space_at_all_drops_chunks_and_the_write_breaker_st
     assert_eq!(stat(&store, "disk_used"), 2);
 }
 
-/// Chunks of another store's prompts.
+/// Returns the metadata of chunks of another store's prompts.
 fn meta(number: u32) -> DiskMeta {
     let key = ChunkKey(*blake3::hash(&number.to_le_bytes()).as_bytes());
     DiskMeta { key, parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 }
 }
 
-/// A store over a full tier in memory: chunks of `other_bytes` in the room of `num_frames` frames
-/// of `frame_bytes`.
+/// Opens a store on a full tier in memory: chunks of `other_bytes` take the space of `num_frames`
+/// frames of `frame_bytes`.
 fn open_full(
     [frame_bytes, other_bytes]: [usize; 2],
     num_frames: usize,
@@ -200,7 +200,11 @@ fn test_a_write_evicts_64_chunks_at_most() {
     save_each(&store, &prompts(1));
     assert_eq!(stats(&store, COUNTS), [4 * 128 - 64, 0, 64, 1]);
     save_each(&store, &prompts(2)[1..]);
-    assert_eq!(stats(&store, COUNTS), [4 * 128 - 128 + 1, 1, 128, 1], "the first 64 help it");
+    assert_eq!(
+        stats(&store, COUNTS),
+        [4 * 128 - 128 + 1, 1, 128, 1],
+        "the earlier 64 evictions must also be used"
+    );
 }
 
 #[test]

@@ -1,8 +1,8 @@
-//! Quotas and TTLs by salt, compared with a dictionary of saved chunks and their times. Examples:
-//! `store_quota.rs`.
+//! Compares quotas and TTLs by salt with a dictionary of saved chunks and their times; for examples
+//! see `store_quota.rs`.
 //!
 //! The quotas of the walk fit into their tiers together, so no tenant may ever lose a chunk to
-//! another.
+//! another tenant.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
@@ -51,7 +51,7 @@ fn limits_of(all: &TenantLimits, salt: usize) -> Limits {
 fn size(quota: Option<Quota>) -> u64 {
     match quota {
         Some(Quota::Bytes(bytes)) => bytes,
-        _ => panic!("sizes only"),
+        _ => panic!("only sizes are supported"),
     }
 }
 
@@ -89,23 +89,23 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A prompt's keys: the keys of its prefix, and the keys of another group's independent chunks.
+/// A prompt's keys: the keys of its prefix, and the keys of independent chunks of another group.
 struct Prompt {
     salt: usize,
     chain: KeyChain,
     attached: (ChunkKey, Vec<ChunkKey>),
 }
 
-/// A store on a disk in memory, and the record of its saves.
+/// A store on a disk in memory, and a record of its saves.
 struct World {
     disk: Arc<MemoryDisk>,
     store: Option<Store>,
     eviction: Eviction,
     limits: TenantLimits,
-    /// When the store was opened, by its clock and by the calendar.
+    /// Time at which the store was opened, by its clock and by the calendar.
     opened: (u64, u64),
     prompts: Vec<Prompt>,
-    /// When each key was saved last.
+    /// Time of the last save of each key.
     saved_s: BTreeMap<ChunkKey, u64>,
     writes: Vec<WriteLease>,
     reads: Vec<ReadLease>,
@@ -138,7 +138,7 @@ impl World {
     fn open(&mut self) {
         let config = StoreConfig {
             disk: Some(disk_settings(SLOTS.into(), 1)),
-            now_s: self.opened.1 - self.opened.0, // the clock of these tests does not restart
+            now_s: self.opened.1 - self.opened.0, // these tests do not restart the clock
             limits: self.limits.clone(),
             ..config(FRAMES, self.eviction)
         };
@@ -149,7 +149,7 @@ impl World {
         self.store.as_ref().unwrap()
     }
 
-    /// Seconds of Unix time.
+    /// Returns the Unix time in seconds.
     fn now_s(&self) -> u64 {
         self.disk.now_s() + self.opened.1 - self.opened.0
     }
@@ -158,7 +158,7 @@ impl World {
         &self.prompts[salt * NUM_PROMPTS as usize + prompt as usize]
     }
 
-    /// Keys of each salt that are found in host, and in any tier.
+    /// Returns the keys of each salt that are found in host memory, and in any tier.
     fn found(&self) -> Vec<[BTreeSet<ChunkKey>; 2]> {
         let mut found = vec![<[BTreeSet<ChunkKey>; 2]>::default(); SALTS.len()];
         for Prompt { salt, chain, attached } in &self.prompts {
@@ -176,7 +176,7 @@ impl World {
         found
     }
 
-    /// Every chunk found has a known save time and has not expired.
+    /// Checks that every chunk found has a known save time and has not expired.
     fn check_ages(&self, found: &[[BTreeSet<ChunkKey>; 2]]) {
         let now_s = self.now_s();
         for (salt, own) in found.iter().enumerate() {

@@ -1,7 +1,7 @@
-//! The store against an independent model: a simple dictionary.
+//! Compares the store with an independent model: a simple dictionary.
 //!
-//! Frames are plentiful here, so every answer is determined and must be equal. Pressure and disks:
-//! `store_faults.rs`.
+//! Frames are plentiful here, so every result is determined and must be equal. `store_faults.rs`
+//! tests pressure and disks.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
@@ -22,7 +22,8 @@ enum Chunk {
     Visible,
 }
 
-/// key -> (parent key, state, number that distinguishes it from later chunks of the key)
+/// key -> (parent key, state, number that distinguishes the chunk from later chunks with the same
+/// key)
 #[derive(Debug, Default)]
 struct Model {
     chunks: BTreeMap<ChunkKey, (ChunkKey, Chunk, u64)>,
@@ -38,7 +39,7 @@ impl Model {
         self.state(key) == Some(Chunk::Visible)
     }
 
-    /// Units of the longest visible prefix, found one by one.
+    /// Returns the number of units in the longest visible prefix, checking one unit at a time.
     fn lookup(&self, keys: &[ChunkKey]) -> u32 {
         u32::try_from(keys.iter().take_while(|key| self.visible(key)).count()).unwrap()
     }
@@ -198,8 +199,8 @@ impl Run {
         self.compare();
     }
 
-    /// A prefix that starts at any stored chunk is found as with all its keys; starting at a chunk
-    /// that is not stored, nothing is found.
+    /// Checks anchors: a prefix that starts at any stored chunk is found as if with all its keys.
+    /// If the first chunk is not stored, nothing is found.
     fn compare_anchors(&self, chain: &KeyChain, num: u32) {
         let keys = chain.keys();
         let anchors: Vec<_> = (1..).zip(keys.iter().copied()).collect();

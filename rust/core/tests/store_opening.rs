@@ -1,5 +1,5 @@
-//! A disk tier that is slow to open, with other tiers: the store works before the tier opens, and
-//! uses it afterwards.
+//! Tests a disk tier that is slow to open, with other tiers: the store works before the tier opens,
+//! and uses it afterwards.
 #![expect(clippy::unwrap_used, reason = "tests")]
 mod store_common;
 
@@ -20,7 +20,7 @@ use store_common::{FRAME, arena_of, chain, config, disk_settings, save};
 const LONG: Duration = Duration::from_secs(60);
 type Answer = Result<()>;
 
-/// A disk whose opening waits until a test sets the result.
+/// A disk that does not open until a test sets the result.
 struct Slow {
     tier: Arc<MemoryTier>,
     num_tries: Arc<AtomicU64>,
@@ -70,7 +70,7 @@ fn told(store: &Store) -> String {
 #[test]
 fn a_store_works_while_its_disk_opens() {
     let disk = Slow::new();
-    let store = disk.open().unwrap(); // it does not wait for the disk, or it would have it
+    let store = disk.open().unwrap(); // does not wait for the disk
     assert!(told(&store).contains("not open after 1 s; using host memory only"));
     assert_eq!(save(&store, &arena_of(&store), &chain(&[1, 2, 3]), 0..3), 3);
     assert_eq!(store.lookup(&chain(&[1, 2, 3])).stored_units, 3);

@@ -1,5 +1,5 @@
-//! Examples of quotas and TTLs by salt: which tenant a chunk counts for, what counts, and the time
-//! of a save. Against a model: `store_limits.rs`.
+//! Examples of quotas and TTLs by salt: the tenant to which a chunk belongs, what the quota
+//! includes, and the time of a save. `store_limits.rs` compares them with a model.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
@@ -38,7 +38,7 @@ fn a_tenant_at_its_quota_evicts_its_own_coldest_chunk() {
             save(&store, &arena, &chain_of(salt, prompt, 4), 0..4);
         }
     }
-    drop(store.acquire(&chain_of(Some("a"), 0, 4))); // warmer than the other
+    drop(store.acquire(&chain_of(Some("a"), 0, 4))); // warmer than the other prompt
     assert_eq!(save(&store, &arena, &chain_of(Some("a"), 2, 3), 0..3), 3);
     assert_eq!(in_host(&store, Some("a"), 0..3, 4), [4, 1, 3]);
     assert_eq!(
@@ -67,7 +67,7 @@ fn a_prompt_longer_than_the_quota_keeps_its_beginning() {
     assert_eq!(
         save(&store, &arena_of(&store), &chain_of(Some("a"), 1, 1), 0..1),
         0,
-        "all of it is in use (I4)"
+        "all chunks are in use (I4)"
     );
     drop(lease);
     assert_eq!(save(&store, &arena_of(&store), &chain_of(Some("a"), 1, 1), 0..1), 1);
@@ -96,7 +96,7 @@ fn a_save_at_its_quota_takes_frames_that_saves_can_use() {
         save(&store, &arena, &chain_of(salt, prompt, 4), 0..4);
     }
     drop(store.acquire(&chain_of(Some("a"), 0, 4)));
-    store.limit_memory(8 * 4096); // prompt 0 of each
+    store.limit_memory(8 * 4096); // prompt 0 of each tenant
     assert_eq!(save(&store, &arena, &chain_of(Some("a"), 2, 1), 0..1), 1);
     assert_eq!(
         (in_host(&store, Some("a"), 0..3, 4), in_host(&store, None, 0..2, 4)),
@@ -160,8 +160,8 @@ fn the_clock_may_go_backwards() {
     assert_eq!(disk.chunks().len(), 5, "chunks of unknown age are removed from disk");
 }
 
-/// Chunks found on disk are older than those saved meanwhile, and would outlive their TTL with the
-/// newer time.
+/// Chunks found on disk are older than chunks saved in the meantime, and would outlive their TTL
+/// with the newer time.
 #[test]
 fn an_old_copy_on_disk_keeps_its_age() {
     let disk = MemoryDisk::new(SLOTS);
@@ -196,7 +196,7 @@ fn an_old_copy_on_disk_keeps_its_age() {
     store.check().unwrap();
 }
 
-/// A chunk after an expired one would make the expired one visible.
+/// A chunk after an expired chunk would make the expired chunk visible.
 #[test]
 fn a_chunk_expires_with_its_older_parent() {
     let disk = MemoryDisk::new(SLOTS);
@@ -222,7 +222,11 @@ fn a_chunk_expires_with_its_older_parent() {
         [stat(&store, "expired"), stat(&store, "entries"), stat(&store, "frames_visible")],
         [6, 0, 0]
     );
-    assert_eq!(save(&store, &arena_of(&store), &chain, 0..6), 6, "and is saved again");
+    assert_eq!(
+        save(&store, &arena_of(&store), &chain, 0..6),
+        6,
+        "the prompt must be savable again"
+    );
     store.check().unwrap();
 }
 

@@ -1,5 +1,5 @@
-//! The directory of a disk tier is removed or moved while a store has it open: chunks that were
-//! only there become misses, and the store opens the directory again.
+//! Tests a disk tier whose directory is removed or moved while a store has it open: chunks that
+//! were only there become misses, and the store opens the directory again.
 #![expect(clippy::unwrap_used, reason = "tests")]
 mod store_common;
 
@@ -45,7 +45,7 @@ fn host_and_stored(store: &Store, chain: &KeyChain) -> (u32, u32) {
     (found.host_units, found.stored_units)
 }
 
-/// Disks in memory: each opening creates a new, empty one. The clock advances only when a test says
+/// Disks in memory: each open creates a new, empty disk. The clock advances only when a test says
 /// so.
 #[derive(Default)]
 struct Disks {
@@ -91,8 +91,8 @@ impl Disks {
     }
 }
 
-/// A prompt that is only on disk, in more chunks than one slice drops; and one of 8 chunks in host
-/// and on disk.
+/// Saves a prompt that is only on disk, in more chunks than one slice drops, and a prompt of 8
+/// chunks in host memory and on disk.
 fn cold_and_hot(store: &Store) -> (KeyChain, KeyChain) {
     let (cold, hot) = (prompt(0, 700), prompt(1000, 8));
     for end in (7..=700).step_by(7) {
@@ -100,7 +100,7 @@ fn cold_and_hot(store: &Store) -> (KeyChain, KeyChain) {
         assert!(store.flush(LONG));
     }
     for nth in 0..100 {
-        save_all(store, &prompt(2000 + 8 * nth, 8)); // the cold ones are evicted from host memory
+        save_all(store, &prompt(2000 + 8 * nth, 8)); // the cold prompt is evicted from host memory
         assert!(store.flush(LONG));
     }
     assert_eq!(save_all(store, &hot), 8);
@@ -137,7 +137,7 @@ fn test_no_disk_is_opened_while_a_job_of_the_removed_one_is_under_way() {
     let disks = Arc::<Disks>::default();
     let store = disks.open_store(720, 3);
     cold_and_hot(&store);
-    let cold = prompt(0, 2); // a thread has no read, and looks
+    let cold = prompt(0, 2); // a thread has no read, so it checks
     let (old, arena) = (disks.nth(0), arena_of(&store));
     let gate = old.read_gate.lock().unwrap();
     let lease = store.acquire(&cold);
@@ -194,7 +194,7 @@ fn test_a_removed_disk_that_cannot_be_opened_is_retried() {
         *events += &store.take_events().join("; ");
         events.contains("cannot be opened; using host memory only and retrying")
     });
-    assert_eq!(host_and_stored(&store, &prompt(0, 4)), (4, 4), "host memory serves");
+    assert_eq!(host_and_stored(&store, &prompt(0, 4)), (4, 4), "host memory must work");
     disks.fail_opens.store(false, Ordering::SeqCst);
     disks.wait(61);
     until("it is open", || stat(&store, "disk_broken") == 0);
@@ -218,7 +218,7 @@ fn test_chunks_forgotten_on_a_removed_disk_do_not_return_with_its_directory() {
     assert_eq!(stat(&store, "entries"), 0);
 }
 
-/// Real directories, and a clock that runs.
+/// Real directories, and a real-time clock.
 struct Place {
     dir: tempfile::TempDir,
     pool: Arc<Pool>,
@@ -245,7 +245,7 @@ impl Place {
         Store::open(&self.config(7)).unwrap()
     }
 
-    /// A store with `cold` on disk only and `hot` in host memory, too.
+    /// Opens a store with `cold` only on disk and `hot` also in host memory.
     fn cold_and_hot(&self) -> (Store, KeyChain, KeyChain) {
         let (store, cold, hot) = (self.open(), prompt(0, 8), prompt(100, 8));
         for prompt in [&cold, &hot] {
@@ -259,8 +259,8 @@ impl Place {
         (store, cold, hot)
     }
 
-    /// Removes the directory with `remove`: chunks that were only on disk are misses, and chunks in
-    /// host memory survive a restart.
+    /// Removes the directory with `remove` and checks that chunks only on disk are misses, and
+    /// chunks in host memory survive a restart.
     fn check_removal(&self, named: &Path, remove: impl Fn()) {
         let (store, cold, hot) = self.cold_and_hot();
         remove();
@@ -394,7 +394,7 @@ fn work(store: &Store, mut random: u64, stop: &AtomicBool) -> u64 {
     num_loaded
 }
 
-/// The store's time runs 500 times as fast, so that it looks every two milliseconds.
+/// The store's time runs 500 times as fast, so that it checks every two milliseconds.
 #[test]
 fn test_no_wrong_chunk_is_loaded_while_a_directory_is_removed_repeatedly() {
     let place = Place::new();
@@ -425,7 +425,7 @@ fn test_no_wrong_chunk_is_loaded_while_a_directory_is_removed_repeatedly() {
         });
         for _ in 0..20 {
             std::thread::sleep(Duration::from_millis(150));
-            let _ = fs::remove_dir_all(place.disk()); // it may be created again at this moment
+            let _ = fs::remove_dir_all(place.disk()); // may be created again at this moment
         }
         stop.store(true, Ordering::SeqCst);
         workers.into_iter().map(|worker| worker.join().unwrap()).sum()

@@ -1,6 +1,6 @@
-//! Removed chunks stay removed after a restart, even if the disk failed in between.
+//! Tests that removed chunks stay removed after a restart, even if the disk failed in between.
 //!
-//! The real store on the real tier over files whose calls fail, sometimes after taking effect.
+//! Uses the real store on the real tier over files whose calls fail, sometimes after taking effect.
 #![expect(clippy::unwrap_used, reason = "tests")]
 mod store_common;
 
@@ -65,7 +65,7 @@ impl Place {
         .unwrap()
     }
 
-    /// Chunks of `prompt` that are found after a restart.
+    /// Returns how many chunks of `prompt` are found after a restart.
     fn found_later(&self, prompt: &KeyChain) -> u32 {
         let store = self.open();
         until("found chunks are indexed", || store.flush(LONG));
@@ -85,8 +85,8 @@ fn save_all(store: &Store, prompt: &KeyChain) {
     assert_eq!(save(store, &arena_of(store), prompt, 0..prompt.num_blocks()), prompt.num_blocks());
 }
 
-/// A store whose first write fails although its record reaches the disk, where it cannot be cleared
-/// either.
+/// Opens a store whose first write fails although its record reaches the disk, where it cannot be
+/// cleared either.
 fn with_a_refused_write_that_was_done(place: &Place) -> (Store, KeyChain) {
     let (store, prompt) = (place.open(), chain(&[1]));
     let to_index = |fault| Rule::new(fault).on(WRITES).in_file("index");
@@ -130,7 +130,7 @@ fn an_older_copy_that_the_open_could_not_free_does_not_survive_a_discard() {
     until("the slot could not be freed", || stat(&store, "disk_write_errors") == 1);
     save_all(&store, &prompt);
     until("it is written to another slot", || stat(&store, "disk_writes") == 2);
-    drop(store); // before the first is retried
+    drop(store); // before the first removal is retried
     place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index"));
     let store = place.open();
     until("it is found", || store.lookup(&prompt).stored_units == 1);
@@ -141,7 +141,7 @@ fn an_older_copy_that_the_open_could_not_free_does_not_survive_a_discard() {
     assert_eq!(place.found_later(&prompt), 0);
 }
 
-/// One record can never be cleared; that must not keep the others.
+/// One record can never be cleared, but the other records must be.
 #[test]
 fn a_slot_that_cannot_be_freed_does_not_block_a_clear() {
     let place = Place::new();
@@ -151,7 +151,7 @@ fn a_slot_that_cannot_be_freed_does_not_block_a_clear() {
         save_all(&store, prompt);
     }
     assert!(store.flush(LONG));
-    // Faults for the first prompt's slot, before the clear and during it.
+    // Faults for the slot of the first prompt, before and during the clear.
     place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index").times(1));
     assert_eq!(store.discard(&prompts[0].keys()[..1]), 1);
     until("the slot could not be freed", || stat(&store, "disk_write_errors") == 1);
@@ -161,7 +161,7 @@ fn a_slot_that_cannot_be_freed_does_not_block_a_clear() {
     assert_eq!(prompts[1..].iter().map(|prompt| place.found_later(prompt)).sum::<u32>(), 0);
 }
 
-/// A record on disk can have a wrong place, so its ancestors are compared with all keys once.
+/// A record on disk can have a wrong position, so its ancestors are compared with all keys once.
 #[test]
 fn a_prefix_found_on_disk_is_an_anchor_after_its_keys_were_compared() {
     let (place, prompt, other) =
@@ -183,8 +183,8 @@ fn a_prefix_found_on_disk_is_an_anchor_after_its_keys_were_compared() {
     assert_eq!(store.lookup(&prompt).stored_units, 8);
     assert_eq!(store.anchors(&ends), Anchors { num_known: 0, num_stored: 8 });
 
-    // The whole prompt is read to host memory; then others take frames from its end, and a part is
-    // on disk only.
+    // The whole prompt is read to host memory. Other prompts then take frames from its end, so a
+    // part is only on disk.
     let whole = store.acquire(&prompt);
     assert_eq!(store.anchors(&ends), Anchors { num_known: 8, num_stored: 8 });
     until("it is read", || whole.poll().ready_units == 8);

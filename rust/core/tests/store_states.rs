@@ -1,5 +1,5 @@
-//! Mamba states of chats are new in each turn and useless without their prefix, which needs them.
-//! If a state is linked to its prefix, both tiers keep both for chats that continue.
+//! Tests Mamba states of chats. Each turn has a new state, which is useless without its prefix. If
+//! a state is linked to its prefix, both tiers keep both for chats that continue.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -22,8 +22,7 @@ fn prompt(number: u32, num_blocks: u32) -> KeyChain {
     chain(&(0..num_blocks).map(|at| number * 100 + at).collect::<Vec<_>>())
 }
 
-/// Saves a prompt of `num_blocks` and the state after it, with or without the prefix it belongs to.
-/// Calls `after` after each chat.
+/// Saves a prompt of `num_blocks` and the state after it, with or without a link to its prefix.
 fn save_turn(store: &Store, number: u32, num_blocks: u32, has_prefix: bool, after: impl Fn()) {
     let own = prompt(number, num_blocks);
     let (root, mut keys) = own.attached(GROUP, num_blocks - 1..num_blocks).unwrap();
@@ -51,7 +50,7 @@ fn save_turn(store: &Store, number: u32, num_blocks: u32, has_prefix: bool, afte
     }
 }
 
-/// Returns whether a whole prompt and its state are found in any tier, and uses them.
+/// Returns true if a whole prompt and its state are found in any tier, and uses them.
 fn finds(store: &Store, number: u32, num_blocks: u32) -> bool {
     let own = prompt(number, num_blocks);
     let (root, keys) = own.attached(GROUP, num_blocks - 1..num_blocks).unwrap();
@@ -61,14 +60,15 @@ fn finds(store: &Store, number: u32, num_blocks: u32) -> bool {
         let lease = store.acquire(prefix);
         let deadline = Instant::now() + Duration::from_secs(60);
         while lease.poll().pending_units > 0 {
-            assert!(Instant::now() < deadline, "it is never read");
+            assert!(Instant::now() < deadline, "the chunk is never read");
             std::thread::yield_now();
         }
     }
     has
 }
 
-/// Returns the blocks that chats find, while other prompts never repeat. ``after`` each save.
+/// Returns how many blocks chats find while other prompts never repeat. Calls `after` after each
+/// save.
 fn found_by_chats(store: &Store, has_prefix: bool, after: impl Fn()) -> u32 {
     let mut num_found = 0;
     for turn in 1..10 {

@@ -1,5 +1,5 @@
-//! Many threads on one store with a disk: no deadlock, no wrong frame, and everything is released
-//! at the end.
+//! Tests many threads on one store with a disk: no deadlock, no wrong frame, and everything is
+//! released at the end.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 

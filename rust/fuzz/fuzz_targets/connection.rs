@@ -1,5 +1,5 @@
-//! Sends any bytes to a running server, raw and after a hello: the server continues, and chunks of
-//! another engine stay.
+//! Sends arbitrary bytes to a running server, raw and after a hello: the server keeps running, and
+//! chunks of another engine stay.
 #![no_main]
 
 use std::io::{Read, Write};
@@ -56,14 +56,14 @@ libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     let namespace = NAMESPACE;
     let fields = Hello { version: VERSION, namespace, frame_sizes: FRAME_BYTES.into(), description: String::new() };
     Request::Hello(fields).encode(1, &mut hello);
-    // Once raw, and once as the body of a message.
+    // Sends the bytes once raw and once as the body of a message.
     let framed = [&u32::try_from(data.len()).expect("short").to_le_bytes()[..], data].concat();
     for bytes in [data.to_vec(), [&hello[..], &framed].concat()] {
         let mut stream = UnixStream::connect(&rig.socket).expect("a server");
         let _refused = stream.write_all(&bytes).and_then(|()| stream.shutdown(Shutdown::Write));
         let _answers = stream.read_to_end(&mut Vec::new());
     }
-    // Any engine may clear the store or discard chunks; save them again.
+    // Any engine may clear the store or discard chunks, so save them again.
     let found = rig.engine.lookup(Prefix::from(&rig.chain)).host_units;
     assert!(found <= 3);
     if found < 3 {

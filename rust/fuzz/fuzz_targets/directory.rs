@@ -1,5 +1,5 @@
-//! See `kvloft_core::testing::fuzz::open_directory`. Files in memory, if available, are several
-//! times faster.
+//! See `kvloft_core::testing::fuzz::open_directory`. Files in memory are several times faster if
+//! available.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {

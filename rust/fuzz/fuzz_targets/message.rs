@@ -1,4 +1,5 @@
-//! Decoding any bytes returns a message that encodes to the same bytes, or None; nothing panics.
+//! Decodes arbitrary bytes: the result is None or a message that encodes to the same bytes.
+//! Decoding never panics.
 #![no_main]
 
 use kvloft_wire::protocol::admin::AdminRequest;

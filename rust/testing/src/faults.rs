@@ -1,4 +1,5 @@
-//! Fault injection: the operating system's files, with faults by script or at random from a seed.
+//! Fault injection: wraps the operating system's files and injects faults by script or at random
+//! from a seed.
 //!
 //! `FaultFiles` is the file layer of the real disk tier (`DiskTier::open_with_files`), so tests of
 //! every layer see a failing disk as an engine does. It is independent of slots and records.
@@ -23,7 +24,7 @@ thread_local! {
     static FAULTS_HERE: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Returns the number of calls of this thread that met a fault.
+/// Returns the number of calls in this thread that met a fault.
 pub fn faults_here() -> u64 {
     FAULTS_HERE.get()
 }
@@ -34,7 +35,7 @@ struct Script {
     random: u64,
     crashed: bool,
     hung: u32,
-    /// Grows with every `release`, which ends the calls that hang since an earlier number.
+    /// Incremented by every `release`, which ends the calls that started hanging before it.
     releases: u64,
     calls: BTreeMap<Call, u64>,
     faults: BTreeMap<&'static str, u64>,
@@ -49,12 +50,12 @@ struct Shared {
     most_blocks: AtomicU64,
 }
 
-/// The operating system's files with scripted faults. Clones share it.
+/// The operating system's files with scripted faults. Clones share their state.
 #[derive(Debug, Clone, Default)]
 pub struct FaultFiles(Arc<Shared>);
 
 impl FaultFiles {
-    /// Files without faults; `seed` is for rules with a probability.
+    /// Creates files without faults. `seed` is for rules with a probability.
     pub fn new(seed: u64) -> Self {
         let files = Self::default();
         files.script().random = seed;
@@ -72,18 +73,18 @@ impl FaultFiles {
         self.release();
     }
 
-    /// Ends the calls that hang now.
+    /// Ends the calls that hang at the moment.
     pub fn release(&self) {
         self.script().releases += 1;
         self.0.released.notify_all();
     }
 
-    /// Returns the number of calls that hang now.
+    /// Returns the number of calls that hang at the moment.
     pub fn num_hung(&self) -> u32 {
         self.script().hung
     }
 
-    /// Returns the number of calls of a kind, including failed ones.
+    /// Returns the number of calls of a kind, including failed calls.
     pub fn num_calls(&self, call: Call) -> u64 {
         self.script().calls.get(&call).copied().unwrap_or(0)
     }
@@ -93,7 +94,7 @@ impl FaultFiles {
         self.script().faults.values().sum()
     }
 
-    /// As `num_faults`, by kind.
+    /// Like `num_faults`, but by kind.
     pub fn faults_by_kind(&self) -> BTreeMap<&'static str, u64> {
         self.script().faults.clone()
     }
@@ -113,7 +114,7 @@ impl FaultFiles {
         self.0.most_bytes.load(Ordering::SeqCst)
     }
 
-    /// As `most_bytes`, in blocks: holes do not count.
+    /// Like `most_bytes`, but by blocks: holes are not included.
     pub fn most_blocks(&self) -> u64 {
         self.0.most_blocks.load(Ordering::SeqCst)
     }
@@ -122,7 +123,7 @@ impl FaultFiles {
         self.0.script.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a call and returns its fault. A hang has ended when this returns.
+    /// Counts a call and returns its fault. If the fault is a hang, it has ended when this returns.
     fn meet(&self, call: Call, file: &str) -> io::Result<Option<Fault>> {
         self.meet_at(call, (file, 0))
     }
@@ -164,7 +165,7 @@ impl FaultFiles {
         }
     }
 
-    /// An atomic change.
+    /// Applies an atomic change.
     fn change(
         &self,
         call: Call,
@@ -173,7 +174,7 @@ impl FaultFiles {
     ) -> io::Result<()> {
         let result = match self.meet(call, file)? {
             Some(Fault::Lost) => Ok(()),
-            // The next process may or may not see it.
+            // The next process may or may not see the change.
             Some(Fault::Crash(part)) => if part >= 128 { work() } else { Ok(()) }.and(Err(dead())),
             _ => work(),
         };
@@ -294,7 +295,7 @@ impl RawFile for FaultFile {
 
     fn set_len(&self, len: u64) -> io::Result<()> {
         if len <= self.size()? && !self.files.has_crashed() {
-            // A full disk does not refuse to free space.
+            // A full disk can still free space.
             return self.file.set_len(len);
         }
         self.files.change(Call::SetLen, &self.name, || self.file.set_len(len))
@@ -304,7 +305,7 @@ impl RawFile for FaultFile {
         let result = self.files.change(Call::Allocate, &self.name, || self.file.allocate(from, to));
         let has_part = !self.files.has_crashed() && !result.as_ref().is_err_and(is_unsupported);
         if result.is_err() && has_part {
-            // A real file can keep a part of it.
+            // A real file can keep a part of the allocation.
             self.file.allocate(from, from.midpoint(to))?;
         }
         result

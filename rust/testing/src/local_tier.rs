@@ -1,7 +1,7 @@
-//! Conformance suite for every `LocalTier`: random calls against a model.
+//! Conformance suite for every `LocalTier`: random calls compared with a model.
 //!
-//! An acknowledged chunk reads back exactly, or as an error; never as other bytes. A freed chunk is
-//! gone. A failed free changes nothing. The next open finds exactly the chunks that were
+//! An acknowledged chunk is read back exactly or as an error, never with wrong bytes. A freed chunk
+//! is gone. A failed free changes nothing. The next open finds exactly the chunks that were
 //! acknowledged and not freed. The cap is never exceeded.
 
 use kvloft_core::io::SizeClass;
@@ -21,18 +21,18 @@ pub enum Op {
     Write(u32),
     /// Reads a chunk.
     Read(u32),
-    /// Frees a chunk and all chunks below it.
+    /// Frees a chunk and all its descendants.
     Free(u32),
     /// Frees everything.
     Clear,
-    /// Closes the tier and opens the next one.
+    /// Closes the tier and opens it again.
     Reopen,
     /// Starts or ends a period of faults, if the place supports faults.
     Fault(u32),
 }
 
 impl Op {
-    /// Returns the operation for a pair of numbers, weighted as a store calls.
+    /// Returns the operation for a pair of numbers, with frequencies as in a store.
     pub fn from_numbers(what: u8, which: u32) -> Self {
         match what % 32 {
             0..=11 => Self::Write(which),
@@ -45,20 +45,20 @@ impl Op {
     }
 }
 
-/// An opened tier and the chunks it found.
+/// An opened tier and the chunks that it found.
 pub type Opened = (Arc<dyn LocalTier>, Vec<DiskEntry>);
 
 /// An environment that opens tiers of one implementation.
 pub trait Place {
-    /// Bytes of a frame, by size class.
+    /// Returns the sizes of frames in bytes, by size class.
     fn frame_sizes(&self) -> Vec<usize>;
-    /// Most bytes of slots.
+    /// Returns the capacity for slots, in bytes.
     fn capacity(&self) -> usize;
-    /// Opens a tier. No other tier of this place is open, and no fault is active.
+    /// Opens a tier. No other tier of this place may be open, and no fault active.
     fn open(&self) -> Opened;
-    /// Starts (a number) or ends (None) a period of faults.
+    /// Starts (Some) or ends (None) a period of faults.
     fn fault(&self, _which: Option<u32>) {}
-    /// Returns true if a fault so far may have lost or damaged acknowledged chunks. Then chunks may
+    /// Returns true if a fault so far may have lost or damaged acknowledged chunks. Chunks may then
     /// be missing or return; wrong bytes remain an error.
     fn may_lose(&self) -> bool {
         false
@@ -67,7 +67,7 @@ pub trait Place {
 
 const NUM_CHUNKS: u32 = 16;
 
-/// Chunks form a binary forest: 0 and 1 are first chunks.
+/// Returns the parent of a chunk. Chunks form a binary forest: 0 and 1 are first chunks.
 fn parent_of(chunk: u32) -> Option<u32> {
     (chunk / 2).checked_sub(1)
 }
@@ -95,7 +95,7 @@ fn fill(frame: &mut [u8], chunk: u32, version: u32) {
         .fill(frame);
 }
 
-/// Fails with a formatted sentence unless the condition holds.
+/// Returns an error with a formatted sentence unless the condition holds.
 macro_rules! hold {
     ($condition:expr, $($why:tt)+) => {
         if !$condition {
@@ -104,7 +104,7 @@ macro_rules! hold {
     };
 }
 
-/// Runs the calls; the error is the first property that does not hold.
+/// Runs the calls. The error is the first property that does not hold.
 pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
     let (tier, found) = place.open();
     hold!(found.is_empty(), "a new place holds {} chunks", found.len());
@@ -131,15 +131,15 @@ pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
     (0..NUM_CHUNKS).try_for_each(|chunk| walk.read(chunk))
 }
 
-/// The model.
+/// The model of the tier.
 struct Walk<'a> {
     place: &'a dyn Place,
     tier: Arc<dyn LocalTier>,
-    /// Chunk -> (slot, version) of the chunks that were acknowledged and not freed.
+    /// Chunk -> (slot, version) of chunks that were acknowledged and not freed.
     written: BTreeMap<u32, (SlotId, u32)>,
     /// Slots of failed writes that could not be freed yet.
     stuck: BTreeSet<SlotId>,
-    /// (chunk, version) pairs that the next open may find: their record was being written, or could
+    /// (chunk, version) pairs that the next open may find: their record was being written or could
     /// not be cleared.
     maybe: BTreeSet<(u32, u32)>,
     next: u32,
@@ -154,7 +154,7 @@ impl Walk<'_> {
         let tier = &self.tier;
         self.stuck.retain(|&slot| tier.free(slot).is_err());
         let Some(slot) = self.tier.reserve(self.class_of(chunk)) else { return Ok(()) };
-        hold!(slot.class() == self.class_of(chunk), "{slot:?} is of another size");
+        hold!(slot.class() == self.class_of(chunk), "{slot:?} has the wrong size class");
         let taken =
             self.written.values().any(|&(other, _)| other == slot) || self.stuck.contains(&slot);
         hold!(!taken, "{slot:?} was handed out twice");
@@ -167,10 +167,10 @@ impl Walk<'_> {
             return Ok(());
         }
         let error = self.read_into(slot, chunk, &mut frame).err();
-        // A clear that was lost leaves an earlier version in the slot, under the same key.
+        // A lost clear leaves an earlier version in the slot, under the same key.
         let may_show = |known: u32| known == version || self.maybe.contains(&(chunk, known));
         let is_known = (0..=version).any(|known| may_show(known) && Self::is(&frame, chunk, known));
-        hold!(error.is_some() || is_known, "a failed write shows other bytes");
+        hold!(error.is_some() || is_known, "a failed write shows wrong bytes");
         if self.tier.free(slot).is_err() {
             self.stuck.insert(slot);
         }
@@ -178,7 +178,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Chunks of all sizes alternate, so parents and children differ in size.
+    /// Returns the size class of a chunk. Sizes alternate, so parents and children differ in size.
     fn class_of(&self, chunk: u32) -> SizeClass {
         let num_sizes = u32::try_from(self.place.frame_sizes().len()).unwrap_or(u32::MAX);
         SizeClass(u8::try_from(chunk % num_sizes).unwrap_or(u8::MAX))
@@ -203,7 +203,7 @@ impl Walk<'_> {
         let Some(&(slot, version)) = self.written.get(&chunk) else { return Ok(()) };
         let mut frame = self.buffer(slot);
         match self.read_into(slot, chunk, &mut frame) {
-            Ok(()) => hold!(Self::is(&frame, chunk, version), "chunk {chunk} has other bytes"),
+            Ok(()) => hold!(Self::is(&frame, chunk, version), "chunk {chunk} has wrong bytes"),
             Err(e) if e.kind() == ErrorKind::Corrupt => {
                 hold!(self.place.may_lose(), "chunk {chunk} is lost: {e}");
             }
@@ -229,9 +229,9 @@ impl Walk<'_> {
         self.written.remove(&chunk);
         let mut frame = self.buffer(slot);
         let is_gone = self.read_into(slot, chunk, &mut frame).is_err();
-        hold!(is_gone || self.place.may_lose(), "chunk {chunk} is there after its free");
+        hold!(is_gone || self.place.may_lose(), "chunk {chunk} is present after its free");
         if !is_gone {
-            hold!(Self::is(&frame, chunk, version), "chunk {chunk} has other bytes after its free");
+            hold!(Self::is(&frame, chunk, version), "chunk {chunk} has wrong bytes after its free");
         }
         self.maybe.extend(self.place.may_lose().then_some((chunk, version)));
         Ok(())
@@ -244,7 +244,8 @@ impl Walk<'_> {
             self.written.clear();
             return Ok(());
         }
-        // Some chunks may be freed and some not: the tier reports which, and the others are whole.
+        // Some chunks may be freed and some not: the tier reports which, and the remaining chunks
+        // are complete.
         self.maybe.extend(before);
         self.place.fault(None);
         for (chunk, (slot, version)) in std::mem::take(&mut self.written) {
@@ -252,7 +253,7 @@ impl Walk<'_> {
             if self.read_into(slot, chunk, &mut frame).is_ok() {
                 hold!(
                     Self::is(&frame, chunk, version),
-                    "chunk {chunk} has other bytes after a clear"
+                    "chunk {chunk} has wrong bytes after a clear"
                 );
                 self.written.insert(chunk, (slot, version));
             } else if self.place.may_lose() {
@@ -260,7 +261,7 @@ impl Walk<'_> {
                 hold!(self.tier.free(slot).is_ok(), "a sound tier does not free {slot:?}");
             }
         }
-        // Parents may be gone before their children, which are freed too.
+        // Parents may be freed before their children, which are freed as well.
         let orphans = |walk: &Self| {
             let has_parent = |c: u32| parent_of(c).is_none_or(|p| walk.written.contains_key(&p));
             walk.written.keys().copied().find(|&chunk| !has_parent(chunk))
@@ -279,9 +280,9 @@ impl Walk<'_> {
         hold!(self.tier.reserve(SizeClass(0)).is_none(), "a closed tier hands out slots");
         hold!(
             closed(self.tier.clear()) && closed(self.tier.free(SlotId(0))),
-            "a closed tier forgets"
+            "a closed tier frees a chunk"
         );
-        hold!(closed(self.read_into(SlotId(0), 0, &mut frame)), "a closed tier is read");
+        hold!(closed(self.read_into(SlotId(0), 0, &mut frame)), "a closed tier reads a chunk");
         self.place.fault(None);
         let (tier, found) = self.place.open();
         self.tier = tier;
@@ -292,10 +293,10 @@ impl Walk<'_> {
         }
         for (chunk, (slot, _)) in before {
             let kept = self.written.get(&chunk).is_some_and(|&(s, _)| s == slot);
-            hold!(kept || self.place.may_lose(), "chunk {chunk} was acknowledged and is lost");
+            hold!(kept || self.place.may_lose(), "chunk {chunk} was acknowledged but is lost");
         }
         if !self.place.may_lose() {
-            // Every uncertain chunk was found or is missing.
+            // Every uncertain chunk was either found or is missing.
             self.maybe.clear();
         }
         Ok(())
@@ -320,7 +321,7 @@ impl Walk<'_> {
         let mut frame = self.buffer(slot);
         let version = match self.read_into(slot, chunk, &mut frame) {
             Ok(()) => versions.into_iter().find(|&version| Self::is(&frame, chunk, version)),
-            // Its next read returns the same bytes.
+            // The next read of the chunk returns the same bytes.
             Err(_) => versions.into_iter().next_back().filter(|_| self.place.may_lose()),
         };
         let version =

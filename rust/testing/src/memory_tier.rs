@@ -1,5 +1,5 @@
-//! A `LocalTier` in memory: fails, hangs and panics on demand, and records each breach of the
-//! contract by its caller.
+//! A `LocalTier` in memory that fails, hangs and panics on demand, and records every violation of
+//! the contract by its caller.
 
 use kvloft_core::io::SizeClass;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -11,30 +11,31 @@ use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskEntry, DiskMeta, DiskStats, SlotId};
 use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 
-/// Slots in memory.
+/// A tier whose slots are in memory.
 #[derive(Debug, Default)]
 pub struct MemoryTier {
-    /// Number of slots, or bytes of all slots if `frame_sizes` are given.
+    /// Number of slots, or total size of all slots in bytes if `frame_sizes` is given.
     pub capacity: u32,
-    /// Bytes of a frame by size class; if empty, one class of frames of any size.
+    /// Sizes of frames in bytes, by size class. If empty, there is one class with frames of any
+    /// size.
     pub frame_sizes: Vec<u64>,
-    /// Writes fail.
+    /// If true, writes fail.
     pub fail_writes: AtomicBool,
-    /// Reads fail.
+    /// If true, reads fail.
     pub fail_reads: AtomicBool,
-    /// Reads find damage.
+    /// If true, reads report damage.
     pub corrupt_reads: AtomicBool,
-    /// Slots that hold a chunk cannot be freed.
+    /// If true, slots that hold a chunk cannot be freed.
     pub fail_frees: AtomicBool,
-    /// Its storage can be removed.
+    /// If true, the tier's storage can be removed.
     pub is_removable: AtomicBool,
-    /// Its storage was removed.
+    /// If true, the tier's storage was removed.
     pub is_removed: AtomicBool,
-    /// It was cleared.
+    /// True after the tier was cleared.
     pub is_cleared: AtomicBool,
-    /// Reads and writes panic.
+    /// If true, reads and writes panic.
     pub panic_in_io: AtomicBool,
-    /// Reads so far, including those that wait.
+    /// Number of reads so far, including waiting reads.
     pub num_reads: AtomicU64,
     /// Reads wait while this is held.
     pub read_gate: Mutex<()>,
@@ -42,7 +43,7 @@ pub struct MemoryTier {
     pub write_gate: Mutex<()>,
     /// Frees wait while this is held.
     pub free_gate: Mutex<()>,
-    /// A free has begun.
+    /// True once a free has started.
     pub is_freeing: AtomicBool,
     closed: AtomicBool,
     slots: Mutex<Slots>,
@@ -52,7 +53,7 @@ pub struct MemoryTier {
 struct Slots {
     reserved: BTreeSet<u32>,
     written: BTreeMap<u32, (DiskMeta, Vec<u8>)>,
-    /// Slots in the order of their writes.
+    /// Slots in the order in which they were written.
     order: Vec<u32>,
     violations: Vec<String>,
 }
@@ -63,12 +64,12 @@ impl MemoryTier {
         Arc::new(Self { capacity, ..Self::default() })
     }
 
-    /// Returns a tier of slots of several sizes, in `capacity` bytes.
+    /// Returns a tier with slots of different sizes and a total capacity of `capacity` bytes.
     pub fn with_sizes(frame_sizes: &[u64], capacity: u32) -> Arc<Self> {
         Arc::new(Self { capacity, frame_sizes: frame_sizes.to_vec(), ..Self::default() })
     }
 
-    /// Capacity that a slot takes; 0 if there is no such class.
+    /// Returns the capacity that a slot takes, or 0 if there is no such class.
     fn size(&self, class: SizeClass) -> u64 {
         let is_only = self.frame_sizes.is_empty() && class.index() == 0;
         self.frame_sizes.get(class.index()).copied().unwrap_or(is_only.into())
@@ -79,18 +80,18 @@ impl MemoryTier {
         self.slots().written.values().map(|(meta, _)| (meta.key, *meta)).collect()
     }
 
-    /// Returns the slots that callers own.
+    /// Returns the number of slots that callers own.
     pub fn num_slots_used(&self) -> usize {
         let slots = self.slots();
         slots.reserved.len() + slots.written.len()
     }
 
-    /// Returns the breaches of the contract so far.
+    /// Returns the violations of the contract so far.
     pub fn violations(&self) -> Vec<String> {
         self.slots().violations.clone()
     }
 
-    /// Returns the chunks that an open finds, in the order of their writes.
+    /// Returns the chunks that an open finds, in the order in which they were written.
     pub fn entries(&self) -> Vec<DiskEntry> {
         let slots = self.slots();
         let entry = |(sequence, &slot): (u64, &u32)| DiskEntry {
@@ -101,7 +102,7 @@ impl MemoryTier {
         (0..).zip(&slots.order).map(entry).collect()
     }
 
-    /// Fills it with these chunks, of `frame_bytes` zeros each.
+    /// Fills the tier with these chunks, of `frame_bytes` zeros each.
     pub fn put(&self, found: &[DiskEntry], frame_bytes: usize) {
         let mut slots = self.slots();
         for &DiskEntry { slot, meta, .. } in found {
@@ -110,7 +111,7 @@ impl MemoryTier {
         }
     }
 
-    /// Reopens it after a close, for its next owner.
+    /// Reopens the tier after a close, for its next owner.
     pub fn open_again(&self) {
         self.slots().reserved.clear();
         self.closed.store(false, Ordering::SeqCst);
@@ -121,7 +122,7 @@ impl MemoryTier {
     }
 
     fn io(&self, flag: &AtomicBool) -> Result<()> {
-        assert!(!self.panic_in_io.load(Ordering::SeqCst), "asked to panic");
+        assert!(!self.panic_in_io.load(Ordering::SeqCst), "panic requested by the test");
         let failed = || Error::io("asked to fail", std::io::Error::from_raw_os_error(5));
         if flag.load(Ordering::SeqCst) { Err(failed()) } else { Ok(()) }
     }

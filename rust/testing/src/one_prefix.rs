@@ -1,4 +1,4 @@
-//! Calls for one prefix. Engines make all their calls for many.
+//! Calls for a single prefix. Engines make all their calls for many prefixes.
 
 use std::ops::Range;
 
@@ -6,17 +6,17 @@ use kvloft_core::Result;
 use kvloft_core::session::{LeaseId, Session};
 use kvloft_core::store::{Lookup, Prefix, ReadLease, Reservation, Store, WriteLease};
 
-/// Result of [`StoreExt::reserve`]: a lease for each chunk to be filled, and the number of chunks
+/// Result of [`StoreExt::reserve`]: a lease for each chunk to fill, and the number of chunks
 /// without a frame.
 #[derive(Debug, Default)]
 pub struct Reserved {
-    /// In order of the prefix.
+    /// Leases in the order of the prefix.
     pub leases: Vec<WriteLease>,
-    /// The first chunk without a frame or a parent, and all after it.
+    /// Number of chunks starting at the first chunk without a frame or a parent.
     pub num_dropped: u32,
 }
 
-/// A store's calls for one prefix.
+/// Calls to a store for a single prefix.
 pub trait StoreExt {
     /// See [`Store::lookup_many`].
     fn lookup<'a>(&self, prefix: impl Into<Prefix<'a>>) -> Lookup;
@@ -43,7 +43,7 @@ impl StoreExt for Store {
     }
 }
 
-/// A session's calls for one prefix.
+/// Calls to a session for a single prefix.
 pub trait SessionExt: Session {
     /// See [`Session::lookup_many`].
     fn lookup(&self, prefix: Prefix<'_>) -> Lookup {
@@ -55,7 +55,8 @@ pub trait SessionExt: Session {
         self.acquire_all(&[prefix])
     }
 
-    /// See [`Session::reserve_many`]: the reservations, and the number of chunks without a frame.
+    /// See [`Session::reserve_many`]. Returns the reservations and the number of chunks without a
+    /// frame.
     fn reserve(&self, prefix: Prefix<'_>, units: Range<u32>) -> Result<(Vec<Reservation>, u32)> {
         let (reserved, got) = self.reserve_many(&[(prefix, units).into()])?;
         Ok((reserved, got.first().map_or(0, |got| got.num_dropped)))

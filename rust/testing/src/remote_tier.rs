@@ -1,8 +1,8 @@
-//! Conformance suite for every `RemoteTier`: random calls against a model.
+//! Conformance suite for every `RemoteTier`: random calls compared with a model.
 //!
-//! A hit is exactly a frame that was put under its key, whole and of the requested size; everything
-//! else is a miss or an error. Hints have the order of their keys. Every call ends soon after its
-//! deadline, even without an answer.
+//! A hit is exactly a frame that was put under its key, complete and of the requested size;
+//! everything else is a miss or an error. Hints are in the order of their keys. Every call returns
+//! soon after its deadline, even without a response.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,13 +19,13 @@ pub enum Op {
     Put(u32),
     /// Reads a frame.
     Get(u32),
-    /// Reads a frame into too few or too many bytes.
+    /// Reads a frame into a buffer that is too small or too large.
     Misread(u32),
     /// Queries some of the keys.
     Look(u32),
-    /// An eviction by another client, if the place supports it.
+    /// Evicts a frame as another client, if the place supports it.
     Evict(u32),
-    /// A call while the remote side does not answer.
+    /// Makes a call while the remote side does not respond.
     Hang(u32),
 }
 
@@ -47,11 +47,11 @@ impl Op {
 pub trait Place {
     /// Opens an empty tier.
     fn open(&self) -> Arc<dyn RemoteTier>;
-    /// Evicts a frame as another client; returns false if that is not supported.
+    /// Evicts a frame as another client. Returns false if that is not supported.
     fn evict(&self, _key: &ChunkKey) -> bool {
         false
     }
-    /// Makes the remote side stop or resume answering; returns false if that is not supported.
+    /// Makes the remote side stop or resume responding. Returns false if that is not supported.
     fn hang(&self, _hangs: bool) -> bool {
         false
     }
@@ -63,9 +63,9 @@ pub trait Place {
 
 const FRAME: usize = 4096;
 const NUM_KEYS: u32 = 8;
-/// Deadline of calls that are answered. No call waits this long.
+/// Deadline of calls that get a response. No call waits this long.
 const LONG: Duration = Duration::from_secs(600);
-/// Deadline of calls that are not answered, and the tolerance for a busy machine.
+/// Deadline of calls that get no response, and the tolerance for a busy machine.
 const SHORT: Duration = Duration::from_millis(20);
 const GRACE: Duration = Duration::from_secs(10);
 
@@ -83,7 +83,7 @@ fn frame_of(chunk: u32, version: u32) -> Vec<u8> {
     frame
 }
 
-/// Fails with a formatted sentence unless the condition holds.
+/// Returns an error with a formatted sentence unless the condition holds.
 macro_rules! hold {
     ($condition:expr, $($why:tt)+) => {
         if !$condition {
@@ -92,7 +92,7 @@ macro_rules! hold {
     };
 }
 
-/// Runs the calls; the error is the first property that does not hold.
+/// Runs the calls. The error is the first property that does not hold.
 pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
     let mut walk = Walk { place, tier: place.open(), versions: BTreeMap::new(), next: 0 };
     for &op in ops {
@@ -108,7 +108,7 @@ pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
     (0..NUM_KEYS).try_for_each(|chunk| walk.get(chunk))
 }
 
-/// The model: versions of each frame that may be there, and whether one must.
+/// The model: versions of each frame that may be present, and whether one must be present.
 struct Walk<'a> {
     place: &'a dyn Place,
     tier: Arc<dyn RemoteTier>,
@@ -153,7 +153,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Requests a frame with another size than the one that was put.
+    /// Requests a frame with a size other than the size that was put.
     fn misread(&mut self, chunk: u32, is_less: bool) -> Result<(), String> {
         let mut frame = vec![0xee; if is_less { FRAME / 2 } else { FRAME * 2 }];
         let got = self.tier.get(&key_of(chunk), &mut frame, later());
@@ -194,7 +194,8 @@ impl Walk<'_> {
         self.get(chunk)
     }
 
-    /// Calls on a thread, so that a call which ignores its deadline does not block the suite.
+    /// Makes the call on a separate thread, so that a call that ignores its deadline does not block
+    /// the suite.
     fn hang(&mut self, chunk: u32, which: u32) -> Result<(), String> {
         if !self.place.hang(true) {
             return Ok(());

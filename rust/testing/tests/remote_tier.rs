@@ -1,4 +1,5 @@
-//! The suite for remote tiers passes a sound tier in memory and finds each flaw of a broken one.
+//! Checks that the suite for remote tiers accepts a sound tier in memory and finds each flaw of a
+//! broken tier.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::HashMap;
@@ -11,17 +12,17 @@ use kvloft_core::tier::remote::RemoteTier;
 use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 use kvloft_testing::remote_tier::{Op, Place, check};
 
-/// Flaws of a broken tier.
+/// Flaws that the suite must find.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Flaw {
     None,
-    /// It returns another key's frame for a missing key.
+    /// Returns another key's frame for a missing key.
     OtherKey,
-    /// It waits for an answer without a deadline.
+    /// Waits for a response without a deadline.
     NoDeadline,
-    /// It reports a hit after reading a part of the frame.
+    /// Reports a hit after reading only a part of the frame.
     ShortRead,
-    /// Its hints are sorted by key.
+    /// Returns hints sorted by key.
     Disorder,
 }
 

@@ -1,4 +1,4 @@
-//! Evictions through the admin interface, alone and while engines load and save.
+//! Tests evictions through the admin interface, alone and while engines load and save.
 
 mod common;
 
@@ -17,7 +17,8 @@ use kvloft_core::{ErrorKind, Result};
 use kvloft_testing::one_prefix::SessionExt;
 use kvloft_wire::{Client, ClientConfig, EvictReport, Server, ServerConfig, evict, status};
 
-/// Allows many connections: each admin request opens one, and the server may close it later.
+/// Starts a server that allows many connections: each admin request opens one, and the server may
+/// close it later.
 fn serve(dir: &Path) -> Server {
     Server::open(ServerConfig { max_connections: 100, ..server_config(dir) }).expect("a server")
 }
@@ -26,7 +27,7 @@ fn engine(dir: &Path, nth: u8) -> Client {
     Client::open(ClientConfig { namespace: [nth; 32], ..remote_config(dir) }).expect("a client")
 }
 
-/// Six blocks of a tenant, with or without an adapter.
+/// Returns six blocks of a tenant, with or without an adapter.
 fn chain(namespace: u8, salt: Option<&str>, has_adapter: bool, seed: u32) -> KeyChain {
     let adapter = has_adapter.then_some(("lora", "/there"));
     let root = root_key(&[namespace; 32], adapter, salt).expect("short");
@@ -62,10 +63,10 @@ fn evict_removes_one_tenant_from_every_namespace() {
     }
     server.close(LONG);
     drop(server);
-    // Namespace 1 is open now, namespace 2 on disk only.
+    // Namespace 1 is open now; namespace 2 is only on disk.
     let server = Server::open(config()).expect("a server");
     let one = engine(dir.path(), 1);
-    let error = evict_tenant(&socket, "03", "a", false).expect_err("there is none");
+    let error = evict_tenant(&socket, "03", "a", false).expect_err("no such namespace exists");
     assert!(
         error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("no such namespace"),
         "{error}"
@@ -101,9 +102,9 @@ fn evict_host_only_keeps_the_disk() {
     let evicted =
         Evicted { num_chunks: 6, host_bytes: 6 * FRAME, num_in_use: 6, ..Evicted::default() };
     let wanted = EvictReport { num_namespaces: 1, evicted };
-    assert_eq!((said, one.frames(lease).len()), (wanted, 6), "chunks in use by a load stay");
+    assert_eq!((said, one.frames(lease).len()), (wanted, 6), "chunks in use by a load must stay");
     assert_eq!(stat(&server.status().namespaces[0].stats, "evicted"), 6);
-    assert_eq!(found(&one, &chain(1, Some("a"), false, 0)), 6, "it is on disk");
+    assert_eq!(found(&one, &chain(1, Some("a"), false, 0)), 6, "the prompt must be found on disk");
 }
 
 #[test]
@@ -116,7 +117,8 @@ fn evict_without_engines_finds_nothing() {
     );
 }
 
-/// Saves and loads until `is_over`; checks every loaded byte. Returns the number of chunks loaded.
+/// Saves and loads until `is_over`, and checks every loaded byte. Returns the number of loaded
+/// chunks.
 fn work(session: &Client, salt: &str, is_over: &AtomicBool) -> u64 {
     let memory = File::options()
         .read(true)
@@ -138,7 +140,7 @@ fn work(session: &Client, salt: &str, is_over: &AtomicBool) -> u64 {
                 memory.read_exact_at(&mut bytes, u64::from(row.frame.0) * FRAME).expect("room");
                 assert!(
                     bytes == row.key.0.repeat(bytes.len() / 32),
-                    "other bytes in frame {}",
+                    "wrong bytes in frame {}",
                     row.frame.0
                 );
                 num_loaded += 1;
@@ -166,7 +168,10 @@ fn engines_load_and_save_during_evictions() {
             num_evicted.iter().all(|num| *num > 20)
         });
         is_over.store(true, Ordering::Relaxed);
-        workers.into_iter().map(|worker| worker.join().expect("no wrong byte")).sum()
+        workers
+            .into_iter()
+            .map(|worker| worker.join().expect("the worker found no wrong byte"))
+            .sum()
     });
     assert!(num_loaded > 0);
     assert!(!evict_tenant(&socket(dir.path()), "", "a", false).expect("done").evicted.is_cut_short);
@@ -211,5 +216,5 @@ fn status_requests_are_not_counted_as_connections() {
     assert_eq!(accepted(), 1);
     evict_tenant(&socket(dir.path()), "", "a", false).expect("done");
     assert_eq!((accepted(), stat(&server.status().stats, "server_accepted")), (2, 2));
-    assert_eq!(num("server_joined"), 1, "a command is not an engine");
+    assert_eq!(num("server_joined"), 1, "a command must not be treated as an engine");
 }

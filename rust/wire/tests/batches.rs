@@ -1,4 +1,4 @@
-//! Batched calls return the same as single calls, in this process and over a socket.
+//! Tests that batched calls return the same as single calls, in this process and over a socket.
 
 mod common;
 
@@ -55,7 +55,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Keys of a part: each derived from the one before, or from the root key.
+/// Keys of a part: each is derived from the previous key, or from the root key.
 struct Asked {
     root: ChunkKey,
     keys: Vec<ChunkKey>,
@@ -70,7 +70,8 @@ impl Asked {
             let units = part.start..part.stop;
             return Self { root: own.root(), keys: own.keys().to_vec(), units, is_attached };
         }
-        let (root, keys) = own.attached(GROUP, part.start..part.stop).expect("its blocks");
+        let (root, keys) =
+            own.attached(GROUP, part.start..part.stop).expect("the blocks of the part exist");
         Self { root, keys, units: 0..(part.stop - part.start), is_attached }
     }
 
@@ -251,10 +252,10 @@ fn large_batches_are_split_into_messages() {
     assert_eq!((engine.poll(lease).ready_units, engine.frames(lease).len()), (12_000, 12_000));
     let too_many = vec![prefixes[0]; MAX_PREFIXES as usize + 1];
     assert_eq!(engine.poll(engine.acquire_all(&too_many)), Progress::default());
-    assert_eq!(engine.poll(lease).ready_units, 12_000, "the connection is open");
+    assert_eq!(engine.poll(lease).ready_units, 12_000, "the connection must stay open");
 }
 
-/// Only the first of several long prefixes is cached, and no single block.
+/// Only the first of multiple long prefixes is cached, and no single block.
 #[test]
 fn both_ends_cache_the_same_prefix() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -274,14 +275,14 @@ fn both_ends_cache_the_same_prefix() {
     }
 }
 
-/// Returns the blocks that chats find in a store with room for half of them, while other prompts
+/// Returns how many blocks chats find in a store with space for half of them, while other prompts
 /// never repeat. Each turn saves an attached state for the next turn, with or without its chunk's
 /// key.
 fn found_by_chats(session: &dyn Session, has_prefix: bool) -> u32 {
     const TURN: u32 = 3;
     let state = |prompt, end: u32| {
         let own = chain(prompt, end);
-        let (root, mut keys) = own.attached(GROUP, end - 1..end).expect("its block");
+        let (root, mut keys) = own.attached(GROUP, end - 1..end).expect("the block exists");
         keys.extend(own.keys().last().filter(|_| has_prefix));
         (root, keys)
     };
@@ -337,8 +338,8 @@ fn chats_in(mut open: impl FnMut() -> Box<dyn Session>) {
     assert!(with > without * 5 / 4, "{with} blocks, and {without} without");
 }
 
-/// A state is new at each turn. Without the key of its chunk, it would always be evicted before the
-/// chunk.
+/// Each turn has a new state. Without the key of its chunk, the state would always be evicted
+/// before the chunk.
 #[test]
 fn attached_states_with_a_chunk_key_get_more_hits() {
     chats_in(|| {

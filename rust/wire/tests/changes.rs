@@ -1,5 +1,5 @@
-//! Replaying the changes of a server returns what lookups find, for several engines and over
-//! reconnects and restarts.
+//! Tests that replaying the changes of a server gives the results of lookups, for multiple engines
+//! and across reconnects and restarts.
 
 mod common;
 
@@ -19,7 +19,7 @@ use proptest::sample::Index;
 const NUM_PROMPTS: u32 = 6;
 const NUM_BLOCKS: u32 = 4;
 
-/// An engine with a change feed, and the tiers of each chunk by the changes so far.
+/// An engine with a change feed, and the tiers of each chunk according to the changes so far.
 struct Engine {
     remote: Client,
     known: HashMap<ChunkKey, Tiers>,
@@ -33,7 +33,7 @@ impl Engine {
         Self { remote, known: HashMap::new(), must_ask_all: true, num_lost: 0 }
     }
 
-    /// Applies the changes of one step; returns whether there may be more.
+    /// Applies the changes of one step, and returns true if there may be more.
     fn take(&mut self, universe: &[ChunkKey], limit: usize) -> bool {
         self.remote.renew();
         let asked = if std::mem::take(&mut self.must_ask_all) { universe } else { &[] };
@@ -104,11 +104,11 @@ impl World {
         Self { dir: dir.to_owned(), server: Some(server), engines, prompts, universe }
     }
 
-    /// Host memory and disk for fewer chunks than the prompts have.
+    /// Returns a config with less host memory and disk than the prompts need.
     fn config(dir: &Path) -> ServerConfig {
         let mut config =
             ServerConfig { host_bytes: 8 * FRAME, max_connections: 64, ..with_disk(dir) };
-        config.disk.as_mut().expect("it has one").cap_bytes = 28 * FRAME;
+        config.disk.as_mut().expect("the config has a disk").cap_bytes = 28 * FRAME;
         config
     }
 
@@ -151,7 +151,7 @@ impl World {
         self.engines.iter().for_each(|engine| until("found", || engine.remote.renew()));
     }
 
-    /// Waits until the store is idle and every change is reported.
+    /// Waits until the store is idle and every change has been reported.
     fn rest(&mut self) {
         assert!(self.engines[0].remote.flush(LONG));
         for engine in &mut self.engines {

@@ -1,5 +1,5 @@
-//! A server and an engine in different PID namespaces, as in containers that share the socket's
-//! directory.
+//! Tests a server and an engine in different PID namespaces, as in containers that share the
+//! socket's directory.
 
 mod common;
 
@@ -13,7 +13,8 @@ use kvloft_wire::status;
 const SERVED_DIR: &str = "KV_TEST_SERVED_DIR";
 const APART: [&str; 4] = ["--pid", "--fork", "--mount-proc", "--kill-child"];
 
-/// Returns a command that runs in another PID namespace; None if the system does not permit one.
+/// Returns a command that runs in a different PID namespace, or None if the kernel does not permit
+/// that.
 fn elsewhere() -> Option<Command> {
     let ways = [&[][..], &["--user", "--map-current-user"][..]];
     let mut ways = ways.into_iter().map(|way| {
@@ -37,7 +38,7 @@ impl Drop for Ended {
     }
 }
 
-/// Runs in another PID namespace: a server, until stdin is closed.
+/// Runs a server in a different PID namespace until stdin is closed.
 #[test]
 fn server_in_another_pid_namespace() {
     let Some(dir) = std::env::var_os(SERVED_DIR) else { return };

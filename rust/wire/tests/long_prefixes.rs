@@ -1,4 +1,4 @@
-//! Long prefixes: few keys are sent, and every stored chunk is found.
+//! Tests long prefixes: few keys are sent, and every stored chunk is found.
 
 mod common;
 
@@ -35,7 +35,7 @@ fn leased(session: &dyn Session, chain: &KeyChain) -> Vec<kvloft_core::ChunkKey>
     frames.iter().map(|frame| frame.key).collect()
 }
 
-/// A chain with the first `num_same` blocks of another one.
+/// Returns a chain that shares its first `num_same` blocks with other chains.
 fn branch(seed: u32, num_same: u32, num_blocks: u32) -> KeyChain {
     let num_same = num_same.min(num_blocks);
     let mut tokens: Vec<_> = (0..num_same).map(|at| at * 1000).collect();
@@ -70,7 +70,7 @@ proptest! {
     }
 }
 
-/// Keys are compared as a whole.
+/// Keys are compared in full.
 #[test]
 fn keys_that_differ_in_the_last_byte_are_misses() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -102,7 +102,11 @@ fn prefix_with_an_evicted_anchor_is_a_partial_hit() {
     save(&engine, &long);
     assert_eq!(lookup(&engine, &long), 400);
     save(&other, &chain(2, 100)); // takes frames from the end of the long prefix
-    assert_eq!(lookup(&engine, &long), 300, "no longer stored on the server, so looked up again");
+    assert_eq!(
+        lookup(&engine, &long),
+        300,
+        "chunks no longer on the server must be looked up again"
+    );
     assert_eq!(leased(&engine, &long), &long.keys()[..300]);
     other.clear();
     assert_eq!(lookup(&engine, &long), 0);
@@ -133,7 +137,7 @@ fn restarted_server_finds_a_long_prefix_on_disk() {
     let lease = engine.acquire(Prefix::from(&long));
     until("it is read", || engine.poll(lease) == Progress { ready_units: 300, pending_units: 0 });
     assert_eq!(engine.frames(lease).iter().map(|frame| frame.key).collect::<Vec<_>>(), long.keys());
-    assert_eq!(found(&connect(dir.path()), &long), 300, "and now it is known");
+    assert_eq!(found(&connect(dir.path()), &long), 300, "the prefix must be cached now");
 }
 
 #[test]
@@ -142,13 +146,17 @@ fn lookups_loads_and_saves_are_counted_by_engine_and_in_total() {
     let server = serve(dir.path(), 400);
     let (one, other) = (connect(dir.path()), connect(dir.path()));
     save(&one, &chain(1, 300));
-    assert_eq!(lookup(&other, &chain(1, 400)), 300, "of 400, although fewer keys are sent");
+    assert_eq!(
+        lookup(&other, &chain(1, 400)),
+        300,
+        "300 of 400 must be found although fewer keys are sent"
+    );
     assert_eq!(lookup(&other, &chain(2, 50)), 0);
     assert_eq!(leased(&other, &chain(1, 200)).len(), 200);
     assert_eq!(
         lookup(&other, &chain(1, 100)),
         100,
-        "a lease's anchors do not apply to the next lookup"
+        "anchors of a lease must not apply to the next lookup"
     );
     let asked = [
         "lookups",
@@ -160,7 +168,7 @@ fn lookups_loads_and_saves_are_counted_by_engine_and_in_total() {
         "late_chunks",
     ];
     let status = server.status();
-    // In any order: both connected at the same time.
+    // In any order, because both clients are connected at the same time.
     let counted: BTreeSet<_> =
         status.engines().map(|engine| asked.map(|name| stat(&engine.counters, name))).collect();
     assert_eq!(counted, BTreeSet::from([[0, 0, 0, 0, 300, 0, 0], [3, 550, 400, 200, 0, 0, 0]]));
@@ -171,7 +179,7 @@ fn lookups_loads_and_saves_are_counted_by_engine_and_in_total() {
     assert_eq!(
         asked.map(|name| stat(totals, name)),
         [3, 550, 400, 200, 300, 0, 0],
-        "of disconnected engines, too"
+        "counts of disconnected engines must be included"
     );
     assert_eq!(stat(&status.stats, "server_host_bytes"), 400 * FRAME);
 }
@@ -191,7 +199,7 @@ fn lookup_of_an_attached_chunk_keeps_the_prefix_cache() {
     for root in [chain(2, 1), chain(3, 1)] {
         assert_eq!(lookup(&engine, &root), 0);
     }
-    assert_eq!(lookups(), 3, "each once");
+    assert_eq!(lookups(), 3, "each lookup must be counted once");
     assert_eq!(engine.lookup_many(&[]), []);
     assert_eq!(lookup(&engine, &long), 400);
 }

@@ -1,4 +1,4 @@
-//! Messages round-trip, and malformed bytes are rejected.
+//! Tests that messages round-trip and that malformed bytes are rejected.
 
 use kvloft_core::ChunkKey;
 use kvloft_core::io::FrameId;
@@ -16,7 +16,7 @@ use kvloft_wire::{NamespaceStatus, Status};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-/// Owned values for a request, which borrows them.
+/// Owned values for a request that borrows them.
 #[derive(Debug, Clone)]
 struct Parts {
     kind: u8,
@@ -51,7 +51,7 @@ fn parts() -> impl Strategy<Value = Parts> {
 
 fn request(parts: &Parts) -> Request<'_> {
     let keys = Keys::Bytes(&parts.keys);
-    // Some root keys repeat, others do not.
+    // Some root keys repeat; others do not.
     let roots = || parts.numbers.iter().map(|number| ChunkKey([number.to_le_bytes()[0] % 2; 32]));
     let all = roots()
         .zip(0..)

@@ -1,4 +1,4 @@
-//! Several namespaces on one server share its memory and disk.
+//! Tests multiple namespaces that share the memory and disk of one server.
 
 mod common;
 
@@ -20,7 +20,7 @@ use kvloft_wire::{
     Client, ClientConfig, MAX_NAMESPACES, NamespaceStatus, Server, ServerConfig, clear, status,
 };
 
-/// A client of namespace `nth` with frames of `pages` pages.
+/// Returns a client of namespace `nth` with frames of `pages` pages.
 fn engine(dir: &std::path::Path, nth: u8, pages: u64) -> Client {
     let config = ClientConfig {
         namespace: [nth; 32],
@@ -36,7 +36,7 @@ fn space(server: &Server, nth: u8) -> NamespaceStatus {
         .namespaces
         .into_iter()
         .find(|space| space.namespace == [nth; 32])
-        .expect("it is open")
+        .expect("the namespace is open")
 }
 
 fn start_of(session: &Client, pages: u64, frame: FrameId) -> u64 {
@@ -44,7 +44,8 @@ fn start_of(session: &Client, pages: u64, frame: FrameId) -> u64 {
     arena.grid(pages * FRAME).expect("it fits").start(frame.number())
 }
 
-/// Saves chunks with content that depends on namespace and key; returns the number committed.
+/// Saves chunks whose content depends on namespace and key, and returns the number of committed
+/// chunks.
 fn mark(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> u32 {
     let chain = chain(seed, num_blocks);
     let (rows, _) = session.reserve(Prefix::from(&chain), 0..num_blocks).expect("in range");
@@ -61,7 +62,7 @@ fn mark(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> u32 {
     session.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>())
 }
 
-/// Checks every byte of the chunks found; returns their number.
+/// Checks every byte of the chunks found, and returns their number.
 fn compare(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> usize {
     let lease = session.acquire(Prefix::from(&chain(seed, num_blocks)));
     let frames = session.frames(lease);
@@ -71,7 +72,7 @@ fn compare(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> usize {
         memory.read_exact_at(&mut bytes, start_of(session, pages, row.frame)).expect("room");
         assert!(
             bytes == row.key.0.repeat(bytes.len() / 32),
-            "other bytes in frame {}",
+            "wrong bytes in frame {}",
             row.frame.0
         );
     }
@@ -84,14 +85,18 @@ fn namespaces_share_memory_but_no_chunks() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let (one, other) = (engine(dir.path(), 1, 1), engine(dir.path(), 2, 2));
-    assert_eq!(one.arena().expect("an arena").id, other.arena().expect("an arena").id, "one arena");
+    assert_eq!(
+        one.arena().expect("an arena").id,
+        other.arena().expect("an arena").id,
+        "both engines must share one arena"
+    );
     for seed in 0..12 {
         assert_eq!(mark(&one, 1, seed, 5), 5);
     }
-    assert_eq!(found(&other, &chain(0, 5)), 0, "the same prompt of another model");
+    assert_eq!(found(&other, &chain(0, 5)), 0, "another model's prompt must not be found");
     assert_eq!((space(&server, 1).num_slabs, space(&server, 2).num_slabs), (15, 0));
-    // The other namespace saves until it has half of the memory; a chunk dropped meanwhile is a
-    // miss.
+    // The other namespace saves until it has half of the memory. Chunks dropped in the meantime are
+    // misses.
     until("an equal share", || {
         (0..40).for_each(|seed| {
             mark(&other, 2, seed, 3);
@@ -104,11 +109,11 @@ fn namespaces_share_memory_but_no_chunks() {
     assert!(counts(&other, 2, 3) > 8 && counts(&one, 1, 5) > 8);
     other.clear();
     assert_eq!(counts(&other, 2, 3), 0);
-    assert!(counts(&one, 1, 5) > 8, "a clear empties its own namespace");
+    assert!(counts(&one, 1, 5) > 8, "a clear must only empty its own namespace");
 }
 
-/// Tests of the core cover the binding. If it fails, for example without that node, the server
-/// works.
+/// Tests of the core cover the binding itself. If it fails, for example because the node is
+/// missing, the server still works.
 #[test]
 fn memory_is_bound_to_numa_nodes_or_the_failure_is_logged() {
     let default = "the system chooses the NUMA nodes";
@@ -130,10 +135,10 @@ fn clear_removes_one_namespace() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
     let socket = socket(dir.path());
-    assert_eq!(clear(&socket, "", LONG).expect("there is none"), 0);
+    assert_eq!(clear(&socket, "", LONG).expect("there is no namespace"), 0);
     let one = engine(dir.path(), 0x11, 1);
     save(&one, &chain(1, 3));
-    assert_eq!(clear(&socket, "", LONG).expect("there is one"), 3);
+    assert_eq!(clear(&socket, "", LONG).expect("there is a namespace"), 3);
     let other = engine(dir.path(), 0x12, 2);
     save(&one, &chain(1, 3));
     save(&other, &chain(1, 4));
@@ -198,7 +203,7 @@ fn chunks_outlive_their_engine_until_memory_is_needed() {
     until("gone", || space(&server, 1).engines.is_empty());
     std::thread::sleep(Duration::from_millis(300));
     let back = engine(dir.path(), 1, 1);
-    assert_eq!(found(&back, &chain(3, 6)), 6, "it returns to a warm cache");
+    assert_eq!(found(&back, &chain(3, 6)), 6, "the engine must find a warm cache");
     back.close(Duration::ZERO);
     drop((one, back));
     until("the other has it all", || {
@@ -230,9 +235,9 @@ fn killed_engine_does_not_affect_other_namespaces() {
     until("it saves", || server.status().namespaces.len() == 2 && reserved() == 60);
     mark(&other, 2, 1, 2);
     until("it is wanted", || mark(&other, 2, 7, 9) == 0);
-    assert_eq!(reserved(), 60, "the frames it fills are its own");
-    child.kill().expect("it lives");
-    child.wait().expect("it ended");
+    assert_eq!(reserved(), 60, "the frames being filled must stay reserved");
+    child.kill().expect("the child is running");
+    child.wait().expect("the child has exited");
     until("memory of closed namespaces goes to others that need it", || {
         (0..40).for_each(|seed| {
             mark(&other, 2, seed, 3);
@@ -276,7 +281,7 @@ fn restart_finds_every_namespace_on_disk() {
     assert!(server.take_events().iter().all(|event| !event.contains("cannot be opened")));
 }
 
-/// The engine logs the error, which must not name its own `host_size`.
+/// The engine logs the error, which must not name the engine's own `host_size`.
 #[test]
 fn error_for_too_large_chunks_has_the_servers_option() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -321,7 +326,7 @@ fn number_of_namespaces_and_size_of_frames_are_bounded() {
     assert!(said.contains("too large for this server's slabs"), "{said}");
     let said = refusal(another(1));
     assert!(said.contains("its limit of 64 namespaces"), "{said}");
-    let waits = Client::open(another(1)).expect("it may pass");
+    let waits = Client::open(another(1)).expect("the client starts in any case");
     drop(engines.pop());
     until("the refused engine now has its place", || waits.renew());
     drop(waits);
@@ -341,7 +346,7 @@ fn number_of_namespaces_and_size_of_frames_are_bounded() {
             .num_frames(),
         12
     );
-    assert_eq!(status(&socket(dir.path()), LONG).expect("it answers").namespaces.len(), 1);
+    assert_eq!(status(&socket(dir.path()), LONG).expect("the server responds").namespaces.len(), 1);
 }
 
 #[test]
@@ -353,11 +358,7 @@ fn namespace_idle_longest_is_closed_at_the_limit() {
     let mut engines: Vec<_> = (0..num).map(|nth| Some(engine(dir.path(), nth, 1))).collect();
     for nth in [40, 3, 50] {
         let one = engines[usize::from(nth)].take().expect("connected");
-        assert_eq!(
-            save(&one, &chain(1, 1)),
-            1,
-            "otherwise it would be closed, because it is empty"
-        );
+        assert_eq!(save(&one, &chain(1, 1)), 1, "otherwise the empty namespace would be closed");
         one.close(Duration::ZERO);
         until("gone", || space(&server, nth).engines.is_empty());
     }
@@ -394,13 +395,14 @@ fn idle_namespace_stays_open_until_its_clear_is_on_disk() {
         now_s: 0,
         limits: kvloft_core::store::TenantLimits::default(),
     };
-    let other = Store::open(&other).expect("it has the directory now");
+    let other = Store::open(&other).expect("this store owns the directory now");
     let server = Server::open(config).expect("a server");
     let one = engine(dir.path(), 1, 1);
     one.clear();
     one.close(Duration::ZERO);
     until("gone", || server.status().engines().count() == 0);
-    std::thread::sleep(Duration::from_millis(300)); // it has no memory, so without the clear it would be closed
+    // without memory, the namespace would be closed if it were not cleared
+    std::thread::sleep(Duration::from_millis(300));
     let said = refusal(ClientConfig {
         namespace: [2; 32],
         frame_sizes: (5 * FRAME).into(),
@@ -408,7 +410,7 @@ fn idle_namespace_stays_open_until_its_clear_is_on_disk() {
     });
     assert!(
         said.contains("too large for this server's slabs"),
-        "other slabs would close it, too: {said}"
+        "a different slab size would close the namespace too: {said}"
     );
     drop(other);
     until("cleared, and closed", || server.status().namespaces.is_empty());

@@ -1,4 +1,4 @@
-//! A client whose server is missing, stopped or restarted: misses, then hits again.
+//! Tests a client whose server is missing, stopped or restarted: first misses, then hits again.
 
 mod common;
 
@@ -61,7 +61,11 @@ fn restarted_server_has_a_new_arena_used_after_renew() {
     until("found", || {
         engine.take_events().iter().any(|event| event.starts_with("connected to the kvloft server"))
     });
-    assert_eq!((engine.arena(), found(&engine, &chain)), (before.clone(), 0), "not before renew");
+    assert_eq!(
+        (engine.arena(), found(&engine, &chain)),
+        (before.clone(), 0),
+        "nothing may be found before renew"
+    );
     assert!(engine.renew() && !engine.renew());
     let after = engine.arena().expect("an arena");
     assert_ne!(after.id, before.expect("an arena").id);
@@ -69,15 +73,15 @@ fn restarted_server_has_a_new_arena_used_after_renew() {
     assert_eq!(
         (engine.poll(lease), engine.frames(lease).len()),
         (Progress::default(), 0),
-        "a lease of the old store"
+        "leases of the old store must be invalid"
     );
-    assert_eq!(found(&engine, &chain), 4, "from disk");
+    assert_eq!(found(&engine, &chain), 4, "the prompt must be found on disk");
     let lease = engine.acquire(Prefix::from(&chain));
     until("read", || engine.poll(lease) == Progress { ready_units: 4, pending_units: 0 });
     assert_eq!(engine.frames(lease).len(), 4);
 }
 
-/// An engine that called `clear` without a server, while `chain` is on the server's disk.
+/// Returns an engine that called `clear` without a server, while `chain` is on the server's disk.
 fn cleared_without_server(dir: &Path, chain: &KeyChain) -> Client {
     let server = Server::open(with_disk(dir)).expect("a server");
     let engine = connect(dir);
@@ -95,7 +99,7 @@ fn pending_clear_is_sent_first_to_the_next_server() {
     let chain = chain(1, 4);
     let engine = cleared_without_server(dir.path(), &chain);
     let _server = Server::open(with_disk(dir.path())).expect("a server");
-    assert_eq!(found(&connect(dir.path()), &chain), 4, "the disk has it");
+    assert_eq!(found(&connect(dir.path()), &chain), 4, "the chunks are on disk");
     until("found", || engine.renew());
     until("cleared", || save(&engine, &common::chain(2, 1)) == 1);
     assert_eq!(found(&connect(dir.path()), &chain), 0);
@@ -108,10 +112,10 @@ fn close_waits_until_a_clear_is_confirmed() {
     let engine = cleared_without_server(dir.path(), &chain);
     let start = Instant::now();
     engine.close(Duration::from_millis(100));
-    assert!(start.elapsed() < LONG, "no server hears it");
+    assert!(start.elapsed() < LONG, "no server received the request");
     let server = Server::open(with_disk(dir.path())).expect("a server");
     let engine = connect(dir.path());
-    assert_eq!(found(&engine, &chain), 4, "lost with the engine");
+    assert_eq!(found(&engine, &chain), 4, "chunks were lost with the engine");
     drop(server);
     until("gone", || found(&engine, &chain) == 0);
     engine.clear();
@@ -119,7 +123,7 @@ fn close_waits_until_a_clear_is_confirmed() {
         let closing = scope.spawn(|| engine.close(LONG));
         std::thread::sleep(Duration::from_millis(50));
         let _server = Server::open(with_disk(dir.path())).expect("a server");
-        closing.join().expect("it closed");
+        closing.join().expect("the client closed");
         assert_eq!(found(&connect(dir.path()), &chain), 0);
     });
 }
@@ -128,7 +132,7 @@ fn num_late(engine: &Client) -> Option<u64> {
     engine.stats().into_iter().find(|(name, _)| name == "server_late").map(|(_, num)| num)
 }
 
-/// A client with `chain` saved, whose server was never late.
+/// Returns a client that has saved `chain` and whose server was never late.
 fn client_on_time(dir: &Path, chain: &KeyChain) -> Client {
     let mut on_time = None;
     until("a client whose server was never late", || {
@@ -143,7 +147,7 @@ fn client_on_time(dir: &Path, chain: &KeyChain) -> Client {
         }
         on_time.is_some()
     });
-    on_time.expect("until then")
+    on_time.expect("a client is on time within a minute")
 }
 
 #[test]
@@ -152,7 +156,7 @@ fn stopped_server_costs_one_deadline() {
     let mut child = served_by_a_child(dir.path());
     let chain = chain(1, 4);
     let engine = client_on_time(dir.path(), &chain);
-    let num_late_before = num_late(&engine).expect("it counts");
+    let num_late_before = num_late(&engine).expect("the client counts late calls");
     signal(&child, "STOP");
     until("it is stopped", || all_stopped(child.id()));
     let start = Instant::now();
@@ -168,7 +172,8 @@ fn stopped_server_costs_one_deadline() {
         engine.abort(&[u64::from(seed)]);
         assert_eq!(engine.commit(&[u64::from(seed)]), 0);
     }
-    // Only one lookup and one save of 6000 calls waited. A wait in each call would take 20 minutes.
+    // Only one lookup and one save of 6000 calls waited. Waiting in each call would take 20
+    // minutes.
     let all = start.elapsed();
     assert!(first >= Duration::from_millis(200) && all < LONG, "{first:?}, then {all:?}");
     assert_eq!(num_late(&engine), Some(num_late_before + 2));
@@ -176,7 +181,7 @@ fn stopped_server_costs_one_deadline() {
         event.contains("got no answer from the kvloft server at") && event.contains("within 200ms")
     };
     let num_logged = engine.take_events().iter().filter(|event| is_late(event)).count();
-    assert_eq!(num_logged, 1, "the first is logged immediately");
+    assert_eq!(num_logged, 1, "the first missed call must be logged immediately");
     signal(&child, "CONT");
     until("it continues", || found(&engine, &chain) == 4);
     until("late answers leave no reservation", || {
@@ -185,8 +190,8 @@ fn stopped_server_costs_one_deadline() {
         engine.abort(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>());
         (rows.len(), num_dropped) == (4, 0)
     });
-    child.kill().expect("it lives");
-    child.wait().expect("it ended");
+    child.kill().expect("the child is running");
+    child.wait().expect("the child has exited");
 }
 
 #[test]
@@ -198,7 +203,7 @@ fn late_answers_leave_no_leases_or_reservations() {
     let many = common::chain(9, 2500); // several messages
     let every: Vec<_> = many.keys().chunks(1).map(|keys| Prefix::new(many.root(), keys)).collect();
     for what in ["a save", "a lease", "many saves", "many lookups", "a lease on many"] {
-        let num_late_before = num_late(&engine).expect("it counts");
+        let num_late_before = num_late(&engine).expect("the client counts late calls");
         signal(&child, "STOP");
         until("it is stopped", || all_stopped(child.id()));
         match what {
@@ -220,17 +225,20 @@ fn late_answers_leave_no_leases_or_reservations() {
             }
             _ => assert_eq!(engine.poll(engine.acquire_all(&every)), Progress::default()),
         }
-        assert_eq!(num_late(&engine), Some(num_late_before + 1), "{what} waited once");
+        assert_eq!(num_late(&engine), Some(num_late_before + 1), "{what} must wait only once");
         signal(&child, "CONT");
         until("it continues", || found(&engine, &chain) == 4 || save(&engine, &chain) == 4);
         until("late answers are released", || {
-            let held =
-                status(&socket(dir.path()), LONG).expect("it answers").namespaces.remove(0).engines;
+            let held = status(&socket(dir.path()), LONG)
+                .expect("the server responds")
+                .namespaces
+                .remove(0)
+                .engines;
             held.len() == 1 && (held[0].num_reserved, held[0].num_leases) == (0, 0)
         });
     }
-    child.kill().expect("it lives");
-    child.wait().expect("it ended");
+    child.kill().expect("the child is running");
+    child.wait().expect("the child has exited");
 }
 
 #[test]
@@ -252,13 +260,16 @@ fn commit_after_an_unanswered_clear_releases_its_frames() {
     assert_eq!(engine.commit(&tickets), 0);
     signal(&child, "CONT");
     until("no frame is reserved", || {
-        let held =
-            status(&socket(dir.path()), LONG).expect("it answers").namespaces.remove(0).engines;
+        let held = status(&socket(dir.path()), LONG)
+            .expect("the server responds")
+            .namespaces
+            .remove(0)
+            .engines;
         held.len() == 1 && held[0].num_reserved == 0
     });
-    assert_eq!(found(&connect(dir.path()), &chain), 0, "the clear came first");
-    child.kill().expect("it lives");
-    child.wait().expect("it ended");
+    assert_eq!(found(&connect(dir.path()), &chain), 0, "the clear must be applied first");
+    child.kill().expect("the child is running");
+    child.wait().expect("the child has exited");
 }
 
 #[test]
@@ -277,13 +288,14 @@ fn saves_wait_for_a_server_that_pauses() {
             signal(&child, "CONT");
         });
         let (reserved, _) = engine.reserve_many(&asked).expect("in range");
-        assert_eq!(reserved.len(), 64, "as many as there are frames");
+        assert_eq!(reserved.len(), 64, "expected one reservation per frame");
     });
-    child.kill().expect("it lives");
-    child.wait().expect("it ended");
+    child.kill().expect("the child is running");
+    child.wait().expect("the child has exited");
 }
 
-/// Reported chunks count while the server answers and for one second more; then they are lost.
+/// Reported chunks stay valid while the server responds and for one second longer; then they are
+/// lost.
 #[test]
 fn change_feed_reports_a_lost_server_once_and_its_return_once() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -298,7 +310,8 @@ fn change_feed_reports_a_lost_server_once_and_its_return_once() {
     };
     let (host, nowhere) = (Tiers { host: true, ..Tiers::default() }, Tiers::default());
     let ask = || engine.changes(chain.keys(), 0);
-    // Polls until the chunks are reported or not; returns whether `lost` was set meanwhile.
+    // Polls until the chunks are reported or not, and returns whether `lost` was set in the
+    // meantime.
     let hear = |tiers: Tiers| {
         let mut lost = false;
         until("heard", || {
@@ -316,9 +329,9 @@ fn change_feed_reports_a_lost_server_once_and_its_return_once() {
     until("all changes are reported", || ask() == told(host, false));
     signal(&child, "STOP");
     until("it is stopped", || all_stopped(child.id()));
-    assert_eq!(ask(), Changes::default(), "it may return in a moment");
+    assert_eq!(ask(), Changes::default(), "the server may return in a moment");
     signal(&child, "CONT");
-    assert!(hear(host), "the late answer is lost");
+    assert!(hear(host), "the late response was lost");
     until("all changes are reported", || ask() == told(host, false));
     signal(&child, "STOP");
     until("it is stopped", || all_stopped(child.id()));
@@ -327,14 +340,14 @@ fn change_feed_reports_a_lost_server_once_and_its_return_once() {
     signal(&child, "CONT");
     assert!(hear(host));
     until("all changes are reported", || ask() == told(host, false));
-    child.kill().expect("it lives");
-    child.wait().expect("it ended");
+    child.kill().expect("the child is running");
+    child.wait().expect("the child has exited");
     assert!(hear(nowhere) && !ask().lost);
     let mut child = served_by_a_child(dir.path());
     until("found", || engine.renew());
-    until("it answers", || ask().lost);
-    child.kill().expect("it lives");
-    child.wait().expect("it ended");
+    until("the server responds", || ask().lost);
+    child.kill().expect("the child is running");
+    child.wait().expect("the child has exited");
 }
 
 /// Runs `server_in_a_child_process` in a process that the test can stop.
@@ -346,9 +359,9 @@ fn served_by_a_child(dir: &std::path::Path) -> std::process::Child {
         .expect("a child")
 }
 
-/// Returns whether every thread is stopped: a signal takes a moment to reach each thread.
+/// Returns true if every thread is stopped: a signal takes a moment to reach each thread.
 fn all_stopped(pid: u32) -> bool {
-    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it lives");
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("the child is running");
     let state = |task: std::fs::DirEntry| {
         std::fs::read_to_string(task.path().join("stat")).unwrap_or_default()
     };

@@ -1,4 +1,4 @@
-//! Several engines on one server share chunks, but not leases and reservations.
+//! Tests multiple engines on one server, which share chunks but not leases and reservations.
 
 mod common;
 
@@ -47,9 +47,12 @@ fn engine_finds_chunks_of_another_engine() {
     assert_eq!(frames.iter().map(|frame| frame.key).collect::<Vec<_>>(), chain.keys());
     let mut bytes = [0; 5];
     let at = u64::from(frames[3].frame.0) * FRAME;
-    File::open(&others.path).expect("the arena").read_exact_at(&mut bytes, at).expect("there");
+    File::open(&others.path)
+        .expect("the arena")
+        .read_exact_at(&mut bytes, at)
+        .expect("the frame can be read");
     assert_eq!(&bytes, b"hello");
-    assert_eq!(Arena::open(&others.path, 64 * FRAME).expect("it is an arena").id(), own.id);
+    assert_eq!(Arena::open(&others.path, 64 * FRAME).expect("the file is an arena").id(), own.id);
     other.release(lease);
     until("unpinned", || stat(&pairs(&one), "pins") == 0);
 }
@@ -79,7 +82,10 @@ fn prefix_is_found_up_to_the_first_difference() {
     assert_eq!((rows.len(), num_dropped, rows[0].key), (3, 0, grown.keys()[9]));
     assert_eq!(engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), 3);
     assert_eq!(found(&engine, &grown), 12);
-    assert!(engine.reserve(Prefix::from(&grown), 0..13).is_err(), "the chain does not have it");
+    assert!(
+        engine.reserve(Prefix::from(&grown), 0..13).is_err(),
+        "the chain does not have this unit"
+    );
 }
 
 #[test]
@@ -120,11 +126,11 @@ fn closed_engine_releases_everything() {
     assert_eq!(server.status().engines().count(), 1);
 }
 
-/// Opens the lifeline, as a worker does before it maps the arena.
+/// Opens the lifeline like a worker before it maps the arena.
 fn open_lifeline(engine: &Client) -> std::fs::File {
     let lifeline =
         engine.arena().and_then(|arena| arena.lifeline).expect("a server's arena has one");
-    std::fs::File::options().write(true).open(lifeline.path).expect("its engine lives")
+    std::fs::File::options().write(true).open(lifeline.path).expect("the engine is running")
 }
 
 #[test]
@@ -143,7 +149,8 @@ fn frames_stay_reserved_until_the_last_worker_exits() {
         drop(one);
         for worker in workers {
             until("noticed", || stat(&numbers(&server.status()), "quarantined_reservations") == 5);
-            std::thread::sleep(Duration::from_millis(500)); // longer than the GPU settles
+            // longer than the settle time of the GPU
+            std::thread::sleep(Duration::from_millis(500));
             let status = server.status();
             assert_eq!(
                 (stat(&numbers(&status), "frames_reserved"), stat(&numbers(&status), "pins")),
@@ -166,7 +173,10 @@ fn each_connection_has_its_lifeline() {
         connect(dir.path()).arena().expect("an arena"),
     );
     assert_eq!(one.id, other.id);
-    assert_ne!(one.lifeline.expect("a server's").id, other.lifeline.expect("a server's").id);
+    assert_ne!(
+        one.lifeline.expect("a server's arena has a lifeline").id,
+        other.lifeline.expect("a server's arena has a lifeline").id
+    );
 }
 
 #[test]
@@ -183,8 +193,8 @@ fn killed_engine_frees_its_frames_and_commits_nothing() {
     until("it saves", || {
         stat(&pairs(&other), "frames_reserved") == 5 && found(&other, &chain(2, 7)) == 2
     });
-    child.kill().expect("it lives");
-    child.wait().expect("it ended");
+    child.kill().expect("the child is running");
+    child.wait().expect("the child has exited");
     until("freed", || stat(&pairs(&other), "frames_reserved") == 0);
     let stats = numbers(&server.status());
     assert_eq!((stat(&stats, "pins"), stat(&stats, "quarantined_reservations")), (0, 0));
@@ -248,12 +258,13 @@ fn reservations_respect_the_frame_limit_of_their_engine() {
 fn second_server_on_a_socket_is_refused_and_a_stale_socket_is_replaced() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
-    let mode = socket(dir.path()).metadata().expect("it is there").permissions().mode();
+    let mode = socket(dir.path()).metadata().expect("the socket exists").permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
     assert_eq!(Server::open(server_config(dir.path())).expect_err("taken").kind(), ErrorKind::Busy);
     drop(server);
     assert!(!socket(dir.path()).exists());
-    drop(std::os::unix::net::UnixListener::bind(socket(dir.path())).expect("the path is free")); // leaves its file
+    // leaves its socket file
+    drop(std::os::unix::net::UnixListener::bind(socket(dir.path())).expect("the path is free"));
     assert!(socket(dir.path()).exists());
     let _server = serve(dir.path());
     assert!(connect(dir.path()).arena().is_some());
@@ -266,12 +277,12 @@ fn directory_writable_by_others_is_refused() {
     std::fs::create_dir(&folder).expect("room");
     std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o777)).expect("ours");
     assert_eq!(
-        Server::open(server_config(dir.path())).expect_err("not private").kind(),
+        Server::open(server_config(dir.path())).expect_err("the directory is not private").kind(),
         ErrorKind::InvalidConfig
     );
 }
 
-/// The client sends requests and reads no answers.
+/// The client sends requests but reads no responses.
 #[test]
 fn client_that_reads_no_answers_is_disconnected() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -281,7 +292,7 @@ fn client_that_reads_no_answers_is_disconnected() {
     let (version, namespace, description) = (VERSION, [7; 32], String::new());
     let hello = Hello { version, namespace, frame_sizes: FRAME.into(), description };
     Request::Hello(hello).encode(1, &mut bytes);
-    stream.write_all(&bytes).expect("it reads");
+    stream.write_all(&bytes).expect("the server reads");
     until("it has a place", || server.status().engines().count() == 1);
     stream.set_nonblocking(true).expect("a socket");
     bytes.clear();
@@ -290,7 +301,7 @@ fn client_that_reads_no_answers_is_disconnected() {
     until("it is disconnected", || server.status().engines().count() == 0);
 }
 
-/// Sends raw bytes; returns everything that the server sends until it closes the connection.
+/// Sends raw bytes, and returns everything that the server sends until it closes the connection.
 fn say(socket: &std::path::Path, bytes: &[u8]) -> Vec<u8> {
     let mut stream = UnixStream::connect(socket).expect("a server");
     let _refused_already = stream.write_all(bytes);
@@ -405,12 +416,12 @@ fn malformed_bytes_are_refused_without_effect_on_others() {
     ] {
         let before = stat(&numbers(&server.status()), "server_refused");
         let answer = say(&socket(dir.path()), &bytes);
-        assert!(answer.len() > LENGTH_BYTES, "{name}: the reason is reported");
+        assert!(answer.len() > LENGTH_BYTES, "{name}: the reason must be reported");
         assert_eq!(stat(&numbers(&server.status()), "server_refused"), before + 1, "{name}");
     }
     assert!(
         say(&socket(dir.path()), &after_hello(&1000_u32.to_le_bytes())).len() > LENGTH_BYTES,
-        "cut off"
+        "truncated"
     );
     assert_eq!(found(&engine, &chain(1, 3)), 3);
     until("gone", || server.status().engines().count() == 1);
@@ -435,12 +446,12 @@ fn connections_are_bounded_and_silent_ones_are_closed() {
 fn status_works_before_and_after_the_first_engine() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
-    let empty = status(&socket(dir.path()), LONG).expect("it answers");
+    let empty = status(&socket(dir.path()), LONG).expect("the server responds");
     assert_eq!((empty.namespaces.len(), empty.host_bytes), (0, 0));
     let engine = connect(dir.path());
     engine.reserve(Prefix::from(&chain(1, 3)), 0..3).expect("in range");
     let _lease = engine.acquire(Prefix::from(&chain(1, 3)));
-    let status = status(&socket(dir.path()), LONG).expect("it answers");
+    let status = status(&socket(dir.path()), LONG).expect("the server responds");
     let space = &status.namespaces[0];
     assert_eq!(
         (space.namespace, space.frame_sizes.as_slice(), space.description.as_str()),
@@ -461,7 +472,7 @@ fn batched_reservations_equal_single_ones() {
     let chains: Vec<_> = (0..5).map(|seed| chain(seed, 8)).collect();
     save(&engine, &chains[2]);
     let part = |start, stop| start..stop;
-    // Stored chunks, more chunks than frames (64), and the same chunks twice.
+    // Covers stored chunks, more chunks than frames (64), and the same chunks twice.
     let long = chain(9, 60);
     let ranges =
         [(0, part(0, 8)), (1, part(0, 3)), (2, part(0, 8)), (1, part(3, 8)), (0, part(0, 8))];
@@ -472,7 +483,7 @@ fn batched_reservations_equal_single_ones() {
     asked.push((Prefix::from(&long), part(0, 60)).into());
     let mut wrong = asked.clone();
     wrong.insert(3, (Prefix::from(&chains[3]), part(0, 9)).into());
-    assert!(engine.reserve_many(&wrong).is_err(), "one chain does not have its range");
+    assert!(engine.reserve_many(&wrong).is_err(), "the range exceeds one of the chains");
     let (rows, got) = engine.reserve_many(&asked).expect("in range");
     let counts: Vec<_> = got.iter().map(|got| (got.num_reserved, got.num_dropped)).collect();
     assert_eq!(
@@ -498,7 +509,7 @@ fn message_with_many_keys_keeps_the_connection() {
     assert_eq!(found(&engine, &long), 0);
     let (rows, num_dropped) = engine.reserve(Prefix::from(&long), 0..400_000).expect("in range");
     assert_eq!((rows.len(), num_dropped), (64, 400_000 - 64));
-    assert!(engine.renew() || engine.take_events().is_empty(), "the connection is open");
+    assert!(engine.renew() || engine.take_events().is_empty(), "the connection must stay open");
 }
 
 #[test]
@@ -517,5 +528,5 @@ fn number_of_leased_prefixes_is_bounded() {
     assert_eq!(num_leases(), 63);
     engine.acquire_all(&nothing);
     engine.acquire_all(&nothing);
-    assert_eq!(num_leases(), 64, "there is room for one more");
+    assert_eq!(num_leases(), 64, "one more lease must fit");
 }

@@ -1,5 +1,6 @@
-//! Three models with different chunk sizes and quotas on one server. Engines connect, save, load
-//! and disconnect with open leases. No load returns a wrong byte, and no frame is leaked.
+//! Stress test: three models with different chunk sizes and quotas on one server. Engines connect,
+//! save, load and disconnect with open leases. No load returns a wrong byte, and no frame is
+//! leaked.
 
 mod common;
 
@@ -16,12 +17,12 @@ use kvloft_core::store::{Limits, Prefix, Quota, TenantLimits};
 use kvloft_testing::one_prefix::SessionExt;
 use kvloft_wire::{Client, ClientConfig, Server, ServerConfig};
 
-/// Pages of a chunk; a slab has four.
+/// Number of pages in a chunk. A slab has four pages.
 const PAGES: [u64; 3] = [1, 2, 4];
 const NUM_SLABS: u32 = 16;
 const SALTS: [Option<&str>; 3] = [None, Some("pepper"), Some("thyme")];
 
-/// A small random number generator, one for each thread.
+/// A small random number generator, one per thread.
 struct Pick(u64);
 
 impl Pick {
@@ -63,7 +64,7 @@ fn content(nth: usize, key: &[u8; 32]) -> Vec<u8> {
     key.repeat(usize::try_from(PAGES[nth] * FRAME / 32).expect("small"))
 }
 
-/// Saves a prompt with each chunk's key as its content; returns the number of chunks committed.
+/// Saves a prompt with each chunk's key as its content, and returns the number of committed chunks.
 fn save(engine: &Client, memory: &File, nth: usize, chain: &KeyChain) -> u32 {
     let num_blocks = u32::try_from(chain.keys().len()).expect("few");
     let (rows, _) = engine.reserve(Prefix::from(chain), 0..num_blocks).expect("in range");
@@ -81,7 +82,7 @@ fn live(dir: &Path, nth: usize, pick: &mut Pick) -> (u32, usize) {
         .read(true)
         .write(true)
         .open(engine.arena().expect("an arena").path)
-        .expect("it is there");
+        .expect("the arena exists");
     let (mut held, mut num_saved, mut num_compared) = (Vec::new(), 0, 0);
     for _ in 0..10 + pick.below(60) {
         let salt = SALTS[pick.number(3) as usize];
@@ -89,7 +90,8 @@ fn live(dir: &Path, nth: usize, pick: &mut Pick) -> (u32, usize) {
         match pick.below(12) {
             0..5 => num_saved += save(&engine, &memory, nth, &chain),
             5..9 => held.push(engine.acquire(Prefix::from(&chain))),
-            9 => drop(engine.reserve(Prefix::from(&chain), 0..1).expect("in range")), // it stays reserved
+            // stays reserved
+            9 => drop(engine.reserve(Prefix::from(&chain), 0..1).expect("in range")),
             10 => engine.clear(),
             _ => held.drain(..).for_each(|lease| engine.release(lease)),
         }
@@ -101,7 +103,7 @@ fn live(dir: &Path, nth: usize, pick: &mut Pick) -> (u32, usize) {
                     .expect("room");
                 assert!(
                     found == content(nth, &row.key.0),
-                    "other bytes in frame {} of {nth}",
+                    "wrong bytes in frame {} of {nth}",
                     row.frame.0
                 );
                 num_compared += 1;
@@ -119,7 +121,7 @@ fn random_engines_of_three_models_corrupt_and_leak_nothing() {
     let dir = tempfile::tempdir().expect("a directory");
     let salted = Limits { host: Some(Quota::Share(500_000)), ..Limits::default() };
     let limits = TenantLimits { salted, ..TenantLimits::default() };
-    // The engines are threads of this process, which continues.
+    // The engines are threads of this process, which continues to run.
     let config = ServerConfig {
         limits,
         gpu_settle: Duration::ZERO,
@@ -127,14 +129,14 @@ fn random_engines_of_three_models_corrupt_and_leak_nothing() {
         ..server_config(dir.path())
     };
     let server = Server::open(config).expect("a server");
-    let first = engine(dir.path(), 0); // its chunks decide on slabs
+    let first = engine(dir.path(), 0); // its chunks determine the slab size
     let end = Instant::now() + Duration::from_secs(2);
     std::thread::scope(|scope| {
         for thread in 0..6_usize {
             let (nth, dir) = (thread % 3, dir.path());
             scope.spawn(move || {
                 let (mut pick, mut sum) = (Pick(thread as u64 + 1), (0, 0));
-                // Longer on a busy machine.
+                // Runs longer on a busy machine.
                 while Instant::now() < end
                     || ((sum.0 == 0 || sum.1 == 0) && Instant::now() < end + LONG)
                 {
@@ -157,14 +159,14 @@ fn random_engines_of_three_models_corrupt_and_leak_nothing() {
     }
 }
 
-/// Returns whether a single engine gets every frame of every slab.
+/// Returns true if a single engine gets every frame of every slab.
 fn has_it_all(server: &Server, dir: &Path, nth: usize) {
     let engine = engine(dir, nth);
     let num_frames = grid(&engine, nth).num_frames();
     let memory = File::options()
         .write(true)
         .open(engine.arena().expect("an arena").path)
-        .expect("it is there");
+        .expect("the arena exists");
     until("it has all memory", || {
         for prompt in 0..num_frames {
             save(&engine, &memory, nth, &chain(nth, None, 1000 + 4 * prompt, 1));
@@ -174,7 +176,7 @@ fn has_it_all(server: &Server, dir: &Path, nth: usize) {
             .namespaces
             .iter()
             .find(|space| space.namespace == [u8::try_from(nth).expect("few") + 1; 32]);
-        let own = own.expect("it is open");
+        let own = own.expect("the engine is open");
         let used = stat(&own.stats, "frames_visible");
         own.num_slabs == NUM_SLABS && used == u64::from(num_frames)
     });

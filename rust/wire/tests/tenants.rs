@@ -1,4 +1,4 @@
-//! Quotas and expiry of tenants on a server: in each namespace, on disk, and over restarts.
+//! Tests quotas and expiry of tenants on a server: in each namespace, on disk, and across restarts.
 
 mod common;
 
@@ -30,7 +30,11 @@ fn chain(namespace: u8, salt: Option<&str>, seed: u32, num_blocks: u32) -> KeyCh
 
 fn space(dir: &Path, nth: u8) -> NamespaceStatus {
     let status = status(&socket(dir), LONG).expect("an answer");
-    status.namespaces.into_iter().find(|space| space.namespace == [nth; 32]).expect("it is open")
+    status
+        .namespaces
+        .into_iter()
+        .find(|space| space.namespace == [nth; 32])
+        .expect("the namespace is open")
 }
 
 fn tenant(dir: &Path, nth: u8, salt: Option<&str>) -> Option<Tenant> {
@@ -58,7 +62,7 @@ fn engines_of_one_tenant_share_its_quota() {
         assert_eq!(save(&engines[seed as usize % 2], &chain(7, Some("a"), seed, 4)), 4);
         assert!(engines[0].flush(LONG));
     }
-    let of_a = tenant(dir.path(), 7, Some("a")).expect("it has something");
+    let of_a = tenant(dir.path(), 7, Some("a")).expect("the tenant has chunks");
     assert_eq!(
         (of_a.host_bytes / FRAME, of_a.max_host_bytes, of_a.max_disk_bytes, of_a.ttl_s),
         (8, Some(8 * FRAME), Some(10 * FRAME), None)
@@ -94,7 +98,7 @@ fn leases_of_a_closed_engine_do_not_count_against_the_quota() {
     let (one, other) = (engine(dir.path(), 7), engine(dir.path(), 7));
     assert_eq!(save(&one, &chain(7, Some("a"), 0, 4)), 4);
     let _lease = one.acquire((&chain(7, Some("a"), 0, 4)).into());
-    assert_eq!(save(&other, &chain(7, Some("a"), 1, 4)), 0, "its whole quota is in use");
+    assert_eq!(save(&other, &chain(7, Some("a"), 1, 4)), 0, "the tenant's whole quota is in use");
     assert_eq!(stat(&space(dir.path(), 7).stats, "quota_dropped"), 4);
     one.close(LONG);
     until("the lease has ended", || stat(&space(dir.path(), 7).stats, "pins") == 0);
@@ -102,7 +106,7 @@ fn leases_of_a_closed_engine_do_not_count_against_the_quota() {
     assert_eq!(found(&other, &chain(7, Some("a"), 0, 4)), 0);
 }
 
-/// The engine looks up where to continue the save; the hit rate does not include that lookup.
+/// The engine looks up where to continue the save. The hit rate does not include that lookup.
 #[test]
 fn lookup_after_a_dropped_save_is_not_counted() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -120,14 +124,14 @@ fn lookup_after_a_dropped_save_is_not_counted() {
     assert_eq!(
         (found(&engine, &long), lookups()),
         (4, [1, 6, 4]),
-        "the last save used all its frames"
+        "the last save must use all its frames"
     );
     assert_eq!(save(&engine, &long), 0);
     let after = |prefix: &KeyChain, blocks, counted: [u64; 3]| {
         assert_eq!(found(&engine, prefix), blocks);
         assert_eq!(lookups(), counted);
     };
-    after(&other, 3, [2, 9, 7]); // a request's
+    after(&other, 3, [2, 9, 7]); // lookup of a request
     after(&long, 4, [2, 9, 7]);
     after(&long, 4, [3, 15, 11]); // a request's lookup, because the save has looked up its prefix
     assert_eq!(engine.lookup_many(&[(&long).into(), (&other).into()]).len(), 2);
@@ -144,7 +148,7 @@ fn lookup_after_a_dropped_save_is_not_counted() {
     after(&state, 0, [5, 25, 18]); // saves of attached chunks do not continue
 }
 
-/// Percentages are of the namespace's share of memory, which another namespace halves.
+/// Percentages refer to the namespace's share of memory, which another namespace halves.
 #[test]
 fn quota_follows_the_share_of_the_namespace() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -166,10 +170,14 @@ fn quota_follows_the_share_of_the_namespace() {
         tenant(dir.path(), 1, Some("a")).and_then(|tenant| tenant.max_host_bytes),
         Some(16 * FRAME)
     );
-    assert_eq!(found(&one, &chain(1, Some("a"), 0, 40)), 16, "its beginning");
+    assert_eq!(
+        found(&one, &chain(1, Some("a"), 0, 40)),
+        16,
+        "the beginning of the prompt must stay"
+    );
 }
 
-/// Longer than a busy machine needs to lease or write the chunks just saved.
+/// Longer than a busy machine needs to lease or write the chunks that were just saved.
 const TTL_S: u32 = 6;
 
 #[test]
@@ -189,12 +197,12 @@ fn expired_chunks_are_removed_for_good() {
     for (salt, len) in [(Some("a"), 0), (Some("b"), 0), (None, 6)] {
         assert_eq!(found(&one, &chain(7, salt, 0, 6)), len, "{salt:?}");
     }
-    assert_eq!(one.frames(lease).len(), 6, "I4: chunks stay until their load ends");
+    assert_eq!(one.frames(lease).len(), 6, "I4: chunks must stay until their load completes");
     one.release(lease);
     until("its memory is free", || stat(&space(dir.path(), 7).stats, "frames_visible") == 6);
     assert!(one.flush(LONG));
     assert_eq!(stat(&space(dir.path(), 7).stats, "disk_used"), 6);
-    assert_eq!(save(&one, &chain(7, Some("a"), 0, 6)), 6, "and is saved again");
+    assert_eq!(save(&one, &chain(7, Some("a"), 0, 6)), 6, "the prompt must be savable again");
     assert!(one.flush(LONG));
     drop(one);
     server.close(LONG);

@@ -1,5 +1,5 @@
-//! Compares policies with naive ones that count every use for the whole prefix; `aims` tests their
-//! purpose.
+//! Compares eviction policies with naive policies that record every use for the whole prefix.
+//! `aims` tests what the policies are for.
 
 mod aims;
 mod forest;
@@ -37,7 +37,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..150)
 }
 
-/// Keys of a walk: few, so that they return, and at most as many per set of ghosts as it can hold.
+/// Number of keys in a walk: few enough that keys recur, and at most as many per group as the set
+/// of ghosts can hold.
 const NUM_KEYS: u32 = 24;
 
 fn walk<P: Policy>(
@@ -97,7 +98,8 @@ fn walk<P: Policy>(
     assert!(forest.parents.is_empty());
 }
 
-/// No evictable chunk is older than the victim, as ages count, but for rounding.
+/// Checks that no evictable chunk is older than the victim, up to rounding. Age is measured as in
+/// the policy.
 fn oldest(forest: &Forest<Adaptive>, victim: Option<u32>) {
     let age = |id: u32| forest.oracle.age(id, forest.policy.credit());
     if let Some(victim) = victim {
@@ -116,10 +118,10 @@ proptest! {
     fn lru_evicts_the_leaf_that_stamping_whole_prefixes_would_evict(steps in steps()) {
         let mut forest = Forest::new(Adaptive::lru());
         walk(&mut forest, &steps, oldest);
-        prop_assert!(forest.policy.credit() <= 1.0, "LRU gives no credit");
+        prop_assert!(forest.policy.credit() <= 1.0, "LRU must give no credit");
     }
 
-    // Fewer than 64 chunks, where every touch counts.
+    // Uses fewer than 64 chunks, so that every touch is recorded.
     #[test]
     fn adaptive_evicts_the_oldest_leaf_with_slower_aging_of_reused_ones(steps in steps(), capacity in 32..64usize) {
         walk(&mut Forest::new(Adaptive::new(capacity)), &steps, oldest);
@@ -154,16 +156,16 @@ fn ghosts_are_bounded_and_the_oldest_of_a_set_goes_first() {
         .zip(&fingerprints)
         .filter_map(|(number, &fingerprint)| Some((number, ghosts.take(fingerprint)?)))
         .collect();
-    assert_eq!(found.len(), 800, "eight per chunk");
+    assert_eq!(found.len(), 800, "eight ghosts per chunk");
     assert!(
         found.iter().all(|(number, ghost)| *number > 8000 && ghost.reused == (number % 2 == 0))
     );
     let recent: Vec<_> = found.iter().filter(|(_, ghost)| ghost.recent).collect();
-    assert_eq!(recent.len(), 100, "one per chunk");
+    assert_eq!(recent.len(), 100, "one ghost per chunk");
     assert!(recent.iter().all(|(number, _)| *number > 9600));
     assert!(
         fingerprints.iter().all(|&fingerprint| ghosts.take(fingerprint).is_none()),
-        "a ghost is taken once"
+        "a ghost must be used only once"
     );
 }
 

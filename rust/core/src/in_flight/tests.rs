@@ -1,5 +1,5 @@
-//! Compares `InFlight` with a map of one row per ticket, for reports of several ranks in any order,
-//! repeated reports, and tickets that are not in flight.
+//! Compares `InFlight` with a map that has one row per ticket. Multiple ranks report in any order;
+//! reports are repeated or name tickets that are not in flight.
 
 use std::collections::BTreeMap;
 
@@ -16,14 +16,14 @@ const KEY: ChunkKey = ChunkKey([7; 32]);
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// The number of chunks, and whether the store is cleared first.
+    /// Plans saves: the number of chunks, and whether the store is cleared first.
     Plan(u32, bool),
     /// A rank's report: the first ticket and the number of tickets.
     Report(u64, u64),
     Fail(u64),
     Misfit(u64),
     FailAll,
-    /// No rank will report it.
+    /// Removes a ticket that no rank will report.
     Remove(u64),
 }
 
@@ -52,12 +52,13 @@ fn planned(first: u64, num: u32) -> ChunkBatch {
         key: KEY,
         unit: nth,
     };
-    let table: Vec<_> = (1..).take(num as usize).collect(); // the same blocks each time, because several saves can read one block
+    // the same blocks each time, because multiple saves can read one block
+    let table: Vec<_> = (1..).take(num as usize).collect();
     {
         let mut batch = ChunkBatch::default();
         batch
             .add_saves(0, &(0..num).map(reservation).collect::<Vec<_>>(), &table, 0, 1)
-            .expect("it fits");
+            .expect("the row fits");
         batch
     }
 }

@@ -64,7 +64,7 @@ fn golden_vectors() {
     }
 }
 
-/// One piece of a prompt.
+/// One part of a prompt.
 #[derive(Debug, Clone)]
 enum Piece {
     Tokens(Vec<u32>),
@@ -184,7 +184,8 @@ proptest! {
         }
     }
 
-    /// A tail's key is the key of its last block, so all blocks of a prompt must differ.
+    /// A tail's key is the key of its last block, so the keys of all blocks in a prompt must
+    /// differ.
     #[test]
     fn no_two_blocks_of_a_prompt_share_a_key(prompt in prompt()) {
         let mut chain = prompt.empty();
@@ -226,7 +227,7 @@ fn big_rows_hashed_on_many_threads_have_the_keys_of_single_steps() {
     assert_eq!(whole.keys(), parts.keys());
 }
 
-/// Changing any single field that can change KV changes the key.
+/// Changing any single field that KV depends on changes the key.
 #[test]
 fn each_field_alone_changes_the_key() {
     let fields = [("model", "m"), ("tp", "1")];

@@ -1,4 +1,4 @@
-//! `Numbered` against a map of the standard library.
+//! Compares `Numbered` with a map of the standard library.
 
 use std::collections::BTreeMap;
 
@@ -8,9 +8,9 @@ use super::{Numbered, SPARE};
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// The number of entries, and the distance between them.
+    /// Adds entries: their number, and the distance between them.
     Enter(usize, u64),
-    /// A number below the last: another thread was faster.
+    /// Adds a number below the last one, as if another thread had been faster.
     EnterBelow(u64),
     /// Removes (nth, num) entries, in order or in reverse.
     Leave(usize, usize, bool),
@@ -52,7 +52,7 @@ proptest! {
                     }
                     for number in some {
                         prop_assert_eq!(row.remove(number), model.remove(&number));
-                        prop_assert_eq!(row.remove(number), None, "it left");
+                        prop_assert_eq!(row.remove(number), None, "the entry was removed before");
                         is_gone.insert(number);
                     }
                 }
@@ -61,8 +61,7 @@ proptest! {
                     let below = model.range(..=number).next_back().map(|(number, value)| (*number, *value));
                     let has_left = is_gone.range(..=number).next_back();
                     let hides = has_left.is_some_and(|gone| below.is_none_or(|(own, _)| own < *gone));
-                    // A trimmed row hides nothing; an empty place in the row hides all entries
-                    // before it.
+                    // A trimmed row hides nothing; a gap in the row hides all entries before it.
                     prop_assert!(found == below || (hides && found.is_none()), "{found:?} {below:?}");
                 }
             }

@@ -1,4 +1,5 @@
-//! Tests the tag against its definition, its golden vectors, and the accidents that it must detect.
+//! Tests the tag against its definition, its golden vectors, and the corruptions that it must
+//! detect.
 
 use proptest::prelude::*;
 use serde_json::Value;
@@ -8,7 +9,8 @@ use crate::ErrorKind;
 
 const VECTORS: &str = include_str!("../../../../tests/vectors/tag.json");
 
-/// The definition, word by word, in 128-bit arithmetic, with constants derived from their names.
+/// Computes the definition word by word in 128-bit arithmetic, with constants derived from their
+/// names.
 fn slow_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> u64 {
     let constant = |name: &str| {
         let hash = blake3::hash(format!("kvloft tag v1 {name}").as_bytes());
@@ -44,7 +46,7 @@ fn noise(len: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// A payload and its shape; at least one byte.
+/// Generates a payload and its shape. The payload has at least one byte.
 fn chunk() -> impl Strategy<Value = (Vec<u8>, Vec<u32>, u32)> {
     (prop::collection::vec(1u32..90, 1..5), 1u32..5, any::<u64>()).prop_map(
         |(pages, blocks, seed)| {
@@ -54,7 +56,7 @@ fn chunk() -> impl Strategy<Value = (Vec<u8>, Vec<u32>, u32)> {
     )
 }
 
-/// A payload of equal pages, at least two.
+/// Generates a payload of at least two equal pages.
 fn equal_pages() -> impl Strategy<Value = (Vec<u8>, u32, u32)> {
     (1u32..90, 2u32..9, any::<u64>()).prop_map(|(page, blocks, seed)| {
         (noise(page as usize * blocks as usize, seed), page, blocks)
@@ -116,7 +118,7 @@ fn equals_the_definition_at_every_page_length() {
     }
 }
 
-/// Pinned, so that a file or a GPU written against this version stays readable.
+/// The vectors are fixed, so that files and GPU kernels of this version stay compatible.
 #[test]
 fn golden_vectors() {
     let vectors: Value = serde_json::from_str(VECTORS).unwrap();
@@ -139,15 +141,16 @@ fn golden_vectors() {
     }
 }
 
-/// How much one word's term changes when `mask` flips, of 2^18 words; without the sign, which a
-/// word's two values share.
+/// Returns how much the term of a word changes when the bits in `mask` flip, for 2^18 words. The
+/// sign is omitted, because a word's two values share it.
 fn changes(mix: fn(u64) -> u64, mask: u64) -> Vec<u64> {
     let noise = noise(8 << 18, mask);
     let words = noise.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word));
     words.map(|x| mix(x ^ mask).wrapping_sub(mix(x)).cast_signed().unsigned_abs()).collect()
 }
 
-/// Equal neighbors after sorting: pairs of words whose changes can cancel out.
+/// Returns the number of equal neighbors after sorting: pairs of words whose changes can cancel
+/// out.
 fn num_equal(mut changes: Vec<u64>) -> usize {
     changes.sort_unstable();
     changes.windows(2).filter(|pair| pair[0] == pair[1]).count()
@@ -173,8 +176,7 @@ fn the_measure_of_cancelling_sees_the_weak_masks_of_the_first_definition() {
     assert_eq!(num_equal(changes(first_mix, 1)), 0);
 }
 
-/// The same accident in two words, or one in one and another in the other: none of 2^43 pairs
-/// cancels out.
+/// Flips the same bits in two words, or different bits in each: none of 2^43 pairs cancels out.
 #[test]
 fn flipped_signs_and_lanes_of_two_words_change_the_tag() {
     let mut masks = vec![u64::MAX, u64::MAX << 32, 0xffff_0000_ffff_0000, 0x00ff_00ff_00ff_00ff];

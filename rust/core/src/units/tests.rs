@@ -1,4 +1,4 @@
-//! Sizes as texts.
+//! Tests the formatting of sizes.
 
 use super::size_text;
 

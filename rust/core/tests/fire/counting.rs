@@ -1,4 +1,4 @@
-//! The real disk tier, with its chunk reads counted. It changes nothing.
+//! Wraps the real disk tier and counts chunk reads, without changing anything.
 
 use kvloft_core::io::SizeClass;
 use std::path::PathBuf;
@@ -10,14 +10,14 @@ use kvloft_core::tier::disk::{DiskMeta, DiskStats, DiskTier, SlotId};
 use kvloft_core::{ChunkKey, ErrorKind, Result};
 use kvloft_testing::faults::faults_here;
 
-/// Chunk reads of all stores.
+/// Numbers of chunk reads of all stores.
 #[derive(Debug, Default)]
 pub(crate) struct Reads {
-    /// During a spell of faults, or not.
+    /// Reads with or without faults.
     pub(crate) all: AtomicU64,
-    /// At least one of its calls failed.
+    /// Reads with at least one failed call.
     pub(crate) faulted: AtomicU64,
-    /// The chunk was read nevertheless.
+    /// Reads with a failed call that still returned the chunk.
     pub(crate) faulted_good: AtomicU64,
     pub(crate) refused: AtomicU64,
     pub(crate) corrupt: AtomicU64,

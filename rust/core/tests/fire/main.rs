@@ -1,9 +1,9 @@
-//! Storage under fire: the real store on the real disk tier over files that fail, checked against a
-//! record of acknowledged chunks.
+//! Storage under fire: runs the real store on the real disk tier over failing files, and checks it
+//! against a record of acknowledged chunks.
 //!
-//! Stores open the same directory one after another, with different caps, after clean ends, after
-//! faults and while calls hang. `KV_FIRE_SECONDS` sets the duration (default 20) and `KV_FIRE_SEED`
-//! the choices; the result is a line of JSON with counts.
+//! Stores open the same directory one after another, with different caps: after clean ends, after
+//! faults, and while calls hang. `KV_FIRE_SECONDS` sets the duration (default 20) and
+//! `KV_FIRE_SEED` the random choices. The result is a line of JSON with counts.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod counting;
@@ -26,14 +26,14 @@ use recorder::{Dice, FRAME, Recorder};
 use spells::{Disk, damage_at_rest};
 use worker::{Shared, Worker, until};
 
-/// Factor between the store's clock and real time, so that breakers open and close, back-offs end
-/// and hangs are detected within milliseconds.
+/// Factor between the store's clock and real time. Breakers open and close, back-offs end and hangs
+/// are detected within milliseconds.
 const HASTE: u32 = 500;
 const WORKERS: u64 = 4;
-/// A run without any operation for this long hangs.
+/// A run without any operation for this long is considered hung.
 const HANGS: Duration = Duration::from_secs(120);
 
-/// The whole run.
+/// State of the whole run.
 struct Fire {
     disk: Arc<Disk>,
     recorder: Recorder,
@@ -47,14 +47,14 @@ struct Fire {
     hung: Vec<Store>,
 }
 
-/// How a life ends.
+/// How the life of a store ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     /// The faults end first, and everything is written to disk.
     Clean,
     /// The store closes during faults; then the faults end.
     UnderFire,
-    /// The next store also opens during faults, possibly while calls of this one hang.
+    /// The next store also opens during faults, possibly while calls of this store hang.
     Overlap,
 }
 
@@ -115,7 +115,7 @@ impl Fire {
         (Store::with_tier(&config, None, Some(Box::new(opener)), clock).unwrap(), cap_bytes)
     }
 
-    /// One life of a store, from open to its end.
+    /// Runs one life of a store, from open to close.
     fn live(&mut self, dice: &mut Dice, most: Duration) {
         let (store, cap_bytes) = self.open(dice);
         self.disk.end_peace();
@@ -138,7 +138,7 @@ impl Fire {
             stop.store(true, Ordering::SeqCst);
             loans = threads
                 .into_iter()
-                .flat_map(|thread| thread.join().expect("a worker is right"))
+                .flat_map(|thread| thread.join().expect("a worker found no error"))
                 .collect();
         });
         if end == End::Clean {
@@ -169,7 +169,7 @@ impl Fire {
         self.bury(end, dice);
     }
 
-    /// Checks after a store has closed: nothing is pinned or reserved, and the size limit was kept.
+    /// Checks a closed store: nothing is pinned or reserved, and the size limit was kept.
     fn bury(&mut self, end: End, dice: &mut Dice) {
         if end != End::Clean || self.disk.has_lied.load(Ordering::SeqCst) {
             self.recorder.remember();
@@ -192,7 +192,8 @@ impl Fire {
         self.change_disk(dice);
     }
 
-    /// Between two stores, with the files closed: damage, another disk, or no change.
+    /// Changes the disk between two stores, while its files are closed: damage, a new disk, or no
+    /// change.
     fn change_disk(&mut self, dice: &mut Dice) {
         let is_honest = self.disk.is_honest.load(Ordering::SeqCst);
         let what = dice.below(100);
@@ -247,7 +248,8 @@ impl Fire {
     }
 }
 
-/// True if the directory has no owner: the last call inside a closed tier releases it.
+/// A condition that holds if the directory has no owner: the last call inside a closed tier
+/// releases it.
 struct DirIsFree;
 
 impl DirIsFree {
@@ -265,7 +267,7 @@ impl DirIsFree {
 }
 
 fn env(name: &str, default: u64) -> u64 {
-    // Set by the environment (scripts/soak.sh), because a test has no arguments.
+    // Aborts the process if there is no progress, so that a hang fails the test.
     std::env::var(name).ok().map_or(default, |text| text.parse().expect("a number"))
 }
 
@@ -289,7 +291,7 @@ fn watch_pulse(pulse: &AtomicU64, over: &AtomicBool, seed: u64) {
 fn acknowledged_chunks_are_hit_correctly_or_missed() {
     static PANICS: AtomicU64 = AtomicU64::new(0);
     let (seconds, seed) = (env("KV_FIRE_SECONDS", 20), env("KV_FIRE_SEED", 14));
-    // Bypasses the harness, like the report at the end, which a failed run does not reach.
+    // Bypasses the harness, like the final report, which a failed run does not reach.
     writeln!(std::io::stderr(), "fire: {seconds} s, seed {seed}").unwrap();
     // The store survives a panic of the tier, so the panic must be counted here.
     let print = std::panic::take_hook();

@@ -1,9 +1,9 @@
 //! Records acknowledged chunks independently of the store: every chunk's versions, and the bytes
 //! that a leased frame must hold.
 //!
-//! Each save of a chunk is another version with other bytes. A lease may return only a committed
-//! version of the chunk at that place of the prefix, and none from before a discard that had
-//! returned when the lease was taken.
+//! Each save of a chunk is a new version with different bytes. A lease may only return a committed
+//! version of the chunk at that position of the prefix, and no version from before a discard that
+//! had returned when the lease was taken.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -30,7 +30,7 @@ impl Dice {
         z ^ (z >> 31)
     }
 
-    /// A number below `end`.
+    /// Returns a number below `end`.
     pub(crate) fn below(&mut self, end: usize) -> usize {
         usize::try_from(self.roll() % end as u64).unwrap()
     }
@@ -55,7 +55,7 @@ enum Version {
 struct Chunk {
     children: Vec<usize>,
     versions: Mutex<Vec<Version>>,
-    /// Versions below it are forgotten.
+    /// Lower versions have been removed.
     floor: AtomicU64,
 }
 
@@ -66,7 +66,7 @@ pub(crate) struct Recorder {
     chunks: Vec<Chunk>,
 }
 
-/// Returns the bytes of a version of a chunk: its id, then noise derived from the id.
+/// Writes the bytes of a version of a chunk: its id, followed by noise derived from the id.
 pub(crate) fn write_bytes(chunk: usize, version: u64, into: &mut [u8; FRAME]) {
     let mut noise = Dice((chunk as u64) << 40 ^ version);
     let (words, _) = into.as_chunks_mut::<8>();
@@ -100,7 +100,7 @@ impl Recorder {
         made
     }
 
-    /// Every chunk of the prompt.
+    /// Records every chunk of the prompt.
     fn learn(&mut self, chain: &KeyChain) {
         let mut parent = None;
         for key in chain.keys() {
@@ -125,7 +125,7 @@ impl Recorder {
         work(&mut self.chunks[chunk].versions.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// A new version, for the frame that was reserved.
+    /// Returns a new version for the frame that was reserved.
     pub(crate) fn reserve(&self, chunk: usize) -> u64 {
         self.with_versions(chunk, |versions| {
             versions.push(Version::Reserved);
@@ -137,7 +137,7 @@ impl Recorder {
         self.with_versions(chunk, |versions| versions[usize::try_from(version).unwrap()] = to);
     }
 
-    /// Must be called before the commit.
+    /// Records a commit. Must be called before the commit itself.
     pub(crate) fn commit(&self, chunk: usize, version: u64) {
         self.set(chunk, version, Version::Committed);
     }
@@ -146,7 +146,7 @@ impl Recorder {
         self.set(chunk, version, Version::Aborted);
     }
 
-    /// Returns the chunk and its descendants with their numbers of versions; must be called before
+    /// Returns the chunk and its descendants with their numbers of versions. Must be called before
     /// a discard.
     pub(crate) fn below(&self, chunk: usize) -> Vec<(usize, u64)> {
         let (mut found, mut next) = (Vec::new(), vec![chunk]);
@@ -157,29 +157,29 @@ impl Recorder {
         found
     }
 
-    /// All chunks, as `below`.
+    /// Like `below`, but for all chunks.
     pub(crate) fn all(&self) -> Vec<(usize, u64)> {
         (0..self.chunks.len())
             .map(|id| (id, self.with_versions(id, |versions| versions.len() as u64)))
             .collect()
     }
 
-    /// Records that the discard returned: none of these versions may be found again.
+    /// Records that the discard has returned: none of these versions may be found again.
     pub(crate) fn forget(&self, forgotten: &[(usize, u64)]) {
         for &(id, floor) in forgotten {
             self.chunks[id].floor.fetch_max(floor, Ordering::SeqCst);
         }
     }
 
-    /// Records that removed chunks may be found again, because their removal did not reach the
-    /// disk.
+    /// Records that removed chunks may be found again because their removal did not reach the disk.
     pub(crate) fn remember(&self) {
         for chunk in &self.chunks {
             chunk.floor.store(0, Ordering::SeqCst);
         }
     }
 
-    /// Returns the lowest version of each block's chunk that a lease taken from now on may have.
+    /// Returns the lowest version of each block's chunk that a lease taken after this call may
+    /// have.
     pub(crate) fn floors(&self, chain: &KeyChain) -> Vec<u64> {
         chain
             .keys()
@@ -188,8 +188,8 @@ impl Recorder {
             .collect()
     }
 
-    /// Checks that these frames are the prefix of `chain` from position 0 on; the error describes
-    /// the difference.
+    /// Checks that these frames are the prefix of `chain` starting at position 0. The error
+    /// describes the difference.
     pub(crate) fn check_places(chain: &KeyChain, frames: &[LeasedFrame]) -> Result<(), String> {
         for (unit, leased) in frames.iter().enumerate() {
             if chain.keys().get(unit) != Some(&leased.key) {
@@ -199,7 +199,7 @@ impl Recorder {
         Ok(())
     }
 
-    /// Compares a chunk's frame with the committed bytes, from version `floor` on; the error
+    /// Compares a chunk's frame with the committed bytes of version `floor` or newer. The error
     /// describes the difference.
     pub(crate) fn check_bytes(
         &self,

@@ -1,4 +1,4 @@
-//! Periods of faults: one thread starts and ends them, over all stores, and checks the directory's
+//! Periods of faults: one thread starts and ends them, for all stores, and checks the directory's
 //! size.
 
 use std::path::{Path, PathBuf};
@@ -15,18 +15,18 @@ const WRITES: &[Call] = &[Call::Write];
 const BOTH: &[Call] = &[Call::Read, Call::Write];
 const ALL: &[Call] = &[Call::Open, Call::Read, Call::Write, Call::SetLen, Call::Allocate];
 
-/// The failing disk, and its size limit.
+/// The failing disk and its size limit.
 #[derive(Debug)]
 pub(crate) struct Disk {
     pub(crate) files: FaultFiles,
     pub(crate) dir: PathBuf,
-    /// No faults, please.
+    /// Requests that no faults are injected.
     peace: AtomicBool,
     is_calm: AtomicBool,
     over: AtomicBool,
-    /// The disk may have damaged bytes without an error.
+    /// The disk may have damaged bytes without reporting an error.
     pub(crate) has_lied: AtomicBool,
-    /// It may refuse calls and hang, but never returns wrong bytes.
+    /// The disk may fail calls and hang, but never returns wrong bytes.
     pub(crate) is_honest: AtomicBool,
     limit: Mutex<Limit>,
     most_over_cap: AtomicU64,
@@ -36,7 +36,7 @@ pub(crate) struct Disk {
 #[derive(Debug, Default)]
 struct Limit {
     bytes: u64,
-    /// The cap of the life that opens the directory now, and whether it has.
+    /// The cap of the life that is opening the directory, and whether its tier is open.
     next: Option<(u64, Arc<AtomicBool>)>,
 }
 
@@ -56,7 +56,7 @@ impl Disk {
         }
     }
 
-    /// A store opens; returns the flag that it sets once its tier is open.
+    /// Announces that a store opens; returns the flag that the store sets once its tier is open.
     pub(crate) fn expect_cap(&self, cap_bytes: u64) -> Arc<AtomicBool> {
         let opened = Arc::new(AtomicBool::new(false));
         let mut limit = self.limit.lock().unwrap();
@@ -65,7 +65,7 @@ impl Disk {
         opened
     }
 
-    /// Compares the directory with the limit; returns the largest excess so far.
+    /// Compares the directory with the limit and returns the largest excess so far.
     pub(crate) fn measure(&self) -> u64 {
         let mut limit = self.limit.lock().unwrap();
         if let Some((cap_bytes, _)) =
@@ -79,13 +79,13 @@ impl Disk {
         self.most_over_cap.fetch_max(above, Ordering::SeqCst).max(above)
     }
 
-    /// Begins the fire again.
+    /// Resumes the faults.
     pub(crate) fn end_peace(&self) {
         self.is_calm.store(false, Ordering::SeqCst);
         self.peace.store(false, Ordering::SeqCst);
     }
 
-    /// Ends the faults; returns once nothing hangs and no fault can occur.
+    /// Ends the faults. Returns once nothing hangs and no fault can occur.
     pub(crate) fn calm(&self) {
         self.peace.store(true, Ordering::SeqCst);
         while !self.is_calm.load(Ordering::SeqCst) {
@@ -97,7 +97,7 @@ impl Disk {
         self.over.store(true, Ordering::SeqCst);
     }
 
-    /// The thread's work.
+    /// Runs the thread that injects faults.
     pub(crate) fn burn(&self, mut dice: Dice) {
         while !self.over.load(Ordering::SeqCst) {
             if self.peace.load(Ordering::SeqCst) {
@@ -109,7 +109,7 @@ impl Disk {
             for _ in 0..=dice.below(2) {
                 self.files.inject(self.spell(&mut dice));
             }
-            // A disk with short transfers: applies to every read that no earlier rule matches.
+            // A disk with short transfers. Applies to every read that no earlier rule matches.
             if dice.in_100(80) {
                 self.files.inject(Rule::new(Fault::Short(1024 + dice.below(3000))).on(READS));
             }
@@ -172,7 +172,7 @@ const FRAME_BITS: usize = 4096 * 8;
 /// Kinds of faults that report success without an effect, or return wrong bytes.
 const LIES: std::ops::Range<usize> = 8..16;
 
-/// Flips bits in the files themselves, while no tier is open.
+/// Flips bits in the files while no tier is open.
 pub(crate) fn damage_at_rest(dir: &Path, dice: &mut Dice) -> u64 {
     let files = std::fs::read_dir(dir).unwrap().flatten().filter(|entry| entry.path().is_dir());
     let mut num_flips = 0;
@@ -185,7 +185,7 @@ pub(crate) fn damage_at_rest(dir: &Path, dice: &mut Dice) -> u64 {
                 bytes[at] ^= 1 << dice.below(8);
                 num_flips += 1;
             }
-            // Overwrites bytes in place, so that the file's blocks stay.
+            // Overwrites bytes in place, so that the file keeps its blocks.
             let file = std::fs::File::options().write(true).open(&path).unwrap();
             std::os::unix::fs::FileExt::write_all_at(&file, &bytes, 0).unwrap();
         }

@@ -1,4 +1,4 @@
-//! One caller of the store: random operations, each answer compared with the recorder.
+//! One caller of the store: random operations, with each result compared with the recorder.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -18,12 +18,12 @@ pub(crate) struct Shared<'a> {
     pub(crate) store: &'a Store,
     pub(crate) recorder: &'a Recorder,
     pub(crate) stop: &'a AtomicBool,
-    /// Beats with every operation.
+    /// Incremented by every operation.
     pub(crate) pulse: &'a AtomicU64,
     pub(crate) cap_bytes: u64,
 }
 
-/// A lease, and the versions that it may return.
+/// A lease and the versions that it may return.
 #[derive(Debug)]
 pub(crate) struct Loan<'a> {
     chain: &'a KeyChain,
@@ -48,7 +48,8 @@ const MAX_LOANS: usize = 3;
 
 impl<'a> Worker<'a> {
     pub(crate) fn new(shared: &'a Shared<'a>, seed: u64) -> Self {
-        // Reads the file, not the mapping, so that the store's writes are read in another way.
+        // Reads the file instead of the mapping, so that the store's writes are read in a different
+        // way.
         let arena =
             File::options().read(true).write(true).open(&shared.store.arena().path).unwrap();
         let dice = Dice(seed);
@@ -63,8 +64,8 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Runs until it is stopped; returns the leases it still holds. Its reservations end without a
-    /// fill.
+    /// Runs until it is stopped, and returns the leases it still holds. Its reservations are
+    /// dropped without a fill.
     pub(crate) fn work(&mut self) -> Vec<Loan<'a>> {
         while !self.shared.stop.load(Ordering::Relaxed) {
             self.step();
@@ -79,7 +80,7 @@ impl<'a> Worker<'a> {
     }
 
     fn prompt(&mut self) -> &'a KeyChain {
-        // Some are used more often.
+        // Some prompts are used more often.
         let end = if self.dice.in_100(5) { 16 } else { self.shared.recorder.prompts.len() };
         &self.shared.recorder.prompts[self.dice.below(end)]
     }
@@ -154,7 +155,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Compares every byte of every frame that the lease hands out now.
+    /// Compares every byte of every frame that the lease currently returns.
     pub(crate) fn check(&mut self, loan: &mut Loan<'_>) {
         let frames = loan.lease.frames();
         self.count("frames");
@@ -213,7 +214,7 @@ impl<'a> Worker<'a> {
                 (self.shared.recorder.id(&lease.reservation().key), lease.reservation().frame);
             let version = self.shared.recorder.reserve(chunk);
             write_bytes(chunk, version, &mut bytes);
-            // Some copies break off, and are aborted.
+            // Some copies fail and are aborted.
             let is_whole = !self.dice.in_100(3);
             let len = if is_whole { FRAME } else { self.dice.below(FRAME) };
             self.arena.write_all_at(&bytes[..len], u64::from(frame.0) * FRAME as u64).unwrap();
@@ -284,7 +285,7 @@ impl<'a> Worker<'a> {
     }
 }
 
-/// Waits until `holds` returns true; panics after a minute.
+/// Waits until `holds` returns true. Panics after a minute.
 pub(crate) fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !holds() {

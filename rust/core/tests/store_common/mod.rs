@@ -1,4 +1,4 @@
-//! Shared by the store's tests: small chains, frames that contain their key, and a disk in memory
+//! Helpers of the store's tests: small chains, frames that contain their key, and a disk in memory
 //! that fails on demand.
 #![allow(
     dead_code,
@@ -44,27 +44,27 @@ pub(crate) fn disk_settings(num_slots: u64, num_threads: u32) -> DiskSettings {
     DiskSettings { dir: "/nowhere".into(), cap_bytes, num_threads, description: String::new() }
 }
 
-/// Blocks of one token each.
+/// Returns a chain with blocks of one token each.
 pub(crate) fn chain(tokens: &[u32]) -> KeyChain {
     let mut chain = KeyChain::new(root_key(&[7; 32], None, None).unwrap(), 1).unwrap();
     chain.append_tokens(tokens).unwrap();
     chain
 }
 
-/// One of a tenant's prompts, in blocks of one token each.
+/// Returns a prompt of a tenant, with blocks of one token each.
 pub(crate) fn chain_of(salt: Option<&str>, prompt: u32, num_blocks: u32) -> KeyChain {
     let mut chain = KeyChain::new(root_key(&[7; 32], None, salt).unwrap(), 1).unwrap();
     chain.append_tokens(&(0..num_blocks).map(|at| prompt * 100 + at).collect::<Vec<_>>()).unwrap();
     chain
 }
 
-/// A quota of `num_frames` frames.
+/// Returns a quota of `num_frames` frames.
 pub(crate) fn bytes(num_frames: u32) -> Quota {
     Quota::Bytes(u64::from(num_frames) * FRAME as u64)
 }
 
-/// One of 64 prompts of 3 to 9 blocks. The bits of `prompt` are their tokens, three at a time, so
-/// they share prefixes.
+/// Returns one of 64 prompts of 3 to 9 blocks. The bits of `prompt` are their tokens, three at a
+/// time, so prompts share prefixes.
 pub(crate) fn prompt_chain(prompt: usize) -> KeyChain {
     let tokens: Vec<u32> =
         (0..(3 + prompt % 7)).map(|at| u32::from(prompt >> (at / 3) & 1 == 1)).collect();
@@ -89,19 +89,19 @@ pub(crate) fn arena_of(store: &Store) -> Arena {
     Arena::open(path, *size_bytes).unwrap()
 }
 
-/// Fills a reserved frame, as a worker does: from now on it contains `key`.
+/// Fills a reserved frame like a worker. After this call, the frame contains `key`.
 pub(crate) fn fill(arena: &Arena, reservation: &Reservation) {
     arena
         .seal(u64::from(reservation.frame.number()) * FRAME as u64, FRAME, &spec(reservation.key))
         .unwrap();
 }
 
-/// Checks a frame, as a worker does before it uses it.
+/// Checks a frame like a worker before it uses the frame.
 pub(crate) fn verify(arena: &Arena, frame: FrameId, key: ChunkKey) -> Option<Damage> {
     arena.check(u64::from(frame.number()) * FRAME as u64, FRAME, &spec(key)).unwrap()
 }
 
-/// Saves units at once; returns how many became visible.
+/// Saves units in one call, and returns how many became visible.
 pub(crate) fn save(store: &Store, arena: &Arena, chain: &KeyChain, units: Range<u32>) -> u32 {
     let reserved = store.reserve(chain, units).unwrap();
     reserved.leases.iter().for_each(|lease| fill(arena, lease.reservation()));
@@ -131,7 +131,7 @@ impl MemoryDisk {
         Arc::new(Self { tier, fail_opens: AtomicBool::new(false), now_ms: AtomicU64::new(0) })
     }
 
-    /// A store on this disk and its clock.
+    /// Opens a store with this disk and its clock.
     pub(crate) fn open(self: &Arc<Self>, config: &StoreConfig, found: &[DiskEntry]) -> Store {
         let (disk, clock, found) = (Arc::clone(self), Arc::clone(self), found.to_vec());
         let open = move || {
@@ -145,7 +145,7 @@ impl MemoryDisk {
         Store::with_tier(config, None, Some(Box::new(open)), Box::new(now)).unwrap()
     }
 
-    /// Seconds of the store's time.
+    /// Returns the store's time in seconds.
     pub(crate) fn now_s(&self) -> u64 {
         self.now_ms.load(Ordering::SeqCst) / 1000
     }

@@ -1,4 +1,5 @@
-//! Rules: the calls that fail, and the effect of each fault. Data only: no file is touched here.
+//! Rules for faults: which calls fail, and the effect of each fault. This module contains only data
+//! and touches no file.
 
 /// I/O error.
 pub const EIO: i32 = 5;
@@ -12,44 +13,44 @@ pub const EOPNOTSUPP: i32 = 95;
 /// Kinds of file calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Call {
-    /// A file is opened.
+    /// Opening a file.
     Open,
-    /// Bytes are read.
+    /// Reading bytes.
     Read,
-    /// Bytes are written.
+    /// Writing bytes.
     Write,
-    /// The file is extended by a hole.
+    /// Extending the file by a hole.
     SetLen,
-    /// The file is extended by blocks, or a hole is filled.
+    /// Extending the file by blocks, or filling a hole.
     Allocate,
-    /// Blocks are freed.
+    /// Freeing blocks.
     Punch,
 }
 
 /// Every call that changes a file.
 pub const CHANGES: &[Call] = &[Call::Write, Call::SetLen, Call::Allocate, Call::Punch];
 
-/// Effect on a call.
+/// The effect of a fault on a call.
 #[derive(Debug, Clone, Copy)]
 pub enum Fault {
-    /// It fails with this error number.
+    /// The call fails with this error number.
     Refuse(i32),
-    /// It waits until `release` or `heal`, and then succeeds.
+    /// The call waits until `release` or `heal`, then succeeds.
     Hang,
-    /// At most this number of bytes is transferred.
+    /// At most this many bytes are transferred.
     Short(usize),
-    /// This number of bytes is written; then it fails with the error number, or reports success.
+    /// This many bytes are written; then the call fails with the error number, or reports success.
     Torn(usize, Option<i32>),
-    /// A change reports success without an effect.
+    /// A change reports success but has no effect.
     Lost,
     /// This bit (modulo the number of bits) of the transferred bytes is flipped.
     Flip(usize),
-    /// The process dies: this fraction of 255 of a write is done, and no later call has an effect.
+    /// The process dies: this fraction of 255 of a write is done, and later calls have no effect.
     Crash(u8),
 }
 
 impl Fault {
-    /// Returns its name, for counters.
+    /// Returns the name of the fault, for counters.
     pub(super) fn name(self) -> &'static str {
         match self {
             Fault::Refuse(ENOSPC) => "enospc",
@@ -65,7 +66,7 @@ impl Fault {
     }
 }
 
-/// Which calls meet a fault.
+/// Selects the calls that meet a fault.
 #[derive(Debug, Clone, Copy)]
 pub struct Rule {
     pub(super) fault: Fault,
@@ -78,24 +79,24 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// A rule for every change of any file.
+    /// Creates a rule for all changes of all files.
     pub fn new(fault: Fault) -> Self {
         Self { fault, calls: CHANGES, file: None, from: 0, skip: 0, times: u64::MAX, of_256: 256 }
     }
 
-    /// Restricts it to these kinds of calls.
+    /// Restricts the rule to these kinds of calls.
     #[must_use]
     pub fn on(self, calls: &'static [Call]) -> Self {
         Self { calls, ..self }
     }
 
-    /// Restricts it to files with this name prefix.
+    /// Restricts the rule to files whose names start with `name`.
     #[must_use]
     pub fn in_file(self, name: &'static str) -> Self {
         Self { file: Some(name), ..self }
     }
 
-    /// Restricts it to writes from this offset on.
+    /// Restricts the rule to writes at offset `from` or higher.
     #[must_use]
     pub fn from_offset(self, from: u64) -> Self {
         Self { from, ..self }

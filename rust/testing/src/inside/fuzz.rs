@@ -1,5 +1,5 @@
-//! Fuzz entry points of the disk tier: each takes any bytes, and panics if the tier accepts invalid
-//! data.
+//! Fuzz entry points of the disk tier: each takes arbitrary bytes and panics if the tier accepts
+//! invalid data.
 //!
 //! Checksums reject random bytes early, so parts of the input become forged records and superblocks
 //! with valid checksums.
@@ -26,7 +26,7 @@ use crate::{ChunkKey, ErrorKind};
 const SIZES: [u64; 2] = [4096, 12288];
 const NAMESPACE: [u8; 32] = [0x5a; 32];
 
-/// Reads numbers from the input; zeros after its end.
+/// Reads numbers from the input, and zeros after its end.
 struct Input<'a>(&'a [u8]);
 
 impl<'a> Input<'a> {
@@ -66,7 +66,7 @@ impl<'a> Input<'a> {
         Record { meta, payload: self.small(2).into(), sequence }
     }
 
-    /// Returns an index of empty, forged, torn and random records of frames of this size.
+    /// Returns an index with empty, forged, torn and random records for frames of this size.
     fn index(&mut self, frame_bytes: u64) -> Vec<u8> {
         let seed = record_seed(&NAMESPACE, frame_bytes);
         let mut index = Vec::new();
@@ -92,14 +92,14 @@ impl<'a> Input<'a> {
     }
 }
 
-/// Gives any bytes the magic and the checksum of a record.
+/// Adds the magic and the checksum of a record to arbitrary bytes.
 fn forge_record(bytes: &mut RecordBytes, seed: u64) {
     bytes[..8].copy_from_slice(b"KVLREC01");
     let checksum = XxHash3_64::oneshot_with_seed(seed, &bytes[..120]);
     bytes[120..].copy_from_slice(&checksum.to_le_bytes());
 }
 
-/// Gives JSON of the right shape the format and the checksum of a superblock.
+/// Adds the format and the checksum of a superblock to JSON of the right shape.
 fn forge_superblock(bytes: &[u8]) -> Option<Vec<u8>> {
     let mut forged: Superblock = serde_json::from_slice(bytes).ok()?;
     forged.format = superblock::FORMAT;
@@ -107,7 +107,7 @@ fn forge_superblock(bytes: &[u8]) -> Option<Vec<u8>> {
     serde_json::to_vec(&forged).ok()
 }
 
-/// A record that parses encodes to the same bytes.
+/// Checks that a record that can be parsed encodes to the same bytes.
 pub fn parse_record(data: &[u8]) {
     let mut input = Input(data);
     let (slot, seed) = (input.small(3), input.word());
@@ -132,7 +132,7 @@ pub fn parse_record(data: &[u8]) {
     }
 }
 
-/// A superblock that parses is written the same way again.
+/// Checks that a superblock that can be parsed is written back unchanged.
 pub fn parse_superblock(data: &[u8]) {
     let forged = forge_superblock(data);
     for found in [Some(data), forged.as_deref()]
@@ -147,7 +147,8 @@ pub fn parse_superblock(data: &[u8]) {
     }
 }
 
-/// From any records, every recovered chunk has its parent and no chunk is recovered twice.
+/// Recovers arbitrary records and checks that every recovered chunk has its parent and no chunk is
+/// recovered twice.
 pub fn recover_index(data: &[u8]) {
     let index = Input(data).index(SIZES[0]);
     let seed = record_seed(&NAMESPACE, SIZES[0]);
@@ -174,8 +175,8 @@ pub fn recover_index(data: &[u8]) {
     }
 }
 
-/// With any files in a directory, inspecting it changes nothing and opening it gives a working
-/// tier.
+/// Opens a directory with arbitrary files: inspecting it changes nothing, and opening it gives a
+/// working tier.
 pub fn open_directory(dir: &Path, data: &[u8]) {
     let mut input = Input(data);
     let num_sizes = 1 + input.small(2) as usize;
@@ -188,9 +189,9 @@ pub fn open_directory(dir: &Path, data: &[u8]) {
         description: "fuzzed".to_owned(),
     };
     write_files(&mut input, &config).expect("files can be written here");
-    let infos = inspect(dir).expect("a directory can be inspected, whatever is in it");
+    let infos = inspect(dir).expect("inspecting must not fail for any contents");
     assert!(infos.iter().all(|info| info.chunks <= info.slots));
-    let mut verifier = Verifier::open(dir).expect("a directory can be verified, whatever is in it");
+    let mut verifier = Verifier::open(dir).expect("verifying must not fail for any contents");
     let _ = verifier.step(u64::MAX);
     assert_eq!(verifier.num_checked(), verifier.num_chunks());
     drop(verifier);

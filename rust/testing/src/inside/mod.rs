@@ -1,7 +1,7 @@
-//! The part of kvloft's test support that needs private items of kvloft-core: compiled as a module
-//! of that crate, with its feature `testing`.
+//! The part of kvloft's test support that needs private items of kvloft-core. It is compiled as a
+//! module of that crate with the feature `testing`.
 //!
-//! `Store::check`, which recounts the store's invariants, has the same feature.
+//! `Store::check`, which recomputes the store's invariants, needs the same feature.
 
 pub mod fuzz;
 mod page_buffer;

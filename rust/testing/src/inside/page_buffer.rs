@@ -1,6 +1,6 @@
-//! Page-aligned memory for direct I/O, for tests and benches without an arena.
+//! Page-aligned memory for direct I/O in tests and benches without an arena.
 
-/// Alignment of memory, offset and length for direct I/O.
+/// Alignment of memory, offsets and lengths for direct I/O.
 const PAGE_BYTES: usize = 4096;
 
 /// A zeroed buffer whose bytes start at a page boundary, for callers without an arena.
@@ -12,7 +12,7 @@ pub struct PageBuffer {
 }
 
 impl PageBuffer {
-    /// Returns `len` zeroed bytes.
+    /// Returns a buffer of `len` zeroed bytes.
     pub fn new(len: usize) -> Self {
         let bytes = vec![0_u8; len + PAGE_BYTES];
         // A Vec's memory does not move while its length is unchanged, so this offset stays valid.

@@ -13,7 +13,7 @@ use kvloft_wire::protocol::admin::Stats;
 use kvloft_wire::{Client, ClientConfig, Server, ServerConfig, Status};
 
 pub(crate) const FRAME: u64 = 4096;
-/// Longest wait of a test.
+/// Timeout for any wait in these tests.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 pub(crate) fn server_config(dir: &Path) -> ServerConfig {
@@ -57,14 +57,14 @@ pub(crate) fn connect(dir: &Path) -> Client {
     Client::open(remote_config(dir)).expect("a client")
 }
 
-/// Returns the log line of an engine that the server refuses; the engine starts without the cache.
+/// Returns the log line of an engine that the server rejects. The engine starts without the cache.
 pub(crate) fn refusal(config: ClientConfig) -> String {
-    let engine = Client::open(config).expect("a refusal may pass");
+    let engine = Client::open(config).expect("a rejected client still starts");
     assert!(engine.arena().is_none());
     engine.take_events().concat()
 }
 
-/// Returns the engine if the server accepts it at once.
+/// Returns the engine if the server accepts it immediately.
 pub(crate) fn accepted(config: ClientConfig) -> Option<Client> {
     Client::open(config).ok().filter(|engine| engine.arena().is_some())
 }
@@ -77,7 +77,7 @@ pub(crate) fn chain(seed: u32, num_blocks: u32) -> KeyChain {
     chain
 }
 
-/// Saves a whole prefix; returns the number of chunks committed.
+/// Saves a whole prefix and returns the number of committed chunks.
 pub(crate) fn save(session: &dyn Session, chain: &KeyChain) -> u32 {
     let num_blocks = u32::try_from(chain.keys().len()).expect("few");
     let (rows, _) = session.reserve(Prefix::from(chain), 0..num_blocks).expect("in range");
@@ -92,14 +92,14 @@ pub(crate) fn stat(stats: &Stats, name: &str) -> u64 {
     *stats.get(name).expect("a counter of that name")
 }
 
-/// The server's counters and those of its one namespace.
+/// Returns the server's counters and those of its only namespace.
 pub(crate) fn numbers(status: &Status) -> Stats {
     let of_namespaces = status.namespaces.iter().flat_map(|namespace| &namespace.stats);
     status.stats.iter().chain(of_namespaces).map(|(name, value)| (name.clone(), *value)).collect()
 }
 
-/// Returns once the test that started this child process has ended; usually it kills the child
-/// first.
+/// Returns once the test that started this child process has exited. Usually the test kills the
+/// child first.
 pub(crate) fn outlive_no_test() {
     let test = std::os::unix::process::parent_id();
     while std::os::unix::process::parent_id() == test {

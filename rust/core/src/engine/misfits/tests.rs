@@ -1,4 +1,4 @@
-//! A few misfits concern their keys, many concern all chunks.
+//! Tests that a few misfits only affect their own keys, while many misfits affect all chunks.
 
 use super::*;
 

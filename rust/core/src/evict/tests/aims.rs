@@ -1,9 +1,9 @@
-//! The aims of policies: used chunks stay, returning prompts hit, and a new working set replaces
-//! the old one.
+//! Tests the aims of eviction policies: used chunks stay, recurring prompts hit, and a new working
+//! set replaces the old one.
 
 use super::*;
 
-/// Documents that return after three times the capacity, among prompts that never return.
+/// Documents that recur after three times the capacity, among prompts that never recur.
 fn regulars_in_a_flood(capacity: u32) -> impl Iterator<Item = u32> {
     let (regulars, flood) = (capacity / 2, 1_000_000);
     (0..20).flat_map(move |round| {
@@ -14,7 +14,7 @@ fn regulars_in_a_flood(capacity: u32) -> impl Iterator<Item = u32> {
     })
 }
 
-/// One round over a working set, in random order.
+/// One pass over a working set, in random order.
 fn round_of(first: u32, round: u32, size: u32) -> impl Iterator<Item = u32> {
     (0..size).map(move |nth| first + (nth * 7 + round * 13) % size)
 }
@@ -49,8 +49,8 @@ fn used_chunks_survive_a_flood_of_unused_ones() {
     }
 }
 
-/// The working set changes: chunks of the new one return after a single use, and the old credit
-/// drops.
+/// The working set changes: chunks of the new set recur after a single use, and the credit of the
+/// old set drops.
 #[test]
 fn a_new_working_set_takes_over_after_few_returns() {
     const CAPACITY: u32 = 60;
@@ -87,8 +87,11 @@ fn polls_are_one_use() {
         forest.insert(None, 1);
         forest.policy.credit()
     };
-    assert!(credit(9) <= 1.0, "lookups at one moment do not count as a second use");
-    assert!(credit(10) > 1.0, "but a look after a 64th of the capacity is");
+    assert!(credit(9) <= 1.0, "lookups at the same time must not be treated as a second use");
+    assert!(
+        credit(10) > 1.0,
+        "a lookup after a 64th of the capacity must be treated as a second use"
+    );
 }
 
 #[test]
@@ -102,7 +105,7 @@ fn dropped_chunks_are_not_remembered() {
         forest.policy.credit()
     };
     assert!(credit(Removal::Evicted) > 1.0);
-    assert!(credit(Removal::Dropped) <= 1.0, "nothing came back");
+    assert!(credit(Removal::Dropped) <= 1.0, "no chunk recurred");
 }
 
 #[test]

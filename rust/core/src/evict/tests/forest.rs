@@ -1,5 +1,5 @@
-//! A forest of chunks that drives a policy as the store does, with an oracle that writes each use
-//! down for the whole prefix.
+//! A forest of chunks that drives a policy like the store does, and an oracle that records each use
+//! for the whole prefix.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,11 +10,11 @@ pub(super) fn key(number: u32) -> ChunkKey {
     ChunkKey(*blake3::hash(&number.to_le_bytes()).as_bytes())
 }
 
-/// Uses by a policy that writes each of them down for every chunk of the prefix.
+/// Records each use for every chunk of the prefix.
 #[derive(Default)]
 pub(super) struct Oracle {
     events: u32,
-    /// Evicted numbers.
+    /// Numbers of evicted chunks.
     gone: BTreeSet<u32>,
     chunks: BTreeMap<u32, Uses>,
 }
@@ -32,7 +32,7 @@ impl Oracle {
         self.chunks.insert(id, Uses { number, last: self.events, reused });
     }
 
-    /// `prefix` is the touched chunk and all above it.
+    /// Records a use of `prefix`, which contains the touched chunk and all its ancestors.
     pub(super) fn touch(&mut self, prefix: &[u32]) {
         self.events += 1;
         for id in prefix {
@@ -41,7 +41,8 @@ impl Oracle {
         }
     }
 
-    /// A use of a chunk is one of its parent, also the uses before an eviction, and its insert.
+    /// Removes a chunk. A use of a chunk is also a use of its parent. The same holds for its
+    /// insertion and for uses before an eviction.
     pub(super) fn remove(&mut self, id: u32, parent: Option<u32>, removal: Removal) {
         let Uses { number, last, reused } = self.chunks.remove(&id).unwrap();
         if let Some(above) = parent.map(|parent| self.chunks.get_mut(&parent).unwrap()) {
@@ -59,8 +60,8 @@ impl Oracle {
     }
 }
 
-/// Drives a policy the way the store does: a forest of chunks with pins, in which unpinned leaves
-/// are evictable.
+/// Drives a policy like the store does: a forest of chunks with pins, in which unpinned leaves are
+/// evictable.
 pub(super) struct Forest<P> {
     pub(super) policy: P,
     pub(super) parents: BTreeMap<u32, Option<u32>>,
@@ -68,14 +69,14 @@ pub(super) struct Forest<P> {
     pub(super) num_children: BTreeMap<u32, u32>,
     pub(super) pinned: BTreeSet<u32>,
     pub(super) told: BTreeMap<u32, bool>,
-    /// Victims of each group, asked for with the last one of all.
+    /// Victims of each group, requested together with the last overall victim.
     pub(super) of_groups: [Option<u32>; NUM_GROUPS as usize],
     pub(super) oracle: Oracle,
 }
 
 pub(super) const NUM_GROUPS: u32 = 3;
 
-/// A quarter of the chunks of a walk have no group.
+/// Returns the group of a chunk. A quarter of the chunks in a walk have none.
 pub(super) fn group_of(number: u32) -> Option<GroupId> {
     Some(GroupId(number % 4)).filter(|group| group.0 < NUM_GROUPS)
 }
@@ -166,7 +167,7 @@ impl<P: Policy> Forest<P> {
         self.sync();
     }
 
-    /// The victim, asked for twice, with the contract checked.
+    /// Requests the victim twice, checks the contract, and returns the victim.
     pub(super) fn victim(&mut self) -> Option<u32> {
         let victim = self.policy.victim().map(|id| id.0);
         assert_eq!(self.policy.victim().map(|id| id.0), victim);
@@ -187,8 +188,8 @@ impl<P: Policy> Forest<P> {
         Some(victim)
     }
 
-    /// Roots with these numbers, each saved where it is missing and else touched, with room for
-    /// `capacity`. Returns hits.
+    /// Uses roots with these numbers, saving missing roots and touching the others, with space for
+    /// `capacity` chunks. Returns the number of hits.
     pub(super) fn replay(
         &mut self,
         capacity: usize,

@@ -1,4 +1,4 @@
-//! The table against the standard map, with keys that collide.
+//! Compares the table with the standard map, using colliding keys.
 
 use std::collections::HashSet;
 
@@ -6,7 +6,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Few hashes, so that probe runs wrap around and collide; the last byte makes keys distinct.
+/// Returns a key with one of a few hashes, so that probe runs wrap around and collide. The last
+/// byte makes keys distinct.
 fn key(number: u32) -> ChunkKey {
     let mut key = [0; 32];
     key[..4].copy_from_slice(&(number % 7).wrapping_mul(0x9249_2492).to_le_bytes());
@@ -56,7 +57,8 @@ fn assert_found(table: &Table, numbers: std::ops::Range<u32>, wanted: bool) {
     }
 }
 
-/// A map with tombstones would be full of them after `NUM` removals, and rehash or grow.
+/// A map with tombstones would be full of them after `NUM` removals, and would have to rehash or
+/// grow.
 #[test]
 fn replaced_entries_leave_no_tombstones() {
     const NUM: u32 = 100_000;
@@ -76,7 +78,7 @@ fn replaced_entries_leave_no_tombstones() {
     assert_eq!(
         (num_used, table.len()),
         (NUM as usize, NUM as usize),
-        "removed entries leave no trace"
+        "removed entries must leave no tombstone"
     );
     assert!(
         table.size_bytes() <= 2 * size_bytes,
@@ -104,7 +106,7 @@ fn memory_follows_the_number_of_chunks() {
     assert_found(&table, 0..100, false);
 }
 
-/// An insertion moves the entries of one segment at most, however many there are.
+/// An insertion moves the entries of at most one segment, no matter how large the table is.
 #[test]
 fn growing_moves_one_segment_at_a_time() {
     let mut table = Table::default();
@@ -116,7 +118,7 @@ fn growing_moves_one_segment_at_a_time() {
     }
 }
 
-/// Keys like these can only come from a damaged or forged file.
+/// Such keys can only come from a damaged or forged file.
 #[test]
 fn keys_that_hash_alike_share_a_segment_that_grows() {
     let mut table = Table::default();

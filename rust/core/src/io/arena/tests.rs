@@ -1,11 +1,11 @@
-//! Arenas: sizes, frames, files and placement.
+//! Tests arenas: their sizes, frames, files and placement.
 
 use super::super::numa::{MPOL_F_ADDR, prefer_numa_node};
 use super::*;
 use crate::ErrorKind;
 
-/// Returns the system's policy for pages of another mapping than the placed one; None if there is
-/// none.
+/// Returns the kernel's policy for pages in a mapping other than the placed mapping, or None if
+/// there is no such policy.
 fn policies(arena: &HostArena, pages: impl Iterator<Item = usize>) -> Option<Vec<(i32, u64)>> {
     let other = Arena::open(&arena.path(), arena.size_bytes).unwrap();
     let policy = |page: usize| {
@@ -27,8 +27,8 @@ fn policies(arena: &HostArena, pages: impl Iterator<Item = usize>) -> Option<Vec
     pages.map(policy).collect()
 }
 
-/// Returns whether the system accepts a policy. Calls the system directly, so that a bug in `place`
-/// is no reason to skip.
+/// Returns true if the kernel accepts a policy. Calls the kernel directly, so that a bug in `place`
+/// does not skip the test.
 fn system_places_memory() -> bool {
     let arena = HostArena::of_bytes(FRAME_ALIGN).unwrap();
     let page = Arena::open(&arena.path(), FRAME_ALIGN).unwrap();
@@ -49,8 +49,8 @@ fn system_places_memory() -> bool {
     done == 0
 }
 
-/// Places every other page on the first node, which every machine has, with more ranges than one
-/// call takes.
+/// Places every second page on the first node, which every machine has, using more ranges than one
+/// call accepts.
 #[test]
 fn ranges_are_placed_for_every_mapping_and_no_other_page() {
     let num_pages = 2 * numa::PLACED_AT_ONCE as u64 + 100;
@@ -78,12 +78,12 @@ fn pages_that_were_placed_stay_where_they_are() {
     let worker = Arena::open(&arena.path(), 4 * FRAME_ALIGN).unwrap();
     let prefer =
         |page: usize, node| prefer_numa_node(worker.address() + page * 4096, 2 * 4096, node);
-    assert!(!prefer(0, 63) && !prefer(0, 64), "there are no such nodes");
+    assert!(!prefer(0, 63) && !prefer(0, 64), "nodes 63 and 64 do not exist");
     assert!(prefer(0, 0));
     assert_eq!(policies(&arena, 0..4), Some(vec![(1, 1), (1, 1), (0, 0), (0, 0)]));
-    assert!(!prefer(0, 0), "placed before");
+    assert!(!prefer(0, 0), "the pages were already placed");
     arena.place(&[Place { start: 2 * FRAME_ALIGN, end: 4 * FRAME_ALIGN, nodes: 1 }]).unwrap();
-    assert!(!prefer(2, 0), "placed by the owner");
+    assert!(!prefer(2, 0), "the owner has already placed the pages");
 }
 
 #[test]
@@ -100,7 +100,7 @@ fn a_frame_is_lent_to_one_at_a_time_and_no_other_arena_gives_it_back() {
     let mut again = frames.lend(FrameId(64)).unwrap();
     assert!(frames.lend(FrameId(64)).is_none() && again.bytes_mut().len() as u64 == FRAME_ALIGN);
     drop(again);
-    assert!(frames.lend(FrameId(64)).is_none(), "a dropped frame is not reported as complete");
+    assert!(frames.lend(FrameId(64)).is_none(), "a dropped frame must not be reported as complete");
     let mut others = arena.frames(FRAME_ALIGN, &FRAME_ALIGN.into()).unwrap();
     let foreign = others.lend(FrameId(3)).unwrap();
     let _debug =

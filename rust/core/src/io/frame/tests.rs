@@ -1,4 +1,4 @@
-//! Frames lie apart in their slabs, and a frame number keeps its parts.
+//! Tests that frames do not overlap in their slabs, and that a frame number preserves its parts.
 
 use proptest::prelude::*;
 
@@ -25,7 +25,7 @@ proptest! {
         }
         let in_slabs: usize = (0..num_slabs).map(|slab| grid.frames_of(slab).len()).sum();
         prop_assert_eq!(in_slabs, grid.num_frames() as usize);
-        prop_assert!(arena - end < frame, "no frame more would fit");
+        prop_assert!(arena - end < frame, "another frame would fit");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Tests of values in the files of a machine and its control groups.
+//! Tests how values are parsed from the files of a machine and its control groups.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Each shard's pages lie on its NUMA node.
+//! Tests that each shard's pages are on its NUMA node.
 
 use proptest::prelude::*;
 
@@ -25,7 +25,7 @@ proptest! {
         }
         prop_assert!(places.iter().all(|place| place.start % FRAME_ALIGN == 0 && place.mode() == 1));
         let is_split = |pair: &[Place]| pair[0].end == pair[1].start && pair[0].nodes != pair[1].nodes;
-        prop_assert!(places.windows(2).all(is_split), "neighbours on one node are one range");
+        prop_assert!(places.windows(2).all(is_split), "adjacent pages on one node must form one range");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Every shortcut into BLAKE3 equals the plain keyed hash.
+//! Tests that every shortcut into BLAKE3 equals the plain keyed hash.
 
 use super::*;
 

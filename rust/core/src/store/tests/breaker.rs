@@ -1,4 +1,4 @@
-//! When the circuit breaker opens, probes and closes.
+//! Tests when the circuit breaker opens, probes and closes.
 
 use std::time::Duration;
 
@@ -37,7 +37,7 @@ fn one_probe_at_a_time_and_each_failed_one_doubles_the_wait_up_to_a_minute() {
     let (mut now, mut waits) = (seconds(0), Vec::new());
     for _ in 0..8 {
         waits.push(breaker.retry_at.saturating_sub(now).as_secs());
-        // The result of an operation that began before it opened is ignored.
+        // The result of an operation that started before the breaker opened is ignored.
         breaker.end(1, Some(false), now);
         now = breaker.retry_at;
         assert!(

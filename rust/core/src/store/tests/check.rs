@@ -1,4 +1,5 @@
-//! Recounts the store's invariants from the entries. Slow; tests call it after every step.
+//! Recomputes the store's invariants from its entries. This is slow; tests call it after every
+//! step.
 
 use std::collections::HashSet;
 
@@ -16,7 +17,7 @@ macro_rules! ensure {
 }
 
 impl Store {
-    /// Recounts everything and compares; for tests. The error is the first contradiction.
+    /// Recomputes and compares everything, for tests. Returns the first contradiction as an error.
     #[doc(hidden)]
     pub fn check(&self) -> Result<(), String> {
         check(&*self.inner.lock().ok_or_else(|| "the store failed".to_owned())?)
@@ -133,7 +134,7 @@ fn check_attached(
 ) -> Result<(), String> {
     ensure!(
         (state.index.get(&entry.key) == Some(id)) == is_mapped,
-        "where the key of {entry:?} leads"
+        "the key of {entry:?} leads to a different entry"
     );
     ensure!(is_mapped || state.is_removing(), "{entry:?} is never removed");
     let may_go = entry.host.is_visible() && entry.host_children == 0 && entry.holds == 0;
@@ -142,14 +143,14 @@ fn check_attached(
     let may_go = entry.disk.is_stored() && entry.disk_children == 0 && !entry.host.is_read();
     ensure!(
         entry.disk_evictable == entry.disk.slot().map(|_| may_go),
-        "the disk policy was not last_event about {entry:?}"
+        "the disk policy was not notified about {entry:?}"
     );
     ensure!(!entry.host.is_absent() || entry.disk.takes_slot(), "{entry:?} is nowhere");
     let failed = matches!(entry.host, HostState::Failed(_));
     ensure!(!failed || entry.host_children > 0, "a failed chunk waits for no child: {entry:?}");
     ensure!(
         !entry.is_to_read() || entry.holds > 0 || entry.host_children > 0,
-        "a read for no lease: {entry:?}"
+        "a read without a lease: {entry:?}"
     );
     ensure!(
         !matches!(entry.host, HostState::Filled(_)) || entry.parent.is_some(),
@@ -173,7 +174,7 @@ fn check_attached(
         );
         ensure!(
             (parent.key, parent.depth + 1) == (entry.parent_key, entry.depth),
-            "place of {entry:?}"
+            "position of {entry:?}"
         );
         ensure!(!entry.proven || parent.proven, "{entry:?} is proven alone");
     }

@@ -1,4 +1,4 @@
-//! A store after a panic under its lock, and a store whose disk is opened late.
+//! Tests a store after a panic under its lock, and a store whose disk is opened late.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,7 +28,7 @@ fn host_only() -> StoreConfig {
     }
 }
 
-/// After a panic under the lock, everything is a miss and guards can still be dropped.
+/// After a panic under the lock, every lookup is a miss and guards can still be dropped.
 #[test]
 fn a_store_misses_after_a_panic_under_its_lock() {
     let store = Store::open(&host_only()).unwrap();
@@ -41,11 +41,16 @@ fn a_store_misses_after_a_panic_under_its_lock() {
     assert_eq!(lease.poll().ready_units, 2);
     let listener = store.watch(9);
     let inner = Arc::clone(&store.inner);
-    let panicked = std::thread::spawn(move || inner.with_state(|_| panic!("asked to"))).join();
+    let panicked =
+        std::thread::spawn(move || inner.with_state(|_| panic!("panic requested by the test")))
+            .join();
     assert!(panicked.is_err());
     assert_eq!(store.lookup(&chain), Lookup::default());
     let Changes { rows, lost } = listener.changes(&chain.keys()[..1], 9);
-    assert!(lost && rows == [(chain.keys()[0], Tiers::default())], "every reported chunk is gone");
+    assert!(
+        lost && rows == [(chain.keys()[0], Tiers::default())],
+        "every reported chunk must be removed"
+    );
     assert_eq!(store.acquire(&chain).poll(), Progress::default());
     assert_eq!(lease.frames(), []);
     assert_eq!(store.reserve(&chain, 0..3).unwrap().num_dropped, 3);
@@ -70,8 +75,8 @@ fn changes_are_logged_only_for_a_listener() {
     assert_eq!(is_logging(), Some(false));
 }
 
-/// Disk threads that wait for work end after a panic under the lock, and closing the store does not
-/// wait for them.
+/// Disk threads that wait for work exit after a panic under the lock, and closing the store does
+/// not wait for them.
 #[test]
 fn disk_threads_end_when_the_lock_is_poisoned() {
     let dir = tempfile::tempdir().unwrap();
@@ -93,7 +98,9 @@ fn disk_threads_end_when_the_lock_is_poisoned() {
     };
     let store = Store::open(&config).unwrap();
     let inner = Arc::clone(&store.inner);
-    let panicked = std::thread::spawn(move || inner.with_state(|_| panic!("asked to"))).join();
+    let panicked =
+        std::thread::spawn(move || inner.with_state(|_| panic!("panic requested by the test")))
+            .join();
     assert!(panicked.is_err());
     let threads = std::mem::take(&mut *store.threads.lock().unwrap());
     assert_eq!(threads.len(), 3);
@@ -104,7 +111,7 @@ fn disk_threads_end_when_the_lock_is_poisoned() {
     assert!(Store::open(&config).unwrap().take_events().is_empty(), "the directory was released");
 }
 
-/// Threads see a late tier a moment before its chunks are indexed.
+/// Threads can access a late tier a moment before its chunks are indexed.
 #[test]
 fn a_discard_while_the_tier_is_opened_holds() {
     let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
@@ -131,7 +138,7 @@ fn found(number: u32) -> DiskEntry {
     DiskEntry { slot, meta, sequence: 0 }
 }
 
-/// A disk that is not open for weeks must not take memory for each chunk discarded meanwhile.
+/// A disk that stays closed for weeks must not use memory for each chunk discarded in the meantime.
 #[test]
 fn too_many_discards_before_the_disk_is_opened_clear_it() {
     let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
@@ -140,13 +147,13 @@ fn too_many_discards_before_the_disk_is_opened_clear_it() {
     for number in 0..200_000 {
         state.discard(&[found(number).meta.key]);
     }
-    assert!(state.disk.rejected.len() < 100_000, "it grows with every discard");
+    assert!(state.disk.rejected.len() < 100_000, "the list grows with every discard");
     assert!(state.attach((0..4).map(found).collect()));
     while state.recover_some() {}
     assert_eq!((0..4).find_map(|number| state.index.get(&found(number).meta.key)), None);
     assert!(
         matches!(state.next_job(), Some((_, Job::Clear(_)))),
-        "and a restart does not find them"
+        "a restart must not find the chunks"
     );
 }
 
@@ -155,11 +162,11 @@ fn too_many_discards_while_chunks_are_entered_free_the_others() {
     let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
     let mut state = State::new(host, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
     assert!(state.attach((0..600).map(found).collect()));
-    assert!(state.recover_some(), "a slice is entered, and some is left");
+    assert!(state.recover_some(), "one slice is indexed, and some chunks are left");
     for number in 1000..200_000 {
         state.discard(&[found(number).meta.key]);
     }
-    assert!(state.disk.rejected.len() < 100_000, "it grows with every discard");
+    assert!(state.disk.rejected.len() < 100_000, "the list grows with every discard");
     while state.recover_some() {}
     assert_eq!(state.index.get(&found(599).meta.key), None);
     assert!(state.index.get(&found(0).meta.key).is_some());
@@ -174,10 +181,13 @@ fn no_call_waits_for_a_disk_whose_threads_all_hang() {
     work.begin(1, Direction::Read, Duration::ZERO);
     work.begin(2, Direction::Write, Duration::ZERO);
     assert!(!work.cannot_settle_by(2 * second) && work.find_hangs(5 * second));
-    assert!(work.cannot_settle_by(5 * second), "it is paused");
-    assert!(work.cannot_settle_by(60 * second), "a probe is due, but no thread can begin it");
+    assert!(work.cannot_settle_by(5 * second), "the tier is paused");
+    assert!(
+        work.cannot_settle_by(60 * second),
+        "a probe is due, but no thread is free to start it"
+    );
     work.in_flight.pop();
-    assert!(!work.cannot_settle_by(60 * second), "a thread came back");
+    assert!(!work.cannot_settle_by(60 * second), "a thread is free again");
 }
 
 #[test]
@@ -190,11 +200,11 @@ fn a_check_that_hangs_pauses_the_tier_until_it_ends() {
     );
     state.disk.num_threads = 1;
     assert!(state.attach(Vec::new()));
-    assert_eq!(state.begin_check(), None, "it was opened a moment ago");
+    assert_eq!(state.begin_check(), None, "the tier was just opened");
     state.set_time(second);
-    let look = state.begin_check().expect("one is due");
+    let look = state.begin_check().expect("a check is due");
     state.set_time(4 * second);
-    assert_eq!(state.begin_check(), None, "one check at a time");
+    assert_eq!(state.begin_check(), None, "only one check may run at a time");
     assert!(state.disk.answers(state.now));
     state.set_time(6 * second);
     assert!(!state.disk.answers(state.now) && state.disk.cannot_settle_by(60 * second));
@@ -203,7 +213,8 @@ fn a_check_that_hangs_pauses_the_tier_until_it_ends() {
     assert_eq!(state.disk.attached, Attached::Yes);
 }
 
-/// The tier's directory can return with a chunk that was queued for writing again meanwhile.
+/// The tier's directory can come back with a chunk that was queued for writing again in the
+/// meantime.
 #[test]
 fn a_chunk_that_is_found_on_disk_unblocks_its_children() {
     let mut state = State::new(

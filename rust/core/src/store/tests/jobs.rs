@@ -1,9 +1,9 @@
-//! Disk jobs in every order, without threads: the test takes jobs, does their I/O in memory and
-//! applies the outcome, step by step, between the calls of schedulers and workers.
+//! Tests disk jobs in every order, without threads. The test takes jobs, does their I/O in memory
+//! and applies the outcome step by step, between the calls of schedulers and workers.
 //!
-//! Orders that threads reach rarely are chosen here, and every case is reproducible. Each step
-//! checks the invariants (`check`), the disk's contract, the bytes of every frame and the result of
-//! `flush`. The end checks that nothing waits without end and nothing is left.
+//! This covers orders that threads rarely reach, and every case is reproducible. Each step checks
+//! the invariants (`check`), the disk's contract, the bytes of every frame and the result of
+//! `flush`. At the end, nothing may still be waiting or left over.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -25,10 +25,10 @@ use crate::tier::disk::{DiskMeta, SlotId};
 use crate::tier::host::HostTier;
 use crate::{Error, ErrorKind};
 
-/// As in `threads`.
+/// Same value as in `threads`.
 const SLOT_TRIES: u32 = 4;
 
-/// A job in flight and its progress.
+/// A job in flight, and its progress.
 #[derive(Debug)]
 pub(super) enum Under {
     Read {
@@ -67,10 +67,10 @@ pub(super) struct Run {
     pub(super) state: State,
     num_slots: u32,
     num_threads: usize,
-    /// The disk: slots in use, and the chunk in each written one.
+    /// The disk: slots in use, and the chunk in each written slot.
     slots: BTreeMap<u32, Option<DiskMeta>>,
     pub(super) in_flight: Vec<(u64, Under)>,
-    /// Reserved chunks; None for the key of a chunk that was removed meanwhile.
+    /// Reserved chunks. The key is None if the chunk was removed in the meantime.
     writes: Vec<(ChunkId, Option<ChunkKey>)>,
     reads: Vec<Held>,
     committed: BTreeSet<ChunkKey>,
@@ -201,7 +201,7 @@ impl Run {
             Emptying::No => {}
             Emptying::Working => return,
             Emptying::Done => {
-                assert!(self.in_flight.is_empty(), "a job is in flight with a tier that is closed");
+                assert!(self.in_flight.is_empty(), "a job is in flight on a closed tier");
                 self.slots.clear();
                 return self.state.reopen();
             }
@@ -216,19 +216,27 @@ impl Run {
                 Under::Read { id, slot, key, frame, outcome: None }
             }
             Job::Write { id, meta, frame } => {
-                assert_eq!(frame.bytes()[..32], meta.key.0, "a frame is written as another chunk");
+                assert_eq!(
+                    frame.bytes()[..32],
+                    meta.key.0,
+                    "a frame is written as a different chunk"
+                );
                 Under::Write { id, meta, frame, tries: 0, place: WriteStep::None }
             }
             Job::Free(slots) => Under::Free { slots, failed: false },
             Job::Clear(slots) => {
-                assert!(self.in_flight.is_empty(), "the disk is cleared under other jobs");
+                assert!(
+                    self.in_flight.is_empty(),
+                    "the disk is cleared while other jobs are in flight"
+                );
                 Under::Clear { slots, is_cleared: None }
             }
         };
         self.in_flight.push((ticket, under));
     }
 
-    /// Runs one step of a job: what its thread does between two uses of the lock, or under it.
+    /// Runs one step of a job: what its thread does between two uses of the lock, or under the
+    /// lock.
     pub(super) fn go(&mut self, nth: usize, io: Io) {
         let (ticket, under) = self.in_flight.swap_remove(nth);
         let next = match under {
@@ -282,7 +290,7 @@ impl Run {
         }
     }
 
-    /// Continues a write: find a slot, make room, write.
+    /// Continues a write: finds a slot, makes room, writes.
     fn write_on(&mut self, meta: DiskMeta, tries: u32, place: &WriteStep, io: Io) -> WriteStep {
         match *place {
             WriteStep::None => {
@@ -309,7 +317,7 @@ impl Run {
             WriteStep::Reserved(slot) => {
                 let freed = io == Io::Corrupts && self.free(slot, Io::Works);
                 if !freed {
-                    self.slots.insert(slot.0, Some(meta)); // a refused write may have been done
+                    self.slots.insert(slot.0, Some(meta)); // a write that failed may have been done
                 }
                 WriteStep::Over(Written::Failed((!freed).then_some(slot)))
             }
@@ -361,7 +369,7 @@ impl Run {
             for key in &chain.keys()[..any as usize] {
                 assert!(
                     self.committed.contains(key),
-                    "a chunk is found that was not committed, or was removed (I1, I3)"
+                    "found a chunk that was not committed or was removed (I1, I3)"
                 );
             }
         }
@@ -375,15 +383,15 @@ impl Run {
             self.in_flight.iter().filter(|(_, job)| matches!(job, Under::Read { .. })).count();
         let is_read = |entry: &crate::index::Entry| matches!(entry.host, HostState::Reading(_));
         let reading = self.state.index.iter().filter(|(_, entry)| is_read(entry)).count();
-        assert_eq!(reading, frames_lent, "a read has a frame while it runs, and only then");
+        assert_eq!(reading, frames_lent, "a read must have a frame exactly while it runs");
         let disk = &self.state.disk;
         if disk.is_settled() && !self.state.is_removing() {
             self.check_flushed();
         }
     }
 
-    /// A leased frame has its chunk's bytes (I4). A lent frame is being written and was checked
-    /// earlier.
+    /// Checks that a leased frame has its chunk's bytes (I4). A lent frame is being written and was
+    /// checked earlier.
     fn check_frame(&mut self, frame: FrameId, key: ChunkKey) {
         if let Some(frame) = self.state.host.lend(frame) {
             assert_eq!(frame.bytes()[..32], key.0, "a leased frame changed");
@@ -415,10 +423,10 @@ impl Run {
             .filter_map(|(slot, meta)| Some((*slot, meta.as_ref()?.key)))
             .collect();
         assert_eq!(there, wanted);
-        assert_eq!(self.slots.len(), there.len(), "a slot is reserved and unknown");
+        assert_eq!(self.slots.len(), there.len(), "a reserved slot has no entry");
     }
 
-    /// Runs jobs and advances the clock until there is nothing to do.
+    /// Runs jobs and advances the clock until nothing is left to do.
     pub(super) fn finish_jobs(&mut self) {
         for _ in 0..1000 {
             self.state.remove_some(usize::MAX);
@@ -435,7 +443,7 @@ impl Run {
             let now = self.state.now + Duration::from_secs(61);
             self.state.set_time(now);
         }
-        panic!("flush would wait without end: {:?}", self.state.disk);
+        panic!("flush would never return: {:?}", self.state.disk);
     }
 
     pub(super) fn end(mut self, is_faultless: bool) {
@@ -444,10 +452,10 @@ impl Run {
         let counters = self.state.stats();
         let had_room = counters.disk_evictions == 0 && counters.disk_dropped == 0;
         for (_, entry) in self.state.index.iter() {
-            assert!(!entry.host.is_read(), "a read never ends");
+            assert!(!entry.host.is_read(), "a read never completes");
             assert!(
                 !matches!(entry.host, HostState::Failed(_)) || self.writes.iter().any(|_| true),
-                "a failed chunk stays"
+                "a failed chunk was not removed"
             );
             if is_faultless && had_room {
                 let is_written =
@@ -459,14 +467,14 @@ impl Run {
             self.state.abort(id);
         }
         for mut held in std::mem::take(&mut self.reads) {
-            assert_eq!(self.state.poll(&mut held).pending_units, 0, "a lease waits without end");
+            assert_eq!(self.state.poll(&mut held).pending_units, 0, "a lease never completes");
             self.state.release(held);
         }
         self.finish_jobs();
         assert_eq!(
             self.state.stats().frames_reserved,
             0,
-            "a frame is reserved and for no lease: {:?}",
+            "a frame is reserved without a lease: {:?}",
             self.state.index
         );
         self.state.clear();
@@ -501,8 +509,8 @@ proptest! {
     }
 }
 
-/// A chain on disk is saved again, and its first chunk is aborted while the others are filled from
-/// the end.
+/// A chain on disk is saved again. Its first chunk is aborted while the others are filled, starting
+/// at the end.
 #[test]
 fn chunks_filled_below_a_failed_chunk_fail_with_it() {
     let mut run = Run::new(6, 12, Eviction::Lru, 1);

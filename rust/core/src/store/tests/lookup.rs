@@ -1,4 +1,4 @@
-//! The search for the end of the present units.
+//! Tests the search for the end of the present units.
 
 use super::super::lookup::leading;
 

@@ -1,4 +1,4 @@
-//! Tests that access private state of the store, and the check that other tests run after every
+//! Tests that access private state of the store, and the check that other tests call after every
 //! step.
 
 #[cfg(test)]

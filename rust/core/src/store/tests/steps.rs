@@ -1,4 +1,4 @@
-//! Random steps for `jobs`, over prompts that share prefixes.
+//! Random steps for `jobs`, with prompts that share prefixes.
 
 use proptest::prelude::*;
 
@@ -14,7 +14,7 @@ pub(super) enum Step {
         start: u32,
         stop: u32,
     },
-    /// Reserves and commits.
+    /// Reserves chunks and commits them.
     Save {
         prompt: usize,
         stop: u32,
@@ -35,7 +35,7 @@ pub(super) enum Step {
         block: usize,
     },
     Clear,
-    /// Removes a slice of the trees that are being removed.
+    /// Removes a slice of the trees that are pending removal.
     Remove {
         budget: usize,
     },
@@ -43,11 +43,11 @@ pub(super) enum Step {
     Wait {
         millis: u64,
     },
-    /// A check finds that the disk's directory was removed.
+    /// Simulates a check that finds the disk's directory removed.
     RemoveDirectory,
-    /// A disk thread takes a job.
+    /// Lets a disk thread take a job.
     Take,
-    /// A job in flight does its next I/O, or its outcome is applied.
+    /// Does the next I/O of a job in flight, or applies its outcome.
     Go {
         nth: usize,
         io: Io,
@@ -81,7 +81,7 @@ pub(super) fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Prompts share prefixes: bit d of `prompt` is block d's token.
+/// Returns the chain of a prompt. Prompts share prefixes: bit d of `prompt` is block d's token.
 pub(super) fn prompt_chain(prompt: usize) -> KeyChain {
     let mut chain = KeyChain::new(root_key(&[7; 32], None, None).unwrap(), 1).unwrap();
     let tokens: Vec<u32> = (0..PROMPT_BLOCKS).map(|at| u32::from(prompt >> at & 1 == 1)).collect();

@@ -1,5 +1,5 @@
-//! How reads and writes share disk time, and which chunks leave host memory: jobs in order, without
-//! threads.
+//! Tests how reads and writes share disk time, and which chunks leave host memory. Jobs run in
+//! order, without threads.
 
 use std::time::Duration;
 
@@ -15,13 +15,14 @@ impl Run {
         self.take(&Step::Save { prompt, stop });
     }
 
-    /// Blocks of a prompt in host memory.
+    /// Returns how many blocks of a prompt are in host memory.
     fn in_host(&mut self, prompt: usize) -> u32 {
         let chain = prompt_chain(prompt);
         self.state.find(&Prefix::from(&chain)).host_units
     }
 
-    /// Runs one job of `took` and returns its letter: R, W or F; None if there is no job.
+    /// Runs one job that takes `took` and returns its letter (R, W or F), or None if there is no
+    /// job.
     fn do_job(&mut self, took: Duration) -> Option<char> {
         self.take_job();
         let letter = match self.in_flight.last()?.1 {
@@ -37,7 +38,7 @@ impl Run {
     }
 }
 
-/// Six chunks to read and six to write; frames for all.
+/// Prepares six chunks to read and six to write, with enough frames for all.
 fn reads_and_writes() -> Run {
     let mut run = Run::new(18, 64, Eviction::Lru, 2);
     run.save(0, 6);
@@ -86,7 +87,8 @@ fn reads_that_fail_leave_all_threads_to_writes() {
     run.end(true);
 }
 
-/// Eight frames: six chunks on disk that were used last, and two that wait to be written.
+/// Prepares eight frames: six chunks on disk that were used last, and two chunks that wait to be
+/// written.
 fn two_unwritten() -> Run {
     let mut run = Run::new(8, 64, Eviction::Lru, 1);
     run.save(63, 6);
@@ -100,7 +102,7 @@ fn two_unwritten() -> Run {
 #[test]
 fn a_chunk_that_waits_to_be_written_leaves_host_memory_last() {
     let mut run = two_unwritten();
-    run.save(2, 2); // its first chunk is that of prompt 0
+    run.save(2, 2); // its first chunk is the first chunk of prompt 0
     assert_eq!((run.in_host(0), run.in_host(63)), (2, 5));
     assert_eq!(run.state.stats().disk_unwritten, 0);
     run.end(true);
@@ -125,7 +127,7 @@ fn unwritten_chunks_take_no_more_than_half_of_host_memory_from_others() {
     assert_eq!(
         (run.in_host(0), run.in_host(63)),
         (1, 3),
-        "the least recently used one is evicted, because five of eight are unwritten"
+        "the least recently used chunk must be evicted, because five of eight are unwritten"
     );
     run.end(false);
 }
@@ -140,6 +142,6 @@ fn time_of_reads_counts_once_for_any_number_of_leases() {
         (6, 60_000, 110_000)
     );
     run.take(&Step::Wait { millis: 500 });
-    assert_eq!(run.state.stats().disk_read_busy_us, 110_000, "nothing is wanted");
+    assert_eq!(run.state.stats().disk_read_busy_us, 110_000, "no read was requested");
     run.end(true);
 }

@@ -1,4 +1,5 @@
-//! Frames that are held back, slabs that change their size class, and slabs that are released.
+//! Tests frames that are held back, slabs that change their size class, and slabs that are
+//! released.
 
 use super::*;
 use crate::tier::disk::DiskRoot;
@@ -44,14 +45,17 @@ fn a_slab_that_is_emptied_hands_out_no_frame_and_goes_with_its_last() {
     let wanted = Wanted { end: u32::MAX, class: None };
     let first = tier.grow(ONE, FrameFor::Save).unwrap();
     assert!(tier.grow(ONE, FrameFor::Save).is_some() && tier.num_frames() == (4, 2));
-    assert!(tier.lend(FrameId(3)).is_none(), "free frames may be another store's soon");
+    assert!(
+        tier.lend(FrameId(3)).is_none(),
+        "free frames must not be lent: another store may get them"
+    );
     let slab = tier.drain(wanted, Some(first)).unwrap();
     assert_eq!((tier.num_frames(), taken(&mut tier)), ((2, 0), vec![]));
     tier.keep(slab);
     assert_eq!(taken(&mut tier), [2, 3]);
     let slab = tier.drain(wanted, Some(first)).unwrap();
     tier.give(FrameId(0));
-    assert_eq!(taken(&mut tier), [0; 0], "frames returned to it stay with it");
+    assert_eq!(taken(&mut tier), [0; 0], "frames returned to the tier must stay there");
     (1..4).for_each(|frame| tier.give(FrameId(frame)));
     assert!(!tier.is_draining(slab));
     assert_eq!((tier.num_frames(), tier.member().num_slabs().0), ((0, 0), 0));
@@ -82,13 +86,13 @@ fn an_empty_slab_serves_another_class_and_a_full_one_after_it_was_emptied() {
     for frame in &own {
         tier.give(*frame);
     }
-    assert!(!tier.is_hungry(), "the other class has the slab at once");
+    assert!(!tier.is_hungry(), "the other class must get the slab immediately");
     let large = grown(&mut tier, TWO);
     assert_eq!(large.len() * 4, own.len());
     for frame in &large {
         tier.give(*frame);
     }
-    assert_eq!(grown(&mut tier, ONE).len(), own.len(), "an empty slab needs no drain");
+    assert_eq!(grown(&mut tier, ONE).len(), own.len(), "an empty slab must not need draining");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Missed calls are logged at once, then once a minute.
+//! Tests that missed calls are logged immediately, then once a minute.
 
 use super::*;
 

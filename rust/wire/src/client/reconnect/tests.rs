@@ -1,4 +1,4 @@
-//! Tests of what a client repeats on a new connection, and of the servers it refuses.
+//! Tests what a client repeats on a new connection, and which servers it rejects.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -31,7 +31,7 @@ fn new_connection_keeps_the_frame_limit() {
     engine.state().connection.as_mut().expect("connected").close();
     let start = Instant::now();
     while !engine.renew() {
-        assert!(start.elapsed() < LONG, "it does not connect again");
+        assert!(start.elapsed() < LONG, "the client does not reconnect");
         std::thread::sleep(Duration::from_millis(5));
     }
     let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).expect("a chain");
@@ -59,7 +59,7 @@ fn server_of_another_user_is_an_invalid_config() {
     }
     let dir = tempfile::tempdir().expect("a directory");
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o777);
-    std::fs::set_permissions(dir.path(), open).expect("it is ours");
+    std::fs::set_permissions(dir.path(), open).expect("this process owns the directory");
     let socket = dir.path().join("kvloft.sock");
     let listen = "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); time.sleep(600)";
     let _server = Child(
@@ -74,7 +74,7 @@ fn server_of_another_user_is_an_invalid_config() {
     let error = loop {
         match Client::open(config(socket.clone())) {
             Err(error) => break error,
-            Ok(_) => assert!(start.elapsed() < LONG, "it does not listen"),
+            Ok(_) => assert!(start.elapsed() < LONG, "the server does not listen"),
         }
     };
     assert!(

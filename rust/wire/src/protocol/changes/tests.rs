@@ -1,4 +1,4 @@
-//! The queue of a listener is bounded.
+//! Tests that the queue of a listener is bounded.
 
 use kvloft_core::ChunkKey;
 use kvloft_core::evict::Eviction;
@@ -27,7 +27,7 @@ fn queue_of_a_listener_is_bounded() {
     let (store, mut listener) = (store(), None);
     let sent = SentChanges { capacity: 8 * MAX_CHANGES, limit: 1, asked: Keys::Own(&[]) };
     let mut is_lost = || sent.answer(&store, &mut listener).expect("few keys").lost;
-    assert!(is_lost(), "the first answer has no earlier one");
+    assert!(is_lost(), "nothing precedes the first response");
     assert!(!is_lost());
     for token in 0..=MAX_CHANGES {
         let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).expect("a chain");

@@ -1,4 +1,4 @@
-//! What a prefix shares with the cached one.
+//! Tests how much of a prefix is shared with the cached prefix.
 
 use super::*;
 

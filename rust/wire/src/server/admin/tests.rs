@@ -63,7 +63,8 @@ fn chain_of(namespace: u8, salt: &str, num_blocks: u32) -> KeyChain {
     chain
 }
 
-/// While a namespace is being closed, its disk is still in use but the server has removed it.
+/// While a namespace is being closed, its disk is still in use but the server has already removed
+/// the namespace.
 #[test]
 fn eviction_during_close_of_a_namespace_is_cut_short() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -80,7 +81,7 @@ fn eviction_during_close_of_a_namespace_is_cut_short() {
         now_s: 0,
         limits: TenantLimits::default(),
     };
-    let pool = server.state.namespaces.pool().expect("an engine is there");
+    let pool = server.state.namespaces.pool().expect("an engine is connected");
     let closing = Store::open_in(&of_store, &pool, None).expect("a store");
     let chain = chain_of(9, "a", 2);
     let reserved = closing.reserve(Prefix::from(&chain), 0..2);
@@ -89,7 +90,7 @@ fn eviction_during_close_of_a_namespace_is_cut_short() {
     let evict = |namespace: &str| server.state.evict(&request(namespace, "a")).expect("done");
     let said = evict("");
     assert!(said.evicted.is_cut_short && said.evicted.num_chunks == 0, "{said:?}");
-    assert!(!evict("07").evicted.is_cut_short, "another is meant");
+    assert!(!evict("07").evicted.is_cut_short, "the request names a different namespace");
     drop(closing);
     let said = evict("");
     assert!(!said.evicted.is_cut_short && said.evicted.num_chunks == 2, "{said:?}");
@@ -106,10 +107,10 @@ fn hung_disk_of_a_closed_namespace_does_not_block_admin_requests() {
     };
     let removed = |num_chunks| move || Ok(RemovedChunks { num_chunks, ..RemovedChunks::default() });
     assert!(server.state.remove_within(soon(), hangs).expect("started").is_cut_short);
-    let said = server.state.remove_within(soon(), removed(1)).expect("not begun");
+    let said = server.state.remove_within(soon(), removed(1)).expect("the removal was not started");
     assert!(
         said.is_cut_short && said.num_chunks == 0,
-        "one thread waits for the disk, not one for each request"
+        "one thread must wait for the disk, not one per request"
     );
     assert!(server.state.closed("", soon()).is_none(), "the disk hangs");
     drop(heal);
@@ -135,7 +136,7 @@ fn close_detaches_a_thread_that_a_disk_blocks() {
     assert!(has_ended);
 }
 
-/// A disk may hang while the server opens a namespace, until the server has closed all others.
+/// While the server opens a namespace, a disk may hang until the server has closed all others.
 #[test]
 fn namespace_opened_after_close_releases_the_disk() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -156,7 +157,7 @@ fn namespace_opened_after_close_releases_the_disk() {
     assert_eq!(
         next.expect("a server").disk_trouble(),
         None,
-        "the first server still exists, without the disk"
+        "the first server must still exist, without the disk"
     );
 }
 
@@ -213,7 +214,7 @@ fn chunks_of_namespaces_without_engines_expire() {
     }
     server.close(LONG);
     drop(server);
-    std::thread::sleep(Duration::from_millis(2100)); // two whole seconds at least
+    std::thread::sleep(Duration::from_millis(2100)); // at least two whole seconds
     let (server, _) = open(Some(1));
     server.state.remove_expired();
     let logged = server.take_events();
@@ -235,7 +236,7 @@ fn chunks_of_namespaces_without_engines_expire() {
     }
 }
 
-/// A server must not clear or count chunks in another server's directory.
+/// A server must not clear or count chunks in a directory that another server uses.
 #[test]
 fn clear_is_refused_while_another_server_has_the_disk() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -244,11 +245,11 @@ fn clear_is_refused_while_another_server_has_the_disk() {
     let _first = Server::open(config.clone()).expect("a server");
     let second = ServerConfig { socket: dir.path().join("second").join("kvloft.sock"), ..config };
     let socket = second.socket.clone();
-    let second = Server::open(second).expect("it serves");
+    let second = Server::open(second).expect("the server starts");
     for name in ["", "01"] {
-        let said = second.state.clear(name).expect_err("not known").to_string();
+        let said = second.state.clear(name).expect_err("the namespace is unknown").to_string();
         assert!(said.contains("the server cannot use its disk"), "{said}");
     }
     let _engine = engine(socket);
-    assert_eq!(second.state.clear("").expect("its own, which has nothing"), 0);
+    assert_eq!(second.state.clear("").expect("the server's own host memory is empty"), 0);
 }

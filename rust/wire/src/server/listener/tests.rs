@@ -1,4 +1,4 @@
-//! One server at a time listens, and a stale socket is replaced.
+//! Tests that only one server at a time listens, and that a stale socket is replaced.
 
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,38 +15,52 @@ fn concurrent_starts_and_stops_leave_one_listener_at_a_time() {
     let work = || {
         for _ in 0..500 {
             let Ok(listener) = SocketListener::bind(&path) else { continue };
-            assert_eq!(num_listening.fetch_add(1, Ordering::SeqCst), 0, "two listen at once");
+            assert_eq!(
+                num_listening.fetch_add(1, Ordering::SeqCst),
+                0,
+                "two servers listen at the same time"
+            );
             assert!(
                 is_same_file(&listener.lock, &lock_path(&path)).unwrap_or(false),
-                "the lock is another server's"
+                "the lock belongs to another server"
             );
-            assert!(UnixStream::connect(&path).is_ok(), "its socket is gone");
+            assert!(UnixStream::connect(&path).is_ok(), "the server's socket is missing");
             num_bound.fetch_add(1, Ordering::SeqCst);
             num_listening.fetch_sub(1, Ordering::SeqCst);
         }
     };
     thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(work))));
     assert!(num_bound.into_inner() > 0);
-    assert_eq!(dir.path().read_dir().expect("it is there").count(), 0, "something is left");
+    assert_eq!(
+        dir.path().read_dir().expect("the path exists").count(),
+        0,
+        "a file was left behind"
+    );
 }
 
 #[test]
 fn server_with_a_deleted_lock_keeps_its_successors_socket() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("kvloft.sock");
-    let first = SocketListener::bind(&path).expect("it is free");
-    std::fs::remove_file(lock_path(&path)).expect("it is there");
-    assert_eq!(SocketListener::bind(&path).expect_err("it listens").kind(), ErrorKind::Busy);
+    let first = SocketListener::bind(&path).expect("the path is free");
+    std::fs::remove_file(lock_path(&path)).expect("the path exists");
+    assert_eq!(
+        SocketListener::bind(&path).expect_err("the server is listening").kind(),
+        ErrorKind::Busy
+    );
     first.shut();
-    let second =
-        SocketListener::bind(&path).expect("no process listens, and no lock says that it is taken");
+    let second = SocketListener::bind(&path).expect("no process listens, and there is no lock");
     drop(first);
     assert!(
         UnixStream::connect(&path).is_ok() && lock_path(&path).exists(),
-        "it is the second one's"
+        "the socket belongs to the second server"
     );
     drop(second);
-    assert_eq!(dir.path().read_dir().expect("it is there").count(), 0, "something is left");
+    assert_eq!(
+        dir.path().read_dir().expect("the path exists").count(),
+        0,
+        "a file was left behind"
+    );
 }
 
 #[test]
@@ -58,19 +72,19 @@ fn socket_of_another_program_is_not_replaced() {
             && !lock_path(&path).exists()
     };
     let listens = UnixListener::bind(&path).expect("the path is free");
-    rustix::net::listen(&listens, 0).expect("it listens already");
-    assert!((0..4).all(|_| is_listening(&path)), "also with more that wait than it lets");
+    rustix::net::listen(&listens, 0).expect("the socket is already listening");
+    assert!((0..4).all(|_| is_listening(&path)), "must be detected even with a full backlog");
     assert!(
         is_left() && listens.accept().is_ok() && path.exists(),
-        "it lost its socket, or a lock is left"
+        "the server lost its socket, or a lock was left behind"
     );
     drop(listens);
-    drop(SocketListener::bind(&path).expect("it is stale"));
-    let is_no_stream = UnixDatagram::bind(&path).expect("a listener takes its socket along");
+    drop(SocketListener::bind(&path).expect("the socket is stale"));
+    let is_no_stream = UnixDatagram::bind(&path).expect("a listener removes its socket");
     let send = || UnixDatagram::unbound().and_then(|own| own.send_to(b"a line", &path));
-    assert!(is_left() && send().is_ok(), "it lost its socket, or a lock is left");
+    assert!(is_left() && send().is_ok(), "the server lost its socket, or a lock was left behind");
     drop(is_no_stream);
-    assert!(SocketListener::bind(&path).is_ok(), "it is stale");
+    assert!(SocketListener::bind(&path).is_ok(), "the socket is stale");
 }
 
 #[test]
@@ -80,7 +94,8 @@ fn bind_waits_for_a_socket_that_outlives_its_server() {
     let is_had = |is_tidy: bool| {
         let killed = UnixListener::bind(&path).expect("the path is free");
         let own = path.clone();
-        // It goes once it was asked; one that ends by itself may take its file with it.
+        // The server exits once it is asked to. A server that exits by itself may remove its socket
+        // file.
         let end = thread::spawn(move || {
             killed.accept().is_ok() && (!is_tidy || std::fs::remove_file(own).is_ok())
         });
@@ -93,7 +108,7 @@ fn bind_waits_for_a_socket_that_outlives_its_server() {
     for is_tidy in [false, true] {
         assert!(
             (0..20).any(|_| is_had(is_tidy)),
-            "on a busy machine it may take longer than is waited for"
+            "on a busy machine this may take longer than the timeout"
         );
     }
 }
@@ -109,9 +124,9 @@ fn lock_file_may_be_a_link() {
     thread::spawn(move || send.send(SocketListener::bind(&own)));
     let listener = bound
         .recv_timeout(Duration::from_secs(60))
-        .expect("it is still at it")
-        .expect("it is free");
-    assert!(SocketListener::bind(&path).is_err(), "it is taken");
+        .expect("the thread is still running")
+        .expect("the path is free");
+    assert!(SocketListener::bind(&path).is_err(), "the path is in use");
     drop(listener);
     assert!(!path.exists() && lock_path(&path).symlink_metadata().is_err());
 }

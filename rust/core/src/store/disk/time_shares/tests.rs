@@ -1,8 +1,9 @@
-//! Reads and writes share disk time, and an idle direction gains no credit.
+//! Tests that reads and writes share disk time, and that an idle direction accumulates no credit.
 
 use super::*;
 
-/// Jobs of each direction that a thread took, one at a time, while both always have work.
+/// Returns how many jobs of each direction a thread ran, one at a time, while both directions
+/// always had work.
 fn jobs(shares: &mut TimeShares, num: u32, took: [Duration; 2]) -> [u32; 2] {
     let mut counts = [0; 2];
     for _ in 0..num {

@@ -1,9 +1,9 @@
-//! A lock survives the drop in a forked child.
+//! Tests that a lock survives being dropped in a forked child.
 
 use super::*;
 
-/// Like the clone here, a forked child has the same open file, and it drops its copy of the
-/// parent's memory.
+/// Like the clone here, a forked child has the same open file and drops its copy of the parent's
+/// memory.
 #[test]
 fn a_forked_child_leaves_the_directory_locked() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! Tests of a namespace that is being deleted, a directory without a namespace, and a directory
-//! that hangs.
+//! Tests a namespace that is being deleted, a directory without a namespace, and a directory that
+//! hangs.
 
 use std::fs;
 use std::sync::mpsc;
@@ -39,10 +39,10 @@ fn a_directory_that_is_kept_is_no_others_before_and_after_its_namespaces() {
     assert!(is_busy(), "before a namespace is open");
     drop(first.enter(&config).unwrap());
     first.hold(&config.dir).unwrap();
-    assert!(is_busy(), "after the last one is closed");
+    assert!(is_busy(), "after the last namespace is closed");
     let owner = first.enter(&config).unwrap();
     first.release();
-    assert!(is_busy(), "one is open");
+    assert!(is_busy(), "a namespace is open");
     drop(owner);
     second.hold(&config.dir).unwrap();
     assert_eq!(first.enter(&config).unwrap_err().kind(), ErrorKind::Busy);
@@ -61,7 +61,7 @@ fn a_directory_that_was_deleted_and_made_again_is_taken_again() {
         assert_eq!(
             second.hold(&config.dir).unwrap_err().kind(),
             ErrorKind::Busy,
-            "the first one still has it"
+            "the first root still has the directory"
         );
     }
     fs::remove_dir_all(&config.dir).unwrap();
@@ -69,12 +69,12 @@ fn a_directory_that_was_deleted_and_made_again_is_taken_again() {
     assert_eq!(
         first.enter(&config).unwrap_err().kind(),
         ErrorKind::Busy,
-        "the second one has it now"
+        "the second root has the directory now"
     );
 }
 
-/// A server that locks its directory can hang in a system call; its engines use host memory
-/// meanwhile.
+/// A server can hang in a system call while it locks its directory. Its engines use host memory in
+/// the meantime.
 #[test]
 fn a_namespace_is_not_held_up_by_one_that_hangs_as_it_takes_the_directory() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -87,5 +87,5 @@ fn a_namespace_is_not_held_up_by_one_that_hangs_as_it_takes_the_directory() {
     drop(hung);
     assert!(waits.join().is_ok());
     assert_eq!(said, Ok(Err(ErrorKind::Busy)));
-    assert!(root.enter(&config).is_ok(), "it answers again");
+    assert!(root.enter(&config).is_ok(), "the directory responds again");
 }

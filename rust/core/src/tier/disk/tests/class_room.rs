@@ -1,4 +1,4 @@
-//! Room moves between size classes: by punched holes, within the cap at every instant.
+//! Tests that space moves between size classes by punching holes, and never exceeds the cap.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -16,25 +16,28 @@ fn test_slots_of_one_size_make_room_for_another_and_back() {
     let config = sized(dir.path(), &SIZES);
     let (tier, files) = faulty(&config);
     let mut small = fill_up(&tier, SMALL, 0);
-    assert!(small.len() > 350, "the whole cap is for any size: {}", small.len());
+    assert!(small.len() > 350, "a single size must be able to use the whole cap: {}", small.len());
     assert_eq!(tier.reserve(LARGE), None);
     let mut large = Vec::new();
     for (nth, (_, slot)) in small.drain(..200).enumerate() {
         tier.free(slot).unwrap();
         if let Some(slot) = tier.reserve(LARGE) {
-            assert!(nth + 1 >= 10 * (large.len() + 1), "more room than there is");
+            assert!(
+                nth + 1 >= 10 * (large.len() + 1),
+                "large frames use more space than was freed"
+            );
             let i = 500 + u32::try_from(large.len()).unwrap();
             write(&tier, slot, i).unwrap();
             large.push((i, slot));
         }
     }
-    assert!(large.len() >= 18, "{} large frames in the room of 200 small ones", large.len());
+    assert!(large.len() >= 18, "{} large frames in the space of 200 small frames", large.len());
     assert!(are_whole(&tier, &small) && are_whole(&tier, &large));
     for (_, slot) in large.drain(..) {
         tier.free(slot).unwrap();
     }
     let refilled = fill_up(&tier, SMALL, 600);
-    assert!(refilled.len() >= 180, "{} small frames instead of large ones", refilled.len());
+    assert!(refilled.len() >= 180, "{} small frames in place of large frames", refilled.len());
     assert!(are_whole(&tier, &small) && are_whole(&tier, &refilled));
     let most = files.most_blocks();
     assert!(most <= config.cap_bytes, "{most} of {}", config.cap_bytes);
@@ -64,10 +67,10 @@ fn test_a_file_system_that_cannot_punch_keeps_each_size_its_slots_and_says_so_on
         tier.free(*slot).unwrap();
     }
     assert!((0..20).all(|_| tier.reserve(LARGE).is_none()));
-    assert_eq!(tier.stats().grow_errors, 1, "it is not retried at every call");
+    assert_eq!(tier.stats().grow_errors, 1, "growing must not be retried at every call");
     let events = tier.take_events();
     assert!(events.len() == 1 && events[0].contains("chunks of another size"), "{events:?}");
-    assert_eq!(fill_up(&tier, SMALL, 600).len(), 50, "they are free slots of their own size");
+    assert_eq!(fill_up(&tier, SMALL, 600).len(), 50, "free slots of their own size");
     assert!(are_whole(&tier, &small));
     small.drain(..30).for_each(|(_, slot)| tier.free(slot).unwrap());
     files.heal();
@@ -75,7 +78,7 @@ fn test_a_file_system_that_cannot_punch_keeps_each_size_its_slots_and_says_so_on
         std::thread::sleep(std::time::Duration::from_millis(50));
         tier.reserve(LARGE).is_some()
     });
-    assert!(is_there, "it is retried");
+    assert!(is_there, "growing must be retried");
 }
 
 #[test]
@@ -90,7 +93,7 @@ fn test_a_full_file_system_has_the_room_of_evicted_chunks_of_another_size() {
     files.heal();
     assert_eq!(tier.reserve(LARGE), None, "the file system is full for a while");
     small.drain(..11).for_each(|(_, slot)| tier.free(slot).unwrap());
-    let slot = tier.reserve(LARGE).expect("the room of eleven small frames");
+    let slot = tier.reserve(LARGE).expect("the space of eleven small frames");
     write(&tier, slot, 999).unwrap();
     assert!(is_whole(&tier, slot, 999) && are_whole(&tier, &small));
     assert_eq!(tier.reserve(LARGE), None);
@@ -124,7 +127,7 @@ fn test_holes_make_no_room_on_a_full_file_system() {
     let (tier, files) = faulty(&config);
     files.inject(Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Allocate]));
     assert!((0..20).all(|_| tier.reserve(LARGE).is_none()));
-    assert_eq!(files.num_calls(Call::Punch), 0, "a restart cannot see which have blocks");
+    assert_eq!(files.num_calls(Call::Punch), 0, "after a restart, slots with blocks are unknown");
 }
 
 #[test]
@@ -151,6 +154,6 @@ fn test_sizes_exchange_room_in_a_namespace_that_has_more_than_its_part() {
     let second = open(&DiskConfig { namespace: [1; 32], ..config.clone() });
     assert_eq!(second.reserve(SMALL), None);
     small.drain(..11).for_each(|(_, slot)| first.free(slot).unwrap());
-    assert!(first.reserve(LARGE).is_some(), "it already has that room");
+    assert!(first.reserve(LARGE).is_some(), "the tier already has that space");
     assert!(blocks(dir.path()) <= config.cap_bytes);
 }

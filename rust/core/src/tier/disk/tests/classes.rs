@@ -1,4 +1,5 @@
-//! Several size classes in a namespace: all chunks are found again, for any limit and sizes.
+//! Tests a namespace with multiple size classes: all chunks are found again, for any limit and any
+//! sizes.
 
 use std::fs;
 
@@ -12,7 +13,7 @@ pub(super) const SMALL: SizeClass = SizeClass(0);
 pub(super) const MIDDLE: SizeClass = SizeClass(1);
 pub(super) const LARGE: SizeClass = SizeClass(2);
 
-/// A directory for 40 of the largest frames.
+/// Returns the config of a directory for 40 of the largest frames.
 pub(super) fn sized(dir: &Path, sizes: &[u64]) -> DiskConfig {
     let cap_bytes = budget::dir_bytes(40, 40960, budget::map_bytes(3));
     DiskConfig { cap_bytes, frame_sizes: sizes.to_vec().into(), ..config(dir, 1) }
@@ -40,7 +41,7 @@ pub(super) fn is_whole(tier: &DiskTier, slot: SlotId, i: u32) -> bool {
     tier.read(slot, &key_of(i), &mut frame).is_ok_and(|()| *frame == *expected)
 }
 
-/// Writes chunks of a class until there is no slot.
+/// Writes chunks of a class until no slot is free.
 pub(super) fn fill_up(tier: &DiskTier, class: SizeClass, first: u32) -> Vec<(u32, SlotId)> {
     let mut all = Vec::new();
     while let Some(slot) = tier.reserve(class) {
@@ -77,7 +78,7 @@ fn test_a_restart_finds_the_chunks_of_all_sizes_in_files_that_are_longer_than_th
         let stats = tier.stats();
         assert!(stats.bytes <= config.cap_bytes && stats.bytes >= blocks(dir.path()), "{stats:?}");
         assert_eq!((stats.dropped_over_cap, stats.fresh_starts), (0, 0));
-        assert!(tier.reserve(LARGE).is_none(), "it is full");
+        assert!(tier.reserve(LARGE).is_none(), "the tier must be full");
     }
 }
 
@@ -142,7 +143,11 @@ fn test_a_smaller_cap_takes_free_slots_before_chunks() {
         assert_eq!(found.len(), if can_punch { 2 } else { 0 });
         assert!(blocks(dir.path()) <= small.cap_bytes && tier.stats().bytes <= small.cap_bytes);
         assert!(tier.reserve(LARGE).is_some());
-        assert_eq!(tier.reserve(SMALL).is_some(), can_punch, "free slots of another size stay");
+        assert_eq!(
+            tier.reserve(SMALL).is_some(),
+            can_punch,
+            "free slots of the other size must stay"
+        );
     }
 }
 
@@ -227,7 +232,7 @@ fn test_a_size_class_that_does_not_exist_has_no_slots() {
     assert_eq!(error.kind(), ErrorKind::InvalidConfig);
 }
 
-/// Files of several sizes that are longer together than `cap_bytes`.
+/// Counts files of different sizes that together are longer than `cap_bytes`.
 fn long_files(config: &DiskConfig) -> usize {
     let (tier, _) = open(config);
     let small = fill_up(&tier, SMALL, 0);
@@ -248,8 +253,8 @@ fn test_punched_files_of_a_closed_namespace_count_their_blocks() {
     write(&tier, tier.reserve(SMALL).unwrap(), 0).unwrap();
     drop(tier);
     let (tier, found) = open(&own);
-    assert_eq!(found.len(), num, "it was deleted although there was room for both");
+    assert_eq!(found.len(), num, "the namespace was deleted although both fit");
     drop(tier);
-    assert_eq!(open(&other).1.len(), 1, "it was deleted for holes");
+    assert_eq!(open(&other).1.len(), 1, "the namespace was deleted because of holes");
     assert!(blocks(dir.path()) <= cap_bytes);
 }

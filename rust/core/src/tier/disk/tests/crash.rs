@@ -1,5 +1,5 @@
-//! The process dies at any system call (I3): the next open finds only complete chunks, and every
-//! chunk that was reported as written.
+//! Tests a process that dies at any system call (I3): the next open finds only complete chunks, and
+//! every chunk that was reported as written.
 
 use crate::io::SizeClass;
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,19 +20,20 @@ enum Op {
     Reopen,
 }
 
-/// Contents of a perfect disk, and the uncertain result of the last interrupted operation.
+/// Contents of a perfect disk, and the uncertain results of interrupted operations.
 #[derive(Debug, Default)]
 struct Recorder {
-    /// Chunk -> (slot, version) of writes that were reported done.
+    /// Chunk -> (slot, version) of writes that were reported as done.
     written: BTreeMap<u32, (SlotId, u32)>,
-    /// (chunk, version) pairs that may be present: an operation on them was interrupted or failed.
+    /// (chunk, version) pairs that may be present, because an operation on them was interrupted or
+    /// failed.
     doubtful: BTreeSet<(u32, u32)>,
     next_version: u32,
     files: FaultFiles,
     num_sizes: u32,
 }
 
-/// Sizes of frames; a chunk's parent has another size.
+/// Sizes of frames. A chunk and its parent have different sizes.
 const SIZES: [u64; 3] = [FRAME, 4096, 20480];
 
 impl Recorder {
@@ -49,7 +50,7 @@ impl Recorder {
             Op::Clear => {
                 self.doubtful.extend(self.written.iter().map(|(&i, &(_, version))| (i, version)));
                 self.written.clear();
-                // Remaining chunks are as uncertain as removed ones.
+                // Remaining chunks are as uncertain as the removed chunks.
                 let _ = tier.clear();
             }
             Op::Reopen => {}
@@ -70,7 +71,7 @@ impl Recorder {
             self.doubtful.remove(&(chunk, version));
             self.written.insert(chunk, (slot, version));
         } else {
-            // Even if this fails, nothing of it can be read by this process.
+            // Even if this fails, this process cannot read any of the bytes.
             let _ = tier.free(slot);
         }
     }
@@ -84,7 +85,7 @@ impl Recorder {
             }
         }
         if children.iter().any(|child| self.written.contains_key(child)) {
-            // One could not be freed, so its parent stays too.
+            // A child could not be freed, so the parent stays as well.
             return;
         }
         let Some(&(slot, version)) = self.written.get(&chunk) else { return };
@@ -100,7 +101,7 @@ impl Recorder {
         }
     }
 
-    /// Compares the chunks found by an open, byte for byte, and adopts them as the truth.
+    /// Compares the chunks found by an open byte for byte, and adopts them as the truth.
     fn check(&mut self, tier: &DiskTier, found: &[DiskEntry]) -> Result<(), TestCaseError> {
         let mut seen = BTreeMap::new();
         let mut uncertain = BTreeSet::new();
@@ -115,13 +116,17 @@ impl Recorder {
                 versions.into_iter().find(|&v| bytes == bytes_of(entry.slot, chunk, v).to_vec());
             prop_assert!(
                 version.is_some(),
-                "chunk {} is visible with bytes it was never written with",
+                "chunk {} is visible with bytes that were never written",
                 chunk
             );
             let version = version.unwrap_or_default();
             if !fits || seen.contains_key(&chunk) {
-                // Its record could not be cleared, so it comes last, for the caller to free.
-                prop_assert!(self.files.num_faults() > 0, "parents come first, and each once");
+                // The record of this chunk could not be cleared, so it comes last and the caller
+                // frees it.
+                prop_assert!(
+                    self.files.num_faults() > 0,
+                    "parents must come first, and each chunk once"
+                );
                 uncertain.extend(tier.free(entry.slot).err().map(|_| (chunk, version)));
                 continue;
             }
@@ -131,7 +136,7 @@ impl Recorder {
             prop_assert_eq!(
                 seen.get(chunk),
                 Some(place),
-                "chunk {} was reported written and is lost",
+                "chunk {} was reported as written but is lost",
                 chunk
             );
         }
@@ -166,8 +171,8 @@ fn any_op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Runs the operations with one fault, then opens with a sound disk, checks, and continues with a
-/// few more operations.
+/// Runs the operations with one fault, then opens the directory with a sound disk, checks it, and
+/// runs a few more operations.
 fn live(num_sizes: usize, ops: &[Op], fault: Rule) -> Result<(), TestCaseError> {
     let dir = tempfile::tempdir().expect("a directory");
     let frame_sizes = SIZES[..num_sizes].to_vec().into();
@@ -184,7 +189,7 @@ fn live(num_sizes: usize, ops: &[Op], fault: Rule) -> Result<(), TestCaseError> 
             let Ok((again, found)) =
                 DiskTier::open_with_files(&config, &std::sync::Arc::default(), &files)
             else {
-                // Opening was refused, which proves nothing about the chunks.
+                // Opening failed, which proves nothing about the chunks.
                 files.heal();
                 return reopen(&config, &mut recorder, &[]);
             };

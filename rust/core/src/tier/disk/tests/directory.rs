@@ -1,4 +1,5 @@
-//! The rules of a directory: one owner, the size limit, other namespaces, and unexpected files.
+//! Tests the rules of a directory: one owner, the size limit, other namespaces, and unexpected
+//! files.
 
 use crate::io::SizeClass;
 use crate::key::namespace_id;
@@ -85,8 +86,8 @@ fn test_a_disk_path_that_cannot_work_is_named_with_the_fix() {
     assert_eq!(fs::read(&file).unwrap(), b"x");
 }
 
-/// A temporary error leaves the engine running without its disk, which is retried; only a permanent
-/// error stops the start.
+/// After a temporary error, the engine runs without its disk and retries. Only a permanent error
+/// prevents the start.
 #[test]
 fn test_only_what_can_never_work_is_the_settings_fault() {
     use rustix::io::Errno;
@@ -113,7 +114,7 @@ fn test_only_what_can_never_work_is_the_settings_fault() {
     }
     for errno in [Errno::ACCESS, Errno::ROFS] {
         let error = paths::dir_error("open", Path::new("/a/b"), errno.into()).to_string();
-        assert!(!error.contains("os error"), "its reason is reported once: {error}");
+        assert!(!error.contains("os error"), "the reason must be reported once: {error}");
     }
 }
 
@@ -151,7 +152,7 @@ fn test_the_cap_holds_at_every_instant() {
         assert!(most <= config.cap_bytes, "{most} of {} in round {round}", config.cap_bytes);
         assert!(
             most > config.cap_bytes * 9 / 10,
-            "the cap is used: {most} of {}",
+            "the cap must be used: {most} of {}",
             config.cap_bytes
         );
         let (tier, _) = open(&config);
@@ -163,8 +164,8 @@ fn test_the_cap_holds_at_every_instant() {
 fn test_the_least_recently_used_namespace_makes_room_and_no_more_than_needed() {
     let dir = tempfile::tempdir().unwrap();
     let path_of = |byte: u8| dir.path().join(namespace_id(&[byte; 32]));
-    // Created elsewhere, so that none makes room for another; namespace 2 is the least recently
-    // used, then 3, then 1.
+    // Created in a different directory, so that none makes room for another. Namespace 2 is the
+    // least recently used, followed by 3 and 1.
     for (byte, age_s) in [(1_u8, 100), (2, 300), (3, 200)] {
         let elsewhere = tempfile::tempdir().unwrap();
         let other = with_namespace(&config(elsewhere.path(), 4), byte);
@@ -190,11 +191,11 @@ fn test_the_least_recently_used_namespace_makes_room_and_no_more_than_needed() {
             break;
         }
     }
-    assert_eq!(history[0], [true; 3], "a third one fits");
+    assert_eq!(history[0], [true; 3], "a third namespace must fit");
     history.dedup();
     assert_eq!(history, [[true; 3], [true, false, true], [true, false, false], [false; 3]]);
-    assert_eq!(tier.take_events().len(), 3, "each is logged");
-    assert!(tier.stats().bytes <= config.cap_bytes, "they are no longer counted");
+    assert_eq!(tier.take_events().len(), 3, "each removal must be logged");
+    assert!(tier.stats().bytes <= config.cap_bytes, "removed namespaces must not be included");
 }
 
 #[test]
@@ -238,8 +239,8 @@ fn test_a_smaller_cap_drops_the_highest_slots_and_their_orphans() {
     {
         let (tier, _) = open(&large);
         let slots: Vec<_> = (0..8).map(|_| tier.reserve(SizeClass(0)).unwrap()).collect();
-        // 2 and 3 are children of 0, which is in the last slot; 4 and 5 of 1, which is in the
-        // first.
+        // 2 and 3 are children of 0, which is in the last slot; 4 and 5 are children of 1, which is
+        // in the first slot.
         for (slot, i) in slots.iter().zip([1, 4, 5, 2, 3, 6, 7, 0]) {
             tier.write(*slot, &meta_of(i), &frame_of(i, 0)).unwrap();
         }

@@ -1,4 +1,4 @@
-//! Behavior of the tier when one chosen system call fails.
+//! Tests the tier's behavior when one chosen system call fails.
 
 use crate::io::SizeClass;
 use std::io;
@@ -7,7 +7,7 @@ use super::*;
 use crate::test_support::faults::{Call, EIO, ENOSPC, EOPNOTSUPP, Fault, FaultFiles, Rule};
 use crate::{Error, ErrorKind};
 
-/// The `n`th change from now is refused.
+/// Makes the `n`th change from now fail.
 fn refuse_once(files: &FaultFiles, n: u64, number: i32) {
     files.inject(Rule::new(Fault::Refuse(number)).after(n).times(1));
 }
@@ -74,7 +74,7 @@ fn test_a_write_that_never_reached_its_record_gives_its_slot_back_without_io() {
         let slot = tier.reserve(SizeClass(0)).expect("the slot was returned");
         files.inject(Rule::new(Fault::Refuse(EIO)).after(call));
         assert!(tier.write(slot, &meta_of(0), &frame_of(0, 0)).is_err());
-        tier.free(slot).expect("its record is empty");
+        tier.free(slot).expect("the record of the slot is empty");
         files.heal();
     }
 }
@@ -85,7 +85,7 @@ fn test_a_record_that_landed_although_its_write_was_refused_is_forgotten_with_th
     let config = config(dir.path(), 2);
     let (tier, files) = faulty(&config);
     let slot = tier.reserve(SizeClass(0)).unwrap();
-    // The first write of the index clears the record, the second is the record.
+    // The first write to the index clears the record, the second write is the record.
     files.inject(
         Rule::new(Fault::Torn(128, Some(EIO))).on(&[Call::Write]).in_file("index").after(1),
     );
@@ -93,7 +93,7 @@ fn test_a_record_that_landed_although_its_write_was_refused_is_forgotten_with_th
     files.heal();
     tier.free(slot).unwrap();
     drop(tier);
-    assert!(open(&config).1.is_empty(), "a failed write was returned");
+    assert!(open(&config).1.is_empty(), "the chunk of a failed write was found");
 }
 
 #[test]
@@ -166,20 +166,24 @@ fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
     assert_eq!(
         [size("frames"), size("index")],
         [2 * FRAME, 256],
-        "a failed growth releases its bytes"
+        "a failed growth must release its bytes"
     );
-    assert!(tier.stats().grow_errors >= 6, "it tried smaller steps, down to one slot");
-    assert_eq!(tier.take_events().len(), 1, "logged once, not at every step");
+    assert!(tier.stats().grow_errors >= 6, "expected smaller steps, down to one slot");
+    assert_eq!(tier.take_events().len(), 1, "must be logged once, not at every step");
     let num_errors = tier.stats().grow_errors;
     assert!((0..514).all(|_| tier.reserve(SizeClass(0)).is_none()));
-    assert!(tier.stats().grow_errors < 100 * num_errors, "it is not retried at every call");
-    assert!(tier.take_events().is_empty(), "nor at every attempt");
+    assert!(
+        tier.stats().grow_errors < 100 * num_errors,
+        "growing must not be retried at every call"
+    );
+    assert!(tier.take_events().is_empty(), "must not be logged at every attempt");
     files.heal();
     for (i, slot) in (0..).zip(first) {
         assert_eq!(get(&tier, slot, i).unwrap(), frame_of(i, 0).to_vec());
     }
-    // Room can become free: it is retried after a while, not at every call.
-    let asks = (1..1000).find(|_| tier.reserve(SizeClass(0)).is_some()).expect("it grows again");
+    // Space can become free, so growing is retried after a while, not at every call.
+    let asks =
+        (1..1000).find(|_| tier.reserve(SizeClass(0)).is_some()).expect("the tier must grow again");
     assert!(asks <= 257, "{asks}");
 }
 
@@ -219,7 +223,7 @@ fn test_a_file_system_without_allocation_still_works() {
     assert_eq!(tier.reserve(SizeClass(0)), None);
 }
 
-/// A file system that cannot preallocate and has room for `num_slots` frames.
+/// Opens a tier on a file system that cannot preallocate and has space for `num_slots` frames.
 fn small(config: &DiskConfig, num_slots: u64) -> (DiskTier, FaultFiles) {
     let (tier, files) = faulty(config);
     files.inject(Rule::new(Fault::Refuse(EOPNOTSUPP)).on(&[Call::Allocate]));
@@ -259,7 +263,7 @@ fn test_a_slot_that_has_blocks_and_refused_a_write_comes_after_holes() {
     assert_eq!(tier.write(slot, &meta_of(1), &frame_of(1, 0)).unwrap_err().kind(), ErrorKind::Io);
     tier.free(slot).unwrap();
     let order: Vec<_> = (0..3).map(|_| tier.reserve(SizeClass(0)).unwrap()).collect();
-    assert_eq!(order[2], slot, "a bad slot is retried repeatedly");
+    assert_eq!(order[2], slot, "a bad slot must be handed out last");
 }
 
 #[test]
@@ -271,7 +275,7 @@ fn test_a_full_file_system_without_allocation_takes_writes_to_slots_that_have_bl
     assert_eq!(
         tier.reserve(SizeClass(0)),
         None,
-        "a hole is handed out, and its write would be refused too"
+        "a hole was handed out; writing it would fail too"
     );
     for i in 4..20 {
         tier.free(slots.remove(0)).unwrap();
@@ -285,10 +289,12 @@ fn test_a_full_file_system_without_allocation_takes_writes_to_slots_that_have_bl
     let events = tier.take_events();
     assert_eq!((events.len(), tier.stats().grow_errors), (1, 1), "{events:?}");
     assert!(events[0].contains("is full; evicting chunks"), "{events:?}");
-    // Space can become free: a hole is tried after a while, not at every call.
+    // Space can become free, so a hole is tried after a while, not at every call.
     assert!((0..200).all(|_| tier.reserve(SizeClass(0)).is_none()));
     files.heal();
-    let asks = (200..1000).find(|_| tier.reserve(SizeClass(0)).is_some()).expect("it grows again");
+    let asks = (200..1000)
+        .find(|_| tier.reserve(SizeClass(0)).is_some())
+        .expect("the tier must grow again");
     assert!(asks <= 257, "{asks}");
 }
 

@@ -1,7 +1,7 @@
-//! A system call hangs: no unrelated call waits for it, and there are never two owners.
+//! Tests a system call that hangs: no unrelated call waits for it, and there are never two owners.
 //!
-//! The tests assert the order of events, never a time; a deadlock ends the test by the guard's
-//! long wait.
+//! The tests assert the order of events, never a time. After a deadlock, the guard's long timeout
+//! ends the test.
 
 use crate::io::SizeClass;
 use std::sync::Arc;
@@ -15,11 +15,11 @@ use crate::{Error, ErrorKind};
 
 const HUNG: Duration = Duration::from_secs(60);
 
-/// Returns the result of a call that must not hang.
+/// Runs a call that must not hang and returns its result.
 fn within<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (send, receive) = channel();
     std::thread::spawn(move || send.send(work()));
-    receive.recv_timeout(HUNG).expect("it waits for a call that hangs")
+    receive.recv_timeout(HUNG).expect("the call waits for another call that hangs")
 }
 
 struct Hanging {
@@ -39,7 +39,7 @@ impl Hanging {
         Self { tier, files, config, _dir: dir }
     }
 
-    /// Runs `work` in a separate thread until its next such call hangs.
+    /// Runs `work` in a separate thread until its next call of the given kind hangs.
     fn hang<T: Send + 'static>(
         &self,
         call: &'static [Call],
@@ -72,14 +72,14 @@ fn test_close_waits_for_nothing_and_the_last_call_inside_gives_the_directory_up(
         let slot = put(&it.tier, 0);
         let spare: Vec<_> = (1..4).map(|_| it.tier.reserve(SizeClass(0)).unwrap()).collect();
         if call[0] == Call::Allocate {
-            // Growth hangs, in a new and empty tier.
+            // In a new and empty tier, growing hangs.
             let fresh = Hanging::new(4);
             let hung = fresh.hang(call, |tier| tier.reserve(SizeClass(0)));
             fresh.with(LocalTier::close);
             assert_eq!(fresh.reopen().unwrap_err().kind(), ErrorKind::Busy, "two owners");
             fresh.files.heal();
             hung.join().unwrap();
-            fresh.reopen().expect("the last call gave it up");
+            fresh.reopen().expect("the last call must release the directory");
             continue;
         }
         let hung = it.hang(call, move |tier| {
@@ -93,8 +93,8 @@ fn test_close_waits_for_nothing_and_the_last_call_inside_gives_the_directory_up(
         assert_eq!(it.with(move |tier| get(tier, slot, 0)).unwrap_err().kind(), ErrorKind::Closed);
         assert_eq!(it.reopen().unwrap_err().kind(), ErrorKind::Busy, "two owners");
         it.files.heal();
-        hung.join().unwrap().expect("it ends as without the hang");
-        let found = it.reopen().expect("the last call gave it up");
+        hung.join().unwrap().expect("the call must return as if it had not hung");
+        let found = it.reopen().expect("the last call must release the directory");
         assert_eq!(numbers(&found), if call[0] == Call::Write { vec![0, 1] } else { vec![0] });
     }
 }
@@ -122,16 +122,20 @@ fn test_growth_that_hangs_delays_neither_reads_nor_writes_nor_stats() {
     assert_eq!(it.with(|tier| tier.stats().slots), 2);
     assert_eq!(it.with(move |tier| get(tier, slot, 0)).unwrap(), frame_of(0, 0).to_vec());
     it.with(move |tier| tier.write(spare, &meta_of(1), &frame_of(1, 0))).unwrap();
-    assert_eq!(it.with(|tier| tier.reserve(SizeClass(0))), None, "not now");
+    assert_eq!(
+        it.with(|tier| tier.reserve(SizeClass(0))),
+        None,
+        "no slot may be reserved at the moment"
+    );
     it.with(move |tier| tier.free(slot)).unwrap();
     assert_eq!(
         it.with(|tier| tier.reserve(SizeClass(0))),
         Some(slot),
-        "a free slot can be reserved"
+        "a free slot must be reservable"
     );
     it.files.heal();
     assert!(grower.join().unwrap().is_some());
-    assert!(it.tier.reserve(SizeClass(0)).is_some(), "growing is possible again");
+    assert!(it.tier.reserve(SizeClass(0)).is_some(), "growing must be possible again");
 }
 
 #[test]
@@ -155,7 +159,7 @@ fn test_a_free_that_hangs_delays_no_other_call() {
     assert_eq!(it.with(move |tier| get(tier, other, 1)).unwrap(), frame_of(1, 0).to_vec());
     assert_eq!(it.with(|tier| tier.stats().slots_used), 1);
     it.with(move |tier| tier.free(slot)).expect("a second free of the same slot does nothing");
-    assert_ne!(it.with(|tier| put(tier, 2)), slot, "it is not free yet");
+    assert_ne!(it.with(|tier| put(tier, 2)), slot, "the slot is not free yet");
     it.files.heal();
     hung.join().unwrap().unwrap();
 }

@@ -1,5 +1,5 @@
-//! Directories that another user made or changed: the tier follows no link, trusts no content, and
-//! spends bounded time and memory.
+//! Tests directories that another user created or changed: the tier follows no link, trusts no
+//! content, and uses bounded time and memory.
 
 use std::fs::{self, OpenOptions, Permissions};
 use std::os::unix::fs::{FileExt, PermissionsExt, chown, symlink};
@@ -33,7 +33,7 @@ fn places(config: &DiskConfig) -> Vec<PathBuf> {
 
 fn refusal(config: &DiskConfig) -> String {
     let error = DiskTier::open(config.clone()).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Io, "an operator can fix it: {error}");
+    assert_eq!(error.kind(), ErrorKind::Io, "an operator can fix this error: {error}");
     error.to_string()
 }
 
@@ -50,14 +50,14 @@ fn test_what_others_may_write_is_refused_with_the_fix() {
             assert!(text.contains(&format!("chmod go-w {}`", path.display())), "{text}");
         }
         fs::set_permissions(&path, good).unwrap();
-        assert_eq!(open(&config).1.len(), 4, "nothing was changed");
+        assert_eq!(open(&config).1.len(), 4, "nothing may be changed");
     }
 }
 
 #[test]
 fn test_what_belongs_to_another_user_is_refused_with_the_fix() {
     if !rustix::process::geteuid().is_root() {
-        // Only root can change the owner of files, which this test needs.
+        // Changing the owner of files requires root.
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -67,7 +67,7 @@ fn test_what_belongs_to_another_user_is_refused_with_the_fix() {
         let text = refusal(&config);
         assert!(text.contains("belongs to user 12345") && text.contains("chown -R 0 "), "{text}");
         chown(&path, Some(0), None).unwrap();
-        assert_eq!(open(&config).1.len(), 4, "nothing was changed");
+        assert_eq!(open(&config).1.len(), 4, "nothing may be changed");
     }
 }
 
@@ -112,7 +112,7 @@ fn test_a_link_in_the_namespaces_place_is_replaced_and_what_it_points_to_stays()
     assert_eq!(fs::read_dir(elsewhere.path()).unwrap().count(), 1);
 }
 
-/// A new description is written while the chunks stay, even if a link is in its place.
+/// A new superblock is written and the chunks stay, even if a link is in its place.
 #[test]
 fn test_a_link_in_the_place_of_the_next_superblock_is_not_followed() {
     let dir = tempfile::tempdir().unwrap();
@@ -138,7 +138,7 @@ fn test_a_lock_that_is_deleted_under_its_owner_makes_no_second_owner() {
     open(&config);
 }
 
-/// An engine of an earlier version locks the file only.
+/// Engines of earlier versions only lock the file.
 #[test]
 fn test_the_lock_file_alone_keeps_others_out_too() {
     let dir = tempfile::tempdir().unwrap();
@@ -156,7 +156,8 @@ fn test_an_open_that_fails_anywhere_leaves_nothing_in_the_way_of_the_next() {
             let dir = tempfile::tempdir().unwrap();
             let config = filled(dir.path());
             if call == Call::SetLen {
-                // A growth that died between its two files: opening evens them out.
+                // Simulates a crash while growing, between the two files. Opening makes their
+                // lengths consistent.
                 let frames = places(&config).remove(4);
                 OpenOptions::new()
                     .write(true)
@@ -175,7 +176,7 @@ fn test_an_open_that_fails_anywhere_leaves_nothing_in_the_way_of_the_next() {
             if let Err(error) =
                 DiskTier::open_with_files(&config, &std::sync::Arc::default(), &files)
             {
-                assert_eq!(error.kind(), ErrorKind::Io, "it may pass: {error}");
+                assert_eq!(error.kind(), ErrorKind::Io, "the error may be temporary: {error}");
             }
             let (tier, found) = DiskTier::open_with_files(
                 &config,
@@ -190,7 +191,7 @@ fn test_an_open_that_fails_anywhere_leaves_nothing_in_the_way_of_the_next() {
 
 #[test]
 fn test_keys_that_begin_alike_do_not_make_recovery_slow() {
-    // Two hundred thousand of them took minutes when the hash was a key's first bytes.
+    // Two hundred thousand such keys took minutes when the hash was the first bytes of a key.
     let entry = |i: u32| {
         let mut key = ChunkKey([7; 32]);
         key.0[28..].copy_from_slice(&i.to_le_bytes());
@@ -205,8 +206,8 @@ fn test_keys_that_begin_alike_do_not_make_recovery_slow() {
     assert_eq!((recovered.entries.len(), recovered.orphans.len()), (100_000, 100_000));
 }
 
-/// A handmade namespace: frames of `frame_bytes`, one valid record, and a file of frames that is a
-/// hole with these bytes at its end.
+/// Creates a namespace by hand: frames of `frame_bytes`, one valid record, and a file of frames
+/// that is a hole with `frame_end` at its end.
 fn forge(dir: &Path, frame_bytes: u64, frame_end: &[u8], payload: u128) -> DiskConfig {
     let config = config(dir, 1);
     drop(open(&config));
@@ -280,7 +281,7 @@ fn test_files_of_holes_cost_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let config = filled(dir.path());
     let own = config.dir.join(namespace_id(&config.namespace));
-    // The maximum number of slots: 512 GiB of records, 16 TiB of frames, or as much as the file
+    // The maximum number of slots: 512 GiB of records and 16 TiB of frames, or as much as the file
     // system allows.
     for (name, len) in [("index-8192.dat", 128_u64 << 32), ("frames-8192.dat", (1 << 44) - 4096)] {
         OpenOptions::new().write(true).open(own.join(name)).unwrap().set_len(len).unwrap();

@@ -1,4 +1,5 @@
-//! A tier in one process: written chunks are read back, freed chunks are not, and no slot is lost.
+//! Tests a tier in one process: written chunks can be read back, freed chunks cannot, and no slot
+//! is lost.
 
 use super::*;
 use crate::ErrorKind;
@@ -125,7 +126,11 @@ fn test_unaligned_memory_is_read_and_written_too() {
     odd.fill(0xee);
     tier.read(slot, &key_of(0), &mut odd[1..]).unwrap();
     assert_eq!(odd[1..], *frame_of(0, 0));
-    assert_eq!(get(&tier, slot, 0).unwrap(), odd[1..], "the aligned read sees the unaligned write");
+    assert_eq!(
+        get(&tier, slot, 0).unwrap(),
+        odd[1..],
+        "the aligned read must see the unaligned write"
+    );
 }
 
 #[test]
@@ -162,7 +167,7 @@ fn test_a_closed_tier_says_so_and_gives_the_directory_up() {
     assert_eq!(get(&tier, slot, 0).unwrap_err().kind(), ErrorKind::Closed);
     assert_eq!(tier.free(slot).unwrap_err().kind(), ErrorKind::Closed);
     assert_eq!(tier.clear().unwrap_err().kind(), ErrorKind::Closed);
-    assert_eq!(numbers(&open(&config).1), [0], "a closed tier changes nothing on disk");
+    assert_eq!(numbers(&open(&config).1), [0], "a closed tier must not change the disk");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Tests of the disk tier from the inside: parsers, faults, crashes, and the rules of a directory.
+//! Tests the disk tier from the inside: parsers, faults, crashes, and the rules of a directory.
 
 mod class_room;
 mod classes;
@@ -23,7 +23,7 @@ use crate::tier::LocalTier;
 const FRAME: u64 = 8192;
 const NAMESPACE: [u8; 32] = [0xa7; 32];
 
-/// A directory for exactly `slots` frames of `FRAME` bytes.
+/// Returns the config of a directory for exactly `slots` frames of `FRAME` bytes.
 fn config(dir: &Path, slots: u32) -> DiskConfig {
     DiskConfig {
         dir: dir.to_owned(),
@@ -34,7 +34,8 @@ fn config(dir: &Path, slots: u32) -> DiskConfig {
     }
 }
 
-/// Chunks form a binary forest: 0 and 1 are first chunks, `i`'s parent is `i / 2 - 1`.
+/// Returns the parent of a chunk. Chunks form a binary forest: 0 and 1 are first chunks, and the
+/// parent of `i` is `i / 2 - 1`.
 fn parent_of(i: u32) -> Option<u32> {
     (i / 2).checked_sub(1)
 }
@@ -52,7 +53,7 @@ fn meta_of(i: u32) -> DiskMeta {
     DiskMeta { key: key_of(i), parent, depth: depth_of(i), saved_s: 1000 + u64::from(i) }
 }
 
-/// The bytes of a chunk; another `version` has other bytes.
+/// Returns the bytes of a chunk, which depend on `version`.
 fn frame_of(i: u32, version: u32) -> PageBuffer {
     let mut frame = PageBuffer::new(usize::try_from(FRAME).expect("small"));
     fill(&mut frame, i, version);
@@ -77,7 +78,7 @@ fn get(tier: &DiskTier, slot: SlotId, i: u32) -> crate::Result<Vec<u8>> {
     Ok(into.to_vec())
 }
 
-/// The chunk numbers of recovered entries, in their order.
+/// Returns the chunk numbers of recovered entries, in order.
 fn numbers(entries: &[DiskEntry]) -> Vec<u32> {
     entries
         .iter()
@@ -85,7 +86,8 @@ fn numbers(entries: &[DiskEntry]) -> Vec<u32> {
         .collect()
 }
 
-/// A superblock as a version with another format would have written it, checksum and all.
+/// Returns a superblock as written by a version with a different format, including a valid
+/// checksum.
 fn of_format(format: u32, superblock: &str) -> String {
     let mut block: serde_json::Value = serde_json::from_str(superblock).expect("JSON");
     block["format"] = format.into();
@@ -97,7 +99,7 @@ fn of_format(format: u32, superblock: &str) -> String {
     block.to_string()
 }
 
-/// The path of the file of records or frames of `FRAME` bytes.
+/// Returns the path of the file with records or frames of `FRAME` bytes.
 fn slot_file(config: &DiskConfig, kind: &str) -> std::path::PathBuf {
     namespaces::dir_of(config).join(format!("{kind}-{FRAME}.dat"))
 }

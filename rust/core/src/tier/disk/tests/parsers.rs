@@ -1,4 +1,4 @@
-//! Parsers and pure functions with any input: no panic, and no invalid data is accepted.
+//! Tests parsers and pure functions with any input: they never panic and accept no invalid data.
 
 use proptest::prelude::*;
 
@@ -88,7 +88,7 @@ proptest! {
         let mut json = serde_json::to_vec_pretty(&block).unwrap();
         let at = at % json.len();
         json[at] = to;
-        // Spaces between tokens are ignored; everything else is covered by the checksum.
+        // Whitespace between tokens is ignored; the checksum covers everything else.
         prop_assert!(Superblock::parse(&json).map_or(true, |parsed| parsed == block));
     }
 
@@ -114,7 +114,7 @@ proptest! {
     fn test_recovery_keeps_what_hangs_together(
         picks in prop::collection::vec((0..40_u32, 0..1000_u64, 0..20_u32), 0..60)
     ) {
-        // (chunk, sequence, depth; a depth of 0 is forged): duplicates, orphans and wrong depths
+        // (chunk, sequence, depth). A depth of 0 is forged, so duplicates, orphans and wrong depths
         // all occur.
         let found: Vec<_> = (0..).map(SlotId).zip(picks).map(|(slot, (i, sequence, forge))| {
             let meta = meta_of(i);
@@ -142,7 +142,7 @@ proptest! {
         for (at, e) in recovered.entries.iter().enumerate() {
             let earlier = &recovered.entries[..at];
             prop_assert!(e.meta.depth == 0 || earlier.iter().any(|p| p.meta.key == e.meta.parent), "parents come first");
-            // An entry follows a younger one only if it has an older descendant.
+            // An entry follows a younger entry only if it has an older descendant.
             let hoisted = |o: &DiskEntry| recovered.entries[at..].iter().any(|d| d.sequence <= o.sequence);
             prop_assert!(earlier.iter().all(|o| o.sequence <= e.sequence || hoisted(o)));
         }
@@ -152,7 +152,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
-    /// The fuzz targets of `rust/fuzz`, for as long as a test may take.
+    /// Runs the fuzz targets of `rust/fuzz` for as long as a test may take.
     #[test]
     fn test_no_bytes_make_the_tier_believe_a_lie(data in prop::collection::vec(any::<u8>(), 0..2000)) {
         fuzz::parse_record(&data);
@@ -197,7 +197,7 @@ fn test_record_layout_is_the_documented_one() {
 #[test]
 fn test_oldest_comes_first_unless_its_parent_is_younger() {
     let entry = |i: u32, sequence| DiskEntry { slot: SlotId(i), meta: meta_of(i), sequence };
-    // 6's parent is 2, whose parent is 0.
+    // The parent of 6 is 2, whose parent is 0.
     let recovered = recover(&[entry(6, 1), entry(1, 2), entry(0, 3), entry(2, 9)]);
     assert_eq!(numbers(&recovered.entries), [0, 2, 6, 1]);
 }

@@ -1,5 +1,5 @@
-//! Damage on disk: a read proves its bytes, an open believes no bad record, and verify and inspect
-//! report the damage.
+//! Tests damage on disk: a read verifies its bytes, an open accepts no bad record, and verify and
+//! inspect report the damage.
 
 use crate::io::SizeClass;
 use crate::key::namespace_id;
@@ -168,7 +168,7 @@ fn test_verify_finds_nothing_wrong_where_nothing_was_saved_yet() {
     assert_eq!(inspect(dir.path()).unwrap()[0].problem, None);
 }
 
-/// An engine creates superblock, index and frames in this order, and can be killed in between.
+/// An engine creates superblock, index and frames in this order and can be killed in between.
 #[test]
 fn test_verify_finds_nothing_wrong_where_an_engine_was_killed_before_it_had_files() {
     let dir = tempfile::tempdir().unwrap();
@@ -346,5 +346,5 @@ fn test_what_is_no_disk_directory_is_refused() {
         assert_eq!(Verifier::open(&path).unwrap_err().kind(), ErrorKind::InvalidConfig);
         assert_eq!(inspect(&path).unwrap_err().kind(), ErrorKind::InvalidConfig);
     }
-    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "looking makes nothing");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "inspecting must not create files");
 }
