@@ -10,8 +10,6 @@
 Each case is verified bit for bit before it is measured.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import platform
 import statistics

@@ -4,8 +4,6 @@ Contains the host memory of all cases, the large copy that is the ceiling, and t
 computation during copies.
 """
 
-from __future__ import annotations
-
 import mmap
 import statistics
 import time

@@ -3,8 +3,6 @@
 Reads the data of `kvloft status` on each request; it must not depend on the store.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final

@@ -6,8 +6,6 @@ Missed changes are therefore corrected by the next report. Chunks of different p
 blocks: a block is stored once, and removed with the last chunk that contains it.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Answers of the scheduler side to vLLM's question how many tokens of a request it can load."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

@@ -9,8 +9,6 @@ requests fit into the pool together. Running requests do not count, because they
 preempted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ outlive the engine. With a draft model, a hit can be right for the model and sti
 model's KV for another next token in its last position. Must not depend on vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from operator import itemgetter

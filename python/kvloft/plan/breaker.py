@@ -3,8 +3,6 @@
 Each failed load makes its request wait in vain, and each failed save evicts a chunk in vain.
 """
 
-from __future__ import annotations
-
 MAX_FAILED_LOADS = 8
 """Failed loads in a row that trip the breaker."""
 

@@ -1,7 +1,5 @@
 """Objects that every part of the scheduler side uses."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ was not measured counts as fast, so it is tried at the start; one that was too s
 reads that no request waits for. Pure: the clock and all numbers are passed in.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Connects `DiskPacing`, which only estimates, with the store's counters and with 
 request.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from kvloft.plan.disk_pacing import DiskPacing, PromptBacklog

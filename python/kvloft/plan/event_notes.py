@@ -3,8 +3,6 @@
 An error in KV events can then fail neither a plan nor an admission.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 

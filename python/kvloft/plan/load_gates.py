@@ -4,8 +4,6 @@ short.
 Counts loads from a request's admission until vLLM admits the request again with the loaded tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from kvloft.plan.block_budget import BlockBudget, BlockNeed

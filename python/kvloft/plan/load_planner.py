@@ -1,7 +1,5 @@
 """Plans loads, and settles them once every rank has reported: leases, failures, circuit breaker."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count

@@ -1,7 +1,5 @@
 """Finds the deepest stored prefix of a request, and hashes few more tokens than are found."""
 
-from __future__ import annotations
-
 from kvloft.plan.request_state import RequestState
 from kvloft.seam.shape import CacheShape
 from kvloft.seam.store import Session

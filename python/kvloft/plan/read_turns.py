@@ -5,8 +5,6 @@ vLLM asks in the order of its queue, in every step as far as it gets, and passes
 waits. The order is therefore that of the calls in one step; nothing else is stored.
 """
 
-from __future__ import annotations
-
 from kvloft.plan.leases import PinnedFrames
 from kvloft.plan.request_state import RequestState
 from kvloft.seam.ids import ReqId

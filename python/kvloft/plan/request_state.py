@@ -5,8 +5,6 @@ attributes; everything that concerns the request's tokens and keys is a method h
 `LiveRequest` and must not depend on vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -6,8 +6,6 @@ advances by one token, and the step in which each is due is known in advance; in
 requests are compared, as columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import compress, count
 from operator import add, ge, gt

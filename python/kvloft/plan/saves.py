@@ -6,8 +6,6 @@ tokens)``. The frontier excludes draft tokens (I7), and the tokens that a draft 
 must be known beyond it.
 """
 
-from __future__ import annotations
-
 from operator import add
 
 from kvloft.plan.request_state import NEVER, RequestState

@@ -5,8 +5,6 @@ answers and plans go out, and reports of the workers are settled. It never touch
 not depend on vLLM. Deterministic, except for the clock that is passed in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from kvloft.plan.admission import Admission

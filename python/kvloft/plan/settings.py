@@ -1,7 +1,5 @@
 """Settings of the scheduler side: values that do not change while an engine runs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from kvloft.plan.block_budget import PoolSize

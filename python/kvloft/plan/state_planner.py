@@ -4,8 +4,6 @@ vLLM offers a state once, after it has hashed the state's tokens. A state that g
 not saved.
 """
 
-from __future__ import annotations
-
 from kvloft.plan.context import PlanContext
 from kvloft.plan.request_state import RequestState
 from kvloft.plan.saves import refresh_tables

@@ -1,7 +1,5 @@
 """The messages between the two sides, as immutable values: StepPlan and StepReport."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 

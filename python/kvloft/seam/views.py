@@ -1,7 +1,5 @@
 """vLLM's requests and steps as kvloft reads them. Must not import vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -4,8 +4,6 @@ kernels.
 A failed copy is a failed ticket or a failed load, never an exception. Must not depend on engines.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """The host arena as a worker maps it, and this rank's part of each frame."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

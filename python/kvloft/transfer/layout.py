@@ -6,8 +6,6 @@ and strides define the geometry, not shapes: the CPU backend packs K and V diffe
 dimension 0 can count kernel blocks, and layers can alias. Must not depend on engines or frames.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

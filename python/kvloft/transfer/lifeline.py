@@ -4,8 +4,6 @@ can write to the frames.
 The kernel closes it when the process ends for any reason. Open it before mapping the arena.
 """
 
-from __future__ import annotations
-
 import os
 
 

@@ -4,8 +4,6 @@
 on requests beyond their id.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol

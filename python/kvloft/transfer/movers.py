@@ -4,8 +4,6 @@ logged.
 Imports CUDA packages only if the KV is on a GPU. Must not depend on engines.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ report. Each call is idempotent within a step, because vLLM releases differ in t
 call. Must not depend on engines.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ line of JSON to a file per event. It contains no verdict. It exits with its work
 process exits, which closes its stdin.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ depend on rounding.
 It must not depend on kvloft's connector: the engines here run without it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any, Protocol

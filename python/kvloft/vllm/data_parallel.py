@@ -1,7 +1,5 @@
 """The disk directories of data-parallel engines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ join both. Blocks with embeddings or multimodal items are not published, because
 identify them.
 """
 
-from __future__ import annotations
-
 import logging
 from array import array
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ reaction: no start, no caching beyond this run, or a warning and less support. E
 wrapped once per process, for every engine in it. It must not depend on the listeners.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections import defaultdict

@@ -4,8 +4,6 @@ It also reports wrong settings before any weights are loaded, and observes the c
 must not import the connector: engines without kvloft load this module.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

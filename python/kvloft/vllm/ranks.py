@@ -6,8 +6,6 @@ kvloft therefore observes the call that passes each rank its config, which this 
 it creates the scheduler. It must not import the connector: engines without kvloft load this module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Determines, at start, the unit and the ranks that hold the same bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import lcm

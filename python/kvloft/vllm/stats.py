@@ -4,8 +4,6 @@ A flat dict of numbers crosses the processes: counters are added, gauges keep th
 the scheduler side sets gauges, so aggregation over ranks never has two values.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """Logs events of the store and problems that its counters show."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -4,8 +4,6 @@ the reason.
 It must not decide anything after the start.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain
 from math import lcm

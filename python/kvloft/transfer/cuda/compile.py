@@ -5,8 +5,6 @@ The sources are in the package (`kvloft/csrc`). Needs no nvcc and no torch ABI, 
 compile. Must not depend on the purpose of the kernels.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from importlib import resources

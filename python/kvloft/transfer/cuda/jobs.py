@@ -1,7 +1,5 @@
 """Records of CudaMover's copies in progress. Must not depend on streams."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

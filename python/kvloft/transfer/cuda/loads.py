@@ -4,8 +4,6 @@ Chunks are cut into pieces when the link has room. A load is reported once, with
 failed its check. A scatter waits for saves that still read its blocks.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence

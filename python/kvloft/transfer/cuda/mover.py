@@ -13,8 +13,6 @@ step waits for.
 No step allocates GPU memory or waits for the device. Must not depend on engines.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ Several threads first populate each piece, on the GPU's NUMA node and with huge 
 They change no byte, because other ranks may be writing. Must not depend on the contents of frames.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import threading

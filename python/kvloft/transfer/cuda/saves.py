@@ -4,8 +4,6 @@ A piece is sent once its frames are registered, and at the latest when its block
 again (I2). It fails if its frames are not registered by then. Must not depend on loads.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from itertools import chain, repeat

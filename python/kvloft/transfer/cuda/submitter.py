@@ -7,8 +7,6 @@ engine's copies in a step must wait for a piece or two, not for a whole prompt. 
 pages or plans.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 

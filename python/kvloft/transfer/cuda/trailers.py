@@ -5,8 +5,6 @@ docs/design/frames.md describes the format, and a test compares it with `_core.A
 depend on streams or plans.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any, Final
 

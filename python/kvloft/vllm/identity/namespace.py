@@ -5,8 +5,6 @@ If in doubt, a field is included: a needless miss costs time, a wrong hit costs 
 not depend on the store.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Classifies calls to vLLM's workers that can replace weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

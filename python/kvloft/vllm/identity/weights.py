@@ -7,8 +7,6 @@ unique to this run: a needless miss costs time, a wrong hit an answer. A problem
 never an error here. It must not depend on requests or the store.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
