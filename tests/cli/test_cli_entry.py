@@ -185,7 +185,7 @@ def test_ctrl_c_is_quiet_while_a_server_loads_its_modules(
 
 
 @pytest.mark.parametrize(
-    "module", ["kvloft.cli.commands", "rich.console", "kvloft.cli.hits", "kvloft._core"]
+    "module", ["kvloft.cli.commands", "rich.console", "kvloft.cli.tables", "kvloft._core"]
 )
 def test_ctrl_c_is_quiet_while_another_command_loads_its_modules(module: str, folder: Path) -> None:
     interrupted([module, "False", "status", "--socket", str(folder / "kv.sock")])

@@ -32,8 +32,7 @@ from kvloft.cli import metrics, watch
 from kvloft.cli import status as status_command
 from kvloft.cli.__main__ import main
 from kvloft.cli.commands import build_parser
-from kvloft.cli.hits import hit_rate, late_lines
-from kvloft.cli.tables import count_text
+from kvloft.cli.tables import count_text, hit_rate, late_lines
 from kvloft.counters import Scope, exported
 from kvloft.errors import ConfigError, LateError
 

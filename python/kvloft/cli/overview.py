@@ -7,8 +7,7 @@ system every few seconds. It must not depend on the tables of namespaces.
 from typing import Any, Final
 
 from kvloft.cli.admin import NONE
-from kvloft.cli.hits import hit_rate
-from kvloft.cli.tables import Status, broken, disk_unused
+from kvloft.cli.tables import Status, broken, disk_unused, hit_rate
 from kvloft.config import size_text
 
 GROWTH_BYTES: Final = 64 << 20

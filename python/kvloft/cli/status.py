@@ -9,7 +9,6 @@ from rich.console import Console
 
 from kvloft.cli.admin import add_salt, limits_text, read_salt_argument, salt_tag
 from kvloft.cli.connection import add_socket, socket_of
-from kvloft.cli.hits import hit_table, late_lines
 from kvloft.cli.inspect import fields_of
 from kvloft.cli.overview import as_json, lines
 from kvloft.cli.tables import (
@@ -18,6 +17,8 @@ from kvloft.cli.tables import (
     engine_table,
     field_table,
     given_up,
+    hit_table,
+    late_lines,
     tenant_table,
     tier_table,
     title,
@@ -37,13 +38,11 @@ def add_parser(subparsers: Any) -> None:
         help="show the state of a server",
         description=(
             "Show the state of a server: problems, use of host memory and disk, engines and hit "
-            "rate; then the tiers, engines, "
-            "lookups and hits of each namespace. Tenants are "
-            "listed by tags, which do not "
-            "reveal their salts; with --salt-file, the tag of that salt is marked. With --watch, "
-            "refresh until Ctrl-C, with "
-            "chunks and GB per second and hit rates since the previous refresh. "
-            "Exit status: 0; 1 if no server answers; 2 for a wrong argument."
+            "rate; then the tiers, engines, lookups and hits of each namespace. Tenants are listed "
+            "by tags, which do not reveal their salts; with --salt-file, the tag of that salt is "
+            "marked. With --watch, refresh until Ctrl-C, with chunks and GB per second and hit "
+            "rates since the previous refresh. Exit status: 0; 1 if no server answers; 2 for a "
+            "wrong argument."
         ),
     )
     add_socket(parser)

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from kvloft.cli.admin import limits_text
-from kvloft.cli.hits import hit_rate, hit_table, late_lines
 from kvloft.cli.overview import as_json, disk_full, lines
 from kvloft.cli.tables import (
     NO_ENGINE,
@@ -22,6 +21,9 @@ from kvloft.cli.tables import (
     disk_unused,
     engine_table,
     given_up,
+    hit_rate,
+    hit_table,
+    late_lines,
     new_table,
     tenant_table,
     tier_table,
