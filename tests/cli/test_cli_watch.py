@@ -32,7 +32,7 @@ from kvloft.cli import metrics, watch
 from kvloft.cli import status as status_command
 from kvloft.cli.__main__ import main
 from kvloft.cli.commands import build_parser
-from kvloft.cli.tables import count_text, hit_rate, late_lines
+from kvloft.cli.tables import count_text, hit_rate, notes
 from kvloft.counters import Scope, exported
 from kvloft.errors import ConfigError, LateError
 
@@ -341,7 +341,7 @@ def test_hit_rates_are_shown_per_engine_and_in_total(
 def test_saves_that_a_late_answer_cost_are_shown_with_the_way_out(
     late: tuple[int, int], said: list[str] | None
 ) -> None:
-    lines = late_lines({"stats": dict(zip(("late_calls", "late_chunks"), late, strict=True))})
+    lines = notes({"stats": dict(zip(("late_calls", "late_chunks"), late, strict=True))})
     assert [re.findall(r": ([\d,k.]+)[;.]", line) for line in lines] == (
         [] if said is None else [said]
     )

@@ -9,8 +9,8 @@ from sim_request import Request, tokens_of
 
 from kvloft import _core
 from kvloft.plan import PlanSettings, SchedulerCore
-from kvloft.plan.block_budget import PoolSize
 from kvloft.plan.breaker import MAX_FAILED_LOADS
+from kvloft.plan.settings import PoolSize
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import ReqId
 from kvloft.seam.plan import LoadResult, StepPlan, StepReport

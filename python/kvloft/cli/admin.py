@@ -100,7 +100,7 @@ def clear(args: argparse.Namespace) -> int:
             )
             return 1
     num_chunks = server_clear(socket, namespace=args.namespace.lower())
-    print(f"{_count(num_chunks, 'chunk')} removed")
+    print(f"{counted(num_chunks, 'chunk')} removed")
     return 0
 
 
@@ -201,7 +201,7 @@ def _confirm(question: str) -> bool:
 def _evicted(report: dict[str, Any], host_only: bool) -> str:
     freed = f"{size_text(report['host_bytes'])} of host memory"
     freed += "" if host_only else f" and {size_text(report['disk_bytes'])} on disk"
-    chunks, namespaces = (_count(report[f"{noun}s"], noun) for noun in ("chunk", "namespace"))
+    chunks, namespaces = (counted(report[f"{noun}s"], noun) for noun in ("chunk", "namespace"))
     text = f"{chunks} evicted in {namespaces}: {freed}"
     if report["in_use"]:
         fate = "which stay" if host_only else "freed when their loads end"
@@ -209,7 +209,8 @@ def _evicted(report: dict[str, Any], host_only: bool) -> str:
     return text
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun in the singular or plural."""
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 

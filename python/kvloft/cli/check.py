@@ -141,9 +141,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report, indent=1))
     else:
-        screen = Console(width=None if sys.stdout.isatty() else 150)
+        width = None if sys.stdout.isatty() else 150
+        screen = Console(width=width, highlight=False, markup=False)
         for each in tables(report):
-            screen.print(each, highlight=False, markup=False, soft_wrap=isinstance(each, str))
+            screen.print(each, soft_wrap=isinstance(each, str))
     return int(args.status)
 
 
@@ -151,7 +152,7 @@ def run_engines(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Ra
     """Run one engine after another until one fails; their files are removed afterwards."""
     ran: dict[str, Ran] = {}
     prompts: dict[str, list[int]] = {}
-    screen = Console(stderr=True)
+    screen = Console(stderr=True, highlight=False, markup=False)
     with tempfile.TemporaryDirectory(prefix="kvloft-check-", ignore_cleanup_errors=True) as folder:
         for name, passes in ENGINES:
             disk = None if name == "alone" else str(Path(folder) / "disk")
@@ -160,7 +161,7 @@ def run_engines(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Ra
             title = f"vLLM {name}"
 
             def progress(text: str, title: str = title) -> None:
-                screen.print(f"kvloft check: {title}: {text}", highlight=False, markup=False)
+                screen.print(f"kvloft check: {title}: {text}")
 
             progress("starting")
             with screen.status(f"{title}, since {time.strftime('%H:%M:%S')}"):

@@ -60,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
     table = Table("key", Column("value", overflow="fold"), Column("from", overflow="fold"))
     for row in rows(config):
         table.add_row(*row)
-    console = Console()
+    console = Console(highlight=False)
     console.print(table)
-    console.print(NOT_CHECKED, highlight=False, style="dim")
+    console.print(NOT_CHECKED, style="dim")
     return 0
 
 

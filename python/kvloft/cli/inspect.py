@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Column, Table
 
+from kvloft.cli.admin import counted
 from kvloft.config import size_text
 from kvloft.errors import ConfigError, StoreError
 
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             json.dumps([{**n, "fields": _fields(n["description"])} for n in namespaces], indent=2)
         )
         return 0
-    console = Console()
+    console = Console(highlight=False, markup=False)
     if not namespaces:
         console.print(f"{args.dir} contains no namespace yet.")
         return 0
@@ -76,17 +77,11 @@ def run(args: argparse.Namespace) -> int:
             (describe(n["description"]), None),
         ):
             if text:
-                console.print(
-                    f"{n['namespace']}: {text}", highlight=False, markup=False, style=style
-                )
+                console.print(f"{n['namespace']}: {text}", style=style)
     total = sum(n["bytes"] for n in namespaces)
     has_free = any(n["slots"] > n["chunks"] for n in namespaces)
     free = "; slots without a chunk are free and preallocated" if has_free else ""
-    console.print(
-        f"{size_text(total)} in {len(namespaces)} "
-        f"namespace{'s' if len(namespaces) != 1 else ''}{free}",
-        highlight=False,
-    )
+    console.print(f"{size_text(total)} in {counted(len(namespaces), 'namespace')}{free}")
     return 0
 
 

@@ -4,9 +4,10 @@ All figures come from one `_core.server_status`; the server measures the free sp
 system every few seconds. It must not depend on the tables of namespaces.
 """
 
+from collections import Counter
 from typing import Any, Final
 
-from kvloft.cli.admin import NONE
+from kvloft.cli.admin import NONE, counted
 from kvloft.cli.tables import Status, broken, disk_unused, hit_rate
 from kvloft.config import size_text
 
@@ -21,23 +22,19 @@ def figures(status: Status) -> dict[str, Any]:
     """
     stats, spaces = status["stats"], [space for space in status["namespaces"] if space["stats"]]
     path = status["settings"].get("disk_path", NONE)
-    counts = {
-        name: sum(space["stats"][name] for space in spaces)
-        for name in ("lookup_chunks", "lookup_chunks_found")
-    }
-    on_disk = sum(space["stats"]["disk_bytes"] for space in spaces) + stats.get(
-        "server_disk_closed_bytes", 0
-    )
+    sums = Counter[str]()
+    for space in spaces:
+        sums.update(space["stats"])
     found = {
-        "host_used_bytes": sum(space["stats"]["host_used_bytes"] for space in spaces),
-        "host_raw_bytes": sum(space["stats"]["host_raw_bytes"] for space in spaces),
+        "host_used_bytes": sums["host_used_bytes"],
+        "host_raw_bytes": sums["host_raw_bytes"],
         "host_size_bytes": stats["server_host_bytes"],
         "disk_path": path if path != NONE else None,
-        "disk_files_bytes": on_disk,
+        "disk_files_bytes": sums["disk_bytes"] + stats.get("server_disk_closed_bytes", 0),
         "disk_size_bytes": stats["server_disk_bytes"],
         "disk_free_bytes": stats.get("server_disk_free_bytes"),
         "engines": sum(len(space["engines"]) for space in status["namespaces"]),
-        "hit_rate": hit_rate(counts),
+        "hit_rate": hit_rate(sums),
     }
     return found | {"problems": _problems(status, found)}
 
@@ -60,10 +57,8 @@ def lines(status: Status, socket: str) -> list[str]:
     """Return one line per figure; the first line states the server's health."""
     found, num_spaces = figures(status), len(status["namespaces"])
     problems, num_engines = found["problems"], found["engines"]
-    well = "is healthy"
-    if problems:
-        well = f"has {len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    in_spaces = f", in {num_spaces} namespace{'s' if num_spaces > 1 else ''}" if num_spaces else ""
+    well = f"has {counted(len(problems), 'problem')}" if problems else "is healthy"
+    in_spaces = f", in {counted(num_spaces, 'namespace')}" if num_spaces else ""
     return [
         f"The kvloft server at unix:{socket} {well}{':' if problems else '.'}",
         *problems,

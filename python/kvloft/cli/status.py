@@ -16,13 +16,11 @@ from kvloft.cli.tables import (
     NO_ENGINE,
     engine_table,
     field_table,
-    given_up,
     hit_table,
-    late_lines,
+    notes,
     tenant_table,
     tier_table,
     title,
-    unwritten,
     whose,
 )
 from kvloft.cli.watch import count, interval, watch
@@ -90,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(status, tag), indent=2))
     else:
-        _print(status, socket, Console(), tag, is_verbose=args.verbose)
+        _print(status, socket, Console(highlight=False, markup=False), tag, is_verbose=args.verbose)
     return 0
 
 
@@ -109,41 +107,33 @@ def _print(
         *([whose(tag, spaces)] if tag is not None else []),
     ]
     for line in (*lines(status, socket), *more, *([] if spaces else [NO_ENGINE])):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     for space in spaces:
         console.print()
         _print_namespace(space, status, console, tag)
-    kept = status["stats"]["quarantined_reservations"]
-    if kept:
+    if kept := status["stats"]["quarantined_reservations"]:
         console.print(
             f"{kept} frames of lost engines stay reserved until no process can write to them."
         )
     for space in spaces if is_verbose else ():
         console.print()
-        console.print(
-            f"KV of namespace {space['namespace'][:ID_DIGITS]} depends on:",
-            highlight=False,
-            markup=False,
-        )
+        console.print(f"KV of namespace {space['namespace'][:ID_DIGITS]} depends on:")
         console.print(field_table(fields_of(space["description"])))
-        console.print(f"full id: {space['namespace']}", highlight=False, markup=False)
+        console.print(f"full id: {space['namespace']}")
 
 
 def _print_namespace(
     space: dict[str, Any], status: dict[str, Any], console: Console, tag: str | None
 ) -> None:
-    console.print(title(space["namespace"], space, status), highlight=False, markup=False)
+    console.print(title(space["namespace"], space, status))
     fields = fields_of(space["description"])
     if isinstance(fields, dict) and "model" in fields:
-        console.print(f"  model {fields['model']}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"  model {fields['model']}", soft_wrap=True)
     if not space["stats"]:
         console.print("It is being opened.")
         return
-    reports = (*given_up(space), *unwritten(space), *late_lines(space))
-    above = (tier_table(space, status), *reports, hit_table(space))
-    for nth, part in enumerate(
-        (*above, engine_table(space), *tenant_table(space, MAX_TENANTS, tag))
-    ):
+    above = (tier_table(space, status), *notes(space), hit_table(space), engine_table(space))
+    for nth, part in enumerate((*above, *tenant_table(space, MAX_TENANTS, tag))):
         if nth:
             console.print()
         console.print(part)

@@ -7,12 +7,15 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
+from kvloft.cli.admin import counted
 from kvloft.config import format_ttl, size_text
 
 Status = Mapping[str, Any]
 """The result of `_core.server_status`, or one of its namespaces."""
 ID_DIGITS = 16
 """Digits of a namespace id in output. `clear`, `evict` and `--share` accept these or fewer."""
+Counts = Mapping[str, Any]
+"""Counters of an engine or a namespace, by the server's names."""
 NO_ENGINE = "No engine has connected yet, so no memory is in use."
 MAX_WHOLE = 1_000_000
 """Numbers from here on are shown with a unit."""
@@ -96,18 +99,21 @@ def broken(space: Status, status: Status) -> list[str]:
     return ["The disk tier is paused: reads or writes fail; they are retried."] if is_paused else []
 
 
-def unwritten(space: Status) -> list[str]:
-    """A line if chunks were evicted from host memory before they were written to disk."""
-    num = space["stats"].get("disk_unwritten", 0)
-    chunks = f"{num:,} chunk{'s' if num != 1 else ''}"
-    line = f"{chunks} evicted before they were written: the disk is slower than saves"
-    return [line] if num else []
-
-
-def given_up(space: Status) -> list[str]:
-    """Return a line with the number of chunks removed by `kvloft evict`."""
-    num = space["stats"]["evicted"]
-    return [f"{num:,} chunk{'s' if num != 1 else ''} removed by `kvloft evict`"] if num else []
+def notes(space: Status) -> list[str]:
+    """Return a line for each loss in a namespace, with its number of chunks."""
+    stats, found = space["stats"], []
+    if num := stats.get("evicted", 0):
+        found.append(f"{counted(num, 'chunk')} removed by `kvloft evict`")
+    if num := stats.get("disk_unwritten", 0):
+        slow = "the disk is slower than saves"
+        found.append(f"{counted(num, 'chunk')} evicted before they were written: {slow}")
+    if num := stats.get("late_calls", 0):
+        found.append(
+            f"Late answers: {count_text(num)}; chunks not saved because of them: "
+            f"{count_text(stats['late_chunks'])}. The server or the engines lack CPU time; a "
+            "larger server_timeout helps."
+        )
+    return found
 
 
 def whose(tag: str, spaces: list[dict[str, Any]]) -> str:
@@ -153,10 +159,6 @@ def engine_table(space: Status) -> Table | str:
     return table
 
 
-Counts = Mapping[str, Any]
-"""Counters of an engine or a namespace, by the server's names."""
-
-
 def hit_rate(counts: Counts, before: Counts | None = None) -> float | None:
     """Return chunks found divided by chunks looked up since ``before``; None without lookups."""
     names, old = ("lookup_chunks", "lookup_chunks_found"), before or {}
@@ -179,18 +181,6 @@ def hit_table(space: Mapping[str, Any], before: Mapping[str, Any] | None = None)
         rates = [hit_rate(counts, earlier)] if before is not None else []
         table.add_row(name, *_cells(counts, rates))
     return table
-
-
-def late_lines(space: Mapping[str, Any]) -> list[str]:
-    """Return a line about late answers and chunks not saved because of them, if any."""
-    num_calls, num_chunks = space["stats"]["late_calls"], space["stats"]["late_chunks"]
-    if not num_calls:
-        return []
-    late = (
-        f"Late answers: {count_text(num_calls)}; chunks not saved because of them: "
-        f"{count_text(num_chunks)}."
-    )
-    return [f"{late} The server or the engines lack CPU time; a larger server_timeout helps."]
 
 
 def _cells(counts: Counts, now: list[float | None]) -> list[str]:

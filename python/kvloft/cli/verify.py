@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvloft.cli.admin import counted
 from kvloft.cli.inspect import add_arguments, read_folder
 from kvloft.config import size_text
 
@@ -77,10 +78,10 @@ def _walk(folder: str, *, quiet: bool) -> tuple[int, list[dict[str, Any]]]:
 
 
 def _print(num_chunks: int, damage: list[dict[str, Any]]) -> None:
-    console = Console()
-    checked = f"{num_chunks:,} chunk{'s' if num_chunks != 1 else ''} checked"
+    console = Console(highlight=False, markup=False)
+    checked = f"{counted(num_chunks, 'chunk')} checked"
     if not damage:
-        console.print(f"{checked}: no damage", highlight=False)
+        console.print(f"{checked}: no damage")
         return
     table = Table("namespace", "slot", "key", "problem")
     have_several_sizes = len({found["frame_bytes"] for found in damage} - {None}) > 1
@@ -91,14 +92,9 @@ def _print(num_chunks: int, damage: list[dict[str, Any]]) -> None:
         table.add_row(found["namespace"], slot, (found["key"] or "-")[:16], found["problem"])
     console.print(table)
     if len(damage) > MAX_ROWS:
-        console.print(
-            f"... and {len(damage) - MAX_ROWS:,} more (--json has them all)", highlight=False
-        )
+        console.print(f"... and {len(damage) - MAX_ROWS:,} more (--json has them all)")
     if all(found["slot"] is not None for found in damage):
         verdict = f"{len(damage):,} damaged"
     else:  # damage of a whole file: its number of chunks is unknown
-        verdict = f"{len(damage):,} problem{'s' if len(damage) != 1 else ''} found"
-    console.print(
-        f"{checked}: {verdict}. Damaged and lost chunks are misses; no action is needed.",
-        highlight=False,
-    )
+        verdict = f"{counted(len(damage), 'problem')} found"
+    console.print(f"{checked}: {verdict}. Damaged and lost chunks are misses; no action is needed.")

@@ -20,15 +20,13 @@ from kvloft.cli.tables import (
     broken,
     disk_unused,
     engine_table,
-    given_up,
     hit_rate,
     hit_table,
-    late_lines,
     new_table,
+    notes,
     tenant_table,
     tier_table,
     title,
-    unwritten,
 )
 from kvloft.config import parse_seconds
 from kvloft.errors import LateError
@@ -205,11 +203,11 @@ def _picture_of(
     tag: str | None,
 ) -> RenderableType:
     """Tables of one namespace, most important first: a short screen hides the last ones."""
-    notes = (*given_up(space), *unwritten(space), *broken(space, status), *late_lines(space))
     flow = [_flow(rates, chunk_bytes(space))] if rates else []
     tables: list[Table | str] = [
         tier_table(space, status),
-        *notes,
+        *notes(space),
+        *broken(space, status),
         *flow,
         hit_table(space, olds.get(space["namespace"])),
         engine_table(space),

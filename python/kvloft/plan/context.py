@@ -1,15 +1,46 @@
-"""Objects that every part of the scheduler side uses."""
+"""Objects that every part of the scheduler side uses.
+
+Notes for the announcer of KV events are delivered after a plan is made, so that an error in events
+can fail neither a plan nor an admission.
+"""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
+from kvloft.plan.announcer import Announcer
 from kvloft.plan.breaker import CircuitBreaker
-from kvloft.plan.event_notes import EventNotes
 from kvloft.plan.request_state import RequestState
 from kvloft.plan.settings import PlanSettings
 from kvloft.seam.ids import ReqId
 from kvloft.seam.store import Session
+
+
+class EventNotes:
+    """Notes since the last `take`; none without an announcer."""
+
+    def __init__(self, announcer: Announcer | None) -> None:
+        self.announcer = announcer
+        self._notes: list[Callable[[], None]] = []
+
+    def add_saves(self, requests: Iterable[RequestState]) -> None:
+        """Note that requests have the units of the saves planned last."""
+        if (announcer := self.announcer) is not None:
+            for request in requests:
+                units = range(request.save_start, request.saved_units)
+                self._notes.append(partial(announcer.note, request.live, request.chain, units))
+
+    def add_states(self, request: RequestState, num_units: int) -> None:
+        """Note that a request has the states after its first ``num_units`` units."""
+        if (announcer := self.announcer) is not None:
+            note = partial(announcer.note_states, request.live, request.chain, num_units)
+            self._notes.append(note)
+
+    def take(self) -> list[Callable[[], None]]:
+        """Return the notes, each to be called once."""
+        notes, self._notes = self._notes, []
+        return notes
 
 
 @dataclass(slots=True, eq=False)

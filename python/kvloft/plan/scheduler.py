@@ -12,8 +12,7 @@ from kvloft.plan.announcer import Announcer
 from kvloft.plan.answers import Answer, Miss, Wait, WaitReason
 from kvloft.plan.block_writers import BlockWriters
 from kvloft.plan.breaker import CircuitBreaker
-from kvloft.plan.context import PlanContext
-from kvloft.plan.event_notes import EventNotes
+from kvloft.plan.context import EventNotes, PlanContext
 from kvloft.plan.load_planner import LoadPlanner
 from kvloft.plan.request_state import NEVER, RequestState
 from kvloft.plan.save_planner import SavePlanner

@@ -2,9 +2,19 @@
 
 from dataclasses import dataclass
 
-from kvloft.plan.block_budget import PoolSize
 from kvloft.plan.breaker import RETRY_S
 from kvloft.seam.shape import ArenaSpec, CacheShape
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """vLLM's block pool. ``step_tokens``: at most this many tokens are in steps at the same time.
+    ``num_drafts``: draft tokens per step and request.
+    """
+
+    num_blocks: int
+    step_tokens: int
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
