@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvloft import _core, auto
-from kvloft.cli import background
+from kvloft.cli import daemon
 from kvloft.config import Config, load_config
 from kvloft.errors import ConfigError, StoreError
 
@@ -332,7 +332,7 @@ def test_a_full_disk_ends_no_engines_start(
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", refuse)
         with pytest.raises(SystemExit, match=r"^1$"):
-            background.in_background(lambda _: 0, host.log, "")
+            daemon.in_background(lambda _: 0, host.log, "")
     assert "No space left on device" in capsys.readouterr().err
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(host.folder))
     monkeypatch.setattr(Path, "mkdir", refuse)

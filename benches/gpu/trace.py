@@ -44,7 +44,7 @@ class LoadTrace:
         begin = self._now()
         sent = self._submit(piece, **more)
         if len(self._pieces) < len(self._pool):
-            self._pool[len(self._pieces)].record(self._lane.last_copy_stream)
+            self._pool[len(self._pieces)].record(self._lane._slots[-1].copy_stream)
             self._pieces.append((begin, self._now(), piece.num_bytes))
         return sent
 

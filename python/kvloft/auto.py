@@ -181,10 +181,8 @@ def _connect(path: str | Path) -> int:
     with socket.socket(socket.AF_UNIX) as own:
         own.settimeout(START_TIMEOUT_S)
         own.connect(str(path))
-        pid: int = _PEER.unpack(own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[
-            0
-        ]
-        return pid
+        peer = own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        return int(_PEER.unpack(peer)[0])
 
 
 def _is_there(path: str | Path) -> bool:

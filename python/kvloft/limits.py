@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvloft.config import Config, Quota, first_twice, has_unit, parse_quota, parse_ttl
+from kvloft.config import Config, Quota, has_unit, parse_quota, parse_ttl
+from kvloft.config.sources import first_twice, keys_of, read_yaml
 from kvloft.errors import ConfigError
 
 KEYS: Final = {
@@ -91,38 +92,15 @@ def _from_file(path: str, salted: Limits) -> dict[str | None, Limits]:
 
 def _entries(path: str) -> Iterator[tuple[str, Any]]:
     """Yield each entry of the file with its name for messages."""
-    import yaml  # slow, see `config.sources`
-
     blame = f"salt_limits = {path}"
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        entries = yaml.safe_load(text)
-        keys = _keys_of(text)
-    except OSError as e:
-        raise ConfigError(
-            f"{blame} cannot be read ({e.strerror}); it must name a YAML file."
-        ) from None
-    except (yaml.YAMLError, ValueError, RecursionError):  # their messages can quote a salt
-        raise ConfigError(f"{blame} is not YAML; {WANTED}.") from None
+    entries, node = read_yaml(path, blame, f"{WANTED}.")
     if not isinstance(entries, list):
         raise ConfigError(f"{blame} is not a list; {WANTED}.")
-    for nth, (entry, own) in enumerate(zip(entries, keys, strict=True), 1):
-        twice = first_twice(own)
+    for nth, (entry, own) in enumerate(zip(entries, node.value, strict=True), 1):
+        twice = first_twice(keys_of(own))
         if twice in (*SALT_KEYS, *KEYS):  # any other key can be a salt
             raise ConfigError(f"{blame}, entry {nth} sets {twice} twice; remove one.")
         yield f"{blame}, entry {nth}", entry
-
-
-def _keys_of(text: str) -> list[list[str]]:
-    """Return the keys of each entry, including repeated keys, which PyYAML merges silently."""
-    import yaml
-
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
-    entries = node.value if isinstance(node, yaml.SequenceNode) else []
-    return [
-        [key.value for key, _ in entry.value] if isinstance(entry, yaml.MappingNode) else []
-        for entry in entries
-    ]
 
 
 def _entry(entry: Any, blame: str, folder: Path, salted: Limits) -> tuple[str | None, Limits]:

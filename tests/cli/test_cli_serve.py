@@ -25,7 +25,7 @@ import pytest
 from kvloft import _core
 from kvloft.cli import serve
 from kvloft.cli.__main__ import main
-from kvloft.cli.log import Log
+from kvloft.cli.daemon import Log
 from kvloft.errors import StoreError
 
 

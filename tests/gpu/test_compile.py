@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("cuda.core", reason="cuda-core is not installed: pip install 'cuda-core>=1'")
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 
-from kvloft.transfer.cuda.compile import (
+from kvloft.transfer.cuda.kernels import (
     CHUNKS,
     E348,
     VEC_BYTES,

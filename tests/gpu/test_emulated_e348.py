@@ -21,7 +21,7 @@ from gpu_support import copies_of, make_mover
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import SavePlan
 from kvloft.transfer.cuda import mover
-from kvloft.transfer.cuda.compile import KernelError
+from kvloft.transfer.cuda.kernels import KernelError
 from kvloft.transfer.layout import PagedLayout
 
 

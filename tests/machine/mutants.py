@@ -196,7 +196,7 @@ def decode_is_never_saved(mp: pytest.MonkeyPatch) -> None:
 )
 def decode_is_not_saved_ahead_of_its_tokens(mp: pytest.MonkeyPatch) -> None:
     def due(original: Any, request: Any, unit_tokens: int, frontier: int) -> Any:
-        if frontier > len(request.live.token_ids):
+        if frontier > len(request.live.tokens()[0]):
             request.next_save = frontier + 1
             return None
         return original(request, unit_tokens, frontier)

@@ -31,7 +31,7 @@ def live(**fields: Any) -> Any:
         "block_hashes": HASHES,
     }
     return SimpleNamespace(
-        request=SimpleNamespace(**plain | fields), token_ids=list(range(100, 112))
+        request=SimpleNamespace(**plain | fields), tokens=lambda: (list(range(100, 112)), 12)
     )
 
 
@@ -63,7 +63,7 @@ def test_a_block_with_several_hashes_is_called_by_its_last(
     told: Any = announcer_of(listens, config, store, shape, is_shared=False)
     finest = [b"%02d" % end * 16 for end in range(hash_tokens, 25, hash_tokens)]
     salted = live(block_hashes=finest, cache_salt="s")
-    salted.token_ids = list(range(100, 126))
+    salted.tokens = lambda: (list(range(100, 126)), 26)
     for size in (4, 12):
         ends = range(size, 25, size)
         names = [b"%02d" % end * 16 for end in ends]

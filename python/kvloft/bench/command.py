@@ -126,7 +126,7 @@ def run_copy(args: argparse.Namespace) -> int:
     try:
         gpu_bytes(("torch",))
         from kvloft.bench import copy
-        from kvloft.transfer.cuda.compile import default_cache_dir
+        from kvloft.transfer.cuda.kernels import default_cache_dir
         from kvloft.transfer.cuda.lanes import Tuning
 
         with screen.status("starting") as status:

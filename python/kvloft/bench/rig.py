@@ -3,8 +3,6 @@
 Times are measured with GPU events on the mover's streams. The rig also verifies the copied bytes.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import random
@@ -13,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -61,7 +59,7 @@ class Case:
     num_planes: int
 
     @classmethod
-    def of(cls, page_bytes: int) -> Case:
+    def of(cls, page_bytes: int) -> Self:
         """Return a case with blocks of 2 MiB, but 1 to 64 planes, as in real models."""
         return cls(page_bytes, max(1, min(64, (2 << 20) // page_bytes)))
 

@@ -18,9 +18,8 @@ from typing import IO, Any, Final
 
 from kvloft.cli import metrics
 from kvloft.cli.admin import NONE, limits_text
-from kvloft.cli.background import in_background
 from kvloft.cli.connection import COMMAND_LINE, add_socket, settings
-from kvloft.cli.log import Log, warn
+from kvloft.cli.daemon import Log, in_background, warn
 from kvloft.config import KEYS, OF_STORE, Config, describe, parse_seconds, size_text
 from kvloft.errors import ConfigError, StoreError
 from kvloft.limits import tenant_limits

@@ -25,8 +25,6 @@ STATES: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recur
 STORED_SHARE: Final = COMPACT_SHARE + 8 / 4096
 """Bytes of compressed KV with its table, as a part of the bytes of bfloat16 KV."""
 DTYPE_BYTES: Final = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
-
-
 COMPRESSED: Final = frozenset({"auto", "bfloat16"})
 
 
@@ -137,9 +135,7 @@ def _from_hub(model: str) -> Path:
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(model, "config.json"))
-    except (
-        Exception
-    ) as e:  # the hub's client has a dozen error types, and this command does nothing else
+    except Exception as e:  # the hub's client has a dozen error types
         raise ConfigError(
             f"{model} has no config.json here and could not be fetched from the hub: {e}"
         ) from e

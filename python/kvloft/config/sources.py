@@ -5,7 +5,7 @@ Must depend on neither vLLM nor the store: checks that need the model run elsewh
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from kvloft.config.environment import ENV_FILE, ENV_PREFIX, environment, setting_variables
 from kvloft.config.table import AUTO, KEYS, OF_STORE, Config, is_checked_for_unit
@@ -131,34 +131,47 @@ def _from_file(environ: Mapping[str, str]) -> _Layer:
     path = environ.get(ENV_FILE)
     if not path:
         return {}
-    import yaml  # a fifth of a server's start, and few users have such a file
-
     blame = f"{ENV_FILE} = {path!r} (environment)"
     wanted = "it must contain lines such as: host_size: 8GiB"
-    try:
-        # A NUL in the name raises ValueError.
-        with open(path, encoding="utf-8") as file:  # noqa: PTH123
-            text = file.read()
-        document = yaml.safe_load(text)
-    except RecursionError as e:
-        raise ConfigError(f"{blame} is nested too deeply; {wanted}") from e
-    except OSError as e:
-        raise ConfigError(
-            f"{blame} cannot be read ({e.strerror}); it must name a YAML file."
-        ) from e
-    except (yaml.YAMLError, ValueError) as e:
-        mark = getattr(e, "problem_mark", None)
-        where = f" (see line {mark.line + 1})" if mark is not None else ""
-        raise ConfigError(f"{blame} is not YAML{where}; {wanted}") from e
+    document, node = read_yaml(path, blame, wanted)
     if document is None:
         return {}
     if not isinstance(document, dict):
         raise ConfigError(f"{blame} contains a {type(document).__name__}; {wanted}")
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
-    assert isinstance(node, yaml.MappingNode)
-    if twice := first_twice([key.value for key, _ in node.value]):  # PyYAML would use the last one
+    if twice := first_twice(keys_of(node)):
         raise ConfigError(f"{blame} sets {twice} twice; remove one of the two lines")
     return _from_mapping(document, f"file {path}")
+
+
+def read_yaml(path: str, blame: str, wanted: str) -> tuple[Any, Any]:
+    """Return the document in a YAML file, and its node. Raises ConfigError.
+
+    The file can contain secrets, so errors must not quote it.
+    """
+    import yaml  # a fifth of a server's start, and few users have such a file
+
+    try:
+        # A NUL in the name raises ValueError.
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123
+            text = file.read()
+        return yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError:
+        raise ConfigError(f"{blame} is nested too deeply; {wanted}") from None
+    except OSError as e:
+        raise ConfigError(
+            f"{blame} cannot be read ({e.strerror}); it must name a YAML file."
+        ) from None
+    except (yaml.YAMLError, ValueError) as e:
+        mark = getattr(e, "problem_mark", None)
+        where = f" (see line {mark.line + 1})" if mark is not None else ""
+        raise ConfigError(f"{blame} is not YAML{where}; {wanted}") from None
+
+
+def keys_of(node: Any) -> list[str]:
+    """Return all keys of a YAML mapping, also repeated ones, which PyYAML merges silently; none for
+    any other node.
+    """
+    return [key.value for key, _ in node.value] if node.id == "mapping" else []
 
 
 def first_twice(keys: Sequence[str]) -> str | None:

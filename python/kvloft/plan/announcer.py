@@ -29,18 +29,6 @@ Describe = Callable[[LiveRequest, int, int, int], Sequence[Block]]
 """(request, block_tokens, begin, end): its blocks [begin, end), if others know their hashes."""
 
 
-@dataclass(frozen=True, slots=True)
-class _GroupBlocks:
-    """How a group's blocks lie in units. ``number``: the group's number in the keys."""
-
-    nth: int
-    number: int | None
-    block_tokens: int
-    per_unit: int
-    num_dropped: int
-    """Leading blocks of each unit that its chunk does not keep."""
-
-
 @dataclass(slots=True, eq=False)
 class _Chunk:
     blocks: Sequence[Block]
@@ -70,11 +58,15 @@ class Announcer:
     ) -> None:
         self._store, self._describe, self._max_chunks = store, describe, max_chunks
         self._is_shared = is_shared
-        groups = [_group_blocks(shape, nth) for nth in range(len(shape.groups))]
-        self._main = groups[shape.main]
-        self._states = [group for group in groups if shape.groups[group.nth].kind == "state"]
-        others = [group for group in groups if shape.groups[group.nth].kind != "state"]
-        self._others = sorted(others, key=lambda group: group is not self._main)
+        self._groups, self._numbers = (
+            shape.groups,
+            list(map(shape.number_of, range(len(shape.groups)))),
+        )
+        self._main = shape.main
+        self._states = [nth for nth, group in enumerate(shape.groups) if group.kind == "state"]
+        others = [nth for nth, group in enumerate(shape.groups) if group.kind != "state"]
+        self._others = sorted(others, key=lambda nth: nth != shape.main)
+        """Groups whose chunks hold tokens, the main one first."""
         self._known: dict[bytes, _Chunk] = {}
         """In the order of requests: some routers drop blocks announced before their parent."""
         self._children: dict[bytes, int] = {}
@@ -105,7 +97,7 @@ class Announcer:
         self,
         live: LiveRequest,
         chain: KeyChain,
-        groups: Sequence[_GroupBlocks],
+        groups: Sequence[int],
         units: range,
         num_above: int,
     ) -> None:
@@ -130,22 +122,24 @@ class Announcer:
         self,
         live: LiveRequest,
         chain: KeyChain,
-        groups: Sequence[_GroupBlocks],
+        groups: Sequence[int],
         units: range,
         num_above: int,
     ) -> dict[bytes, _Chunk]:
         """Return the chunks of ``units``, up to the first that other processes cannot use."""
         found: dict[bytes, _Chunk] = {}
-        above = chain.key(num_above - 1, self._main.number) if num_above else None
-        for unit, group in product(units, groups):
-            key = chain.key(unit, group.number)
+        above = chain.key(num_above - 1, self._numbers[self._main]) if num_above else None
+        for unit, nth in product(units, groups):
+            key = chain.key(unit, self._numbers[nth])
             if (chunk := self._known.get(key)) is None:
-                begin, end = unit * group.per_unit + group.num_dropped, (unit + 1) * group.per_unit
+                group = self._groups[nth]
+                end = (unit + 1) * group.blocks_per_unit
+                begin = end - group.kept_blocks
                 if not (blocks := self._describe(live, group.block_tokens, begin, end)):
                     break
-                chunk = _Chunk(blocks, group.nth, above)
+                chunk = _Chunk(blocks, nth, above)
             found[key] = chunk
-            if group is self._main:
+            if nth == self._main:
                 above = key
         return found
 
@@ -230,9 +224,3 @@ class Announcer:
                 change = self._log.enter if where & tier else self._log.leave
                 change(tier, chunk.group, chunk.blocks)
         chunk.where = where
-
-
-def _group_blocks(shape: CacheShape, nth: int) -> _GroupBlocks:
-    group, number = shape.groups[nth], shape.number_of(nth)
-    num_dropped = group.blocks_per_unit - group.kept_blocks
-    return _GroupBlocks(nth, number, group.block_tokens, group.blocks_per_unit, num_dropped)

@@ -74,8 +74,7 @@ class DiskPacing:
     """Steps in flight: when each was planned, and its prompt tokens."""
     _step_ended_s: float = float("-inf")
 
-    # -- measurements
-    # ---------------------------------------------------------------------------------------------
+    # -- measurements ---------------------------------------------------------------------------
 
     def is_sample_due(self, now: float) -> bool:
         return now - self._sampled_s >= SAMPLE_S
@@ -90,12 +89,8 @@ class DiskPacing:
             return
         if self._is_measured and num_done >= self.num_done and busy_us >= self._busy_us:
             self._disk.add(now, num_done - self.num_done, (busy_us - self._busy_us) / 1e6)
-        self._is_measured = True
-        self.num_done, self._busy_us, self.num_pending = (
-            num_done,
-            busy_us,
-            stats.get("reads_pending", 0),
-        )
+        self._is_measured, self.num_done, self._busy_us = True, num_done, busy_us
+        self.num_pending = stats.get("reads_pending", 0)
 
     def observe_reads_wanted(self, num_chunks: int) -> int:
         """Count chunks wanted since the last sample; returns the value of `num_done` at which they
@@ -126,8 +121,7 @@ class DiskPacing:
         """
         return self.num_pending == 0
 
-    # -- estimates
-    # -----------------------------------------------------------------------------------------
+    # -- estimates ------------------------------------------------------------------------------
 
     def expected_read_s(self, num_chunks: int) -> float:
         """Return the seconds until the disk has read this many more chunks."""
@@ -154,16 +148,11 @@ class DiskPacing:
         if not self._is_measured or num_chunks <= 0:
             return True
         self._disk.fade(now)
-        read_s, compute_s = (
-            self.expected_read_s(num_ahead + num_chunks),
-            self.expected_compute_s(num_tokens),
-        )
-        if compute_s is None:
+        read_s = self.expected_read_s(num_ahead + num_chunks)
+        if (compute_s := self.expected_compute_s(num_tokens)) is None:
             return read_s < backlog_s + PROBE_S
-        return (
-            read_s < backlog_s + compute_s + GRACE_S
-            or self.expected_read_s(num_ahead + 1) < backlog_s
-        )
+        comes_first = self.expected_read_s(num_ahead + 1) < backlog_s
+        return comes_first or read_s < backlog_s + compute_s + GRACE_S
 
 
 @dataclass(slots=True)

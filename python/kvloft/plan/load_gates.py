@@ -124,9 +124,8 @@ class LoadGates:
             return None
         for units in self.incoming.values():
             is_inside = units.begin <= unit and last < units.end
-            if is_inside and units.chain.key(last) == chain.key(
-                last
-            ):  # then all before it is equal
+            # If the last keys are equal, all before them is.
+            if is_inside and units.chain.key(last) == chain.key(last):
                 return units
         return None
 

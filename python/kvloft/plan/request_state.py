@@ -119,7 +119,7 @@ class RequestState:
 
     def _restart_chain(self) -> None:
         view = self.live.view()
-        self.num_prompt_tokens = self.live.num_prompt_tokens
+        _, self.num_prompt_tokens = self.live.tokens()
         savable_tokens = NEVER if view.savable_tokens is None else view.savable_tokens
         self.save_limit = min(savable_tokens, self.num_prompt_tokens if self.prompt_only else NEVER)
         self._embeds = view.embeds

@@ -4,10 +4,8 @@ of a request.
 Must not depend on the reason for a copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from kvloft.seam.ids import BlockId, ChunkKey, Ticket
 
@@ -67,9 +65,9 @@ class Tables:
         start, stop = units.start, units.stop
         return self.tables[group][start and start * size : stop and stop * size]
 
-    def copy(self) -> Tables:
+    def copy(self) -> Self:
         """Return a copy whose tables are lists, so that `grow` can extend them."""
-        return Tables([list(table) for table in self.tables], self.main, self.per_unit)
+        return type(self)([list(table) for table in self.tables], self.main, self.per_unit)
 
     def grow(self, blocks: Sequence[BlockId]) -> None:
         """Append blocks to the table of the only group."""

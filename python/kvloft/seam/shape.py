@@ -4,11 +4,9 @@
 vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 COMPACT_SHARE: Final = 0.7188
 """Size of the records of compressed pages as a part of their bytes, in frames for compressed
@@ -170,6 +168,6 @@ class ArenaSpec:
     lifeline: tuple[str, int] | None = None
     """Path and inode of the pipe that workers hold open (see `Lifeline`); of servers only."""
 
-    def is_same_memory(self, other: ArenaSpec | None) -> bool:
+    def is_same_memory(self, other: Self | None) -> bool:
         """Return True if ``other`` is the same memory, possibly through another connection."""
         return other is not None and replace(other, lifeline=self.lifeline) == self and self.id != 0

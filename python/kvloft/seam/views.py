@@ -50,18 +50,10 @@ class LiveRequest(Protocol):
 
     @property
     def req_id(self) -> ReqId: ...
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Return vLLM's list of known tokens, which a streaming session can shorten."""
-        ...
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Return the prompt's length, which a streaming session's next input changes."""
-        ...
-
     def tokens(self) -> tuple[Sequence[int], int]:
-        """Return token_ids and num_prompt_tokens, called for hundreds of requests per step."""
+        """Return vLLM's list of known tokens, which a streaming session can shorten, and the
+        prompt's length, which its next input changes. Called for hundreds of requests per step.
+        """
         ...
 
     @property

@@ -1,6 +1,7 @@
-"""The host arena as a worker maps it, and this rank's part of each frame."""
+"""The host arena as a worker maps it, this rank's part of each frame, and its lifeline."""
 
 import ctypes
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -222,3 +223,25 @@ class PrivatePart:
             "num_blocks": copy.num_blocks,
             "rank": self._frames.memory.rank,
         }
+
+
+class Lifeline:
+    """A worker's end of its engine's lifeline: a pipe whose end-of-file shows a server that no
+    process can write to the frames.
+
+    Holds the pipe open until `close`, and never writes to it; the kernel closes it when the process
+    ends for any reason. Open it before mapping the arena.
+    """
+
+    def __init__(self, path: str, inode: int) -> None:
+        """Open the pipe. Raises OSError if the engine is gone, or ``path`` is another file."""
+        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if os.fstat(self._fd).st_ino != inode:
+            self.close()
+            raise OSError(f"{path} is no longer this engine's lifeline: its scheduler has ended")
+
+    def close(self) -> None:
+        """Close the pipe; this process must not write to frames afterwards. Idempotent."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)

@@ -71,13 +71,12 @@ def read_layout(
     """
     planes: dict[tuple[int, int], Plane] = {}
     digest = hashlib.blake2b(fingerprint.encode(), digest_size=32)
-    listed = {
-        name: [given] if isinstance(given, torch.Tensor) else given
+    tensors = [  # a Mamba layer has several
+        (name, tensor)
         for name, given in kv_caches.items()
-    }
-    for name, tensor in [
-        (name, part) for name, parts in listed.items() for part in parts
-    ]:  # a Mamba layer has several
+        for tensor in ([given] if isinstance(given, torch.Tensor) else given)
+    ]
+    for name, tensor in tensors:
         if tensor.numel() == 0:
             raise LayoutError(f"layer {name!r} has an empty KV tensor; kvloft cannot cache it")
         for plane in _planes_of(name, tensor, num_blocks):

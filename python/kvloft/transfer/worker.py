@@ -14,9 +14,8 @@ from typing import Any
 from kvloft.seam.ids import BlockId, ReqId, Ticket
 from kvloft.seam.plan import LoadResult, StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec, CacheShape
-from kvloft.transfer.frames import GroupFrames, map_frames
+from kvloft.transfer.frames import GroupFrames, Lifeline, map_frames
 from kvloft.transfer.layout import PagedLayout, read_layout, without_pages
-from kvloft.transfer.lifeline import Lifeline
 from kvloft.transfer.mover import Finished, Mover
 from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover
 

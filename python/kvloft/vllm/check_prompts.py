@@ -4,9 +4,13 @@ depend on rounding.
 It must not depend on kvloft's connector: the engines here run without it.
 """
 
+from __future__ import annotations
+
 import random
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvloft.vllm.check import Engine
 
 MAX_PROMPT_TOKENS = 10_000
 PROMPT_UNITS = (1.4, 2.5, 4.3, 6.7)
@@ -23,22 +27,11 @@ WORDS = """
     before orange engine doctor circle travel answer music field
 """
 
-
-class Asked(Protocol):
-    """The part of `kvloft.vllm.check.Engine` that this module uses."""
-
-    llm: Any
-
-    def facts(self) -> dict[str, Any]: ...
-    def forget(self) -> None: ...
-    def ask(self, ids: Sequence[int]) -> dict[str, Any]: ...
-
-
 Chosen = tuple[list[int], dict[str, Any]]
 """A prompt, and its answer computed without any cache."""
 
 
-def choose_prompts(engine: Asked, num_output_tokens: int) -> dict[str, Chosen]:
+def choose_prompts(engine: Engine, num_output_tokens: int) -> dict[str, Chosen]:
     """Return prompts by name, with lengths around multiples of a hit, beyond every window, and
     beyond every chunk of kvloft.
 
@@ -59,7 +52,7 @@ def choose_prompts(engine: Asked, num_output_tokens: int) -> dict[str, Chosen]:
     return prompts
 
 
-def _clear_prompt(engine: Asked, head: list[int], length: int) -> Chosen:
+def _clear_prompt(engine: Engine, head: list[int], length: int) -> Chosen:
     """Return a prompt that starts with ``head``: of several tries, the clearest."""
     enough = CLEAR if engine.facts()["dtype"] == "float32" else CLEAR_ELSE
     best: Chosen = ([], {})

@@ -5,14 +5,14 @@ counted, and the engine continues. Loads are asynchronous only. Errors at constr
 caught: a wrong setting must stop the start.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import torch
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -32,10 +32,6 @@ from kvloft.vllm.stats import KVLoftPromMetrics, KVLoftStats
 from kvloft.vllm.support import HAS_GROUPS, check_supported
 from kvloft.vllm.views import hit_sources
 from kvloft.vllm.worker_half import WorkerHalf
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.distributed.kv_events import KVCacheEvent
 
 logger = logging.getLogger("vllm.kvloft")
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -64,7 +60,7 @@ def _miss_on_error(default: Callable[..., Any] = lambda _: None) -> Callable[[_F
 
     def wrap(hook: _F) -> _F:
         @wraps(hook)
-        def guarded(self: KVLoftConnector, *args: Any, **kwargs: Any) -> Any:
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return hook(self, *args, **kwargs)
             except (KeyboardInterrupt, SystemExit):

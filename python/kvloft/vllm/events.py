@@ -80,7 +80,7 @@ def describe(
         or request.prompt_embeds is not None
     ):
         return ()
-    lora, token_ids = request.lora_request, live.token_ids
+    lora, (token_ids, _) = request.lora_request, live.tokens()
     adapter = (lora.adapter_id, lora.name) if lora is not None else None
     has_extra = lora is not None or (request.cache_salt and begin == 0)
     blocks = []

@@ -63,10 +63,8 @@ def check_settings_early(factory: Any) -> None:
                 try:
                     config = load_config(extra)
                     refuse_here(config)
-                except ConfigError as error:
-                    raise ConfigError(
-                        f"kvloft: {error}"
-                    ) from error  # for example, inside vLLM's ValidationError
+                except ConfigError as error:  # shown inside vLLM's ValidationError, for example
+                    raise ConfigError(f"kvloft: {error}") from error
                 right[repr(extra)] = config.kv_groups
             return sys.modules[MODULE].class_of(right[repr(extra)])
         return connector

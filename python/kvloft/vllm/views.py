@@ -3,17 +3,17 @@
 Reads only fields of every supported release, or with a default.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
 
 from kvloft import _core
 from kvloft.seam.batch import Tables
@@ -27,50 +27,32 @@ try:
 except ImportError:  # before 0.32 hits have no source
     CacheHitSource = None
 
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
-
 
 class VllmRequest:
     """A `LiveRequest` over vLLM's Request; ``adapters`` names its LoRA."""
 
-    __slots__ = ("_adapters", "_request", "req_id")
+    __slots__ = ("_adapters", "req_id", "request")
 
     def __init__(self, request: Request, adapters: AdapterNames) -> None:
-        self._request = request
-        self._adapters = adapters
+        self.request, self._adapters = request, adapters
         self.req_id = ReqId(request.request_id)
 
-    @property
-    def request(self) -> Request:
-        """vLLM's own request, for calls to vLLM."""
-        return self._request
-
-    @property
-    def token_ids(self) -> Sequence[int]:
+    def tokens(self) -> tuple[Sequence[int], int]:
         # The list behind the read-only wrapper: Rust reads a list in place, thousands of ids in one
         # call.
-        return self._request._all_token_ids  # noqa: SLF001
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self._request.num_prompt_tokens
-
-    def tokens(self) -> tuple[Sequence[int], int]:
-        request = self._request
+        request = self.request
         return request._all_token_ids, request.num_prompt_tokens  # noqa: SLF001
 
     @property
     def num_computed_tokens(self) -> int:
-        return self._request.num_computed_tokens
+        return self.request.num_computed_tokens
 
     @property
     def skip_load(self) -> bool:
         """True if it must not read a cache, or its KV comes from a prefill server through another
         connector.
         """
-        skips = getattr(self._request, "skip_reading_prefix_cache", False)
+        skips = getattr(self.request, "skip_reading_prefix_cache", False)
         return bool(skips or self._transfer_params().get("do_remote_prefill"))
 
     @property
@@ -80,11 +62,11 @@ class VllmRequest:
         return wish if wish in ("all", "prompt") else None
 
     def _transfer_params(self) -> dict[str, Any]:
-        params = getattr(self._request, "kv_transfer_params", None)
+        params = getattr(self.request, "kv_transfer_params", None)
         return params if isinstance(params, dict) else {}
 
     def view(self) -> RequestView:
-        request, prefix = self._request, self._adapters.media_prefix
+        request, prefix = self.request, self._adapters.media_prefix
         items = [
             MediaItem(prefix + each.identifier, each.mm_position.offset, each.mm_position.length)
             for each in request.mm_features

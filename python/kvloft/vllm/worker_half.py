@@ -6,13 +6,14 @@ the forward pass. With a draft model that has KV, and states of accepted draft t
 follows the results: then saves wait for ``wait_for_save``, which comes last.
 """
 
-from __future__ import annotations
-
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 import vllm
 from kvloft.config import Config
@@ -26,11 +27,6 @@ from kvloft.vllm.identity.reload import WeightsWatch
 from kvloft.vllm.patches import DISCARD, SLEEP, WORKER_RELOAD, listen, settle
 from kvloft.vllm.shape import group_layers, has_draft_kv
 from kvloft.vllm.stats import KVLoftStats
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 class WorkerHalf:

@@ -6,11 +6,9 @@ sizes vary, so the copy engine moves a constant width of each part, and kernels 
 host memory. Arithmetic only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -65,13 +63,7 @@ class PartEncoding:
     block_width: int
 
     @classmethod
-    def of(
-        cls,
-        layout: PagedLayout,
-        frames: FrameMemory,
-        *,
-        everything: bool = False,
-    ) -> PartEncoding:
+    def of(cls, layout: PagedLayout, frames: FrameMemory, *, everything: bool = False) -> Self:
         """``everything``: move the largest possible size, for frames not yet registered."""
         saved = 0 if everything else _saved_bytes(layout)
         block_width = layout.block_bytes - saved + TABLE_ENTRY_BYTES * _tiles_per_block(layout)

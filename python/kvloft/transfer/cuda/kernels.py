@@ -1,15 +1,19 @@
-"""Launch parameters of the kernels in csrc: ctypes mirrors of kv_layout.cuh, and the tile table.
+"""The kernels in csrc: compiled with NVRTC for the device and cached on disk with cuda.core's
+program cache; their launch parameters, which mirror kv_layout.cuh; and the tile table.
 
-Both sides assert the sizes. Must not depend on the order of streams, frames or plans.
+Compiling needs no nvcc, no torch ABI and no GPU. Must not depend on the order of streams, frames or
+plans.
 """
-
-from __future__ import annotations
 
 import ctypes
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +21,88 @@ import torch
 
 from kvloft.errors import UnsupportedError
 from kvloft.transfer.cuda import driver
-from kvloft.transfer.cuda.compile import CHUNKS, E348, VEC_BYTES, compile_kernels
 from kvloft.transfer.frames import TILE_BYTES
 from kvloft.transfer.layout import PagedLayout
 
+HEADERS = ("tag.cuh", "kv_layout.cuh", "piece.cuh")
+"""Each includes only headers before it."""
+VEC_BYTES = (16, 8, 4, 1)
+CACHE_BYTES = 64 << 20
 CTA_THREADS: Final = 512
 WARPS_PER_CTA: Final = CTA_THREADS // 32
 MAX_SEGMENTS: Final = 128
 MAX_BLOCKS: Final = 1024
+
+
+class Family(NamedTuple):
+    """The two kernels of a source file, which is the last of ``sources`` after its headers."""
+
+    sources: tuple[str, ...]
+    gather: str
+    scatter: str
+
+
+CHUNKS = Family(("chunks.cu",), "gather_chunks", "scatter_chunks")
+E348 = Family(("e348_format.cuh", "e348.cu"), "encode_chunks", "decode_chunks")
+
+
+class KernelError(UnsupportedError):
+    """The kernels are not available on this machine; the message has the fix."""
+
+
+@cache
+def kernel_source(family: Family = CHUNKS) -> str:
+    """Return the device code of ``family`` without includes, for the program cache."""
+    folder = resources.files("kvloft") / "csrc"
+    text = "".join(
+        (folder / name).read_text(encoding="utf-8") for name in (*HEADERS, *family.sources)
+    )
+    return re.sub(r'^#(include "[^"]+"|pragma once)\n', "", text, flags=re.MULTILINE)
+
+
+def compile_kernels(
+    arch: str,
+    vec_bytes: int,
+    cache_dir: Path | None = None,
+    *,
+    family: Family = CHUNKS,
+    macros: tuple[tuple[str, str], ...] = (),
+) -> bytes:
+    """Return the cubin of ``family`` for ``arch`` (such as "sm_90") with accesses of ``vec_bytes``.
+
+    Uses the cache in ``cache_dir``. ``macros`` are for benchmarks that leave out a part of the
+    kernels. Raises KernelError with the compiler's log.
+    """
+    try:
+        from cuda.core import Program, ProgramOptions
+        from cuda.core.utils import FileStreamProgramCache
+    except ImportError as error:
+        raise KernelError(
+            "kvloft compiles its GPU kernels with NVRTC, and a package for that is missing "
+            f"({error}): "
+            "pip install 'kvloft[cu13]', or kvloft[cu12] where torch was built for CUDA 12"
+        ) from error
+    defined = [("KVLOFT_VEC_BYTES", str(vec_bytes)), *macros]
+    options = ProgramOptions(
+        name="kvloft_chunks", arch=arch, std="c++17", lineinfo=True, define_macro=defined
+    )
+    try:
+        store: Any = None
+        if cache_dir is not None:
+            store = FileStreamProgramCache(cache_dir, max_size_bytes=CACHE_BYTES)
+        program = Program(kernel_source(family), "c++", options)
+        return bytes(program.compile("cubin", cache=store).code)
+    # cuda.core raises its own types for a missing NVRTC, a bad arch and a compile error
+    except Exception as error:
+        raise KernelError(
+            f"kvloft's GPU kernels could not be compiled for {arch}: {error}"
+        ) from error
+
+
+def default_cache_dir() -> Path:
+    """Return the folder of compiled kernels: ``~/.cache/kvloft``."""
+    return Path.home() / ".cache" / "kvloft"
+
 
 TILE: Final = np.dtype(
     [
@@ -47,33 +125,29 @@ SEGMENT: Final = np.dtype(
     ]
 )
 PART: Final = np.dtype([("address", "<u8"), ("width", "<u4"), ("is_raw", "<u4")])
-assert (
-    TILE.itemsize == 32 and SEGMENT.itemsize == 24 and PART.itemsize == 16
-)  # as kv_layout.cuh asserts
+# As kv_layout.cuh asserts.
+assert TILE.itemsize == 32 and SEGMENT.itemsize == 24 and PART.itemsize == 16
+
+
+def _fields_of(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
+    return ((name, kind) for name in names.split())
 
 
 class PieceParams(ctypes.Structure):
     """Parameters of one launch; see kv_layout.cuh."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_uint64)
-            for name in ("tiles", "sums", "num_done", "tags_out", "block_bytes", "base")
-        ),
-        *((name, ctypes.c_uint64) for name in ("num_used", "used_out", "part_room")),
-        *(
-            (name, ctypes.c_uint32)
-            for name in ("tiles_per_block", "num_planes", "num_tiles", "num_segments")
-        ),
+        *_fields_of(ctypes.c_uint64, "tiles sums num_done tags_out block_bytes base"),
+        *_fields_of(ctypes.c_uint64, "num_used used_out part_room"),
+        *_fields_of(ctypes.c_uint32, "tiles_per_block num_planes num_tiles num_segments"),
         ("segments", ctypes.c_uint8 * (SEGMENT.itemsize * MAX_SEGMENTS)),
         ("block_ids", ctypes.c_int32 * MAX_BLOCKS),
         ("parts", ctypes.c_uint8 * (PART.itemsize * MAX_SEGMENTS)),
     )
 
 
-assert (
-    ctypes.sizeof(PieceParams) == 88 + (24 + 16) * MAX_SEGMENTS + 4 * MAX_BLOCKS
-)  # as kv_layout.cuh asserts
+# As kv_layout.cuh asserts.
+assert ctypes.sizeof(PieceParams) == 88 + (24 + 16) * MAX_SEGMENTS + 4 * MAX_BLOCKS
 
 
 def vec_bytes_of(layout: PagedLayout) -> int:
@@ -96,17 +170,8 @@ def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
     for number, plane in enumerate(layout.planes):
         for at in range(0, plane.page_bytes, TILE_BYTES):
             num_bytes = min(TILE_BYTES, plane.page_bytes - at)
-            rows.append(
-                (
-                    plane.base + at,
-                    plane.block_stride,
-                    payload_offset + at,
-                    num_bytes,
-                    plane.is_bf16,
-                    number,
-                    at // 8,
-                )
-            )
+            place = (plane.base + at, plane.block_stride, payload_offset + at, num_bytes)
+            rows.append((*place, plane.is_bf16, number, at // 8))
         payload_offset += plane.page_bytes
     return np.array(rows, dtype=TILE)
 
@@ -120,7 +185,7 @@ class BlockTiles:
     tile_offsets: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, layout: PagedLayout) -> BlockTiles:
+    def of(cls, layout: PagedLayout) -> Self:
         tiles = tile_table(layout)
         return cls(layout.block_bytes, len(tiles), tiles["payload_offset"].astype(np.int64))
 
@@ -148,9 +213,8 @@ class Kernels:
         Raises KernelError if they cannot be compiled, and CudaError if they cannot be loaded.
         """
         major, minor = torch.cuda.get_device_capability(device)
-        torch.cuda.current_stream(
-            device
-        ).synchronize()  # makes the context current on this thread; not in a step
+        # Makes the context current on this thread; not in a step.
+        torch.cuda.current_stream(device).synchronize()
         self.vec_bytes, self.encodes = vec_bytes_of(layout), encodes
         family = E348 if encodes else CHUNKS
         cubin = compile_kernels(

@@ -199,11 +199,6 @@ class Lane:
     def num_slots(self) -> int:
         return len(self._slots)
 
-    @property
-    def last_copy_stream(self) -> driver.Stream:
-        """Return the stream that copies the last piece."""
-        return self._slots[-1].copy_stream
-
     def next_kernel_stream(self, kind: int) -> driver.Stream:
         """Return the stream of the next kernel, for pages of ``kind``.
 
@@ -272,10 +267,8 @@ class Lane:
         num_bytes: list[int] = []
         few_rows = FEW_ROWS if len(piece.runs) > FEW_RUNS else 1
         for run in piece.runs:
-            host_at, device_at = (
-                frames.part(run.frame) + run.part_offset,
-                slot.address + run.slot_offset,
-            )
+            host_at = frames.part(run.frame) + run.part_offset
+            device_at = slot.address + run.slot_offset
             if run.num_rows > few_rows:
                 stream.copy_rows(
                     host=host_at,
@@ -306,9 +299,8 @@ class _Params:
         self._sums = torch.zeros(
             2 * MAX_SEGMENTS + 1, dtype=torch.int64, device=kernels.tiles.device
         )
-        torch.cuda.current_stream(
-            kernels.tiles.device
-        ).synchronize()  # zeros before any launch; not in a step
+        # Zeros before any launch; not in a step.
+        torch.cuda.current_stream(kernels.tiles.device).synchronize()
         self._tiles, sums = kernels.tiles, self._sums.data_ptr()
         self._params = PieceParams(
             tiles=kernels.tiles.data_ptr(),

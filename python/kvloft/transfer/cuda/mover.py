@@ -25,10 +25,9 @@ import torch
 from kvloft.seam.ids import BlockId
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import driver
-from kvloft.transfer.cuda.compile import KernelError, default_cache_dir
 from kvloft.transfer.cuda.encoding import PartEncoding, can_encode
 from kvloft.transfer.cuda.jobs import LOAD_PREPARE_US, SAVE_PREPARE_US, ramp
-from kvloft.transfer.cuda.kernels import Kernels
+from kvloft.transfer.cuda.kernels import KernelError, Kernels, default_cache_dir
 from kvloft.transfer.cuda.lanes import Lane, Tuning
 from kvloft.transfer.cuda.loads import Loads
 from kvloft.transfer.cuda.pieces import PieceLimits

@@ -6,12 +6,10 @@ are equally spaced, like their parts in the arena, so that chunks in neighboring
 copy. Arithmetic only, without CUDA.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +36,7 @@ class ChunkTable:
     keys: bytes
 
     @classmethod
-    def of(cls, chunks: ChunkBatch) -> ChunkTable:
+    def of(cls, chunks: ChunkBatch) -> Self:
         ((_, frames, keys, blocks),) = chunks.columns()[0] or [(0, b"", b"", b"")]
         # Lists, because the link waits for the first table, and numpy starts slowly.
         numbers = memoryview(frames).cast("I").tolist()

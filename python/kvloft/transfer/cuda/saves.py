@@ -141,12 +141,8 @@ class Saves(Direction):
             too_long = self._shared.trailers_of(job).seal(
                 table.frames, table.keys, job.tags, table.num_blocks, job.used
             )
-            done.saved += (
-                [ticket for i, ticket in enumerate(tickets) if i not in too_long]
-                if too_long
-                else tickets
-            )
             misfits = [tickets[i] for i in too_long]
+            done.saved += [ticket for ticket in tickets if ticket not in misfits]
             done.failed += misfits
             done.misfits += misfits
         else:

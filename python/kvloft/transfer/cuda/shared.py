@@ -4,8 +4,6 @@ registered memory.
 All of it is used under one lock. Must not depend on the differences of saves and loads.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -14,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +50,7 @@ class PageKind(NamedTuple):
     fits: bool = True
     """False if frames are for compressed chunks, and these kernels compress nothing."""
 
-    def with_slots(self, save_bytes: int, load_bytes: int) -> PageKind:
+    def with_slots(self, save_bytes: int, load_bytes: int) -> Self:
         """Return this kind with staging slots of these sizes."""
         return self._replace(
             saves=replace(self.saves, slot_bytes=save_bytes),

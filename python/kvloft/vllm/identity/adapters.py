@@ -1,16 +1,11 @@
 """The identity of a request's LoRA adapter in keys. Must not depend on requests or the store."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from huggingface_hub import constants as hub
+from vllm.lora.request import LoRARequest
 
 from kvloft.vllm.identity.weights import Look, LooksInTime, engine_start_s, hub_commit
-
-if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
 
 
 class AdapterNames:

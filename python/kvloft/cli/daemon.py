@@ -1,16 +1,61 @@
-"""`kvloft serve --background`: runs the work in a new session, and returns once it has begun."""
+"""Output of `kvloft serve`: the log on stdout, warnings on stderr, and --background.
 
+A failed write never ends the server: a full disk is reported once on stderr. It must not depend on
+the events.
+"""
+
+import contextlib
 import errno
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from kvloft.errors import MAY_PASS, ConfigError
 
+TIME: Final = "%Y-%m-%d %H:%M:%S"
+"""Local time."""
 MAX_LOG_BYTES: Final = 1 << 20
 """A longer log is truncated at start."""
+
+
+def warn(text: str) -> None:
+    """Print a line on stderr, if that can be written."""
+    with contextlib.suppress(OSError):
+        print(f"kvloft: {text}", file=sys.stderr, flush=True)
+
+
+class Log:
+    """The log of one server."""
+
+    def __init__(self) -> None:
+        self._was_lost = False
+
+    def tell(self, *lines: str) -> None:
+        """Print each line with date and time. A failed write does not affect later lines."""
+        for line in lines:
+            try:
+                print(f"{time.strftime(TIME)} {line}", flush=True)
+            except OSError as e:
+                self._lose(e)
+
+    def end(self) -> None:
+        """Flush both streams; discard what cannot be written, or the exit status would change."""
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+    def _lose(self, error: OSError) -> None:
+        if not self._was_lost:
+            self._was_lost = True
+            warn(
+                f"warning: the log cannot be written ({error.strerror}); the server continues "
+                "without it"
+            )
 
 
 def in_background(work: Callable[[Callable[[], None]], int], log: Path, what: str) -> int:
