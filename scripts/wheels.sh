@@ -47,7 +47,7 @@ installed() {
   "${PYTHON:-python3}" -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$1"
   "$venv/bin/kvloft" --version
-  "$venv/bin/python" -c 'import kvloft, kvloft.plan, kvloft.config; from kvloft import _core; print(kvloft.__version__, _core.Session.__name__)'
+  "$venv/bin/python" -c 'import kvloft, kvloft.plan, kvloft.config.sources; from kvloft import _core; print(kvloft.__version__, _core.Session.__name__)'
   "$venv/bin/kvloft" config >/dev/null
   rm -rf "$venv"
 }

@@ -19,14 +19,15 @@ import pytest
 
 from kvloft import _core, auto
 from kvloft.cli import daemon
-from kvloft.config import Config, load_config
+from kvloft.config.sources import load_config
+from kvloft.config.table import Config
 from kvloft.errors import ConfigError, StoreError
 
 ENGINE = """
 import logging, os, signal, sys, time
 from kvloft import _core
 from kvloft.auto import look_after
-from kvloft.config import load_config
+from kvloft.config.sources import load_config
 
 # a shell that starts the tests in the background has it ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,17 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloft.config import (
-    KEYS,
-    OF_LIMITS,
-    Config,
-    describe,
-    format_size,
-    has_unit,
-    load_config,
-    parse_seconds,
-    parse_size,
-)
+from kvloft.config.sources import describe, load_config
+from kvloft.config.table import KEYS, OF_LIMITS, Config
+from kvloft.config.units import format_size, has_unit, parse_seconds, parse_size
 from kvloft.errors import ConfigError
 
 GOOD = {

@@ -25,7 +25,7 @@ def test_import_kvloft_loads_neither_torch_nor_vllm() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["kvloft.plan", "kvloft.config", "kvloft.seam", "kvloft.cli.commands"]
+    "module", ["kvloft.plan", "kvloft.config.sources", "kvloft.seam", "kvloft.cli.commands"]
 )
 def test_modules_that_must_run_without_vllm_do(module: str) -> None:
     assert loaded_after(f"import {module}", module, "torch", "vllm") == {module}

@@ -9,15 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloft.config import (
-    MAX_TTL_S,
-    Config,
-    format_quota,
-    format_ttl,
-    load_config,
-    parse_quota,
-    parse_ttl,
-)
+from kvloft.config.sources import load_config
+from kvloft.config.table import Config
+from kvloft.config.units import MAX_TTL_S, format_quota, format_ttl, parse_quota, parse_ttl
 from kvloft.errors import ConfigError
 from kvloft.limits import Limits, TenantLimits, tenant_limits
 from kvloft.machine import refuse_impossible

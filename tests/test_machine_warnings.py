@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvloft.config import load_config
+from kvloft.config.sources import load_config
 from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here, refuse_impossible, refuse_nodes, warnings
 

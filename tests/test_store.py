@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from kvloft import _core
-from kvloft.config import Config
+from kvloft.config.table import Config
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.store import arena_of, open_store
 

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Final
 
 from kvloft import _core
-from kvloft.config import FROM_DEFAULT, KEYS, OF_LIMITS, Config, describe, server_environment
+from kvloft.config.environment import server_environment
+from kvloft.config.sources import describe
+from kvloft.config.table import FROM_DEFAULT, KEYS, OF_LIMITS, Config
 from kvloft.errors import MAY_PASS, ConfigError, StoreError
 
 START_TIMEOUT_S: Final = 30.0

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvloft.config import Config, Quota, has_unit, parse_quota, parse_ttl
 from kvloft.config.sources import first_twice, keys_of, read_yaml
+from kvloft.config.table import Config
+from kvloft.config.units import Quota, has_unit, parse_quota, parse_ttl
 from kvloft.errors import ConfigError
 
 KEYS: Final = {

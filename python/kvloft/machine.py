@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvloft.config import AUTO, OF_LIMITS, Config, format_quota, format_size, size_text
+from kvloft.config.table import AUTO, OF_LIMITS, Config
+from kvloft.config.units import format_quota, format_size, size_text
 from kvloft.errors import ConfigError
 from kvloft.limits import given_limits, tenant_limits
 

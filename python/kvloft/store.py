@@ -4,7 +4,7 @@ Must not depend on vLLM.
 """
 
 from kvloft import _core
-from kvloft.config import Config
+from kvloft.config.table import Config
 from kvloft.limits import tenant_limits
 from kvloft.seam.shape import ArenaSpec, CacheShape
 

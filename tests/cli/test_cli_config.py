@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvloft.cli.__main__ import main
-from kvloft.config import KEYS
+from kvloft.config.table import KEYS
 
 TWICE = '{"host_size": "1GiB", "host_size": "2GiB"}'
 

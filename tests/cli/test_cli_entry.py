@@ -170,7 +170,7 @@ def buffered() -> dict[str, str]:
         "kvloft.cli.commands",
         "argparse",
         "kvloft.cli.serve",
-        "kvloft.config",
+        "kvloft.config.sources",
         "kvloft.cli.metrics",
         "kvloft._core",
     ],

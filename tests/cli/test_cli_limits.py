@@ -15,7 +15,7 @@ from kvloft import _core
 from kvloft.cli.__main__ import main
 from kvloft.cli.admin import limits_text
 from kvloft.cli.tables import tenant_table, whose
-from kvloft.config import KEYS
+from kvloft.config.table import KEYS
 
 FRAME = 4096
 SALT, OTHER = "acme's secret", "another"

@@ -13,7 +13,7 @@ from kvloft import _core
 from kvloft.cli import connection, watch
 from kvloft.cli import status as status_command
 from kvloft.cli.__main__ import main
-from kvloft.config import size_text
+from kvloft.config.units import size_text
 
 
 def shown_first(status: dict[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ import yaml
 import kvloft
 from kvloft.cli import metrics, serve
 from kvloft.cli.commands import build_parser
-from kvloft.config import load_config
+from kvloft.config.sources import load_config
 
 KVLOFT = [sys.executable, "-m", "kvloft.cli"]
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"

@@ -11,7 +11,7 @@ from batches import reserve
 from kvloft import _core
 from kvloft.cli.__main__ import main
 from kvloft.cli.inspect import format_time
-from kvloft.config import size_text
+from kvloft.config.units import size_text
 
 PACE = float(os.environ.get("TEST_PACE", "1"))
 FRAME = 4096

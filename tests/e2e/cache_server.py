@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from kvloft._core import server_status
-from kvloft.config import OF_STORE
+from kvloft.config.table import OF_STORE
 from kvloft.errors import StoreError
 
 PACE = float(os.environ.get("TEST_PACE", "1"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvloft.config import load_config
+from kvloft.config.sources import load_config
 from kvloft.machine import refuse_here
 from kvloft.vllm.scheduler_half import SchedulerHalf
 from kvloft.vllm.store_log import StoreLog

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvloft.config import Config
+from kvloft.config.table import Config
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.transfer.frames import E348, RAW, part_bytes_for
 from kvloft.vllm import shape as shape_module

@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvloft.config import Config
+from kvloft.config.table import Config
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.transfer.cuda import mover
 from kvloft.transfer.layout import LayoutError

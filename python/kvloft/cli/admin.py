@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvloft.cli.connection import add_socket, socket_of
-from kvloft.config import size_text
+from kvloft.config.units import size_text
 from kvloft.errors import ConfigError
 from kvloft.limits import read_salt
 

@@ -23,7 +23,7 @@ from kvloft import __version__
 from kvloft.cli.check_engine import Ran, run_engine
 from kvloft.cli.check_report import make_report, tables
 from kvloft.cli.config import parse_extra
-from kvloft.config import load_config
+from kvloft.config.sources import load_config
 from kvloft.errors import ConfigError
 
 DISK_SIZE = "8GiB"

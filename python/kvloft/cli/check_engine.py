@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvloft.config import child_environment
+from kvloft.config.environment import child_environment
 
 POLL_S = 0.2
 MODULE = "kvloft.vllm.check"

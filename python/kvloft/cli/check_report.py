@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvloft.config import size_text
+from kvloft.config.units import size_text
 
 NEAR = {"float32": 1e-3, "float64": 1e-3}
 NEAR_ELSE = 0.3

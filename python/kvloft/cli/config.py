@@ -12,7 +12,8 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Column, Table
 
-from kvloft.config import AUTO, OF_STORE, Config, describe, first_twice, load_config
+from kvloft.config.sources import describe, first_twice, load_config
+from kvloft.config.table import AUTO, OF_STORE, Config
 from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here, warnings
 

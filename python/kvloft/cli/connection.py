@@ -9,8 +9,9 @@ import os
 import sys
 from typing import Final
 
-from kvloft.config import MAX_SOCKET_BYTES, OF_STORE, Config, load_config, parse_socket
-from kvloft.config.environment import auto_socket
+from kvloft.config.environment import MAX_SOCKET_BYTES, auto_socket
+from kvloft.config.sources import load_config
+from kvloft.config.table import OF_STORE, Config, parse_socket
 from kvloft.errors import ConfigError, LateError, StoreError
 
 COMMAND_LINE: Final = "command line"

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from kvloft.cli.admin import counted
-from kvloft.config import size_text
+from kvloft.config.units import size_text
 from kvloft.errors import ConfigError, StoreError
 
 NUM_MORE_LOOKS, LOOK_AGAIN_S = 2, 0.1

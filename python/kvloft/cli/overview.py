@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kvloft.cli.admin import NONE, counted
 from kvloft.cli.tables import Status, broken, disk_unused, hit_rate
-from kvloft.config import size_text
+from kvloft.config.units import size_text
 
 GROWTH_BYTES: Final = 64 << 20
 """Files on disk grow in steps of about this size."""

@@ -20,7 +20,9 @@ from kvloft.cli import metrics
 from kvloft.cli.admin import NONE, limits_text
 from kvloft.cli.connection import COMMAND_LINE, add_socket, settings
 from kvloft.cli.daemon import Log, in_background, warn
-from kvloft.config import KEYS, OF_STORE, Config, describe, parse_seconds, size_text
+from kvloft.config.sources import describe
+from kvloft.config.table import KEYS, OF_STORE, Config
+from kvloft.config.units import parse_seconds, size_text
 from kvloft.errors import ConfigError, StoreError
 from kvloft.limits import tenant_limits
 from kvloft.machine import refuse_here, refuse_nodes, warnings

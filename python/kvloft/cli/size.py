@@ -15,7 +15,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from kvloft.config import parse_size, size_text
+from kvloft.config.units import parse_size, size_text
 from kvloft.errors import ConfigError
 from kvloft.seam.shape import COMPACT_SHARE
 

@@ -8,7 +8,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvloft.cli.admin import counted
-from kvloft.config import format_ttl, size_text
+from kvloft.config.units import format_ttl, size_text
 
 Status = Mapping[str, Any]
 """The result of `_core.server_status`, or one of its namespaces."""

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kvloft.cli.admin import counted
 from kvloft.cli.inspect import add_arguments, read_folder
-from kvloft.config import size_text
+from kvloft.config.units import size_text
 
 _CHUNKS_PER_STEP = 16
 MAX_ROWS = 40

@@ -28,7 +28,7 @@ from kvloft.cli.tables import (
     tier_table,
     title,
 )
-from kvloft.config import parse_seconds
+from kvloft.config.units import parse_seconds
 from kvloft.errors import LateError
 
 INTERVAL_S: Final = 1.0

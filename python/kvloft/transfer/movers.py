@@ -24,7 +24,7 @@ MakeMover = Callable[[Sequence[PagedLayout], Sequence[GroupFrames]], Mover]
 
 @dataclass(frozen=True, slots=True)
 class MoverSettings:
-    """Settings of copies (see `kvloft.config`), and properties of the engine."""
+    """Settings of copies (see `kvloft.config.table`), and properties of the engine."""
 
     gpu_copies: Literal["kernels", "torch"] = "kernels"
     staging_bytes: int = 80 << 20

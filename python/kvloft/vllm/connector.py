@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvloft.config import load_config
+from kvloft.config.sources import load_config
 from kvloft.seam.plan import StepPlan, StepReport
 from kvloft.vllm.patches import ADD_REQUEST, listen
 from kvloft.vllm.ranks import configs_of_ranks

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from kvloft.config import Config
+from kvloft.config.table import Config
 
 
 def disk_path_of(config: Config, parallel: Any) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kvloft.config import load_config
+from kvloft.config.sources import load_config
 from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here
 from kvloft.vllm.identity.weights import note_start

@@ -19,7 +19,8 @@ from uuid import uuid4
 
 from kvloft import _core
 from kvloft.auto import look_after
-from kvloft.config import AUTO, Config, size_text
+from kvloft.config.table import AUTO, Config
+from kvloft.config.units import size_text
 from kvloft.errors import ConfigError
 from kvloft.machine import warnings
 from kvloft.plan import Miss, Offer, PlanSettings, SchedulerCore, Wait

@@ -12,7 +12,7 @@ import torch
 from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 
-from kvloft.config import Config
+from kvloft.config.table import Config
 from kvloft.plan.settings import PoolSize
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.transfer.frames import E348, RAW, TILE_BYTES, compact_bytes_for, part_bytes_for

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 import vllm
-from kvloft.config import Config
+from kvloft.config.table import Config
 from kvloft.seam.shape import CacheShape
 from kvloft.transfer.frames import RAW
 from kvloft.transfer.layout import LayoutError

@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 import vllm
-from kvloft.config import engine_environment
+from kvloft.config.environment import engine_environment
 from kvloft.seam.shape import CacheShape
 from kvloft.vllm.identity.weights import model_fields
 from kvloft.vllm.shape import has_draft_kv, layer_specs, stage_layers
