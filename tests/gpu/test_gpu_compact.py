@@ -119,9 +119,9 @@ def test_a_raw_trailer_in_a_compact_frame_is_a_miss() -> None:
     copies = copies_of([0, last], [blocks_of(0), blocks_of(1)])
     assert len(save(rig.mover, copies).saved) == 2
     column = TrailerColumn(rig.memory[COMPACT])
-    rows = column[[last]]
+    rows = column.pages[column.at([last])]
     rows["encoding"], rows["encoded_bytes"] = RAW, rows["payload_bytes"]
-    column[[last]] = rows
+    column.pages[column.at([last])] = rows
     done = load(rig.mover, copies)
     assert done.loads[0].bad_keys == ((copies[1].key, "shape"),)
     rig.mover.close()

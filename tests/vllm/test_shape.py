@@ -19,9 +19,9 @@ from vllm.v1.kv_cache_interface import (
 
 from kvloft.config.table import Config
 from kvloft.seam.shape import CacheShape, GroupShape
+from kvloft.store import disk_path_of
 from kvloft.transfer.frames import E348, RAW, part_bytes_for
 from kvloft.vllm import shape as shape_module
-from kvloft.vllm.data_parallel import disk_path_of
 from kvloft.vllm.scheduler_half import tiers_text
 from kvloft.vllm.shape import (
     cache_shape,

@@ -183,10 +183,6 @@ def _remarks(
         yield f"ignored flags of the API server: {' '.join(about['ignored'])}"
 
 
-def _accepted(one: Pass) -> str:
-    return f"{one.accepted / one.drafted:.0%}" if one.drafted else "none"
-
-
 def tables(report: dict[str, Any]) -> Iterator[Table | str]:
     """Yield the tables and lines of the printed report."""
     passes = [Pass(**one) for one in report["passes"]]
@@ -203,7 +199,8 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
         loaded = [str(one.host), str(one.disk), " ".join(map(str, one.blocks))]
         if one.name in ("plain", "own"):
             loaded = ["", "", ""]
-        drafts = [_accepted(one)] if has_drafts else []
+        accepted = f"{one.accepted / one.drafted:.0%}" if one.drafted else "none"
+        drafts = [accepted] if has_drafts else []
         table.add_row(TITLES[one.name], equal, str(one.prompt), *loaded, *drafts)
     if passes:
         yield table

@@ -36,7 +36,9 @@ def figures(status: Status) -> dict[str, Any]:
         "engines": sum(len(space["engines"]) for space in status["namespaces"]),
         "hit_rate": hit_rate(sums),
     }
-    return found | {"problems": _problems(status, found)}
+    fails = {line for space in spaces for line in broken(space, status)}
+    problems = [*disk_unused(status), *disk_full(status, found), *sorted(fails)]
+    return found | {"problems": problems}
 
 
 def as_json(status: Status, tag: str | None = None) -> dict[str, Any]:
@@ -78,12 +80,6 @@ def disk_full(status: Status, found: dict[str, Any] | None = None) -> list[str]:
         return []
     what = f"The file system of {found['disk_path'] or 'the disk'} is full ({size_text(free)} free)"
     return [f"{what}: new chunks replace old ones there, or are dropped."]
-
-
-def _problems(status: Status, found: dict[str, Any]) -> list[str]:
-    spaces, problems = status["namespaces"], [*disk_unused(status), *disk_full(status, found)]
-    fails = {line for space in spaces if space["stats"] for line in broken(space, status)}
-    return problems + sorted(fails)
 
 
 def _part(used: int, size: int) -> str:

@@ -49,17 +49,12 @@ def announcer_of(
         logger.warning(NO_EVENTS, transfer.kv_role)
         return None
     store.watch(MAX_WAITING)
-    describes = partial(describe, hash_tokens_of(kv_cache_config, shape))
-    return Announcer(store, shape, describes, is_shared=is_shared)
-
-
-def hash_tokens_of(kv_cache_config: Any, shape: CacheShape) -> int:
-    """Tokens between two hashes of a request: with several groups, all block sizes are multiples of
-    it, as with ``--prefix-match-unit``.
-    """
-    return getattr(kv_cache_config, "hash_block_size", None) or gcd(
+    # Tokens between two hashes of a request: with several groups, all block sizes are multiples of
+    # it, as with ``--prefix-match-unit``.
+    hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or gcd(
         *(group.block_tokens for group in shape.groups)
     )
+    return Announcer(store, shape, partial(describe, hash_tokens), is_shared=is_shared)
 
 
 def describe(

@@ -30,9 +30,8 @@ from kvloft.seam.ids import ReqId
 from kvloft.seam.plan import StepPlan
 from kvloft.seam.shape import CacheShape
 from kvloft.seam.views import RequestView
-from kvloft.store import arena_of, open_store
+from kvloft.store import arena_of, disk_path_of, open_store
 from kvloft.version import BUILD
-from kvloft.vllm.data_parallel import disk_path_of
 from kvloft.vllm.events import EventWriter, announcer_of
 from kvloft.vllm.identity.adapters import AdapterNames
 from kvloft.vllm.identity.namespace import (

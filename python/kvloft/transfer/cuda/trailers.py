@@ -40,25 +40,13 @@ class TrailerColumn:
         self._offset = memory.part_offset + memory.part_bytes - TRAILER.itemsize
         # A view of all positions at which a trailer can begin: frames are whole pages.
         num_pages = (memory.size_bytes - self._offset - TRAILER.itemsize) // PART_ALIGN + 1
-        self._pages: npt.NDArray[Any] = np.ndarray(
+        self.pages: npt.NDArray[Any] = np.ndarray(
             (num_pages,), TRAILER, raw, self._offset, (PART_ALIGN,)
         )
 
-    def _at(self, frames: npt.ArrayLike) -> npt.NDArray[np.uint64]:
+    def at(self, frames: npt.ArrayLike) -> npt.NDArray[np.uint64]:
+        """Return the indices of the trailers of ``frames`` in ``pages``."""
         return self._memory.starts(frames) // np.uint64(PART_ALIGN)
-
-    def __getitem__(self, frames: npt.ArrayLike) -> npt.NDArray[Any]:
-        return self._pages[self._at(frames)]
-
-    def __setitem__(self, frames: npt.ArrayLike, rows: npt.NDArray[Any]) -> None:
-        self._pages[self._at(frames)] = rows
-
-    def unseal(self, frames: npt.ArrayLike) -> None:
-        self._pages["magic"][self._at(frames)] = np.zeros(1, "V8")
-
-    def encodings(self, frames: npt.ArrayLike) -> npt.NDArray[np.uint32]:
-        encodings: npt.NDArray[np.uint32] = self._pages["encoding"][self._at(frames)]
-        return encodings
 
 
 class Trailers:
@@ -97,29 +85,30 @@ class Trailers:
         ``used``: sizes of encoded records in units of 16 bytes. Returns the chunks that do not fit
         their parts: they are incomplete and stay unsealed.
         """
-        frames, rows = np.asarray(frames), self._rows(keys, tags, num_blocks)
+        pages, at = self._column.pages, self._column.at(frames)
+        rows = self._rows(keys, tags, num_blocks)
         if self._block_tiles is None or used is None:
-            self._column[frames] = rows
+            pages[at] = rows
             return []
         table_bytes = np.asarray(num_blocks) * self._block_tiles * TABLE_ENTRY_BYTES
         table_units = ((table_bytes + 15) // 16).astype(np.uint64)
         rows["encoding"] = E348
         rows["encoded_bytes"] = (table_units + used) * np.uint64(16)
         fits = rows["encoded_bytes"] <= self._room
-        self._column[frames[fits]] = rows[fits]
-        self._column.unseal(frames[~fits])
+        pages[at[fits]] = rows[fits]
+        pages["magic"][at[~fits]] = np.zeros(1, "V8")
         return [int(i) for i in np.flatnonzero(~fits)]
 
     def are_raw(self, frames: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Return which ``frames`` are raw, according to trailers not checked yet."""
-        encodings = self._column.encodings(frames)
+        encodings = self._column.pages["encoding"][self._column.at(frames)]
         return np.asarray((encodings != E348) & self._holds_raw)
 
     def read(
         self, frames: npt.ArrayLike, keys: bytes, num_blocks: npt.ArrayLike
     ) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
         """Return the tags, and each problem: 'unsealed', 'key', 'layout' or 'shape'."""
-        rows = self._column[frames]
+        rows = self._column.pages[self._column.at(frames)]
         tags = rows["tag"].astype(np.uint64)
         good = self._rows(keys, tags, num_blocks)
         if self._block_tiles is not None:
