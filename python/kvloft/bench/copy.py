@@ -74,8 +74,7 @@ def _driver_release() -> str:
 
 def run(
     *,
-    pages: tuple[int, ...] = PAGES,
-    payload_bytes: int = 512 << 20,
+    payload_bytes: int,
     tuning: Tuning,
     cache_dir: Path,
     progress: Callable[[str], None],
@@ -88,7 +87,7 @@ def run(
     host = HostFrames(2 * payload_bytes + (64 << 20) + 2 * payload_bytes // 8)
     bench = Bench(host, payload_bytes, tuning, cache_dir, ceiling)
     result: dict[str, Any] = {"machine": machine(), "tuning": dataclasses.asdict(tuning)}
-    result["pages"] = list(_by_page(bench, pages, progress))
+    result["pages"] = list(_by_page(bench, progress))
     result["ceiling"] = {
         what: statistics.median(row[f"{what}_ceiling"] for row in result["pages"])
         for what in DIRECTIONS
@@ -105,10 +104,8 @@ def run(
     return result
 
 
-def _by_page(
-    bench: Bench, pages: tuple[int, ...], progress: Callable[[str], None]
-) -> Iterator[dict[str, Any]]:
-    for page_bytes in pages:
+def _by_page(bench: Bench, progress: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    for page_bytes in PAGES:
         progress(f"pages of {page_bytes // KIB} KiB")
         case = Case.of(page_bytes)
         yield {"page_bytes": page_bytes, "num_planes": case.num_planes, **_rows_of(bench, case)}

@@ -16,6 +16,7 @@ import torch
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.frames import FrameMemory
 
+SMALL_BYTES = 128 << 10
 FORWARD_CYCLES = 4_000_000
 """Duration of a simulated forward pass: about 2 ms. Saves are submitted while it runs."""
 
@@ -151,16 +152,14 @@ def interference(
     return alone, statistics.mean(inside[1:]) if len(inside) > 3 else float("nan"), stop
 
 
-def waits(
-    start: Callable[[], None], is_over: Callable[[], bool], what: str, num_bytes: int = 128 << 10
-) -> list[float]:
+def waits(start: Callable[[], None], is_over: Callable[[], bool], what: str) -> list[float]:
     """Return the seconds of each small copy while the copy of ``start`` runs.
 
-    The small copies of ``num_bytes`` run one after the other on the compute stream, in the
+    The small copies of `SMALL_BYTES` run one after the other on the compute stream, in the
     direction of ``what`` ('save' is to the host). An engine makes such copies in each step.
     """
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    host = torch.empty(SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(SMALL_BYTES, dtype=torch.uint8, device="cuda")
     to, source = (host, device) if what == "save" else (device, host)
     to.copy_(source)
     driver.synchronize()

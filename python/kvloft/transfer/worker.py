@@ -112,9 +112,9 @@ class WorkerCore:
             self._close_mover()
             self._could_be_made, self._told_usable = True, None
         self._arena = new
-        lifeline, self._lifeline = self._lifeline, None
+        lifeline = None
         try:
-            self._lifeline = Lifeline(*new.lifeline) if new.lifeline is not None else None
+            lifeline = Lifeline(*new.lifeline) if new.lifeline is not None else None
         except OSError as error:
             logger.error(
                 "kvloft: this worker cannot use the server's memory, so nothing is cached: %s",
@@ -122,18 +122,18 @@ class WorkerCore:
             )
             self._close_mover()
             self._could_be_made = False
-        if lifeline is not None:
-            lifeline.close()
+        self._replace_lifeline(lifeline)
 
     def _close_mover(self) -> None:
         mover, self._mover = self._mover, None
         if mover is not None:
             mover.close()
 
-    def _close_lifeline(self) -> None:
-        lifeline, self._lifeline = self._lifeline, None
-        if lifeline is not None:
-            lifeline.close()
+    def _replace_lifeline(self, new: Lifeline | None) -> None:
+        """Close the lifeline, after ``new`` was opened."""
+        old, self._lifeline = self._lifeline, new
+        if old is not None:
+            old.close()
 
     def run_loads(self) -> None:
         """Start this step's loads. Their blocks belong to requests that wait for them."""
@@ -221,13 +221,13 @@ class WorkerCore:
         self._is_stopped = True
         self.drain()
         self._close_mover()
-        self._close_lifeline()
+        self._replace_lifeline(None)
 
     def shutdown(self) -> None:
         """Wait for copies in flight; do not write to frames until a plan names an arena again."""
         self._close_mover()
         self._arena = None
-        self._close_lifeline()
+        self._replace_lifeline(None)
 
     def _ready_mover(self) -> Mover | None:
         """Return the mover, made with the arena of the first plan; None if copies must fail."""
