@@ -110,7 +110,7 @@ def resumed_table_is_appended(mp: pytest.MonkeyPatch) -> None:
 def resumed_are_not_loaded(mp: pytest.MonkeyPatch) -> None:
     def plan(original: Any, request: Any, unit_tokens: int, num_tokens: int, load_id: int) -> Any:
         found = original(request, unit_tokens, num_tokens, load_id)
-        is_resumed = request.live._request.num_preemptions > 0
+        is_resumed = request.live.request.num_preemptions > 0
         return replace(found, plan=LoadPlan(request.req_id, load_id)) if is_resumed else found
 
     swap(mp, load_planner, "plan_load", plan)
@@ -230,7 +230,7 @@ def last_sampled_token_is_saved(mp: pytest.MonkeyPatch) -> None:
         mp,
         VllmRequest,
         "num_computed_tokens",
-        lambda original, self: len(self._request._all_token_ids),
+        lambda original, self: len(self.request._all_token_ids),
     )
 
 

@@ -32,8 +32,31 @@ def add_parser(subparsers: Any) -> None:
             "the same run."
         ),
     )
-    kinds = parser.add_subparsers(required=True, metavar="WHAT")
-    _add_copy(kinds)
+    copy = parser.add_subparsers(required=True, metavar="WHAT").add_parser(
+        "copy",
+        help=(
+            "measure GB/s of saves and loads by page size, and the slowdown of concurrent "
+            "computation"
+        ),
+        description=(
+            "Measure GB/s of saves and loads by page size, compared with one large copy, and the "
+            f"slowdown of concurrent computation. {STATUS}"
+        ),
+    )
+    copy.add_argument(
+        "--mib",
+        type=whole(64, 1024),
+        default=1024,
+        help="payload per measurement, in MiB, 64 to 1024 (default 1024)",
+    )
+    copy.add_argument(
+        "--plot",
+        metavar="PNG",
+        type=writable,
+        help="also plot GB/s against page size to PNG (requires matplotlib)",
+    )
+    add_json(copy)
+    copy.set_defaults(run=run_copy)
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
@@ -60,34 +83,6 @@ def writable(text: str) -> str:
     ):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
     return text
-
-
-def _add_copy(kinds: Any) -> None:
-    copy = kinds.add_parser(
-        "copy",
-        help=(
-            "measure GB/s of saves and loads by page size, and the slowdown of concurrent "
-            "computation"
-        ),
-        description=(
-            "Measure GB/s of saves and loads by page size, compared with one large copy, and the "
-            f"slowdown of concurrent computation. {STATUS}"
-        ),
-    )
-    copy.add_argument(
-        "--mib",
-        type=whole(64, 1024),
-        default=1024,
-        help="payload per measurement, in MiB, 64 to 1024 (default 1024)",
-    )
-    copy.add_argument(
-        "--plot",
-        metavar="PNG",
-        type=writable,
-        help="also plot GB/s against page size to PNG (requires matplotlib)",
-    )
-    add_json(copy)
-    copy.set_defaults(run=run_copy)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
