@@ -4,27 +4,19 @@ Connects `DiskPacing`, which only estimates, with the store's counters and with 
 request.
 """
 
-from dataclasses import dataclass, field
-
 from kvloft.plan.disk_pacing import DiskPacing, PromptBacklog
 from kvloft.plan.request_state import RequestState
 from kvloft.seam.shape import CacheShape
 from kvloft.seam.store import Session
 
 
-@dataclass(slots=True, eq=False)
 class DiskWait:
     """The rates of disk and engine, and the prompts that the engine has yet to compute."""
 
-    store: Session
-    shape: CacheShape
-    pacing: DiskPacing = field(default_factory=DiskPacing)
-    backlog: PromptBacklog = field(default_factory=PromptBacklog)
-    _num_groups: int = field(init=False)
-    _unit_tokens: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._num_groups, self._unit_tokens = len(self.shape.groups), self.shape.unit_tokens
+    def __init__(self, store: Session, shape: CacheShape) -> None:
+        self._store, self._num_groups = store, len(shape.groups)
+        self._unit_tokens = shape.unit_tokens
+        self.pacing, self.backlog = DiskPacing(), PromptBacklog()
 
     def num_chunks(self, num_units: int) -> int:
         """Return the largest number of chunks that ``num_units`` have; windows need fewer."""
@@ -55,7 +47,7 @@ class DiskWait:
         """
         pacing = self.pacing
         if pacing.is_sample_due(now):
-            pacing.observe_disk(now, self.store.stats())
+            pacing.observe_disk(now, self._store.stats())
         if request.turn_at_s is None:
             compute_s = pacing.expected_compute_s(self.backlog.num_tokens)
             request.turn_at_s = now + (compute_s or 0.0)
@@ -63,13 +55,12 @@ class DiskWait:
         if reads_end is not None:
             num_ahead = max(0, min(num_ahead, reads_end - pacing.num_done) - num_chunks)
         num_tokens = num_chunks // self._num_groups * self._unit_tokens
-        backlog_s = max(0.0, request.turn_at_s - now)
         pays = pacing.pays(
             now,
             num_ahead=num_ahead,
             num_chunks=num_chunks,
             num_tokens=num_tokens,
-            backlog_s=backlog_s,
+            backlog_s=max(0.0, request.turn_at_s - now),
         )
         request.slow_tokens = 0 if pays else num_tokens
         return pays

@@ -9,7 +9,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 HOST, DISK = TIERS = (1, 2)
@@ -47,15 +46,13 @@ class Removed(NamedTuple):
 Event = Stored | Removed
 
 
-@dataclass(slots=True, eq=False)
 class EventLog:
     """Logs an event when the first chunk with a block enters a tier, or the last leaves."""
 
-    _holders: dict[int, Counter[tuple[int, bytes]]] = field(
-        default_factory=lambda: {tier: Counter() for tier in TIERS}
-    )
-    """Chunks by tier, group and block."""
-    _events: list[Event] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._holders = {tier: Counter[tuple[int, bytes]]() for tier in TIERS}
+        """Chunks by tier, group and block."""
+        self._events: list[Event] = []
 
     def enter(self, tier: int, group: int, blocks: Sequence[Block]) -> None:
         """Count a chunk with ``blocks`` that entered ``tier``."""
