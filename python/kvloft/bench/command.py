@@ -165,14 +165,8 @@ def _copy_tables(result: dict[str, Any]) -> list[Table]:
         pages.add_row(f"{row['page_bytes'] / 1024:g} KiB", *_rates(row))
     for row in result.get("frames", ()):
         pages.add_row(f"64 KiB, frames {row['order']}", *_rates(row))
-    work = Table(
-        "copy by",
-        "direction",
-        "computation",
-        "slowdown",
-        "copy GB/s",
-        title="Slowdown of computation during a copy",
-    )
+    names = ("copy by", "direction", "computation", "slowdown", "copy GB/s")
+    work = Table(*names, title="Slowdown of computation during a copy")
     for row in result["interference"]:
         work.add_row(
             row["by"], row["copy"], row["work"], f"{row['slowdown']:.3f}", f"{row['gbps']:.1f}"

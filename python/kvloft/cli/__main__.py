@@ -8,6 +8,8 @@ modules.
 import os
 import sys
 
+from kvloft.cli import warn
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit status: 4 if stdout is closed, 130 after Ctrl-C."""
@@ -15,10 +17,7 @@ def main(argv: list[str] | None = None) -> int:
         if not _has_streams():
             from kvloft.errors import NOT_WRITTEN
 
-            print(
-                "kvloft: stdout is closed; redirect it to /dev/null to discard the output",
-                file=sys.stderr,
-            )
+            warn("stdout is closed; redirect it to /dev/null to discard the output")
             return NOT_WRITTEN
         import signal
 

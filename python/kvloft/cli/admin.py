@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from kvloft.cli import warn
 from kvloft.cli.connection import add_socket, socket_of
 from kvloft.config.units import size_text
 from kvloft.errors import ConfigError
@@ -94,10 +95,7 @@ def clear(args: argparse.Namespace) -> int:
         server_status(socket)  # ask only if a server answers
         what = f"namespace {args.namespace}" if args.namespace else "all chunks"
         if not _confirm(f"Remove {what} from the server at {socket}?"):
-            print(
-                "kvloft: nothing was cleared; use --yes to clear without confirmation",
-                file=sys.stderr,
-            )
+            warn("nothing was cleared; use --yes to clear without confirmation")
             return 1
     num_chunks = server_clear(socket, namespace=args.namespace.lower())
     print(f"{counted(num_chunks, 'chunk')} removed")
@@ -131,10 +129,9 @@ def evict(args: argparse.Namespace) -> int:
         print(_evicted(report, args.host_only))
     if report["complete"]:
         return 0
-    print(
-        "kvloft: some chunks remain: the disk does not respond, or a namespace is being opened; "
-        "run the command again",
-        file=sys.stderr,
+    warn(
+        "some chunks remain: the disk does not respond, or a namespace is being opened; run the "
+        "command again"
     )
     return 1
 

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from kvloft import __version__
+from kvloft.cli import warn
 from kvloft.cli.check_engine import Ran, run_engine
 from kvloft.cli.check_report import make_report, tables
 from kvloft.cli.config import parse_extra
@@ -102,10 +103,7 @@ def run(args: argparse.Namespace) -> int:
     # As in the engines.
     load_config(extra | {"disk_path": tempfile.gettempdir(), "disk_size": DISK_SIZE})
     if importlib.util.find_spec("vllm") is None:
-        print(
-            "kvloft: vllm cannot be imported; run this command in vLLM's environment",
-            file=sys.stderr,
-        )
+        warn("vllm cannot be imported; run this command in vLLM's environment")
         return 2
     about = {
         "model": args.model,
@@ -129,11 +127,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"--- end of the log of vLLM {name}\n{ran.tail}\n---", file=sys.stderr)
     ran = engines["alone"]
     if ran.error is not None:
-        print(
-            "kvloft: vLLM does not run with this model and these flags, even without kvloft: "
-            f"{ran.error}",
-            file=sys.stderr,
-        )
+        runs = "does not run with this model and these flags, even without kvloft"
+        warn(f"vLLM {runs}: {ran.error}")
         return 2
     found = [(name, ran.events, ran.error) for name, ran in engines.items()]
     report = make_report(found, about | {"ignored": ran.get("started")["ignored"]})

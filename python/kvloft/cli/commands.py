@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
+from kvloft.cli import warn
 from kvloft.errors import NOT_WRITTEN, ConfigError, StoreError
 
 
@@ -77,7 +78,7 @@ def _written(do: Callable[[argparse.Namespace], int], args: argparse.Namespace) 
         sys.stdout.flush()  # at exit, Python would print a traceback and return 120
         return int(args.status)
     except ConfigError as e:
-        print(f"kvloft: {e}", file=sys.stderr)
+        warn(str(e))
         return 2
     except StoreError as e:
         from kvloft.cli.connection import report_no_answer
@@ -94,7 +95,7 @@ def _written(do: Callable[[argparse.Namespace], int], args: argparse.Namespace) 
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
             raise
-        print(f"kvloft: the output cannot be written ({e.strerror})", file=sys.stderr)
+        warn(f"the output cannot be written ({e.strerror})")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(args.status) or NOT_WRITTEN
 

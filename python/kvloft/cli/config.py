@@ -6,12 +6,12 @@ Reads settings only; it opens no store and creates no directory.
 
 import argparse
 import json
-import sys
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Column, Table
 
+from kvloft.cli import warn
 from kvloft.config.sources import describe, first_twice, load_config
 from kvloft.config.table import AUTO, OF_STORE, Config
 from kvloft.errors import ConfigError
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(parse_extra(args.extra))
     refuse_here(config)
     for warning in warnings(config):
-        print(f"kvloft: warning: {warning}", file=sys.stderr)
+        warn(f"warning: {warning}")
     if args.json:
         void = not_ours(config)
         values = {

@@ -6,9 +6,9 @@ if no server answers.
 
 import argparse
 import os
-import sys
 from typing import Final
 
+from kvloft.cli import warn
 from kvloft.config.environment import MAX_SOCKET_BYTES, auto_socket
 from kvloft.config.sources import load_config
 from kvloft.config.table import OF_STORE, Config, parse_socket
@@ -87,5 +87,5 @@ def report_no_answer(error: StoreError) -> int:
     fix = "start one with `kvloft serve`"
     if isinstance(error, LateError):
         fix = "the server's process is stopped or busy, and may still execute the command"
-    print(f"kvloft: {error}; {fix}", file=sys.stderr)
+    warn(f"{error}; {fix}")
     return 1

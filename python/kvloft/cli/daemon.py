@@ -4,7 +4,6 @@ A failed write never ends the server: a full disk is reported once on stderr. It
 the events.
 """
 
-import contextlib
 import errno
 import os
 import sys
@@ -13,18 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from kvloft.cli import warn
 from kvloft.errors import MAY_PASS, ConfigError
 
 TIME: Final = "%Y-%m-%d %H:%M:%S"
 """Local time."""
 MAX_LOG_BYTES: Final = 1 << 20
 """A longer log is truncated at start."""
-
-
-def warn(text: str) -> None:
-    """Print a line on stderr, if that can be written."""
-    with contextlib.suppress(OSError):
-        print(f"kvloft: {text}", file=sys.stderr, flush=True)
 
 
 class Log:
@@ -109,6 +103,6 @@ def _open(log: Path) -> int:
         message = f"--background {log}: the file cannot be written ({reason}); use another file."
         if e.errno not in MAY_PASS:
             raise ConfigError(message) from e
-        print(f"kvloft: {message}", file=sys.stderr)
+        warn(message)
         raise SystemExit(1) from e
     return to

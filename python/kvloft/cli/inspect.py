@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Column, Table
 
+from kvloft.cli import warn
 from kvloft.cli.admin import counted
 from kvloft.config.units import size_text
 from kvloft.errors import ConfigError, StoreError
@@ -51,7 +51,7 @@ def read_folder(folder: str, read: Callable[[str], T]) -> T | None:
     try:
         found = read(folder)
     except (ConfigError, StoreError) as e:
-        print(f"kvloft: {e}", file=sys.stderr)
+        warn(str(e))
     _tell_of_other_engines(folder)
     return found
 
@@ -108,10 +108,9 @@ def _tell_of_other_engines(folder: str) -> None:
             if path.is_dir() and path.name[2:].isdecimal()
         )
     if names:
-        print(
-            f"kvloft: {folder} also contains {', '.join(names)} of other data-parallel engines; "
-            "pass one of these paths to list it",
-            file=sys.stderr,
+        warn(
+            f"{folder} also contains {', '.join(names)} of other data-parallel engines; "
+            "pass one of these paths to list it"
         )
 
 

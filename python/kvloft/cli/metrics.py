@@ -67,12 +67,8 @@ class _Collector:
         from kvloft.cli.inspect import fields_of  # loads rich
 
         status = self._status()
-        spaces = [
-            # stats is empty until the store is open
-            (
-                space["namespace"].hex()[:16],
-                space["stats"] | {"slabs": space["slabs"]},
-            )
+        spaces = [  # stats is empty until the store is open
+            (space["namespace"].hex()[:16], space["stats"] | {"slabs": space["slabs"]})
             for space in status["namespaces"]
         ]
         for metric in exported(Scope.NAMESPACE):
@@ -82,11 +78,8 @@ class _Collector:
                     family.add_metric([label], stats[metric.name])
             yield family
         num_engines = sum(len(space["engines"]) for space in status["namespaces"])
-        stats = (
-            status["stats"]
-            | {name: status[name] for name in ("host_bytes", "slab_bytes")}
-            | {"engines": num_engines}
-        )
+        sizes = {name: status[name] for name in ("host_bytes", "slab_bytes")}
+        stats = status["stats"] | sizes | {"engines": num_engines}
         for metric in exported(Scope.SERVER):
             if metric.name in stats:  # disk figures appear after the first measurement
                 yield _family(metric, value=stats[metric.name])

@@ -47,12 +47,8 @@ def as_json(status: Status, tag: str | None = None) -> dict[str, Any]:
         space | {"namespace": space["namespace"].hex(), "hit_rate": hit_rate(space["stats"])}
         for space in status["namespaces"]
     ]
-    return {
-        **status,
-        **figures(status),
-        "namespaces": spaces,
-        **({"salt_tag": tag} if tag is not None else {}),
-    }
+    tagged = {"salt_tag": tag} if tag is not None else {}
+    return {**status, **figures(status), "namespaces": spaces, **tagged}
 
 
 def lines(status: Status, socket: str) -> list[str]:

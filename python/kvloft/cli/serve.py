@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
-from kvloft.cli import metrics
+from kvloft.cli import metrics, warn
 from kvloft.cli.admin import NONE, limits_text
 from kvloft.cli.connection import COMMAND_LINE, add_socket, settings
-from kvloft.cli.daemon import Log, in_background, warn
+from kvloft.cli.daemon import Log, in_background
 from kvloft.config.sources import describe
 from kvloft.config.table import KEYS, OF_STORE, Config
 from kvloft.config.units import parse_seconds, size_text

@@ -2,11 +2,11 @@
 
 import argparse
 import json
-import sys
 from typing import Any, Final
 
 from rich.console import Console
 
+from kvloft.cli import warn
 from kvloft.cli.admin import add_salt, limits_text, read_salt_argument, salt_tag
 from kvloft.cli.connection import add_socket, socket_of
 from kvloft.cli.inspect import fields_of
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
             return watch(socket, args, tag)
         status = server_status(socket)
     except ConfigError as e:  # the server refuses this version of kvloft
-        print(f"kvloft: {e}", file=sys.stderr)
+        warn(str(e))
         return 1
     if args.json:
         print(json.dumps(as_json(status, tag), indent=2))

@@ -63,11 +63,9 @@ def _walk(folder: str, *, quiet: bool) -> tuple[int, list[dict[str, Any]]]:
 
     verify = DiskVerify(folder)
     console = Console(stderr=True)
-    text = TextColumn("{task.description}")
-    columns = (text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=console, disable=quiet or not console.is_terminal, transient=True
-    ) as progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    text, is_off = TextColumn("{task.description}"), quiet or not console.is_terminal
+    with Progress(text, *columns, console=console, disable=is_off, transient=True) as progress:
         task = progress.add_task("chunks", total=verify.num_chunks)
         # The first step also returns damage found at opening, so it runs even without chunks.
         damage = verify.step(_CHUNKS_PER_STEP)

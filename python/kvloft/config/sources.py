@@ -184,18 +184,15 @@ def _known(
 ) -> str:
     if isinstance(key, str) and key in KEYS:
         return key
+    name = _shown(key) if written is None else written
     if other := _equivalent(str(key)):
-        name = _shown(key) if written is None else written
         raise ConfigError(f"{name} ({origin}) {other}.")
     import difflib  # slow, and needed for an error only
 
     near = difflib.get_close_matches(str(key).lower(), KEYS, n=1, cutoff=0.5)
     known = f"known keys are {', '.join(map(spell, KEYS))}."
     hint = f"did you mean {spell(near[0])}?" if near else known
-    raise ConfigError(
-        f"{_shown(key) if written is None else written} ({origin}) is not a setting of kvloft; "
-        f"{hint}"
-    )
+    raise ConfigError(f"{name} ({origin}) is not a setting of kvloft; {hint}")
 
 
 def _equivalent(key: str) -> str | None:

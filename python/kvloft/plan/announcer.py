@@ -58,11 +58,8 @@ class Announcer:
     ) -> None:
         self._store, self._describe, self._max_chunks = store, describe, max_chunks
         self._is_shared = is_shared
-        self._groups, self._numbers = (
-            shape.groups,
-            list(map(shape.number_of, range(len(shape.groups)))),
-        )
-        self._main = shape.main
+        self._groups, self._main = shape.groups, shape.main
+        self._numbers = list(map(shape.number_of, range(len(shape.groups))))
         self._states = [nth for nth, group in enumerate(shape.groups) if group.kind == "state"]
         others = [nth for nth, group in enumerate(shape.groups) if group.kind != "state"]
         self._others = sorted(others, key=lambda nth: nth != shape.main)

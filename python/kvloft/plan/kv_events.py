@@ -79,12 +79,9 @@ class EventLog:
             holders.clear()
 
     def _add_stored(self, tier: int, group: int, block: Block) -> None:
+        before = (tier, group, block.parent)
         match self._events[-1:]:
-            case [Stored(of, [*_, last] as run, whose)] if (of, whose, last.hash) == (
-                tier,
-                group,
-                block.parent,
-            ):
+            case [Stored(of, [*_, last] as run, whose)] if (of, whose, last.hash) == before:
                 run.append(block)
             case _:
                 self._events.append(Stored(tier, [block], group))

@@ -237,14 +237,9 @@ class WorkerCore:
             try:
                 if self._make is None or self._plan.arena is None:
                     raise RuntimeError("a plan arrived before the KV caches were registered")
-                self._mover = self._make(
-                    map_frames(
-                        self._plan.arena,
-                        self._shape,
-                        shard=self._shard,
-                        payload_bytes=self._payload_bytes,
-                    )
-                )
+                arena, sizes = self._plan.arena, self._payload_bytes
+                frames = map_frames(arena, self._shape, shard=self._shard, payload_bytes=sizes)
+                self._mover = self._make(frames)
             except (RuntimeError, ValueError, OSError) as error:
                 logger.error(
                     "kvloft: this worker cannot move pages, so nothing is cached: %s", error

@@ -126,12 +126,8 @@ class Loads(Direction):
             room = 0 if first.num_left else room - len(chunks[-1])
             if not first.num_left:
                 queue.popleft()
-        return (
-            kind,
-            chunks[0] if len(chunks) == 1 else _core.ChunkBatch.concat(chunks),
-            after,
-            owners,
-        )
+        taken = chunks[0] if len(chunks) == 1 else _core.ChunkBatch.concat(chunks)
+        return kind, taken, after, owners
 
     def _has_landed(self, job: Job, piece: Piece, seconds: float) -> None:
         self._shared.done.seconds_loading += seconds
