@@ -32,15 +32,15 @@ def refuse_impossible(config: Config) -> None:
         return
     nearest = _nearest(Path(config.disk_path))
     if PROC in (nearest, *nearest.parents):
-        raise ConfigError(
-            f"disk_path = {config.disk_path} ({config.origin('disk_path')}) cannot be created, "
-            f"because {PROC} is not writable; set disk_path to a writable local directory."
-        )
-    if not nearest.is_dir():
-        raise ConfigError(
-            f"disk_path = {config.disk_path} ({config.origin('disk_path')}) cannot be a directory, "
-            f"because {nearest} is a file; set disk_path to a writable local directory."
-        )
+        problem = f"cannot be created, because {PROC} is not writable"
+    elif not nearest.is_dir():
+        problem = f"cannot be a directory, because {nearest} is a file"
+    else:
+        return
+    raise ConfigError(
+        f"disk_path = {config.disk_path} ({config.origin('disk_path')}) {problem}; set disk_path "
+        "to a writable local directory."
+    )
 
 
 def refuse_here(config: Config) -> None:

@@ -23,6 +23,7 @@ from kvloft.seam.plan import SavePlan
 from kvloft.transfer.cuda import mover
 from kvloft.transfer.cuda.kernels import KernelError
 from kvloft.transfer.layout import PagedLayout
+from kvloft.transfer.movers import MoverSettings
 
 
 @pytest.fixture(autouse=True)
@@ -110,9 +111,7 @@ def kernels_of(
     layouts = [on_gpu.bf16(name).layout() for name in names]
     memory = SimpleNamespace(memory=SimpleNamespace(part_bytes=4096))
     window: Any = SimpleNamespace(raw=memory, raw_class=0, compact=None, compact_class=0)
-    mover.prepare(layouts, blocks_per_chunk=[1] * len(names), gathers_first=False, **options)(
-        [window] * len(names)
-    )
+    mover.prepare(layouts, [1] * len(names), MoverSettings(**options))([window] * len(names))
     return [kernels.encodes for _, kernels in made]
 
 

@@ -15,6 +15,7 @@ from gpu_support import per_layer, turned
 
 from kvloft.transfer.cuda import mover
 from kvloft.transfer.layout import without_pages
+from kvloft.transfer.movers import MoverSettings
 
 
 @pytest.fixture(autouse=True, params=range(3))
@@ -65,9 +66,7 @@ def test_groups_with_equal_or_no_pages_are_one_kind_and_share_a_mover(
         *(each.layout() for each in (paged, paged, turned(paged), elsewhere, paged)),
         nothing,
     ]
-    make = mover.prepare(
-        layouts, blocks_per_chunk=[1, 1, 3, 2, 1, 2, 1], staging_bytes=80 << 20, gathers_first=False
-    )
+    make = mover.prepare(layouts, [1, 1, 3, 2, 1, 2, 1], MoverSettings())
     memory = SimpleNamespace(memory=SimpleNamespace(part_bytes=4096))
     window: Any = SimpleNamespace(raw=memory, raw_class=0, compact=None, compact_class=0)
     make([window] * len(layouts))

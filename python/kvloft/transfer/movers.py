@@ -60,13 +60,7 @@ def choose_mover(
     from kvloft.transfer.cuda.mover import prepare
 
     try:
-        return prepare(
-            layouts,
-            blocks_per_chunk=blocks_per_chunk,
-            staging_bytes=settings.staging_bytes,
-            gathers_first=settings.gathers_first,
-            encodes=settings.encodes,
-        )
+        return prepare(layouts, blocks_per_chunk, settings)
     except (UnsupportedError, RuntimeError, ValueError) as error:
         raise UnsupportedError(
             f'{error}. To run with slow copies instead, set gpu_copies="torch"'

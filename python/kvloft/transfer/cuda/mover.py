@@ -39,6 +39,7 @@ from kvloft.transfer.cuda.trailers import Trailers
 from kvloft.transfer.frames import FrameMemory, GroupFrames
 from kvloft.transfer.layout import PagedLayout
 from kvloft.transfer.mover import Finished
+from kvloft.transfer.movers import MoverSettings
 
 logger = logging.getLogger(__name__)
 
@@ -272,18 +273,13 @@ def _kind(
 
 
 def prepare(
-    layouts: Sequence[PagedLayout],
-    *,
-    blocks_per_chunk: Sequence[int],
-    staging_bytes: int,
-    gathers_first: bool,
-    encodes: bool = False,
+    layouts: Sequence[PagedLayout], blocks_per_chunk: Sequence[int], settings: MoverSettings
 ) -> Callable[[Sequence[GroupFrames]], CudaMover]:
     """Compile the kernels of ``layouts``, one per KV cache group; returns the function that makes
     the mover.
 
-    ``blocks_per_chunk``: blocks in a frame, for each group. ``encodes``: encode parts if layout and
-    device allow it. Called at engine start, so that an engine without kernels does not start.
+    ``blocks_per_chunk``: blocks in a frame, for each group. Parts are encoded if settings, layout
+    and device allow it. Called at engine start, so that an engine without kernels does not start.
     Raises UnsupportedError or CudaError.
     """
     device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
@@ -296,14 +292,14 @@ def prepare(
         )
         for num_blocks, layout in zip(blocks_per_chunk, layouts, strict=True)
     ]
-    slot_bytes = Tuning.slot_bytes_of(staging_bytes)
-    encodes = encodes and _device_encodes(device)
+    slot_bytes = Tuning.slot_bytes_of(settings.staging_bytes)
+    encodes = settings.encodes and _device_encodes(device)
     for where, layout, num_blocks in zip(addresses, layouts, blocks_per_chunk, strict=True):
         if where not in kinds:
             is_encoded = encodes and can_encode(layout, num_blocks, slot_bytes)
             with torch.cuda.device(device):
                 kinds[where] = layout, _kernels_of(layout, device, encodes=is_encoded)
-    tuning = Tuning.of(staging_bytes, next(iter(kinds.values()))[1].num_sms)
+    tuning = Tuning.of(settings.staging_bytes, next(iter(kinds.values()))[1].num_sms)
     for layout, kernels in kinds.values():
         logger.info(
             "kvloft: kernels of %d-byte accesses for %d planes, %d KiB a block, %s, on %s; %d x %d "
@@ -334,7 +330,7 @@ def prepare(
                 blocks_per_chunk=[blocks_per_chunk[group] for group, _ in distinct.values()],
                 tuning=tuning,
                 kind_of=kind_of,
-                gathers_first=gathers_first,
+                gathers_first=settings.gathers_first,
             )
 
     return make
