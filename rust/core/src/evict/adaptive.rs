@@ -85,7 +85,7 @@ pub struct Adaptive {
     touches_apart: u64,
     pub(super) ghosts: Ghosts,
     /// Divides the age of reused chunks.
-    credit: f64,
+    pub(super) credit: f64,
     /// How much a return changes the logarithm of the credit, if all evicted chunks are of its
     /// kind.
     step: f64,
@@ -119,11 +119,6 @@ impl Adaptive {
             step: 0.0,
             reused_share: 0.5,
         }
-    }
-
-    #[cfg(test)]
-    pub(super) fn credit(&self) -> f64 {
-        self.credit
     }
 
     fn age(&self, last: u64) -> f64 {

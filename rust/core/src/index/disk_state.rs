@@ -104,21 +104,3 @@ impl DiskState {
         matches!(self, Self::Queued | Self::Blocked | Self::Writing)
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::super::table_of_states::check_table;
-    use super::*;
-
-    #[test]
-    fn the_table_is_what_the_code_does() {
-        use DiskEvent::{Block, Cancel, Evict, Found, Keep, Leave, Unblock, Want, Write, Written};
-        use DiskState::{Absent, Blocked, Evicting, Queued, Stored, Writing};
-        let slot = SlotId(7);
-        let states = [Absent, Queued, Blocked, Writing, Stored(slot), Evicting(slot)];
-        let leave = Leave(Removal::Dropped);
-        let events =
-            [Want, Block, Unblock, Cancel, Write, Written(slot), Found(slot), Evict, Keep, leave];
-        check_table(include_str!("disk_state.rs"), &states, &events, DiskState::after);
-    }
-}

@@ -118,27 +118,3 @@ impl HostState {
         self.frame().is_some() && !matches!(self, Self::Failed(_))
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::super::table_of_states::check_table;
-    use super::*;
-
-    #[test]
-    fn the_table_is_what_the_code_does() {
-        use HostEvent::{Fail, Fill, Leave, Read, Reserve, Show, Want};
-        use HostState::{Absent, Failed, Filled, Queued, Reading, Saving, Visible};
-        let frame = FrameId(7);
-        let states = [
-            Absent,
-            Queued,
-            Reading(frame),
-            Saving(frame),
-            Filled(frame),
-            Failed(frame),
-            Visible(frame),
-        ];
-        let events = [Want, Read(frame), Reserve(frame), Fill, Show, Fail, Leave(Removal::Dropped)];
-        check_table(include_str!("host_state.rs"), &states, &events, HostState::after);
-    }
-}

@@ -9,8 +9,8 @@ mod disk_state;
 mod entry;
 mod host_state;
 mod table;
-#[cfg(test)]
-mod table_of_states;
+#[cfg(any(test, feature = "testing"))]
+mod tests;
 
 use std::ops;
 
@@ -172,17 +172,5 @@ impl Index {
             .get(place as usize)
             .filter(|entry| entry.live)
             .map(|entry| (ChunkId(place), entry))
-    }
-
-    /// Returns the first chunks of all mapped trees; for checks.
-    #[cfg(any(test, feature = "testing"))]
-    pub(crate) fn roots(&self) -> impl Iterator<Item = ChunkId> {
-        std::iter::successors(self.first_root, |&id| self[id].next_sibling)
-    }
-
-    /// Returns all entries, including detached ones; for checks.
-    #[cfg(any(test, feature = "testing"))]
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (ChunkId, &Entry)> {
-        (0..).map(ChunkId).zip(&self.entries).filter(|(_, entry)| entry.live)
     }
 }

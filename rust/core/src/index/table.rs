@@ -186,13 +186,6 @@ impl Table {
             self.len -= 1;
         }
     }
-
-    /// Returns its size in bytes; for checks.
-    #[cfg(test)]
-    fn size_bytes(&self) -> usize {
-        self.segments.iter().map(|segment| segment.slots.len() * size_of::<Slot>()).sum::<usize>()
-            + 4 * self.directory.len()
-    }
 }
 
 #[cfg(test)]

@@ -163,10 +163,4 @@ impl Store {
     pub fn stats(&self) -> Vec<(&'static str, u64)> {
         self.inner.lock().map(|state| state.stats()).unwrap_or_default().named()
     }
-
-    /// Runs one round of the sweeper now; for tests.
-    #[doc(hidden)]
-    pub fn sweep(&self) {
-        self.inner.sweep();
-    }
 }

@@ -3,7 +3,6 @@
 
 pub mod disk;
 pub(crate) mod host;
-pub mod remote;
 
 use std::fmt;
 use std::path::PathBuf;

@@ -56,13 +56,13 @@ fn a_new_working_set_takes_over_after_few_returns() {
     const CAPACITY: u32 = 60;
     let mut forest = Forest::new(Adaptive::new(CAPACITY as usize));
     forest.replay(CAPACITY as usize, regulars_in_a_flood(CAPACITY));
-    let before = forest.policy.credit();
+    let before = forest.policy.credit;
     assert!(before > 4.0, "{before}");
     let new = |round: u32| round_of(2_000_000, round, CAPACITY - 10);
     forest.replay(CAPACITY as usize, (0..3).flat_map(new));
     let hits = forest.replay(CAPACITY as usize, (3..6).flat_map(new));
     assert_eq!(hits, 3 * (CAPACITY - 10));
-    assert!(forest.policy.credit() < before / 2.0, "{} after {before}", forest.policy.credit());
+    assert!(forest.policy.credit < before / 2.0, "{} after {before}", forest.policy.credit);
 }
 
 #[test]
@@ -85,7 +85,7 @@ fn polls_are_one_use() {
         (0..50).for_each(|_| forest.touch(polled));
         forest.remove(polled, Removal::Evicted);
         forest.insert(None, 1);
-        forest.policy.credit()
+        forest.policy.credit
     };
     assert!(credit(9) <= 1.0, "lookups at the same time must not be treated as a second use");
     assert!(
@@ -102,7 +102,7 @@ fn dropped_chunks_are_not_remembered() {
         forest.touch(used);
         forest.remove(used, removal);
         forest.insert(None, 1);
-        forest.policy.credit()
+        forest.policy.credit
     };
     assert!(credit(Removal::Evicted) > 1.0);
     assert!(credit(Removal::Dropped) <= 1.0, "no chunk recurred");

@@ -15,6 +15,14 @@ fn key(number: u32) -> ChunkKey {
     ChunkKey(key)
 }
 
+impl Table {
+    /// Its size in bytes.
+    fn size_bytes(&self) -> usize {
+        self.segments.iter().map(|segment| segment.slots.len() * size_of::<Slot>()).sum::<usize>()
+            + 4 * self.directory.len()
+    }
+}
+
 proptest! {
     #[test]
     fn it_is_a_map(steps in prop::collection::vec((0..4u8, 0..40u32), 0..200)) {

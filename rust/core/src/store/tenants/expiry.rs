@@ -58,7 +58,7 @@ impl State {
     }
 
     /// Returns true if the chunk expires before its parent, or has none.
-    fn expires_alone(&self, entry: &Entry) -> bool {
+    pub(crate) fn expires_alone(&self, entry: &Entry) -> bool {
         entry.expires_s != NEVER
             && entry.parent.is_none_or(|parent| entry.expires_s < self.index[parent].expires_s)
     }
@@ -75,18 +75,5 @@ impl State {
         if self.index[id].expires_s != NEVER {
             self.expiries.0.remove(&(self.index[id].expires_s, id));
         }
-    }
-
-    /// Returns true if the expiry queue has exactly the chunks it should; for checks.
-    #[cfg(any(test, feature = "testing"))]
-    pub(crate) fn check_expiry(&self) -> bool {
-        let is_noted =
-            |id: ChunkId, entry: &Entry| self.expiries.0.contains(&(entry.expires_s, id));
-        let is_right = |(id, entry): (ChunkId, &Entry)| {
-            let is_old = entry.removing || entry.detached;
-            is_noted(id, entry) == self.expires_alone(entry) || is_old && !is_noted(id, entry)
-        };
-        self.index.iter().all(is_right)
-            && self.expiries.0.iter().all(|(_, id)| self.index.at(id.0).is_some())
     }
 }

@@ -122,32 +122,11 @@ impl TenantTable {
     pub(crate) fn num_salts(&self) -> u64 {
         self.by_tag.len() as u64
     }
-
-    /// Recounts everything from the entries and compares; for checks.
-    #[cfg(any(test, feature = "testing"))]
-    pub(crate) fn check<'a>(
-        &self,
-        entries: impl Iterator<Item = (TenantId, &'a crate::index::Entry)>,
-        pages_of: impl Fn(crate::io::SizeClass) -> u32,
-    ) -> bool {
-        let keep = |&TenantCounts { tag, class, .. }: &TenantCounts| TenantCounts {
-            tag,
-            class,
-            ..TenantCounts::default()
-        };
-        let mut counted: Vec<_> = self.all.iter().map(keep).collect();
-        for (id, entry) in entries {
-            let tenant = &mut counted[id.0 as usize];
-            tenant.num_entries += 1;
-            tenant.host_pages += entry.host.frame().map_or(0, |frame| pages_of(frame.class()));
-            tenant.disk_pages += entry.disk_pages;
-        }
-        let is_used = |tenant: &&TenantCounts| tenant.tag.is_some() && tenant.num_entries > 0;
-        let num_used = counted.iter().filter(is_used).count();
-        counted == self.all && self.by_tag.len() == num_used
-    }
 }
 
 fn count(number: &mut u32, by: u32, is_more: bool) {
     *number = if is_more { *number + by } else { *number - by };
 }
+
+#[cfg(any(test, feature = "testing"))]
+mod tests;

@@ -22,6 +22,12 @@ impl Store {
     pub fn check(&self) -> Result<(), String> {
         check(&*self.inner.lock().ok_or_else(|| "the store failed".to_owned())?)
     }
+
+    /// Runs one round of the sweeper now.
+    #[doc(hidden)]
+    pub fn sweep(&self) {
+        self.inner.sweep();
+    }
 }
 
 pub(super) fn check(state: &State) -> Result<(), String> {
@@ -51,7 +57,7 @@ pub(super) fn check(state: &State) -> Result<(), String> {
         state.tenants
     );
     let gauges = state.stats();
-    ensure!(state.check_expiry(), "{:?}", state.expiries);
+    ensure!(check_expiry(state), "{:?}", state.expiries);
     ensure!(
         attached == state.index.len(),
         "every attached entry has a key: {attached} {}",
@@ -63,6 +69,17 @@ pub(super) fn check(state: &State) -> Result<(), String> {
     );
     ensure!(visible + reserved + gauges.frames_free == gauges.frames_total, "I8: {gauges:?}");
     check_disk(state)
+}
+
+/// Returns true if the expiry queue has exactly the chunks it should.
+fn check_expiry(state: &State) -> bool {
+    let is_noted = |id: ChunkId, entry: &Entry| state.expiries.0.contains(&(entry.expires_s, id));
+    let is_right = |(id, entry): (ChunkId, &Entry)| {
+        let is_old = entry.removing || entry.detached;
+        is_noted(id, entry) == state.expires_alone(entry) || is_old && !is_noted(id, entry)
+    };
+    state.index.iter().all(is_right)
+        && state.expiries.0.iter().all(|(_, id)| state.index.at(id.0).is_some())
 }
 
 fn check_disk(state: &State) -> Result<(), String> {
