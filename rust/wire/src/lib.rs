@@ -12,7 +12,7 @@ mod threads;
 
 pub use client::Client;
 pub use client::admin::{clear, evict, status};
-pub use client::config::ClientConfig;
+pub use client::handshake::ClientConfig;
 pub use protocol::admin::{EvictReport, NamespaceStatus, Status};
 pub use server::Server;
 pub use server::config::{GPU_SETTLE, ServerConfig};

@@ -36,9 +36,9 @@ pub(crate) struct Connection {
     unanswered: VecDeque<u32>,
     /// The keys that the server has of the last long prefix.
     pub(crate) prefix_cache: PrefixCache,
-    is_closed: bool,
+    pub(crate) is_closed: bool,
     /// A save waited until its deadline and no answer has arrived since: later saves do not wait.
-    is_unresponsive: bool,
+    pub(crate) is_unresponsive: bool,
 }
 
 impl Connection {
@@ -103,14 +103,6 @@ impl Connection {
             }
             sent.map_err(fail)?;
         }
-    }
-
-    pub(crate) fn is_closed(&self) -> bool {
-        self.is_closed
-    }
-
-    pub(crate) fn is_unresponsive(&self) -> bool {
-        self.is_unresponsive
     }
 
     pub(crate) fn close(&mut self) {

@@ -1,17 +1,33 @@
-//! Opens a connection to a server: hello, welcome, and the descriptors of the arena and lifeline.
+//! Settings of a client, and how it opens a connection to a server: hello, welcome, and the descriptors of the arena and lifeline.
 
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::PathBuf;
 use std::time::Duration;
 
+use kvloft_core::io::FrameSizes;
 use kvloft_core::session::{ArenaInfo, LifelineInfo};
 use kvloft_core::{Error, ErrorKind, Result};
 
-use crate::client::config::ClientConfig;
 use crate::client::connection::Connection;
 use crate::protocol::{Answer, Hello, Request, VERSION, Welcome};
 
 /// Longest wait for a welcome: the server may have to open its disk first.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Settings of a client.
+#[derive(Debug, Clone)]
+pub struct ClientConfig {
+    /// Path of the server's socket.
+    pub socket: PathBuf,
+    /// Longest wait for the answer of a call.
+    pub deadline: Duration,
+    /// As in `StoreConfig`.
+    pub namespace: [u8; 32],
+    /// As in `StoreConfig`.
+    pub frame_sizes: FrameSizes,
+    /// As in `DiskSettings`.
+    pub description: String,
+}
 
 /// A connection that a server has accepted.
 #[derive(Debug)]

@@ -9,8 +9,9 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// logged at once, later ones as a sum once per [`LOG_INTERVAL`].
 #[derive(Debug, Default)]
 pub(crate) struct MissedCalls {
-    num: u64,
-    num_chunks: u64,
+    pub(crate) num: u64,
+    /// Chunks that have no frame because their reservation got no answer.
+    pub(crate) num_chunks: u64,
     num_logged: u64,
     num_chunks_logged: u64,
     last_logged: Option<Instant>,
@@ -19,23 +20,6 @@ pub(crate) struct MissedCalls {
 }
 
 impl MissedCalls {
-    pub(crate) fn add_call(&mut self) {
-        self.num += 1;
-    }
-
-    /// Adds chunks that have no frame because their reservation got no answer.
-    pub(crate) fn add_unsaved_chunks(&mut self, num: u64) {
-        self.num_chunks += num;
-    }
-
-    pub(crate) fn num(&self) -> u64 {
-        self.num
-    }
-
-    pub(crate) fn num_chunks(&self) -> u64 {
-        self.num_chunks
-    }
-
     /// Returns calls and chunks since the last call of this function, for the server's counters.
     pub(crate) fn take_new(&mut self) -> [u64; 2] {
         let reported = std::mem::replace(&mut self.reported, [self.num, self.num_chunks]);

@@ -5,11 +5,8 @@
 //! first on the next connection: otherwise the disk could bring back chunks that must not be used.
 
 pub(crate) mod admin;
-mod batches;
-mod change_feed;
-pub(crate) mod config;
 mod connection;
-mod handshake;
+pub(crate) mod handshake;
 mod missed_calls;
 mod reconnect;
 mod session;
@@ -19,17 +16,19 @@ use std::sync::{Arc, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use kvloft_core::store::{Lookup, Prefix};
+use kvloft_core::store::{Lookup, Prefix, SaveRequest};
 use kvloft_core::{ErrorKind, Result};
 
-use crate::client::batches::{clamp_prefix, join_answers, split_batches};
-use crate::client::config::ClientConfig;
 use crate::client::connection::Connection;
-use crate::client::handshake::NewConnection;
+use crate::client::handshake::{ClientConfig, NewConnection};
 use crate::client::reconnect::ConnectFailures;
 use crate::client::state::{ClientInner, ClientState};
-use crate::protocol::{Answer, Request};
+use crate::protocol::{Answer, Keys, MAX_KEYS, Request, SentRange};
 use crate::threads::spawn;
+
+/// Maximum number of keys in a message with several items: the server handles one message while the
+/// client encodes the next.
+const KEYS_PER_MESSAGE: usize = 1024;
 
 /// A client of a server's store.
 #[derive(Debug)]
@@ -60,10 +59,6 @@ impl Client {
         };
         let thread = spawn("connect", connect)?;
         Ok(Self { inner, thread })
-    }
-
-    pub(crate) fn wake(&self) {
-        self.thread.thread().unpark();
     }
 
     pub(crate) fn state(&self) -> MutexGuard<'_, ClientState> {
@@ -102,7 +97,7 @@ impl Client {
         let requests = make(connection);
         let answers = connection.call_all(&requests, deadline);
         if answers.iter().any(Option::is_none) && Instant::now() >= deadline {
-            state.missed_calls.add_call();
+            state.missed_calls.num += 1;
         }
         answers
     }
@@ -134,13 +129,13 @@ impl Client {
         let mut state = self.state();
         state.is_save_late = false;
         let Some(connection) = state.live_connection() else { return Vec::new() };
-        let must_wait = !connection.is_unresponsive();
+        let must_wait = !connection.is_unresponsive;
         let answers = connection.call_for_saves(requests, deadline);
-        let is_overdue = !connection.is_closed()
+        let is_overdue = !connection.is_closed
             && (answers.len() < requests.len() || answers.iter().any(Option::is_none));
         state.is_save_late = is_overdue;
         if is_overdue && must_wait {
-            state.missed_calls.add_call();
+            state.missed_calls.num += 1;
         }
         answers
     }
@@ -157,4 +152,54 @@ impl Drop for Client {
         state.is_closed = true;
         (state.connection, state.next, state.arena) = (None, None, None);
     }
+}
+
+/// Truncates a prefix to the number of keys that a server accepts.
+fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
+    Prefix { keys: &prefix.keys[..prefix.keys.len().min(MAX_KEYS)], ..*prefix }
+}
+
+/// Returns the range to send; None if it has more keys than a server accepts.
+fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
+    asked.check()?;
+    let SaveRequest { prefix, units, class, is_attached } = asked.clone();
+    // Of the keys before the range only the parent of the first chunk is needed.
+    let first = units.start.saturating_sub(1);
+    // The key that an attached chunk belongs to may follow the range.
+    let end = prefix.num_units().min(units.end.saturating_add(is_attached.into()));
+    let at = |unit: u32| unit.saturating_sub(prefix.first) as usize;
+    let (root, keys) = (prefix.root, Keys::Own(&prefix.keys[at(first.min(end))..at(end)]));
+    let range = SentRange { root, first, keys, units, class, is_attached };
+    Ok((end as usize <= MAX_KEYS).then_some(range))
+}
+
+/// Splits items into messages of at most `KEYS_PER_MESSAGE` keys, or of one item each.
+fn split_batches<T>(asked: &[T], num_keys: impl Fn(&T) -> usize) -> Vec<&[T]> {
+    let (mut parts, mut start, mut total) = (Vec::new(), 0, 0);
+    for (at, one) in asked.iter().enumerate() {
+        let num = num_keys(one) + 1; // an item without keys counts, too
+        if at > start && total + num > KEYS_PER_MESSAGE {
+            parts.push(&asked[start..at]);
+            (start, total) = (at, 0);
+        }
+        total += num;
+    }
+    parts.extend(asked.get(start..).filter(|rest| !rest.is_empty()));
+    parts
+}
+
+/// Returns one answer for each item of each message; None for every item of a message without one.
+fn join_answers<Q, T>(
+    parts: &[&[Q]],
+    answers: Vec<Option<Answer>>,
+    of: impl Fn(Answer) -> Option<Vec<T>>,
+) -> impl Iterator<Item = Option<T>> {
+    let mut answers = answers.into_iter();
+    let each = parts.iter().map(move |part| {
+        let found =
+            answers.next().flatten().and_then(&of).filter(|found| found.len() == part.len());
+        let missing = if found.is_some() { 0 } else { part.len() };
+        found.into_iter().flatten().map(Some).chain((0..missing).map(|_| None))
+    });
+    each.flatten()
 }

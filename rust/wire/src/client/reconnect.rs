@@ -55,7 +55,7 @@ impl ClientInner {
             state
                 .connection
                 .as_ref()
-                .filter(|connection| !connection.is_closed())
+                .filter(|connection| !connection.is_closed)
                 .map(|connection| Arc::clone(&connection.stream))
         };
         if let Some(stream) = stream {

@@ -9,9 +9,8 @@ use kvloft_core::store::{
 };
 use kvloft_core::{ChunkKey, Event, Result};
 
-use crate::client::Client;
-use crate::client::batches::{clamp_prefix, join_answers, sent_range, split_batches};
 use crate::client::state::ClientState;
+use crate::client::{Client, clamp_prefix, join_answers, sent_range, split_batches};
 use crate::protocol::{Answer, Keys, MAX_KEYS, MAX_PREFIXES, Request, ReservedRange};
 
 /// Time between two checks of a flush or close.
@@ -135,7 +134,7 @@ impl Session for Client {
             asked.iter().zip(&got).filter(|(each, got)| got.num_dropped > 0 && !each.is_attached);
         let mut state = self.state();
         if state.is_save_late {
-            state.missed_calls.add_unsaved_chunks(num_unanswered.into());
+            state.missed_calls.num_chunks += u64::from(num_unanswered);
         }
         state.dropped = dropped.filter_map(|(each, _)| each.prefix.keys.last().copied()).collect();
         Ok((reserved, got))
@@ -179,8 +178,8 @@ impl Session for Client {
             state.stats = stats;
         }
         let own = [
-            ("server_late", state.missed_calls.num()),
-            ("server_late_chunks", state.missed_calls.num_chunks()),
+            ("server_late", state.missed_calls.num),
+            ("server_late_chunks", state.missed_calls.num_chunks),
             ("server_lost", state.num_lost),
         ];
         let of_store = state.stats.iter().map(|(name, value)| (Cow::Owned(name.clone()), *value));
@@ -244,6 +243,6 @@ impl Session for Client {
         state.send(&Request::Bye);
         (state.connection, state.next, state.arena) = (None, None, None);
         drop(state);
-        self.wake();
+        self.thread.thread().unpark();
     }
 }

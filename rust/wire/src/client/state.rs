@@ -1,4 +1,5 @@
-//! State of a client: its connection, leases and counters, and what a later connection must repeat.
+//! State of a client: its connection, leases, counters and view of the stored chunks, and what a
+//! later connection must repeat.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -6,15 +7,13 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use kvloft_core::session::{ArenaInfo, LeaseId};
-use kvloft_core::store::{Prefix, Progress};
+use kvloft_core::store::{Changes, Prefix, Progress};
 use kvloft_core::{ChunkKey, Event};
 
-use crate::client::change_feed::ChangeFeed;
-use crate::client::config::ClientConfig;
 use crate::client::connection::Connection;
-use crate::client::handshake::NewConnection;
+use crate::client::handshake::{ClientConfig, NewConnection};
 use crate::client::missed_calls::MissedCalls;
-use crate::protocol::{Answer, Request};
+use crate::protocol::{Answer, Keys, MAX_CHANGES, Request, SentChanges};
 use crate::threads::locked;
 
 /// Shortest deadline of reservations and commits: a request waits for a lookup, but a save without
@@ -22,6 +21,8 @@ use crate::threads::locked;
 const MIN_SAVE_DEADLINE: Duration = Duration::from_millis(100);
 /// Maximum number of log lines that wait for `take_events`.
 const MAX_EVENTS: usize = 64;
+/// Time without an answer after which the chunks reported so far count as lost.
+const LOSS_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// State of a client behind its lock.
 #[derive(Debug, Default)]
@@ -47,6 +48,25 @@ pub(crate) struct ClientState {
     pub(crate) num_lost: u64,
     pub(crate) events: Vec<Event>,
     pub(crate) is_closed: bool,
+}
+
+/// Requests the changes of the server's store and turns missing answers into "lost".
+#[derive(Debug, Default)]
+pub(crate) struct ChangeFeed {
+    /// As in `Session::watch`.
+    pub(crate) capacity: u32,
+    last: FeedState,
+}
+
+/// Result of the last request.
+#[derive(Debug, Default, Clone, Copy, PartialEq)]
+enum FeedState {
+    Answered,
+    /// No request has been answered in time since then.
+    Late(Instant),
+    /// Every chunk reported so far counts as lost.
+    #[default]
+    Lost,
 }
 
 /// Settings and state shared by a client and its background thread.
@@ -76,13 +96,13 @@ impl ClientState {
     }
 
     pub(crate) fn is_connected(&self) -> bool {
-        self.connection.as_ref().is_some_and(|connection| !connection.is_closed())
+        self.connection.as_ref().is_some_and(|connection| !connection.is_closed)
     }
 
     /// Returns the connection, if it is open. A pending clear was sent on it, so the server handles
     /// the clear before every later request.
     pub(crate) fn live_connection(&mut self) -> Option<&mut Connection> {
-        let connection = self.connection.as_mut().filter(|connection| !connection.is_closed())?;
+        let connection = self.connection.as_mut().filter(|connection| !connection.is_closed)?;
         if self.is_clear_pending {
             self.is_clear_pending = connection.is_overdue();
         }
@@ -97,7 +117,7 @@ impl ClientState {
     ) -> Option<Answer> {
         let answer = request(self.live_connection()?);
         if answer.is_none() && Instant::now() >= deadline {
-            self.missed_calls.add_call();
+            self.missed_calls.num += 1;
         }
         answer
     }
@@ -118,7 +138,7 @@ impl ClientState {
         {
             connection.trim_prefix(first, deadline);
             if Instant::now() >= deadline {
-                self.missed_calls.add_call();
+                self.missed_calls.num += 1;
             }
         }
     }
@@ -161,6 +181,43 @@ impl ClientState {
             && connection.call_always(&Request::Clear, deadline).is_some()
         {
             self.is_clear_pending = false;
+        }
+    }
+}
+
+impl ChangeFeed {
+    /// Returns the request to send; None if `asked` has more keys than a request may have.
+    pub(crate) fn request<'a>(
+        &self,
+        asked: &'a [ChunkKey],
+        limit: usize,
+    ) -> Option<SentChanges<'a>> {
+        let limit = u32::try_from(limit).unwrap_or(u32::MAX);
+        let sent = SentChanges { capacity: self.capacity, limit, asked: Keys::Own(asked) };
+        (asked.len() <= MAX_CHANGES as usize).then_some(sent)
+    }
+
+    /// Returns the changes to report for an answer, or for a missing one.
+    pub(crate) fn apply(
+        &mut self,
+        asked: &[ChunkKey],
+        answer: Option<Changes>,
+        is_connected: bool,
+    ) -> Changes {
+        let before = self.last;
+        if let Some(Changes { rows, lost }) = answer {
+            self.last = FeedState::Answered;
+            return Changes { rows, lost: lost || before != FeedState::Answered };
+        }
+        self.last = match before {
+            FeedState::Answered if is_connected => FeedState::Late(Instant::now()),
+            FeedState::Late(since) if is_connected && since.elapsed() < LOSS_TIMEOUT => before,
+            _ => FeedState::Lost,
+        };
+        if self.last == FeedState::Lost {
+            Changes { lost: before != FeedState::Lost, ..Changes::of_none(asked) }
+        } else {
+            Changes::default() // the caller requests the same keys again
         }
     }
 }

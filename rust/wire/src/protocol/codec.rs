@@ -170,6 +170,7 @@ macro_rules! converted {
 numbers! { u8 u32 u64 }
 
 fields! {
+    ChunkKey { 0 }
     FrameId { 0 }
     Lookup { host_units, stored_units }
     Progress { ready_units, pending_units }
@@ -195,16 +196,6 @@ impl<'a> Field<'a> for [u8; 32] {
 
     fn read(from: &mut Reader<'a>) -> Option<Self> {
         from.array()
-    }
-}
-
-impl<'a> Field<'a> for ChunkKey {
-    fn write(&self, to: &mut Writer<'_>) {
-        to.bytes(&self.0);
-    }
-
-    fn read(from: &mut Reader<'a>) -> Option<Self> {
-        from.array().map(Self)
     }
 }
 

@@ -10,19 +10,17 @@
 //! prefix, the client sends its anchors: see `prefix_cache`.
 
 pub mod admin;
-mod answer;
-pub(crate) mod changes;
 pub(crate) mod codec;
+mod messages;
 pub(crate) mod prefix_cache;
 pub(crate) mod prefixes;
-mod request;
 
-pub use self::answer::{Answer, ReservedRange, Welcome};
-pub use self::changes::{MAX_CHANGES, SentChanges};
 pub use self::codec::LENGTH_BYTES;
+pub use self::messages::{
+    Answer, Hello, MAX_CHANGES, Request, ReservedRange, SentChanges, VERSION, Welcome,
+};
 pub use self::prefix_cache::SentAnchors;
 pub use self::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
-pub use self::request::{Hello, Request, VERSION};
 
 /// Maximum size of a message.
 pub const MAX_MESSAGE: usize = 64 << 20;

@@ -18,10 +18,9 @@ use crate::protocol::admin::AdminRequest;
 use crate::protocol::{
     Answer, Hello, LENGTH_BYTES, MAX_HELLO, MAX_MESSAGE, Request, VERSION, Welcome,
 };
-use crate::server::counters::Counters;
 use crate::server::handler::{Disconnect, EngineHandler, malformed};
-use crate::server::lifeline::{Lifeline, ProcessWatch};
-use crate::server::namespace::Membership;
+use crate::server::namespace::{Counters, Membership};
+use crate::server::quarantine::{Lifeline, ProcessWatch};
 use crate::server::shared_state::{Peer, ServerState};
 use crate::socket::{
     SPIN_TIME, enlarge_buffers, is_current_user, peer_credentials, send_with_fds, spin,

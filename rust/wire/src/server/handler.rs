@@ -10,14 +10,14 @@ use std::time::Duration;
 
 use kvloft_core::ChunkKey;
 use kvloft_core::session::{LeaseId, Local, Session};
-use kvloft_core::store::{Listener, Prefix, Progress, SaveCounts, SaveRequest};
+use kvloft_core::store::{Changes, Listener, Prefix, Progress, SaveCounts, SaveRequest, Store};
 
 use crate::protocol::prefix_cache::PrefixCache;
 use crate::protocol::{
-    Answer, Keys, MAX_KEYS, Request, ReservedRange, SentAnchors, SentPrefixes, SentRange,
+    Answer, Keys, MAX_CHANGES, MAX_KEYS, Request, ReservedRange, SentAnchors, SentChanges,
+    SentPrefixes, SentRange,
 };
-use crate::server::counters::{Count, Counters};
-use crate::server::namespace::Membership;
+use crate::server::namespace::{Count, Counters, Membership};
 
 /// Maximum number of read leases of one engine.
 const MAX_LEASES: usize = 1 << 16;
@@ -101,7 +101,7 @@ impl EngineHandler {
             }
             Request::Changes(asked) => {
                 let store = membership.namespace.store().ok_or(Disconnect::Closed)?;
-                Answer::Changes(asked.answer(store, &mut self.listener).ok_or_else(malformed)?)
+                Answer::Changes(changes(asked, store, &mut self.listener).ok_or_else(malformed)?)
             }
             Request::IsSettled => Answer::Count(local.flush(Duration::ZERO).into()),
             Request::Release(_) | Request::Abort(_) | Request::LimitMemory(_) => {
@@ -248,6 +248,31 @@ impl EngineHandler {
     }
 }
 
+/// Returns the changes for `listener`, which the first request creates. None if there are too many
+/// keys.
+///
+/// If an answer is late or the connection is lost, the next answer has `lost` set: earlier reports
+/// may be wrong.
+fn changes(
+    sent: &SentChanges<'_>,
+    store: &Store,
+    listener: &mut Option<Listener>,
+) -> Option<Changes> {
+    if sent.asked.iter().len() > MAX_CHANGES as usize {
+        return None;
+    }
+    let asked: Vec<_> = sent.asked.iter().collect();
+    let [capacity, limit] =
+        [sent.capacity, sent.limit].map(|number| number.min(MAX_CHANGES) as usize);
+    let is_first = listener.is_none();
+    let Changes { rows, lost } =
+        listener.get_or_insert_with(|| store.watch(capacity)).changes(&asked, limit);
+    Some(Changes { rows, lost: lost || is_first })
+}
+
 pub(crate) fn malformed() -> Disconnect {
     Disconnect::Refused("malformed request".to_owned())
 }
+
+#[cfg(test)]
+mod tests;

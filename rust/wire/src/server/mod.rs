@@ -6,17 +6,14 @@
 mod admin;
 pub(crate) mod config;
 mod connection;
-mod counters;
 mod disk_directory;
 mod handler;
-mod lifeline;
 mod listener;
 pub(crate) mod namespace;
 pub(crate) mod namespaces;
 mod quarantine;
 mod shared_state;
 mod status;
-mod timed_lock;
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, mpsc};

@@ -1,5 +1,7 @@
-//! One namespace of a server: its store, which is opened for the first engine, and its engines.
+//! One namespace of a server: its store, which is opened for the first engine, its engines, and
+//! counters of their lookups, loads and saves.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -10,8 +12,8 @@ use kvloft_core::session::Local;
 use kvloft_core::store::{Store, StoreConfig};
 
 use crate::protocol::Hello;
+use crate::protocol::admin::Stats;
 use crate::server::config::ServerConfig;
-use crate::server::counters::Counters;
 use crate::threads::locked;
 
 /// One namespace of a server.
@@ -142,6 +144,51 @@ pub(crate) fn store_config(hello: &Hello, config: &ServerConfig) -> StoreConfig 
         disk,
         now_s: unix_s(),
         limits: config.limits.clone(),
+    }
+}
+
+/// One of the counters. The engine counts the last two.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Count {
+    Lookups,
+    LookupChunks,
+    /// In any tier.
+    LookupChunksFound,
+    LoadChunks,
+    SaveChunks,
+    /// Calls without an answer in time.
+    LateCalls,
+    /// Chunks not saved because of them.
+    LateChunks,
+}
+
+/// Names in the status, in the order of [`Count`].
+const NAMES: [&str; 7] = [
+    "lookups",
+    "lookup_chunks",
+    "lookup_chunks_found",
+    "load_chunks",
+    "save_chunks",
+    "late_calls",
+    "late_chunks",
+];
+
+/// Counts of one engine, or of every engine that a namespace ever had.
+#[derive(Debug, Default)]
+pub(crate) struct Counters([AtomicU64; NAMES.len()]);
+
+impl Counters {
+    pub(crate) fn add(&self, count: Count, num: u64) {
+        self.0[count as usize].fetch_add(num, Ordering::Relaxed);
+    }
+
+    pub(crate) fn get(&self, count: Count) -> u64 {
+        self.0[count as usize].load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn stats(&self) -> Stats {
+        let value = |number: &AtomicU64| number.load(Ordering::Relaxed);
+        NAMES.iter().zip(&self.0).map(|(name, number)| ((*name).into(), value(number))).collect()
     }
 }
 

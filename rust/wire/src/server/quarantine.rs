@@ -1,15 +1,58 @@
 //! Keeps the frames and leases of disconnected engines until no process can write to them.
 //!
 //! Workers and forked children can outlive the scheduler that reserved a frame. A membership
-//! therefore stays in quarantine until its lifeline is closed; no timeout releases it. Must not
-//! depend on sockets.
+//! therefore stays in quarantine until its lifeline is closed; no timeout releases it.
+//!
+//! A lifeline is a pipe. The engine receives its write end with the arena, and each worker opens
+//! that end again before it maps the arena. The kernel closes the ends of every process that exits,
+//! in any PID namespace, so the read end reports when the last one is closed. A forked child
+//! inherits both the mapping and the pipe, and counts.
 
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use crate::server::lifeline::Lifeline;
+use rustix::event::PollFlags;
+use rustix::pipe::{PipeFlags, pipe_with};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
 use crate::server::namespace::Membership;
+use crate::socket::wait;
 use crate::threads::locked;
+
+/// The server's end of an engine's lifeline.
+#[derive(Debug)]
+pub(crate) struct Lifeline(OwnedFd);
+
+impl Lifeline {
+    /// Creates a lifeline and the end that the engine receives.
+    pub(crate) fn new() -> io::Result<(Self, OwnedFd)> {
+        let (read, write) = pipe_with(PipeFlags::CLOEXEC)?;
+        Ok((Self(read), write))
+    }
+
+    /// Returns whether every process has closed the engine's end.
+    pub(crate) fn is_closed(&self) -> bool {
+        wait(&self.0, PollFlags::empty(), Instant::now())
+    }
+}
+
+/// Watches the process of a client: a forked child can keep the connection open after it exits.
+#[derive(Debug)]
+pub(crate) struct ProcessWatch(Option<OwnedFd>);
+
+impl ProcessWatch {
+    /// Process 0 is in another PID namespace and cannot be watched.
+    pub(crate) fn new(pid: u32) -> Self {
+        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        Self(pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()))
+    }
+
+    pub(crate) fn has_ended(&self) -> bool {
+        self.0.as_ref().is_some_and(|fd| wait(fd, PollFlags::IN, Instant::now()))
+    }
+}
 
 #[derive(Debug)]
 struct Quarantined {

@@ -12,13 +12,10 @@ use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::protocol::Hello;
 use crate::server::config::ServerConfig;
-use crate::server::counters::{Count, Counters};
-use crate::server::lifeline::ProcessWatch;
-use crate::server::namespace::{Membership, Namespace};
+use crate::server::namespace::{Count, Counters, Membership, Namespace};
 use crate::server::namespaces::Namespaces;
-use crate::server::quarantine::Quarantine;
-use crate::server::timed_lock::TimedLock;
-use crate::threads::locked;
+use crate::server::quarantine::{ProcessWatch, Quarantine};
+use crate::threads::{TimedLock, locked};
 
 /// Maximum number of log lines that wait for `take_events`.
 const MAX_EVENTS: usize = 256;

@@ -26,7 +26,7 @@ fn store() -> Store {
 fn queue_of_a_listener_is_bounded() {
     let (store, mut listener) = (store(), None);
     let sent = SentChanges { capacity: 8 * MAX_CHANGES, limit: 1, asked: Keys::Own(&[]) };
-    let mut is_lost = || sent.answer(&store, &mut listener).expect("few keys").lost;
+    let mut is_lost = || changes(&sent, &store, &mut listener).expect("few keys").lost;
     assert!(is_lost(), "nothing precedes the first response");
     assert!(!is_lost());
     for token in 0..=MAX_CHANGES {

@@ -1,14 +1,17 @@
-//! Requests of engines. Must not depend on answers.
+//! Requests of engines, and answers of the server.
 
 use kvloft_core::io::FrameSizes;
+use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation};
 
-use crate::protocol::changes::SentChanges;
-use crate::protocol::codec::{Field, Reader, Writer, messages};
+use crate::protocol::codec::{Field, Reader, Writer, fields, messages};
 use crate::protocol::prefix_cache::SentAnchors;
 use crate::protocol::prefixes::{Keys, SentPrefixes, SentRange};
 
 /// Version of the protocol. A server refuses clients of any other version.
 pub const VERSION: u32 = 14;
+/// Maximum number of changes queued for a listener, of keys in a request, and of other rows in an
+/// answer.
+pub const MAX_CHANGES: u32 = 1 << 16;
 
 /// First request of an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,6 +44,17 @@ impl<'a> Field<'a> for Hello {
         let description = String::new();
         Some(Self { version, namespace: [0; 32], frame_sizes: 0.into(), description })
     }
+}
+
+/// Requests changes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SentChanges<'a> {
+    /// As in `Session::watch`.
+    pub capacity: u32,
+    /// Maximum number of rows in addition to those of `asked`.
+    pub limit: u32,
+    /// Keys of chunks to report in any case.
+    pub asked: Keys<'a>,
 }
 
 messages! {
@@ -93,5 +107,57 @@ impl Request<'_> {
     /// Returns whether the request gets no answer.
     pub fn is_one_way(&self) -> bool {
         matches!(self, Self::Release(_) | Self::Abort(_) | Self::LimitMemory(_) | Self::Bye)
+    }
+}
+
+/// Sizes of the memory that the server shares.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Welcome {
+    /// Bytes of the arena.
+    pub size_bytes: u64,
+    /// Bytes of a slab.
+    pub slab_bytes: u64,
+}
+
+/// Reservations of one range.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ReservedRange {
+    /// Chunks without a frame.
+    pub num_dropped: u32,
+    /// Chunks to fill.
+    pub rows: Vec<Reservation>,
+}
+
+fields! {
+    SentChanges<'a> { capacity, limit, asked }
+    Welcome { size_bytes, slab_bytes }
+    ReservedRange { num_dropped, rows }
+}
+
+messages! {
+    /// An answer.
+    enum Answer {
+        /// Accepts an engine. The arena's and the lifeline's descriptors come with it.
+        1 = Welcome(sizes: Welcome),
+        /// Reason of a refusal, in one sentence. The server closes the connection.
+        2 = Refused(text: String),
+        /// Result of a lookup, one for each prefix.
+        3 = Found(found: Vec<Lookup>),
+        /// Progress of a lease.
+        4 = Progress(progress: Progress),
+        /// Frames of a lease.
+        5 = Frames(frames: Vec<LeasedFrame>),
+        /// Reservations of each range.
+        6 = Reserved(ranges: Vec<ReservedRange>),
+        /// Chunks committed or removed; 1 or 0 for yes or no.
+        7 = Count(number: u64),
+        /// Counters of the store.
+        8 = Stats(stats: Vec<(String, u64)>),
+        /// Result of an admin request, in JSON.
+        9 = Admin(json: Vec<u8>),
+        /// Anchors that are stored.
+        10 = Anchors(anchors: Anchors),
+        /// Changes of the store. The first such answer of a connection has `lost` set.
+        11 = Changes(changes: Changes),
     }
 }
