@@ -67,7 +67,6 @@ impl Arena {
     }
 
     /// Tag the payload of a part and write the trailer at the end of the part; returns the tag.
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn seal(&self, py: Python<'_>, part: FramePart) -> PyResult<u64> {
         let seal = || self.inner.seal(part.offset, part.part_bytes, &part.spec());
         py.detach(seal).map_err(raise)
@@ -75,7 +74,6 @@ impl Arena {
 
     /// Return None if trailer and tag match; else one of 'unsealed', 'key', 'layout', 'shape',
     /// 'tag'.
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn check(&self, py: Python<'_>, part: FramePart) -> PyResult<Option<&'static str>> {
         let check = || self.inner.check(part.offset, part.part_bytes, &part.spec());
         Ok(py.detach(check).map_err(raise)?.map(io::Damage::as_str))

@@ -53,7 +53,6 @@ impl ChunkBatch {
     /// Make a batch from (group, frames, keys, blocks) of each group, and tickets; `ConfigError` if
     /// they do not fit together.
     #[new]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn new(parts: Vec<PyColumns<'_>>, tickets: &[u8]) -> PyResult<Self> {
         let parts: Vec<_> = parts.iter().map(columns_of).collect();
         chunk_batch::ChunkBatch::from_columns(&parts, tickets).map(Self::from).map_err(raise)
@@ -61,7 +60,6 @@ impl ChunkBatch {
 
     /// All chunks of `batches` as those of one group.
     #[staticmethod]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn concat(batches: Vec<PyRef<'_, Self>>) -> Self {
         chunk_batch::ChunkBatch::concat(batches.iter().map(|batch| &*batch.inner)).into()
     }

@@ -11,7 +11,6 @@ use pyo3::types::PyDict;
 use crate::error::raise;
 
 #[pyfunction]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
 pub(crate) fn disk_inspect(py: Python<'_>, path: PathBuf) -> PyResult<Vec<Bound<'_, PyDict>>> {
     let infos = py.detach(|| inspect(&path)).map_err(raise)?;
     infos.iter().map(|info| namespace_dict(py, info)).collect()
@@ -47,7 +46,6 @@ impl DiskVerify {
 #[pymethods]
 impl DiskVerify {
     #[new]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
         let verifier = py.detach(|| Verifier::open(&path)).map_err(raise)?;
         Ok(Self { verifier: Mutex::new(verifier) })

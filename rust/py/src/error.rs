@@ -10,7 +10,6 @@ import_exception!(kvloft.errors, LateError);
 import_exception!(kvloft.errors, StoreError);
 
 /// Returns the exception for a core error.
-#[expect(clippy::needless_pass_by_value, reason = "map_err hands the error over")]
 pub(crate) fn raise(error: Error) -> PyErr {
     let message = error.to_string();
     match error.kind() {

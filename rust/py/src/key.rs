@@ -142,7 +142,6 @@ impl KeyChain {
 
 /// 32-byte fingerprint of (name, value) pairs; order does not matter, names must be unique.
 #[pyfunction]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
 pub(crate) fn namespace_digest(
     py: Python<'_>,
     fields: Vec<(String, String)>,
@@ -155,7 +154,6 @@ pub(crate) fn namespace_digest(
 /// The 32-byte key of the empty prefix. `adapter` is (name, path-or-id) of a `LoRA`.
 #[pyfunction]
 #[pyo3(signature = (namespace, adapter, cache_salt))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
 pub(crate) fn root_key<'py>(
     py: Python<'py>,
     namespace: &[u8],

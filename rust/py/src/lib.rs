@@ -1,4 +1,5 @@
 //! `kvloft._core`: conversions between Python and `kvloft_core`, nothing else.
+#![expect(clippy::needless_pass_by_value, reason = "pyo3 and map_err pass arguments by value")]
 
 mod arena;
 mod batch;
@@ -7,10 +8,9 @@ mod error;
 mod groups;
 mod key;
 mod lease;
-mod limits;
 mod server;
 mod session;
-mod time;
+mod settings;
 mod tokens;
 
 #[pyo3::pymodule(gil_used = false)]

@@ -6,25 +6,13 @@ use std::path::PathBuf;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
 use kvloft_core::key::SaltTag;
-use kvloft_core::store::{DiskSettings, Evicted};
+use kvloft_core::store::Evicted;
 use kvloft_wire::{EvictReport, GPU_SETTLE, ServerConfig, Status, clear, evict, status};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict};
 
 use crate::error::raise;
-use crate::limits::{PyTenantLimits, tenant_limits};
-use crate::time::timeout;
-
-/// The settings of a disk tier, if there is a path.
-pub(crate) fn disk_settings(
-    path: Option<PathBuf>,
-    cap_bytes: u64,
-    num_threads: u32,
-    description: &str,
-) -> Option<DiskSettings> {
-    let description = description.to_owned();
-    path.map(|dir| DiskSettings { dir, cap_bytes, num_threads, description })
-}
+use crate::settings::{PyTenantLimits, disk_settings, tenant_limits, timeout};
 
 /// A store that engines of this user share; listens until it is closed.
 #[pyclass(frozen, module = "kvloft._core")]
@@ -100,7 +88,6 @@ impl Server {
 /// Return the state of the server at `socket`.
 #[pyfunction]
 #[pyo3(signature = (socket, *, timeout_s=5.0))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 passes arguments by value")]
 pub(crate) fn server_status(
     py: Python<'_>,
     socket: PathBuf,
@@ -113,7 +100,6 @@ pub(crate) fn server_status(
 /// Remove every chunk of a namespace of the server at `socket`; return the number of chunks.
 #[pyfunction]
 #[pyo3(signature = (socket, *, namespace="", timeout_s=30.0))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 passes arguments by value")]
 pub(crate) fn server_clear(
     py: Python<'_>,
     socket: PathBuf,
@@ -126,7 +112,6 @@ pub(crate) fn server_clear(
 /// Evict the chunks of a salt, or every chunk, from all tiers or from host memory only.
 #[pyfunction]
 #[pyo3(signature = (socket, *, namespace="", salt=None, host_only=false, timeout_s=60.0))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 passes arguments by value")]
 pub(crate) fn server_evict<'py>(
     py: Python<'py>,
     socket: PathBuf,

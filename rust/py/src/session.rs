@@ -23,9 +23,7 @@ use crate::error::raise;
 use crate::groups::{PyGroup, append_saved_blocks};
 use crate::key::{KeyBytes, KeyChain, digest};
 use crate::lease::ReadLease;
-use crate::limits::{PyTenantLimits, tenant_limits};
-use crate::server::disk_settings;
-use crate::time::timeout;
+use crate::settings::{PySizes, PyTenantLimits, disk_settings, tenant_limits, timeout};
 use crate::tokens::{append_token_ids, block_ids, number};
 
 /// A store with one engine's loads and saves in flight.
@@ -33,25 +31,6 @@ use crate::tokens::{append_token_ids, block_ids, number};
 pub(crate) struct Session {
     inner: Arc<EngineSession>,
     sizes: FrameSizes,
-}
-
-/// Frame sizes in bytes by size class; a single number for one class. Pairs add the bytes that a
-/// chunk of the class takes uncompressed.
-#[derive(FromPyObject)]
-enum PySizes {
-    One(u64),
-    Many(Vec<u64>),
-    WithRaw(Vec<(u64, u64)>),
-}
-
-impl From<PySizes> for FrameSizes {
-    fn from(sizes: PySizes) -> Self {
-        match sizes {
-            PySizes::One(size) => size.into(),
-            PySizes::Many(sizes) => sizes.into(),
-            PySizes::WithRaw(sizes) => sizes.into(),
-        }
-    }
 }
 
 impl Session {
@@ -248,7 +227,6 @@ impl Session {
 
     /// Reserve frames for units of many requests, after extending their chains; all or nothing.
     /// Returns for each request (chunks or None, units without a frame).
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn reserve(&self, rows: Vec<Due<'_>>) -> PyResult<(Vec<Option<ChunkBatch>>, Vec<u32>)> {
         // First everything that can run Python code, while no chain is locked.
         let mut ids = Vec::with_capacity(rows.len() * ROW_TOKENS);
@@ -283,7 +261,6 @@ impl Session {
 
     /// Reserve frames for states: (chain, group, unit that each ends, block that holds it); all or
     /// nothing.
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn reserve_states(
         &self,
         rows: Vec<(Bound<'_, KeyChain>, usize, u32, i32)>,
@@ -302,7 +279,6 @@ impl Session {
     /// Process one rank's report; returns (chunks that became visible, chunks that failed on some
     /// rank).
     #[pyo3(signature = (saved, failed=Vec::new(), misfits=Vec::new()))]
-    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn settle(&self, saved: Vec<u64>, failed: Vec<u64>, misfits: Vec<u64>) -> (u32, usize) {
         self.inner.settle(&saved, &failed, &misfits)
     }

@@ -1,7 +1,12 @@
-//! Limits of salts: parses Python's values into those of the store. Salts are hashed here.
+//! Settings out of Python values: limits of salts, which are hashed here, sizes of frames, the disk
+//! tier, and times.
 
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kvloft_core::io::FrameSizes;
 use kvloft_core::key::SaltTag;
-use kvloft_core::store::{Limits, Quota, TenantLimits};
+use kvloft_core::store::{DiskSettings, Limits, Quota, TenantLimits};
 use kvloft_core::{Error, Result};
 use pyo3::prelude::*;
 
@@ -49,4 +54,39 @@ pub(crate) fn tenant_limits(given: Option<PyTenantLimits>) -> Result<TenantLimit
     let own = |(salt, given): (String, PyLimits)| Ok((SaltTag::of(&salt), limits(&given)?));
     let by_salt = by_salt.into_iter().map(own).collect::<Result<_>>()?;
     Ok(TenantLimits { unsalted: limits(&unsalted)?, salted: limits(&salted)?, by_salt })
+}
+
+/// Frame sizes in bytes by size class; a single number for one class. Pairs add the bytes that a
+/// chunk of the class takes uncompressed.
+#[derive(FromPyObject)]
+pub(crate) enum PySizes {
+    One(u64),
+    Many(Vec<u64>),
+    WithRaw(Vec<(u64, u64)>),
+}
+
+impl From<PySizes> for FrameSizes {
+    fn from(sizes: PySizes) -> Self {
+        match sizes {
+            PySizes::One(size) => size.into(),
+            PySizes::Many(sizes) => sizes.into(),
+            PySizes::WithRaw(sizes) => sizes.into(),
+        }
+    }
+}
+
+/// The settings of a disk tier, if there is a path.
+pub(crate) fn disk_settings(
+    path: Option<PathBuf>,
+    cap_bytes: u64,
+    num_threads: u32,
+    description: &str,
+) -> Option<DiskSettings> {
+    let description = description.to_owned();
+    path.map(|dir| DiskSettings { dir, cap_bytes, num_threads, description })
+}
+
+/// Converts seconds: negative values and NaN count as 0, huge values as no limit.
+pub(crate) fn timeout(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
 }
