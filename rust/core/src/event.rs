@@ -28,12 +28,6 @@ impl Event {
     }
 }
 
-impl From<Event> for String {
-    fn from(event: Event) -> Self {
-        event.text
-    }
-}
-
 impl Deref for Event {
     type Target = str;
 

@@ -14,7 +14,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::io::arena::FRAME_ALIGN;
-use crate::io::{FrameSizes, HostArena, placement};
+use crate::io::{FrameSizes, HostArena, numa};
 use crate::sync::{Mutex, MutexGuard, locked};
 use crate::tier::disk::DiskRoot;
 use crate::units::size_text;
@@ -62,7 +62,7 @@ struct PoolState {
 
 /// The arena and its slabs.
 pub struct Pool {
-    arena: HostArena,
+    pub(crate) arena: HostArena,
     slab_bytes: u64,
     /// Of their disk directory.
     pub(crate) disk: Arc<DiskRoot>,
@@ -95,11 +95,10 @@ impl Pool {
         sizes.check()?;
         let frame_bytes = sizes.largest();
         if host_bytes < frame_bytes {
-            let message = format!(
+            return Err(Error::invalid(format!(
                 "host_size = {} holds no chunk of {frame_bytes} bytes",
                 size_text(host_bytes)
-            );
-            return Err(Error::invalid(message));
+            )));
         }
         Self::of_slabs(disk, host_bytes, slab_bytes(host_bytes, &sizes), Box::new(wake))
     }
@@ -136,7 +135,7 @@ impl Pool {
     /// frames; returns the number of ranges. `Io` if the system refuses.
     pub fn place(&self, frame_bytes: u64, nodes: &[u32]) -> Result<usize> {
         let num_frames = u32::try_from(self.size_bytes() / frame_bytes.max(1)).unwrap_or(u32::MAX);
-        let places = placement::by_shard(frame_bytes, num_frames, nodes);
+        let places = numa::by_shard(frame_bytes, num_frames, nodes);
         self.arena.place(&places)?;
         Ok(places.len())
     }
@@ -167,10 +166,6 @@ impl Pool {
         self.disk.take_short()
     }
 
-    pub(crate) fn arena(&self) -> &HostArena {
-        &self.arena
-    }
-
     /// `InvalidConfig` unless every slab holds a frame of each size; otherwise a store could have
     /// slabs without a frame.
     pub fn check(&self, sizes: &FrameSizes) -> Result<()> {
@@ -179,12 +174,11 @@ impl Pool {
         if frame_bytes <= slab_bytes {
             return Ok(());
         }
-        let message = format!(
+        Err(Error::invalid(format!(
             "chunks of {frame_bytes} bytes are too large for this server's slabs of {slab_bytes} \
              bytes, which follow from its --host-size and its first engine; raise that, use a \
              smaller vLLM block size, or start the engine with the larger chunks first"
-        );
-        Err(Error::invalid(message))
+        )))
     }
 
     fn state(&self) -> MutexGuard<'_, PoolState> {

@@ -30,39 +30,26 @@ impl KeyChain {
             .map_err(|_| StoreError::new_err("this KeyChain failed before; make a new one"))
     }
 
-    /// As `lock`; an error if it is held, for example by another row of the same call.
-    pub(crate) fn try_lock(&self) -> PyResult<MutexGuard<'_, key::KeyChain>> {
-        self.inner
-            .try_lock()
-            .map_err(|_| StoreError::new_err("this KeyChain is in use, or failed before"))
-    }
-
-    /// As above; also an error if the chain no longer has `num_tokens`.
+    /// As `lock`; also an error if it is held, for example by another row of the same call, or if
+    /// the chain no longer has `num_tokens`.
     pub(crate) fn try_lock_at(&self, num_tokens: u32) -> PyResult<MutexGuard<'_, key::KeyChain>> {
-        let chain = self.try_lock()?;
+        let chain = self.inner.try_lock();
+        let chain =
+            chain.map_err(|_| StoreError::new_err("this KeyChain is in use, or failed before"))?;
         let is_same = chain.num_tokens() == num_tokens;
         is_same
             .then_some(chain)
             .ok_or_else(|| StoreError::new_err("this KeyChain is in use by another thread"))
     }
 
-    /// Append the missing tokens of `token_ids[:stop]`.
-    pub(crate) fn extend(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<()> {
-        let start = self.num_tokens()?;
-        if start < stop {
-            self.append_tokens(token_ids, start.into(), Some(stop.into()))
-        } else {
-            Ok(())
-        }
-    }
-
-    /// The same for many tokens; returns the new number of tokens.
+    /// Append the missing tokens of `token_ids[:stop]` if there are many; returns the new number of
+    /// tokens.
     pub(crate) fn extend_if_long(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<u32> {
         let start = self.num_tokens()?;
         if (stop.saturating_sub(start) as usize) < DETACH_TOKENS {
             return Ok(start);
         }
-        self.extend(token_ids, stop)?;
+        self.append_tokens(token_ids, start.into(), Some(stop.into()))?;
         self.num_tokens()
     }
 }

@@ -7,7 +7,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
 use kvloft_core::key::SaltTag;
 use kvloft_core::store::Evicted;
-use kvloft_wire::{EvictReport, GPU_SETTLE, ServerConfig, Status, clear, evict, status};
+use kvloft_wire::{EvictReport, ServerConfig, Status, clear, evict, status};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict};
 
@@ -43,8 +43,6 @@ impl Server {
         settings: Option<BTreeMap<String, String>>,
     ) -> PyResult<Self> {
         let config = ServerConfig {
-            socket,
-            host_bytes,
             eviction: Eviction::parse(eviction).map_err(raise)?,
             available_bytes: available_bytes(),
             disk: disk_settings(disk_path, disk_bytes, disk_threads, ""),
@@ -53,7 +51,7 @@ impl Server {
             limits: tenant_limits(limits).map_err(raise)?,
             settings: settings.unwrap_or_default().into_iter().collect(),
             max_connections,
-            gpu_settle: GPU_SETTLE,
+            ..ServerConfig::new(socket, host_bytes)
         };
         Ok(Self { inner: py.detach(|| kvloft_wire::Server::open(config)).map_err(raise)? })
     }

@@ -210,11 +210,10 @@ impl RowBytes {
         if let [_, width] = *buffer.shape()
             && width.checked_mul(buffer.item_size()) != Some(row_bytes)
         {
-            let message = format!(
+            return Err(ConfigError::new_err(format!(
                 "rows of {width} x {} bytes are not rows of {row_bytes} bytes",
                 buffer.item_size()
-            );
-            return Err(ConfigError::new_err(message));
+            )));
         }
         Ok(Self(buffer))
     }

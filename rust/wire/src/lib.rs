@@ -15,6 +15,6 @@ pub use client::admin::{clear, evict, status};
 pub use client::handshake::ClientConfig;
 pub use protocol::admin::{EvictReport, NamespaceStatus, Status};
 pub use server::Server;
-pub use server::config::{GPU_SETTLE, ServerConfig};
+pub use server::config::ServerConfig;
 pub use server::namespace::unix_s;
 pub use server::namespaces::MAX_NAMESPACES;

@@ -17,26 +17,18 @@ const FEW_FITS: u64 = 4;
 #[derive(Debug, Default)]
 pub(super) struct Misfits {
     keys: FxHashSet<ChunkKey>,
-    num_failed: u64,
-    num_saved: u64,
+    /// Number of chunks that did not fit.
+    pub(super) num_failed: u64,
+    pub(super) num_saved: u64,
 }
 
 impl Misfits {
-    pub(super) fn add_saved(&mut self, num: usize) {
-        self.num_saved += num as u64;
-    }
-
     pub(super) fn add(&mut self, key: ChunkKey) {
         if self.keys.len() >= MAX_KEYS {
             self.keys.clear();
         }
         self.keys.insert(key);
         self.num_failed += 1;
-    }
-
-    /// Number of chunks that did not fit.
-    pub(super) fn num(&self) -> u64 {
-        self.num_failed
     }
 
     /// Whether no chunk is expected to fit.

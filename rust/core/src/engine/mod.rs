@@ -72,11 +72,6 @@ impl EngineSession {
         &*self.session
     }
 
-    /// The KV cache groups.
-    pub fn groups(&self) -> &[Group] {
-        &self.groups
-    }
-
     fn in_flight(&self) -> MutexGuard<'_, InFlight> {
         self.in_flight.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -251,7 +246,7 @@ impl EngineSession {
         let num_misfits = keys.clone().count();
         if self.groups.iter().any(|group| group.compact.is_some()) {
             let mut known = self.misfits();
-            known.add_saved(reservations.len());
+            known.num_saved += reservations.len() as u64;
             keys.for_each(|key| known.add(key));
         }
         let num_visible =
@@ -261,7 +256,7 @@ impl EngineSession {
 
     /// Number of chunks that did not fit their frames.
     pub fn num_misfits(&self) -> u64 {
-        self.misfits().num()
+        self.misfits().num_failed
     }
 
     /// Aborts reservations that no rank will report.

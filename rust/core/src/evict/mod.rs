@@ -29,19 +29,14 @@ pub enum Eviction {
 }
 
 impl Eviction {
-    /// Every policy.
-    pub const ALL: [Self; 2] = [Eviction::Adaptive, Eviction::Lru];
-
     /// `adaptive` or `lru`; else `InvalidConfig`.
     pub fn parse(name: &str) -> Result<Self> {
         match name {
             "adaptive" => Ok(Eviction::Adaptive),
             "lru" => Ok(Eviction::Lru),
-            _ => {
-                let message =
-                    format!("eviction = \"{name}\" is unknown; use \"adaptive\" or \"lru\"");
-                Err(Error::invalid(message))
-            }
+            _ => Err(Error::invalid(format!(
+                "eviction = \"{name}\" is unknown; use \"adaptive\" or \"lru\""
+            ))),
         }
     }
 

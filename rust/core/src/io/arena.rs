@@ -21,9 +21,8 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 pub use super::frame::FRAME_ALIGN;
 use super::frame::{FrameGrid, FrameId, FrameSizes};
-use super::numa;
+use super::numa::{self, Place};
 use super::part::{Damage, PartSpec, TRAILER_BYTES};
-use super::placement::Place;
 use crate::{Error, Result};
 
 /// The whole arena, mapped shared; unmapped when its last owner is dropped.

@@ -83,11 +83,10 @@ impl FrameSizes {
         if are_pages && are_different && (1..=MAX_SIZES).contains(&self.bytes.len()) {
             return Ok(());
         }
-        let message = format!(
+        Err(Error::invalid(format!(
             "frame sizes {:?} must be 1 to {MAX_SIZES} different positive multiples of {FRAME_ALIGN}",
             self.bytes
-        );
-        Err(Error::invalid(message))
+        )))
     }
 
     /// All sizes, by class.
@@ -128,11 +127,6 @@ impl FrameSizes {
     /// All classes.
     pub fn classes(&self) -> impl Iterator<Item = SizeClass> + use<> {
         (0..u8::try_from(self.bytes.len()).unwrap_or(u8::MAX)).map(SizeClass)
-    }
-
-    /// The class whose frames have `frame_bytes` bytes.
-    pub fn class_of(&self, frame_bytes: u64) -> Option<SizeClass> {
-        self.classes().find(|class| self.bytes(*class) == frame_bytes)
     }
 }
 

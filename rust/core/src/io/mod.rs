@@ -1,6 +1,6 @@
 //! Memory and files: the only folder with unsafe code.
 //!
-//! `frame` numbers frames, `arena` maps them, `placement` and `numa` place them on NUMA nodes,
+//! `frame` numbers frames, `arena` maps them, `numa` places them on NUMA nodes,
 //! `part` writes and checks a part's trailer, `memory` reads how much memory is available. Must not
 //! depend on the meaning of keys, the index or leases; it only checks bounds.
 
@@ -8,9 +8,8 @@ pub mod arena;
 pub mod direct;
 mod frame;
 pub mod memory;
-mod numa;
+pub mod numa;
 pub mod part;
-pub mod placement;
 
 pub use arena::{Arena, Frame, Frames, HostArena};
 pub use frame::{FRAME_ALIGN, FrameGrid, FrameId, FrameSizes, MAX_FRAMES, MAX_SIZES, SizeClass};

@@ -7,9 +7,7 @@
 use rayon::prelude::*;
 
 use super::ChunkKey;
-use super::content::{Kind, Pending, Run, View};
-use super::dtype::Row;
-use super::items::{Item, Items};
+use super::content::{Item, Items, Kind, Pending, Row, Run, View};
 use super::mode::{CHAIN, Digest, GROUP, PARALLEL_BYTES, TOKENS};
 use crate::{Error, Result};
 
@@ -61,13 +59,8 @@ pub struct KeyChain {
 }
 
 impl KeyChain {
-    /// Creates an empty prefix under `root`; blocks have `block_tokens` positions, at least one.
-    pub fn new(root: ChunkKey, block_tokens: u32) -> Result<Self> {
-        Self::with_lookahead(root, block_tokens, 0)
-    }
-
-    /// Creates an empty prefix with keys that cover `lookahead` positions after each block, at most
-    /// one block.
+    /// Creates an empty prefix under `root`; blocks have `block_tokens` positions, at least one, and
+    /// keys cover `lookahead` positions after each block, at most one block.
     pub fn with_lookahead(root: ChunkKey, block_tokens: u32, lookahead: u32) -> Result<Self> {
         if block_tokens == 0 {
             return Err(Error::invalid("block_tokens must be at least 1"));

@@ -1,12 +1,130 @@
-//! The content of one block (tokens, embedding rows) and its digest.
+//! The content of one block (tokens, embedding rows, multimodal items) and its digest.
 //!
 //! A block is a list of runs: neighboring positions of one kind. Their bytes are contiguous and in
-//! order, so that a block is hashed without a copy. Must not depend on chains or earlier blocks.
+//! order, so that a block is hashed without a copy. Items may overlap (audio inside video), so a
+//! block looks up all items that overlap it. An element type outside the list is rejected, because
+//! two names of one type would give two keys. Must not depend on chains or earlier blocks.
 
-use super::dtype::Row;
-use super::items::Item;
+use std::ops::Range;
+
 use super::mode::{Digest, EMBEDS, MIXED, TOKENS};
 use super::root::put_str;
+use crate::{Error, Result};
+
+/// Element types by their torch names, without the `torch.` in front, and their bytes.
+const DTYPES: [(&str, u32); 9] = [
+    ("bfloat16", 2),
+    ("float16", 2),
+    ("float32", 4),
+    ("float64", 8),
+    ("float8_e4m3fn", 1),
+    ("float8_e5m2", 1),
+    ("int8", 1),
+    ("uint8", 1),
+    ("int32", 4),
+];
+
+/// The shape of an embedding row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Row {
+    /// Canonical name, which is part of keys.
+    pub(super) dtype: &'static str,
+    /// Elements.
+    pub(super) width: u32,
+    pub(super) size_bytes: usize,
+}
+
+impl Row {
+    /// A row of `width` elements of `dtype`; `InvalidConfig` if there is no such row.
+    pub(super) fn new(dtype: &str, width: u32) -> Result<Self> {
+        let bad = |message| Error::invalid(message);
+        let (dtype, bytes) =
+            DTYPES.into_iter().find(|(name, _)| *name == dtype).ok_or_else(|| {
+                let known = DTYPES.map(|(name, _)| name).join(", ");
+                bad(format!("dtype {dtype:?} is not one of {known}"))
+            })?;
+        match usize::try_from(u64::from(bytes) * u64::from(width)) {
+            Ok(size_bytes) if size_bytes > 0 => Ok(Self { dtype, width, size_bytes }),
+            _ => Err(bad(format!("an embedding row cannot be {width} wide"))),
+        }
+    }
+}
+
+/// Bytes of one embedding row of `width` elements of `dtype` (torch's name); `InvalidConfig` if
+/// there is no such row.
+pub fn row_bytes(dtype: &str, width: u32) -> Result<usize> {
+    Row::new(dtype, width).map(|row| row.size_bytes)
+}
+
+/// One item: `num_tokens` placeholder positions from `start` on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Item {
+    pub(super) identifier: Box<str>,
+    pub(super) start: u32,
+    pub(super) num_tokens: u32,
+}
+
+impl Item {
+    fn end(&self) -> u64 {
+        u64::from(self.start) + u64::from(self.num_tokens)
+    }
+}
+
+/// Items by start, then identifier: their order in keys.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Items {
+    sorted: Vec<Item>,
+    /// `reach[i]` is the largest end of `sorted[..=i]`; it is monotone, for binary search.
+    reach: Vec<u64>,
+}
+
+impl Items {
+    /// Adds an item, unless it is already present. `InvalidConfig` if it is present with another
+    /// length.
+    pub(super) fn add(&mut self, item: Item) -> Result<()> {
+        match self.sorted.binary_search_by(|have| {
+            (have.start, &have.identifier).cmp(&(item.start, &item.identifier))
+        }) {
+            Ok(at) if self.sorted[at].num_tokens == item.num_tokens => return Ok(()),
+            Ok(at) => {
+                let message = "an item was declared twice with different lengths; declare it once";
+                return Err(Error::invalid(message)
+                    .with_context("identifier", &item.identifier)
+                    .with_context("start", item.start)
+                    .with_context("num_tokens", self.sorted[at].num_tokens)
+                    .with_context("again", item.num_tokens));
+            }
+            Err(at) => {
+                self.sorted.insert(at, item);
+                self.reach.truncate(at);
+            }
+        }
+        for item in &self.sorted[self.reach.len()..] {
+            self.reach.push(item.end().max(self.reach.last().copied().unwrap_or(0)));
+        }
+        Ok(())
+    }
+
+    pub(super) fn contains(&self, item: &Item) -> bool {
+        self.sorted.contains(item)
+    }
+
+    /// The first position at or after `position` that an item covers.
+    pub(super) fn next_covered(&self, position: u64) -> Option<u64> {
+        let after = self.sorted.partition_point(|item| u64::from(item.start) <= position);
+        if after > 0 && self.reach[after - 1] > position {
+            return Some(position);
+        }
+        self.sorted.get(after).map(|item| u64::from(item.start))
+    }
+
+    /// The items that overlap `positions`, in order.
+    pub(super) fn overlapping(&self, positions: Range<u64>) -> impl Iterator<Item = &Item> {
+        let stop = self.sorted.partition_point(|item| u64::from(item.start) < positions.end);
+        let start = self.reach[..stop].partition_point(|&reach| reach <= positions.start);
+        self.sorted[start..stop].iter().filter(move |item| item.end() > positions.start)
+    }
+}
 
 /// What the model reads at a position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

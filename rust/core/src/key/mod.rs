@@ -8,8 +8,6 @@
 
 mod chain;
 mod content;
-mod dtype;
-mod items;
 mod many;
 mod mode;
 mod root;
@@ -19,7 +17,7 @@ mod tests;
 use std::fmt;
 
 pub use chain::KeyChain;
-pub use dtype::row_bytes;
+pub use content::row_bytes;
 pub use many::append_to_each;
 pub use root::{SaltTag, namespace_digest, namespace_hex, namespace_id, root_key};
 

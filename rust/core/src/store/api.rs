@@ -1,17 +1,24 @@
-//! [`Store`]'s methods: lookup, acquire, reserve, commit, discard, clear and statistics.
+//! [`Store`]'s methods: lookup, acquire, reserve, commit, discard, clear, statistics and the list of
+//! tenants.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::key::ChunkKey;
+use serde::{Deserialize, Serialize};
+
+use crate::index::TenantId;
+use crate::io::FRAME_ALIGN;
+use crate::key::{ChunkKey, SaltTag};
 use crate::store::config::ArenaInfo;
 use crate::store::disk::work::Clearing;
 use crate::store::host::emptying::SlabRelease;
-use crate::store::lease::{ReadLease, WriteLease};
+use crate::store::locked::{ReadLease, WriteLease};
 use crate::store::lookup::{Anchors, Lookup, Prefix};
 use crate::store::open::Store;
 use crate::store::save::{SaveCounts, SaveRequest};
 use crate::store::state::State;
+use crate::store::tenants::limits::Ceiling;
+use crate::store::tenants::table::TENANTS_PER_SLICE;
 use crate::{Event, Result};
 
 /// Longest time that `clear` waits for the disk, which is cleared later if that is not enough.
@@ -126,22 +133,16 @@ impl Store {
         self.inner.with_state(|state| state.disk.clearing != Clearing::No).unwrap_or(false)
     }
 
-    /// Restricts saves to frames below `num_frames`, because workers cannot copy to the others yet.
-    /// Disk reads use any.
-    pub fn limit_memory(&self, limit_bytes: u64) {
-        self.inner.with_state(|state| state.host.limit(limit_bytes));
-    }
-
     /// Sets whether the store has a share of its pool. Without one, it keeps its slabs until other
     /// stores need them.
     pub fn set_active(&self, is_active: bool) {
-        self.inner.with_state(|state| state.host.member().set_active(is_active));
+        self.inner.with_state(|state| state.host.member.set_active(is_active));
     }
 
     /// Returns the number of slabs it has, and how many of them exceed its share.
     pub fn num_slabs(&self) -> (u32, u32) {
         let state = self.inner.lock();
-        state.map(|state| state.host.member().num_slabs()).unwrap_or_default()
+        state.map(|state| state.host.member.num_slabs()).unwrap_or_default()
     }
 
     /// Releases memory beyond this store's share, if a store below its share needs it. Never waits;
@@ -162,5 +163,72 @@ impl Store {
     /// Returns counters and gauges by name; all 0 after an internal failure.
     pub fn stats(&self) -> Vec<(&'static str, u64)> {
         self.inner.lock().map(|state| state.stats()).unwrap_or_default().named()
+    }
+}
+
+/// Usage and limits of one tenant.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tenant {
+    /// None for requests without a salt.
+    pub tag: Option<SaltTag>,
+    /// Bytes of its frames in host memory.
+    pub host_bytes: u64,
+    /// Bytes of its slots on disk.
+    pub disk_bytes: u64,
+    /// Its quota in host memory, in bytes.
+    pub max_host_bytes: Option<u64>,
+    /// Its quota on disk, in bytes.
+    pub max_disk_bytes: Option<u64>,
+    /// Time to live of its chunks, in seconds.
+    pub ttl_s: Option<u32>,
+}
+
+impl State {
+    fn tenants(&self, next: &mut usize) -> (Vec<Tenant>, u64) {
+        let is_set = |number: u32| Some(number).filter(|number| *number != Ceiling::NONE);
+        let bytes = |pages: u32| u64::from(pages) * FRAME_ALIGN;
+        let tenant = |tenant: TenantId| {
+            let ceiling = self.tenants.ceiling(tenant);
+            Tenant {
+                tag: self.tenants.tag(tenant),
+                host_bytes: bytes(self.tenants.host_pages(tenant)),
+                disk_bytes: bytes(self.tenants.disk_pages(tenant)),
+                max_host_bytes: is_set(ceiling.host).map(bytes),
+                max_disk_bytes: is_set(ceiling.disk).map(bytes),
+                ttl_s: is_set(ceiling.ttl_s),
+            }
+        };
+        let some: Vec<_> = (*next..*next + TENANTS_PER_SLICE)
+            .map_while(|nth| self.tenants.nth(nth))
+            .map(tenant)
+            .collect();
+        *next += some.len();
+        (some, self.tenants.num_salts())
+    }
+}
+
+impl Store {
+    /// Returns the `limit` tenants with the most bytes in host memory, then on disk, and the number
+    /// of salts that have chunks.
+    pub fn tenants(&self, limit: usize) -> (Vec<Tenant>, u64) {
+        let (mut all, mut next, mut num) = (Vec::new(), 0, 0);
+        while let Some((some, num_salts)) = self.inner.with_state(|state| state.tenants(&mut next))
+        {
+            num = num_salts;
+            if some.is_empty() {
+                break;
+            }
+            all.extend(some);
+            all.sort_by_key(|tenant: &Tenant| {
+                std::cmp::Reverse((
+                    tenant.host_bytes,
+                    tenant.disk_bytes,
+                    tenant.tag.map(|tag| tag.0),
+                ))
+            });
+            all.truncate(limit);
+        }
+        all.retain(|tenant| tenant.host_bytes > 0 || tenant.disk_bytes > 0);
+        (all, num)
     }
 }

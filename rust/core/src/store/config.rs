@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use crate::evict::Eviction;
-use crate::io::{FrameGrid, FrameSizes, MAX_FRAMES};
+use crate::io::{FrameSizes, MAX_FRAMES};
 use crate::store::tenants::limits::TenantLimits;
 use crate::tier::disk::DiskConfig;
 use crate::units::size_text;
@@ -50,13 +50,6 @@ pub struct ArenaInfo {
     /// Pipe that every process that maps a server's arena must hold open; None for an embedded
     /// store.
     pub lifeline: Option<LifelineInfo>,
-}
-
-impl ArenaInfo {
-    /// Where frames of `frame_bytes` lie; `InvalidConfig` if a slab does not hold one.
-    pub fn grid(&self, frame_bytes: u64) -> Result<FrameGrid> {
-        FrameGrid::new(self.size_bytes, self.slab_bytes, frame_bytes)
-    }
 }
 
 /// A pipe whose end-of-file shows a server that no process can write to an engine's frames any

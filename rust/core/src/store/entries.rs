@@ -1,10 +1,21 @@
 //! Adds chunks to the index, detaches them once no tier has them, and frees them once no user has
-//! them.
+//! them. Removes trees of chunks: at once for lookups, in slices for the index and the tiers.
+//!
+//! The root of a tree that is being removed loses its key at once. The tree is then walked
+//! depth-first, children before parents as the policies require, one slice per call. Chunks below
+//! the root keep their keys until the walk reaches them, so lookups and reservations check all
+//! ancestors while trees are being removed. A clear removes all keys at once; the index keeps the
+//! roots of the remaining trees.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{Entry, HostEvent, HostState};
-use crate::key::SaltTag;
-use crate::store::state::State;
+use crate::key::{ChunkKey, SaltTag};
+use crate::store::disk::work::{Attached, Clearing};
+use crate::store::state::{Cause, State, Subtree};
+
+/// Most keys that are kept until the chunks of the disk are indexed. With more, the disk is
+/// cleared.
+const MAX_REJECTED: usize = 1 << 16;
 
 impl State {
     /// Adds a chunk that no tier has yet. The caller sets `saved_s`.
@@ -96,5 +107,102 @@ impl State {
             self.change_host(id, HostEvent::Leave(Removal::Dropped));
             self.settle(id);
         }
+    }
+
+    /// Removes chunks and all chunks below them; returns the number removed so far.
+    pub(crate) fn discard(&mut self, keys: &[ChunkKey]) -> u64 {
+        if self.disk.is_recovering() {
+            self.reject(keys);
+        }
+        for key in keys {
+            if let Some(id) = self.index.get(key) {
+                self.remove_tree(id);
+            }
+        }
+        self.remove_slice()
+    }
+
+    /// Rejects chunks that the disk may hold and that are not indexed yet.
+    fn reject(&mut self, keys: &[ChunkKey]) {
+        let work = &mut self.disk;
+        if work.clearing == Clearing::No {
+            work.rejected.extend(keys);
+        }
+        if work.rejected.len() > MAX_REJECTED {
+            work.rejected.clear();
+            work.to_free.extend(work.found.drain(..).map(|entry| entry.slot));
+            if work.attached != Attached::Yes {
+                work.clearing = Clearing::Wanted;
+            }
+        }
+    }
+
+    /// Removes everything; lookups miss at once.
+    pub(crate) fn clear(&mut self) {
+        self.index.unmap_all();
+        self.note_all();
+        self.removals.clear();
+        self.disk.found.clear();
+        self.disk.rejected.clear();
+        if self.disk.attached != Attached::Never {
+            self.disk.clearing = Clearing::Wanted;
+        }
+        self.remove_slice();
+    }
+
+    pub(crate) fn is_removing(&self) -> bool {
+        !self.removals.is_empty() || self.index.old_root().is_some()
+    }
+
+    /// Removes a chunk's key at once, and the chunk with all its descendants in slices.
+    pub(crate) fn remove_tree(&mut self, id: ChunkId) {
+        self.remove_tree_for(id, Cause::Discard);
+    }
+
+    pub(crate) fn remove_tree_for(&mut self, id: ChunkId, cause: Cause) {
+        if !self.index[id].removing && !self.index[id].detached {
+            self.index.unmap(id);
+            self.index[id].removing = true;
+            self.note_change(id);
+            self.push_subtree(id, cause);
+        }
+    }
+
+    fn push_subtree(&mut self, id: ChunkId, cause: Cause) {
+        self.removals.push(Subtree { id, generation: self.index[id].generation, cause });
+    }
+
+    pub(crate) fn remove_slice(&mut self) -> u64 {
+        self.remove_some(self.slice)
+    }
+
+    /// Removes up to `budget` chunks; returns the number removed.
+    pub(crate) fn remove_some(&mut self, budget: usize) -> u64 {
+        let mut removed = 0;
+        for _ in 0..budget {
+            let Some(&Subtree { id, generation, cause }) = self.removals.last() else {
+                let Some(root) = self.index.old_root() else { break };
+                self.push_subtree(root, Cause::Clear);
+                continue;
+            };
+            if !self.index.is_same(id, generation) || self.index[id].detached {
+                self.removals.pop();
+            } else if let Some(child) = self.index[id].first_child {
+                self.push_subtree(child, cause);
+            } else {
+                self.removals.pop();
+                match cause {
+                    Cause::Discard => self.stats.discards += 1,
+                    Cause::Clear => self.stats.cleared += 1,
+                    Cause::Evict => self.evicted.count(&self.index[id], &self.host),
+                    Cause::Age => self.stats.expired += 1,
+                }
+                self.detach(id);
+                self.evicted.num_in_use +=
+                    u64::from(cause == Cause::Evict && self.index.is_same(id, generation));
+                removed += 1;
+            }
+        }
+        removed
     }
 }

@@ -13,11 +13,9 @@
 //! | `tenants/` | limits, quotas, expiry and usage of each `cache_salt` |
 //! | `state` | [`State`](state::State): everything the lock guards |
 //! | `host/`, `disk/` | a chunk's life in host memory and on disk |
-//! | `entries` | add a chunk to the index; free it once no tier and no user has it |
-//! | `remove` | remove trees of chunks, in slices |
+//! | `entries` | add a chunk to the index; free it once no tier and no user has it; remove trees |
 //! | `lookup`, `load`, `save` | find a prefix; pin and read it; reserve, commit and abort frames |
-//! | `locked` | the lock, its condition variables and the clock |
-//! | `lease` | guards: dropping a read lease unpins, dropping a write lease aborts |
+//! | `locked` | the lock, its condition variables and the clock; leases, which are guards |
 //! | `open` | [`Store`]: open, flush and close |
 //! | `api`, `evict`, `listener` | the other methods of [`Store`] |
 
@@ -28,13 +26,11 @@ mod disk;
 mod entries;
 mod evict;
 mod host;
-mod lease;
 mod listener;
 mod load;
 mod locked;
 mod lookup;
 mod open;
-mod remove;
 mod save;
 mod state;
 mod stats;
@@ -42,18 +38,17 @@ mod tenants;
 #[cfg(any(test, feature = "testing"))]
 mod tests;
 
+pub use api::Tenant;
 pub use change_log::{Changes, Tiers};
 pub use config::{ArenaInfo, DiskSettings, LifelineInfo, StoreConfig};
 pub use evict::{Evict, remove_closed};
 pub use host::emptying::SlabRelease;
-pub use lease::{ReadLease, WriteLease};
 pub use listener::Listener;
 pub use load::{LeasedFrame, Progress, TierName};
-pub use locked::{Clock, Opener};
+pub use locked::{Clock, Opener, ReadLease, WriteLease};
 pub use lookup::{Anchors, Lookup, Prefix};
 pub use open::Store;
 pub use save::{Reservation, SaveCounts, SaveRequest};
 pub use stats::Evicted;
 pub use tenants::expiry::remove_expired;
 pub use tenants::limits::{Limits, Quota, TenantLimits};
-pub use tenants::usage::Tenant;

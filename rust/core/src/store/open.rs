@@ -102,7 +102,7 @@ impl Store {
             path: host.arena().path(),
             id: host.arena().id()?,
             size_bytes: host.arena().size_bytes(),
-            slab_bytes: host.member().pool.slab_bytes(),
+            slab_bytes: host.member.pool.slab_bytes(),
             lifeline: None,
         };
         let mut state = configured(&config, host, opener.is_some())?;

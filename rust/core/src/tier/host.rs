@@ -56,7 +56,7 @@ pub(crate) struct Wanted {
 /// a time.
 #[derive(Debug)]
 pub(crate) struct HostTier {
-    member: Member,
+    pub(crate) member: Member,
     frames: Frames,
     /// By size class.
     grids: Vec<Grid>,
@@ -85,7 +85,7 @@ impl HostTier {
     /// Creates the tier of a store that shares a pool, without slabs yet; see [`Pool::check`].
     pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>, sizes: &FrameSizes) -> Result<Self> {
         pool.check(sizes)?;
-        let frames = pool.arena().frames(pool.slab_bytes(), sizes)?;
+        let frames = pool.arena.frames(pool.slab_bytes(), sizes)?;
         let grids = sizes.classes().zip(frames.grids()).zip(sizes.raw());
         let grids = grids.map(|((class, grid), raw)| Grid::new(class, *grid, *raw));
         Ok(Self {
@@ -101,11 +101,7 @@ impl HostTier {
     }
 
     pub(crate) fn arena(&self) -> &HostArena {
-        self.member.pool.arena()
-    }
-
-    pub(crate) fn member(&self) -> &Member {
-        &self.member
+        &self.member.pool.arena
     }
 
     fn grid(&self, class: SizeClass) -> &Grid {

@@ -13,10 +13,10 @@ use twox_hash::XxHash3_64;
 use super::PageBuffer;
 use crate::key::namespace_id;
 use crate::tier::LocalTier;
+use crate::tier::disk::record::recover;
 use crate::tier::disk::record::{
     self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes, record_seed,
 };
-use crate::tier::disk::recover::recover;
 use crate::tier::disk::superblock::{self, Superblock};
 use crate::tier::disk::{
     DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId, Verifier, budget, inspect, namespaces,

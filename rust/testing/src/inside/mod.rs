@@ -5,5 +5,6 @@
 
 pub mod fuzz;
 mod page_buffer;
+mod shortcuts;
 
 pub use page_buffer::PageBuffer;

@@ -50,11 +50,10 @@ impl Connection {
         let stream = UnixStream::connect(path).map_err(fail)?;
         let (uid, _) = peer_credentials(&stream).map_err(fail)?;
         if !is_current_user(uid) {
-            let message = format!(
+            return Err(Error::invalid(format!(
                 "the server at {} is another user's; set server to one of your own",
                 path.display()
-            );
-            return Err(Error::invalid(message));
+            )));
         }
         enlarge_buffers(&stream);
         stream.set_nonblocking(true).map_err(fail)?;

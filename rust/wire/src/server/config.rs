@@ -36,7 +36,8 @@ pub struct ServerConfig {
 }
 
 impl ServerConfig {
-    /// Settings of a server with host memory only, the default policy and 16 connections.
+    /// Settings of a server with host memory only, the default policy, 16 connections and half a
+    /// second for GPUs to settle.
     #[must_use]
     pub fn new(socket: PathBuf, host_bytes: u64) -> Self {
         Self {
@@ -50,10 +51,7 @@ impl ServerConfig {
             limits: TenantLimits::default(),
             settings: Vec::new(),
             max_connections: 16,
-            gpu_settle: GPU_SETTLE,
+            gpu_settle: Duration::from_millis(500),
         }
     }
 }
-
-/// Default of [`ServerConfig::gpu_settle`].
-pub const GPU_SETTLE: Duration = Duration::from_millis(500);

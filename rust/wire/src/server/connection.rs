@@ -116,10 +116,9 @@ fn check_version(version: u32) -> Result<(), Disconnect> {
     if version == VERSION {
         return Ok(());
     }
-    let text = format!(
+    Err(Disconnect::Refused(format!(
         "the kvloft server uses protocol version {VERSION}, the client {version}; install the same kvloft on both"
-    );
-    Err(Disconnect::Refused(text))
+    )))
 }
 
 impl ServedConnection {

@@ -148,7 +148,11 @@ impl ServerState {
         for namespace in namespaces {
             for event in namespace.store().map(|store| store.take_events()).unwrap_or_default() {
                 let id = namespace.id();
-                self.log(if is_one { event.into() } else { format!("namespace {id}: {event}") });
+                self.log(if is_one {
+                    event.to_string()
+                } else {
+                    format!("namespace {id}: {event}")
+                });
             }
         }
     }

@@ -12,7 +12,7 @@ use crate::tier::disk::SlotId;
 pub(crate) enum SlotFor {
     /// It does.
     Fits,
-    /// After this chunk of its tenant was evicted from this slot; `end_quota_eviction` must follow.
+    /// After this chunk of its tenant was evicted from this slot; `end_disk_eviction` must follow.
     After(ChunkId, SlotId),
     /// No chunk of its tenant may be evicted.
     None,
@@ -68,12 +68,6 @@ impl State {
         }
         self.unblock_children(id);
         self.settle(id);
-    }
-
-    /// As [`Self::end_disk_eviction`], for a chunk that was evicted for its tenant's quota.
-    pub(crate) fn end_quota_eviction(&mut self, id: ChunkId, freed: bool) {
-        self.stats.quota_disk_evictions += u64::from(freed);
-        self.end_disk_eviction(id, freed);
     }
 
     /// Evicts a chunk for its tenant's quota; its slot is freed later.

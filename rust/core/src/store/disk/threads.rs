@@ -11,7 +11,7 @@ use crate::evict::ChunkId;
 use crate::io::{Frame, SizeClass};
 use crate::key::ChunkKey;
 use crate::store::disk::jobs::{End, Job, Written};
-use crate::store::disk::removed_dir::Emptying;
+use crate::store::disk::reopen::Emptying;
 use crate::store::disk::slots::SlotFor;
 use crate::store::locked::Locked;
 use crate::store::state::State;
@@ -271,7 +271,10 @@ fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool>
             Some(SlotFor::Fits) => return Ok(true),
             Some(SlotFor::After(victim, slot)) => {
                 let freed = guarded(|| disk.free(slot));
-                inner.with_state(|state| state.end_quota_eviction(victim, freed.is_ok()));
+                inner.with_state(|state| {
+                    state.stats.quota_disk_evictions += u64::from(freed.is_ok());
+                    state.end_disk_eviction(victim, freed.is_ok());
+                });
                 freed?;
             }
             Some(SlotFor::None) | None => return Ok(false),

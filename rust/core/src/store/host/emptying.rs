@@ -8,7 +8,7 @@ use rustc_hash::FxHashSet;
 
 use crate::evict::ChunkId;
 use crate::pool::SlabId;
-use crate::store::host::drains::{Drain, Drains, Next, Step};
+use crate::store::host::{Drain, Drains, Next, Step};
 use crate::store::state::State;
 use crate::tier::host::Wanted;
 

@@ -149,10 +149,4 @@ impl State {
         self.change_host(id, HostEvent::Leave(Removal::Evicted));
         self.settle(id);
     }
-
-    /// Evicts a chunk from host memory because its tenant is at its quota.
-    pub(crate) fn evict_for_quota(&mut self, id: ChunkId) {
-        self.stats.quota_evictions += 1;
-        self.evict(id);
-    }
 }

@@ -92,7 +92,7 @@ pub(crate) struct Table {
     by_salt: FxHashMap<SaltTag, Class>,
     /// Of the largest frame.
     frame_pages: u64,
-    bases: Bases,
+    pub(crate) bases: Bases,
     pub(crate) has_quotas: bool,
 }
 
@@ -120,10 +120,6 @@ impl Table {
             self.bases = bases;
             self.count();
         }
-    }
-
-    pub(crate) fn bases(&self) -> Bases {
-        self.bases
     }
 
     fn count(&mut self) {

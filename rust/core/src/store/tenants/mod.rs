@@ -7,11 +7,9 @@
 //! | `quota` | where the frame or slot for a tenant's chunk may come from |
 //! | `expiry` | when a chunk expires |
 //! | `sweeper` | a thread that removes expired chunks and evicts what exceeds a lowered quota |
-//! | `usage` | the list of tenants for status reports |
 
 pub(crate) mod expiry;
 pub(crate) mod limits;
 pub(crate) mod quota;
 pub(crate) mod sweeper;
 pub(crate) mod table;
-pub(crate) mod usage;

@@ -82,8 +82,8 @@ impl State {
     /// last one.
     pub(crate) fn update_bases(&mut self) {
         let host = self.host.share_bytes() / FRAME_ALIGN;
-        let host = if host > 0 { host } else { self.tenants.limits.bases().host };
-        let bases = Bases { host, ..self.tenants.limits.bases() };
+        let host = if host > 0 { host } else { self.tenants.limits.bases.host };
+        let bases = Bases { host, ..self.tenants.limits.bases };
         self.tenants.limits.set_bases(bases);
     }
 }

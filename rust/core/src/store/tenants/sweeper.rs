@@ -58,7 +58,8 @@ impl State {
                 && self.tenants.host_pages(tenant) > ceiling.host
                 && let Some(victim) = self.host_victim(Some(group(tenant)))
             {
-                self.evict_for_quota(victim);
+                self.stats.quota_evictions += 1;
+                self.evict(victim);
                 budget -= 1;
             }
             while budget > 0

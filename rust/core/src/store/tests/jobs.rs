@@ -12,7 +12,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::super::disk::jobs::{End, Job, Written};
-use super::super::disk::removed_dir::Emptying;
+use super::super::disk::reopen::Emptying;
 use super::super::load::Held;
 use super::super::lookup::Prefix;
 use super::super::state::State;

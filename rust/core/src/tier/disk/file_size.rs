@@ -15,7 +15,7 @@ impl SlotFiles {
         let whole =
             |len: u64, each: u64| u32::try_from((len / each).min(MAX_FRAMES)).unwrap_or(u32::MAX);
         // Frames first: an engine that grows its files meanwhile extends the index first.
-        let frames = whole(self.frames.size()?, self.frame_bytes());
+        let frames = whole(self.frames.size()?, self.frame_bytes);
         let records = whole(self.index.size()?, RECORD_BYTES as u64);
         Ok((records, frames))
     }
@@ -38,7 +38,7 @@ impl SlotFiles {
             let bytes = &mut buffer[..RECORD_BYTES * count as usize];
             read_exact(&*self.index, bytes, index_offset(first))?;
             for (number, chunk) in (first..).zip(bytes.as_chunks::<RECORD_BYTES>().0) {
-                let slot = SlotId::new(self.class(), number);
+                let slot = SlotId::new(self.class, number);
                 match record::parse(chunk, number, self.seed) {
                     Parsed::Empty => {}
                     Parsed::Valid(record) if number < frames => show(slot, Ok(record)),

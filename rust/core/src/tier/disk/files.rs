@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use super::namespaces::{frames_name, index_name};
-use super::paths;
+use super::owner;
 use super::record::{self, EMPTY, Parsed, PayloadHasher, Record, index_offset};
 use super::types::{Damage, DiskMeta, SlotId};
 use crate::ChunkKey;
@@ -58,8 +58,8 @@ pub(super) fn read_exact(file: &dyn RawFile, into: &mut [u8], offset: u64) -> io
 pub(super) struct SlotFiles {
     pub(super) frames: Box<dyn RawFile>,
     pub(super) index: Box<dyn RawFile>,
-    class: SizeClass,
-    frame_bytes: u64,
+    pub(super) class: SizeClass,
+    pub(super) frame_bytes: u64,
     pub(super) seed: u64,
 }
 
@@ -108,17 +108,9 @@ impl SlotFiles {
     pub(super) fn are_removed_from(&self, dir: &Path) -> bool {
         let (index, frames) = (index_name(self.frame_bytes), frames_name(self.frame_bytes));
         [(&self.index, index), (&self.frames, frames)].into_iter().any(|(file, name)| {
-            let is_gone = |dev| paths::is_missing(&dir.join(&name), dev);
+            let is_gone = |dev| owner::is_missing(&dir.join(&name), dev);
             file.metadata().is_ok_and(|meta| meta.nlink() == 0 || is_gone(meta.dev()))
         })
-    }
-
-    pub(super) fn class(&self) -> SizeClass {
-        self.class
-    }
-
-    pub(super) fn frame_bytes(&self) -> u64 {
-        self.frame_bytes
     }
 
     pub(super) fn damage(
@@ -208,6 +200,6 @@ impl SlotFiles {
 
     /// Offset of a slot in the file of frames.
     pub(super) fn frame_offset(&self, slot: u32) -> u64 {
-        u64::from(slot) * self.frame_bytes()
+        u64::from(slot) * self.frame_bytes
     }
 }

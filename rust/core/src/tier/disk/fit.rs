@@ -12,7 +12,7 @@ use super::files::SlotFiles;
 use super::punch::runs;
 use super::record::Record;
 use super::root::{Claim, OpenNamespace};
-use super::tier_state::TierState;
+use super::tier::TierState;
 use super::types::{DiskConfig, DiskEntry, SlotId};
 
 /// Contents of the files of a size class.
@@ -95,7 +95,7 @@ pub(super) fn fit_cap(
     state: &mut TierState,
 ) -> io::Result<()> {
     let counts = |found: &[ClassIndex]| -> Vec<SlotCount> {
-        files.iter().zip(found).map(|(files, index)| index.count(files.frame_bytes())).collect()
+        files.iter().zip(found).map(|(files, index)| index.count(files.frame_bytes)).collect()
     };
     let recorded = |count: &SlotCount, index: &ClassIndex| {
         let filled = u32::try_from(index.recorded.len()).unwrap_or(u32::MAX);

@@ -9,9 +9,8 @@ use std::time::Duration;
 
 use super::budget::{self, SlotCount};
 use super::root::{Claim, OpenNamespace};
-use super::slots::Slots;
 use super::tier::DiskTier;
-use super::tier_state::Grower;
+use super::tier::Grower;
 use super::types::SlotId;
 use crate::io::{MAX_FRAMES, SizeClass};
 
@@ -39,7 +38,7 @@ impl DiskTier {
         let is_full = is_pointless && self.growth().is_full;
         let mut state = self.state();
         if !is_pointless {
-            state.slots.iter_mut().for_each(Slots::release_holes);
+            state.slots.iter_mut().for_each(|slots| slots.are_holes_held = false);
         }
         // A hole is allowed, or another thread has grown the files or freed a slot meanwhile.
         let taken = state.take(class);
@@ -57,7 +56,7 @@ impl DiskTier {
         self.skip_growth(true);
         let mut state = self.state();
         state.stats.grow_errors += 1;
-        state.slots.iter_mut().for_each(Slots::hold_holes);
+        state.slots.iter_mut().for_each(|slots| slots.are_holes_held = true);
         let dir = self.config.dir.display();
         state.event(format!(
             "disk tier: the file system of {dir} is full; evicting chunks from disk for new ones"

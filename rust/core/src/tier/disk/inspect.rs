@@ -64,7 +64,7 @@ pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
     }
     let found = namespaces::scan(dir, &BTreeSet::new())
         .map_err(|e| Error::io(format!("cannot list {}", dir.display()), e))?;
-    if found.is_empty() && !dir.join(super::lock::FILE_NAME).exists() {
+    if found.is_empty() && !dir.join(super::owner::FILE_NAME).exists() {
         return Err(not_ours("is not a disk directory of kvloft"));
     }
     Ok(found)
@@ -150,7 +150,7 @@ fn count_records(files: &SlotFiles, info: &mut NamespaceInfo) -> Option<String> 
             info.slots += u64::from(records.min(frames));
             let damaged =
                 (bad > 0).then(|| format!("{bad} records damaged or without their frame"));
-            damaged.or_else(|| lost_records(files.frame_bytes(), records, frames))
+            damaged.or_else(|| lost_records(files.frame_bytes, records, frames))
         }
     }
 }

@@ -9,7 +9,7 @@ use super::files::SlotFiles;
 use super::slots::Slots;
 use super::tier::DiskTier;
 use super::types::{DiskMeta, DiskStats, SlotId};
-use super::{budget, files, namespaces, paths};
+use super::{budget, files, namespaces, owner};
 use crate::error::is_no_space;
 use crate::io::SizeClass;
 use crate::sync::locked;
@@ -45,7 +45,7 @@ impl DiskTier {
     /// The files of a slot, if a frame of `len` bytes is of its size.
     fn files_for(&self, slot: SlotId, len: usize) -> Result<&SlotFiles> {
         let files = self.files_of(slot.class())?;
-        let expected = files.frame_bytes();
+        let expected = files.frame_bytes;
         if len as u64 == expected {
             return Ok(files);
         }
@@ -80,7 +80,7 @@ impl LocalTier for DiskTier {
             if is_no_space(&error) {
                 self.hold_growth();
             } else {
-                self.state().with(class, |slots| slots.doubt(slot));
+                self.state().with(class, |slots| slots.has_blocks[slot.number() as usize] = false);
             }
             return Err(self.io_error("write", slot, error));
         }
@@ -115,7 +115,7 @@ impl LocalTier for DiskTier {
         self.files
             .iter()
             .any(|files| files.are_removed_from(&dir))
-            .then(|| paths::first_missing(&self.config.dir, &dir).to_owned())
+            .then(|| owner::first_missing(&self.config.dir, &dir).to_owned())
     }
 
     fn stats(&self) -> DiskStats {
@@ -123,7 +123,7 @@ impl LocalTier for DiskTier {
         let bytes = state.num_bytes().saturating_add(budget::FIXED_BYTES);
         DiskStats {
             slots: state.counts().iter().map(|count| u64::from(count.filled)).sum(),
-            slots_used: state.slots.iter().map(Slots::used).sum(),
+            slots_used: state.slots.iter().map(|slots| slots.used).sum(),
             slots_reserved: state.slots.iter().map(Slots::reserved).sum(),
             bytes: bytes.saturating_add(state.foreign_bytes),
             cap_bytes: self.config.cap_bytes,

@@ -13,39 +13,33 @@ use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_NOW, utimensat};
 
 use super::files::{OpenFiles, OsFiles, SlotFiles};
 use super::fit::{ClassIndex, fit_cap};
-use super::recover::{self, Recovered};
+use super::record::{self, Recovered};
 use super::root::DiskRoot;
 use super::slots::Slots;
 use super::superblock::{self, Superblock};
 use super::tier::DiskTier;
-use super::tier_state::{Growth, TierState};
+use super::tier::{Growth, TierState};
 use super::types::{DiskConfig, DiskEntry, DiskStats, SlotId};
-use super::{budget, namespaces, paths};
+use super::{budget, namespaces, owner};
 use crate::key::namespace_id;
 use crate::sync::{Condvar, Mutex};
 use crate::units::size_text;
 use crate::{Error, Result};
 
 impl DiskTier {
-    /// Opens or creates the directory and returns the chunks of this namespace: parents before
-    /// children, oldest first.
+    /// Opens or creates the directory, in which this process can have other namespaces open, and
+    /// returns the chunks of this namespace: parents before children, oldest first.
     ///
     /// Chunks whose parent is missing (and is not a root: `depth` > 0) are dropped, as are
     /// unreadable records; a namespace with a wrong superblock is recreated. Errors:
     /// `InvalidConfig` if these settings can never work; `Busy` if another owner is alive, and `Io`
     /// if the system refused or another user can write here. The last two can pass, so the caller
     /// retries later. A failed open leaves nothing that prevents the next one.
-    #[expect(clippy::needless_pass_by_value, reason = "the tier owns the settings from here on")]
-    pub fn open(config: DiskConfig) -> Result<(Self, Vec<DiskEntry>)> {
-        Self::open_in(&config, &Arc::default())
-    }
-
-    /// As [`Self::open`], with other namespaces of the directory open in this process.
     pub fn open_in(config: &DiskConfig, root: &Arc<DiskRoot>) -> Result<(Self, Vec<DiskEntry>)> {
         Self::open_with_files(config, root, &OsFiles)
     }
 
-    /// As [`Self::open`], with another source of files, such as one that fails on purpose.
+    /// As [`Self::open_in`], with another source of files, such as one that fails on purpose.
     #[doc(hidden)]
     pub fn open_with_files(
         config: &DiskConfig,
@@ -58,9 +52,9 @@ impl DiskTier {
         let failed = |e| Error::io(format!("cannot open the namespace {}", dir.display()), e);
         let mut state = TierState::default();
         make_namespace(&dir, &mut state).map_err(failed)?;
-        paths::check_owner_at(&config.dir, &dir)?;
+        owner::check_owner_at(&config.dir, &dir)?;
         for name in namespaces::file_names(&dir).map_err(failed)? {
-            paths::check_owner_at(&config.dir, &dir.join(name))?;
+            owner::check_owner_at(&config.dir, &dir.join(name))?;
         }
         claim_namespace(config, &dir, &mut state).map_err(failed)?;
         let files = open_files(config, &dir, opener).map_err(failed)?;
@@ -184,7 +178,7 @@ fn touch(dir: &Path) -> io::Result<()> {
 /// to the entries for the caller to free.
 fn settle(files: &[SlotFiles], found: Vec<ClassIndex>, state: &mut TierState) -> Vec<DiskEntry> {
     let all: Vec<_> = found.iter().flat_map(|index| &index.entries).copied().collect();
-    let Recovered { mut entries, duplicates, orphans } = recover::recover(&all);
+    let Recovered { mut entries, duplicates, orphans } = record::recover(&all);
     state.stats.recovered = entries.len() as u64;
     state.stats.dropped_duplicates = duplicates.len() as u64;
     state.stats.dropped_orphans = orphans.len() as u64;
@@ -196,10 +190,10 @@ fn settle(files: &[SlotFiles], found: Vec<ClassIndex>, state: &mut TierState) ->
     for (files, mut index) in files.iter().zip(found) {
         index.unsound.retain(is_kept);
         let used = entries.iter().map(|entry| entry.slot);
-        let used = used.filter(|slot| slot.class() == files.class());
-        let count = index.count(files.frame_bytes());
+        let used = used.filter(|slot| slot.class() == files.class);
+        let count = index.count(files.frame_bytes);
         let punched = index.punched();
-        state.slots.push(Slots::found(files.class(), count, used, &index.unsound, punched));
+        state.slots.push(Slots::found(files.class, count, used, &index.unsound, punched));
     }
     if let Some(line) = losses(&state.stats) {
         state.event(line);

@@ -43,10 +43,10 @@ impl DiskTier {
         is_full: bool,
     ) -> Vec<(SizeClass, Vec<u32>)> {
         let mut state = self.state();
-        let others = self.files.iter().filter(|files| files.class() != class);
+        let others = self.files.iter().filter(|files| files.class != class);
         let (mut plan, mut missing) = (Vec::new(), bytes);
         for files in others {
-            let (other, frame_bytes) = (files.class(), files.frame_bytes());
+            let (other, frame_bytes) = (files.class, files.frame_bytes);
             let spare = state.of(other).map_or(0, |slots| slots.num_spare(!is_full));
             let most = missing.div_ceil(frame_bytes).min(spare.into());
             missing = missing.saturating_sub(most * frame_bytes);
@@ -69,7 +69,7 @@ impl DiskTier {
             Ok(()) => {
                 self.growth().is_punch_refused = false;
                 self.state().with(class, |slots| slots.punched(run.clone()));
-                u64::from(run.end - run.start) * files.frame_bytes()
+                u64::from(run.end - run.start) * files.frame_bytes
             }
             Err(error) => {
                 self.state().with(class, |slots| {
@@ -86,14 +86,8 @@ impl DiskTier {
         growth.punch_refused_at = Some(Instant::now());
         let is_news = !std::mem::replace(&mut growth.is_punch_refused, true);
         drop(growth);
-        let mut state = self.state();
-        state.stats.grow_errors += 1;
-        if is_news {
-            state.event(format!(
-                "{} cannot use the room of evicted chunks for chunks of another size: {error}",
-                self.config.dir.display()
-            ));
-        }
+        let what = "use the room of evicted chunks for chunks of another size";
+        self.count_refusal(is_news.then(|| format!("{what}: {error}")));
     }
 
     /// Cuts punched slots off the end of the files.
@@ -109,8 +103,9 @@ impl DiskTier {
 
     /// Allocates blocks for punched slots, as far as the file system has space.
     pub(super) fn refill(&self, class: SizeClass, num: u32) {
-        let punched =
-            self.state().of(class).map_or_else(Vec::new, |slots| slots.first_punched(num));
+        let punched = self.state().of(class).map_or_else(Vec::new, |slots| {
+            slots.punched.iter().copied().take(num as usize).collect()
+        });
         let Ok(files) = self.files_of(class) else { return };
         for run in runs(&punched) {
             let mut part = run.clone();

@@ -13,9 +13,9 @@ use std::path::Path;
 use std::sync::{Arc, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
-use super::lock::DirLock;
+use super::owner::DirLock;
 use super::types::DiskConfig;
-use super::{budget, namespaces, paths};
+use super::{budget, namespaces, owner};
 use crate::key::namespace_id;
 use crate::sync::{Mutex, MutexGuard, locked};
 use crate::{Error, ErrorKind, Result};
@@ -84,7 +84,7 @@ impl DiskRoot {
     }
 
     /// Locks the directory for this process until [`Self::release`], even without an open
-    /// namespace; creates it if it is missing. Same errors as [`super::DiskTier::open`].
+    /// namespace; creates it if it is missing. Same errors as [`super::DiskTier::open_in`].
     pub fn hold(&self, dir: &Path) -> Result<()> {
         let _alone = locked(&self.opening);
         let lock = self.lock(dir)?;
@@ -120,7 +120,7 @@ impl DiskRoot {
     /// Returns the directory's lock and takes it if necessary; only one thread can call this at a
     /// time.
     fn lock(&self, dir: &Path) -> Result<Arc<DirLock>> {
-        namespaces::make_dir(dir).map_err(|e| paths::dir_error("make", dir, e))?;
+        namespaces::make_dir(dir).map_err(|e| owner::dir_error("make", dir, e))?;
         let held = self.state().lock.upgrade().filter(|lock| lock.is_of(dir));
         if let Some(lock) = held {
             return Ok(lock);

@@ -40,16 +40,16 @@ pub(super) struct Slots {
     class: SizeClass,
     frame_bytes: u64,
     states: Vec<SlotState>,
-    /// Whether the file system is known to have blocks for a slot.
-    has_blocks: Vec<bool>,
+    /// Whether the file system is known to have blocks for a slot; slots without come last.
+    pub(super) has_blocks: Vec<bool>,
     /// Free slots that have blocks.
     free: VecDeque<u32>,
     /// Free slots that may be holes.
     holes: VecDeque<u32>,
-    punched: BTreeSet<u32>,
+    pub(super) punched: BTreeSet<u32>,
     /// No hole is handed out, because the file system had no block for one.
-    are_holes_held: bool,
-    used: u64,
+    pub(super) are_holes_held: bool,
+    pub(super) used: u64,
 }
 
 impl Slots {
@@ -94,10 +94,6 @@ impl Slots {
         u32::try_from(self.states.len()).unwrap_or(u32::MAX)
     }
 
-    pub(super) fn used(&self) -> u64 {
-        self.used
-    }
-
     /// Slots reserved by callers and not yet written.
     pub(super) fn reserved(&self) -> u64 {
         let num_free = self.free.len() + self.holes.len() + self.punched.len();
@@ -128,11 +124,6 @@ impl Slots {
     pub(super) fn end(&self) -> u32 {
         let is_punched = |slot: &u32| self.punched.contains(&(slot - 1));
         (1..=self.len()).rev().find(|slot| !is_punched(slot)).unwrap_or(0)
-    }
-
-    /// The first `most` punched slots, in ascending order.
-    pub(super) fn first_punched(&self, most: u32) -> Vec<u32> {
-        self.punched.iter().copied().take(most as usize).collect()
     }
 
     /// Makes punched slots free, with blocks or as holes.
@@ -201,20 +192,6 @@ impl Slots {
         self.set(slot, SlotState::Used);
         self.used += 1;
         self.has_blocks[slot.number() as usize] = true;
-    }
-
-    /// Records that a write was refused, and not for lack of space: other slots come first.
-    pub(super) fn doubt(&mut self, slot: SlotId) {
-        self.has_blocks[slot.number() as usize] = false;
-    }
-
-    /// Hands out no holes until `release_holes`: the file system has no blocks for them.
-    pub(super) fn hold_holes(&mut self) {
-        self.are_holes_held = true;
-    }
-
-    pub(super) fn release_holes(&mut self) {
-        self.are_holes_held = false;
     }
 
     /// Begins to take the slot from its caller, which ends with `left` or `stays`. None if no

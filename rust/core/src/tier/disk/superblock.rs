@@ -61,12 +61,6 @@ pub(crate) fn is_frame_size(bytes: u64) -> bool {
         && usize::try_from(bytes).is_ok()
 }
 
-/// Returns whether a namespace can have these frame sizes.
-fn are_frame_sizes(sizes: &[u64]) -> bool {
-    let are_different = FrameSizes::from(sizes.to_owned()).check().is_ok();
-    are_different && sizes.iter().all(|size| is_frame_size(*size))
-}
-
 /// Reads a number as a list of one.
 fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u64>, D::Error> {
     #[derive(Deserialize)]
@@ -125,7 +119,9 @@ impl Superblock {
         let is_hex = parsed
             .namespace()
             .is_some_and(|namespace| namespace_hex(&namespace) == parsed.namespace);
-        if !is_hex || !are_frame_sizes(&parsed.frame_sizes) {
+        let are_different = FrameSizes::from(parsed.frame_sizes.clone()).check().is_ok();
+        let are_sizes = parsed.frame_sizes.iter().all(|size| is_frame_size(*size));
+        if !is_hex || !are_different || !are_sizes {
             return Err(Refusal::Damaged("a value is out of range"));
         }
         Ok(parsed)

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use super::files::{self, SlotFiles};
 use super::inspect::{list, lost_records, open_namespace};
-use super::lock::DirLock;
+use super::owner::DirLock;
 use super::types::{Damage, SlotId};
 use crate::io::part::{MAGIC, TRAILER_BYTES};
 use crate::io::{Frame, FrameId, HostArena};
@@ -98,7 +98,7 @@ impl Verifier {
         let more =
             (rest > 0).then(|| format!("{rest} more records damaged or without their frame"));
         let problem = match walked {
-            Ok((records, frames)) => lost_records(files.frame_bytes(), records, frames),
+            Ok((records, frames)) => lost_records(files.frame_bytes, records, frames),
             Err(e) => Some(format!("index unreadable ({e})")),
         };
         self.early.extend(

@@ -58,7 +58,7 @@ fn a_slab_that_is_emptied_hands_out_no_frame_and_goes_with_its_last() {
     assert_eq!(taken(&mut tier), [0; 0], "frames returned to the tier must stay there");
     (1..4).for_each(|frame| tier.give(FrameId(frame)));
     assert!(!tier.is_draining(slab));
-    assert_eq!((tier.num_frames(), tier.member().num_slabs().0), ((0, 0), 0));
+    assert_eq!((tier.num_frames(), tier.member.num_slabs().0), ((0, 0), 0));
 }
 
 #[test]

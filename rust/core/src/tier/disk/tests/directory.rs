@@ -8,7 +8,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
-use super::super::{namespaces, paths};
+use super::super::{namespaces, owner};
 use super::*;
 use crate::ErrorKind;
 use crate::test_support::faults::{FaultFiles, du};
@@ -104,7 +104,7 @@ fn test_only_what_can_never_work_is_the_settings_fault() {
     ];
     for (errnos, kind) in [(&never[..], ErrorKind::InvalidConfig), (&passes[..], ErrorKind::Io)] {
         for &errno in errnos {
-            let error = paths::dir_error("open", Path::new("/a/b"), errno.into());
+            let error = owner::dir_error("open", Path::new("/a/b"), errno.into());
             assert_eq!(error.kind(), kind, "{errno:?}: {error}");
             assert!(
                 error.to_string().contains("disk_path /a/b") && !error.to_string().contains('['),
@@ -113,7 +113,7 @@ fn test_only_what_can_never_work_is_the_settings_fault() {
         }
     }
     for errno in [Errno::ACCESS, Errno::ROFS] {
-        let error = paths::dir_error("open", Path::new("/a/b"), errno.into()).to_string();
+        let error = owner::dir_error("open", Path::new("/a/b"), errno.into()).to_string();
         assert!(!error.contains("os error"), "the reason must be reported once: {error}");
     }
 }

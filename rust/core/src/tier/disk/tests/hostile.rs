@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
+use super::super::record::recover;
 use super::super::record::{Record, payload_checksum, record_seed};
-use super::super::recover::recover;
 use super::super::superblock::Superblock;
 use super::super::{Verifier, inspect, namespaces};
 use super::*;

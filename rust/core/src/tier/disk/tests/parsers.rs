@@ -3,8 +3,8 @@
 use proptest::prelude::*;
 
 use super::super::budget::SlotCount;
+use super::super::record::recover;
 use super::super::record::{self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes};
-use super::super::recover::recover;
 use super::super::superblock::Superblock;
 use super::*;
 use crate::testing::fuzz;

@@ -1,19 +1,19 @@
-//! One owner per disk directory, over all its namespaces.
+//! One owner per disk directory, over all its namespaces; checks of the owners of files, and the
+//! meaning of errors.
 //!
 //! An exclusive `flock`, which the kernel releases when the owner dies: on the directory itself,
 //! because a file in it can be deleted, and on `DIR/lock`, for file systems that cannot lock
 //! directories. The file's text (the owner's pid) is only for the other's error message. Must not
 //! depend on the contents of the directory.
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, Read};
+use std::fs::{self, File, Metadata, OpenOptions};
+use std::io::{self, ErrorKind as Io, Read};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
-use super::paths;
 use crate::{Error, ErrorKind, Result};
 
 /// The file's name in the directory.
@@ -39,9 +39,9 @@ impl DirLock {
     pub(super) fn acquire(dir: &Path) -> Result<Self> {
         let failed = |e| failed("open the lock file of", dir, OWNER, e);
         let mut lock = Self::lock_dir(dir, OWNER)?;
-        paths::check_owner(dir, dir, &lock.files[0].metadata().map_err(failed)?)?;
+        check_owner(dir, dir, &lock.files[0].metadata().map_err(failed)?)?;
         let path = dir.join(FILE_NAME);
-        paths::check_owner_at(dir, &path)?;
+        check_owner_at(dir, &path)?;
         let mut options = open_options(OFlags::NOFOLLOW);
         let file = options
             .write(true)
@@ -122,7 +122,7 @@ fn failed(action: &str, dir: &Path, asker: Asker, error: io::Error) -> Error {
     if asker == READER {
         return Error::io(format!("cannot {action} {}", dir.display()), error);
     }
-    paths::dir_error(action, dir, error)
+    dir_error(action, dir, error)
 }
 
 fn busy(dir: &Path, [name, advice]: Asker) -> Error {
@@ -136,6 +136,86 @@ fn busy(dir: &Path, [name, advice]: Asker) -> Error {
         Err(_) => "another process".to_owned(),
     };
     Error::new(ErrorKind::Busy, format!("{name}{} is in use by {owner}: {advice}", dir.display()))
+}
+
+/// Checks that only this user and root can write the file of `meta`. A file that another user can
+/// change is not trusted: the writer of an index chooses which chunk is served under which key.
+/// `Io`, because the operator can fix it while the engine runs.
+pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Result<()> {
+    let (dir, path, me) =
+        (disk_path.display(), path.display(), rustix::process::geteuid().as_raw());
+    let problem = if meta.uid() != me {
+        format!(
+            "{path} belongs to user {}, and this process is user {me}: run `chown -R {me} {path}`",
+            meta.uid()
+        )
+    } else if meta.mode() & 0o022 != 0 {
+        format!(
+            "{path} is writable by other users (mode {:o}): run `chmod go-w {path}`",
+            meta.mode() & 0o7777
+        )
+    } else {
+        return Ok(());
+    };
+    let message = format!(
+        "disk_path {dir} is not used: {problem}, or set disk_path to a directory of this user's own"
+    );
+    Err(Error::new(ErrorKind::Io, message))
+}
+
+/// As `check_owner`, for the file at `path`. A missing file passes, and so does a link, which is
+/// never followed.
+pub(super) fn check_owner_at(disk_path: &Path, path: &Path) -> Result<()> {
+    match fs::symlink_metadata(path) {
+        Ok(meta) if meta.is_symlink() => Ok(()),
+        Ok(meta) => check_owner(disk_path, path, &meta),
+        Err(e) if e.kind() == Io::NotFound => Ok(()),
+        Err(e) => Err(Error::io(format!("cannot look at {}", path.display()), e)),
+    }
+}
+
+/// Returns whether nothing is at `path` and its nearest existing ancestor is on the device `dev`.
+/// An ancestor on another device means that the file system was unmounted: nothing was removed.
+pub(super) fn is_missing(path: &Path, dev: u64) -> bool {
+    let is_absent = |error: &io::Error| matches!(error.kind(), Io::NotFound | Io::NotADirectory);
+    if !fs::symlink_metadata(path).is_err_and(|error| is_absent(&error)) {
+        return false;
+    }
+    let there = path.ancestors().skip(1).find_map(|above| fs::metadata(above).ok());
+    there.is_some_and(|meta| meta.dev() == dev)
+}
+
+/// Returns the disk directory if it is missing, else the namespace's directory in it.
+pub(super) fn first_missing<'a>(disk_path: &'a Path, namespace: &'a Path) -> &'a Path {
+    if disk_path.exists() { namespace } else { disk_path }
+}
+
+/// Returns the error of an operation on the directory itself: `InvalidConfig` if this `disk_path`
+/// can never work; else `Io`, because permissions, mounts and free space can change while an engine
+/// runs.
+pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {
+    let advice = |problem| {
+        format!(
+            "disk_path {} {problem}: set disk_path to a writable local directory",
+            path.display()
+        )
+    };
+    let never = match error.kind() {
+        Io::NotADirectory | Io::AlreadyExists => {
+            "is, or leads through, something that is not a directory"
+        }
+        Io::NotFound => "cannot be created there, because its file system accepts no new directory",
+        Io::InvalidFilename => "is not a possible file name",
+        Io::Unsupported => "is on a file system without flock, which the disk tier needs",
+        Io::PermissionDenied => {
+            return Error::new(ErrorKind::Io, advice("is not writable by this user"));
+        }
+        Io::ReadOnlyFilesystem => {
+            return Error::new(ErrorKind::Io, advice("is on a read-only file system"));
+        }
+        _ => return Error::io(format!("cannot {action} disk_path {}", path.display()), error),
+    };
+    Error::invalid(format!("{} ({error})", advice(never)))
 }
 
 #[cfg(test)]
