@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 
 pub use self::part::{Columns, NOT_WANTED};
 use self::part::{Part, check_table, numbers, wanted};
-use crate::engine::Cut;
+use crate::engine::Group;
 use crate::io::{FrameId, SizeClass};
 use crate::key::ChunkKey;
 use crate::store::{LeasedFrame, Reservation, TierName};
@@ -131,20 +131,20 @@ impl ChunkBatch {
         group: u32,
         leased: &[LeasedFrame],
         first_unit: u32,
-        cut: Cut,
+        of: &Group,
         table: &[i32],
         begin: u32,
     ) -> Result<(UnitsByTier, usize)> {
         check_table(table)?;
         let (mut part, mut by_tier) =
-            (Part::new(group, leased.len(), cut.kept), UnitsByTier::default());
+            (Part::new(group, leased.len(), of.kept_blocks), UnitsByTier::default());
         let end = begin.saturating_add(u32::try_from(table.len()).unwrap_or(u32::MAX));
         let mut num_filled = 0;
         for (chunk, unit) in
             leased.iter().zip((first_unit..u32::MAX).chain(std::iter::repeat(u32::MAX)))
         {
-            let chunk_end = unit.saturating_add(1).saturating_mul(cut.each);
-            let chunk_begin = chunk_end.saturating_sub(cut.kept);
+            let chunk_end = unit.saturating_add(1).saturating_mul(of.blocks_per_unit);
+            let chunk_begin = chunk_end.saturating_sub(of.kept_blocks);
             if chunk_end <= begin || chunk_end > end {
                 continue;
             }

@@ -18,7 +18,7 @@ pub(crate) mod numbered;
 pub mod pool;
 pub mod session;
 pub mod store;
-pub(crate) mod sync;
+pub mod sync;
 pub mod tag;
 pub mod tier;
 pub mod units;

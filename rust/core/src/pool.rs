@@ -371,13 +371,9 @@ impl Drop for Member {
             own.is_active = false;
         }
         state.share_out();
-        let own: Vec<_> = (0..)
-            .map(SlabId)
-            .zip(&state.slabs)
-            .filter(|(_, member)| **member == Some(self.id))
-            .collect();
-        let own: Vec<_> = own.into_iter().map(|(slab, _)| slab).collect();
-        for slab in own {
+        let slabs = (0..).map(SlabId).zip(&state.slabs);
+        let own = slabs.filter(|(_, member)| **member == Some(self.id)).map(|(slab, _)| slab);
+        for slab in own.collect::<Vec<_>>() {
             state.give(self.id, slab);
         }
         state.members.remove(&self.id);

@@ -2,6 +2,7 @@
 //! a model checker, which chooses the thread to run at each of them (`tests/models.rs`).
 
 use std::sync::PoisonError;
+use std::time::{Duration, Instant};
 
 #[cfg(shuttle)]
 pub(crate) use shuttle::{
@@ -15,12 +16,24 @@ pub(crate) use std::{
 };
 
 /// Locks a mutex, even if a thread panicked while it held it.
-pub(crate) fn locked<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub fn locked<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Waits for threads that are stopping. Detaches a thread that hangs in the system at the deadline.
+pub fn join(threads: Vec<thread::JoinHandle<()>>, deadline: Instant) {
+    for thread in threads {
+        while !has_ended(&thread) && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(1));
+        }
+        if has_ended(&thread) {
+            let _ended = thread.join(); // a panic was logged, and has poisoned its lock
+        }
+    }
+}
+
 /// Returns whether the thread has ended. Threads of a model never hang, so they are always joined.
-pub(crate) fn has_ended(thread: &thread::JoinHandle<()>) -> bool {
+fn has_ended(thread: &thread::JoinHandle<()>) -> bool {
     #[cfg(shuttle)]
     return thread.thread().id() != thread::current().id();
     #[cfg(not(shuttle))]

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvloft_core::Event;
 use kvloft_core::chunk_batch::{Chunk, ChunkBatch, Columns};
-use kvloft_core::engine::{Cut, EngineSession, Group, GroupKind, SaveRow};
+use kvloft_core::engine::{EngineSession, Group, GroupKind, SaveRow};
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::FrameId;
 use kvloft_core::key::{ChunkKey, KeyChain};
@@ -249,7 +249,7 @@ fn leased(frame: u32, tier: TierName) -> LeasedFrame {
     LeasedFrame { frame: FrameId(frame), key: ChunkKey([3; 32]), tier }
 }
 
-const ONE: Cut = Cut { each: 1, kept: 1 };
+const ONE: &Group = &Group::ONLY;
 
 #[test]
 fn blocks_with_negative_numbers_are_not_copied() {
@@ -283,7 +283,7 @@ fn a_load_covers_the_chunks_within_the_table() {
         load(5, ONE, &[10, 11, 12, 13], 4),
         (vec![(1, 0, vec![11]), (2, 0, vec![12]), (3, 0, vec![13])], 2, 1)
     );
-    let halves = Cut { each: 2, kept: 2 };
+    let halves = &Group { blocks_per_unit: 2, kept_blocks: 2, ..Group::ONLY };
     assert_eq!(
         load(1, halves, &[10, 11, 12, 13], 4),
         (vec![two(2, [10, 11]), two(3, [12, 13])], 1, 1)
@@ -293,7 +293,7 @@ fn a_load_covers_the_chunks_within_the_table() {
         (vec![(2, 1, vec![11]), two(3, [12, 13])], 1, 1),
         "part of a chunk"
     );
-    let last = Cut { each: 2, kept: 1 };
+    let last = &Group { blocks_per_unit: 2, ..Group::ONLY };
     assert_eq!(
         load(0, last, &[9, 10, 11, 12], 2),
         (vec![(2, 0, vec![10]), (3, 0, vec![12])], 1, 1),

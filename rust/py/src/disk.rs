@@ -2,8 +2,9 @@
 //! Conversions only.
 
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
+use kvloft_core::sync::locked;
 use kvloft_core::tier::disk::{Damage, NamespaceInfo, Verifier, inspect};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -39,7 +40,7 @@ pub(crate) struct DiskVerify {
 
 impl DiskVerify {
     fn verifier(&self) -> MutexGuard<'_, Verifier> {
-        self.verifier.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.verifier)
     }
 }
 

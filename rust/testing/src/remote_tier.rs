@@ -1,5 +1,5 @@
-//! Tiers shared with other clients: the interface, its weak guarantees, and the conformance suite of
-//! its implementations, which makes random calls against a model. kvloft has no such tier yet.
+//! Tiers shared with other clients: the interface, its weak guarantees, and the conformance suite
+//! of its implementations, which makes random calls against a model. kvloft has no such tier yet.
 //!
 //! A hit is exactly a frame that was put under its key, complete and of the requested size;
 //! everything else is a miss or an error. Hints are in the order of their keys. Every call returns

@@ -1,9 +1,10 @@
-//! Named threads with small stacks, locks that outlive a panic, and a lock with a deadline.
+//! Named threads with small stacks, and a lock with a deadline.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+pub(crate) use kvloft_core::sync::locked;
 use kvloft_core::{Error, Result};
 
 /// Stack size of each thread.
@@ -13,11 +14,6 @@ const STACK_BYTES: usize = 512 << 10;
 pub(crate) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
     let thread = std::thread::Builder::new().name(format!("kvloft-{name}")).stack_size(STACK_BYTES);
     thread.spawn(work).map_err(|error| Error::io("cannot start a kvloft thread", error))
-}
-
-/// Locks a mutex, even if a thread panicked while it held it.
-pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A lock with a deadline, whose guard can move to another thread.

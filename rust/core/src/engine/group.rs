@@ -30,7 +30,7 @@ pub struct Group {
     pub kind: GroupKind,
     /// Tokens per block.
     pub block_tokens: u32,
-    /// Blocks per unit.
+    /// Blocks per unit; at least one.
     pub blocks_per_unit: u32,
     /// How many of the unit's last blocks per chunk keeps: no prefix needs the others, and vLLM may
     /// have freed them.
@@ -41,15 +41,6 @@ pub struct Group {
     pub class: SizeClass,
     /// Size class of the smaller frames for compressed chunks; a chunk may not fit.
     pub compact: Option<SizeClass>,
-}
-
-/// Blocks of a group per unit, and how many of the unit's last blocks per chunk keeps.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Cut {
-    /// At least one.
-    pub each: u32,
-    /// At least one, and at most `each`.
-    pub kept: u32,
 }
 
 impl Group {
@@ -79,11 +70,6 @@ impl Group {
     /// True if a prefix needs every chunk of the group, so that a chunk depends on those before it.
     pub fn is_full(&self) -> bool {
         self.kind == GroupKind::Full
-    }
-
-    /// How the group's blocks are divided into chunks.
-    pub fn cut(&self) -> Cut {
-        Cut { each: self.blocks_per_unit, kept: self.kept_blocks }
     }
 
     /// Returns the first block that a prefix of `num_units` needs; it needs all blocks from there

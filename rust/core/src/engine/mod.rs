@@ -16,7 +16,7 @@ mod save;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-pub use self::group::{Cut, Group, GroupKind};
+pub use self::group::{Group, GroupKind};
 use self::misfits::Misfits;
 pub use self::save::{SaveRow, StateRow};
 use crate::chunk_batch::{ChunkBatch, NULL_BLOCK, UnitsByTier};
@@ -208,7 +208,7 @@ impl EngineSession {
             let own = rest.split_off(..units.len().min(rest.len())).unwrap_or_default();
             let number = u32::try_from(nth).unwrap_or(u32::MAX);
             let (found, num_filled) =
-                batch.add_loads(number, own, units.start, group.cut(), table, ranges[nth].start)?;
+                batch.add_loads(number, own, units.start, group, table, ranges[nth].start)?;
             if !self.is_divisible() && num_filled != table.len() {
                 return nothing;
             }

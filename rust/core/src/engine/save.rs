@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::EngineSession;
-use super::group::{Cut, Group, GroupKind};
+use super::group::{Group, GroupKind};
 use crate::Result;
 use crate::chunk_batch::{ChunkBatch, NULL_BLOCK};
 use crate::key::{ChunkKey, KeyChain};
@@ -175,8 +175,8 @@ impl EngineSession {
             let own = reserved.split_off(..num_reserved).unwrap_or_default();
             let group = &self.groups[part.group];
             let number = u32::try_from(part.group).unwrap_or(u32::MAX);
-            let Cut { each, kept } = group.cut();
-            let num_blocks = if part.is_attached { kept } else { each };
+            let num_blocks =
+                if part.is_attached { group.kept_blocks } else { group.blocks_per_unit };
             let first_unit = part.units.start;
             without_kv.extend(batch.add_saves(
                 number,
@@ -209,7 +209,7 @@ fn attached_part<'a>(
     row: &SaveRow<'_>,
     blocks: &[i32],
 ) -> Result<Part<'a>> {
-    let Cut { each, kept } = group.cut();
+    let (each, kept) = (group.blocks_per_unit, group.kept_blocks);
     let (mut units, mut kept_blocks) = (Vec::new(), Vec::new());
     for (unit, own) in row.units.clone().zip(blocks.chunks_exact(each as usize)) {
         let own = &own[(each - kept) as usize..];

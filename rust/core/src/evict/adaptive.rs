@@ -24,8 +24,9 @@ use std::collections::BTreeSet;
 
 use super::ghosts::{Ghost, Ghosts, fingerprint};
 use super::groups::{Groups, NUM_ROWS};
-use super::policy::{ChunkId, GroupId, Policy, Removal};
+use super::{ChunkId, GroupId, Policy, Removal};
 use crate::key::ChunkKey;
+use crate::{Error, Result};
 
 const NO_PARENT: u32 = u32::MAX;
 /// Touches of a chunk within this share of the capacity count as one use: a waiting request is
@@ -250,6 +251,38 @@ impl Policy for Adaptive {
             self.reused_share +=
                 (f64::from(u8::from(node.reused)) - self.reused_share) / SHARE_WEIGHT;
             self.ghosts.put(node.fingerprint, node.reused);
+        }
+    }
+}
+
+/// Which policy a tier has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Eviction {
+    /// Least recently used, but reused chunks age more slowly; the rate follows from the evicted
+    /// chunks that return.
+    #[default]
+    Adaptive,
+    /// Least recently used.
+    Lru,
+}
+
+impl Eviction {
+    /// `adaptive` or `lru`; else `InvalidConfig`.
+    pub fn parse(name: &str) -> Result<Self> {
+        match name {
+            "adaptive" => Ok(Eviction::Adaptive),
+            "lru" => Ok(Eviction::Lru),
+            _ => Err(Error::invalid(format!(
+                "eviction = \"{name}\" is unknown; use \"adaptive\" or \"lru\""
+            ))),
+        }
+    }
+
+    /// A policy for a tier that holds `capacity` chunks.
+    pub fn policy(self, capacity: usize) -> Box<dyn Policy> {
+        match self {
+            Eviction::Adaptive => Box::new(Adaptive::new(capacity)),
+            Eviction::Lru => Box::new(Adaptive::lru()),
         }
     }
 }

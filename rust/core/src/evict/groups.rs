@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use super::policy::{ChunkId, GroupId};
+use super::{ChunkId, GroupId};
 
 /// Number of queues per group; see `Node::row`.
 pub(super) const NUM_ROWS: usize = 4;

@@ -8,43 +8,65 @@
 mod adaptive;
 mod ghosts;
 mod groups;
-mod policy;
 #[cfg(test)]
 mod tests;
 
-pub use adaptive::Adaptive;
-pub use policy::{ChunkId, GroupId, Policy, Removal};
+use std::fmt;
 
-use crate::{Error, Result};
+pub use adaptive::{Adaptive, Eviction};
 
-/// Which policy a tier has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Eviction {
-    /// Least recently used, but reused chunks age more slowly; the rate follows from the evicted
-    /// chunks that return.
-    #[default]
-    Adaptive,
-    /// Least recently used.
-    Lru,
+use crate::key::ChunkKey;
+
+/// The number of a chunk. Numbers are small and are reused after `remove`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ChunkId(pub u32);
+
+/// Chunks of a tier that have their own victim (`victim_of`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct GroupId(pub u32);
+
+/// Why a chunk was removed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Removal {
+    /// Evicted; the policy can remember the chunk.
+    Evicted,
+    /// Removed for another reason; its content may be wrong.
+    Dropped,
 }
 
-impl Eviction {
-    /// `adaptive` or `lru`; else `InvalidConfig`.
-    pub fn parse(name: &str) -> Result<Self> {
-        match name {
-            "adaptive" => Ok(Eviction::Adaptive),
-            "lru" => Ok(Eviction::Lru),
-            _ => Err(Error::invalid(format!(
-                "eviction = \"{name}\" is unknown; use \"adaptive\" or \"lru\""
-            ))),
-        }
-    }
-
-    /// A policy for a tier that holds `capacity` chunks.
-    pub fn policy(self, capacity: usize) -> Box<dyn Policy> {
-        match self {
-            Eviction::Adaptive => Box::new(Adaptive::new(capacity)),
-            Eviction::Lru => Box::new(Adaptive::lru()),
-        }
-    }
+/// Chooses victims among the chunks of one tier.
+///
+/// The store **guarantees**: an id is `insert`ed once before any other call and `remove`d once; its
+/// parent, if given, is present from its `insert` to its `remove`; `set_evictable` is only called
+/// when the value changes (it starts false); a chunk with a present child is never evictable. A use
+/// of a chunk is a use of its whole prefix, but only the deepest chunk is `touch`ed. `set_group`,
+/// if called, directly follows `insert`.
+///
+/// A policy **must**: return from `victim` an evictable id whenever there is one, and from
+/// `victim_of` an evictable id of the group; keep the victim until `remove`; take O(log n) time in
+/// every call, because the store's lock is held.
+pub trait Policy: fmt::Debug + Send {
+    /// Adds `id` to the tier, with `parent` before it in the prefix.
+    fn insert(&mut self, id: ChunkId, parent: Option<ChunkId>, key: &ChunkKey);
+    /// The prefix that ends with `id` was used.
+    fn touch(&mut self, id: ChunkId);
+    /// Sets whether `id` may be a victim.
+    fn set_evictable(&mut self, id: ChunkId, evictable: bool);
+    /// Sets whether `id` still waits to be written to another tier.
+    fn set_unwritten(&mut self, id: ChunkId, unwritten: bool);
+    /// If `spare`, unwritten chunks are victims only if there are no others.
+    fn spare_unwritten(&mut self, spare: bool);
+    /// Puts `id` into a group until it is removed.
+    fn set_group(&mut self, id: ChunkId, group: GroupId);
+    /// The next chunk to evict; None if no chunk is evictable.
+    fn victim(&mut self) -> Option<ChunkId>;
+    /// Returns whether at least half of the `num_chunks` that end with `end` were reused, as far as
+    /// a bounded number of steps shows.
+    fn is_mostly_reused(&self, end: ChunkId, num_chunks: u32) -> bool;
+    /// Marks `id` as reused without changing its last use.
+    fn mark_reused(&mut self, id: ChunkId);
+    /// The next chunk of the group to evict.
+    fn victim_of(&mut self, group: GroupId) -> Option<ChunkId>;
+    /// Removes `id` from the tier.
+    fn remove(&mut self, id: ChunkId, removal: Removal);
 }

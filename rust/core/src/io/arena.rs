@@ -186,16 +186,6 @@ pub struct HostArena {
 }
 
 impl HostArena {
-    /// Creates zeroed frames of one size. The kernel allocates each page at its first write.
-    ///
-    /// `InvalidConfig` if `frame_bytes` is not a multiple of 4096 or nothing would be mapped; `Io`
-    /// if the system refuses.
-    pub fn create(frame_bytes: u64, num_frames: u32) -> Result<(Self, Frames)> {
-        let arena = Self::of_bytes(frame_bytes.saturating_mul(num_frames.into()))?;
-        let frames = arena.frames(frame_bytes, &frame_bytes.into())?;
-        Ok((arena, frames))
-    }
-
     /// New zeroed memory, without frames yet. `InvalidConfig` if it is no positive multiple of
     /// 4096; `Io` if the system refuses.
     pub fn of_bytes(size_bytes: u64) -> Result<Self> {

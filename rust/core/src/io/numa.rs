@@ -1,5 +1,5 @@
-//! NUMA nodes for ranges of an arena's pages, for frames that consist of one part per shard; and the
-//! system calls that set and read them. This is advice: the system can place memory elsewhere.
+//! NUMA nodes for ranges of an arena's pages, for frames that consist of one part per shard; and
+//! the system calls that set and read them. This is advice: the system can place memory elsewhere.
 #![expect(unsafe_code, reason = "libc has no safe wrapper for these system calls")]
 
 use std::io::{Error, Result};

@@ -59,7 +59,7 @@ pub struct KeyChain {
 }
 
 impl KeyChain {
-    /// Creates an empty prefix under `root`; blocks have `block_tokens` positions, at least one, and
+    /// Creates an empty prefix under `root`. Blocks have `block_tokens` positions, at least one;
     /// keys cover `lookahead` positions after each block, at most one block.
     pub fn with_lookahead(root: ChunkKey, block_tokens: u32, lookahead: u32) -> Result<Self> {
         if block_tokens == 0 {

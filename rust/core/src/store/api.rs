@@ -1,5 +1,5 @@
-//! [`Store`]'s methods: lookup, acquire, reserve, commit, discard, clear, statistics and the list of
-//! tenants.
+//! [`Store`]'s methods: lookup, acquire, reserve, commit, discard, clear, statistics and the list
+//! of tenants.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -123,7 +123,7 @@ impl Store {
         };
         if !self.inner.wait(Instant::now() + CLEAR_TIMEOUT, cleared) {
             self.inner.with_state(|state| {
-                state.log("disk tier: not cleared yet; retrying, and until then a restart finds its chunks".to_owned());
+                state.log(Event::problem("disk tier: not cleared yet; retrying, and until then a restart finds its chunks"));
             });
         }
     }

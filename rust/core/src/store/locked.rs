@@ -1,5 +1,5 @@
-//! The store's state behind its lock, with the condition variables, the clock and the disk tier; and
-//! the leases that share it, so that a lease may outlive its `Store`.
+//! The store's state behind its lock, with the condition variables, the clock and the disk tier;
+//! and the leases that share it, so that a lease may outlive its `Store`.
 //!
 //! Leases are guards: dropping a write lease aborts it, dropping a read lease unpins its frames
 //! (I5).

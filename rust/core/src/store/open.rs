@@ -13,7 +13,7 @@ use crate::store::state::State;
 use crate::store::tenants::limits::{Bases, Table};
 use crate::store::tenants::sweeper;
 use crate::sync::thread::JoinHandle;
-use crate::sync::{Condvar, Mutex, locked};
+use crate::sync::{Condvar, Mutex, join, locked};
 use crate::tier::disk::{DiskRoot, DiskTier};
 use crate::tier::host::HostTier;
 use crate::{ErrorKind, Result};
@@ -180,7 +180,7 @@ impl Store {
         self.inner.work.notify_all();
         self.inner.sweep.notify_all();
         let threads = std::mem::take(&mut *locked(&self.threads));
-        threads::join(threads, LAST_JOB_TIMEOUT);
+        join(threads, Instant::now() + LAST_JOB_TIMEOUT);
         if let Some(disk) = self.inner.tier() {
             disk.close();
         }

@@ -113,17 +113,8 @@ impl State {
         self.next_ticket - 1
     }
 
-    /// Queues a problem for the operator's log; drops it if too many wait.
-    pub(crate) fn log(&mut self, text: String) {
-        self.log_event(Event::problem(text));
-    }
-
-    /// Queues the end of a problem.
-    pub(crate) fn log_recovery(&mut self, text: String) {
-        self.log_event(Event::recovery(text));
-    }
-
-    fn log_event(&mut self, event: Event) {
+    /// Queues a line for the operator's log; drops it if too many wait.
+    pub(crate) fn log(&mut self, event: Event) {
         if self.events.len() < MAX_EVENTS {
             self.events.push(event);
         }
@@ -135,9 +126,9 @@ impl State {
         self.unix_s =
             self.opened_s.saturating_add(u32::try_from(self.now.as_secs()).unwrap_or(u32::MAX));
         if self.disk.find_hangs(self.now) {
-            self.log(
-                "disk tier: not responding; pausing it and retrying in the background".to_owned(),
-            );
+            self.log(Event::problem(
+                "disk tier: not responding; pausing it and retrying in the background",
+            ));
         }
     }
 

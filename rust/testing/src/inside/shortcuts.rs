@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::evict::Eviction;
-use crate::io::{FrameGrid, FrameSizes, SizeClass};
+use crate::io::{FrameGrid, FrameSizes, Frames, HostArena, SizeClass};
 use crate::key::KeyChain;
 use crate::store::{ArenaInfo, Store};
 use crate::tier::disk::{DiskConfig, DiskEntry, DiskTier};
@@ -18,6 +18,18 @@ impl FrameSizes {
     /// The class whose frames have `frame_bytes` bytes.
     pub fn class_of(&self, frame_bytes: u64) -> Option<SizeClass> {
         self.classes().find(|class| self.bytes(*class) == frame_bytes)
+    }
+}
+
+impl HostArena {
+    /// Creates zeroed frames of one size. The kernel allocates each page at its first write.
+    ///
+    /// `InvalidConfig` if `frame_bytes` is not a multiple of 4096 or nothing would be mapped; `Io`
+    /// if the system refuses.
+    pub fn create(frame_bytes: u64, num_frames: u32) -> Result<(Self, Frames)> {
+        let arena = Self::of_bytes(frame_bytes.saturating_mul(num_frames.into()))?;
+        let frames = arena.frames(frame_bytes, &frame_bytes.into())?;
+        Ok((arena, frames))
     }
 }
 

@@ -1,4 +1,5 @@
-//! Settings of a client, and how it opens a connection to a server: hello, welcome, and the descriptors of the arena and lifeline.
+//! Settings of a client, and how it opens a connection to a server: hello, welcome, and the
+//! descriptors of the arena and lifeline.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;

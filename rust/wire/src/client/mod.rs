@@ -17,7 +17,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use kvloft_core::store::{Lookup, Prefix, SaveRequest};
-use kvloft_core::{ErrorKind, Result};
+use kvloft_core::{ErrorKind, Event, Result};
 
 use crate::client::connection::Connection;
 use crate::client::handshake::{ClientConfig, NewConnection};
@@ -48,7 +48,10 @@ impl Client {
             Ok(new) => inner.state().adopt(new, inner.deadline()),
             Err(error) if error.kind() == ErrorKind::InvalidConfig => return Err(error),
             Err(error) => {
-                failures.log_line(&error).into_iter().for_each(|line| inner.state().log(line));
+                failures
+                    .log_line(&error)
+                    .into_iter()
+                    .for_each(|line| inner.state().log(Event::problem(line)));
             }
         }
         let own = Arc::clone(&inner);

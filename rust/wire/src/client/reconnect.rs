@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvloft_core::{Error, ErrorKind};
+use kvloft_core::{Error, ErrorKind, Event};
 use rustix::event::PollFlags;
 
 use crate::client::handshake::NewConnection;
@@ -71,7 +71,7 @@ impl ClientInner {
         match NewConnection::open(&self.config) {
             Ok(found) => {
                 let mut state = self.state();
-                state.log_recovery(format!("connected to {}", self.server_name()));
+                state.log(Event::recovery(format!("connected to {}", self.server_name())));
                 state.next = Some(found);
                 *failures = ConnectFailures::default();
             }
@@ -79,7 +79,7 @@ impl ClientInner {
                 // An `Io` error follows a lost connection, which is logged already.
                 let line = failures.log_line(&error).filter(|_| error.kind() != ErrorKind::Io);
                 if let Some(line) = line {
-                    self.state().log(line);
+                    self.state().log(Event::problem(line));
                 }
                 std::thread::park_timeout(failures.retry_interval(&error));
             }
@@ -90,10 +90,10 @@ impl ClientInner {
         let mut state = self.state();
         if state.connection.take().is_some() {
             state.num_lost += 1;
-            state.log(format!(
+            state.log(Event::problem(format!(
                 "lost the connection to {}; running without the cache and reconnecting",
                 self.server_name()
-            ));
+            )));
         }
     }
 }

@@ -164,9 +164,7 @@ impl Session for Client {
         let mut state = self.state();
         state.send_clear(deadline);
         if state.is_clear_pending {
-            state.log(
-                "the kvloft server has not confirmed the clear; running without the cache until it does".to_owned(),
-            );
+            state.log(Event::problem("the kvloft server has not confirmed the clear; running without the cache until it does"));
         }
     }
 

@@ -77,18 +77,8 @@ pub(crate) struct ClientInner {
 }
 
 impl ClientState {
-    /// Queues a problem for the engine's log; drops a repeated line and lines beyond
-    /// [`MAX_EVENTS`].
-    pub(crate) fn log(&mut self, text: String) {
-        self.log_event(Event::problem(text));
-    }
-
-    /// Queues the end of a problem.
-    pub(crate) fn log_recovery(&mut self, text: String) {
-        self.log_event(Event::recovery(text));
-    }
-
-    fn log_event(&mut self, event: Event) {
+    /// Queues a line for the engine's log; drops a repeated line and lines beyond [`MAX_EVENTS`].
+    pub(crate) fn log(&mut self, event: Event) {
         let is_repeated = self.events.last().is_some_and(|last| **last == *event);
         if self.events.len() < MAX_EVENTS && !is_repeated {
             self.events.push(event);

@@ -1,6 +1,5 @@
 //! Prefixes in messages: keys and root keys. A root key that repeats is sent once.
 
-use std::iter::zip;
 use std::ops::Range;
 
 use kvloft_core::ChunkKey;
@@ -49,8 +48,7 @@ impl<'a> Field<'a> for Keys<'a> {
 
 impl PartialEq for Keys<'_> {
     fn eq(&self, other: &Self) -> bool {
-        self.iter().len() == other.iter().len()
-            && zip(self.iter(), other.iter()).all(|(own, other)| own == other)
+        self.iter().eq(other.iter())
     }
 }
 

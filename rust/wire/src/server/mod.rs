@@ -21,6 +21,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvloft_core::Result;
+use kvloft_core::sync::join;
 
 use crate::protocol::admin::Status;
 use crate::server::config::ServerConfig;
@@ -33,8 +34,6 @@ use crate::threads::{locked, spawn};
 const HOUSEKEEPING_INTERVAL: Duration = Duration::from_millis(100);
 /// Longest wait for threads and for connections when the server closes.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Time between two checks of a thread that is about to end.
-const JOIN_INTERVAL: Duration = Duration::from_millis(1);
 /// Time until the first search for expired chunks of closed namespaces.
 const FIRST_EXPIRY: Duration = Duration::from_secs(30);
 
@@ -105,6 +104,9 @@ impl Server {
         self.state.is_stopping.store(true, Ordering::SeqCst);
         self.listener.shut();
         let threads = std::mem::take(&mut *locked(&self.threads));
+        for thread in &threads {
+            thread.thread().unpark();
+        }
         join(threads, Instant::now() + CLOSE_TIMEOUT);
         let peers = self.state.peers();
         for peer in peers.values() {
@@ -123,21 +125,6 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.close(Duration::ZERO);
-    }
-}
-
-/// Joins threads until the deadline; detaches a thread that a hung disk still blocks then.
-fn join(threads: Vec<JoinHandle<()>>, deadline: Instant) {
-    for thread in &threads {
-        thread.thread().unpark();
-    }
-    for thread in threads {
-        while !thread.is_finished() && Instant::now() < deadline {
-            std::thread::sleep(JOIN_INTERVAL);
-        }
-        if thread.is_finished() {
-            let _ended = thread.join();
-        }
     }
 }
 

@@ -17,7 +17,7 @@ use crate::store::tenants::quota::FrameSource;
 use crate::tier::disk::{DiskMeta, SlotId};
 use crate::tier::host::FrameFor;
 use crate::units::micros;
-use crate::{ErrorKind, Result};
+use crate::{ErrorKind, Event, Result};
 
 /// Slots freed by one job: few, so that reads do not wait long for a thread.
 const FREE_BATCH: usize = 32;
@@ -165,11 +165,11 @@ impl State {
         if before != after {
             let what = if direction == Direction::Read { "reads" } else { "writes" };
             if after {
-                self.log(format!(
+                self.log(Event::problem(format!(
                     "disk tier: {what} are failing; pausing {what} and retrying in the background"
-                ));
+                )));
             } else {
-                self.log_recovery(format!("disk tier: {what} work again"));
+                self.log(Event::recovery(format!("disk tier: {what} work again")));
             }
         }
     }
@@ -177,7 +177,7 @@ impl State {
     pub(crate) fn end_hang(&mut self, ticket: u64) {
         self.disk.read_breaker.end(ticket, Some(true), self.now);
         self.disk.write_breaker.end(ticket, Some(true), self.now);
-        self.log_recovery("disk tier: responding again".to_owned());
+        self.log(Event::recovery("disk tier: responding again"));
     }
 
     fn next_read(&mut self) -> Option<Job> {
@@ -352,7 +352,7 @@ impl State {
         self.disk.clearing = if is_cleared { Clearing::No } else { Clearing::Wanted };
         if !is_cleared {
             self.stats.disk_write_errors += 1;
-            self.log("disk tier: could not be cleared; retrying, and until then a restart finds its chunks".to_owned());
+            self.log(Event::problem("disk tier: could not be cleared; retrying, and until then a restart finds its chunks"));
         }
         is_cleared
     }

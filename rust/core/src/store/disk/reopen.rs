@@ -8,12 +8,12 @@
 use std::path::Path;
 use std::time::Duration;
 
-use crate::Error;
 use crate::evict::{ChunkId, Removal};
 use crate::index::{DiskEvent, Entry, NEVER};
 use crate::store::disk::work::{Attached, Clearing};
 use crate::store::state::State;
 use crate::tier::disk::{DiskEntry, DiskMeta, SlotId};
+use crate::{Error, Event};
 
 /// Chunks indexed by one call: some 0.2 ms.
 pub(crate) const SLICE: usize = 512;
@@ -43,7 +43,7 @@ impl State {
         self.disk.first_opening.get_or_insert(Ok(()));
         self.disk.check_at = self.now + CHECK_EVERY;
         if !std::mem::take(&mut self.disk.last_event).is_empty() {
-            self.log_recovery(format!("disk tier: open, with {} chunks", found.len()));
+            self.log(Event::recovery(format!("disk tier: open, with {} chunks", found.len())));
         }
         if self.disk.clearing == Clearing::No {
             found.reverse();
@@ -57,9 +57,9 @@ impl State {
         self.disk.attached = Attached::NotBefore(self.now + wait);
         let why = error.to_string();
         if self.disk.last_event != why {
-            self.log(format!(
+            self.log(Event::problem(format!(
                 "disk tier: cannot be opened; using host memory only and retrying: {why}"
-            ));
+            )));
             self.disk.last_event = why;
         }
         self.disk.first_opening.get_or_insert(Err(error));
@@ -71,7 +71,7 @@ impl State {
             let seconds = waited.as_secs();
             let event = "using host memory only until it is";
             self.disk.last_event = format!("disk tier: not open after {seconds} s; {event}");
-            self.log(self.disk.last_event.clone());
+            self.log(Event::problem(self.disk.last_event.clone()));
         }
     }
 
@@ -173,7 +173,7 @@ impl State {
         self.disk.last_event = format!(
             "disk tier: {path} was removed; dropping its {num_chunks} chunks and opening it again"
         );
-        self.log(self.disk.last_event.clone());
+        self.log(Event::problem(self.disk.last_event.clone()));
     }
 
     /// Removes some chunks of a removed tier from the disk once no job is running: children before

@@ -5,7 +5,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::evict::ChunkId;
 use crate::io::{Frame, SizeClass};
@@ -15,7 +15,6 @@ use crate::store::disk::reopen::Emptying;
 use crate::store::disk::slots::SlotFor;
 use crate::store::locked::Locked;
 use crate::store::state::State;
-use crate::sync::has_ended;
 use crate::sync::thread::{self, JoinHandle};
 use crate::tier::LocalTier;
 use crate::tier::disk::{DiskMeta, SlotId};
@@ -51,20 +50,6 @@ pub(crate) fn spawn(inner: &Arc<Locked>, nth: usize) -> Result<JoinHandle<()>> {
     let thread = thread::Builder::new().name(format!("kvloft-disk-{nth}"));
     let work = move || while do_next(&inner) {};
     thread.spawn(work).map_err(|error| Error::io("a disk thread cannot be started", error))
-}
-
-/// Waits for threads that are stopping. Detaches a thread that hangs in the system at the timeout.
-pub(crate) fn join(threads: Vec<JoinHandle<()>>, timeout: Duration) {
-    let deadline = Instant::now() + timeout;
-    for thread in threads {
-        while !has_ended(&thread) && Instant::now() < deadline {
-            thread::sleep(Duration::from_millis(1));
-        }
-        if has_ended(&thread) {
-            // A panic has poisoned the lock, which is handled elsewhere.
-            let _ = thread.join();
-        }
-    }
 }
 
 /// Opens the tier, retrying until it is open. Returns false if the store closes.

@@ -1,5 +1,5 @@
-//! The host side of the store: which chunks have a frame, and which of them a load may use. This file
-//! has the data of `fill` and `emptying`.
+//! The host side of the store: which chunks have a frame, and which of them a load may use. This
+//! file has the data of `fill` and `emptying`.
 //!
 //! | file | contents |
 //! |---|---|

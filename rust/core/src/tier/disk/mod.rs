@@ -6,7 +6,6 @@
 //! checksums turn lost writes into counted misses.
 
 pub(crate) mod budget;
-mod file_size;
 mod files;
 mod fit;
 mod growth;

@@ -1,6 +1,6 @@
-//! An open disk directory: its parts, and the state that changes while it is open: that of each slot,
-//! the counters, the lines to log, and the thread that grows the files. `open` creates it; `growth`
-//! and `local` use it.
+//! An open disk directory: its parts, and the state that changes while it is open: the state of
+//! each slot, the counters, the lines to log, and the thread that grows the files. `open` creates
+//! it; `growth` and `local` use it.
 
 use std::io;
 use std::sync::Arc;

@@ -40,7 +40,8 @@ impl Verifier {
     pub fn open(dir: &Path) -> Result<Self> {
         let found = list(dir)?;
         let lock = DirLock::acquire_existing(dir)?;
-        let (_, mut frames) = HostArena::create(PIECE_BYTES, 1)?;
+        let memory = HostArena::of_bytes(PIECE_BYTES)?;
+        let mut frames = memory.frames(PIECE_BYTES, &PIECE_BYTES.into())?;
         let buffer = frames
             .lend(FrameId(0))
             .ok_or_else(|| Error::new(ErrorKind::Io, "no memory for a read buffer"))?;
