@@ -160,12 +160,6 @@ impl Pool {
         self.state().wanting().next().is_some()
     }
 
-    /// Returns whether a store found no room on the shared disk since the last call, and closing
-    /// another store would make room.
-    pub fn take_short_of_disk(&self) -> bool {
-        self.disk.take_short()
-    }
-
     /// `InvalidConfig` unless every slab holds a frame of each size; otherwise a store could have
     /// slabs without a frame.
     pub fn check(&self, sizes: &FrameSizes) -> Result<()> {

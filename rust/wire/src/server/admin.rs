@@ -214,9 +214,7 @@ impl ServerState {
         })?;
         Ok(receive.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok())
     }
-}
 
-impl ServerState {
     /// Returns the time between two searches for expired chunks; None if no chunk expires.
     pub(crate) fn expiry_interval(&self) -> Option<Duration> {
         let ttl_s = self.config.disk.as_ref().and(self.config.limits.shortest_ttl_s())?;

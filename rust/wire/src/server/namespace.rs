@@ -72,11 +72,7 @@ impl Namespace {
         let changed = Some(locked(&self.engines))
             .filter(|engines| engines.num == 0)
             .map(|engines| engines.changed);
-        changed.filter(|_| !self.is_clearing())
-    }
-
-    fn is_clearing(&self) -> bool {
-        self.store().is_some_and(|store| store.is_clearing())
+        changed.filter(|_| !self.store().is_some_and(|store| store.is_clearing()))
     }
 
     pub(crate) fn percent(&self, config: &ServerConfig) -> Option<u32> {

@@ -217,7 +217,7 @@ impl Namespaces {
     /// space, since the files of a closed namespace can be deleted.
     pub(crate) fn remove_idle(&self) -> Vec<Arc<Namespace>> {
         let mut open = locked(&self.open);
-        let mut is_short = open.pool.as_ref().is_some_and(|pool| pool.take_short_of_disk());
+        let mut is_short = self.disk.take_short();
         let mut idle = open.idle();
         let num_slabs =
             |namespace: &Arc<Namespace>| namespace.store().map(|store| store.num_slabs().0);

@@ -164,9 +164,9 @@ impl ServerState {
             return true;
         }
         let idle = self.namespaces.remove_idle();
-        idle.iter()
-            .filter_map(|namespace| namespace.store())
-            .for_each(|store| store.close(Duration::ZERO));
+        for namespace in &idle {
+            namespace.close(Duration::ZERO);
+        }
         self.log_store_events(&idle, false);
         false
     }

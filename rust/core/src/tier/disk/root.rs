@@ -140,7 +140,7 @@ impl DiskRoot {
 
     /// Returns whether a namespace had no room since the last call, so that closing another would
     /// help.
-    pub(crate) fn take_short(&self) -> bool {
+    pub fn take_short(&self) -> bool {
         std::mem::take(&mut self.state().is_short)
     }
 
