@@ -137,6 +137,7 @@ impl Run {
                 self.disk.fail_writes.store(writes, Ordering::SeqCst);
                 self.disk.fail_reads.store(reads, Ordering::SeqCst);
                 self.disk.corrupt_reads.store(corrupt, Ordering::SeqCst);
+                self.disk.fail_next_read.store(corrupt, Ordering::SeqCst);
             }
         }
         self.verify();
@@ -146,6 +147,7 @@ impl Run {
         for fault in [
             &self.disk.fail_writes,
             &self.disk.fail_reads,
+            &self.disk.fail_next_read,
             &self.disk.corrupt_reads,
             &self.disk.fail_frees,
         ] {
@@ -328,6 +330,21 @@ fn failed_and_corrupt_reads_are_misses_and_are_counted() {
         assert_eq!(stat(&store, "disk_used"), 8 + u64::from(left));
         store.check().unwrap();
     }
+}
+
+/// A dying sector: the first read fails with an I/O error, the retry returns damaged bytes.
+#[test]
+fn a_read_that_fails_and_then_finds_damage_is_a_miss() {
+    let disk = MemoryDisk::new(64);
+    let (store, _arena, wanted) = on_disk_only(8, &disk);
+    disk.fail_next_read.store(true, Ordering::SeqCst);
+    disk.corrupt_reads.store(true, Ordering::SeqCst);
+    let lease = store.acquire(&wanted);
+    assert_eq!(settled(&lease), Progress::default());
+    drop(lease);
+    assert!(store.flush(LONG), "the disk thread is free again");
+    assert_eq!((stat(&store, "disk_read_errors"), store.lookup(&wanted).stored_units), (1, 0));
+    store.check().unwrap();
 }
 
 #[test]

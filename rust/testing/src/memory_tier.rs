@@ -23,6 +23,8 @@ pub struct MemoryTier {
     pub fail_writes: AtomicBool,
     /// If true, reads fail.
     pub fail_reads: AtomicBool,
+    /// If true, the next read fails.
+    pub fail_next_read: AtomicBool,
     /// If true, reads report damage.
     pub corrupt_reads: AtomicBool,
     /// If true, slots that hold a chunk cannot be freed.
@@ -185,6 +187,9 @@ impl LocalTier for MemoryTier {
         wait(&self.read_gate);
         into.fill(0xee);
         self.io(&self.fail_reads)?;
+        if self.fail_next_read.swap(false, Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::Io, "this read fails once"));
+        }
         let corrupt = || Error::new(ErrorKind::Corrupt, "the slot does not hold this chunk");
         if self.corrupt_reads.load(Ordering::SeqCst) {
             return Err(corrupt());

@@ -194,17 +194,18 @@ fn wait_for_work(inner: &Locked) -> Option<Work> {
     }
 }
 
-/// Reads a chunk, twice if the system refuses. Returns the outcome and the number of refusals.
+/// Reads a chunk, twice if the system refuses. Returns the last outcome and the number of refusals.
 fn read(disk: &dyn LocalTier, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> (Result<()>, u64) {
-    let mut num_refused = 0;
-    loop {
-        let outcome = guarded(|| disk.read(slot, key, into));
-        num_refused +=
-            u64::from(outcome.as_ref().is_err_and(|error| error.kind() != ErrorKind::Corrupt));
-        if num_refused != 1 || outcome.is_ok() {
-            return (outcome, num_refused);
-        }
+    let is_refusal = |outcome: &Result<()>| {
+        outcome.as_ref().is_err_and(|error| error.kind() != ErrorKind::Corrupt)
+    };
+    let first = guarded(|| disk.read(slot, key, into));
+    if !is_refusal(&first) {
+        return (first, 0);
     }
+    let second = guarded(|| disk.read(slot, key, into));
+    let num_refused = 1 + u64::from(is_refusal(&second));
+    (second, num_refused)
 }
 
 /// Frees slots from the last one on, until one fails; returns the rest.
