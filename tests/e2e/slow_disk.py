@@ -21,7 +21,17 @@ from rich.console import Console
 from rich.table import Table
 
 from . import tiny
-from .client import Engine, Req, Result, Zygote, engine_kwargs, full_blocks, kvloft, random_ids
+from .client import (
+    BLOCK,
+    Engine,
+    Req,
+    Result,
+    Zygote,
+    engine_kwargs,
+    full_blocks,
+    kvloft,
+    random_ids,
+)
 from .ext4 import mounted, throttled
 from .report import finish
 
@@ -89,16 +99,22 @@ class Scene:
         return time.monotonic() - begin, [results[request.id] for request in generating]
 
     def found(self, disk: Path, results: list[Result]) -> float:
-        """Return the fraction of the generating requests' saves that a new engine finds."""
+        """Return the fraction of the generating requests' saves that a new engine finds on disk.
+
+        The engine may compute chunks instead of waiting for the disk, but writes only chunks that
+        are missing there.
+        """
+        # The last generated token is never computed.
+        prompts = [
+            (*request.ids, *result.tokens)[:-1]
+            for request, result in zip(self.generating, results, strict=True)
+        ]  # type: ignore[misc]
         with self.engine(disk) as engine:
-            prompts = [
-                (*request.ids, *result.tokens)
-                for request, result in zip(self.generating, results, strict=True)
-            ]  # type: ignore[misc]
-            asked = engine.ask_each(*[Req(prompt, max_tokens=1) for prompt in prompts])
-        # The last generated token is never computed, and one prompt token always is.
-        most = sum(full_blocks(len(prompt) - 1) for prompt in prompts)
-        return sum(result.num_external for result in asked) / most
+            engine.wait_for_disk()
+            engine.ask_each(*[Req(prompt, max_tokens=1) for prompt in prompts])
+            engine.flush()
+            num_missing = engine.store()["disk_writes"]
+        return 1 - num_missing * BLOCK / sum(full_blocks(len(prompt)) for prompt in prompts)
 
 
 def plain(scene: Scene) -> tuple[float, float]:
