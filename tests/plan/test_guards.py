@@ -175,7 +175,7 @@ def test_reservations_that_cannot_be_recorded_are_aborted(
         assert engine.store.tickets
         raise RuntimeError
 
-    monkeypatch.setattr(SavePlanner, "_note_dropped", remember)
+    monkeypatch.setattr(SavePlanner, "_note_owed", remember)
     with pytest.raises(RuntimeError):
         engine.core.plan_step(view_of_new(0, table, 10))
     assert not engine.core.plan_loads_only().saves

@@ -10,6 +10,8 @@ from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 from sim_scenes import PROMPT, both_modes, serve, stored, tables, whole_blocks
 
+from kvloft.plan import save_planner
+from kvloft.plan.save_planner import MAX_RETRIES
 from kvloft.seam.plan import StepReport
 from kvloft.seam.views import NewRequest, StepView
 
@@ -49,15 +51,85 @@ def test_a_save_that_failed_on_one_rank_is_never_visible_and_is_made_again() -> 
     assert stored(engine, request) > 16, "the save must be retried with the next chunks"
 
 
-def test_a_save_that_finds_no_frame_is_dropped_counted_and_tried_again() -> None:
+@both_modes
+@pytest.mark.parametrize("num_dropped", [1, 2])
+def test_a_unit_without_a_frame_is_retried_until_its_request_ends(
+    run_ahead: bool, num_dropped: int
+) -> None:
+    """The request ends before its next unit."""
+    engine = SymbolicEngine(Setup(run_ahead=run_ahead))
+    request = engine.add(Request("a", list(PROMPT), 5))
+    while stored(engine, request) < 16:
+        engine.run(1)
+    engine.store.drop_next = num_dropped
+    settle(engine)
+    assert not engine.store.drop_next
+    assert stored(engine, request) == 20
+    assert not engine.core.counters["save_dropped_chunks"]
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_units_that_never_find_a_frame_are_counted_once_when_their_request_loses_its_blocks(
+    is_preempted: bool,
+) -> None:
     engine = SymbolicEngine(Setup())
     request = engine.add(Request("a", list(PROMPT), 12))
-    engine.store.drop_next = 1
-    plan = engine.schedule()
-    assert not plan.saves
-    assert engine.core.counters["save_dropped_chunks"] == 4
+    engine.store.drop_next = 1 << 30
+    engine.run(4)
+    assert not engine.core.counters["save_dropped_chunks"]
+    if is_preempted:
+        engine.reset_prefix_cache(with_connector=False)
+        engine.schedule()
+    else:
+        engine.finish(request, aborted=True)
+    assert engine.core.counters["save_dropped_chunks"] == 5
     settle(engine)
-    assert stored(engine, request) == whole_blocks(request.num_tokens - 1)
+
+
+def test_few_requests_retry_in_one_step_and_each_in_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = SymbolicEngine(
+        Setup(block_tokens=16, num_frames=99, num_blocks=99, max_running=MAX_RETRIES + 4)
+    )
+    prompts = [[i, *PROMPT[:15]] for i in range(MAX_RETRIES + 4)]
+    requests = [engine.add(Request(f"r{i}", prompt, 9)) for i, prompt in enumerate(prompts)]
+    engine.store.drop_next = 1 << 30
+    engine.run(1)
+    tried: list[Any] = []
+    lookup = engine.store.lookup
+
+    def record(chain: Any) -> Any:
+        tried.append(chain)
+        return lookup(chain)
+
+    monkeypatch.setattr(engine.store, "lookup", record)
+    chains = [engine.core._requests[request.req_id].chain for request in requests]
+    engine.run(1)
+    assert tried == chains[:MAX_RETRIES]
+    engine.run(1)
+    assert tried[MAX_RETRIES:] == [*chains[: MAX_RETRIES - 4], *chains[MAX_RETRIES:]]
+    engine.store.drop_next = 0
+    settle(engine)
+    assert all(stored(engine, request) == 16 for request in requests)
+
+
+def test_a_session_that_waits_for_input_delays_no_retry_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(save_planner, "MAX_RETRIES", 1)
+    engine = SymbolicEngine(Setup(block_tokens=16))
+    engine.store.drop_next = 1 << 30
+    session = engine.add(Request("a", [2, *PROMPT[:15]], 2, updates=[]))
+    engine.run(4)
+    assert session.status == "session"
+    request = engine.add(Request("b", PROMPT[:16], 9))
+    engine.run(1)
+    engine.store.drop_next = 0
+    engine.run(9)
+    assert stored(engine, request) == 16
+    engine.feed_session(session, None)
+    settle(engine)
 
 
 @both_modes
@@ -268,5 +340,5 @@ def test_a_save_that_a_server_answered_too_late_is_tried_again_in_the_next_step(
     engine.store.is_save_late = False
     engine.run(3)
     engine.drain()
-    assert engine.core.counters["save_dropped_chunks"] > 0
+    assert not engine.core.counters["save_dropped_chunks"]
     assert stored(engine, request, len(PROMPT)) == whole_blocks(len(PROMPT))

@@ -1,14 +1,14 @@
 """Plans saves: which units a step completes, and frames for their chunks.
 
-A save without a frame is dropped and counted. It is retried when the request's next unit is
-complete, or in the next step if only the server's answer was late.
+Units without a frame are retried in the next steps, in turn, for as long as their request owns
+the blocks. Then they are dropped and counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from itertools import compress, repeat
+from itertools import compress, islice, repeat
 from operator import attrgetter, is_not
 
 from kvloft.plan.block_writers import BlockWriters
@@ -26,6 +26,11 @@ from kvloft.seam.batch import Tables
 from kvloft.seam.ids import ReqId
 from kvloft.seam.plan import Chunks, SavePlan
 from kvloft.seam.views import StepView
+
+MAX_RETRIES = 8
+"""At most this many requests retry a save in a step. Each needs a lookup, and host memory may
+be full for long.
+"""
 
 _new_save: Callable[[tuple[ReqId, Chunks]], SavePlan] = partial(tuple.__new__, SavePlan)
 """`SavePlan` of a pair: three times as fast as its constructor."""
@@ -46,6 +51,8 @@ class SavePlanner:
         self._states = StatePlanner(context)
         self._unsent: list[SavePlan] = []
         """Saves with frames that are in no step plan yet."""
+        self._owed: dict[RequestState, int] = {}
+        """Units without a frame, of requests in the order of their turns."""
 
     def plan(self, step: StepView, admitted: Collection[ReqId]) -> list[SavePlan]:
         """Reserve frames for what ``step`` completes.
@@ -67,6 +74,8 @@ class SavePlanner:
         if step.new:
             new_ids = [new.req_id for new in step.new]
             self._schedule.add(new_ids, self._next_saves(new_ids))
+        if self._owed:
+            self._retry_in_next_step()
         if step.states:
             self._unsent += self._states.plan(step)
         if step.num_draft_tokens:
@@ -89,6 +98,11 @@ class SavePlanner:
         for request in self._requests.values():
             request.save_blocked = True
             request.forget_saves()
+
+    def drop_owed(self, request: RequestState) -> None:
+        """Drop and count units that found no frame while the request owned their blocks."""
+        if num_units := self._owed.pop(request, 0):
+            self._context.counters["save_dropped_chunks"] += num_units
 
     def _known(self, req_ids: Iterable[ReqId]) -> Iterable[RequestState]:
         return filter(None, map(self._requests.get, req_ids))
@@ -220,27 +234,33 @@ class SavePlanner:
         pairs = zip(map(_req_id, due), reserved, strict=True)
         self._unsent += map(_new_save, compress(pairs, has_frames))
         self._context.notes.add_saves(due)
-        if any(dropped):
-            self._note_dropped(due, dropped)
+        if self._owed or any(dropped):
+            self._note_owed(due, dropped)
         if self._has_drafter:
             for save in self._writers.find_others(self._unsent, self._requests):
                 self._store.abort(save.chunks.tickets())
                 self._unsent.remove(save)
 
-    def _note_dropped(self, due: list[RequestState], dropped: Sequence[int]) -> None:
-        """Count units without a frame, and plan when to try them again."""
-        self._context.counters["save_dropped_chunks"] += sum(dropped)
-        is_late, is_soon = self._store.is_save_late, False
-        for request in compress(due, dropped):
+    def _note_owed(self, due: list[RequestState], dropped: Sequence[int]) -> None:
+        """Record units without a frame, and the first unit to retry."""
+        is_late = self._store.is_save_late
+        for request, num_units in zip(due, dropped, strict=True):
+            self._owed.pop(request, None)
+            if not num_units:
+                continue
+            self._owed[request] = num_units
             first = request.save_start
-            if not is_late:
+            if not is_late:  # the host part may have shrunk
                 host_units, _ = self._store.lookup(request.chain)
                 first = min(request.saved_units, host_units)
             request.saved_units = first
-            # Chunks before this save left host memory: it is saved with them in the next step, for
-            # the request may end before its next unit.
-            if is_late or first < request.save_start:
-                request.next_save, is_soon = 0, True
-        if is_soon:
-            running = self._schedule.running
-            self._schedule.line_up(running, self._next_saves(running))
+
+    def _retry_in_next_step(self) -> None:
+        """Make the first requests in turn due in the next step, and move them to the end: those
+        that do not run must not delay others.
+        """
+        for request in list(islice(self._owed, MAX_RETRIES)):
+            self._owed[request] = self._owed.pop(request)
+            request.next_save = 0
+        running = self._schedule.running
+        self._schedule.line_up(running, self._next_saves(running))

@@ -88,6 +88,8 @@ class SchedulerCore:
         keeps_kv = self._keeps_blocks(request, tables)
         if live.req_id in self._scheduled:  # a reset preempted it; vLLM may have kept its blocks
             self._writers.record(request)
+        if not keeps_kv:
+            self._saves.drop_owed(request)
         request.start_over(keeps_kv=keeps_kv)
         request.was_examined, request.next_save = False, NEVER
         request.blocks = tables.copy()
@@ -210,6 +212,7 @@ class SchedulerCore:
         if req_id in self._scheduled:
             self._admission.loads.num_running -= 1
         if request is not None:
+            self._saves.drop_owed(request)
             request.drop_lease()
             if request.live.num_computed_tokens > 0:
                 self._record_last(request)
