@@ -5,6 +5,7 @@ bench serve`.
 import base64
 import io
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,22 +199,43 @@ def among(*children: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def example(folder: Path) -> dict[str, Any]:
+    """vLLM's ExampleConnector, which needs no GPU. It keeps whole prompts in ``folder``."""
+    return {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+
+
 @pytest.mark.short
-@pytest.mark.parametrize("order", ["first", "last"])
+@pytest.mark.parametrize("order", ["first, with kvloft", "last, with another connector"])
 def test_inside_multi_connector_100_prompts_come_back_from_host_and_after_a_restart_from_disk(
     serving: Serving, tmp_path: Path, order: str
 ) -> None:
-    sibling = kvloft(namespace="sibling")  # without a disk tier
-    ours = kvloft(tmp_path / "disk")
-    transfer = among(ours, sibling) if order == "first" else among(sibling, ours)
+    ours, others_folder = kvloft(tmp_path / "disk"), tmp_path / "other"
+    transfer = (
+        among(ours, kvloft(namespace="sibling"))  # without a disk
+        if order.startswith("first")
+        else among(example(others_folder), ours)
+    )
     prompts = [list(random_ids(7100 + i, 3 * BLOCK + 5)) for i in range(50)]
+    hits = "vllm:external_prefix_cache_hits_total"
     server = serving.start(transfer)
     cold = [complete(server, serving.model, prompt=prompt) for prompt in prompts]
+    if others_folder.exists():
+        assert complete(server, serving.model, prompt=prompts[0]) == cold[0]
+        metrics = server.metrics()
+        assert (metrics[hits], metrics["vllm:kvloft_load_tokens_host_total"]) == (3 * BLOCK, 0), (
+            "the first child with tokens loads them"
+        )
+        shutil.rmtree(others_folder)
     assert [complete(server, serving.model, prompt=prompt) for prompt in prompts] == cold
     assert settled(server, serving.model, "vllm:kvloft_disk_used", 150) >= 150
     assert server.metrics()["vllm:kvloft_load_tokens_host_total"] == 50 * 3 * BLOCK
     server.stop()
 
+    shutil.rmtree(others_folder, ignore_errors=True)
     server = serving.start(transfer)
     assert [complete(server, serving.model, prompt=prompt) for prompt in prompts] == cold
     assert (
