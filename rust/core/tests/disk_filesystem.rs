@@ -192,7 +192,7 @@ fn full_and_emptied_again(kind: &'static str, size_mib: u64) {
             // slot.
             Ok((tier, _)) => assert_eq!(tier.reserve(SizeClass(0)), None),
             Err(error) => {
-                assert_eq!(error.kind(), ErrorKind::Io, "the error must be retryable: {error}")
+                assert_eq!(error.kind(), ErrorKind::Io, "the error must be retryable: {error}");
             }
         }
     }
