@@ -1,39 +1,16 @@
-//! Tiers shared with other clients: the interface, its weak guarantees, and the conformance suite
-//! of its implementations, which makes random calls against a model. kvloft has no such tier yet.
+//! Conformance suite for every `RemoteTier`: random calls compared with a model.
 //!
 //! A hit is exactly a frame that was put under its key, complete and of the requested size;
 //! everything else is a miss or an error. Hints are in the order of their keys. Every call returns
 //! soon after its deadline, even without a response.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use kvloft_core::{ChunkKey, ErrorKind, Result};
-
-/// A tier of frames by key that this process does not own.
-///
-/// Its contents are a hint: others can put and evict chunks at any time. A missing chunk is a miss,
-/// not an error, and deletes nothing in any tier. Any number of threads can call it.
-///
-/// Each call ends at its deadline, apart from the time to detect it. Only `Corrupt` is an error of
-/// the chunk: `Io` if the network or the other side refused or did not answer in time, `Closed`
-/// once the connection is closed. The caller's breaker counts both.
-pub trait RemoteTier: fmt::Debug + Send + Sync {
-    /// Returns whether each of the keys was present, in their order.
-    fn contains_many(&self, keys: &[ChunkKey], deadline: Instant) -> Result<Vec<bool>>;
-
-    /// Reads the frame of `key`. True: `into` holds exactly the whole frame that was put under this
-    /// key. False if there is none. `Corrupt` if the stored frame does not have `into.len()` bytes,
-    /// or is damaged. Unless it returns true, the content of `into` is undefined.
-    fn get(&self, key: &ChunkKey, into: &mut [u8], deadline: Instant) -> Result<bool>;
-
-    /// Offers a frame. The other side can drop it, but must never return a part of it. An existing
-    /// one can stay: all frames of a key are equal. On Err it is unknown whether it is present.
-    fn put(&self, key: &ChunkKey, frame: &[u8], deadline: Instant) -> Result<()>;
-}
+use kvloft_core::tier::remote::RemoteTier;
+use kvloft_core::{ChunkKey, ErrorKind};
 
 /// One call, with a number that selects its argument.
 #[derive(Debug, Clone, Copy)]

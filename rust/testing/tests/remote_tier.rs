@@ -8,8 +8,9 @@ use std::time::Instant;
 
 use proptest::prelude::*;
 
+use kvloft_core::tier::remote::RemoteTier;
 use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
-use kvloft_testing::remote_tier::{Op, Place, RemoteTier, check};
+use kvloft_testing::remote_tier::{Op, Place, check};
 
 /// Flaws that the suite must find.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,8 +1,9 @@
-//! Tiers store frames: `host` in shared memory, `disk` in files. Neither depends on the meaning of
-//! keys or chooses chunks to evict.
+//! Tiers store frames: `host` in shared memory, `disk` in files, and `remote` on another host, which
+//! is only an interface so far. No tier knows the meaning of keys or chooses chunks to evict.
 
 pub mod disk;
 pub(crate) mod host;
+pub mod remote;
 
 use std::fmt;
 use std::path::PathBuf;
