@@ -99,6 +99,19 @@ def test_a_failing_disk_is_reported_once(socket: str, capsys: pytest.CaptureFixt
     ]
 
 
+def test_rejected_engines_are_a_problem_with_count_and_reason(socket: str) -> None:
+    status = looked_at(socket)
+    assert status["refusals"] == []
+    status["refusals"] = [{"namespace": "3f9a", "count": 14, "reason": "--host-size is too large"}]
+    assert shown_first(status)[:2] == [
+        "The kvloft server at unix:/kv.sock has 1 problem:",
+        (
+            "The server rejected 14 connections of engines in namespace 3f9a; they retry: "
+            "--host-size is too large."
+        ),
+    ]
+
+
 def test_the_size_of_compressed_chunks_is_shown_uncompressed(socket: str) -> None:
     status = looked_at(socket)
     (space,) = status["namespaces"]

@@ -88,6 +88,11 @@ def disk_full(status: Status, found: dict[str, Any] | None = None) -> list[str]:
 
 def _problems(status: Status, found: dict[str, Any]) -> list[str]:
     spaces, problems = status["namespaces"], [*disk_unused(status), *disk_full(status, found)]
+    problems += [
+        f"The server rejected {each['count']:,} connection{'s' if each['count'] != 1 else ''} of "
+        f"engines in namespace {each['namespace']}; they retry: {each['reason']}."
+        for each in status.get("refusals", ())
+    ]
     fails = {line for space in spaces if space["stats"] for line in broken(space, status)}
     return problems + sorted(fails)
 

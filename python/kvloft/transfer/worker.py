@@ -98,6 +98,8 @@ class WorkerCore:
         self._loads_run = self._saves_run = False
         if plan.arena is not None and plan.arena != self._arena:
             self._enter_arena(plan.arena)
+        elif not (plan.loads or plan.saves):
+            self._release_lost_arena()
         if self._mover is not None or (plan.arena is not None and self._make is not None):
             mover = self._ready_mover()
             if mover is not None:
@@ -127,6 +129,19 @@ class WorkerCore:
             self._could_be_made = False
         if lifeline is not None:
             lifeline.close()
+
+    def _release_lost_arena(self) -> None:
+        """Unmap the arena of a server that has exited: its memory stays allocated while a process
+        maps it, and a restarted server needs as much. Waits for copies in flight, and reports them
+        as usual.
+
+        Copies of later plans that name this arena fail.
+        """
+        if self._lifeline is not None and self._lifeline.is_server_gone():
+            self.drain()
+            self._close_mover()
+            self._could_be_made = False
+            self._close_lifeline()
 
     def _close_mover(self) -> None:
         mover, self._mover = self._mover, None

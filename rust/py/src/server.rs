@@ -58,7 +58,7 @@ impl Server {
             socket,
             host_bytes,
             eviction: Eviction::parse(eviction).map_err(raise)?,
-            available_bytes: available_bytes(),
+            available_bytes,
             disk: disk_settings(disk_path, disk_bytes, disk_threads, ""),
             shares: shares.unwrap_or_default(),
             numa: numa.unwrap_or_default(),

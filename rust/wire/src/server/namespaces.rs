@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::key::{namespace_hex, namespace_id};
 use kvloft_core::pool::Pool;
 use kvloft_core::session::Local;
-use kvloft_core::store::SlabRelease;
+use kvloft_core::store::{SlabRelease, StoreConfig};
 use kvloft_core::tier::disk::DiskRoot;
 use kvloft_core::{Error, ErrorKind, Result};
 
@@ -126,9 +126,13 @@ impl Namespaces {
         wake: impl Fn() + Send + Sync + 'static,
         log: impl Fn(String),
     ) -> Result<Membership> {
-        store_config(hello, config).check(HOST_SIZE_SETTING)?;
+        let available_bytes = (config.available_bytes)();
         let (namespace, gone, pool) = {
             let mut open = locked(&self.open);
+            // An allocated arena is part of the memory in use.
+            let available_bytes = available_bytes.filter(|_| open.pool.is_none());
+            StoreConfig { available_bytes, ..store_config(hello, config) }
+                .check(HOST_SIZE_SETTING)?;
             let (namespace, gone) = open.namespace(hello)?;
             let pool = if let Some(pool) = &open.pool {
                 Arc::clone(pool)

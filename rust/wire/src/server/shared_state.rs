@@ -17,6 +17,7 @@ use crate::server::lifeline::ProcessWatch;
 use crate::server::namespace::{Membership, Namespace};
 use crate::server::namespaces::Namespaces;
 use crate::server::quarantine::Quarantine;
+use crate::server::refusals::Refusals;
 use crate::server::timed_lock::TimedLock;
 use crate::threads::locked;
 
@@ -64,6 +65,7 @@ pub(crate) struct ServerState {
     /// Engines accepted so far.
     pub(crate) num_joined: AtomicU64,
     pub(crate) num_refused: AtomicU64,
+    pub(crate) refusals: Mutex<Refusals>,
     /// Why the server cannot use its disk directory.
     pub(crate) disk_trouble: Mutex<Option<String>>,
     /// None until the first measurement.
@@ -91,6 +93,7 @@ impl ServerState {
             num_accepted: AtomicU64::new(0),
             num_joined: AtomicU64::new(0),
             num_refused: AtomicU64::new(0),
+            refusals: Mutex::default(),
             disk_trouble,
             disk_space: Mutex::default(),
         }
