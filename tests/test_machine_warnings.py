@@ -246,18 +246,33 @@ def test_a_rejection_names_the_setting_and_its_source(
 ) -> None:
     origins = {
         "environment variable KVLOFT_HOST_SIZE": ({}, "900TiB"),
-        "the command line": ({"host_size": "900TiB"}, "1GiB"),
+        "command line": ({"host_size": "900TiB"}, "1GiB"),
     }
     for origin, (given, variable) in origins.items():
         config = load_config(given, {"KVLOFT_HOST_SIZE": variable}, extra_origin="command line")
         with pytest.raises(
-            ConfigError, match=rf"Set another host_size; this value came from {origin}\.$"
+            ConfigError,
+            match=rf"^host_size = 900TiB \({origin}\) is more than this machine's .*; lower it\.$",
         ):
             refuse_here(config)
     with pytest.raises(
         ConfigError, match=r"disk_path = /proc/nope \(kv_connector_extra_config\) cannot be created"
     ):
         refuse_here(load_config({"disk_path": "/proc/nope", "disk_size": "1MiB"}, {}))
+
+
+def test_host_size_is_compared_with_the_memory_that_is_left() -> None:
+    left = int(20.47 * (1 << 30))
+    with pytest.raises(ConfigError) as error:
+        refuse_here(load_config({"host_size": "23GiB"}, {}, extra_origin="command line"), left)
+    assert str(error.value) == (
+        "host_size = 23GiB (command line) is more than the 20.47 GiB that this machine or "
+        "container has left; lower it."
+    )
+    refuse_here(load_config({"host_size": "20GiB"}, {}), left)
+    refuse_here(load_config({"host_size": "1GiB"}, {}), None)
+    refuse_here(load_config({"server": "auto", "host_size": "2MiB"}, {}), 1 << 20)
+    refuse_here(load_config({"server": "/a.sock"}, {"KVLOFT_HOST_SIZE": "900TiB"}), left)
 
 
 def test_an_unwritable_directory_does_not_block_the_start(

@@ -304,6 +304,9 @@ class Server:
     def close(self, timeout_s: float = 30.0) -> None:
         """Close every connection, and write remaining chunks to disk until the timeout."""
 
+def available_bytes() -> int | None:
+    """Return the bytes of memory that this machine or container has left; None if unknown."""
+
 def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """Return the server's state: host_bytes, slab_bytes, stats, settings and namespaces.
 

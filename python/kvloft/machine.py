@@ -42,23 +42,27 @@ def refuse_impossible(config: Config) -> None:
         )
 
 
-def refuse_here(config: Config) -> None:
-    """Raise ConfigError if no engine can start with these settings on this machine.
+def refuse_here(config: Config, available_bytes: int | None = None) -> None:
+    """Raise ConfigError if no engine can start with these settings on this machine, which has
+    ``available_bytes`` of memory left, if known.
 
     A disk_path without write permission is not an error: permissions, free space and mounts can
     change while the engine runs with host memory.
     """
     refuse_impossible(config)
-    text = _memory(config.host_size)
-    if text is not None:
-        raise ConfigError(
-            f"{text} Set another host_size; this value came from "
-            f"{_source(config.origin('host_size'))}."
-        )
-
-
-def _source(origin: str) -> str:
-    return f"the {origin}" if origin in ("default", "command line") else origin
+    if config.server not in (None, AUTO):  # the server has its own host_size
+        return
+    left = available_bytes if config.server is None else None  # a running server uses some of it
+    if left is not None and config.host_size > left:
+        found = f"the {size_text(left)} that this machine or container has left"
+    elif config.host_size > (memory := _machine_bytes()):
+        found = f"this machine's memory of {size_text(memory)}"
+    else:
+        return
+    raise ConfigError(
+        f"host_size = {format_size(config.host_size)} ({config.origin('host_size')}) is more than "
+        f"{found}; lower it."
+    )
 
 
 def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status")) -> None:
@@ -163,8 +167,12 @@ def _nearest(path: Path) -> Path:
     return next((place for place in (path, *path.parents) if os.path.exists(place)), path)  # noqa: PTH110
 
 
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _memory(host_size: int) -> str | None:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = _machine_bytes()
     if host_size <= memory:
         return None
     return (

@@ -463,6 +463,18 @@ def test_a_wrong_size_is_reported_with_its_origin(capsys: pytest.CaptureFixture[
     )
 
 
+def test_more_host_memory_than_is_left_stops_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "available_bytes", lambda: 1 << 20)
+    assert main(["serve", "--socket", f"{folder}/run/kv.sock", "--host-size", "2MiB"]) == 2
+    assert capsys.readouterr().err == (
+        "kvloft: host_size = 2MiB (command line) is more than the 1 MiB that this machine or "
+        "container has left; lower it.\n"
+    )
+    assert not list(folder.iterdir())
+
+
 @pytest.mark.parametrize("is_from_environment", [False, True])
 def test_folders_above_the_sockets_are_not_made(
     is_from_environment: bool,

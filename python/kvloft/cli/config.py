@@ -12,6 +12,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Column, Table
 
+from kvloft.cli.connection import available_bytes
 from kvloft.config import AUTO, OF_STORE, Config, describe, first_twice, load_config
 from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here, warnings
@@ -46,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the settings; returns 0. Raises ConfigError if an engine would not start with them."""
     config = load_config(parse_extra(args.extra))
-    refuse_here(config)
+    refuse_here(config, available_bytes())
     for warning in warnings(config):
         print(f"kvloft: warning: {warning}", file=sys.stderr)
     if args.json:

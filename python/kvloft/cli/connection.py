@@ -71,6 +71,15 @@ def socket_of(args: argparse.Namespace) -> str:
     return found[0]
 
 
+def available_bytes() -> int | None:
+    """Return the bytes of memory that this machine or container has left; None if unknown."""
+    try:  # `kvloft config` must work where the extension does not load
+        from kvloft._core import available_bytes as available
+    except ImportError:
+        return None
+    return available()
+
+
 def _path(text: str) -> str:
     try:
         return str(parse_socket(f"unix:{text.removeprefix('unix:')}"))

@@ -19,7 +19,7 @@ from typing import IO, Any, Final
 from kvloft.cli import metrics
 from kvloft.cli.admin import NONE, limits_text
 from kvloft.cli.background import in_background
-from kvloft.cli.connection import COMMAND_LINE, add_socket, settings
+from kvloft.cli.connection import COMMAND_LINE, add_socket, available_bytes, settings
 from kvloft.cli.log import Log, warn
 from kvloft.config import KEYS, OF_STORE, Config, describe, parse_seconds, size_text
 from kvloft.errors import ConfigError, StoreError
@@ -166,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
     own_shares, linger_s = shares(args.share), _linger(args.linger)
     options = _Options(config, own_shares, nodes(args.numa), metrics_at, linger_s)
     own = replace(config, server=None)  # the server uses this machine's memory and disk
-    refuse_here(own)
+    refuse_here(own, available_bytes())
     for warning in warnings(own, opens_disk=True):
         warn(f"warning: {warning}")
     serve = partial(_serve, options)

@@ -97,6 +97,12 @@ impl Server {
     }
 }
 
+/// Return the bytes of memory that this machine or container has left; None if unknown.
+#[pyfunction(name = "available_bytes")]
+pub(crate) fn available_memory() -> Option<u64> {
+    available_bytes()
+}
+
 /// Return the state of the server at `socket`.
 #[pyfunction]
 #[pyo3(signature = (socket, *, timeout_s=5.0))]
