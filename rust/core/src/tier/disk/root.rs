@@ -7,6 +7,7 @@
 //! claimed alone until it is closed. No lock is held during system calls, except one for the first
 //! to open.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
@@ -238,6 +239,21 @@ impl OpenNamespace {
             }
         }
         Err(io::Error::new(io::ErrorKind::ResourceBusy, "namespaces keep changing"))
+    }
+
+    /// Deletes the least recently used closed namespace, because the file system is full although
+    /// the directory is below its limit. Returns false if none could be deleted.
+    pub(super) fn delete_closed(&self, config: &DiskConfig, note: impl FnMut(String)) -> bool {
+        let is_deleted = Cell::new(false);
+        let delete = |found: &namespaces::Found| {
+            self.remove(found)?;
+            is_deleted.set(true);
+            Ok(())
+        };
+        let open = self.root.open_names();
+        let _listed = namespaces::make_room(config, &open, |_| is_deleted.get(), delete, note);
+        self.root.state().is_short |= !is_deleted.get();
+        is_deleted.get()
     }
 
     /// Reduces its claim to these bytes.
