@@ -18,7 +18,7 @@ def said(**extra: object) -> list[str]:
 
 
 def test_valid_settings_warn_of_nothing_and_create_nothing(tmp_path: Path) -> None:
-    assert said(host_size="1MiB", disk_path=tmp_path / "new" / "cache", disk_size="1MiB") == []
+    assert said(host_size="1MiB", disk_path=tmp_path / "new", disk_size="1MiB") == []
     assert not (tmp_path / "new").exists()
 
 
@@ -196,7 +196,17 @@ def test_a_directory_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "disk_path = /proc/nope cannot be created" in text
     monkeypatch.setattr("os.access", lambda *_: False)
     (text,) = said(disk_path=tmp_path / "x", disk_size="1MiB")
-    assert f"{tmp_path} is not writable" in text
+    assert text == (
+        f"disk_path = {tmp_path}/x cannot be created, because {tmp_path} is not writable by this "
+        f"user; run `mkdir {tmp_path}/x && chown {os.geteuid()} {tmp_path}/x` as root."
+    )
+    (text,) = said(disk_path=tmp_path, disk_size="1MiB")
+    assert f"is not used; run `chown -R {os.geteuid()} {tmp_path}` as root." in text
+    (text,) = said(disk_path=tmp_path / "mnt" / "x", disk_size="1MiB")
+    assert text == (
+        f"disk_path = {tmp_path}/mnt/x is not used, because {tmp_path}/mnt does not exist; mount "
+        f"its file system, or run `mkdir -p {tmp_path}/mnt`."
+    )
 
 
 def test_an_unreadable_path_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -300,7 +310,7 @@ def test_a_disk_directory_inside_another_is_reported(
     if lock is not None:
         (tmp_path / "first" / "lock").write_text(lock)
     (tmp_path / "link").symlink_to(disk.parent)
-    for path in (disk, tmp_path / "link" / "er", disk / "not" / "yet"):
+    for path in (disk, tmp_path / "link" / "er", disk / "yet"):
         found = said(disk_path=path, disk_size="1MiB")
         assert [
             f"disk_path = {path} is in {tmp_path}/first, the disk directory of another" in text
@@ -317,12 +327,14 @@ def test_a_directory_writable_by_others_is_reported(mode: int, tmp_path: Path) -
     disk.mkdir()
     disk.chmod(mode)
     config = load_config({"disk_path": str(disk), "disk_size": "1MiB"}, {})
-    assert any("chmod go-w" in text for text in warnings(config))
-    assert not any("chmod go-w" in text for text in warnings(config, opens_disk=True)), (
-        "the open of the disk logs it"
+    said = (
+        f"disk_path = {disk} is writable by other users (mode {mode:o}), so it is not used; set "
+        f"disk_path = {disk}/kvloft, which kvloft creates for this user only."
     )
+    assert said in warnings(config)
+    assert said not in warnings(config, opens_disk=True), "the open of the disk logs it"
     disk.chmod(0o755)
-    assert not any("chmod go-w" in text for text in warnings(config))
+    assert not any("writable" in text for text in warnings(config))
 
 
 @pytest.mark.parametrize(

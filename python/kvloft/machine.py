@@ -183,10 +183,22 @@ def _memory(host_size: int) -> str | None:
 
 def _rights(path: Path) -> str | None:
     nearest = _nearest(path)
+    if nearest not in (path, path.parent) and PROC not in (nearest, *nearest.parents):
+        return (
+            f"disk_path = {path} is not used, because {path.parent} does not exist; mount its file "
+            f"system, or run `mkdir -p {path.parent}`."
+        )
     if os.access(nearest, os.W_OK | os.X_OK) and PROC not in (nearest, *nearest.parents):
         return None
+    user = os.geteuid()
+    if nearest == path:
+        return (
+            f"disk_path = {path} is not writable by this user, so it is not used; run "
+            f"`chown -R {user} {path}` as root."
+        )
     return (
-        f"disk_path = {path} cannot be created or written here, because {nearest} is not writable."
+        f"disk_path = {path} cannot be created, because {nearest} is not writable by this user; "
+        f"run `mkdir {path} && chown {user} {path}` as root."
     )
 
 
@@ -194,13 +206,18 @@ def _others(path: Path) -> str | None:
     if not path.is_dir():
         return None
     found = path.stat()
-    if found.st_uid == os.geteuid() and not found.st_mode & 0o022:
-        return None
-    return (
-        f"disk_path = {path} belongs to another user or is writable by others (mode "
-        f"{found.st_mode & 0o7777:o}), so it is not used: run `chown {os.geteuid()} {path}` and "
-        f"`chmod go-w {path}`, or set another disk_path."
-    )
+    if found.st_mode & 0o022:
+        return (
+            f"disk_path = {path} is writable by other users (mode {found.st_mode & 0o7777:o}), so "
+            f"it is not used; set disk_path = {path}/kvloft, which kvloft creates for this user "
+            "only."
+        )
+    if found.st_uid != (user := os.geteuid()):
+        return (
+            f"disk_path = {path} belongs to user {found.st_uid}, so it is not used; run "
+            f"`chown -R {user} {path}` as root, or set another disk_path."
+        )
+    return None
 
 
 def _room(path: Path, disk_size: int) -> str | None:

@@ -121,7 +121,9 @@ impl DiskRoot {
     /// Returns the directory's lock and takes it if necessary; only one thread can call this at a
     /// time.
     fn lock(&self, dir: &Path) -> Result<Arc<DirLock>> {
-        namespaces::make_dir(dir).map_err(|e| paths::dir_error("make", dir, e))?;
+        namespaces::make_dir(dir).map_err(|e| {
+            paths::missing_parent(dir, &e).unwrap_or_else(|| paths::dir_error(paths::MAKE, dir, e))
+        })?;
         let held = self.state().lock.upgrade().filter(|lock| lock.is_of(dir));
         if let Some(lock) = held {
             return Ok(lock);
