@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import pty
+import pwd
 import re
 import select
 import signal
@@ -25,6 +26,8 @@ from kvloft.cli import serve
 from kvloft.cli.__main__ import main
 from kvloft.cli.log import Log
 from kvloft.errors import StoreError
+
+OTHER_UID = 65534
 
 
 @pytest.fixture
@@ -652,3 +655,28 @@ def test_nodes_of_ranks_are_the_servers(folder: Path) -> None:
     )
     engine.close()
     server.close(0.0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_reads_how_to_run_the_command(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.chmod(0o755)
+    socket = f"{folder}/run/kv.sock"
+    server = _core.Server(socket, host_bytes=1 << 20)
+    assert exit_status_as(OTHER_UID, ["status", "--socket", socket]) == 1
+    user = pwd.getpwuid(OTHER_UID).pw_name
+    assert capsys.readouterr().err == (
+        f"kvloft: {socket} cannot be opened by user {user}; run this as its owner: sudo -u root "
+        "kvloft status\n"
+    )
+    server.close(0.0)
+
+
+def exit_status_as(uid: int, argv: list[str]) -> int:
+    """Run a command in this process, with another effective user."""
+    os.seteuid(uid)
+    try:
+        return main(argv)
+    finally:
+        os.seteuid(0)

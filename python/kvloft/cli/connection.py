@@ -5,13 +5,15 @@ if no server answers.
 """
 
 import argparse
+import contextlib
 import os
 import sys
+from pathlib import Path
 from typing import Final
 
 from kvloft.config import MAX_SOCKET_BYTES, OF_STORE, Config, load_config, parse_socket
 from kvloft.config.environment import auto_socket
-from kvloft.errors import ConfigError, LateError, StoreError
+from kvloft.errors import ConfigError, DeniedError, LateError, StoreError
 
 COMMAND_LINE: Final = "command line"
 """The origin of a setting."""
@@ -61,7 +63,7 @@ def socket_of(args: argparse.Namespace) -> str:
     if socket is not None:
         return socket
     usual = [SERVICE_SOCKET, auto_socket()]
-    found = [path for path in usual if os.path.exists(path)]  # noqa: PTH110
+    found = [path for path in usual if os.path.exists(path) or _is_hidden(Path(path))]  # noqa: PTH110
     if len(found) != 1:
         which = "there are several servers" if found else "there is no server"
         raise ConfigError(
@@ -71,6 +73,23 @@ def socket_of(args: argparse.Namespace) -> str:
     return found[0]
 
 
+def _owner(path: Path) -> int:
+    """Return the owner of a file or, if this user cannot see it, of the closest directory above."""
+    for place in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            return place.stat().st_uid
+    return 0
+
+
+def _user(uid: int) -> str:
+    import pwd  # for an error only
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"'#{uid}'"
+
+
 def available_bytes() -> int | None:
     """Return the bytes of memory that this machine or container has left; None if unknown."""
     try:  # `kvloft config` must work where the extension does not load
@@ -78,6 +97,12 @@ def available_bytes() -> int | None:
     except ImportError:
         return None
     return available()
+
+
+def _is_hidden(socket: Path) -> bool:
+    """Return True if this user cannot see the files of the socket's directory."""
+    folder = socket.parent
+    return folder.is_dir() and not os.access(folder, os.X_OK)
 
 
 def _path(text: str) -> str:
@@ -90,9 +115,17 @@ def _path(text: str) -> str:
         ) from None
 
 
-def report_no_answer(error: StoreError) -> int:
+def report_no_answer(error: StoreError, args: argparse.Namespace) -> int:
     """Print the reason why a server did not answer, and the fix; returns the exit status."""
     fix = "start one with `kvloft serve`"
+    if isinstance(error, DeniedError) and hasattr(args, "socket"):
+        socket = socket_of(args)
+        print(
+            f"kvloft: {socket} cannot be opened by user {_user(os.geteuid())}; run this as its "
+            f"owner: sudo -u {_user(_owner(Path(socket)))} {args.parser.prog}",
+            file=sys.stderr,
+        )
+        return 1
     if isinstance(error, LateError):
         fix = "the server's process is stopped or busy, and may still execute the command"
     print(f"kvloft: {error}; {fix}", file=sys.stderr)
