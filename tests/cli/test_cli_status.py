@@ -93,10 +93,37 @@ def test_a_failing_disk_is_reported_once(socket: str, capsys: pytest.CaptureFixt
     ]
     assert shown_first(status)[:2] == said
     status["stats"]["server_disk_unused"] = 1
+    status["disk_trouble"] = "disk_path /a/disk is not used: /a does not exist"
     assert shown_first(status)[:2] == [
         said[0],
-        "The disk /a/disk is not in use; the server's log gives the reason.",
+        "The disk /a/disk is not in use: /a does not exist.",
     ]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"server_disk_unused": 1},
+        {"server_disk_free_bytes": 0, "server_disk_bytes": 1 << 30},
+        {"disk_broken": 1},
+        {},
+    ],
+)
+def test_a_disk_is_called_slow_only_if_it_works(more: dict[str, int], socket: str) -> None:
+    status = looked_at(socket, **more)
+    (space,) = status["namespaces"]
+    space["stats"] |= {"disk_dropped": 130, "disk_unwritten": 124} | more
+    for draw in (
+        lambda console: status_command._print(status, "/kv.sock", console),
+        lambda console: console.print(watch.picture(status, {})),
+    ):
+        console = Console(width=200, record=True, file=io.StringIO())
+        draw(console)
+        slow = "; 124 evicted first: the disk is slower than saves"
+        lines = console.export_text().splitlines()
+        assert f"130 chunks never written to disk{'' if more else slow}" in [
+            line.rstrip() for line in lines
+        ]
 
 
 def test_rejected_engines_are_a_problem_with_count_and_reason(socket: str) -> None:

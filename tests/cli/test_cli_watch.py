@@ -514,7 +514,7 @@ def test_a_disk_that_a_server_cannot_have_is_shown(
             assert f"disk_path {disk} is in use by process {os.getpid()}" in str(
                 server.disk_trouble()
             )
-            said = f"The disk {disk} is not in use; the server's log gives the reason."
+            said = f"The disk {disk} is not in use: {server.disk_trouble()}."
             for has_engine in (False, True):
                 if has_engine:
                     engine = _core.Session.connect(

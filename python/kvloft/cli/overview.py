@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from kvloft.cli.admin import NONE
 from kvloft.cli.hits import hit_rate
-from kvloft.cli.tables import Status, broken, disk_unused
+from kvloft.cli.tables import Status, broken, disk_unused, rejected
 from kvloft.config import size_text
 
 GROWTH_BYTES: Final = 64 << 20
@@ -86,13 +86,14 @@ def disk_full(status: Status, found: dict[str, Any] | None = None) -> list[str]:
     return [f"{what}: new chunks replace old ones there, or are dropped."]
 
 
+def disk_problems(space: Status, status: Status) -> list[str]:
+    """Return lines about the disk of a namespace: unused, full or paused."""
+    return [*disk_unused(status), *disk_full(status), *broken(space, status)]
+
+
 def _problems(status: Status, found: dict[str, Any]) -> list[str]:
     spaces, problems = status["namespaces"], [*disk_unused(status), *disk_full(status, found)]
-    problems += [
-        f"The server rejected {each['count']:,} connection{'s' if each['count'] != 1 else ''} of "
-        f"engines in namespace {each['namespace']}; they retry: {each['reason']}."
-        for each in status.get("refusals", ())
-    ]
+    problems += rejected(status)
     fails = {line for space in spaces if space["stats"] for line in broken(space, status)}
     return problems + sorted(fails)
 

@@ -11,7 +11,7 @@ from kvloft.cli.admin import add_salt, limits_text, read_salt_argument, salt_tag
 from kvloft.cli.connection import add_socket, socket_of
 from kvloft.cli.hits import hit_table, late_lines
 from kvloft.cli.inspect import fields_of
-from kvloft.cli.overview import as_json, lines
+from kvloft.cli.overview import as_json, disk_problems, lines
 from kvloft.cli.tables import (
     ID_DIGITS,
     NO_ENGINE,
@@ -140,7 +140,11 @@ def _print_namespace(
     if not space["stats"]:
         console.print("It is being opened.")
         return
-    reports = (*given_up(space), *unwritten(space), *late_lines(space))
+    reports = (
+        *given_up(space),
+        *unwritten(space, disk_problems(space, status)),
+        *late_lines(space),
+    )
     above = (tier_table(space, status), *reports, hit_table(space))
     for nth, part in enumerate(
         (*above, engine_table(space), *tenant_table(space, MAX_TENANTS, tag))

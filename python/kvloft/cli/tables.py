@@ -67,9 +67,21 @@ def field_table(fields: Mapping[str, str] | str) -> Table | Text:
 
 def disk_unused(status: Status) -> list[str]:
     """Return a line if the server cannot use its disk directory."""
+    if not status["stats"]["server_disk_unused"]:
+        return []
     disk = status["settings"].get("disk_path", "")
-    line = f"The disk {disk} is not in use; the server's log gives the reason."
-    return [line] if status["stats"]["server_disk_unused"] else []
+    reason = status["disk_trouble"] or "it opens now"
+    reason = reason.removeprefix(f"disk_path {disk} is not used: ")
+    return [f"The disk {disk} is not in use: {reason}."]
+
+
+def rejected(status: Status) -> list[str]:
+    """Return a line for each namespace whose engines the server does not accept."""
+    return [
+        f"The server rejected {each['count']:,} connection{'s' if each['count'] != 1 else ''} of "
+        f"engines in namespace {each['namespace']}; they retry: {each['reason']}."
+        for each in status["refusals"]
+    ]
 
 
 def tier_table(space: Status, status: Status) -> Table:
@@ -96,11 +108,14 @@ def broken(space: Status, status: Status) -> list[str]:
     return ["The disk tier is paused: reads or writes fail; they are retried."] if is_paused else []
 
 
-def unwritten(space: Status) -> list[str]:
-    """A line if chunks were evicted from host memory before they were written to disk."""
-    num = space["stats"].get("disk_unwritten", 0)
-    chunks = f"{num:,} chunk{'s' if num != 1 else ''}"
-    line = f"{chunks} evicted before they were written: the disk is slower than saves"
+def unwritten(space: Status, problems: list[str]) -> list[str]:
+    """Return a line if chunks were never written to disk. ``problems``: lines about the disk that
+    explain it.
+    """
+    num, num_slow = (space["stats"].get(name, 0) for name in ("disk_dropped", "disk_unwritten"))
+    line = f"{num:,} chunk{'s' if num != 1 else ''} never written to disk"
+    if num_slow and not problems:
+        line += f"; {num_slow:,} evicted first: the disk is slower than saves"
     return [line] if num else []
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvloft.cli.admin import limits_text
 from kvloft.cli.hits import hit_rate, hit_table, late_lines
-from kvloft.cli.overview import as_json, disk_full, lines
+from kvloft.cli.overview import as_json, disk_full, disk_problems, lines
 from kvloft.cli.tables import (
     NO_ENGINE,
     broken,
@@ -23,6 +23,7 @@ from kvloft.cli.tables import (
     engine_table,
     given_up,
     new_table,
+    rejected,
     tenant_table,
     tier_table,
     title,
@@ -188,7 +189,7 @@ def picture(
     limits = [Text(f"Limits: {bounds}", no_wrap=True, overflow="ellipsis")] if bounds else []
     if not spaces:
         return Group(*limits, *(Text(line) for line in (*lines(status, socket), NO_ENGINE)))
-    limits += [Text(line) for line in (*disk_unused(status), *disk_full(status))]
+    limits += [Text(line) for line in (*disk_unused(status), *disk_full(status), *rejected(status))]
     pictures = (
         _picture_of(space, status, rates.get(space["namespace"], {}), olds, tag) for space in spaces
     )
@@ -203,7 +204,12 @@ def _picture_of(
     tag: str | None,
 ) -> RenderableType:
     """Tables of one namespace, most important first: a short screen hides the last ones."""
-    notes = (*given_up(space), *unwritten(space), *broken(space, status), *late_lines(space))
+    notes = (
+        *given_up(space),
+        *unwritten(space, disk_problems(space, status)),
+        *broken(space, status),
+        *late_lines(space),
+    )
     flow = [_flow(rates, chunk_bytes(space))] if rates else []
     tables: list[Table | str] = [
         tier_table(space, status),

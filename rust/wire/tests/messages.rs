@@ -191,6 +191,7 @@ fn status(parts: &Parts) -> Status {
         settings,
         namespaces: vec![namespace; num_rows],
         refusals: vec![refusal; num_rows],
+        disk_trouble: Some(parts.text.clone()),
     }
 }
 

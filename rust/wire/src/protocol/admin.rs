@@ -68,6 +68,9 @@ pub struct Status {
     /// Namespaces whose engines the server does not accept, sorted.
     #[serde(default)]
     pub refusals: Vec<RefusalStatus>,
+    /// Why the server cannot use its disk directory; None if it can or has none.
+    #[serde(default)]
+    pub disk_trouble: Option<String>,
 }
 
 /// A namespace whose engines the server does not accept; they retry.

@@ -40,7 +40,8 @@ impl ServerState {
             .collect();
         let settings = self.config.settings.iter().cloned().collect();
         let refusals = locked(&self.refusals).status(Instant::now());
-        Status { host_bytes, slab_bytes, stats, settings, namespaces, refusals }
+        let disk_trouble = self.disk_trouble();
+        Status { host_bytes, slab_bytes, stats, settings, namespaces, refusals, disk_trouble }
     }
 
     fn namespace_status(&self, namespace: &Arc<Namespace>) -> NamespaceStatus {
