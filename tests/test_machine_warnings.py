@@ -105,6 +105,21 @@ def test_a_short_ttl_without_a_unit_warns(
     )
 
 
+@pytest.mark.parametrize("server", ["/a.sock", "auto", None])
+@pytest.mark.parametrize(
+    ("timeout", "is_odd"), [(5, True), ("5", True), (0.005, False), ("5ms", False)]
+)
+def test_a_long_server_timeout_without_a_unit_warns(
+    timeout: object, is_odd: bool, server: str | None
+) -> None:
+    said = (
+        "server_timeout = 5 (kv_connector_extra_config) has no unit, so it is in seconds; did you "
+        "mean 5ms?"
+    )
+    found = warnings(load_config({"server_timeout": timeout, "server": server}, {}))
+    assert found == ([said] if is_odd else [])
+
+
 def test_a_quota_of_more_than_there_is_limits_nothing(tmp_path: Path) -> None:
     sizes: dict[str, object] = {"host_size": "4MiB", "disk_path": tmp_path, "disk_size": "8MiB"}
     assert said(**sizes, salt_quota="4MiB", salt_disk_quota="8MiB") == []

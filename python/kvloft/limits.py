@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvloft.config import Config, Quota, first_twice, has_unit, parse_quota, parse_ttl
+from kvloft.config import Config, HintError, Quota, first_twice, has_unit, parse_quota, parse_ttl
 from kvloft.errors import ConfigError
 
 KEYS: Final = {
@@ -166,6 +166,8 @@ def _salt_in(name: object, blame: str, folder: Path) -> str:
 def _parsed(parse: Any, value: object, blame: str) -> Any:
     try:
         return None if value is None else parse(value)
+    except HintError as e:
+        raise ConfigError(f"{blame} = {value} {e}") from None
     except (ValueError, TypeError, ArithmeticError):
         wanted = 'a part such as "10%", or a size'
         if parse is parse_ttl:

@@ -4,13 +4,14 @@ otherwise warnings.
 Changes nothing and creates no directory. Must not depend on vLLM or the store.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvloft.config import AUTO, OF_LIMITS, Config, format_quota, format_size, size_text
+from kvloft.config import AUTO, OF_LIMITS, OF_STORE, Config, format_quota, format_size, size_text
 from kvloft.errors import ConfigError
 from kvloft.limits import given_limits, tenant_limits
 
@@ -18,6 +19,8 @@ SMALL: Final = 1 << 20
 """A smaller size without a unit is probably not meant in bytes."""
 SHORT_S: Final = 3600
 """A shorter time without a unit is probably not meant in seconds."""
+MAX_BARE_TIMEOUT_S: Final = 0.9
+"""A longer server_timeout without a unit is probably meant in milliseconds."""
 PROC: Final = Path("/proc")
 MAX_LOCK_BYTES: Final = 32
 """Size limit of the file that marks a disk directory and contains its owner's process id."""
@@ -88,7 +91,7 @@ def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
     ``opens_disk``: the caller opens the disk directory next, and then reports its owner.
     """
     if config.server is not None:  # the server checks its memory and disk
-        return _bare(config) if config.server == AUTO else []
+        return _bare(config)
     found = [*_bare(config), _memory(config.host_size), *_in_vain(config)]
     if config.disk_path is not None:
         path = Path(config.disk_path)
@@ -102,27 +105,37 @@ def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
 def _bare(config: Config) -> list[str]:
     """Return a warning for each number without a unit that is probably a mistake."""
     numbers = [
-        (f"{key} = {number} ({config.origin(key)})", key, number)
+        (f"{key} = {_shown(number)} ({config.origin(key)})", key, number)
         for key, number in config.bare_numbers.items()
+        if config.server in (None, AUTO) or key not in OF_STORE
     ]
-    if config.server != AUTO:  # the server reads the file itself
+    if config.server is None:  # the server reads the file itself
         numbers += [
             (f"{each.blame} = {each.value}", each.setting, int(each.value))
             for each in given_limits(config)
             if each.is_bare
         ]
     return [
-        f"{what} has no unit, so it is in {unit}; did you mean {number}{meant}?"
+        f"{what} has no unit, so it is in {unit}; did you mean {_shown(number)}{meant}?"
         for what, key, number in numbers
-        for unit, meant, most in [
-            ("seconds", "h", SHORT_S) if key == "salt_ttl" else ("bytes", _unit(key, number), SMALL)
-        ]
-        if 0 < number < most
+        for unit, meant, low, high in [_meant(key, number)]
+        if low < number < high
     ]
 
 
-def _unit(key: str, size: int) -> str:
-    return "%" if key in OF_LIMITS and size <= 100 else "MiB"
+def _shown(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
+
+
+def _meant(key: str, number: float) -> tuple[str, str, float, float]:
+    """Return the unit of a bare number, the unit that is probably meant, and the range in which it
+    is.
+    """
+    if key == "salt_ttl":
+        return "seconds", "h", 0, SHORT_S
+    if key == "server_timeout":
+        return "seconds", "ms", MAX_BARE_TIMEOUT_S, math.inf
+    return "bytes", "%" if key in OF_LIMITS and number <= 100 else "MiB", 0, SMALL
 
 
 def _in_vain(config: Config) -> Iterator[str]:

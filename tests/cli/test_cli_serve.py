@@ -530,6 +530,13 @@ def test_a_folder_of_the_log_is_not_made(folder: Path, capsys: pytest.CaptureFix
     assert not list(folder.iterdir())
 
 
+@pytest.mark.parametrize("argv", [["serve", "--linger"], ["status", "--watch", "--interval"]])
+def test_minutes_are_written_min(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main([*argv, "5m", "--socket", "/tmp/x/kv.sock"]) == 2
+    assert "has the unit m; did you mean 5min?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["x=10", "3f", "3f=", "=10", "3f=x"])
 def test_an_invalid_share_is_reported(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--socket", "/tmp/x.sock", "--share", text]) == 2

@@ -21,7 +21,7 @@ from kvloft.cli.admin import NONE, limits_text
 from kvloft.cli.background import in_background
 from kvloft.cli.connection import COMMAND_LINE, add_socket, available_bytes, settings
 from kvloft.cli.log import Log, warn
-from kvloft.config import KEYS, OF_STORE, Config, describe, parse_seconds, size_text
+from kvloft.config import KEYS, OF_STORE, Config, HintError, describe, parse_seconds, size_text
 from kvloft.errors import ConfigError, StoreError
 from kvloft.limits import tenant_limits
 from kvloft.machine import refuse_here, refuse_nodes, warnings
@@ -207,6 +207,8 @@ def _given(config: Config) -> str:
 def _linger(text: str | None) -> float | None:
     try:
         return parse_seconds(text) if text is not None else None
+    except HintError as e:
+        raise ConfigError(f"--linger {text!r} {e}") from None
     except (ValueError, ArithmeticError):
         raise ConfigError(
             f"--linger {text!r}: expected a time of at most an hour, such as 300, 30s or 5min."

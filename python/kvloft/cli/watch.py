@@ -29,7 +29,7 @@ from kvloft.cli.tables import (
     title,
     unwritten,
 )
-from kvloft.config import parse_seconds
+from kvloft.config import HintError, parse_seconds
 from kvloft.errors import LateError
 
 INTERVAL_S: Final = 1.0
@@ -240,9 +240,13 @@ def _flow(rates: dict[str, float], frame_bytes: float) -> Table:
 
 def interval(text: str) -> float:
     """Parse --interval. Raises ArgumentTypeError."""
-    with contextlib.suppress(ValueError):
+    try:
         if (seconds := parse_seconds(text)) >= MIN_INTERVAL_S:
             return seconds
+    except HintError as e:
+        raise argparse.ArgumentTypeError(f"{text} {e}") from None
+    except ValueError:
+        pass
     raise argparse.ArgumentTypeError(
         f"expected a number of seconds from {MIN_INTERVAL_S:g}, or a time up to 1h, not {text!r}"
     )

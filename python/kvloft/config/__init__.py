@@ -10,6 +10,7 @@ from kvloft.config.sources import describe, first_twice, load_config
 from kvloft.config.table import AUTO, FROM_DEFAULT, KEYS, OF_LIMITS, OF_STORE, Config, parse_socket
 from kvloft.config.units import (
     MAX_TTL_S,
+    HintError,
     Quota,
     format_quota,
     format_size,
@@ -31,6 +32,7 @@ __all__ = [
     "OF_LIMITS",
     "OF_STORE",
     "Config",
+    "HintError",
     "Quota",
     "child_environment",
     "describe",

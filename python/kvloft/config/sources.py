@@ -10,7 +10,7 @@ from typing import Final
 from kvloft.config.environment import ENV_FILE, ENV_PREFIX, environment, setting_variables
 from kvloft.config.foreign import equivalent
 from kvloft.config.table import AUTO, KEYS, OF_STORE, Config, is_checked_for_unit
-from kvloft.config.units import has_unit
+from kvloft.config.units import HintError, has_unit
 from kvloft.errors import ConfigError
 
 FROM_EXTRA: Final = "kv_connector_extra_config"
@@ -40,14 +40,14 @@ def load_config(
     ]
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
-    bare_numbers: dict[str, int] = {}
+    bare_numbers: dict[str, float] = {}
     for layer, may_be_null in layers:  # each value is checked, also if it is replaced
         for key, (raw, origin) in layer.items():
             values[key] = value = _parse(key, raw, origin, may_be_null)
             origins[key] = origin
             bare_numbers.pop(key, None)
-            if is_checked_for_unit(key) and isinstance(value, int) and not has_unit(raw):
-                bare_numbers[key] = value
+            if is_checked_for_unit(key, value) and not has_unit(raw):
+                bare_numbers[key] = value  # type: ignore[assignment]  # a number
     _refuse_contradictions(values, origins)
     return Config(**values, origins=origins, bare_numbers=bare_numbers)  # type: ignore[arg-type]  # each value was parsed
 
@@ -78,6 +78,7 @@ def describe(config: Config) -> list[tuple[str, str, str]]:
 
 
 def _from_mapping(given: Mapping[str, object], origin: str) -> _Layer:
+    _refuse_foreign([(_shown(key), key, value) for key, value in given.items()], origin)
     return {_known(key, origin): (value, origin) for key, value in given.items()}
 
 
@@ -85,9 +86,11 @@ def _from_environ(environ: Mapping[str, str]) -> _Layer:
     def spell(key: str) -> str:
         return f"{ENV_PREFIX}{key.upper()}"
 
+    found = list(setting_variables(environ))
+    _refuse_foreign(found, "environment")
     return {
         _known(key, "environment", spell, name): (value, f"environment variable {name}")
-        for name, key, value in setting_variables(environ)
+        for name, key, value in found
     }
 
 
@@ -130,17 +133,25 @@ def first_twice(keys: Sequence[str]) -> str | None:
     return next((key for i, key in enumerate(keys) if key in keys[:i]), None)
 
 
+def _refuse_foreign(given: Sequence[tuple[str, object, object]], origin: str) -> None:
+    """Raise one ConfigError for all settings of other caches among (name, key, value)."""
+    found = [
+        f"{name} ({origin}) {other}"
+        for name, key, value in given
+        if not (isinstance(key, str) and key in KEYS) and (other := equivalent(str(key), value))
+    ]
+    if found:
+        raise ConfigError(f"{'; '.join(found)}.")
+
+
 def _known(
     key: object, origin: str, spell: Callable[[str], str] = str, written: str | None = None
 ) -> str:
     if isinstance(key, str) and key in KEYS:
         return key
-    if other := equivalent(str(key)):
-        name = _shown(key) if written is None else written
-        raise ConfigError(f"{name} ({origin}) {other}.")
     import difflib  # slow, and needed for an error only
 
-    near = difflib.get_close_matches(str(key).lower(), KEYS, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(key).lower(), KEYS, n=1, cutoff=0.7)
     known = f"known keys are {', '.join(map(spell, KEYS))}."
     hint = f"did you mean {spell(near[0])}?" if near else known
     raise ConfigError(
@@ -153,6 +164,8 @@ def _parse(key: str, raw: object, origin: str, may_be_null: bool) -> object:
     setting = KEYS[key]
     try:
         return setting.parse(raw)
+    except HintError as e:
+        raise ConfigError(f"{key} = {_shown(raw)} ({origin}) {e}") from None
     except (ValueError, TypeError, ArithmeticError):
         null = f", or null for {setting.null}" if setting.null and may_be_null else ""
         raise ConfigError(
