@@ -470,6 +470,11 @@ def test_a_likely_mistake_is_answered_with_the_fix(key: str, value: str, said: s
     assert one_sentence(error) == f'{key} = "{value}" (kv_connector_extra_config) {said}'
 
 
+def test_a_boolean_is_shown_as_in_yaml() -> None:
+    with pytest.raises(ConfigError, match=r"^save = false "):
+        load_config({"save": False}, {})
+
+
 def test_a_key_that_is_hardly_similar_is_no_suggestion() -> None:
     with pytest.raises(ConfigError) as error:
         load_config({"reserved_cpu": 1}, {})

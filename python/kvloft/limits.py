@@ -155,7 +155,9 @@ def _salt_in(name: object, blame: str, folder: Path) -> str:
             raw = file.read(MAX_SALT_BYTES + 1)
     except (OSError, ValueError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is not a path"
-        raise ConfigError(f"{blame}: salt_file {name} cannot be read ({reason}).") from None
+        raise ConfigError(
+            f"{blame}: salt_file {folder / name} cannot be read ({reason})."
+        ) from None
     if len(raw) > MAX_SALT_BYTES:
         raise ConfigError(
             f"{blame}: salt_file {name} is larger than 64 KiB; it must contain one salt only."

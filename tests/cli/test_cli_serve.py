@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from kvloft import _core
-from kvloft.cli import serve
+from kvloft.cli import connection, serve
 from kvloft.cli.__main__ import main
 from kvloft.cli.log import Log
 from kvloft.errors import StoreError
@@ -450,12 +450,18 @@ def test_a_second_server_on_a_socket_ends_with_a_sentence(
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_status_2(
-    capsys: pytest.CaptureFixture[str], command: str, argv: list[str], said: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    argv: list[str],
+    said: str,
 ) -> None:
-    assert main([command, *argv]) == 2
+    monkeypatch.setattr(connection, "SERVICE_SOCKET", "/nowhere/kvloft.sock")
+    monkeypatch.setattr(connection, "auto_socket", lambda: "/nowhere/auto.sock")
+    assert main([command, *argv]) == (1 if command == "status" and not argv else 2)
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("kvloft: ") and said in captured.err
+    assert captured.err.startswith("kvloft: ") and said.removesuffix(".") in captured.err
     assert captured.err.count("\n") == 1
 
 

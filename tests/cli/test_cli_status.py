@@ -217,5 +217,26 @@ def test_the_only_usual_socket_is_found(
     assert f"unix:{socket}" in capsys.readouterr().out
     monkeypatch.setattr(connection, "auto_socket", lambda: socket)
     assert main(["status"]) == 2
-    assert "there is several servers" not in (said := capsys.readouterr().err)
+    assert "there are several servers, at " in (said := capsys.readouterr().err)
     assert "use --socket PATH" in said
+
+
+def test_a_search_without_a_server_fails_like_a_socket_without_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(connection, "SERVICE_SOCKET", "/nowhere/kvloft.sock")
+    monkeypatch.setattr(connection, "auto_socket", lambda: "/nowhere/auto.sock")
+    assert main(["status"]) == 1
+    assert capsys.readouterr().err == (
+        "kvloft: there is no server at /nowhere/kvloft.sock or /nowhere/auto.sock; use --socket "
+        "PATH, or set KVLOFT_SERVER=unix:PATH; start one with `kvloft serve`\n"
+    )
+
+
+def test_other_settings_do_not_matter_to_a_command_on_a_server(
+    socket: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVLOFT_HOST_SIZE", "huge")
+    assert main(["status", "--socket", socket]) == 0
+    monkeypatch.setenv("KVLOFT_SERVER", socket)
+    assert main(["status"]) == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from kvloft.config import MAX_SOCKET_BYTES, OF_STORE, Config, load_config, parse_socket
-from kvloft.config.environment import auto_socket
+from kvloft.config.environment import auto_socket, connection_environment
 from kvloft.errors import ConfigError, DeniedError, LateError, StoreError
 
 COMMAND_LINE: Final = "command line"
@@ -35,20 +35,15 @@ def add_socket(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def settings(args: argparse.Namespace, *, may_be_missing: bool = False) -> Config:
-    """Return the settings from the command line and all other sources, with a ``server`` unless it
-    ``may_be_missing``. Raises ConfigError.
+def settings(args: argparse.Namespace) -> Config:
+    """Return the settings from the command line and all other sources, with a ``server``. Raises
+    ConfigError.
     """
     given = {name: value for name in OF_STORE if (value := getattr(args, name, None)) is not None}
-    if args.socket == "auto":
-        raise ConfigError(
-            "--socket auto: expected a path; for the socket of server = auto, set "
-            "KVLOFT_SERVER=auto."
-        )
     if args.socket is not None:
         given["server"] = f"unix:{_path(args.socket)}"
     config = load_config(given, extra_origin=COMMAND_LINE)
-    if config.server is None and not may_be_missing:
+    if config.server is None:
         raise ConfigError(
             "the socket is missing; use --socket PATH, or set KVLOFT_SERVER=unix:PATH."
         )
@@ -57,19 +52,20 @@ def settings(args: argparse.Namespace, *, may_be_missing: bool = False) -> Confi
 
 def socket_of(args: argparse.Namespace) -> str:
     """Return the path of the server's socket: from a setting, or the only usual socket that exists.
-    Raises ConfigError.
+    Other settings have no effect, even invalid values in the environment. Raises ConfigError, and
+    StoreError without a server.
     """
-    socket = settings(args, may_be_missing=True).socket
-    if socket is not None:
+    if args.socket is not None:
+        return _path(args.socket)
+    if (socket := load_config({}, connection_environment()).socket) is not None:
         return socket
     usual = [SERVICE_SOCKET, auto_socket()]
     found = [path for path in usual if os.path.exists(path) or _is_hidden(Path(path))]  # noqa: PTH110
-    if len(found) != 1:
-        which = "there are several servers" if found else "there is no server"
-        raise ConfigError(
-            f"{which} at {' and '.join(found or usual)}; use --socket PATH, or set "
-            "KVLOFT_SERVER=unix:PATH."
-        )
+    fix = "use --socket PATH, or set KVLOFT_SERVER=unix:PATH"
+    if not found:
+        raise StoreError(f"there is no server at {' or '.join(usual)}; {fix}")
+    if len(found) > 1:
+        raise ConfigError(f"there are several servers, at {' and '.join(found)}; {fix}.")
     return found[0]
 
 
@@ -106,6 +102,11 @@ def _is_hidden(socket: Path) -> bool:
 
 
 def _path(text: str) -> str:
+    if text == "auto":
+        raise ConfigError(
+            "--socket auto: expected a path; for the socket of server = auto, set "
+            "KVLOFT_SERVER=auto."
+        )
     try:
         return str(parse_socket(f"unix:{text.removeprefix('unix:')}"))
     except ValueError:

@@ -176,6 +176,8 @@ def _parse(key: str, raw: object, origin: str, may_be_null: bool) -> object:
 def _shown(value: object) -> str:
     if value is None:
         return "null"
+    if isinstance(value, bool):
+        return str(value).lower()  # as in YAML and JSON
     is_plain = isinstance(value, str) and value.isprintable() and '"' not in value
     text = f'"{value}"' if is_plain else repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

@@ -192,14 +192,13 @@ impl Namespaces {
     }
 
     /// Returns the error for a namespace that does not exist.
-    pub(crate) fn no_such_namespace(&self) -> Error {
+    pub(crate) fn no_such_namespace(&self, prefix: &str) -> Error {
         let ids: Vec<_> = self.all().iter().map(|namespace| namespace.id()).collect();
         let message = if ids.is_empty() {
-            "this kvloft server has no such namespace; run this again once an engine is connected"
-                .to_owned()
+            format!("no namespace begins with {prefix}; run this again once an engine is connected")
         } else {
             format!(
-                "this kvloft server has no such namespace; use --namespace with one of: {}",
+                "no namespace begins with {prefix}; use --namespace with one of: {}",
                 ids.join(", ")
             )
         };
