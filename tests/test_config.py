@@ -404,17 +404,73 @@ def test_a_typo_is_answered_with_the_nearest_key(key: str, data: st.DataObject) 
 
 
 @pytest.mark.parametrize(
-    ("key", "wanted"),
+    ("key", "value", "wanted"),
     [
-        ("max_local_cpu_size", 'is an LMCache setting; use host_size, for example "32GiB".'),
-        ("lmcache.chunk_size", "is an LMCache setting; kvloft does not need it; remove it."),
-        ("cpu_bytes_to_use", "OffloadingConnector; use host_size"),
+        ("max_local_cpu_size", None, 'an LMCache setting; use host_size, for example "32GiB".'),
+        ("max_local_cpu_size", 5, 'an LMCache setting; use host_size = "5GiB".'),
+        ("LMCACHE_MAX_LOCAL_CPU_SIZE", "2.5", 'an LMCache setting; use host_size = "2.5GiB".'),
+        ("lmcache.chunk_size", 1, "an LMCache setting; kvloft does not need it; remove it."),
+        ("lmcache_rpc_port", 1, "an LMCache setting; kvloft does not need it; remove it."),
+        ("lmcache.mp.port", 1, "an LMCache setting; use server, for example"),
+        ("mp_host", "a", "an LMCache setting; use server, for example"),
+        ("lmcache.zzz", 1, "an LMCache setting; kvloft has no equivalent; remove it."),
+        ("lmcache_instance_id", 1, "an LMCache setting; kvloft does not need it; namespace sep"),
+        ("local_disk", "file:///mnt/c", 'use disk_path = "/mnt/c".'),
+        ("local_disk", True, "use disk_path, for example"),
+        ("blocking_timeout_secs", 10, 'use load_timeout = "10s".'),
+        ("save_decode_cache", False, 'use save = "prompt".'),
+        ("reserve_local_cpu_size", 1, "an LMCache setting; kvloft does not need it; remove it."),
+        ("cpu_bytes_to_use", 32 << 30, 'OffloadingConnector; use host_size = "32GiB".'),
+        ("spec_name", "x", "OffloadingConnector; kvloft does not need it; remove it."),
+        ("store_threshold", 1, "OffloadingConnector; kvloft saves each chunk at first use"),
     ],
 )
-def test_settings_of_other_caches_get_the_equivalent(key: str, wanted: str) -> None:
+def test_settings_of_other_caches_get_the_equivalent(key: str, value: object, wanted: str) -> None:
     with pytest.raises(ConfigError) as error:
-        load_config({key: 1}, {})
+        load_config({key: value}, {})
     assert wanted in one_sentence(error)
+
+
+def test_all_settings_of_other_caches_are_in_one_error() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config({"max_local_cpu_size": 5, "host_size": "1GiB", "chunk_size": 256}, {})
+    assert one_sentence(error) == (
+        '"max_local_cpu_size" (kv_connector_extra_config) is an LMCache setting; use host_size = '
+        '"5GiB"; "chunk_size" (kv_connector_extra_config) is an LMCache setting; kvloft does not '
+        "need it; remove it."
+    )
+    with pytest.raises(ConfigError, match=r'^KVLOFT_L1_SIZE_GB .* use host_size = "60GiB"\.$'):
+        load_config({}, {"KVLOFT_L1_SIZE_GB": "60"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("disk_path", "file:///mnt/c", "is a URL; use /mnt/c."),
+        ("disk_path", "s3://x", "is a URL; it must be a path on this machine."),
+        ("salt_limits", "tcp://h:1/x", "is a URL; it must be a path on this machine."),
+        ("host_size", "32", "has no unit; did you mean 32GiB?"),
+        ("host_size", "2048", "has no unit; did you mean 2048MiB?"),
+        ("staging_size", "80", "has no unit; did you mean 80MiB?"),
+        ("load_timeout", "5m", "has the unit m; did you mean 5min?"),
+        ("salt_ttl", "5m", "has the unit m; did you mean 5min?"),
+    ],
+)
+def test_a_likely_mistake_is_answered_with_the_fix(key: str, value: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config({key: value}, {})
+    assert one_sentence(error) == f'{key} = "{value}" (kv_connector_extra_config) {said}'
+
+
+def test_a_boolean_is_shown_as_in_yaml() -> None:
+    with pytest.raises(ConfigError, match=r"^save = false "):
+        load_config({"save": False}, {})
+
+
+def test_a_key_that_is_hardly_similar_is_no_suggestion() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config({"reserved_cpu": 1}, {})
+    assert "did you mean" not in one_sentence(error)
 
 
 def test_an_unknown_key_unlike_any_other_lists_all_keys() -> None:

@@ -160,7 +160,7 @@ def test_individual_limits_override_common_limits(tmp_path: Path) -> None:
         ("- {salt: null}\n- {salt: null}", "entry 2: an earlier entry has the same salt"),
         ("- {salt: 5}", "entry 1: expected salt to be non-empty text"),
         ('- {salt: ""}', "entry 1: expected salt to be non-empty text"),
-        ("- {salt_file: missing}", "salt_file missing cannot be read (No such file or directory)"),
+        ("- {salt_file: missing}", "/missing cannot be read (No such file or directory)"),
         ('- {salt_file: "a\\0b"}', "it is not a path"),
         ("- {salt_file: empty}", "the salt is empty"),
         (

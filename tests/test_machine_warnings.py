@@ -21,7 +21,7 @@ def said(**extra: object) -> list[str]:
 
 
 def test_valid_settings_warn_of_nothing_and_create_nothing(tmp_path: Path) -> None:
-    assert said(host_size="1MiB", disk_path=tmp_path / "new" / "cache", disk_size="1MiB") == []
+    assert said(host_size="1MiB", disk_path=tmp_path / "new", disk_size="1MiB") == []
     assert not (tmp_path / "new").exists()
 
 
@@ -106,6 +106,21 @@ def test_a_short_ttl_without_a_unit_warns(
         if meant
         else []
     )
+
+
+@pytest.mark.parametrize("server", ["/a.sock", "auto", None])
+@pytest.mark.parametrize(
+    ("timeout", "is_odd"), [(5, True), ("5", True), (0.005, False), ("5ms", False)]
+)
+def test_a_long_server_timeout_without_a_unit_warns(
+    timeout: object, is_odd: bool, server: str | None
+) -> None:
+    said = (
+        "server_timeout = 5 (kv_connector_extra_config) has no unit, so it is in seconds; did you "
+        "mean 5ms?"
+    )
+    found = warnings(load_config({"server_timeout": timeout, "server": server}, {}))
+    assert found == ([said] if is_odd else [])
 
 
 def test_a_quota_of_more_than_there_is_limits_nothing(tmp_path: Path) -> None:
@@ -199,7 +214,17 @@ def test_a_directory_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "disk_path = /proc/nope cannot be created" in text
     monkeypatch.setattr("os.access", lambda *_: False)
     (text,) = said(disk_path=tmp_path / "x", disk_size="1MiB")
-    assert f"{tmp_path} is not writable" in text
+    assert text == (
+        f"disk_path = {tmp_path}/x cannot be created, because {tmp_path} is not writable by this "
+        f"user; run `mkdir {tmp_path}/x && chown {os.geteuid()} {tmp_path}/x` as root."
+    )
+    (text,) = said(disk_path=tmp_path, disk_size="1MiB")
+    assert f"is not used; run `chown -R {os.geteuid()} {tmp_path}` as root." in text
+    (text,) = said(disk_path=tmp_path / "mnt" / "x", disk_size="1MiB")
+    assert text == (
+        f"disk_path = {tmp_path}/mnt/x is not used, because {tmp_path}/mnt does not exist; mount "
+        f"its file system, or run `mkdir -p {tmp_path}/mnt`."
+    )
 
 
 def test_an_unreadable_path_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -249,18 +274,33 @@ def test_a_rejection_names_the_setting_and_its_source(
 ) -> None:
     origins = {
         "environment variable KVLOFT_HOST_SIZE": ({}, "900TiB"),
-        "the command line": ({"host_size": "900TiB"}, "1GiB"),
+        "command line": ({"host_size": "900TiB"}, "1GiB"),
     }
     for origin, (given, variable) in origins.items():
         config = load_config(given, {"KVLOFT_HOST_SIZE": variable}, extra_origin="command line")
         with pytest.raises(
-            ConfigError, match=rf"Set another host_size; this value came from {origin}\.$"
+            ConfigError,
+            match=rf"^host_size = 900TiB \({origin}\) is more than this machine's .*; lower it\.$",
         ):
             refuse_here(config)
     with pytest.raises(
         ConfigError, match=r"disk_path = /proc/nope \(kv_connector_extra_config\) cannot be created"
     ):
         refuse_here(load_config({"disk_path": "/proc/nope", "disk_size": "1MiB"}, {}))
+
+
+def test_host_size_is_compared_with_the_memory_that_is_left() -> None:
+    left = int(20.47 * (1 << 30))
+    with pytest.raises(ConfigError) as error:
+        refuse_here(load_config({"host_size": "23GiB"}, {}, extra_origin="command line"), left)
+    assert str(error.value) == (
+        "host_size = 23GiB (command line) is more than the 20.47 GiB that this machine or "
+        "container has left; lower it."
+    )
+    refuse_here(load_config({"host_size": "20GiB"}, {}), left)
+    refuse_here(load_config({"host_size": "1GiB"}, {}), None)
+    refuse_here(load_config({"server": "auto", "host_size": "2MiB"}, {}), 1 << 20)
+    refuse_here(load_config({"server": "/a.sock"}, {"KVLOFT_HOST_SIZE": "900TiB"}), left)
 
 
 def test_an_unwritable_directory_does_not_block_the_start(
@@ -288,7 +328,7 @@ def test_a_disk_directory_inside_another_is_reported(
     if lock is not None:
         (tmp_path / "first" / "lock").write_text(lock)
     (tmp_path / "link").symlink_to(disk.parent)
-    for path in (disk, tmp_path / "link" / "er", disk / "not" / "yet"):
+    for path in (disk, tmp_path / "link" / "er", disk / "yet"):
         found = said(disk_path=path, disk_size="1MiB")
         assert [
             f"disk_path = {path} is in {tmp_path}/first, the disk directory of another" in text
@@ -305,12 +345,14 @@ def test_a_directory_writable_by_others_is_reported(mode: int, tmp_path: Path) -
     disk.mkdir()
     disk.chmod(mode)
     config = load_config({"disk_path": str(disk), "disk_size": "1MiB"}, {})
-    assert any("chmod go-w" in text for text in warnings(config))
-    assert not any("chmod go-w" in text for text in warnings(config, opens_disk=True)), (
-        "opening the disk logs the warning"
+    said = (
+        f"disk_path = {disk} is writable by other users (mode {mode:o}), so it is not used; set "
+        f"disk_path = {disk}/kvloft, which kvloft creates for this user only."
     )
+    assert said in warnings(config)
+    assert said not in warnings(config, opens_disk=True), "opening the disk logs the warning"
     disk.chmod(0o755)
-    assert not any("chmod go-w" in text for text in warnings(config))
+    assert not any("writable" in text for text in warnings(config))
 
 
 @pytest.mark.parametrize(

@@ -304,13 +304,18 @@ class Server:
     def close(self, timeout_s: float = 30.0) -> None:
         """Close every connection, and write remaining chunks to disk until the timeout."""
 
+def available_bytes() -> int | None:
+    """Return the bytes of memory that this machine or container has left; None if unknown."""
+
 def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
-    """Return the server's state: host_bytes, slab_bytes, stats, settings and namespaces.
+    """Return the server's state: host_bytes, slab_bytes, stats, settings, namespaces, refusals
+    (namespace, count and reason of rejected engines) and disk_trouble (None if the disk is in use).
 
     Of each namespace: namespace (32 bytes), description, frame_sizes, slabs, stats, tenants (tag or
     None, host_bytes, disk_bytes, max_host_bytes, max_disk_bytes, ttl_s; largest first) and engines
     (pid, connected_ms, reservations, leases). Raises LateError without an answer in time,
-    StoreError without a server, and ConfigError if it refuses.
+    StoreError without a server, DeniedError without access to its socket, and ConfigError if it
+    refuses.
     """
 
 def server_clear(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:

@@ -30,6 +30,10 @@ class StoreError(RuntimeError):
     """The store or the server failed: an I/O error, a damaged file, no answer, or it is closed."""
 
 
+class DeniedError(StoreError):
+    """This user cannot open the server's socket."""
+
+
 class LateError(StoreError):
     """The server did not answer in time. It may still execute the request."""
 

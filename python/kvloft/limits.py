@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from kvloft.config.sources import first_twice, keys_of, read_yaml
 from kvloft.config.table import Config
-from kvloft.config.units import Quota, has_unit, parse_quota, parse_ttl
+from kvloft.config.units import HintError, Quota, has_unit, parse_quota, parse_ttl
 from kvloft.errors import ConfigError
 
 KEYS: Final = {
@@ -134,7 +134,9 @@ def _salt_in(name: object, blame: str, folder: Path) -> str:
             raw = file.read(MAX_SALT_BYTES + 1)
     except (OSError, ValueError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is not a path"
-        raise ConfigError(f"{blame}: salt_file {name} cannot be read ({reason}).") from None
+        raise ConfigError(
+            f"{blame}: salt_file {folder / name} cannot be read ({reason})."
+        ) from None
     if len(raw) > MAX_SALT_BYTES:
         raise ConfigError(
             f"{blame}: salt_file {name} is larger than 64 KiB; it must contain one salt only."
@@ -145,6 +147,8 @@ def _salt_in(name: object, blame: str, folder: Path) -> str:
 def _parsed(parse: Any, value: object, blame: str) -> Any:
     try:
         return None if value is None else parse(value)
+    except HintError as e:
+        raise ConfigError(f"{blame} = {value} {e}") from None
     except (ValueError, TypeError, ArithmeticError):
         wanted = 'a part such as "10%", or a size'
         if parse is parse_ttl:

@@ -4,13 +4,14 @@ otherwise warnings.
 Changes nothing and creates no directory. Must not depend on vLLM or the store.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvloft.config.table import AUTO, OF_LIMITS, Config
+from kvloft.config.table import AUTO, OF_LIMITS, OF_STORE, Config
 from kvloft.config.units import format_quota, format_size, size_text
 from kvloft.errors import ConfigError
 from kvloft.limits import given_limits, tenant_limits
@@ -19,6 +20,8 @@ SMALL: Final = 1 << 20
 """A smaller size without a unit is probably not meant in bytes."""
 SHORT_S: Final = 3600
 """A shorter time without a unit is probably not meant in seconds."""
+MAX_BARE_TIMEOUT_S: Final = 0.9
+"""A longer server_timeout without a unit is probably meant in milliseconds."""
 PROC: Final = Path("/proc")
 MAX_LOCK_BYTES: Final = 32
 """Size limit of the file that marks a disk directory and contains its owner's process id."""
@@ -43,23 +46,27 @@ def refuse_impossible(config: Config) -> None:
     )
 
 
-def refuse_here(config: Config) -> None:
-    """Raise ConfigError if no engine can start with these settings on this machine.
+def refuse_here(config: Config, available_bytes: int | None = None) -> None:
+    """Raise ConfigError if no engine can start with these settings on this machine, which has
+    ``available_bytes`` of memory left, if known.
 
     A disk_path without write permission is not an error: permissions, free space and mounts can
     change while the engine runs with host memory.
     """
     refuse_impossible(config)
-    text = _memory(config.host_size)
-    if text is not None:
-        raise ConfigError(
-            f"{text} Set another host_size; this value came from "
-            f"{_source(config.origin('host_size'))}."
-        )
-
-
-def _source(origin: str) -> str:
-    return f"the {origin}" if origin in ("default", "command line") else origin
+    if config.server not in (None, AUTO):  # the server has its own host_size
+        return
+    left = available_bytes if config.server is None else None  # a running server uses some of it
+    if left is not None and config.host_size > left:
+        found = f"the {size_text(left)} that this machine or container has left"
+    elif config.host_size > (memory := _machine_bytes()):
+        found = f"this machine's memory of {size_text(memory)}"
+    else:
+        return
+    raise ConfigError(
+        f"host_size = {format_size(config.host_size)} ({config.origin('host_size')}) is more than "
+        f"{found}; lower it."
+    )
 
 
 def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status")) -> None:
@@ -85,7 +92,7 @@ def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
     ``opens_disk``: the caller opens the disk directory next, and then reports its owner.
     """
     if config.server is not None:  # the server checks its memory and disk
-        return _bare(config) if config.server == AUTO else []
+        return _bare(config)
     found = [*_bare(config), _memory(config.host_size), *_in_vain(config)]
     if config.disk_path is not None:
         path = Path(config.disk_path)
@@ -99,27 +106,37 @@ def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
 def _bare(config: Config) -> list[str]:
     """Return a warning for each number without a unit that is probably a mistake."""
     numbers = [
-        (f"{key} = {number} ({config.origin(key)})", key, number)
+        (f"{key} = {_shown(number)} ({config.origin(key)})", key, number)
         for key, number in config.bare_numbers.items()
+        if config.server in (None, AUTO) or key not in OF_STORE
     ]
-    if config.server != AUTO:  # the server reads the file itself
+    if config.server is None:  # the server reads the file itself
         numbers += [
             (f"{each.blame} = {each.value}", each.setting, int(each.value))
             for each in given_limits(config)
             if each.is_bare
         ]
     return [
-        f"{what} has no unit, so it is in {unit}; did you mean {number}{meant}?"
+        f"{what} has no unit, so it is in {unit}; did you mean {_shown(number)}{meant}?"
         for what, key, number in numbers
-        for unit, meant, most in [
-            ("seconds", "h", SHORT_S) if key == "salt_ttl" else ("bytes", _unit(key, number), SMALL)
-        ]
-        if 0 < number < most
+        for unit, meant, low, high in [_meant(key, number)]
+        if low < number < high
     ]
 
 
-def _unit(key: str, size: int) -> str:
-    return "%" if key in OF_LIMITS and size <= 100 else "MiB"
+def _shown(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
+
+
+def _meant(key: str, number: float) -> tuple[str, str, float, float]:
+    """Return the unit of a bare number, the unit that is probably meant, and the range in which it
+    is.
+    """
+    if key == "salt_ttl":
+        return "seconds", "h", 0, SHORT_S
+    if key == "server_timeout":
+        return "seconds", "ms", MAX_BARE_TIMEOUT_S, math.inf
+    return "bytes", "%" if key in OF_LIMITS and number <= 100 else "MiB", 0, SMALL
 
 
 def _in_vain(config: Config) -> Iterator[str]:
@@ -164,8 +181,12 @@ def _nearest(path: Path) -> Path:
     return next((place for place in (path, *path.parents) if os.path.exists(place)), path)  # noqa: PTH110
 
 
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _memory(host_size: int) -> str | None:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = _machine_bytes()
     if host_size <= memory:
         return None
     return (
@@ -176,10 +197,22 @@ def _memory(host_size: int) -> str | None:
 
 def _rights(path: Path) -> str | None:
     nearest = _nearest(path)
+    if nearest not in (path, path.parent) and PROC not in (nearest, *nearest.parents):
+        return (
+            f"disk_path = {path} is not used, because {path.parent} does not exist; mount its file "
+            f"system, or run `mkdir -p {path.parent}`."
+        )
     if os.access(nearest, os.W_OK | os.X_OK) and PROC not in (nearest, *nearest.parents):
         return None
+    user = os.geteuid()
+    if nearest == path:
+        return (
+            f"disk_path = {path} is not writable by this user, so it is not used; run "
+            f"`chown -R {user} {path}` as root."
+        )
     return (
-        f"disk_path = {path} cannot be created or written here, because {nearest} is not writable."
+        f"disk_path = {path} cannot be created, because {nearest} is not writable by this user; "
+        f"run `mkdir {path} && chown {user} {path}` as root."
     )
 
 
@@ -187,13 +220,18 @@ def _others(path: Path) -> str | None:
     if not path.is_dir():
         return None
     found = path.stat()
-    if found.st_uid == os.geteuid() and not found.st_mode & 0o022:
-        return None
-    return (
-        f"disk_path = {path} belongs to another user or is writable by others (mode "
-        f"{found.st_mode & 0o7777:o}), so it is not used: run `chown {os.geteuid()} {path}` and "
-        f"`chmod go-w {path}`, or set another disk_path."
-    )
+    if found.st_mode & 0o022:
+        return (
+            f"disk_path = {path} is writable by other users (mode {found.st_mode & 0o7777:o}), so "
+            f"it is not used; set disk_path = {path}/kvloft, which kvloft creates for this user "
+            "only."
+        )
+    if found.st_uid != (user := os.geteuid()):
+        return (
+            f"disk_path = {path} belongs to user {found.st_uid}, so it is not used; run "
+            f"`chown -R {user} {path}` as root, or set another disk_path."
+        )
+    return None
 
 
 def _room(path: Path, disk_size: int) -> str | None:

@@ -136,7 +136,7 @@ def test_models_without_engines_are_evicted_on_disk_too(
         assert (found(one, 1), found(other, 2)) == ([3, 3, 3, 3], [3, 0, 0, 3])
         assert main(["evict", "--socket", socket, "--salt", SALT, "--namespace", "3"]) == 2
         assert (
-            "no such namespace; use --namespace with one of: 0101010101010101, 02"
+            "no namespace begins with 3; use --namespace with one of: 0101010101010101, 02"
             in capsys.readouterr().err
         )
 

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pty
+import pwd
 import re
 import select
 import signal
@@ -23,7 +24,7 @@ from typing import Any
 import pytest
 
 from kvloft import _core
-from kvloft.cli import serve
+from kvloft.cli import connection, serve
 from kvloft.cli.__main__ import main
 from kvloft.cli.daemon import Log
 from kvloft.errors import StoreError
@@ -451,12 +452,18 @@ def test_a_second_server_on_a_socket_ends_with_a_sentence(
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_status_2(
-    capsys: pytest.CaptureFixture[str], command: str, argv: list[str], said: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    argv: list[str],
+    said: str,
 ) -> None:
-    assert main([command, *argv]) == 2
+    monkeypatch.setattr(connection, "SERVICE_SOCKET", "/nowhere/kvloft.sock")
+    monkeypatch.setattr(connection, "auto_socket", lambda: "/nowhere/auto.sock")
+    assert main([command, *argv]) == (1 if command == "status" and not argv else 2)
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("kvloft: ") and said in captured.err
+    assert captured.err.startswith("kvloft: ") and said.removesuffix(".") in captured.err
     assert captured.err.count("\n") == 1
 
 
@@ -465,6 +472,18 @@ def test_a_wrong_size_is_reported_with_its_origin(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err.startswith(
         'kvloft: host_size = "many" (command line) is not allowed'
     )
+
+
+def test_more_host_memory_than_is_left_stops_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "available_bytes", lambda: 1 << 20)
+    assert main(["serve", "--socket", f"{folder}/run/kv.sock", "--host-size", "2MiB"]) == 2
+    assert capsys.readouterr().err == (
+        "kvloft: host_size = 2MiB (command line) is more than the 1 MiB that this machine or "
+        "container has left; lower it.\n"
+    )
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("is_from_environment", [False, True])
@@ -519,6 +538,13 @@ def test_a_folder_of_the_log_is_not_made(folder: Path, capsys: pytest.CaptureFix
     assert not list(folder.iterdir())
 
 
+@pytest.mark.parametrize("argv", [["serve", "--linger"], ["status", "--watch", "--interval"]])
+def test_minutes_are_written_min(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main([*argv, "5m", "--socket", "/tmp/x/kv.sock"]) == 2
+    assert "has the unit m; did you mean 5min?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["x=10", "3f", "3f=", "=10", "3f=x"])
 def test_an_invalid_share_is_reported(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--socket", "/tmp/x.sock", "--share", text]) == 2
@@ -531,8 +557,8 @@ def test_an_invalid_share_is_reported(text: str, capsys: pytest.CaptureFixture[s
         (
             ["--socket", "/tmp/kv.sock"],
             (
-                "the socket's directory /tmp (belongs to user|is writable by other users) "
-                "[^;]*; give --socket a path"
+                r"the socket's directory /tmp is writable by other users \(mode 1777\); use "
+                "--socket /tmp/kvloft/kv.sock, whose directory kvloft creates for this user only"
             ),
         ),
         (
@@ -646,3 +672,28 @@ def test_nodes_of_ranks_are_the_servers(folder: Path) -> None:
     )
     engine.close()
     server.close(0.0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_reads_how_to_run_the_command(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.chmod(0o755)
+    other_uid, socket = 65534, f"{folder}/run/kv.sock"
+    server = _core.Server(socket, host_bytes=1 << 20)
+    assert exit_status_as(other_uid, ["status", "--socket", socket]) == 1
+    user = pwd.getpwuid(other_uid).pw_name
+    assert capsys.readouterr().err == (
+        f"kvloft: {socket} cannot be opened by user {user}; run this as its owner: sudo -u root "
+        "kvloft status\n"
+    )
+    server.close(0.0)
+
+
+def exit_status_as(uid: int, argv: list[str]) -> int:
+    """Run a command in this process, with another effective user."""
+    os.seteuid(uid)
+    try:
+        return main(argv)
+    finally:
+        os.seteuid(0)

@@ -85,10 +85,13 @@ def test_size_of_a_known_model(
 
 
 def test_fp8_halves_the_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert size(tmp_path, LLAMA_8B, capsys, "--kv-cache-dtype", "fp8")["token_bytes"] == 64 << 10
+    for name in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        assert size(tmp_path, LLAMA_8B, capsys, "--kv-cache-dtype", name)["token_bytes"] == 64 << 10
 
 
-@pytest.mark.parametrize(("disk_read", "is_faster"), [("3GB", False), ("4GB", True)])
+@pytest.mark.parametrize(
+    ("disk_read", "is_faster"), [("3GB", False), ("4GB", True), ("4GB/s", True)]
+)
 def test_break_even_of_disk_and_prefill(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], disk_read: str, is_faster: bool
 ) -> None:
@@ -113,8 +116,31 @@ def test_unusable_config_is_one_sentence_and_status_2(
     (tmp_path / "config.json").write_text(text)
     assert main(["size", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("kvloft: ")
+    assert error.startswith(f"kvloft: {tmp_path}")
     assert error.count("\n") == 1
+
+
+def test_a_folder_or_file_is_never_looked_up_on_the_hub(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvloft.cli.size._from_hub", lambda model: pytest.fail(model))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for model in ("empty", str(tmp_path / "missing"), "./missing"):
+        assert main(["size", model]) == 2
+        assert "config.json does not exist; use a folder" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    assert main(["size", str(tmp_path / "config.json")]) == 0
+
+
+@pytest.mark.parametrize("tokens", ["-5", "0", "x"])
+def test_a_rate_of_no_tokens_is_refused(
+    tokens: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["size", str(tmp_path), f"--prefill={tokens}"])
+    assert error.value.code == 2
+    assert "expected a number of at least 1" in capsys.readouterr().err
 
 
 def test_unknown_kind_of_layer_is_refused(

@@ -93,9 +93,49 @@ def test_a_failing_disk_is_reported_once(socket: str, capsys: pytest.CaptureFixt
     ]
     assert shown_first(status)[:2] == said
     status["stats"]["server_disk_unused"] = 1
+    status["disk_trouble"] = "disk_path /a/disk is not used: /a does not exist"
     assert shown_first(status)[:2] == [
         said[0],
-        "The disk /a/disk is not in use; the server's log gives the reason.",
+        "The disk /a/disk is not in use: /a does not exist.",
+    ]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"server_disk_unused": 1},
+        {"server_disk_free_bytes": 0, "server_disk_bytes": 1 << 30},
+        {"disk_broken": 1},
+        {},
+    ],
+)
+def test_a_disk_is_called_slow_only_if_it_works(more: dict[str, int], socket: str) -> None:
+    status = looked_at(socket, **more)
+    (space,) = status["namespaces"]
+    space["stats"] |= {"disk_dropped": 130, "disk_unwritten": 124} | more
+    for draw in (
+        lambda console: status_command._print(status, "/kv.sock", console),
+        lambda console: console.print(watch.picture(status, {})),
+    ):
+        console = Console(width=200, record=True, file=io.StringIO())
+        draw(console)
+        slow = "; 124 evicted first: the disk is slower than saves"
+        lines = console.export_text().splitlines()
+        assert f"130 chunks never written to disk{'' if more else slow}" in [
+            line.rstrip() for line in lines
+        ]
+
+
+def test_rejected_engines_are_a_problem_with_count_and_reason(socket: str) -> None:
+    status = looked_at(socket)
+    assert status["refusals"] == []
+    status["refusals"] = [{"namespace": "3f9a", "count": 14, "reason": "--host-size is too large"}]
+    assert shown_first(status)[:2] == [
+        "The kvloft server at unix:/kv.sock has 1 problem:",
+        (
+            "The server rejected 14 connections of engines in namespace 3f9a; they retry: "
+            "--host-size is too large."
+        ),
     ]
 
 
@@ -179,5 +219,26 @@ def test_the_only_usual_socket_is_found(
     assert f"unix:{socket}" in capsys.readouterr().out
     monkeypatch.setattr(connection, "auto_socket", lambda: socket)
     assert main(["status"]) == 2
-    assert "there is several servers" not in (said := capsys.readouterr().err)
+    assert "there are several servers, at " in (said := capsys.readouterr().err)
     assert "use --socket PATH" in said
+
+
+def test_a_search_without_a_server_fails_like_a_socket_without_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(connection, "SERVICE_SOCKET", "/nowhere/kvloft.sock")
+    monkeypatch.setattr(connection, "auto_socket", lambda: "/nowhere/auto.sock")
+    assert main(["status"]) == 1
+    assert capsys.readouterr().err == (
+        "kvloft: there is no server at /nowhere/kvloft.sock or /nowhere/auto.sock; use --socket "
+        "PATH, or set KVLOFT_SERVER=unix:PATH; start one with `kvloft serve`\n"
+    )
+
+
+def test_other_settings_do_not_matter_to_a_command_on_a_server(
+    socket: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVLOFT_HOST_SIZE", "huge")
+    assert main(["status", "--socket", socket]) == 0
+    monkeypatch.setenv("KVLOFT_SERVER", socket)
+    assert main(["status"]) == 0

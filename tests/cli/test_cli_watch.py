@@ -144,9 +144,15 @@ def test_only_this_machine_may_ask_unless_a_host_is_named(
     assert metrics.address(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "x", "localhost", "1:", "70000", "-1", "1e3"])
+@pytest.mark.parametrize("text", ["", "x", "localhost", "1:", "-1", "1e3"])
 def test_an_address_without_a_port_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="has no port"):
+        metrics.address(text)
+
+
+@pytest.mark.parametrize("text", ["65536", "99999", "0.0.0.0:123456789"])
+def test_a_port_out_of_range_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{text}': the port must be 1 to 65535"):
         metrics.address(text)
 
 
@@ -341,7 +347,7 @@ def test_hit_rates_are_shown_per_engine_and_in_total(
 def test_saves_that_a_late_answer_cost_are_shown_with_the_way_out(
     late: tuple[int, int], said: list[str] | None
 ) -> None:
-    lines = notes({"stats": dict(zip(("late_calls", "late_chunks"), late, strict=True))})
+    lines = notes({"stats": dict(zip(("late_calls", "late_chunks"), late, strict=True))}, [])
     assert [re.findall(r": ([\d,k.]+)[;.]", line) for line in lines] == (
         [] if said is None else [said]
     )
@@ -513,7 +519,7 @@ def test_a_disk_that_a_server_cannot_have_is_shown(
             assert f"disk_path {disk} is in use by process {os.getpid()}" in str(
                 server.disk_trouble()
             )
-            said = f"The disk {disk} is not in use; the server's log gives the reason."
+            said = f"The disk {disk} is not in use: {server.disk_trouble()}."
             for has_engine in (False, True):
                 if has_engine:
                     engine = _core.Session.connect(

@@ -106,7 +106,7 @@ def test_mistakes_have_the_errors_of_an_embedded_store(socket: str) -> None:
     with pytest.raises(BusyError, match="another kvloft server"):
         _core.Server(socket, host_bytes=8 * FRAME)
     engine = connect(socket)
-    with pytest.raises(ConfigError, match=r"no such namespace.*: 0000000000000000"):
+    with pytest.raises(ConfigError, match=r"no namespace begins with f;.*: 0000000000000000"):
         _core.server_clear(socket, namespace="f")
     with pytest.raises(ConfigError, match="no such units"):
         engine.reserve([(chain_of([1]), (), 0, 0, 2, [[1, 2]])])

@@ -6,6 +6,7 @@ import os
 import select
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -384,6 +385,36 @@ class TestLifeline:
             os.close(write)
         assert self.is_closed(read), "no other file may be kept open"
         os.close(read)
+
+    def test_the_arena_of_a_lost_server_is_unmapped_by_the_next_plan_without_copies(
+        self, store: _core.Session
+    ) -> None:
+        def num_mappings() -> int:
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            return sum(line.split()[4] == str(store.arena_id) for line in maps)
+
+        num_before = num_mappings()
+        read, write, lifeline = self.new_pipe()
+        worker = worker_for()
+        self.begin(worker, store, lifeline)
+        os.close(write)
+        arena = worker._plan.arena
+        worker.begin(StepPlan(2, arena))
+        assert num_mappings() > num_before, "the server runs"
+        os.close(read)
+        self.begin(worker, store, lifeline)
+        assert num_mappings() > num_before, "copies of this plan can still succeed"
+        worker.begin(StepPlan(3, arena))
+        assert num_mappings() == num_before
+        worker.begin(plan_of(store, 4)._replace(arena=arena))
+        worker.run_saves()
+        worker.run_loads()
+        assert_all_failed(worker)
+        read, write, lifeline = self.new_pipe()
+        report = self.begin(worker, store, lifeline)
+        assert report is not None and report.saved == (11,), "a new server"
+        os.close(read)
+        os.close(write)
 
     def test_another_connection_to_the_same_memory_changes_the_lifeline_and_keeps_the_mover(
         self, store: _core.Session

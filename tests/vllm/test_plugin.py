@@ -59,7 +59,7 @@ def test_a_wrong_setting_is_reported_when_vllm_checks_for_the_hybrid_manager(
 
 def test_unsupported_hardware_is_reported_then_too(factory: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r"^kvloft: host_size = 900TiB is more than this machine's memory"
+        ConfigError, match=r"^kvloft: host_size = 900TiB .* is more than this machine's memory"
     ):
         factory.get_connector_class(transfer(kv_connector_extra_config={"host_size": "900TiB"}))
     with pytest.raises(

@@ -83,7 +83,7 @@ def _written(do: Callable[[argparse.Namespace], int], args: argparse.Namespace) 
     except StoreError as e:
         from kvloft.cli.connection import report_no_answer
 
-        return report_no_answer(e)
+        return report_no_answer(e, args)
     except SystemExit as e:  # rich has handled a closed pipe
         if not isinstance(e.__context__, BrokenPipeError):
             raise

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from kvloft.cli import warn
+from kvloft.cli.connection import available_bytes
 from kvloft.config.sources import describe, first_twice, load_config
 from kvloft.config.table import AUTO, OF_STORE, Config
 from kvloft.errors import ConfigError
@@ -47,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the settings; returns 0. Raises ConfigError if an engine would not start with them."""
     config = load_config(parse_extra(args.extra))
-    refuse_here(config)
+    refuse_here(config, available_bytes())
     for warning in warnings(config):
         warn(f"warning: {warning}")
     if args.json:

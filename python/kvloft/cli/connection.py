@@ -5,14 +5,16 @@ if no server answers.
 """
 
 import argparse
+import contextlib
 import os
+from pathlib import Path
 from typing import Final
 
 from kvloft.cli import warn
-from kvloft.config.environment import MAX_SOCKET_BYTES, auto_socket
+from kvloft.config.environment import MAX_SOCKET_BYTES, auto_socket, connection_environment
 from kvloft.config.sources import load_config
 from kvloft.config.table import OF_STORE, Config, parse_socket
-from kvloft.errors import ConfigError, LateError, StoreError
+from kvloft.errors import ConfigError, DeniedError, LateError, StoreError
 
 COMMAND_LINE: Final = "command line"
 """The origin of a setting."""
@@ -34,20 +36,15 @@ def add_socket(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def settings(args: argparse.Namespace, *, may_be_missing: bool = False) -> Config:
-    """Return the settings from the command line and all other sources, with a ``server`` unless it
-    ``may_be_missing``. Raises ConfigError.
+def settings(args: argparse.Namespace) -> Config:
+    """Return the settings from the command line and all other sources, with a ``server``. Raises
+    ConfigError.
     """
     given = {name: value for name in OF_STORE if (value := getattr(args, name, None)) is not None}
-    if args.socket == "auto":
-        raise ConfigError(
-            "--socket auto: expected a path; for the socket of server = auto, set "
-            "KVLOFT_SERVER=auto."
-        )
     if args.socket is not None:
         given["server"] = f"unix:{_path(args.socket)}"
     config = load_config(given, extra_origin=COMMAND_LINE)
-    if config.server is None and not may_be_missing:
+    if config.server is None:
         raise ConfigError(
             "the socket is missing; use --socket PATH, or set KVLOFT_SERVER=unix:PATH."
         )
@@ -56,23 +53,61 @@ def settings(args: argparse.Namespace, *, may_be_missing: bool = False) -> Confi
 
 def socket_of(args: argparse.Namespace) -> str:
     """Return the path of the server's socket: from a setting, or the only usual socket that exists.
-    Raises ConfigError.
+    Other settings have no effect, even invalid values in the environment. Raises ConfigError, and
+    StoreError without a server.
     """
-    socket = settings(args, may_be_missing=True).socket
-    if socket is not None:
+    if args.socket is not None:
+        return _path(args.socket)
+    if (socket := load_config({}, connection_environment()).socket) is not None:
         return socket
     usual = [SERVICE_SOCKET, auto_socket()]
-    found = [path for path in usual if os.path.exists(path)]  # noqa: PTH110
-    if len(found) != 1:
-        which = "there are several servers" if found else "there is no server"
-        raise ConfigError(
-            f"{which} at {' and '.join(found or usual)}; use --socket PATH, or set "
-            "KVLOFT_SERVER=unix:PATH."
-        )
+    found = [path for path in usual if os.path.exists(path) or _is_hidden(Path(path))]  # noqa: PTH110
+    fix = "use --socket PATH, or set KVLOFT_SERVER=unix:PATH"
+    if not found:
+        raise StoreError(f"there is no server at {' or '.join(usual)}; {fix}")
+    if len(found) > 1:
+        raise ConfigError(f"there are several servers, at {' and '.join(found)}; {fix}.")
     return found[0]
 
 
+def _owner(path: Path) -> int:
+    """Return the owner of a file or, if this user cannot see it, of the closest directory above."""
+    for place in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            return place.stat().st_uid
+    return 0
+
+
+def _user(uid: int) -> str:
+    import pwd  # for an error only
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"'#{uid}'"
+
+
+def available_bytes() -> int | None:
+    """Return the bytes of memory that this machine or container has left; None if unknown."""
+    try:  # `kvloft config` must work where the extension does not load
+        from kvloft._core import available_bytes as available
+    except ImportError:
+        return None
+    return available()
+
+
+def _is_hidden(socket: Path) -> bool:
+    """Return True if this user cannot see the files of the socket's directory."""
+    folder = socket.parent
+    return folder.is_dir() and not os.access(folder, os.X_OK)
+
+
 def _path(text: str) -> str:
+    if text == "auto":
+        raise ConfigError(
+            "--socket auto: expected a path; for the socket of server = auto, set "
+            "KVLOFT_SERVER=auto."
+        )
     try:
         return str(parse_socket(f"unix:{text.removeprefix('unix:')}"))
     except ValueError:
@@ -82,9 +117,16 @@ def _path(text: str) -> str:
         ) from None
 
 
-def report_no_answer(error: StoreError) -> int:
+def report_no_answer(error: StoreError, args: argparse.Namespace) -> int:
     """Print the reason why a server did not answer, and the fix; returns the exit status."""
     fix = "start one with `kvloft serve`"
+    if isinstance(error, DeniedError) and hasattr(args, "socket"):
+        socket = socket_of(args)
+        warn(
+            f"{socket} cannot be opened by user {_user(os.geteuid())}; run this as its owner: "
+            f"sudo -u {_user(_owner(Path(socket)))} {args.parser.prog}"
+        )
+        return 1
     if isinstance(error, LateError):
         fix = "the server's process is stopped or busy, and may still execute the command"
     warn(f"{error}; {fix}")

@@ -18,7 +18,9 @@ INFO_HELP: Final = "1, with the model of each namespace as a label"
 def address(text: str) -> tuple[str, int]:
     """Parse ``PORT`` or ``HOST:PORT``; without a host, 127.0.0.1. Raises ConfigError."""
     host, _, port = text.rpartition(":")
-    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+    if re.fullmatch(r"[0-9]{1,9}", port) and int(port) > 65535:  # 0: any free port
+        raise ConfigError(f"--metrics {text!r}: the port must be 1 to 65535.")
+    if not re.fullmatch(r"[0-9]{1,5}", port):
         raise ConfigError(
             f"--metrics {text!r} has no port; use --metrics 9180, or 0.0.0.0:9180 for access from "
             "other machines."

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any, Final
 
 from kvloft.cli.admin import NONE, counted
-from kvloft.cli.tables import Status, broken, disk_unused, hit_rate
+from kvloft.cli.tables import Status, broken, disk_unused, hit_rate, rejected
 from kvloft.config.units import size_text
 
 GROWTH_BYTES: Final = 64 << 20
@@ -37,7 +37,7 @@ def figures(status: Status) -> dict[str, Any]:
         "hit_rate": hit_rate(sums),
     }
     fails = {line for space in spaces for line in broken(space, status)}
-    problems = [*disk_unused(status), *disk_full(status, found), *sorted(fails)]
+    problems = [*disk_unused(status), *disk_full(status, found), *rejected(status), *sorted(fails)]
     return found | {"problems": problems}
 
 
@@ -76,6 +76,11 @@ def disk_full(status: Status, found: dict[str, Any] | None = None) -> list[str]:
         return []
     what = f"The file system of {found['disk_path'] or 'the disk'} is full ({size_text(free)} free)"
     return [f"{what}: new chunks replace old ones there, or are dropped."]
+
+
+def disk_problems(space: Status, status: Status) -> list[str]:
+    """Return lines about the disk of a namespace: unused, full or paused."""
+    return [*disk_unused(status), *disk_full(status), *broken(space, status)]
 
 
 def _part(used: int, size: int) -> str:

@@ -18,11 +18,11 @@ from typing import IO, Any, Final
 
 from kvloft.cli import metrics, warn
 from kvloft.cli.admin import NONE, limits_text
-from kvloft.cli.connection import COMMAND_LINE, add_socket, settings
+from kvloft.cli.connection import COMMAND_LINE, add_socket, available_bytes, settings
 from kvloft.cli.daemon import Log, in_background
 from kvloft.config.sources import describe
 from kvloft.config.table import KEYS, OF_STORE, Config
-from kvloft.config.units import parse_seconds, size_text
+from kvloft.config.units import HintError, parse_seconds, size_text
 from kvloft.errors import ConfigError, StoreError
 from kvloft.limits import tenant_limits
 from kvloft.machine import refuse_here, refuse_nodes, warnings
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
     own_shares, linger_s = shares(args.share), _linger(args.linger)
     options = _Options(config, own_shares, nodes(args.numa), metrics_at, linger_s)
     own = replace(config, server=None)  # the server uses this machine's memory and disk
-    refuse_here(own)
+    refuse_here(own, available_bytes())
     for warning in warnings(own, opens_disk=True):
         warn(f"warning: {warning}")
     serve = partial(_serve, options)
@@ -208,6 +208,8 @@ def _given(config: Config) -> str:
 def _linger(text: str | None) -> float | None:
     try:
         return parse_seconds(text) if text is not None else None
+    except HintError as e:
+        raise ConfigError(f"--linger {text!r} {e}") from None
     except (ValueError, ArithmeticError):
         raise ConfigError(
             f"--linger {text!r}: expected a time of at most an hour, such as 300, 30s or 5min."

@@ -7,6 +7,7 @@ torch.
 
 import argparse
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,11 @@ REACHING: Final = frozenset({"sliding_attention", "chunked_attention", "local_at
 STATES: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent"})
 STORED_SHARE: Final = COMPACT_SHARE + 8 / 4096
 """Bytes of compressed KV with its table, as a part of the bytes of bfloat16 KV."""
-DTYPE_BYTES: Final = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
+DTYPE_BYTES: Final = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4} | dict.fromkeys(
+    ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"), 1
+)
+"""Bytes of a value, by vLLM's names."""
+HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 COMPRESSED: Final = frozenset({"auto", "bfloat16"})
 
 
@@ -67,7 +72,8 @@ def add_parser(subparsers: Any) -> None:
         "--kv-cache-dtype",
         default="auto",
         choices=DTYPE_BYTES,
-        help="as vLLM's flag (auto: 2 bytes per value)",
+        metavar="DTYPE",
+        help="as vLLM's flag, such as fp8_e4m3 (default: auto, 2 bytes per value)",
     )
     parser.add_argument(
         "--host-size",
@@ -78,11 +84,14 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--disk-size", type=_size, metavar="SIZE", help="size of the disk tier")
     parser.add_argument(
-        "--prefill", type=int, metavar="TOKENS", help="tokens that the engine computes per second"
+        "--prefill",
+        type=_num_tokens,
+        metavar="TOKENS",
+        help="tokens that the engine computes per second",
     )
     parser.add_argument(
         "--disk-read",
-        type=_size,
+        type=_rate,
         metavar="SIZE",
         help='bytes that the disk reads per second, for example "6GB"',
     )
@@ -101,9 +110,23 @@ def _size(text: str) -> int:
         ) from None
 
 
+def _rate(text: str) -> int:
+    return _size(text.removesuffix("/s"))
+
+
+def _num_tokens(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, not {text!r}")
+    return int(text)
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the sizes; returns 0. Raises ConfigError for an unusable config.json."""
-    size = kv_size(read_model_config(args.model), DTYPE_BYTES[args.kv_cache_dtype])
+    config = read_model_config(args.model)
+    try:
+        size = kv_size(config, DTYPE_BYTES[args.kv_cache_dtype])
+    except ConfigError as e:
+        raise ConfigError(f"{args.model}: {e}") from None
     figures = _figures(size, args)
     if args.json:
         print(json.dumps(figures, indent=2))
@@ -116,9 +139,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_model_config(model: str) -> dict[str, Any]:
-    """Return the config.json of a folder or hub name. Raises ConfigError without one."""
-    path = Path(model) / "config.json"
+    """Return the config.json of a folder, a path of config.json or a hub name. Raises ConfigError
+    without one.
+    """
+    path = Path(model)
     if not path.is_file():
+        path /= "config.json"
+    if not path.is_file():
+        if Path(model).is_dir() or not HUB_NAME.fullmatch(model):
+            raise ConfigError(f"{path} does not exist; use a folder with config.json.")
         path = _from_hub(model)
     try:
         config = json.loads(path.read_text())

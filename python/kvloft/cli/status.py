@@ -10,7 +10,7 @@ from kvloft.cli import warn
 from kvloft.cli.admin import add_salt, limits_text, read_salt_argument, salt_tag
 from kvloft.cli.connection import add_socket, socket_of
 from kvloft.cli.inspect import fields_of
-from kvloft.cli.overview import as_json, lines
+from kvloft.cli.overview import as_json, disk_problems, lines
 from kvloft.cli.tables import (
     ID_DIGITS,
     NO_ENGINE,
@@ -132,7 +132,8 @@ def _print_namespace(
     if not space["stats"]:
         console.print("It is being opened.")
         return
-    above = (tier_table(space, status), *notes(space), hit_table(space), engine_table(space))
+    found = notes(space, disk_problems(space, status))
+    above = (tier_table(space, status), *found, hit_table(space), engine_table(space))
     for nth, part in enumerate((*above, *tenant_table(space, MAX_TENANTS, tag))):
         if nth:
             console.print()

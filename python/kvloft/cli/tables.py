@@ -70,9 +70,21 @@ def field_table(fields: Mapping[str, str] | str) -> Table | Text:
 
 def disk_unused(status: Status) -> list[str]:
     """Return a line if the server cannot use its disk directory."""
+    if not status["stats"]["server_disk_unused"]:
+        return []
     disk = status["settings"].get("disk_path", "")
-    line = f"The disk {disk} is not in use; the server's log gives the reason."
-    return [line] if status["stats"]["server_disk_unused"] else []
+    reason = status["disk_trouble"] or "it opens now"
+    reason = reason.removeprefix(f"disk_path {disk} is not used: ")
+    return [f"The disk {disk} is not in use: {reason}."]
+
+
+def rejected(status: Status) -> list[str]:
+    """Return a line for each namespace whose engines the server does not accept."""
+    return [
+        f"The server rejected {counted(each['count'], 'connection')} of engines in namespace "
+        f"{each['namespace']}; they retry: {each['reason']}."
+        for each in status["refusals"]
+    ]
 
 
 def tier_table(space: Status, status: Status) -> Table:
@@ -99,14 +111,18 @@ def broken(space: Status, status: Status) -> list[str]:
     return ["The disk tier is paused: reads or writes fail; they are retried."] if is_paused else []
 
 
-def notes(space: Status) -> list[str]:
-    """Return a line for each loss in a namespace, with its number of chunks."""
+def notes(space: Status, disk_problems: list[str]) -> list[str]:
+    """Return a line for each loss in a namespace, with its number of chunks. ``disk_problems``:
+    lines about the disk, which explain chunks that were never written.
+    """
     stats, found = space["stats"], []
     if num := stats.get("evicted", 0):
         found.append(f"{counted(num, 'chunk')} removed by `kvloft evict`")
-    if num := stats.get("disk_unwritten", 0):
-        slow = "the disk is slower than saves"
-        found.append(f"{counted(num, 'chunk')} evicted before they were written: {slow}")
+    if num := stats.get("disk_dropped", 0):
+        line = f"{counted(num, 'chunk')} never written to disk"
+        if (num_slow := stats.get("disk_unwritten", 0)) and not disk_problems:
+            line += f"; {num_slow:,} evicted first: the disk is slower than saves"
+        found.append(line)
     if num := stats.get("late_calls", 0):
         found.append(
             f"Late answers: {count_text(num)}; chunks not saved because of them: "

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvloft.cli.admin import limits_text
-from kvloft.cli.overview import as_json, disk_full, lines
+from kvloft.cli.overview import as_json, disk_full, disk_problems, lines
 from kvloft.cli.tables import (
     NO_ENGINE,
     broken,
@@ -24,11 +24,12 @@ from kvloft.cli.tables import (
     hit_table,
     new_table,
     notes,
+    rejected,
     tenant_table,
     tier_table,
     title,
 )
-from kvloft.config.units import parse_seconds
+from kvloft.config.units import HintError, parse_seconds
 from kvloft.errors import LateError
 
 INTERVAL_S: Final = 1.0
@@ -188,7 +189,7 @@ def picture(
     limits = [Text(f"Limits: {bounds}", no_wrap=True, overflow="ellipsis")] if bounds else []
     if not spaces:
         return Group(*limits, *(Text(line) for line in (*lines(status, socket), NO_ENGINE)))
-    limits += [Text(line) for line in (*disk_unused(status), *disk_full(status))]
+    limits += [Text(line) for line in (*disk_unused(status), *disk_full(status), *rejected(status))]
     pictures = (
         _picture_of(space, status, rates.get(space["namespace"], {}), olds, tag) for space in spaces
     )
@@ -206,7 +207,7 @@ def _picture_of(
     flow = [_flow(rates, chunk_bytes(space))] if rates else []
     tables: list[Table | str] = [
         tier_table(space, status),
-        *notes(space),
+        *notes(space, disk_problems(space, status)),
         *broken(space, status),
         *flow,
         hit_table(space, olds.get(space["namespace"])),
@@ -234,9 +235,13 @@ def _flow(rates: dict[str, float], frame_bytes: float) -> Table:
 
 def interval(text: str) -> float:
     """Parse --interval. Raises ArgumentTypeError."""
-    with contextlib.suppress(ValueError):
+    try:
         if (seconds := parse_seconds(text)) >= MIN_INTERVAL_S:
             return seconds
+    except HintError as e:
+        raise argparse.ArgumentTypeError(f"{text} {e}") from None
+    except ValueError:
+        pass
     raise argparse.ArgumentTypeError(
         f"expected a number of seconds from {MIN_INTERVAL_S:g}, or a time up to 1h, not {text!r}"
     )

@@ -45,6 +45,12 @@ def server_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
 
 
+def connection_environment() -> dict[str, str]:
+    """Return the variables that a command needs to find a server."""
+    names = (ENV_FILE, f"{ENV_PREFIX}SERVER")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def auto_socket() -> str:
     """Return the socket of ``server = auto``: in the user's runtime directory or /tmp."""
     run = os.environ.get("XDG_RUNTIME_DIR", "")

@@ -4,12 +4,13 @@ line), environment variables ``KVLOFT_*``, the YAML file in ``KVLOFT_CONFIG``, a
 Must depend on neither vLLM nor the store: checks that need the model run elsewhere.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from kvloft.config.environment import ENV_FILE, ENV_PREFIX, environment, setting_variables
 from kvloft.config.table import AUTO, KEYS, OF_STORE, Config, is_checked_for_unit
-from kvloft.config.units import has_unit
+from kvloft.config.units import HintError, format_size, has_unit
 from kvloft.errors import ConfigError
 
 FROM_EXTRA: Final = "kv_connector_extra_config"
@@ -22,20 +23,30 @@ _NOT_NEEDED: Final = "kvloft does not need it; remove it"
 _ONE_HOST: Final = "kvloft serves one host and does not support it; remove it"
 _PREFIXES: Final = "kvloft reuses prefixes only and does not support it; remove it"
 _HOST_SIZE: Final = 'use host_size, for example "32GiB"'
+_SERVER: Final = 'use server, for example "unix:/run/kvloft/kvloft.sock"'
+_TIMEOUT: Final = 'use load_timeout, for example "10s"'
+_DISK_PATH: Final = 'use disk_path, for example "/var/cache/kvloft"'
+_DISK_SIZE: Final = 'use disk_size, for example "500GiB"'
+_SAVE: Final = 'use save = "prompt", which saves no generated tokens'
 
 _LMCACHE: Final = {
     "local_cpu": _HOST_SIZE,
     "max_local_cpu_size": _HOST_SIZE,
     "l1_size_gb": _HOST_SIZE,
-    "local_disk": 'use disk_path, for example "/var/cache/kvloft"',
-    "max_local_disk_size": 'use disk_size, for example "500GiB"',
+    "reserve_local_cpu_size": _NOT_NEEDED,
+    "local_disk": _DISK_PATH,
+    "max_local_disk_size": _DISK_SIZE,
+    "blocking_timeout_secs": _TIMEOUT,
+    "mp_host": _SERVER,
+    "mp_port": _SERVER,
+    "rpc_port": _NOT_NEEDED,
     "chunk_size": _NOT_NEEDED,
-    "save_decode_cache": 'use save = "prompt", which saves no generated tokens',
+    "save_decode_cache": _SAVE,
     "save_unfull_chunk": _NOT_NEEDED,
     "use_layerwise": _NOT_NEEDED,
     "pre_caching_hash_algorithm": _NOT_NEEDED,
     "cache_policy": 'use eviction = "adaptive" or "lru"',
-    "lmcache_instance_id": "kvloft does not need it; namespace separates engines",
+    "instance_id": "kvloft does not need it; namespace separates engines",
     "remote_url": _ONE_HOST,
     "remote_serde": _ONE_HOST,
     "enable_p2p": _ONE_HOST,
@@ -48,7 +59,9 @@ _OFFLOADING: Final = {
     "num_cpu_blocks": _HOST_SIZE,
     "block_size": _NOT_NEEDED,
     "eviction_policy": 'use eviction = "adaptive" or "lru"',
-    "root_dir": 'use disk_path, for example "/var/cache/kvloft"',
+    "root_dir": _DISK_PATH,
+    "spec_name": _NOT_NEEDED,
+    "store_threshold": "kvloft saves each chunk at first use; remove it",
     "secondary_tiers": "use disk_path and disk_size for a disk",
 }
 """Settings of LMCache and of vLLM's OffloadingConnector, and kvloft's equivalents, for errors only;
@@ -76,14 +89,14 @@ def load_config(
     ]
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
-    bare_numbers: dict[str, int] = {}
+    bare_numbers: dict[str, float] = {}
     for layer, may_be_null in layers:  # each value is checked, also if it is replaced
         for key, (raw, origin) in layer.items():
             values[key] = value = _parse(key, raw, origin, may_be_null)
             origins[key] = origin
             bare_numbers.pop(key, None)
-            if is_checked_for_unit(key) and isinstance(value, int) and not has_unit(raw):
-                bare_numbers[key] = value
+            if is_checked_for_unit(key, value) and not has_unit(raw):
+                bare_numbers[key] = value  # type: ignore[assignment]  # a number
     _refuse_contradictions(values, origins)
     return Config(**values, origins=origins, bare_numbers=bare_numbers)  # type: ignore[arg-type]  # each value was parsed
 
@@ -114,6 +127,7 @@ def describe(config: Config) -> list[tuple[str, str, str]]:
 
 
 def _from_mapping(given: Mapping[str, object], origin: str) -> _Layer:
+    _refuse_foreign([(_shown(key), key, value) for key, value in given.items()], origin)
     return {_known(key, origin): (value, origin) for key, value in given.items()}
 
 
@@ -121,9 +135,11 @@ def _from_environ(environ: Mapping[str, str]) -> _Layer:
     def spell(key: str) -> str:
         return f"{ENV_PREFIX}{key.upper()}"
 
+    found = list(setting_variables(environ))
+    _refuse_foreign(found, "environment")
     return {
         _known(key, "environment", spell, name): (value, f"environment variable {name}")
-        for name, key, value in setting_variables(environ)
+        for name, key, value in found
     }
 
 
@@ -179,36 +195,96 @@ def first_twice(keys: Sequence[str]) -> str | None:
     return next((key for i, key in enumerate(keys) if key in keys[:i]), None)
 
 
+def _refuse_foreign(given: Sequence[tuple[str, object, object]], origin: str) -> None:
+    """Raise one ConfigError for all settings of other caches among (name, key, value)."""
+    found = [
+        f"{name} ({origin}) {other}"
+        for name, key, value in given
+        if not (isinstance(key, str) and key in KEYS) and (other := _equivalent(str(key), value))
+    ]
+    if found:
+        raise ConfigError(f"{'; '.join(found)}.")
+
+
 def _known(
     key: object, origin: str, spell: Callable[[str], str] = str, written: str | None = None
 ) -> str:
     if isinstance(key, str) and key in KEYS:
         return key
-    name = _shown(key) if written is None else written
-    if other := _equivalent(str(key)):
-        raise ConfigError(f"{name} ({origin}) {other}.")
     import difflib  # slow, and needed for an error only
 
-    near = difflib.get_close_matches(str(key).lower(), KEYS, n=1, cutoff=0.5)
+    name = _shown(key) if written is None else written
+    near = difflib.get_close_matches(str(key).lower(), KEYS, n=1, cutoff=0.7)
     known = f"known keys are {', '.join(map(spell, KEYS))}."
     hint = f"did you mean {spell(near[0])}?" if near else known
     raise ConfigError(f"{name} ({origin}) is not a setting of kvloft; {hint}")
 
 
-def _equivalent(key: str) -> str | None:
-    """Return a sentence part about a setting of another cache; None for an unknown key."""
-    name = key.lower().removeprefix("lmcache.")
-    if name in _LMCACHE:
-        return f"is an LMCache setting; {_LMCACHE[name]}"
+def _equivalent(key: str, value: object = None) -> str | None:
+    """Return a sentence part about a setting of another cache, with the equivalent of ``value`` if
+    it can be converted; None for an unknown key.
+    """
+    name = re.sub(r"^lmcache[._](mp\.)?", "", key.lower())
+    if key.lower().startswith("lmcache.mp."):
+        name = f"mp_{name}"
+    cache, fixes = "an LMCache setting", _LMCACHE
     if name in _OFFLOADING:
-        return f"is a setting of vLLM's OffloadingConnector; {_OFFLOADING[name]}"
-    return None
+        cache, fixes = "a setting of vLLM's OffloadingConnector", _OFFLOADING
+    elif key.lower().startswith("lmcache"):
+        fixes = {name: "kvloft has no equivalent; remove it"} | _LMCACHE
+    if name not in fixes:
+        return None
+    return f"is {cache}; {_converted(name, value) or fixes[name]}"
+
+
+def _converted(name: str, value: object) -> str | None:
+    if value is None or name not in _VALUES:
+        return None
+    setting, convert = _VALUES[name]
+    try:
+        return f'use {setting} = "{convert(value)}"'
+    except (ValueError, ArithmeticError):
+        return None
+
+
+def _gib(value: object) -> str:
+    return f"{float(str(value)):g}GiB"
+
+
+def _path(value: object) -> str:
+    text = str(value).removeprefix("file:")
+    if not text.startswith("/"):
+        raise ValueError(value)
+    return f"/{text.lstrip('/')}"
+
+
+def _bytes(value: object) -> str:
+    return format_size(int(str(value)))
+
+
+def _save(value: object) -> str:
+    return "all" if str(value).lower() in ("true", "1") else "prompt"
+
+
+_VALUES: Final[dict[str, tuple[str, Callable[[object], str]]]] = {
+    "max_local_cpu_size": ("host_size", _gib),
+    "l1_size_gb": ("host_size", _gib),
+    "cpu_bytes_to_use": ("host_size", _bytes),
+    "local_disk": ("disk_path", _path),
+    "root_dir": ("disk_path", _path),
+    "max_local_disk_size": ("disk_size", _gib),
+    "blocking_timeout_secs": ("load_timeout", lambda value: f"{float(str(value)):g}s"),
+    "save_decode_cache": ("save", _save),
+}
+"""The setting for each key whose value can be converted."""
 
 
 def _parse(key: str, raw: object, origin: str, may_be_null: bool) -> object:
     setting = KEYS[key]
     try:
         return setting.parse(raw)
+    except HintError as e:
+        raise ConfigError(f"{key} = {_shown(raw)} ({origin}) {e}") from None
     except (ValueError, TypeError, ArithmeticError):
         null = f", or null for {setting.null}" if setting.null and may_be_null else ""
         raise ConfigError(
@@ -219,6 +295,8 @@ def _parse(key: str, raw: object, origin: str, may_be_null: bool) -> object:
 def _shown(value: object) -> str:
     if value is None:
         return "null"
+    if isinstance(value, bool):
+        return str(value).lower()  # as in YAML and JSON
     is_plain = isinstance(value, str) and value.isprintable() and '"' not in value
     text = f'"{value}"' if is_plain else repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

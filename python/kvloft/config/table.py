@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from kvloft.config.environment import MAX_SOCKET_BYTES, auto_socket
 from kvloft.config.units import (
+    HintError,
     format_quota,
     format_size,
     format_ttl,
@@ -23,6 +24,9 @@ from kvloft.config.units import (
 
 FROM_DEFAULT: Final = "default"
 """The origin of a setting that no source has."""
+MIB: Final = 1 << 20
+GIB_BELOW: Final = 1024
+"""A smaller size without a unit is probably meant in GiB."""
 AUTO: Final = "auto"
 """As a server: one that engines start."""
 
@@ -40,6 +44,10 @@ def _parse_path(value: object) -> str | None:
         return None
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise ValueError(value)
+    if url := re.fullmatch(r"(file:|[A-Za-z][A-Za-z0-9+.-]*://)(.*)", value.strip()):
+        is_file = url[1].lower().startswith("file:")
+        fix = f"use /{url[2].lstrip('/')}" if is_file else "it must be a path on this machine"
+        raise HintError(f"is a URL; {fix}.")
     value = os.path.expanduser(_parse_text(value))  # noqa: PTH111
     if value.startswith("~"):
         raise ValueError(value)
@@ -87,8 +95,18 @@ class Setting(NamedTuple):
 
 
 def _size(low: int = 4096, high: int = 1 << 60, example: str = "") -> Setting:
+    def parse(value: object) -> int:
+        try:
+            return parse_size(value, low=low, high=high)
+        except ValueError:
+            number = str(value).strip()
+            if number.isdecimal() and 0 < int(number) < low:
+                unit = "GiB" if low < MIB and int(number) < GIB_BELOW else "MiB"
+                raise HintError(f"has no unit; did you mean {number}{unit}?") from None
+            raise
+
     allowed = f"a size from {format_size(low)} to {format_size(high)}{example}"
-    return Setting(partial(parse_size, low=low, high=high), allowed, format_size)
+    return Setting(parse, allowed, format_size)
 
 
 def _or_none(setting: Setting) -> Setting:
@@ -162,8 +180,8 @@ class Config:
     server_timeout: float = _set(0.005, _TIME)
     server_linger: float = _set(300.0, _TIME)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    bare_numbers: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
-    """Sizes and times to live without a unit."""
+    bare_numbers: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
+    """Sizes, times to live and a server_timeout without a unit."""
 
     @property
     def socket(self) -> str | None:
@@ -189,6 +207,8 @@ KEYS: Final[Mapping[str, Setting]] = {
 }
 
 
-def is_checked_for_unit(key: str) -> bool:
+def is_checked_for_unit(key: str, value: object) -> bool:
     """Return True if a number without a unit is probably a mistake for this setting."""
-    return KEYS[key] in (_SIZE, _QUOTA, _TTL)
+    if key == "server_timeout":
+        return True
+    return KEYS[key] in (_SIZE, _QUOTA, _TTL) and isinstance(value, int)

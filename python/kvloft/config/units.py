@@ -9,6 +9,11 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Final
 
+
+class HintError(ValueError):
+    """A value that is not allowed. The message follows the value and ends with the fix."""
+
+
 _UNITS: Final = {"": 1, "b": 1} | {
     f"{prefix}{kind}": base ** (power + 1)
     for power, prefix in enumerate("kmgt")
@@ -118,6 +123,8 @@ def _quantity(value: object) -> tuple[Decimal, str]:
 
 def _scaled(value: object, units: Mapping[str, int | Decimal]) -> Decimal:
     amount, unit = _quantity(value)
+    if unit == "m" and "min" in units:
+        raise HintError(f"has the unit m; did you mean {amount}min?")
     if unit not in units:
         raise ValueError(value)
     return amount * units[unit]

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import select
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -239,6 +240,16 @@ class Lifeline:
         if os.fstat(self._fd).st_ino != inode:
             self.close()
             raise OSError(f"{path} is no longer this engine's lifeline: its scheduler has ended")
+
+    def is_server_gone(self) -> bool:
+        """Return True if no process can read the pipe: the server has exited, or has released
+        all frames of this engine after a lost connection.
+        """
+        if self._fd is None:
+            return False
+        poll = select.poll()
+        poll.register(self._fd, 0)
+        return any(events & select.POLLERR for _, events in poll.poll(0))
 
     def close(self) -> None:
         """Close the pipe; this process must not write to frames afterwards. Idempotent."""

@@ -95,6 +95,8 @@ class WorkerCore:
         self._loads_run = self._saves_run = False
         if plan.arena is not None and plan.arena != self._arena:
             self._enter_arena(plan.arena)
+        elif not (plan.loads or plan.saves):
+            self._release_lost_arena()
         if self._mover is not None or (plan.arena is not None and self._make is not None):
             mover = self._ready_mover()
             if mover is not None:
@@ -123,6 +125,19 @@ class WorkerCore:
             self._close_mover()
             self._could_be_made = False
         self._replace_lifeline(lifeline)
+
+    def _release_lost_arena(self) -> None:
+        """Unmap the arena of a server that has exited: its memory stays allocated while a process
+        maps it, and a restarted server needs as much. Waits for copies in flight, and reports them
+        as usual.
+
+        Copies of later plans that name this arena fail.
+        """
+        if self._lifeline is not None and self._lifeline.is_server_gone():
+            self.drain()
+            self._close_mover()
+            self._could_be_made = False
+            self._replace_lifeline(None)
 
     def _close_mover(self) -> None:
         mover, self._mover = self._mover, None

@@ -61,6 +61,12 @@ impl Error {
         self.source.as_ref().is_some_and(|error| error.kind() == std::io::ErrorKind::TimedOut)
     }
 
+    /// Returns whether this user lacks a permission.
+    pub fn is_denied(&self) -> bool {
+        let denied = std::io::ErrorKind::PermissionDenied;
+        self.source.as_ref().is_some_and(|error| error.kind() == denied)
+    }
+
     pub(crate) fn is_no_space(&self) -> bool {
         self.source.as_ref().is_some_and(is_no_space)
     }

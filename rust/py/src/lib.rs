@@ -22,7 +22,7 @@ mod _core {
         disk::{DiskVerify, disk_inspect},
         key::{KeyChain, namespace_digest, root_key},
         lease::ReadLease,
-        server::{Server, server_clear, server_evict, server_status},
+        server::{Server, available_memory, server_clear, server_evict, server_status},
         session::Session,
         tokens::first_of_each,
     };

@@ -44,7 +44,7 @@ impl Server {
     ) -> PyResult<Self> {
         let config = ServerConfig {
             eviction: Eviction::parse(eviction).map_err(raise)?,
-            available_bytes: available_bytes(),
+            available_bytes,
             disk: disk_settings(disk_path, disk_bytes, disk_threads, ""),
             shares: shares.unwrap_or_default(),
             numa: numa.unwrap_or_default(),
@@ -81,6 +81,12 @@ impl Server {
     fn __repr__(&self) -> String {
         format!("Server({} engines)", self.inner.status().engines().count())
     }
+}
+
+/// Return the bytes of memory that this machine or container has left; None if unknown.
+#[pyfunction(name = "available_bytes")]
+pub(crate) fn available_memory() -> Option<u64> {
+    available_bytes()
 }
 
 /// Return the state of the server at `socket`.

@@ -7,7 +7,9 @@ use kvloft_core::key::SaltTag;
 use kvloft_core::store::{
     Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, Tenant, TierName, Tiers,
 };
-use kvloft_wire::protocol::admin::{AdminRequest, EngineStatus, EvictRequest, Stats};
+use kvloft_wire::protocol::admin::{
+    AdminRequest, EngineStatus, EvictRequest, RefusalStatus, Stats,
+};
 use kvloft_wire::protocol::{
     Answer, Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, ReservedRange,
     SentAnchors, SentChanges, SentPrefixes, SentRange, VERSION, Welcome,
@@ -176,6 +178,11 @@ fn status(parts: &Parts) -> Status {
         tenants: vec![tenant; num_rows],
         engines: vec![engine; num_rows],
     };
+    let refusal = RefusalStatus {
+        namespace: parts.text.clone(),
+        count: parts.number,
+        reason: parts.text.clone(),
+    };
     let settings = [(parts.text.clone(), "x".to_owned())].into();
     Status {
         host_bytes: 5,
@@ -183,6 +190,8 @@ fn status(parts: &Parts) -> Status {
         stats,
         settings,
         namespaces: vec![namespace; num_rows],
+        refusals: vec![refusal; num_rows],
+        disk_trouble: Some(parts.text.clone()),
     }
 }
 

@@ -4,13 +4,14 @@ mod common;
 
 use kvloft_core::io::FrameId;
 use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::process::Command;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use common::{
-    FRAME, LONG, accepted, chain, found, refusal, remote_config, save, serve, server_config,
-    socket, stat, until, with_disk,
+    FRAME, LONG, accepted, chain, connect, found, refusal, remote_config, save, serve,
+    server_config, socket, stat, until, with_disk,
 };
 use kvloft_core::ErrorKind;
 use kvloft_core::session::Session;
@@ -285,7 +286,7 @@ fn restart_finds_every_namespace_on_disk() {
 #[test]
 fn error_for_too_large_chunks_has_the_servers_option() {
     let dir = tempfile::tempdir().expect("a directory");
-    let config = ServerConfig { available_bytes: Some(1 << 30), ..server_config(dir.path()) };
+    let config = ServerConfig { available_bytes: || Some(1 << 30), ..server_config(dir.path()) };
     let server = Server::open(config.clone()).expect("a server");
     let large = || ClientConfig { frame_sizes: (128 * FRAME).into(), ..remote_config(dir.path()) };
     let said = refusal(large());
@@ -296,7 +297,7 @@ fn error_for_too_large_chunks_has_the_servers_option() {
     );
     drop(server);
     let _server =
-        Server::open(ServerConfig { available_bytes: Some(FRAME), ..config }).expect("a server");
+        Server::open(ServerConfig { available_bytes: || Some(FRAME), ..config }).expect("a server");
     let said = refusal(remote_config(dir.path()));
     assert!(
         said.starts_with(
@@ -304,6 +305,44 @@ fn error_for_too_large_chunks_has_the_servers_option() {
         ),
         "{said}"
     );
+}
+
+static AVAILABLE: AtomicU64 = AtomicU64::new(FRAME);
+
+#[test]
+fn engine_is_accepted_once_memory_is_available_and_listed_until_then() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let available_bytes = || Some(AVAILABLE.load(Ordering::Relaxed));
+    let server = Server::open(ServerConfig { available_bytes, ..server_config(dir.path()) });
+    let server = server.expect("a server");
+    let waits = Client::open(remote_config(dir.path())).expect("it retries");
+    until("it retried", || server.status().refusals.first().is_some_and(|each| each.count > 1));
+    let (listed, events) = (server.status().refusals, server.take_events());
+    assert_eq!((listed.len(), &*listed[0].namespace), (1, "0707070707070707"));
+    assert!(listed[0].reason.contains("is more than the 4 KiB of memory"), "{listed:?}");
+    assert_eq!(events.len(), 1, "the same reason is logged once: {events:?}");
+    AVAILABLE.store(1 << 30, Ordering::Relaxed);
+    until("memory is compared again", || waits.renew());
+    assert!(server.status().refusals.is_empty());
+    AVAILABLE.store(FRAME, Ordering::Relaxed);
+    let other = ClientConfig { namespace: [8; 32], ..remote_config(dir.path()) };
+    assert!(accepted(other).is_some(), "the arena is allocated already");
+}
+
+#[test]
+fn memory_of_a_lost_server_is_released_by_its_client() {
+    let arenas = || {
+        let links = std::fs::read_dir("/proc/self/fd").expect("/proc").flatten();
+        links.filter_map(|fd| Some(std::fs::metadata(fd.path()).ok()?.ino())).collect::<Vec<_>>()
+    };
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let engine = connect(dir.path());
+    let id = engine.arena().expect("connected").id;
+    assert!(arenas().contains(&id));
+    drop(server);
+    until("its descriptors are closed", || !arenas().contains(&id));
+    assert_eq!(engine.arena().map(|arena| arena.id), Some(id), "until the next plan");
 }
 
 #[test]

@@ -47,11 +47,19 @@ impl Connection {
     pub(crate) fn connect(path: &Path) -> Result<Self> {
         let fail =
             |error| Error::io(format!("no kvloft server answers at {}", path.display()), error);
-        let stream = UnixStream::connect(path).map_err(fail)?;
+        let me = rustix::process::geteuid().as_raw();
+        let stream = UnixStream::connect(path).map_err(|error| match error.kind() {
+            IoKind::PermissionDenied => {
+                let what = format!("the socket {} cannot be opened by user {me}", path.display());
+                Error::io(what, error)
+            }
+            _ => fail(error),
+        })?;
         let (uid, _) = peer_credentials(&stream).map_err(fail)?;
         if !is_current_user(uid) {
             return Err(Error::invalid(format!(
-                "the server at {} is another user's; set server to one of your own",
+                "the server at {} belongs to user {uid}, and this process is user {me}; run it with `sudo -u '#{uid}'`, or \
+                 use a server of this user",
                 path.display()
             )));
         }

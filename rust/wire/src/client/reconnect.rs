@@ -95,6 +95,7 @@ impl ClientInner {
                 self.server_name()
             )));
         }
+        state.release_lost_arena();
     }
 }
 

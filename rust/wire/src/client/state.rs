@@ -9,11 +9,13 @@ use std::time::{Duration, Instant};
 use kvloft_core::session::{ArenaInfo, LeaseId};
 use kvloft_core::store::{Changes, Prefix, Progress};
 use kvloft_core::{ChunkKey, Event};
+use rustix::event::PollFlags;
 
 use crate::client::connection::Connection;
 use crate::client::handshake::{ClientConfig, NewConnection};
 use crate::client::missed_calls::MissedCalls;
 use crate::protocol::{Answer, Keys, MAX_CHANGES, Request, SentChanges};
+use crate::socket::wait;
 use crate::threads::locked;
 
 /// Shortest deadline of reservations and commits: a request waits for a lookup, but a save without
@@ -30,7 +32,8 @@ pub(crate) struct ClientState {
     pub(crate) connection: Option<Connection>,
     /// The connection that the next `renew` switches to.
     pub(crate) next: Option<NewConnection>,
-    pub(crate) arena: Option<(ArenaInfo, [OwnedFd; 2])>,
+    /// The arena of the last connection, and its descriptors until the server has exited.
+    pub(crate) arena: Option<(ArenaInfo, Option<[OwnedFd; 2]>)>,
     /// Leases of this connection, each with its progress once that is final.
     pub(crate) leases: HashMap<LeaseId, Option<Progress>>,
     pub(crate) next_lease: u64,
@@ -154,13 +157,22 @@ impl ClientState {
         self.connection = Some(connection);
         self.leases.clear();
         let is_same_memory = self.arena.as_ref().is_some_and(|(own, _)| own.id == arena.id);
-        self.arena = Some((arena, fds)); // the lifeline is new even if the memory is the same
+        self.arena = Some((arena, Some(fds))); // the lifeline is new even if the memory is the same
         self.limit_bytes = self.limit_bytes.filter(|_| is_same_memory);
         if let Some(limit) = self.limit_bytes {
             self.send(&Request::LimitMemory(limit));
         }
         if self.is_clear_pending {
             self.send_clear(deadline);
+        }
+    }
+
+    /// Closes the descriptors of the arena if its server has exited: they keep its memory
+    /// allocated. Only a server that has exited or holds no frame for this engine has closed the
+    /// read end of the lifeline.
+    pub(crate) fn release_lost_arena(&mut self) {
+        if let Some((_, fds)) = &mut self.arena {
+            fds.take_if(|[_, lifeline]| wait(&*lifeline, PollFlags::empty(), Instant::now()));
         }
     }
 

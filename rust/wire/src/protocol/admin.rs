@@ -65,6 +65,23 @@ pub struct Status {
     pub settings: BTreeMap<String, String>,
     /// Open namespaces, sorted.
     pub namespaces: Vec<NamespaceStatus>,
+    /// Namespaces whose engines the server does not accept, sorted.
+    #[serde(default)]
+    pub refusals: Vec<RefusalStatus>,
+    /// Why the server cannot use its disk directory; None if it can or has none.
+    #[serde(default)]
+    pub disk_trouble: Option<String>,
+}
+
+/// A namespace whose engines the server does not accept; they retry.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RefusalStatus {
+    /// First hex digits of the namespace.
+    pub namespace: String,
+    /// Rejected connections.
+    pub count: u64,
+    /// Reason of the last rejection.
+    pub reason: String,
 }
 
 /// State of one namespace.

@@ -59,7 +59,7 @@ impl ServerState {
         // A namespace on disk that is in use but not open is being closed.
         all.evicted.is_cut_short |= before.intersection(&after).any(|name| !ids.contains(name));
         if all.num_namespaces == 0 && !request.namespace.is_empty() {
-            return Err(self.namespaces.no_such_namespace());
+            return Err(self.namespaces.no_such_namespace(&request.namespace));
         }
         let tenant = request.tenant.map_or("all tenants".to_owned(), |tag| format!("tenant {tag}"));
         let from = if request.host_only { " from host memory" } else { "" };
@@ -113,7 +113,7 @@ impl ServerState {
             ([namespace], None | Some([])) => Ok(self.clear_open(namespace)),
             ([], Some([one])) => self.clear_closed(one, deadline),
             ([], Some([])) if prefix.is_empty() => Ok(0),
-            ([], Some([])) => Err(self.namespaces.no_such_namespace()),
+            ([], Some([])) => Err(self.namespaces.no_such_namespace(prefix)),
             ([], None) => {
                 let message = "cannot list the namespaces on disk: the server cannot use its disk, or the disk does not \
                                respond; see `kvloft status`, and run this again once the disk works";

@@ -15,8 +15,9 @@ pub struct ServerConfig {
     pub host_bytes: u64,
     /// Eviction policy of each tier.
     pub eviction: Eviction,
-    /// As `StoreConfig::available_bytes`.
-    pub available_bytes: Option<u64>,
+    /// Returns the available bytes of memory, if known; called before the arena is allocated, so
+    /// that memory which another process frees is usable without a restart.
+    pub available_bytes: fn() -> Option<u64>,
     /// The disk tier, if any; engines set its description.
     pub disk: Option<DiskSettings>,
     /// Percent of host memory by the namespace's first hex digits; other namespaces with engines
@@ -44,7 +45,7 @@ impl ServerConfig {
             socket,
             host_bytes,
             eviction: Eviction::default(),
-            available_bytes: None,
+            available_bytes: || None,
             disk: None,
             shares: Vec::new(),
             numa: Vec::new(),

@@ -25,7 +25,7 @@ use crate::server::shared_state::{Peer, ServerState};
 use crate::socket::{
     SPIN_TIME, enlarge_buffers, is_current_user, peer_credentials, send_with_fds, spin,
 };
-use crate::threads::spawn;
+use crate::threads::{locked, spawn};
 
 /// Longest wait for the first request of a connection.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
@@ -145,7 +145,10 @@ impl ServedConnection {
         if let Disconnect::Refused(text) = end {
             self.count_once();
             let pid = self.state.peers().get(&self.number).map_or(0, |peer| peer.pid);
-            self.state.log(format!("refused process {pid}: {text}"));
+            let line = locked(&self.state.refusals).log_line(pid, &text, Instant::now());
+            if let Some(line) = line {
+                self.state.log(line);
+            }
             refuse(&self.state, &self.stream, &text);
         }
     }
@@ -158,7 +161,18 @@ impl ServedConnection {
     fn handle(&mut self, number: u32, request: &Request<'_>) -> Result<(), Disconnect> {
         let answer = match (request, self.membership.clone()) {
             (Request::Admin(version, json), _) => Some(self.answer_admin(*version, json)?),
-            (Request::Hello(hello), None) => return self.welcome(number, hello),
+            (Request::Hello(hello), None) => {
+                let welcomed = self.welcome(number, hello);
+                let id = namespace_id(&hello.namespace);
+                let mut refusals = locked(&self.state.refusals);
+                match &welcomed {
+                    Ok(()) => refusals.remove(&id),
+                    Err(Disconnect::Refused(text)) => refusals.add(&id, text, Instant::now()),
+                    Err(Disconnect::Closed) => {}
+                }
+                drop(refusals);
+                return welcomed;
+            }
             (Request::Bye, _) => return Err(Disconnect::Closed),
             (_, None) => return Err(malformed()),
             (request, Some(membership)) => self.handler.answer(request, &membership)?,

@@ -182,17 +182,24 @@ fn create_directory(path: &Path) -> Result<()> {
         Error::io(format!("cannot read the metadata of {}", folder.display()), error)
     })?;
     let (me, rights) = (rustix::process::geteuid().as_raw(), found.mode() & 0o7777);
-    let problem = if found.uid() != me {
-        format!("belongs to user {}, and this process is user {me}", found.uid())
-    } else if rights & 0o022 != 0 {
-        format!("is writable by other users (mode {rights:o})")
+    let is_ours = found.uid() == me;
+    let shown = folder.display();
+    let problem = if rights & 0o002 != 0 || (is_ours && rights & 0o022 != 0) {
+        let name = path.file_name().unwrap_or_default();
+        format!(
+            "is writable by other users (mode {rights:o}); use --socket {}, whose directory kvloft creates for this user only",
+            folder.join("kvloft").join(name).display()
+        )
+    } else if !is_ours {
+        format!(
+            "belongs to user {}, and this process is user {me}; give --socket a path in a directory that only this user \
+             can write to",
+            found.uid()
+        )
     } else {
         return Ok(());
     };
-    let folder = folder.display();
-    let message = format!(
-        "the socket's directory {folder} {problem}; give --socket a path in a directory that only this user can write to"
-    );
+    let message = format!("the socket's directory {shown} {problem}");
     Err(Error::invalid(message))
 }
 

@@ -12,6 +12,7 @@ mod listener;
 pub(crate) mod namespace;
 pub(crate) mod namespaces;
 mod quarantine;
+mod refusals;
 mod shared_state;
 mod status;
 

@@ -135,7 +135,7 @@ pub(crate) fn store_config(hello: &Hello, config: &ServerConfig) -> StoreConfig 
         frame_sizes: hello.frame_sizes.clone(),
         host_bytes: config.host_bytes,
         eviction: config.eviction,
-        available_bytes: config.available_bytes,
+        available_bytes: None, // compared before the arena is allocated
         namespace: hello.namespace,
         disk,
         now_s: unix_s(),

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::key::{namespace_hex, namespace_id};
 use kvloft_core::pool::Pool;
 use kvloft_core::session::Local;
-use kvloft_core::store::SlabRelease;
+use kvloft_core::store::{SlabRelease, StoreConfig};
 use kvloft_core::tier::disk::DiskRoot;
 use kvloft_core::{Error, ErrorKind, Result};
 
@@ -126,9 +126,13 @@ impl Namespaces {
         wake: impl Fn() + Send + Sync + 'static,
         log: impl Fn(String),
     ) -> Result<Membership> {
-        store_config(hello, config).check(HOST_SIZE_SETTING)?;
+        let available_bytes = (config.available_bytes)();
         let (namespace, gone, pool) = {
             let mut open = locked(&self.open);
+            // An allocated arena is part of the memory in use.
+            let available_bytes = available_bytes.filter(|_| open.pool.is_none());
+            StoreConfig { available_bytes, ..store_config(hello, config) }
+                .check(HOST_SIZE_SETTING)?;
             let (namespace, gone) = open.namespace(hello)?;
             let pool = if let Some(pool) = &open.pool {
                 Arc::clone(pool)
@@ -188,14 +192,13 @@ impl Namespaces {
     }
 
     /// Returns the error for a namespace that does not exist.
-    pub(crate) fn no_such_namespace(&self) -> Error {
+    pub(crate) fn no_such_namespace(&self, prefix: &str) -> Error {
         let ids: Vec<_> = self.all().iter().map(|namespace| namespace.id()).collect();
         let message = if ids.is_empty() {
-            "this kvloft server has no such namespace; run this again once an engine is connected"
-                .to_owned()
+            format!("no namespace begins with {prefix}; run this again once an engine is connected")
         } else {
             format!(
-                "this kvloft server has no such namespace; use --namespace with one of: {}",
+                "no namespace begins with {prefix}; use --namespace with one of: {}",
                 ids.join(", ")
             )
         };

@@ -15,6 +15,7 @@ use crate::server::config::ServerConfig;
 use crate::server::namespace::{Count, Counters, Membership, Namespace};
 use crate::server::namespaces::Namespaces;
 use crate::server::quarantine::{ProcessWatch, Quarantine};
+use crate::server::refusals::Refusals;
 use crate::threads::{TimedLock, locked};
 
 /// Maximum number of log lines that wait for `take_events`.
@@ -61,6 +62,7 @@ pub(crate) struct ServerState {
     /// Engines accepted so far.
     pub(crate) num_joined: AtomicU64,
     pub(crate) num_refused: AtomicU64,
+    pub(crate) refusals: Mutex<Refusals>,
     /// Why the server cannot use its disk directory.
     pub(crate) disk_trouble: Mutex<Option<String>>,
     /// None until the first measurement.
@@ -88,6 +90,7 @@ impl ServerState {
             num_accepted: AtomicU64::new(0),
             num_joined: AtomicU64::new(0),
             num_refused: AtomicU64::new(0),
+            refusals: Mutex::default(),
             disk_trouble,
             disk_space: Mutex::default(),
         }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use crate::protocol::admin::{EngineStatus, NamespaceStatus, Status};
 use crate::server::namespace::Namespace;
@@ -38,7 +39,9 @@ impl ServerState {
             .map(|namespace| self.namespace_status(namespace))
             .collect();
         let settings = self.config.settings.iter().cloned().collect();
-        Status { host_bytes, slab_bytes, stats, settings, namespaces }
+        let refusals = locked(&self.refusals).status(Instant::now());
+        let disk_trouble = self.disk_trouble();
+        Status { host_bytes, slab_bytes, stats, settings, namespaces, refusals, disk_trouble }
     }
 
     fn namespace_status(&self, namespace: &Arc<Namespace>) -> NamespaceStatus {

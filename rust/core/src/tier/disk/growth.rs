@@ -12,6 +12,7 @@ use super::root::{Claim, OpenNamespace};
 use super::tier::DiskTier;
 use super::tier::Grower;
 use super::types::SlotId;
+use crate::error::is_no_space;
 use crate::io::{MAX_FRAMES, SizeClass};
 
 /// After a failed growth, reservations are rejected for at most this time, even if there are few.
@@ -53,6 +54,9 @@ impl DiskTier {
     /// Records that the file system had no space for a write: until the next attempt, only slots
     /// with blocks are written.
     pub(super) fn hold_growth(&self) {
+        if self.delete_closed() {
+            return; // there is space for the next write
+        }
         self.skip_growth(true);
         let mut state = self.state();
         state.stats.grow_errors += 1;
@@ -115,7 +119,8 @@ impl DiskTier {
 
     fn grow_to(&self, class: SizeClass, have: u32, mut to: u32) -> (u32, bool) {
         let Ok(files) = self.files_of(class) else { return (have, false) };
-        let is_asked = to > have;
+        let (is_asked, wanted) = (to > have, to);
+        let mut may_delete = true;
         while to > have {
             let error = match files.grow(have, to) {
                 Ok(have_blocks) => {
@@ -126,11 +131,20 @@ impl DiskTier {
             };
             self.note_refusal(to - have, &error);
             to = have + (to - have) / 2;
+            if to == have && is_no_space(&error) && std::mem::take(&mut may_delete) {
+                to = if self.delete_closed() { wanted } else { have };
+            }
         }
         if is_asked {
             self.skip_growth(true);
         }
         (have, false)
+    }
+
+    /// Deletes a closed namespace, because the file system is full. Returns false if there is none.
+    fn delete_closed(&self) -> bool {
+        let note = |line| self.state().event(line);
+        self.enter().is_ok_and(|owner| owner.delete_closed(&self.config, note))
     }
 
     fn is_pointless(&self) -> bool {

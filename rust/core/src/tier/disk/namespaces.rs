@@ -70,13 +70,34 @@ pub(crate) fn dir_of(config: &DiskConfig) -> PathBuf {
     config.dir.join(namespace_id(&config.namespace))
 }
 
-/// Creates a directory and its parents, accessible to this user only, unless it exists: on a frozen
-/// file system, even the attempt would hang.
+/// Creates a directory, accessible to this user only, unless it exists: on a frozen file system,
+/// even the attempt would hang. Its parent must exist, except for a data-parallel engine.
 pub(crate) fn make_dir(path: &Path) -> io::Result<()> {
     if path.is_dir() {
         return Ok(());
     }
-    DirBuilder::new().recursive(true).mode(0o700).create(path)
+    let create = |path: &Path| match DirBuilder::new().mode(0o700).create(path) {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists && path.is_dir() => Ok(()),
+        done => done,
+    };
+    match (create(path), path.parent()) {
+        (Err(error), Some(disk_path))
+            if error.kind() == ErrorKind::NotFound && is_of_data_parallel_engine(path) =>
+        {
+            create(disk_path)?;
+            create(path)
+        }
+        (done, _) => done,
+    }
+}
+
+/// Returns true for a directory `dpN` in a `disk_path`.
+fn is_of_data_parallel_engine(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str());
+    let number = name.and_then(|name| name.strip_prefix("dp"));
+    number.is_some_and(|number| {
+        !number.is_empty() && number.bytes().all(|digit| digit.is_ascii_digit())
+    })
 }
 
 /// All namespace directories under `dir` except those in `open`, the least recently used first.

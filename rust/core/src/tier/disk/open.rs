@@ -14,7 +14,7 @@ use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_NOW, utimensat};
 use super::files::{OpenFiles, OsFiles, SlotFiles};
 use super::fit::{ClassIndex, fit_cap};
 use super::record::{self, Recovered};
-use super::root::DiskRoot;
+use super::root::{DiskRoot, OpenNamespace};
 use super::slots::Slots;
 use super::superblock::{self, Superblock};
 use super::tier::DiskTier;
@@ -48,6 +48,34 @@ impl DiskTier {
     ) -> Result<(Self, Vec<DiskEntry>)> {
         validate(config)?;
         let owner = root.enter(config)?;
+        let mut parts = Self::open_owned(config, &owner, opener);
+        let mut deleted = Vec::new();
+        if parts.as_ref().is_err_and(Error::is_no_space)
+            && owner.delete_closed(config, |line| deleted.push(line))
+        {
+            parts = Self::open_owned(config, &owner, opener);
+        }
+        let (files, mut state, entries) = parts?;
+        for line in deleted {
+            state.event(line);
+        }
+        owner.settle(state.num_bytes());
+        let tier = Self {
+            config: config.clone(),
+            files,
+            state: Mutex::new(state),
+            growth: Mutex::new(Growth::default()),
+            grown: Condvar::new(),
+            owner: Mutex::new(Some(owner)),
+        };
+        Ok((tier, entries))
+    }
+
+    fn open_owned(
+        config: &DiskConfig,
+        owner: &OpenNamespace,
+        opener: &dyn OpenFiles,
+    ) -> Result<(Vec<SlotFiles>, TierState, Vec<DiskEntry>)> {
         let dir = namespaces::dir_of(config);
         let failed = |e| Error::io(format!("cannot open the namespace {}", dir.display()), e);
         let mut state = TierState::default();
@@ -60,18 +88,9 @@ impl DiskTier {
         let files = open_files(config, &dir, opener).map_err(failed)?;
         let mut found =
             files.iter().map(ClassIndex::read).collect::<io::Result<Vec<_>>>().map_err(failed)?;
-        fit_cap(config, &owner, &files, &mut found, &mut state).map_err(failed)?;
+        fit_cap(config, owner, &files, &mut found, &mut state).map_err(failed)?;
         let entries = settle(&files, found, &mut state);
-        owner.settle(state.num_bytes());
-        let tier = Self {
-            config: config.clone(),
-            files,
-            state: Mutex::new(state),
-            growth: Mutex::new(Growth::default()),
-            grown: Condvar::new(),
-            owner: Mutex::new(Some(owner)),
-        };
-        Ok((tier, entries))
+        Ok((files, state, entries))
     }
 }
 

@@ -19,6 +19,9 @@ use crate::{Error, ErrorKind, Result};
 /// The file's name in the directory.
 pub(super) const FILE_NAME: &str = "lock";
 
+/// The action of [`dir_error`] that creates the directory.
+pub(super) const MAKE: &str = "make";
+
 /// The kind of caller: its name in errors, and the advice if another process has the directory.
 type Asker = [&'static str; 2];
 const OWNER: Asker = ["disk_path ", "stop it, or set another disk_path"];
@@ -142,25 +145,44 @@ fn busy(dir: &Path, [name, advice]: Asker) -> Error {
 /// change is not trusted: the writer of an index chooses which chunk is served under which key.
 /// `Io`, because the operator can fix it while the engine runs.
 pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Result<()> {
-    let (dir, path, me) =
-        (disk_path.display(), path.display(), rustix::process::geteuid().as_raw());
-    let problem = if meta.uid() != me {
+    let me = rustix::process::geteuid().as_raw();
+    let (is_ours, mode) = (meta.uid() == me, meta.mode() & 0o7777);
+    let (is_shared, is_public) = (mode & 0o022 != 0, mode & 0o002 != 0);
+    let shown = path.display();
+    let problem = if path == disk_path && is_shared && (is_ours || is_public) {
+        // Another permission of a directory such as /tmp would break other programs.
         format!(
-            "{path} belongs to user {}, and this process is user {me}: run `chown -R {me} {path}`",
+            "{shown} is writable by other users (mode {mode:o}): set disk_path = {}, which kvloft creates for this user only",
+            path.join("kvloft").display()
+        )
+    } else if !is_ours {
+        format!(
+            "{shown} belongs to user {}, and this process is user {me}: run `chown -R {me} {shown}`, or set disk_path to \
+             a directory of this user",
             meta.uid()
         )
-    } else if meta.mode() & 0o022 != 0 {
+    } else if is_shared {
         format!(
-            "{path} is writable by other users (mode {:o}): run `chmod go-w {path}`",
-            meta.mode() & 0o7777
+            "{shown} is writable by other users (mode {mode:o}): run `chmod go-w {shown}`, or set disk_path to a \
+             directory of this user"
         )
     } else {
         return Ok(());
     };
-    let message = format!(
-        "disk_path {dir} is not used: {problem}, or set disk_path to a directory of this user's own"
-    );
+    let message = format!("disk_path {} is not used: {problem}", disk_path.display());
     Err(Error::new(ErrorKind::Io, message))
+}
+
+/// Returns the error of creating a directory whose parent is missing: `Io`, because a file system
+/// may be mounted later. On the file system below it, the files would fill the wrong disk.
+pub(super) fn missing_parent(path: &Path, error: &io::Error) -> Option<Error> {
+    let parent = path.parent().filter(|parent| error.kind() == Io::NotFound && !parent.exists())?;
+    let parent = parent.display();
+    let message = format!(
+        "disk_path {} is not used: {parent} does not exist: mount its file system, or run `mkdir -p {parent}`",
+        path.display()
+    );
+    Some(Error::new(ErrorKind::Io, message))
 }
 
 /// As `check_owner`, for the file at `path`. A missing file passes, and so does a link, which is
@@ -207,6 +229,15 @@ pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {
         Io::NotFound => "cannot be created there, because its file system accepts no new directory",
         Io::InvalidFilename => "is not a possible file name",
         Io::Unsupported => "is on a file system without flock, which the disk tier needs",
+        Io::PermissionDenied if action == MAKE => {
+            let parent = path.parent().unwrap_or(path).display();
+            let (shown, me) = (path.display(), rustix::process::geteuid().as_raw());
+            let message = format!(
+                "disk_path {shown} cannot be created, because {parent} is not writable by this user: run \
+                 `mkdir {shown} && chown {me} {shown}` as root, or set disk_path to a writable local directory"
+            );
+            return Error::new(ErrorKind::Io, message);
+        }
         Io::PermissionDenied => {
             return Error::new(ErrorKind::Io, advice("is not writable by this user"));
         }

@@ -7,6 +7,7 @@
 //! claimed alone until it is closed. No lock is held during system calls, except one for the first
 //! to open.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
@@ -120,7 +121,9 @@ impl DiskRoot {
     /// Returns the directory's lock and takes it if necessary; only one thread can call this at a
     /// time.
     fn lock(&self, dir: &Path) -> Result<Arc<DirLock>> {
-        namespaces::make_dir(dir).map_err(|e| owner::dir_error("make", dir, e))?;
+        namespaces::make_dir(dir).map_err(|e| {
+            owner::missing_parent(dir, &e).unwrap_or_else(|| owner::dir_error(owner::MAKE, dir, e))
+        })?;
         let held = self.state().lock.upgrade().filter(|lock| lock.is_of(dir));
         if let Some(lock) = held {
             return Ok(lock);
@@ -238,6 +241,21 @@ impl OpenNamespace {
             }
         }
         Err(io::Error::new(io::ErrorKind::ResourceBusy, "namespaces keep changing"))
+    }
+
+    /// Deletes the least recently used closed namespace, because the file system is full although
+    /// the directory is below its limit. Returns false if none could be deleted.
+    pub(super) fn delete_closed(&self, config: &DiskConfig, note: impl FnMut(String)) -> bool {
+        let is_deleted = Cell::new(false);
+        let delete = |found: &namespaces::Found| {
+            self.remove(found)?;
+            is_deleted.set(true);
+            Ok(())
+        };
+        let open = self.root.open_names();
+        let _listed = namespaces::make_room(config, &open, |_| is_deleted.get(), delete, note);
+        self.root.state().is_short |= !is_deleted.get();
+        is_deleted.get()
     }
 
     /// Reduces its claim to these bytes.

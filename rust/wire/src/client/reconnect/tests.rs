@@ -78,7 +78,7 @@ fn server_of_another_user_is_an_invalid_config() {
         }
     };
     assert!(
-        error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("is another user's"),
+        error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("belongs to user "),
         "{error}"
     );
 }

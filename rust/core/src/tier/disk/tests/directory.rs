@@ -60,7 +60,7 @@ fn test_a_second_opener_is_told_who_and_what_to_do() {
 #[test]
 fn test_only_this_user_may_look() {
     let dir = tempfile::tempdir().unwrap();
-    let config = config(&dir.path().join("a/b"), 2);
+    let config = config(&dir.path().join("a"), 2);
     let (tier, _) = open(&config);
     put(&tier, 0);
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
@@ -69,6 +69,40 @@ fn test_only_this_user_may_look() {
     for file in fs::read_dir(namespace_dir(&config)).unwrap() {
         assert_eq!(mode(&file.unwrap().path()), 0o600);
     }
+}
+
+#[test]
+fn test_a_missing_parent_is_not_created() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(&dir.path().join("mnt/kv"), 2);
+    let error = DiskTier::open(config.clone()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Io, "it may be mounted later");
+    let parent = dir.path().join("mnt");
+    let said = format!(
+        "disk_path {} is not used: {} does not exist: mount its file system, or run `mkdir -p {}`",
+        config.dir.display(),
+        parent.display(),
+        parent.display()
+    );
+    assert_eq!((error.to_string(), parent.exists()), (said, false));
+    let engine = DiskConfig { dir: config.dir.join("dp1"), ..config.clone() };
+    assert_eq!(DiskTier::open(engine.clone()).unwrap_err().kind(), ErrorKind::Io);
+    fs::create_dir(&parent).unwrap();
+    open(&engine);
+    open(&config);
+}
+
+#[test]
+fn test_a_directory_that_this_user_cannot_create_is_reported_with_commands() {
+    let error = owner::dir_error(owner::MAKE, Path::new("/a/b"), rustix::io::Errno::ACCESS.into());
+    let said = error.to_string();
+    assert!(
+        said.starts_with(
+            "disk_path /a/b cannot be created, because /a is not writable by this user: run `mkdir /a/b && chown "
+        ),
+        "{said}"
+    );
+    assert_eq!(error.kind(), ErrorKind::Io);
 }
 
 #[test]

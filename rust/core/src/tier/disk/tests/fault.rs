@@ -2,8 +2,12 @@
 
 use crate::io::SizeClass;
 use std::io;
+use std::sync::Arc;
 
+use super::super::DiskRoot;
+use super::super::files::{OpenFiles, OsFiles};
 use super::*;
+use crate::io::direct::RawFile;
 use crate::test_support::faults::{Call, EIO, ENOSPC, EOPNOTSUPP, Fault, FaultFiles, Rule};
 use crate::{Error, ErrorKind};
 
@@ -221,6 +225,81 @@ fn test_a_file_system_without_allocation_still_works() {
         assert_eq!(get(&tier, slot, i).unwrap(), frame_of(i, 0).to_vec());
     }
     assert_eq!(tier.reserve(SizeClass(0)), None);
+}
+
+/// Two open namespaces of a directory, the second over failing files.
+fn two_namespaces(dir: &Path, root: &Arc<DiskRoot>) -> (DiskTier, DiskTier, FaultFiles) {
+    let (config, files) = (config(dir, 64), FaultFiles::default());
+    let (first, _) = DiskTier::open_in(&config, root).unwrap();
+    put(&first, 0);
+    let config = DiskConfig { namespace: [2; 32], ..config };
+    let (second, _) = DiskTier::open_with_files(&config, root, &files).unwrap();
+    (first, second, files)
+}
+
+#[test]
+fn test_a_full_file_system_costs_closed_namespaces_first() {
+    let dir = tempfile::tempdir().unwrap();
+    let (first, second, files) = two_namespaces(dir.path(), &DiskRoot::shared());
+    let first_dir = namespaces::dir_of(&config(dir.path(), 64));
+    drop(first);
+    let full = Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Allocate]);
+    files.inject(full.times(second_steps(&second)));
+    assert!(second.reserve(SizeClass(0)).is_some(), "the other namespace has freed its space");
+    assert!(!first_dir.exists());
+    assert!(second.take_events().iter().any(|line| line.contains("was deleted to make room")));
+}
+
+/// Attempts of a growth that gets no slot: each has half of the slots of the one before.
+fn second_steps(tier: &DiskTier) -> u64 {
+    let extent = tier.enter().unwrap().extent_bytes(tier.config.cap_bytes) / FRAME;
+    u64::from(extent.max(1).ilog2()) + 1
+}
+
+#[test]
+fn test_a_write_to_a_full_file_system_costs_a_closed_namespace_first() {
+    let dir = tempfile::tempdir().unwrap();
+    let (first, second, files) = two_namespaces(dir.path(), &DiskRoot::shared());
+    drop(first);
+    files.inject(Rule::new(Fault::Refuse(EOPNOTSUPP)).on(&[Call::Allocate]));
+    files.inject(Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Write]).in_file("frames").times(1));
+    assert!(try_put(&second, 1).unwrap_err().is_no_space());
+    try_put(&second, 1).expect("there is space now");
+    assert_eq!(second.stats().grow_errors, 0);
+}
+
+#[test]
+fn test_a_full_file_system_asks_the_server_to_close_an_idle_namespace() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = DiskRoot::shared();
+    let (first, second, files) = two_namespaces(dir.path(), &root);
+    files.inject(Rule::new(Fault::Refuse(ENOSPC)));
+    assert!(!root.take_short());
+    assert_eq!(second.reserve(SizeClass(0)), None);
+    assert!(root.take_short());
+    drop(first);
+}
+
+#[test]
+fn test_a_namespace_opens_on_a_full_file_system_with_a_closed_namespace() {
+    #[derive(Debug)]
+    struct Full<'a>(&'a Path);
+    impl OpenFiles for Full<'_> {
+        fn open(&self, path: &Path, direct: bool) -> io::Result<Box<dyn RawFile>> {
+            if self.0.exists() {
+                return Err(io::Error::from_raw_os_error(ENOSPC));
+            }
+            OsFiles.open(path, direct)
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 64);
+    drop(open(&config));
+    let closed = namespaces::dir_of(&config);
+    let config = DiskConfig { namespace: [2; 32], ..config };
+    let opened = DiskTier::open_with_files(&config, &DiskRoot::shared(), &Full(&closed));
+    put(&opened.unwrap().0, 0);
+    assert!(!closed.exists());
 }
 
 /// Opens a tier on a file system that cannot preallocate and has space for `num_slots` frames.

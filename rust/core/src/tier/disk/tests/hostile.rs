@@ -47,7 +47,12 @@ fn test_what_others_may_write_is_refused_with_the_fix() {
             fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
             let text = refusal(&config);
             assert!(text.contains(&format!("disk_path {}", config.dir.display())), "{text}");
-            assert!(text.contains(&format!("chmod go-w {}`", path.display())), "{text}");
+            let fix = if path == config.dir {
+                format!("set disk_path = {}/kvloft, which kvloft creates", path.display())
+            } else {
+                format!("chmod go-w {}`", path.display())
+            };
+            assert!(text.contains(&fix), "{text}");
         }
         fs::set_permissions(&path, good).unwrap();
         assert_eq!(open(&config).1.len(), 4, "nothing may be changed");
@@ -69,6 +74,21 @@ fn test_what_belongs_to_another_user_is_refused_with_the_fix() {
         chown(&path, Some(0), None).unwrap();
         assert_eq!(open(&config).1.len(), 4, "nothing may be changed");
     }
+}
+
+#[test]
+fn test_a_public_directory_of_another_user_gets_a_directory_of_this_user() {
+    if !rustix::process::geteuid().is_root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let config = filled(dir.path());
+    chown(&config.dir, Some(12345), None).unwrap();
+    fs::set_permissions(&config.dir, Permissions::from_mode(0o1777)).unwrap();
+    let text = refusal(&config);
+    assert!(text.contains("(mode 1777): set disk_path = ") && !text.contains("chown"), "{text}");
+    let below = DiskConfig { dir: config.dir.join("kvloft"), ..config };
+    open(&below);
 }
 
 #[test]
