@@ -314,8 +314,8 @@ def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     Of each namespace: namespace (32 bytes), description, frame_sizes, slabs, stats, tenants (tag or
     None, host_bytes, disk_bytes, max_host_bytes, max_disk_bytes, ttl_s; largest first) and engines
     (pid, connected_ms, reservations, leases). Raises LateError without an answer in time,
-    StoreError without a server, DeniedError without access to its socket, and ConfigError if it
-    refuses.
+    StoreError without a server, DeniedError without access to its socket, and ConfigError if the
+    server rejects the request.
     """
 
 def server_clear(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:

@@ -163,7 +163,7 @@ def test_server_memory_is_not_shown_as_the_engines(
         monkeypatch.setenv("KVLOFT_SERVER", server)
         assert main(["config"]) == 0
         row = next(line for line in capsys.readouterr().out.splitlines() if "host_size" in line)
-        assert ("2GiB" in row, "(the server's)" in row) == (not is_void, is_void)
+        assert ("2GiB" in row, "(set by the server)" in row) == (not is_void, is_void)
         assert main(["config", "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert shown["host_size"]["value"] == (None if is_void else 2 << 30)

@@ -668,7 +668,7 @@ def test_nodes_of_ranks_are_the_servers(folder: Path) -> None:
     engine = _core.Session.connect(socket, frame_bytes=8192, namespace=bytes(32), timeout_s=60.0)
     (said,) = [event for event in server.take_events() if "memory" in event]
     assert said == "host memory is on NUMA nodes 0, 0" or said.endswith(
-        "; the system chooses the NUMA nodes"
+        "; the kernel chooses the NUMA nodes"
     )
     engine.close()
     server.close(0.0)

@@ -128,7 +128,7 @@ def test_a_folder_or_file_is_never_looked_up_on_the_hub(
     (tmp_path / "empty").mkdir()
     for model in ("empty", str(tmp_path / "missing"), "./missing"):
         assert main(["size", model]) == 2
-        assert "config.json does not exist; use a folder" in capsys.readouterr().err
+        assert "config.json does not exist; use a directory" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert main(["size", str(tmp_path / "config.json")]) == 0
 

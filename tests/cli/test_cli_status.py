@@ -219,7 +219,7 @@ def test_the_only_usual_socket_is_found(
     assert f"unix:{socket}" in capsys.readouterr().out
     monkeypatch.setattr(connection, "auto_socket", lambda: socket)
     assert main(["status"]) == 2
-    assert "there are several servers, at " in (said := capsys.readouterr().err)
+    assert "there are multiple servers, at " in (said := capsys.readouterr().err)
     assert "use --socket PATH" in said
 
 

@@ -1,7 +1,7 @@
-"""The command line of `kvloft`. A module of commands has `add_parser(subparsers)`, which sets the
-function to run.
+"""The command line of `kvloft`.
 
-That function takes the arguments and returns the exit status.
+Each command module has `add_parser(subparsers)`, which sets the function to run. The function takes
+the parsed arguments and returns the exit status.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     except SystemExit as e:
         if e.code:
             raise
-        raise SystemExit(_written(lambda _: 0, argparse.Namespace(status=0))) from None  # the help
+        raise SystemExit(_written(lambda _: 0, argparse.Namespace(status=0))) from None  # --help
     except OSError as e:
         raise SystemExit(_written(partial(_again, e), argparse.Namespace(status=0))) from None
     if rest:
@@ -39,7 +39,7 @@ def _again(error: OSError, _: argparse.Namespace) -> NoReturn:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error if its help cannot be written; argparse ignores it."""
+    """A parser that fails if its help cannot be written; argparse ignores such errors."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if file is sys.stdout:
@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Print version and revision, which only the extension knows."""
+    """Prints the version and the git revision, which are compiled into the extension."""
 
     def __init__(self, option_strings: list[str], dest: str) -> None:
         super().__init__(option_strings, dest, nargs=0, help="print version and git revision")
@@ -57,21 +57,21 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from kvloft.version import BUILD
 
-        # As argparse prints its help.
+        # argparse prints its help in the same way.
         parser._print_message(f"kvloft {BUILD}\n", sys.stdout)  # noqa: SLF001
         parser.exit()
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one command; returns its exit status (2 for a wrong setting, like argparse)."""
+    """Run one command and return its exit status (2 for an invalid setting, as in argparse)."""
     return _written(args.run, args)
 
 
 def _written(do: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Run ``do`` and flush its output; returns the exit status.
+    """Run ``do``, flush its output and return the exit status.
 
-    A command with long output sets ``args.status`` first: a reader that closes the pipe early must
-    not change it to 0.
+    A command with long output sets ``args.status`` before it prints, so that the exit status is
+    correct even if the reader closes the pipe early.
     """
     try:
         args.status = do(args)
@@ -122,7 +122,7 @@ def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def build_parser(name: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of all commands, or of `serve` alone if that is ``name``."""
+    """Return the parser of all commands, or only of `serve` if ``name`` is "serve"."""
     parser = _Parser(
         prog="kvloft",
         allow_abbrev=False,
@@ -131,7 +131,7 @@ def build_parser(name: str | None = None) -> argparse.ArgumentParser:
             "GPU speed."
         ),
         epilog=(
-            "Exit status: 2 for a wrong argument or setting, 4 if the output cannot be written; "
+            "Exit status: 2 for an invalid argument or setting, 4 if the output cannot be written; "
             "see COMMAND --help."
         ),
     )
@@ -146,8 +146,8 @@ def build_parser(name: str | None = None) -> argparse.ArgumentParser:
 
 
 def _commands(name: str | None) -> Iterator[Any]:
-    """Modules, in the order of the help text."""
-    if name == "serve":  # engines wait for its start; the other commands load slower modules
+    """Yield the command modules in the order of the help text."""
+    if name == "serve":  # engines wait for the server; other commands import slower modules
         from kvloft.cli import serve
 
         yield serve

@@ -19,7 +19,7 @@ from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here, warnings
 
 MAX_SHOWN: Final = 200
-"""Characters of a wrong --extra in an error."""
+"""Maximum number of characters of an invalid --extra in an error."""
 NOT_CHECKED: Final = (
     "Not checked here, only at engine start: whether disk_path is in use, and whether kvloft "
     "supports the model."
@@ -46,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the settings; returns 0. Raises ConfigError if an engine would not start with them."""
+    """Print the settings and return 0. Raises ConfigError if an engine would not start."""
     config = load_config(parse_extra(args.extra))
     refuse_here(config, available_bytes())
     for warning in warnings(config):
@@ -69,21 +69,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def not_ours(config: Config) -> tuple[str, ...]:
-    """Return the settings that have no effect here because the server has them."""
+    """Return the settings that have no effect, because the server has its own values."""
     return OF_STORE if config.server not in (None, AUTO) else ()
 
 
 def rows(config: Config) -> list[tuple[str, str, str]]:
-    """Return the rows of `describe`, with "(the server's)" for settings of the server."""
+    """Return the rows of `describe`, with "(set by the server)" for settings of the server."""
     void = not_ours(config)
     return [
-        (key, *(("(the server's)", "kvloft serve") if key in void else rest))
+        (key, *(("(set by the server)", "kvloft serve") if key in void else rest))
         for key, *rest in describe(config)
     ]
 
 
 def parse_extra(text: str) -> dict[str, object]:
-    """Parse ``--extra``. Raises ConfigError if it is not a JSON object or has a key twice."""
+    """Parse ``--extra``. Raises ConfigError if the text is not a JSON object or repeats a key."""
     shown = repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
     try:
         extra = json.loads(text, object_pairs_hook=_each_once)

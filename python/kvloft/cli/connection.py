@@ -1,5 +1,4 @@
-"""The connection of a command to a server: `--socket`, the settings that it needs, and the message
-if no server answers.
+"""How a command finds its server: `--socket`, the settings, and the message if no server answers.
 
 `kvloft serve` imports this module, so it must not load the extension or anything slow.
 """
@@ -17,11 +16,11 @@ from kvloft.config.table import OF_STORE, Config, parse_socket
 from kvloft.errors import ConfigError, DeniedError, LateError, StoreError
 
 COMMAND_LINE: Final = "command line"
-"""The origin of a setting."""
+"""Origin of settings that are given as arguments."""
 SERVICE_SOCKET: Final = "/run/kvloft/kvloft.sock"
 """The socket of the systemd unit in examples/deploy."""
 MAX_SHOWN: Final = 80
-"""Characters of a wrong argument in an error."""
+"""Maximum number of characters of an invalid argument in an error."""
 
 
 def add_socket(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +29,8 @@ def add_socket(parser: argparse.ArgumentParser) -> None:
         "--socket",
         metavar="PATH",
         help=(
-            "the server's socket (default: the setting server, KVLOFT_SERVER; then the only usual "
-            "socket that exists)"
+            "the server's socket (default: the setting server, for example in KVLOFT_SERVER; "
+            "otherwise the standard socket, if exactly one exists)"
         ),
     )
 
@@ -52,9 +51,11 @@ def settings(args: argparse.Namespace) -> Config:
 
 
 def socket_of(args: argparse.Namespace) -> str:
-    """Return the path of the server's socket: from a setting, or the only usual socket that exists.
-    Other settings have no effect, even invalid values in the environment. Raises ConfigError, and
-    StoreError without a server.
+    """Return the path of the server's socket: from the arguments or the setting ``server``;
+    otherwise the standard socket, if exactly one exists.
+
+    Other settings are ignored, even invalid values in the environment. Raises ConfigError, or
+    StoreError if there is no server.
     """
     if args.socket is not None:
         return _path(args.socket)
@@ -66,12 +67,12 @@ def socket_of(args: argparse.Namespace) -> str:
     if not found:
         raise StoreError(f"there is no server at {' or '.join(usual)}; {fix}")
     if len(found) > 1:
-        raise ConfigError(f"there are several servers, at {' and '.join(found)}; {fix}.")
+        raise ConfigError(f"there are multiple servers, at {' and '.join(found)}; {fix}.")
     return found[0]
 
 
 def _owner(path: Path) -> int:
-    """Return the owner of a file or, if this user cannot see it, of the closest directory above."""
+    """Return the owner of a file or, if it is hidden from this user, of the closest parent."""
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):
             return place.stat().st_uid
@@ -79,7 +80,8 @@ def _owner(path: Path) -> int:
 
 
 def _user(uid: int) -> str:
-    import pwd  # for an error only
+    """Return the name of a user, or ``'#UID'``, which sudo accepts, for a user without a name."""
+    import pwd  # only needed for an error
 
     try:
         return pwd.getpwuid(uid).pw_name
@@ -89,7 +91,7 @@ def _user(uid: int) -> str:
 
 def available_bytes() -> int | None:
     """Return the bytes of memory that this machine or container has left; None if unknown."""
-    try:  # `kvloft config` must work where the extension does not load
+    try:  # `kvloft config` must work even if the extension does not load
         from kvloft._core import available_bytes as available
     except ImportError:
         return None
@@ -118,7 +120,7 @@ def _path(text: str) -> str:
 
 
 def report_no_answer(error: StoreError, args: argparse.Namespace) -> int:
-    """Print the reason why a server did not answer, and the fix; returns the exit status."""
+    """Print why the server did not answer and how to fix it, and return the exit status."""
     fix = "start one with `kvloft serve`"
     if isinstance(error, DeniedError) and hasattr(args, "socket"):
         socket = socket_of(args)

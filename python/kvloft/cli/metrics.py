@@ -16,7 +16,7 @@ INFO_HELP: Final = "1, with the model of each namespace as a label"
 
 
 def address(text: str) -> tuple[str, int]:
-    """Parse ``PORT`` or ``HOST:PORT``; without a host, 127.0.0.1. Raises ConfigError."""
+    """Parse ``PORT`` or ``HOST:PORT``; the default host is 127.0.0.1. Raises ConfigError."""
     host, _, port = text.rpartition(":")
     if re.fullmatch(r"[0-9]{1,9}", port) and int(port) > 65535:  # 0: any free port
         raise ConfigError(f"--metrics {text!r}: the port must be 1 to 65535.")
@@ -31,10 +31,11 @@ def address(text: str) -> tuple[str, int]:
 def serve(
     where: tuple[str, int], status: Callable[[], dict[str, Any]]
 ) -> tuple[str, Callable[[], None]]:
-    """Export ``status`` at ``where``; returns the URL and a function that stops it. Raises
-    ConfigError if it cannot listen.
+    """Export ``status`` at ``where`` and return the URL and a function that stops the export.
+
+    Raises ConfigError if the address is unavailable.
     """
-    # No other command needs this import.
+    # Imported here because no other command needs it.
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry(auto_describe=False)
@@ -58,7 +59,7 @@ def serve(
 
 
 class _Collector:
-    """The collector of prometheus_client."""
+    """Collector for prometheus_client."""
 
     def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
         self._status = status

@@ -1,7 +1,7 @@
 """The first lines of `kvloft status`: health, use of host memory and disk, engines and hit rate.
 
-All figures come from one `_core.server_status`; the server measures the free space of the file
-system every few seconds. It must not depend on the tables of namespaces.
+All figures come from one call of `_core.server_status`. The server measures the free space of the
+file system every few seconds.
 """
 
 from collections import Counter

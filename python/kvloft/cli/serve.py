@@ -1,6 +1,6 @@
 """`kvloft serve`: one cache for every engine of this user on this machine, in a separate process.
 
-It reads settings, waits for signals and prints the log; the server itself is in Rust.
+This module reads settings, waits for signals and prints the log; the server is written in Rust.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from kvloft.version import BUILD
 
 LOOK_EVERY_S: Final = 0.5
 FIRST_ENGINE_S: Final = 60.0
-"""Added to --linger before the first engine, which may still load its model's weights."""
+"""Added to --linger until the first engine connects, because it may still be loading weights."""
 CLOSE_TIMEOUT_S: Final = 60.0
 TWICE_S: Final = 1.0
 """Signals within this time count as one."""
 ENDS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that end a server after its last writes; a closed terminal sends SIGHUP."""
+"""Signals that stop the server after its pending writes; closing a terminal sends SIGHUP."""
 OPTIONS: Final = {
     "host_size": "host memory for cached KV, allocated on first use",
     "disk_path": "directory of the disk tier; without it, the cache is empty after a restart",
@@ -44,8 +44,8 @@ OPTIONS: Final = {
     "eviction": "adaptive or lru",
     "salt_quota": "limit of host memory for one cache_salt in a namespace, such as 10%% or 8GiB",
     "salt_disk_quota": "limit of disk space for one cache_salt in a namespace",
-    "salt_ttl": "chunks of a cache_salt expire this long after they were saved (24h, 7d)",
-    "salt_limits": "a YAML file with limits for single salts",
+    "salt_ttl": "time from the save to the expiry of a cache_salt's chunks, such as 24h or 7d",
+    "salt_limits": "a YAML file with limits for individual salts",
 }
 DESCRIPTION: Final = """\
 Share one cache among all engines of this user on this machine, over a Unix
@@ -65,16 +65,16 @@ kv_connector_extra_config or as KVLOFT_SERVER:
   "server": "unix:/run/user/1000/kvloft/kvloft.sock"
 
 Engines with the same model and vLLM version share KV: they form a namespace.
-Each namespace has its own chunks and its own folder on disk. Memory goes to
-namespaces on demand; when it is used up, namespaces with engines get equal
-shares, or those set by --share. A restarted engine finds its chunks in the
+Each namespace has its own chunks and its own directory on disk. Namespaces get
+memory on demand; when the memory is full, namespaces with engines get equal
+shares, or the shares set by --share. A restarted engine finds its chunks in the
 server's memory, unless another namespace needed it. While no server answers,
 engines compute without the cache and reconnect in the background.
 
 A tenant is a cache_salt. With --salt-quota, a tenant at its limit replaces its
 own least recently used chunks, never another tenant's. With --salt-ttl, its
-chunks expire, in memory and on disk. --salt-limits FILE sets other limits for
-single salts:
+chunks expire, in memory and on disk. --salt-limits FILE sets different limits
+for individual salts:
 
   - {salt_file: acme.salt, quota: 25%, disk_quota: 40%, ttl: 7d}
   - {salt: null, ttl: 30d}    # requests without a salt
@@ -100,8 +100,8 @@ def add_parser(subparsers: Any) -> None:
         "--linger",
         metavar="TIME",
         help=(
-            "exit after this time without an engine (30s, 5min); the first engine has an extra "
-            "minute"
+            "exit after this time without an engine, such as 30s or 5min; before the first engine "
+            "connects, the server waits a minute longer"
         ),
     )
     parser.add_argument(
@@ -127,7 +127,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--metrics",
         metavar="[HOST:]PORT",
-        help="export Prometheus metrics; without HOST, to this machine only",
+        help="export Prometheus metrics; without HOST, only to this machine",
     )
     parser.set_defaults(run=run)
 
@@ -160,7 +160,7 @@ def nodes(text: str | None) -> list[int]:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal, or until ``--linger`` has passed without an engine.
 
-    Returns 0; 1 if another server uses the socket or a system call fails; 2 for a wrong setting.
+    Returns 0; 1 if another server uses the socket or a system call fails; 2 for an invalid setting.
     """
     config = settings(args)
     metrics_at = metrics.address(args.metrics) if args.metrics is not None else None
@@ -180,10 +180,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make_folder(config: Config) -> None:
-    """Create the socket's folder with access restricted to this user. The server reports problems
-    with an existing folder.
+    """Create the socket's directory with access restricted to this user. The server reports
+    problems with an existing directory.
 
-    Raises ConfigError if the parent folder is missing: probably a typing error, or not mounted yet.
+    Raises ConfigError if the parent directory is missing: the path probably has a typo, or its file
+    system is not mounted yet.
     """
     folder = Path(str(config.socket)).parent
     try:
@@ -218,7 +219,7 @@ def _linger(text: str | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """The checked command line."""
+    """Validated arguments and settings."""
 
     config: Config
     shares: list[tuple[str, int]]
@@ -230,7 +231,7 @@ class _Options:
 def _serve(options: _Options, begun: Callable[[], None]) -> int:
     is_over, begun_s, log = threading.Event(), list[float](), Log()
     for number in ENDS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # set by nohup
             signal.signal(number, lambda number, _frame: _stop(is_over, begun_s, number))
     try:
         server = _start(options)
@@ -249,8 +250,8 @@ def _serve(options: _Options, begun: Callable[[], None]) -> int:
         log.tell(f"metrics at {url}")
     _wait(is_over, server, options.linger_s, log)
     log.tell(
-        f"stopping; remaining chunks are written to disk for up to {CLOSE_TIMEOUT_S:g} s (a second "
-        "signal stops at once)"
+        f"stopping; writing pending chunks to disk for up to {CLOSE_TIMEOUT_S:g} s (a second "
+        "signal stops immediately)"
     )
     server.close(CLOSE_TIMEOUT_S)
     if end_metrics is not None:
@@ -305,7 +306,7 @@ def _place(stream: IO[str]) -> tuple[int, int] | None:
 
 
 def _disk(config: Config, trouble: str | None, *, is_told: bool) -> str:
-    """Return the disk's state at start, with its problem unless stderr reported that."""
+    """Return the state of the disk at startup, with its problem unless stderr already has it."""
     if config.disk_path is None:
         return "no disk"
     if trouble is None:
@@ -343,7 +344,7 @@ def _wait(is_over: threading.Event, server: Any, linger_s: float | None, log: Lo
 
 
 def _stop(is_over: threading.Event, begun_s: list[float], number: int) -> None:
-    """Exit at once at a second signal. timeout(1) sends each twice, which counts as one."""
+    """Exit immediately on a second signal. timeout(1) sends each signal twice: treated as one."""
     if not begun_s:
         begun_s.append(time.monotonic())
         is_over.set()

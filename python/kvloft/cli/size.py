@@ -1,8 +1,8 @@
 """`kvloft size MODEL`: KV bytes per token, how many tokens fit, and when reading from disk is
 faster than computing.
 
-Reads only a model's config.json, from a folder or the Hugging Face hub. It must not import vLLM or
-torch.
+Only reads the config.json of a model, from a directory or the Hugging Face hub. This module must
+not import vLLM or torch.
 """
 
 import argparse
@@ -24,27 +24,27 @@ FULL: Final = frozenset({"full_attention", "attention", "global_attention"})
 REACHING: Final = frozenset({"sliding_attention", "chunked_attention", "local_attention"})
 STATES: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent"})
 STORED_SHARE: Final = COMPACT_SHARE + 8 / 4096
-"""Bytes of compressed KV with its table, as a part of the bytes of bfloat16 KV."""
+"""Size of compressed KV with its table, as a fraction of the size of bfloat16 KV."""
 DTYPE_BYTES: Final = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4} | dict.fromkeys(
     ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"), 1
 )
-"""Bytes of a value, by vLLM's names."""
+"""Size of a value in bytes, by vLLM's name of the data type."""
 HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 COMPRESSED: Final = frozenset({"auto", "bfloat16"})
 
 
 @dataclass(frozen=True, slots=True)
 class KvSize:
-    """KV of one token over all ranks, in bytes, by the kind of layer that holds it."""
+    """KV size of one token across all ranks, in bytes, by kind of layer."""
 
     full_bytes: int
     reaching_bytes: int
-    """Bytes of layers with a sliding window or chunked local attention."""
+    """KV size of layers with a sliding window or chunked local attention."""
     num_state_layers: int
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one saved token takes in host memory or on disk, without states."""
+        """Return the size of a saved token in bytes, without Mamba or gated delta net states."""
         return self.full_bytes + self.reaching_bytes
 
 
@@ -60,20 +60,20 @@ def add_parser(subparsers: Any) -> None:
         ),
         epilog=(
             "example: kvloft size meta-llama/Llama-3.1-8B --host-size 64GiB --prefill 27000 "
-            "--disk-read 6GB"
+            "--disk-read 6GB/s"
         ),
     )
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a folder with config.json, or a model's name on the Hugging Face hub",
+        help="a directory with config.json, its path, or a model's name on the Hugging Face hub",
     )
     parser.add_argument(
         "--kv-cache-dtype",
         default="auto",
         choices=DTYPE_BYTES,
         metavar="DTYPE",
-        help="as vLLM's flag, such as fp8_e4m3 (default: auto, 2 bytes per value)",
+        help="as in vLLM, for example fp8_e4m3 (default: auto, 2 bytes per value)",
     )
     parser.add_argument(
         "--host-size",
@@ -93,7 +93,7 @@ def add_parser(subparsers: Any) -> None:
         "--disk-read",
         type=_rate,
         metavar="SIZE",
-        help='bytes that the disk reads per second, for example "6GB"',
+        help='read bandwidth of the disk, for example "6GB/s"',
     )
     parser.add_argument(
         "--json", action="store_true", help="print JSON instead of a table (bytes, tokens)"
@@ -121,7 +121,7 @@ def _num_tokens(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the sizes; returns 0. Raises ConfigError for an unusable config.json."""
+    """Print the sizes and return 0. Raises ConfigError for an unusable config.json."""
     config = read_model_config(args.model)
     try:
         size = kv_size(config, DTYPE_BYTES[args.kv_cache_dtype])
@@ -139,15 +139,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_model_config(model: str) -> dict[str, Any]:
-    """Return the config.json of a folder, a path of config.json or a hub name. Raises ConfigError
-    without one.
+    """Return the config.json of a model: a directory, the file itself, or a name on the hub.
+
+    Raises ConfigError if there is no usable config.json.
     """
     path = Path(model)
     if not path.is_file():
         path /= "config.json"
     if not path.is_file():
         if Path(model).is_dir() or not HUB_NAME.fullmatch(model):
-            raise ConfigError(f"{path} does not exist; use a folder with config.json.")
+            raise ConfigError(f"{path} does not exist; use a directory with config.json.")
         path = _from_hub(model)
     try:
         config = json.loads(path.read_text())
@@ -203,7 +204,7 @@ def _layer_kinds(config: dict[str, Any]) -> list[str]:
 
 
 def _interleaved(config: dict[str, Any], num_layers: int) -> list[str]:
-    """Return the kinds of layers without a list: every n-th with full attention, or all alike."""
+    """Return the kinds of layers without a list of them: every n-th is full, or all are alike."""
     others = {
         "full_attention_interval": "linear_attention",
         "sliding_window_pattern": "sliding_attention",

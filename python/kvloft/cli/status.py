@@ -39,8 +39,8 @@ def add_parser(subparsers: Any) -> None:
             "rate; then the tiers, engines, lookups and hits of each namespace. Tenants are listed "
             "by tags, which do not reveal their salts; with --salt-file, the tag of that salt is "
             "marked. With --watch, refresh until Ctrl-C, with chunks and GB per second and hit "
-            "rates since the previous refresh. Exit status: 0; 1 if no server answers; 2 for a "
-            "wrong argument."
+            "rates since the previous refresh. Exit status: 0; 1 if no server answers; 2 for an "
+            "invalid argument."
         ),
     )
     add_socket(parser)
@@ -69,8 +69,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the state of the server; returns 0, or 1 if it refuses. Raises ConfigError, and
-    StoreError if no server answers.
+    """Print the state of the server and return 0, or 1 if the server rejects the request.
+
+    Raises ConfigError for invalid arguments, and StoreError if no server answers.
     """
     from kvloft._core import server_status
 
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         if args.watch:
             return watch(socket, args, tag)
         status = server_status(socket)
-    except ConfigError as e:  # the server refuses this version of kvloft
+    except ConfigError as e:  # for example, the server has a different version
         warn(str(e))
         return 1
     if args.json:
@@ -130,7 +131,7 @@ def _print_namespace(
     if isinstance(fields, dict) and "model" in fields:
         console.print(f"  model {fields['model']}", soft_wrap=True)
     if not space["stats"]:
-        console.print("It is being opened.")
+        console.print("This namespace is being opened.")
         return
     found = notes(space, disk_problems(space, status))
     above = (tier_table(space, status), *found, hit_table(space), engine_table(space))

@@ -13,12 +13,12 @@ from kvloft.config.units import format_ttl, size_text
 Status = Mapping[str, Any]
 """The result of `_core.server_status`, or one of its namespaces."""
 ID_DIGITS = 16
-"""Digits of a namespace id in output. `clear`, `evict` and `--share` accept these or fewer."""
+"""Digits of a namespace id in output. `clear`, `evict` and `--share` accept any prefix."""
 Counts = Mapping[str, Any]
 """Counters of an engine or a namespace, by the server's names."""
 NO_ENGINE = "No engine has connected yet, so no memory is in use."
 MAX_WHOLE = 1_000_000
-"""Numbers from here on are shown with a unit."""
+"""Numbers of at least this value are shown with a unit."""
 
 
 def count_text(number: int) -> str:
@@ -47,7 +47,7 @@ def new_table(first: str, *names: str) -> Table:
 
 
 def title(namespace: str, space: Status, status: Status) -> str:
-    """Return a namespace's id, its slabs of the server's memory, and its share."""
+    """Return the heading of a namespace: its id, assigned host memory and share."""
     has = size_text(space["slabs"] * status["slab_bytes"])
     everything = size_text(status["host_bytes"])
     percent = space["stats"].get("share_percent")
@@ -56,7 +56,7 @@ def title(namespace: str, space: Status, status: Status) -> str:
 
 
 def field_table(fields: Mapping[str, str] | str) -> Table | Text:
-    """Return a namespace's fields, two per row; any other text unchanged."""
+    """Return a table of a namespace's fields, two per row; a string is returned as text."""
     if isinstance(fields, str):
         return Text(fields)
     table = Table(
@@ -73,7 +73,7 @@ def disk_unused(status: Status) -> list[str]:
     if not status["stats"]["server_disk_unused"]:
         return []
     disk = status["settings"].get("disk_path", "")
-    reason = status["disk_trouble"] or "it opens now"
+    reason = status["disk_trouble"] or "it is being opened"
     reason = reason.removeprefix(f"disk_path {disk} is not used: ")
     return [f"The disk {disk} is not in use: {reason}."]
 

@@ -34,7 +34,7 @@ from kvloft.errors import LateError
 
 INTERVAL_S: Final = 1.0
 TIMEOUT_S: Final = 5.0
-"""Time to wait for the answer of each refresh."""
+"""Timeout for the server's response to each refresh."""
 MIN_INTERVAL_S: Final = 0.1
 MAX_TENANTS: Final = 5
 RATES: Final = {
@@ -54,11 +54,11 @@ RATES: Final = {
 
 
 def watch(socket: str, args: argparse.Namespace, tag: str | None = None) -> int:
-    """Print the state every ``args.interval`` seconds; returns 0 after ``args.count`` refreshes or
-    Ctrl-C.
+    """Print the state every ``args.interval`` seconds until Ctrl-C or ``args.count`` refreshes, and
+    return 0.
 
-    A refresh without an answer in time prints that, and the next one retries.
-    Raises ConfigError if the server refuses, and StoreError if there is no server.
+    If the server does not answer in time, the refresh prints this and the next refresh retries.
+    Raises ConfigError if the server rejects the request, and StoreError if there is no server.
     """
     from kvloft._core import server_status
 
@@ -82,7 +82,7 @@ def watch(socket: str, args: argparse.Namespace, tag: str | None = None) -> int:
 
 
 class _Output:
-    """Prints one refresh after the other, in place on a terminal that can move its cursor."""
+    """Prints each refresh, in place on a terminal that can move its cursor."""
 
     def __init__(self, *, is_json: bool) -> None:
         self._console, self._is_json, self._last = Console(), is_json, Group()
@@ -96,7 +96,7 @@ class _Output:
         self._print(row, drawn)
 
     def print_late(self, seconds: float) -> None:
-        """Print the time since the last answer, and on a terminal the last state below it."""
+        """Print the time since the last response and, on a terminal, the last state below it."""
         late = f"The server has not answered for {seconds:.0f} s; its process is stopped or busy."
         drawn = Group(late, self._last) if self.live is not None else Group(late)
         self._print({"problems": [late]}, drawn)
@@ -113,7 +113,7 @@ class _Output:
 def rates_of(
     status: dict[str, Any], seconds: float, before: dict[str, Any]
 ) -> dict[bytes, dict[str, float]]:
-    """Return chunks per second by ``RATES`` per namespace; none for new namespaces."""
+    """Return the rates of ``RATES``, in chunks per second, for each namespace that is not new."""
     olds, rates = _by_name(before), {}
     for space in status["namespaces"]:
         new, old = space["stats"], olds.get(space["namespace"])
@@ -129,14 +129,14 @@ def rates_of(
 
 
 def chunk_bytes(space: dict[str, Any]) -> float:
-    """Return the average bytes of a namespace's chunks in host memory."""
+    """Return the average size of a namespace's chunks in host memory, in bytes."""
     stats: dict[str, int] = space["stats"]
     num = stats["frames_total"] - stats["frames_free"]
     return stats["host_used_bytes"] / num if num else float(max(space["frame_sizes"]))
 
 
 def gb_per_s(rates: dict[str, float], space: dict[str, Any]) -> dict[str, float]:
-    """Loads and saves in 10^9 bytes per second."""
+    """Return the rates of loads and saves in 10^9 bytes per second."""
     each = chunk_bytes(space) / 1e9 if rates else 0.0
     return {name: rates[name] * each for name in ("loaded", "saved") if name in rates}
 
@@ -161,7 +161,7 @@ def _by_name(status: dict[str, Any] | None) -> dict[bytes, dict[str, Any]]:
 
 
 def fitted(drawn: RenderableType, console: Console) -> RenderableType:
-    """Return the rows that fit the screen, and a last row with the number of hidden ones."""
+    """Return the rows that fit the screen, and a last row with the number of hidden rows."""
     lines = console.render_lines(drawn, pad=False)
     while lines and not "".join(segment.text for segment in lines[-1]).strip():
         lines.pop()
@@ -203,7 +203,7 @@ def _picture_of(
     olds: dict[bytes, dict[str, Any]],
     tag: str | None,
 ) -> RenderableType:
-    """Tables of one namespace, most important first: a short screen hides the last ones."""
+    """Return the tables of a namespace, most important first: a short screen hides the last."""
     flow = [_flow(rates, chunk_bytes(space))] if rates else []
     tables: list[Table | str] = [
         tier_table(space, status),
@@ -219,7 +219,7 @@ def _picture_of(
 
 
 def _flow(rates: dict[str, float], frame_bytes: float) -> Table:
-    """A table with two rates per row, so that all fit half of a screen of 24 rows."""
+    """Return a table with two rates per row, so that all rates fit half of a 24-row screen."""
     table = new_table("per second", "chunks", "GB")
     table.add_column("per second", no_wrap=True)
     for name in ("chunks", "GB"):

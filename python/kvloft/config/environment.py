@@ -1,4 +1,4 @@
-"""The only file that reads environment variables, of kvloft and of the engine."""
+"""The only module that reads environment variables, both kvloft's and the engine's."""
 
 import os
 import re
@@ -7,13 +7,13 @@ from typing import Final
 
 ENV_PREFIX: Final = "KVLOFT_"
 ENV_FILE: Final = "KVLOFT_CONFIG"
-"""Names the YAML file with settings."""
+"""Variable with the path of the YAML file of settings."""
 MAX_SOCKET_BYTES: Final = 107
 """Length limit of a Unix socket's path."""
 _KUBERNETES: Final = re.compile(
     r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$"
 )
-"""Set by Kubernetes for a Service whose name starts with "kvloft"; not settings."""
+"""Variables that Kubernetes sets for a Service whose name starts with "kvloft"; not settings."""
 
 
 def environment() -> Mapping[str, str]:
@@ -22,7 +22,7 @@ def environment() -> Mapping[str, str]:
 
 
 def setting_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (variable, key, value) of each variable that should be a setting, sorted."""
+    """Yield (variable, key, value) for each variable that should be a setting, sorted."""
     for name, value in sorted(environ.items()):
         is_ours = name.startswith(ENV_PREFIX) and name != ENV_FILE
         if is_ours and value and not _KUBERNETES.search(name):
@@ -31,7 +31,7 @@ def setting_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, st
 
 
 def engine_environment(names: Iterable[str]) -> list[str]:
-    """Return ``NAME=value`` of each of the engine's variables ``names`` that is set."""
+    """Return ``NAME=value`` for each of the engine's variables ``names`` that is set."""
     return [f"{name}={os.environ[name]}" for name in names if name in os.environ]
 
 
@@ -41,7 +41,7 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def server_environment() -> dict[str, str]:
-    """Return the environment of a server, which gets settings on its command line."""
+    """Return the environment for a server, which gets its settings on the command line."""
     return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
 
 

@@ -1,7 +1,7 @@
-"""Sources of settings, from strong to weak: vLLM's ``kv_connector_extra_config`` (or a command
+"""Sources of settings, in order of precedence: vLLM's ``kv_connector_extra_config`` (or a command
 line), environment variables ``KVLOFT_*``, the YAML file in ``KVLOFT_CONFIG``, and defaults.
 
-Must depend on neither vLLM nor the store: checks that need the model run elsewhere.
+This module must import neither vLLM nor the extension: checks that need the model run elsewhere.
 """
 
 import re
@@ -15,13 +15,13 @@ from kvloft.errors import ConfigError
 
 FROM_EXTRA: Final = "kv_connector_extra_config"
 MAX_SHOWN: Final = 80
-"""Characters of a wrong value in an error."""
+"""Maximum number of characters of an invalid value in an error."""
 _Layer = dict[str, tuple[object, str]]
 """Value and origin of each key that a source has."""
 
 _NOT_NEEDED: Final = "kvloft does not need it; remove it"
 _ONE_HOST: Final = "kvloft serves one host and does not support it; remove it"
-_PREFIXES: Final = "kvloft reuses prefixes only and does not support it; remove it"
+_PREFIXES: Final = "kvloft only reuses prefixes and does not support it; remove it"
 _HOST_SIZE: Final = 'use host_size, for example "32GiB"'
 _SERVER: Final = 'use server, for example "unix:/run/kvloft/kvloft.sock"'
 _TIMEOUT: Final = 'use load_timeout, for example "10s"'
@@ -64,8 +64,8 @@ _OFFLOADING: Final = {
     "store_threshold": "kvloft saves each chunk at first use; remove it",
     "secondary_tiers": "use disk_path and disk_size for a disk",
 }
-"""Settings of LMCache and of vLLM's OffloadingConnector, and kvloft's equivalents, for errors only;
-docs/migrating.md has the same table with examples.
+"""Settings of LMCache and of vLLM's OffloadingConnector, with kvloft's equivalents for error
+messages. docs/migrating.md has the same table with examples.
 """
 
 
@@ -90,7 +90,7 @@ def load_config(
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     bare_numbers: dict[str, float] = {}
-    for layer, may_be_null in layers:  # each value is checked, also if it is replaced
+    for layer, may_be_null in layers:  # each value is checked, even if it is replaced
         for key, (raw, origin) in layer.items():
             values[key] = value = _parse(key, raw, origin, may_be_null)
             origins[key] = origin
@@ -109,7 +109,7 @@ def _refuse_contradictions(values: Mapping[str, object], origins: Mapping[str, s
                 f'{key} = "{size}" ({origins[key]}) does nothing without disk_path; set disk_path, '
                 f"or remove {key}."
             )
-    # A file or an environment can be the server's.
+    # A file or an environment may be shared with the server.
     misplaced = [key for key in OF_STORE if origins.get(key) == FROM_EXTRA]
     if misplaced and values.get("server") not in (None, AUTO):
         raise ConfigError(
@@ -164,7 +164,7 @@ def read_yaml(path: str, blame: str, wanted: str) -> tuple[Any, Any]:
 
     The file can contain secrets, so errors must not quote it.
     """
-    import yaml  # a fifth of a server's start, and few users have such a file
+    import yaml  # takes a fifth of a server's startup; few users have such a file
 
     try:
         # A NUL in the name raises ValueError.
@@ -184,8 +184,9 @@ def read_yaml(path: str, blame: str, wanted: str) -> tuple[Any, Any]:
 
 
 def keys_of(node: Any) -> list[str]:
-    """Return all keys of a YAML mapping, also repeated ones, which PyYAML merges silently; none for
-    any other node.
+    """Return all keys of a YAML mapping, including repeated keys, which PyYAML merges silently.
+
+    Returns an empty list for any other node.
     """
     return [key.value for key, _ in node.value] if node.id == "mapping" else []
 
@@ -196,7 +197,7 @@ def first_twice(keys: Sequence[str]) -> str | None:
 
 
 def _refuse_foreign(given: Sequence[tuple[str, object, object]], origin: str) -> None:
-    """Raise one ConfigError for all settings of other caches among (name, key, value)."""
+    """Raise a ConfigError that lists the settings of other caches in rows of (name, key, value)."""
     found = [
         f"{name} ({origin}) {other}"
         for name, key, value in given
@@ -211,7 +212,7 @@ def _known(
 ) -> str:
     if isinstance(key, str) and key in KEYS:
         return key
-    import difflib  # slow, and needed for an error only
+    import difflib  # slow, and only needed for an error
 
     name = _shown(key) if written is None else written
     near = difflib.get_close_matches(str(key).lower(), KEYS, n=1, cutoff=0.7)
@@ -221,8 +222,9 @@ def _known(
 
 
 def _equivalent(key: str, value: object = None) -> str | None:
-    """Return a sentence part about a setting of another cache, with the equivalent of ``value`` if
-    it can be converted; None for an unknown key.
+    """Return the end of an error about a setting of another cache; None if the key is unknown.
+
+    Includes the equivalent of ``value`` if it can be converted.
     """
     name = re.sub(r"^lmcache[._](mp\.)?", "", key.lower())
     if key.lower().startswith("lmcache.mp."):
@@ -276,7 +278,7 @@ _VALUES: Final[dict[str, tuple[str, Callable[[object], str]]]] = {
     "blocking_timeout_secs": ("load_timeout", lambda value: f"{float(str(value)):g}s"),
     "save_decode_cache": ("save", _save),
 }
-"""The setting for each key whose value can be converted."""
+"""Setting and conversion for each key whose value can be converted."""
 
 
 def _parse(key: str, raw: object, origin: str, may_be_null: bool) -> object:

@@ -1,7 +1,4 @@
-"""The table of settings: names, defaults, allowed values, and how values are parsed and shown.
-
-Must not depend on the sources of values, or on the model.
-"""
+"""The table of settings: names, defaults, allowed values, and how values are parsed and shown."""
 
 import os
 import re
@@ -23,12 +20,12 @@ from kvloft.config.units import (
 )
 
 FROM_DEFAULT: Final = "default"
-"""The origin of a setting that no source has."""
+"""Origin of a setting that no source sets."""
 MIB: Final = 1 << 20
 GIB_BELOW: Final = 1024
-"""A smaller size without a unit is probably meant in GiB."""
+"""A smaller number without a unit is probably a size in GiB."""
 AUTO: Final = "auto"
-"""As a server: one that engines start."""
+"""Value of ``server`` for a server that engines start."""
 
 
 def _parse_count(value: object, low: int, high: int) -> int:
@@ -69,8 +66,8 @@ def parse_socket(value: object) -> str | None:
 def _parse_text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(value)
-    # lone surrogates have no UTF-8, and text is hashed and opened as UTF-8 (UnicodeError is a
-    # ValueError)
+    # Text is hashed and opened as UTF-8, which cannot encode lone surrogates. UnicodeError is a
+    # ValueError.
     value.encode()
     return value
 
@@ -137,7 +134,7 @@ _SERVER: Final = Setting(
     parse_socket,
     '"auto" or a path of at most 107 bytes such as "unix:/run/user/1000/kvloft/kvloft.sock"',
     lambda v: (v if v == AUTO else f"unix:{v}") if v else "(none)",
-    "one of its own",
+    "a store in the engine",
 )
 _TEXT: Final = Setting(_parse_text, "text", lambda v: repr(v) if v else "(empty)")
 _THREADS: Final = Setting(partial(_parse_count, low=1, high=64), "a number from 1 to 64")
@@ -181,7 +178,7 @@ class Config:
     server_linger: float = _set(300.0, _TIME)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     bare_numbers: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
-    """Sizes, times to live and a server_timeout without a unit."""
+    """Sizes, times to live and server_timeout if they have no unit."""
 
     @property
     def socket(self) -> str | None:
@@ -201,14 +198,14 @@ class Config:
 OF_LIMITS: Final = ("salt_quota", "salt_disk_quota", "salt_ttl", "salt_limits")
 """Limits of tenants; see `kvloft.limits`."""
 OF_STORE: Final = ("host_size", "disk_path", "disk_size", "eviction", "disk_threads", *OF_LIMITS)
-"""Settings of a store: a server has them, and an engine that uses a server does not."""
+"""Settings of a store: an engine that uses a server ignores them."""
 KEYS: Final[Mapping[str, Setting]] = {
     f.name: f.metadata["setting"] for f in fields(Config) if f.metadata
 }
 
 
 def is_checked_for_unit(key: str, value: object) -> bool:
-    """Return True if a number without a unit is probably a mistake for this setting."""
+    """Return True if a value of this setting may be a mistake if it has no unit."""
     if key == "server_timeout":
         return True
     return KEYS[key] in (_SIZE, _QUOTA, _TTL) and isinstance(value, int)

@@ -1,7 +1,4 @@
-"""Sizes, times and quotas: text to numbers and back.
-
-Must not depend on settings.
-"""
+"""Converts sizes, times and quotas from text to numbers and back."""
 
 import math
 import re
@@ -11,7 +8,7 @@ from typing import Final
 
 
 class HintError(ValueError):
-    """A value that is not allowed. The message follows the value and ends with the fix."""
+    """A value is not allowed. The message follows the value and ends with the fix."""
 
 
 _UNITS: Final = {"": 1, "b": 1} | {
@@ -33,7 +30,7 @@ _QUANTITY: Final = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\
 
 def parse_size(value: object, low: int = 4096, high: int = 1 << 60) -> int:
     """Return the bytes of ``"8GiB"``, ``"500MB"``, ``"2Gi"``, ``"32G"`` or a plain number. Raises
-    ValueError, also if out of range.
+    ValueError if the value is malformed or out of range.
     """
     return _whole(_scaled(value, _UNITS), low, high)
 
@@ -54,9 +51,9 @@ def parse_quota(value: object) -> Quota:
     """Return bytes for a size such as ``"8GiB"``, or a fraction for ``"10%"`` or 0.1. Raises
     ValueError.
 
-    A number with a point up to 1.0 is a fraction, also as text, because YAML has it as a number and
-    a command line as text. The resolution is one millionth: a smaller fraction that is not 0 is
-    refused.
+    A number up to 1.0 with a decimal point is a fraction, even as text, because a YAML file has a
+    number and a command line has text. The resolution is one millionth; a smaller fraction other
+    than 0 is rejected.
     """
     if isinstance(value, str) and re.fullmatch(r"\s*0*[01]\.[0-9]{1,9}\s*", value):
         value = float(value)
@@ -109,7 +106,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def has_unit(value: object) -> bool:
-    """Return True if a size or a time that was parsed has a unit."""
+    """Return True if a valid size or time has a unit."""
     return _quantity(value)[1] != ""
 
 

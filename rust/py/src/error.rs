@@ -1,4 +1,4 @@
-//! Raises a core error as one of the exceptions that `kvloft.errors` defines.
+//! Converts core errors to the exceptions that `kvloft.errors` defines.
 
 use kvloft_core::{Error, ErrorKind};
 use pyo3::import_exception;

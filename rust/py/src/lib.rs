@@ -1,4 +1,4 @@
-//! `kvloft._core`: conversions between Python and `kvloft_core`, nothing else.
+//! `kvloft._core`: only converts between Python and `kvloft_core`.
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 and map_err pass arguments by value")]
 
 mod arena;

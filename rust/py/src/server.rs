@@ -1,4 +1,4 @@
-//! `Server` and the admin functions: conversions only; see `kvloft_wire`.
+//! Converts `Server` and the admin functions of `kvloft_wire` to Python.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -101,7 +101,7 @@ pub(crate) fn server_status(
     status_dict(py, &found)
 }
 
-/// Remove every chunk of a namespace of the server at `socket`; return the number of chunks.
+/// Remove every chunk of a namespace of the server at `socket` and return the number of chunks.
 #[pyfunction]
 #[pyo3(signature = (socket, *, namespace="", timeout_s=30.0))]
 pub(crate) fn server_clear(
@@ -113,7 +113,7 @@ pub(crate) fn server_clear(
     py.detach(|| clear(&socket, namespace, timeout(timeout_s))).map_err(raise)
 }
 
-/// Evict the chunks of a salt, or every chunk, from all tiers or from host memory only.
+/// Evict the chunks of a salt, or every chunk, from all tiers or only from host memory.
 #[pyfunction]
 #[pyo3(signature = (socket, *, namespace="", salt=None, host_only=false, timeout_s=60.0))]
 pub(crate) fn server_evict<'py>(

@@ -117,7 +117,7 @@ fn namespaces_share_memory_but_no_chunks() {
 /// missing, the server still works.
 #[test]
 fn memory_is_bound_to_numa_nodes_or_the_failure_is_logged() {
-    let default = "the system chooses the NUMA nodes";
+    let default = "the kernel chooses the NUMA nodes";
     for (numa, said) in
         [(vec![0, 63], default), (vec![0, 0], "on NUMA nodes 0, 0"), (vec![0], "on NUMA node 0")]
     {

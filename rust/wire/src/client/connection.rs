@@ -1,8 +1,8 @@
-//! The client's end of a connection: sends requests and waits for answers until a deadline.
+//! The client's end of a connection: sends requests and waits for responses until a deadline.
 //!
-//! Answers arrive in the order of their requests. While an answer is overdue, lookups return misses
-//! without a request, so a stopped server costs one deadline and not one per call. Commits, aborts
-//! and clears are still sent. A late answer is processed when it arrives.
+//! Responses arrive in the order of the requests. While a response is overdue, lookups return
+//! misses without sending a request, so a stopped server costs one deadline, not one per call.
+//! Commits, aborts and clears are still sent. A late response is processed when it arrives.
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind as IoKind};
@@ -32,18 +32,19 @@ pub(crate) struct Connection {
     received: ReceiveBuffer,
     unsent: SendBuffer,
     next_number: u32,
-    /// Numbers of the requests without an answer so far.
+    /// Numbers of the requests that have no response yet.
     unanswered: VecDeque<u32>,
-    /// The keys that the server has of the last long prefix.
+    /// The keys of the last long prefix that the server has cached.
     pub(crate) prefix_cache: PrefixCache,
     pub(crate) is_closed: bool,
-    /// A save waited until its deadline and no answer has arrived since: later saves do not wait.
+    /// True if a save has reached its deadline and no response has arrived since: later saves do
+    /// not wait.
     pub(crate) is_unresponsive: bool,
 }
 
 impl Connection {
-    /// Connects to the server at `path`. `Io` if no server listens, `InvalidConfig` if the server
-    /// is another user's.
+    /// Connects to the server at `path`. Returns `Io` if no server listens or this user cannot open
+    /// the socket, and `InvalidConfig` if the server belongs to another user.
     pub(crate) fn connect(path: &Path) -> Result<Self> {
         let fail =
             |error| Error::io(format!("no kvloft server answers at {}", path.display()), error);
@@ -77,8 +78,8 @@ impl Connection {
         })
     }
 
-    /// Sends the first request; returns its answer and the descriptors received with it.
-    /// `InvalidConfig`, with the server's reason, if the server refuses.
+    /// Sends the first request and returns its response with the descriptors received. Returns
+    /// `InvalidConfig` with the server's reason if the server rejects the request.
     pub(crate) fn open(
         &mut self,
         request: &Request<'_>,
@@ -90,7 +91,7 @@ impl Connection {
         self.enqueue(request);
         let mut found = Vec::new();
         loop {
-            // On an error, read first: the server may have sent the reason of a refusal.
+            // On an error, read first: the server may have sent the reason of a rejection.
             let sent = self.unsent.flush(&self.stream);
             if !wait(&*self.stream, self.poll_flags(), deadline) {
                 return Err(late());
@@ -117,7 +118,7 @@ impl Connection {
         let _gone = self.stream.shutdown(std::net::Shutdown::Both);
     }
 
-    /// Returns whether an answer is overdue, after processing every answer received.
+    /// Processes every response received and returns true if a response is overdue.
     pub(crate) fn is_overdue(&mut self) -> bool {
         if !self.unanswered.is_empty() {
             let _none = self.exchange(None, Instant::now());
@@ -125,13 +126,13 @@ impl Connection {
         self.is_closed || !self.unanswered.is_empty()
     }
 
-    /// Sends a request and waits for its answer. None, a miss, at the deadline or if an earlier
-    /// answer is overdue.
+    /// Sends a request and waits for its response. Returns None, a miss, at the deadline or if an
+    /// earlier response is overdue.
     pub(crate) fn call(&mut self, request: &Request<'_>, deadline: Instant) -> Option<Answer> {
         if self.is_overdue() { None } else { self.call_always(request, deadline) }
     }
 
-    /// Sends a request even if an earlier answer is overdue; in that case it does not wait.
+    /// Sends a request even if an earlier response is overdue, but then does not wait.
     pub(crate) fn call_always(
         &mut self,
         request: &Request<'_>,
@@ -145,8 +146,9 @@ impl Connection {
         self.exchange(Some(number), if is_overdue { Instant::now() } else { deadline })
     }
 
-    /// Sends several requests and waits for their answers. None, a miss, for each answer that does
-    /// not arrive in time, and for all if an earlier answer is overdue.
+    /// Sends multiple requests and waits for their responses. Returns None, a miss, for each
+    /// response that does not arrive in time, and for every request if an earlier response is
+    /// overdue.
     pub(crate) fn call_all(
         &mut self,
         requests: &[Request<'_>],
@@ -169,7 +171,7 @@ impl Connection {
         answers
     }
 
-    /// Waits until no answer is overdue; returns false at the deadline. Does not wait for an
+    /// Waits until no response is overdue; returns false at the deadline. Does not wait for an
     /// unresponsive server.
     pub(crate) fn wait_for_overdue(&mut self, deadline: Instant) -> bool {
         while self.is_overdue() && !self.is_closed {
@@ -181,7 +183,7 @@ impl Connection {
         !self.is_closed
     }
 
-    /// As [`Self::call_all`], but waits for overdue answers first.
+    /// Like [`Self::call_all`], but first waits for overdue responses.
     pub(crate) fn call_for_saves(
         &mut self,
         requests: &[Request<'_>],
@@ -203,8 +205,8 @@ impl Connection {
     }
 
     /// Truncates a long prefix to the part that may be stored, using one request with its anchors.
-    /// Does nothing for a short prefix, or for one the server has the keys of. If the request gets
-    /// no answer, the next lookup is a miss.
+    /// Does nothing if the prefix is short or the server has cached its keys. If the request gets
+    /// no response, the next lookup is a miss.
     pub(crate) fn trim_prefix(&mut self, prefix: &mut Prefix<'_>, deadline: Instant) {
         if !self.prefix_cache.needs_anchors(prefix.keys) {
             return;
@@ -251,13 +253,13 @@ impl Connection {
         self.close_on_error(&sent);
     }
 
-    /// Sends and receives until the answer to `wanted` arrives, or until the deadline.
+    /// Sends and receives until the response to `wanted` arrives, or until the deadline.
     fn exchange(&mut self, wanted: Option<u32>, deadline: Instant) -> Option<Answer> {
         let mut must_wait = wanted.is_some();
         loop {
             self.flush();
             if let Some(answer) = self.take_answer(wanted) {
-                return Some(answer); // it was received together with an earlier answer
+                return Some(answer); // it was received together with an earlier response
             }
             if self.is_closed
                 || (must_wait && !spin_then_wait(&*self.stream, self.poll_flags(), deadline))
@@ -265,7 +267,7 @@ impl Connection {
                 return None;
             }
             let filled = self.received.fill(&self.stream);
-            // Answers received before the peer disconnected still count.
+            // Responses received before the peer disconnected are still valid.
             let answer = self.take_answer(wanted);
             self.close_on_error(&filled);
             if answer.is_some() || wanted.is_none() {
@@ -275,8 +277,8 @@ impl Connection {
         }
     }
 
-    /// Processes received answers up to the answer to `wanted`, and returns that. Aborts the
-    /// reservations in late answers.
+    /// Processes received responses up to the response to `wanted`, and returns its content. Aborts
+    /// the reservations in late responses.
     fn take_answer(&mut self, wanted: Option<u32>) -> Option<Answer> {
         loop {
             let next = self.received.next(MAX_MESSAGE).map(|bytes| bytes.map(Answer::decode));

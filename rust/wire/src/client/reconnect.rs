@@ -1,7 +1,6 @@
-//! The client's background thread: detects a lost connection and opens another one.
+//! The client's background thread: detects a lost connection and opens a new connection.
 //!
 //! `Session::renew` switches to the new connection, so that no plan names frames of two arenas.
-//! Must not depend on requests.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,9 +12,9 @@ use crate::client::handshake::NewConnection;
 use crate::client::state::ClientInner;
 use crate::socket::wait;
 
-/// Time between two attempts to connect, and between two checks of the connection.
+/// Interval between attempts to connect, and between checks of the connection.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
-/// Longest time between two attempts at a server that refuses: the server logs each one.
+/// Maximum interval between attempts to connect to a server that rejects this engine.
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Failed attempts to connect since the last connection.
@@ -26,7 +25,7 @@ pub(crate) struct ConnectFailures {
 }
 
 impl ConnectFailures {
-    /// Returns the line to log; None if it repeats the last one.
+    /// Returns the line to log; None if the last line was the same.
     pub(crate) fn log_line(&mut self, error: &Error) -> Option<String> {
         let reason = error.to_string();
         let is_new = self.reason != reason;
@@ -43,8 +42,8 @@ impl ConnectFailures {
 }
 
 impl ClientInner {
-    /// Runs one round of the background thread: checks the connection, or tries to open another
-    /// one.
+    /// Runs one round of the background thread: checks the connection, or tries to open a new
+    /// connection.
     pub(crate) fn maintain_connection(&self, failures: &mut ConnectFailures) {
         let stream = {
             let state = self.state();
@@ -76,7 +75,7 @@ impl ClientInner {
                 *failures = ConnectFailures::default();
             }
             Err(error) => {
-                // An `Io` error follows a lost connection, which is logged already.
+                // An `Io` error follows a lost connection, which has already been logged.
                 let line = failures.log_line(&error).filter(|_| error.kind() != ErrorKind::Io);
                 if let Some(line) = line {
                     self.state().log(Event::problem(line));

@@ -1,5 +1,5 @@
-//! State of a client: its connection, leases, counters and view of the stored chunks, and what a
-//! later connection must repeat.
+//! State of a client: its connection, leases, counters and view of the stored chunks, and the
+//! requests that a new connection must repeat.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -18,12 +18,12 @@ use crate::protocol::{Answer, Keys, MAX_CHANGES, Request, SentChanges};
 use crate::socket::wait;
 use crate::threads::locked;
 
-/// Shortest deadline of reservations and commits: a request waits for a lookup, but a save without
-/// an answer is lost.
+/// Minimum deadline of reservations and commits. A lookup can have a shorter deadline, because a
+/// request waits for it; a save without a response is lost.
 const MIN_SAVE_DEADLINE: Duration = Duration::from_millis(100);
 /// Maximum number of log lines that wait for `take_events`.
 const MAX_EVENTS: usize = 64;
-/// Time without an answer after which the chunks reported so far count as lost.
+/// Time without a response after which all chunks reported so far are treated as lost.
 const LOSS_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// State of a client behind its lock.
@@ -38,25 +38,25 @@ pub(crate) struct ClientState {
     pub(crate) leases: HashMap<LeaseId, Option<Progress>>,
     pub(crate) next_lease: u64,
     pub(crate) limit_bytes: Option<u64>,
-    /// Last keys of the prefixes that the last reservation dropped chunks of.
+    /// Last keys of the prefixes with chunks that the last reservation dropped.
     pub(crate) dropped: Vec<ChunkKey>,
     pub(crate) change_feed: ChangeFeed,
     /// True until the server confirms a clear.
     pub(crate) is_clear_pending: bool,
     pub(crate) stats: Vec<(String, u64)>,
     pub(crate) missed_calls: MissedCalls,
-    /// As in `Session::is_save_late`.
+    /// See `Session::is_save_late`.
     pub(crate) is_save_late: bool,
-    /// Connections lost so far.
+    /// Number of connections lost so far.
     pub(crate) num_lost: u64,
     pub(crate) events: Vec<Event>,
     pub(crate) is_closed: bool,
 }
 
-/// Requests the changes of the server's store and turns missing answers into "lost".
+/// Requests the changes of the server's store and reports missing responses as "lost".
 #[derive(Debug, Default)]
 pub(crate) struct ChangeFeed {
-    /// As in `Session::watch`.
+    /// See `Session::watch`.
     pub(crate) capacity: u32,
     last: FeedState,
 }
@@ -65,9 +65,9 @@ pub(crate) struct ChangeFeed {
 #[derive(Debug, Default, Clone, Copy, PartialEq)]
 enum FeedState {
     Answered,
-    /// No request has been answered in time since then.
+    /// No response has arrived in time since this instant.
     Late(Instant),
-    /// Every chunk reported so far counts as lost.
+    /// Every chunk reported so far is treated as lost.
     #[default]
     Lost,
 }
@@ -115,13 +115,13 @@ impl ClientState {
         answer
     }
 
-    /// Sends a request and waits for its answer.
+    /// Sends a request and waits for its response.
     pub(crate) fn request(&mut self, request: &Request<'_>, deadline: Instant) -> Option<Answer> {
         self.call(deadline, |connection| connection.call(request, deadline))
     }
 
-    /// Truncates the first prefix to the part that may be stored. The server caches the keys of the
-    /// first prefix of a message only.
+    /// Truncates the first prefix to the part that may be stored. The server only caches the keys
+    /// of the first prefix of a message.
     pub(crate) fn trim_prefix(&mut self, prefixes: &mut [Prefix<'_>], inner: &ClientInner) {
         let deadline = inner.deadline();
         if let Some(first) = prefixes.first_mut()
@@ -136,15 +136,15 @@ impl ClientState {
         }
     }
 
-    /// Returns true once for each prefix that the last reservation dropped chunks of: that lookup
-    /// is part of the save and not of a new request.
+    /// Returns true once for each prefix with chunks that the last reservation dropped: that lookup
+    /// is part of the save, not of a new request.
     pub(crate) fn is_save_lookup(&mut self, prefixes: &[Prefix<'_>]) -> bool {
         let [Prefix { keys: [.., end], .. }] = prefixes else { return false };
         let at = self.dropped.iter().position(|dropped| dropped == end);
         at.map(|at| self.dropped.swap_remove(at)).is_some()
     }
 
-    /// Sends a request without an answer, if there is a connection.
+    /// Sends a request that has no response, if there is a connection.
     pub(crate) fn send(&mut self, request: &Request<'_>) {
         if let Some(connection) = &mut self.connection {
             connection.send(request);
@@ -167,9 +167,9 @@ impl ClientState {
         }
     }
 
-    /// Closes the descriptors of the arena if its server has exited: they keep its memory
-    /// allocated. Only a server that has exited or holds no frame for this engine has closed the
-    /// read end of the lifeline.
+    /// Closes the descriptors of the arena if its server has exited, because they keep the memory
+    /// allocated. The read end of the lifeline is closed only if the server has exited or holds no
+    /// frame for this engine.
     pub(crate) fn release_lost_arena(&mut self) {
         if let Some((_, fds)) = &mut self.arena {
             fds.take_if(|[_, lifeline]| wait(&*lifeline, PollFlags::empty(), Instant::now()));
@@ -188,7 +188,7 @@ impl ClientState {
 }
 
 impl ChangeFeed {
-    /// Returns the request to send; None if `asked` has more keys than a request may have.
+    /// Returns the request to send; None if `asked` has more keys than fit in a request.
     pub(crate) fn request<'a>(
         &self,
         asked: &'a [ChunkKey],
@@ -199,7 +199,7 @@ impl ChangeFeed {
         (asked.len() <= MAX_CHANGES as usize).then_some(sent)
     }
 
-    /// Returns the changes to report for an answer, or for a missing one.
+    /// Returns the changes to report for a response, or for a missing response.
     pub(crate) fn apply(
         &mut self,
         asked: &[ChunkKey],

@@ -1,7 +1,7 @@
 //! Admin messages: JSON requests and results of `kvloft status`, `kvloft evict` and `kvloft clear`.
 //!
-//! Field names in JSON are those that `kvloft status --json` prints. A cache salt never crosses the
-//! socket: a tenant is named by its salt's tag.
+//! The JSON has the field names that `kvloft status --json` prints. A cache salt never crosses the
+//! socket: messages identify a tenant by the tag of its salt.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ use super::MAX_HELLO;
 pub enum AdminRequest {
     /// Returns a [`Status`].
     Status,
-    /// Removes every chunk of one namespace from every tier; returns the number of chunks as `u64`.
+    /// Removes every chunk of a namespace from every tier and returns their number as `u64`.
     Clear {
         /// First hex digits of the namespace; may be empty if the server has only one.
         namespace: String,
@@ -35,16 +35,16 @@ pub struct EvictRequest {
     pub namespace: String,
     /// Tag of the tenant's salt; None for every chunk.
     pub tenant: Option<SaltTag>,
-    /// Evict from host memory only.
+    /// Evict only from host memory.
     pub host_only: bool,
 }
 
 /// Result of an eviction.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EvictReport {
-    /// Namespaces searched, including those on disk without an engine.
+    /// Number of namespaces searched, including closed namespaces on disk.
     pub num_namespaces: u64,
-    /// Chunks evicted from all of them.
+    /// Chunks evicted from these namespaces.
     #[serde(flatten)]
     pub evicted: Evicted,
 }
@@ -55,30 +55,30 @@ pub type Stats = BTreeMap<String, u64>;
 /// State of a server.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
-    /// Bytes of the arena; 0 before the first engine connects.
+    /// Size of the arena in bytes; 0 before the first engine connects.
     pub host_bytes: u64,
-    /// Bytes of each slab; the last slab of the arena is larger.
+    /// Size of each slab in bytes; the last slab of the arena is larger.
     pub slab_bytes: u64,
-    /// Counters and gauges of the server, over all namespaces.
+    /// Counters and gauges of the server, across all namespaces.
     pub stats: Stats,
-    /// Settings the server was started with.
+    /// Settings that the server was started with.
     pub settings: BTreeMap<String, String>,
     /// Open namespaces, sorted.
     pub namespaces: Vec<NamespaceStatus>,
-    /// Namespaces whose engines the server does not accept, sorted.
+    /// Namespaces whose engines the server rejects, sorted.
     #[serde(default)]
     pub refusals: Vec<RefusalStatus>,
-    /// Why the server cannot use its disk directory; None if it can or has none.
+    /// Reason why the server cannot use its disk directory; None if it can or has no disk.
     #[serde(default)]
     pub disk_trouble: Option<String>,
 }
 
-/// A namespace whose engines the server does not accept; they retry.
+/// A namespace whose engines the server rejects; the engines retry.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RefusalStatus {
     /// First hex digits of the namespace.
     pub namespace: String,
-    /// Rejected connections.
+    /// Number of rejected connections.
     pub count: u64,
     /// Reason of the last rejection.
     pub reason: String,
@@ -91,9 +91,9 @@ pub struct NamespaceStatus {
     pub namespace: [u8; 32],
     /// One line about the namespace.
     pub description: String,
-    /// Bytes of its frames, by size class.
+    /// Frame sizes in bytes, by size class.
     pub frame_sizes: Vec<u64>,
-    /// Slabs of the arena that hold its frames.
+    /// Number of slabs that hold frames of this namespace.
     #[serde(rename = "slabs")]
     pub num_slabs: u32,
     /// Counters and gauges of its store; empty before the store is open.
@@ -111,10 +111,10 @@ pub struct EngineStatus {
     pub pid: u32,
     /// Milliseconds since the engine connected.
     pub connected_ms: u64,
-    /// Open reservations.
+    /// Number of open reservations.
     #[serde(rename = "reservations")]
     pub num_reserved: u64,
-    /// Open read leases.
+    /// Number of open read leases.
     #[serde(rename = "leases")]
     pub num_leases: u64,
     /// Lookups, loads and saves so far.
@@ -139,7 +139,7 @@ impl Status {
             .map_err(|error| Error::io("cannot encode the status", error.into()))
     }
 
-    /// Every connected engine.
+    /// Returns every connected engine.
     pub fn engines(&self) -> impl Iterator<Item = &EngineStatus> {
         self.namespaces.iter().flat_map(|namespace| &namespace.engines)
     }

@@ -13,11 +13,11 @@ use crate::server::namespace::{Namespace, unix_s};
 use crate::server::shared_state::ServerState;
 use crate::threads::spawn;
 
-/// Longest time to clear a namespace; `kvloft clear` waits a little longer.
+/// Timeout for clearing a namespace; `kvloft clear` waits a little longer.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(25);
-/// Longest wait for the list of namespaces on disk.
+/// Timeout for listing the namespaces on disk.
 const LIST_TIMEOUT: Duration = Duration::from_secs(5);
-/// Longest time to handle one eviction.
+/// Timeout for an eviction.
 const EVICT_TIMEOUT: Duration = Duration::from_secs(50);
 
 impl ServerState {
@@ -31,8 +31,8 @@ impl ServerState {
         json.map_err(|error| Error::io("cannot encode the response", error.into()))
     }
 
-    /// Evicts chunks from open namespaces and from namespaces on disk. `InvalidConfig` if none
-    /// matches.
+    /// Evicts chunks from open namespaces and from namespaces on disk. Returns `InvalidConfig` if
+    /// no namespace matches.
     pub(crate) fn evict(&self, request: &EvictRequest) -> Result<EvictReport> {
         let (begin, mut all) = (Instant::now(), EvictReport::default());
         let deadline = begin + EVICT_TIMEOUT;
@@ -41,8 +41,9 @@ impl ServerState {
             all.evicted.is_cut_short = true;
             return Ok(all);
         };
-        // Closed namespaces come first, since one may be opened meanwhile, and again last, since
-        // one may be closed meanwhile. A hung disk leaves time for the open namespaces.
+        // Closed namespaces are searched first, because a closed namespace may be opened during the
+        // eviction, and once more at the end, because an open namespace may be closed. The first
+        // search has a shorter deadline, so that a hung disk leaves time for open namespaces.
         let before = self.evict_closed(request, begin + EVICT_TIMEOUT / 3, &mut all)?;
         let namespaces = self.namespaces.matching(&request.namespace);
         let what = Evict { salt: request.tenant, is_host_only: request.host_only };
@@ -103,8 +104,8 @@ impl ServerState {
     }
 
     /// Removes every chunk of the namespace that starts with the hex digits `prefix`, open or
-    /// closed; returns the number of chunks. `InvalidConfig` if no or several namespaces match,
-    /// `Busy` if some chunks may still be on disk.
+    /// closed, and returns the number of chunks. Returns `InvalidConfig` unless exactly one
+    /// namespace matches, and `Busy` if some chunks may still be on disk.
     pub(crate) fn clear(&self, prefix: &str) -> Result<u64> {
         let deadline = Instant::now() + CLEAR_TIMEOUT;
         let closed = self.closed(prefix, deadline);
@@ -124,7 +125,7 @@ impl ServerState {
                     open.iter().map(|namespace| namespace.id()).chain(closed.into_iter().flatten());
                 let ids = ids.collect::<Vec<_>>().join(", ");
                 let message = format!(
-                    "several namespaces of this kvloft server match, open or on disk only; use --namespace with one of {ids}"
+                    "multiple namespaces of this kvloft server match, open or only on disk; use --namespace with one of {ids}"
                 );
                 Err(Error::invalid(message))
             }
@@ -188,7 +189,7 @@ impl ServerState {
         )
     }
 
-    /// Returns the result of `remove`, or one with `is_cut_short` at the deadline.
+    /// Returns the result of `remove`, or a result with `is_cut_short` at the deadline.
     fn remove_within(
         &self,
         deadline: Instant,
@@ -215,7 +216,7 @@ impl ServerState {
         Ok(receive.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok())
     }
 
-    /// Returns the time between two searches for expired chunks; None if no chunk expires.
+    /// Returns the interval between searches for expired chunks; None if no chunk expires.
     pub(crate) fn expiry_interval(&self) -> Option<Duration> {
         let ttl_s = self.config.disk.as_ref().and(self.config.limits.shortest_ttl_s())?;
         Some(Duration::from_secs((u64::from(ttl_s) / 16).clamp(60, 3600)))
@@ -228,7 +229,7 @@ impl ServerState {
         let num_chunks = removed.map_or(0, |removed| removed.num_chunks);
         if num_chunks > 0 {
             self.log(format!(
-                "removed {num_chunks} expired chunks on disk of namespaces without engines"
+                "removed {num_chunks} expired chunks of namespaces without engines from disk"
             ));
         }
     }

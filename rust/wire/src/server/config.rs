@@ -11,19 +11,19 @@ use kvloft_core::store::{DiskSettings, TenantLimits};
 pub struct ServerConfig {
     /// Path of the socket to listen on.
     pub socket: PathBuf,
-    /// Bytes of host memory for frames.
+    /// Size of host memory for frames, in bytes.
     pub host_bytes: u64,
     /// Eviction policy of each tier.
     pub eviction: Eviction,
-    /// Returns the available bytes of memory, if known; called before the arena is allocated, so
-    /// that memory which another process frees is usable without a restart.
+    /// Returns the available memory in bytes, if known. Called when an engine connects, so that
+    /// memory freed by other processes can be used without a restart.
     pub available_bytes: fn() -> Option<u64>,
     /// The disk tier, if any; engines set its description.
     pub disk: Option<DiskSettings>,
     /// Percent of host memory by the namespace's first hex digits; other namespaces with engines
     /// share the rest equally.
     pub shares: Vec<(String, u32)>,
-    /// NUMA node of each shard, in order, or one node for all. Empty if the system chooses.
+    /// NUMA node of each shard, in order, or one node for all. Empty if the kernel chooses.
     pub numa: Vec<u32>,
     /// Limits of each tenant, in each namespace.
     pub limits: TenantLimits,
@@ -37,8 +37,8 @@ pub struct ServerConfig {
 }
 
 impl ServerConfig {
-    /// Settings of a server with host memory only, the default policy, 16 connections and half a
-    /// second for GPUs to settle.
+    /// Returns settings without a disk, with the default policy, 16 connections and half a second
+    /// for GPUs to settle.
     #[must_use]
     pub fn new(socket: PathBuf, host_bytes: u64) -> Self {
         Self {

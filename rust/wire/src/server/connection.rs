@@ -1,6 +1,6 @@
 //! The server's end of a connection: peer checks, framing, hello, and cleanup.
 //!
-//! Everything received is validated. Must not depend on the content of requests: see `handler`.
+//! Validates everything that it receives. `handler` handles the requests of engines.
 
 use std::fs::File;
 use std::io::{BufReader, Read, Write};
@@ -27,14 +27,14 @@ use crate::socket::{
 };
 use crate::threads::{locked, spawn};
 
-/// Longest wait for the first request of a connection.
+/// Timeout for the first request of a connection.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
-/// Longest wait for a client that does not read its answers.
+/// Timeout for writing to a client that does not read its responses.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Size of the read buffer.
 const READ_BYTES: usize = 64 << 10;
 
-const OTHER_USER: &str = "this kvloft server accepts processes of its own user only";
+const OTHER_USER: &str = "this kvloft server only accepts processes of its own user";
 
 #[derive(Debug)]
 struct ServedConnection {
@@ -46,11 +46,11 @@ struct ServedConnection {
     lifeline: Option<Lifeline>,
     handler: EngineHandler,
     out: Vec<u8>,
-    /// True once the connection is counted as accepted; a status request does not count.
+    /// True once the connection is counted as accepted; status requests are not counted.
     is_counted: bool,
 }
 
-/// Sends the reason of a refusal, as far as the socket accepts it at once.
+/// Sends the reason of a rejection without waiting for space in the socket's buffer.
 pub(crate) fn refuse(state: &ServerState, mut stream: &UnixStream, text: &str) {
     state.num_refused.fetch_add(1, Ordering::Relaxed);
     let mut out = Vec::new();
@@ -63,7 +63,7 @@ pub(crate) fn start(state: &Arc<ServerState>, stream: UnixStream, number: u64) {
     let Ok((uid, pid)) = peer_credentials(&stream) else { return };
     if !is_current_user(uid) {
         state.num_accepted.fetch_add(1, Ordering::Relaxed);
-        state.log(format!("refused a connection from user {uid}: {OTHER_USER}"));
+        state.log(format!("rejected a connection from user {uid}: {OTHER_USER}"));
         return refuse(state, &stream, OTHER_USER);
     }
     enlarge_buffers(&stream);

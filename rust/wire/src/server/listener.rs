@@ -1,5 +1,5 @@
-//! Listens on a private socket, with a lock file that distinguishes a stale socket from another
-//! server's.
+//! Listens on a private socket, with a lock file that distinguishes a stale socket from the
+//! socket of a running server.
 
 use std::fs::{DirBuilder, File, Permissions, TryLockError};
 use std::io;
@@ -13,7 +13,7 @@ use kvloft_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
-/// Time for which the socket of a killed process may outlive its lock.
+/// Maximum time for which the socket of a killed process outlives its lock.
 const STALE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// A listening socket that only this user can reach. Dropping it removes the socket's file.
@@ -29,8 +29,8 @@ pub(crate) struct SocketListener {
 }
 
 impl SocketListener {
-    /// Listens at `path`. `Busy` if another process listens there; `InvalidConfig` if the directory
-    /// is not private or the path is another kind of file.
+    /// Listens at `path`. Returns `Busy` if another process listens there, and `InvalidConfig` if
+    /// the directory is not private or the path is not a socket.
     pub(crate) fn bind(path: &Path) -> Result<Self> {
         create_directory(path)?;
         let lock = lock(path)?;
@@ -57,8 +57,8 @@ impl Drop for SocketListener {
     }
 }
 
-/// Returns whether another process listens at `path`. Waits for [`STALE_TIMEOUT`], since a server
-/// that is being killed may lose its lock before its socket.
+/// Returns true if another process still listens at `path` after [`STALE_TIMEOUT`]: a server that
+/// is being killed may lose its lock before its socket.
 fn keeps_listening(path: &Path) -> bool {
     let deadline = Instant::now() + STALE_TIMEOUT;
     while is_listening(path) {
@@ -70,8 +70,8 @@ fn keeps_listening(path: &Path) -> bool {
     false
 }
 
-/// Returns whether a process has the socket. Only a stale socket refuses a connection; other errors
-/// mean that it is busy, of another type, or not accessible.
+/// Returns true if a process has the socket. Only a stale socket refuses a connection; other errors
+/// mean that the socket is busy, has a different type, or is not accessible.
 fn is_listening(path: &Path) -> bool {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let try_connect = || {
@@ -107,7 +107,7 @@ fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 return Err(fail("cannot remove the stale socket", error));
             }
-            _ => {} // its server may have removed it meanwhile
+            _ => {} // its server may have removed it in the meantime
         }
     }
     let socket = UnixListener::bind(path).map_err(|error| fail("cannot listen at", error))?;
@@ -129,8 +129,8 @@ fn lock_path(socket: &Path) -> PathBuf {
     path.into()
 }
 
-/// Removes the lock file while it is locked, unless it was replaced. A process that has it open and
-/// locks it later finds that its path has changed.
+/// Removes the lock file while it is locked, unless it was replaced. A process that has the
+/// file open and locks it later detects that the path has changed.
 fn remove_lock(lock: &File, socket: &Path) {
     if is_same_file(lock, &lock_path(socket)).unwrap_or(false) {
         let _gone = std::fs::remove_file(lock_path(socket));
@@ -143,7 +143,7 @@ fn is_same_file(file: &File, path: &Path) -> io::Result<bool> {
     Ok((own.dev(), own.ino()) == (found.dev(), found.ino()))
 }
 
-/// Locks a socket's lock file; `Busy` if another server has it.
+/// Locks a socket's lock file. Returns `Busy` if another server has locked it.
 fn lock(socket: &Path) -> Result<File> {
     let fail =
         |what: &str, error: io::Error| Error::io(format!("{what} {}", socket.display()), error);
@@ -161,15 +161,15 @@ fn lock(socket: &Path) -> Result<File> {
             }
             TryLockError::Error(error) => fail("cannot lock the lock file of", error),
         })?;
-        // Another server may have removed the file meanwhile.
+        // Another server may have removed the file in the meantime.
         if is_same_file(&lock, &path).unwrap_or(false) {
             return Ok(lock);
         }
     }
 }
 
-/// Creates the socket's directory. An existing one must belong to this user and must not be
-/// writable by others.
+/// Creates the socket's directory. An existing directory must belong to this user and must not
+/// be writable by others.
 fn create_directory(path: &Path) -> Result<()> {
     let folder =
         path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));

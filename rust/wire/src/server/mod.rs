@@ -1,7 +1,7 @@
 //! The server: accepts engines of its own user and owns the stores that they share.
 //!
-//! Runs one thread for each connection, up to a limit, and one for housekeeping. Must not depend on
-//! signals, settings files or Python.
+//! Runs one thread for each connection, up to a limit, and a thread for housekeeping. The caller
+//! handles signals and settings files.
 
 mod admin;
 pub(crate) mod config;
@@ -31,9 +31,9 @@ use crate::server::listener::SocketListener;
 use crate::server::shared_state::ServerState;
 use crate::threads::{locked, spawn};
 
-/// Time between two rounds of housekeeping.
+/// Interval between rounds of housekeeping.
 const HOUSEKEEPING_INTERVAL: Duration = Duration::from_millis(100);
-/// Longest wait for threads and for connections when the server closes.
+/// Timeout for threads, and for connections, when the server closes.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time until the first search for expired chunks of closed namespaces.
 const FIRST_EXPIRY: Duration = Duration::from_secs(30);
@@ -48,11 +48,11 @@ pub struct Server {
 
 impl Server {
     /// Starts a server. Claims the disk directory now or retries in the background, see
-    /// [`Self::disk_trouble`]. Allocates memory and opens the disk tier for the first engine, whose
-    /// hello has the frame size.
+    /// [`Self::disk_trouble`]. Memory is allocated and the disk tier is opened when the first
+    /// engine connects, because its hello has the frame sizes.
     ///
-    /// Errors: `Busy` if another server has the socket; `InvalidConfig` if the socket's directory
-    /// is not private or the shares are invalid; `Io` if a system call fails.
+    /// Returns `Busy` if another server has the socket, `InvalidConfig` if the socket's directory
+    /// is not private or the shares are invalid, and `Io` if a system call fails.
     pub fn open(config: ServerConfig) -> Result<Self> {
         namespaces::check_shares(&config.shares)?;
         let listener = Arc::new(SocketListener::bind(&config.socket)?);
@@ -136,7 +136,7 @@ fn accept(state: &Arc<ServerState>, listener: &SocketListener) {
             return;
         }
         let Ok((stream, _)) = accepted else {
-            std::thread::sleep(HOUSEKEEPING_INTERVAL); // for example no descriptor is left
+            std::thread::sleep(HOUSEKEEPING_INTERVAL); // for example, no file descriptor is left
             continue;
         };
         if state.peers().len() >= state.config.max_connections {
@@ -152,9 +152,9 @@ fn accept(state: &Arc<ServerState>, listener: &SocketListener) {
     }
 }
 
-/// Removes expired chunks of closed namespaces; a namespace's store removes those of an open one.
+/// Removes expired chunks of closed namespaces; for open namespaces, their stores do this.
 fn run_expiry(state: &ServerState, interval: Duration) {
-    // Not at once: an engine that starts now would find its namespace in use.
+    // Not immediately: an engine that starts now would find its namespace in use.
     let mut next = Instant::now() + FIRST_EXPIRY;
     while !state.is_stopping.load(Ordering::SeqCst) {
         let left = next.saturating_duration_since(Instant::now());

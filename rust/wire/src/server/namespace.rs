@@ -1,5 +1,5 @@
-//! One namespace of a server: its store, which is opened for the first engine, its engines, and
-//! counters of their lookups, loads and saves.
+//! One namespace of a server: its store, which is opened when the first engine connects, its
+//! engines, and counters of their lookups, loads and saves.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -24,7 +24,7 @@ pub(crate) struct Namespace {
     store: OnceLock<Arc<Store>>,
     opening: Mutex<()>,
     engines: Mutex<EngineCount>,
-    /// Counts of every engine that the namespace ever had.
+    /// Counters of all engines that have ever joined the namespace.
     pub(crate) counters: Counters,
 }
 
@@ -49,7 +49,7 @@ impl Namespace {
         Self { hello: hello.clone(), store, opening, engines, counters: Counters::default() }
     }
 
-    /// Returns the id in logs, in `kvloft status` and as directory name: the first 16 hex digits.
+    /// Returns the id for logs, `kvloft status` and the disk directory: the first 16 hex digits.
     pub(crate) fn id(&self) -> String {
         namespace_id(&self.hello.namespace)
     }
@@ -66,8 +66,8 @@ impl Namespace {
         locked(&self.engines).num > 0
     }
 
-    /// Returns since when the namespace has no engine. None if it has one, or if a clear is not yet
-    /// complete on disk: closing the store would bring cleared chunks back.
+    /// Returns when the namespace became idle. Returns None if it has an engine, or if a clear is
+    /// incomplete on disk: closing the store would bring cleared chunks back.
     pub(crate) fn idle_since(&self) -> Option<Instant> {
         let changed = Some(locked(&self.engines))
             .filter(|engines| engines.num == 0)
@@ -97,7 +97,7 @@ impl Namespace {
         Ok(Arc::clone(self.store.get_or_init(|| store)))
     }
 
-    /// Adds an engine; the first one makes the namespace active, so that it gets a share of memory.
+    /// Adds an engine; the first engine makes the namespace active, so that it gets memory.
     pub(crate) fn add_engine(&self) {
         let mut engines = locked(&self.engines);
         *engines = EngineCount { num: engines.num + 1, changed: Instant::now() };
@@ -135,7 +135,7 @@ pub(crate) fn store_config(hello: &Hello, config: &ServerConfig) -> StoreConfig 
         frame_sizes: hello.frame_sizes.clone(),
         host_bytes: config.host_bytes,
         eviction: config.eviction,
-        available_bytes: None, // compared before the arena is allocated
+        available_bytes: None, // checked in `Namespaces::join`
         namespace: hello.namespace,
         disk,
         now_s: unix_s(),
@@ -143,18 +143,18 @@ pub(crate) fn store_config(hello: &Hello, config: &ServerConfig) -> StoreConfig 
     }
 }
 
-/// One of the counters. The engine counts the last two.
+/// Identifies a counter. The engine counts the last two.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Count {
     Lookups,
     LookupChunks,
-    /// In any tier.
+    /// Found in any tier.
     LookupChunksFound,
     LoadChunks,
     SaveChunks,
-    /// Calls without an answer in time.
+    /// Calls without a response in time.
     LateCalls,
-    /// Chunks not saved because of them.
+    /// Chunks not saved because of late calls.
     LateChunks,
 }
 
@@ -169,7 +169,7 @@ const NAMES: [&str; 7] = [
     "late_chunks",
 ];
 
-/// Counts of one engine, or of every engine that a namespace ever had.
+/// Counters of one engine, or of all engines that have ever joined a namespace.
 #[derive(Debug, Default)]
 pub(crate) struct Counters([AtomicU64; NAMES.len()]);
 

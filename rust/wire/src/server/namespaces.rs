@@ -1,8 +1,7 @@
 //! The open namespaces of a server, and the memory and disk directory that they share.
 //!
-//! Their memory is one arena, which is allocated for the first namespace. A namespace without
-//! engines stays open for engines that reconnect, until other namespaces have all of its memory.
-//! Must not depend on sockets.
+//! The memory is one arena, which is allocated for the first namespace. A namespace without engines
+//! stays open for engines that reconnect, until other namespaces have all of its memory.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -23,7 +22,7 @@ use crate::threads::locked;
 
 /// Maximum number of open namespaces.
 pub const MAX_NAMESPACES: usize = 64;
-/// Longest wait for the disk of a namespace that is closed for another one.
+/// Timeout for disk writes of a namespace that is closed to make room for another namespace.
 const REPLACE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Name of the setting for host memory in error messages to engines.
 const HOST_SIZE_SETTING: &str = "--host-size of this engine's kvloft server";
@@ -49,8 +48,8 @@ impl Default for Namespaces {
     }
 }
 
-/// Checks the configured shares. `InvalidConfig` if a share is not 1 to 100 percent, if the sum is
-/// above 100, or if two shares match the same namespace.
+/// Checks the configured shares. Returns `InvalidConfig` if a share is not 1 to 100 percent, if the
+/// sum is above 100, or if two shares match the same namespace.
 pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
     let mut names: Vec<_> = shares.iter().map(|(name, _)| name.as_str()).collect();
     names.sort_unstable();
@@ -80,8 +79,8 @@ impl OpenNamespaces {
         idle.into_iter().map(|(_, namespace)| namespace).collect()
     }
 
-    /// Returns the namespace of an engine, and the namespaces to close for it. `Busy` if those have
-    /// engines.
+    /// Returns the namespace of an engine, and the namespaces to close for it. Returns `Busy` if a
+    /// namespace to close has engines.
     fn namespace(&mut self, hello: &Hello) -> Result<(Arc<Namespace>, Vec<Arc<Namespace>>)> {
         let mut gone = Vec::new();
         if let Some(namespace) = self.namespaces.get(&hello.namespace) {
@@ -117,8 +116,9 @@ impl OpenNamespaces {
 }
 
 impl Namespaces {
-    /// Adds an engine to its namespace. `Busy` or `InvalidConfig` if the server cannot serve its
-    /// shape. The pool calls `wake` when a namespace needs slabs; `log` takes log lines.
+    /// Adds an engine to its namespace. Returns `Busy` or `InvalidConfig` if the server cannot
+    /// serve chunks of its sizes. The pool calls `wake` when a namespace needs slabs; `log` takes
+    /// log lines.
     pub(crate) fn join(
         &self,
         hello: &Hello,
@@ -129,7 +129,7 @@ impl Namespaces {
         let available_bytes = (config.available_bytes)();
         let (namespace, gone, pool) = {
             let mut open = locked(&self.open);
-            // An allocated arena is part of the memory in use.
+            // The memory of an allocated arena is already in use.
             let available_bytes = available_bytes.filter(|_| open.pool.is_none());
             StoreConfig { available_bytes, ..store_config(hello, config) }
                 .check(HOST_SIZE_SETTING)?;
@@ -144,12 +144,12 @@ impl Namespaces {
                     wake,
                 )?;
                 if !config.numa.is_empty() {
-                    // Before an engine writes to the memory.
+                    // Must happen before an engine writes to the memory.
                     log(place_memory(&pool, hello.frame_sizes.largest(), &config.numa));
                 }
                 Arc::clone(open.pool.insert(pool))
             };
-            namespace.add_engine(); // prevents its close meanwhile
+            namespace.add_engine(); // keeps it open until its store is open
             (namespace, gone, pool)
         };
         for namespace in gone {
@@ -186,7 +186,7 @@ impl Namespaces {
         locked(&self.open).pool.clone()
     }
 
-    /// Returns the bytes of the arena and of a slab; None before the first engine.
+    /// Returns the sizes of the arena and of a slab in bytes; None before the first engine.
     pub(crate) fn memory(&self) -> Option<(u64, u64)> {
         locked(&self.open).pool.as_ref().map(|pool| (pool.size_bytes(), pool.slab_bytes()))
     }
@@ -206,7 +206,7 @@ impl Namespaces {
     }
 
     /// Releases slabs for namespaces that need them, first from the namespace most above its share.
-    /// Returns true if there is more to do at once.
+    /// Returns true if there is more to do immediately.
     pub(crate) fn release_slabs(&self) -> bool {
         let mut stores: Vec<_> =
             self.all().iter().filter_map(|namespace| namespace.store().cloned()).collect();
@@ -216,8 +216,8 @@ impl Namespaces {
         })
     }
 
-    /// Removes the idle namespaces without memory; and one more if another namespace needs disk
-    /// space, since the files of a closed namespace can be deleted.
+    /// Removes the idle namespaces without memory. If another namespace needs disk space, removes
+    /// one more idle namespace, because the files of a closed namespace can be deleted.
     pub(crate) fn remove_idle(&self) -> Vec<Arc<Namespace>> {
         let mut open = locked(&self.open);
         let mut is_short = self.disk.take_short();
@@ -241,7 +241,7 @@ impl Namespaces {
     }
 }
 
-/// Binds memory to the NUMA nodes of the shards' GPUs; returns the log line.
+/// Binds memory to the NUMA nodes of the shards' GPUs and returns the log line.
 fn place_memory(pool: &Pool, frame_bytes: u64, nodes: &[u32]) -> String {
     let names = nodes.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
     match pool.place(frame_bytes, nodes) {
@@ -250,7 +250,7 @@ fn place_memory(pool: &Pool, frame_bytes: u64, nodes: &[u32]) -> String {
             if nodes.len() == 1 { "" } else { "s" }
         ),
         Ok(num) => format!("host memory is on NUMA nodes {names} by shard, in {num} ranges"),
-        Err(error) => format!("{error}; the system chooses the NUMA nodes"),
+        Err(error) => format!("{error}; the kernel chooses the NUMA nodes"),
     }
 }
 

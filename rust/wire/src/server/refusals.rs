@@ -1,8 +1,8 @@
-//! Engines that the server does not accept now: limits how often the log repeats a reason, and
-//! lists them in the status.
+//! Engines that the server currently rejects: lists them in the status, and limits how often the
+//! log repeats a reason.
 //!
 //! An engine retries at least once a minute, so an entry without a recent attempt belongs to an
-//! engine that has exited. Must not depend on sockets or a clock.
+//! engine that has exited. The caller passes the time.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use crate::protocol::admin::RefusalStatus;
 
 /// Minimum interval between two log lines with the same reason.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
-/// An engine without an attempt for this time has exited.
+/// An engine that has not retried for this time has exited.
 const FORGET_AFTER: Duration = Duration::from_secs(150);
 /// Maximum number of namespaces, and of reasons.
 const MAX_ENTRIES: usize = 64;
@@ -33,12 +33,12 @@ struct Logged {
 #[derive(Debug, Default)]
 pub(crate) struct Refusals {
     by_namespace: HashMap<String, Refused>,
-    /// By reason without digits, because sizes and numbers change.
+    /// By reason without its digits, because sizes in a reason change.
     logged: HashMap<String, Logged>,
 }
 
 impl Refusals {
-    /// Counts a rejected engine of a namespace.
+    /// Counts a rejected connection of an engine of a namespace.
     pub(crate) fn add(&mut self, namespace: &str, reason: &str, now: Instant) {
         self.by_namespace.retain(|_, each| now.duration_since(each.last) < FORGET_AFTER);
         let count = self.by_namespace.get(namespace).map_or(0, |each| each.count) + 1;
@@ -48,7 +48,7 @@ impl Refusals {
         }
     }
 
-    /// Removes the entry of a namespace that has an engine now.
+    /// Removes the entry of a namespace whose engine was accepted.
     pub(crate) fn remove(&mut self, namespace: &str) {
         self.by_namespace.remove(namespace);
     }
@@ -71,7 +71,7 @@ impl Refusals {
             1 => " (and 1 more time since the last such line)".to_owned(),
             num => format!(" (and {num} more times since the last such line)"),
         };
-        Some(format!("refused process {pid}: {reason}{more}"))
+        Some(format!("rejected process {pid}: {reason}{more}"))
     }
 
     /// Returns the namespaces whose engines are rejected, sorted.
@@ -103,12 +103,12 @@ mod tests {
             let now = start + Duration::from_secs(after_s);
             refusals.log_line(7, &format!("more than the {left} MiB"), now)
         };
-        assert_eq!(line(285, 0).as_deref(), Some("refused process 7: more than the 285 MiB"));
+        assert_eq!(line(285, 0).as_deref(), Some("rejected process 7: more than the 285 MiB"));
         assert_eq!([line(284, 1), line(9, 30), line(285, 59)], [None, None, None]);
         assert_eq!(
             line(11, 61).as_deref(),
             Some(
-                "refused process 7: more than the 11 MiB (and 3 more times since the last such line)"
+                "rejected process 7: more than the 11 MiB (and 3 more times since the last such line)"
             )
         );
         assert!(refusals.log_line(7, "another reason", start).is_some());

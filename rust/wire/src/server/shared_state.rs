@@ -63,7 +63,7 @@ pub(crate) struct ServerState {
     pub(crate) num_joined: AtomicU64,
     pub(crate) num_refused: AtomicU64,
     pub(crate) refusals: Mutex<Refusals>,
-    /// Why the server cannot use its disk directory.
+    /// Reason why the server cannot use its disk directory.
     pub(crate) disk_trouble: Mutex<Option<String>>,
     /// None until the first measurement.
     pub(crate) disk_space: Mutex<Option<DiskSpace>>,
@@ -100,7 +100,7 @@ impl ServerState {
         locked(&self.peers)
     }
 
-    /// Removes a closed connection, and with it its reference to the membership.
+    /// Removes a closed connection and its reference to the membership.
     pub(crate) fn remove_peer(&self, number: u64) {
         let left = self.peers().remove(&number);
         if let Some(event) = left.as_ref().and_then(Peer::departure_line)
@@ -146,7 +146,7 @@ impl ServerState {
         locked(&self.disk_trouble).clone()
     }
 
-    /// Queues the log lines of stores, each with its namespace if there are several.
+    /// Queues the log lines of stores, each with its namespace unless `is_one` is true.
     pub(crate) fn log_store_events(&self, namespaces: &[Arc<Namespace>], is_one: bool) {
         for namespace in namespaces {
             for event in namespace.store().map(|store| store.take_events()).unwrap_or_default() {
@@ -161,7 +161,7 @@ impl ServerState {
     }
 
     /// Moves slabs to the namespaces that need them and closes idle namespaces without memory.
-    /// Returns true if there is more to do at once.
+    /// Returns true if there is more to do immediately.
     pub(crate) fn rebalance(&self) -> bool {
         if self.namespaces.release_slabs() {
             return true;
