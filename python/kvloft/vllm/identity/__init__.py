@@ -1,1 +1,1 @@
-"""Everything that decides an engine's KV except the prompt: namespace, weights and adapters."""
+"""Identifies everything except the prompt that determines KV: namespace, weights and adapters."""
