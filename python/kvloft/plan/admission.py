@@ -165,7 +165,7 @@ class Admission:
         *,
         may_wait: bool,
     ) -> Wait | Miss | None:
-        """Return the answer for a request whose units must not be pinned now; None if they may."""
+        """Return None if the stored units may be pinned now, or else the answer."""
         local_tokens, unit_tokens = request.local_tokens, self._unit_tokens
         if may_wait and self._awaits_load(request, now):
             return Wait(WaitReason.SHARED_LOAD)
@@ -205,7 +205,7 @@ class Admission:
         return request.lease
 
     def _offer(self, request: RequestState, lease: Lease, now: float, *, may_wait: bool) -> Answer:
-        """Return the offer of a request with a lease, or why it waits or is computed."""
+        """Return the answer for a request with a lease."""
         ready_units, pending_units = lease.poll()
         if pending_units:
             self.turns.note_pinned(request)
@@ -283,7 +283,7 @@ class Admission:
         """Start a step, in which vLLM asks from the front of its queue again, and release outdated
         leases.
         """
-        if self.turns.is_over_limit:  # release what requests pin that vLLM did not ask about
+        if self.turns.is_over_limit:  # release leases that vLLM did not ask about in this step
             self._drop_leases(lambda request: request.asked_step < self.step)
         self.step += 1
         self.turns.begin_step()

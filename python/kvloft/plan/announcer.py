@@ -42,7 +42,7 @@ class _Chunk:
     unit.
     """
     where: int = 0
-    """Bit mask of the tiers that the store reported last, as announced."""
+    """Bit mask of the announced tiers, as last reported by the store."""
 
 
 class Announcer:
@@ -124,7 +124,7 @@ class Announcer:
         self._note_recent(found)
         while len(self._known) > self._max_chunks:
             key, _ = self._recent.popitem(last=False)
-            if key not in self._children:  # otherwise `_forget` of its last child adds it again
+            if key not in self._children:  # otherwise, it is removed after its last child
                 self._move(self._forget(key), 0)
 
     def _find_chunks(

@@ -18,8 +18,8 @@ ENGINE_HALF_LIFE_S = 30.0
 WINDOW_S = 1.0
 """Seconds spent on reads, or on steps, after which older measurements have half the weight."""
 PRIOR_READS = 4
-"""Number of chunks added to the measured reads, with no time added, so that few slow reads are not
-enough to avoid the disk.
+"""Number of chunks added to the measured reads, without adding time, so that a few slow reads do
+not rule out the disk.
 """
 PROBE_S = 0.5
 """Maximum expected wait while the engine's rate is unknown."""

@@ -1,7 +1,7 @@
 """Reasons to postpone a load: the same load is in progress, or too few slots or blocks are free.
 
-A load counts from the admission of its request until vLLM admits the request again with the loaded
-tokens.
+A load is in progress from the admission of its request until vLLM admits the request again with the
+loaded tokens.
 """
 
 from collections.abc import Callable, Sequence

@@ -66,7 +66,7 @@ def plan_load(
         chunks, units_by_tier = lease.batch(request.blocks.tables, begin, end)
         request.lease = None
     unplanned = request.blocks[begin + sum(units_by_tier.values()) : end]
-    lost = tuple(filter(None, unplanned))  # without the null block
+    lost = tuple(filter(None, unplanned))  # skips the null block
     tokens_by_tier = {tier: num * unit_tokens for tier, num in units_by_tier.items()}
     return PlannedLoad(LoadPlan(request.req_id, load_id, chunks, lost), lease, tokens_by_tier)
 
@@ -120,7 +120,7 @@ class LoadPlanner:
         return loads
 
     def settle(self, result: LoadResult) -> None:
-        """Process the report of one rank about a load."""
+        """Process the result of a load on one rank."""
         if result.bad_keys:
             self._remove_damaged(result)
         if result.bad_keys or result.failed:

@@ -42,7 +42,7 @@ class PrefixLookup:
     def max_units(self, num_tokens: int) -> int:
         """Return the maximum number of units of a usable hit.
 
-        vLLM must compute at least one token. With sliding windows or states, it cannot shorten a
-        hit by one token for that.
+        vLLM must compute at least one token. It cannot shorten a hit by one token in models with
+        sliding-window layers or Mamba states.
         """
         return (num_tokens - 1) // self._unit_tokens

@@ -43,7 +43,9 @@ class RequestState:
     req_id: ReqId = field(init=False)
     chain: KeyChain = field(init=False)
     prefix_chain: KeyChain = field(init=False)
-    """Chain with the tokens of ``chain`` but no lookahead. It is ``chain`` if that has none."""
+    """Chain of the same tokens without lookahead. The same object as ``chain`` if ``lookahead`` is
+    0.
+    """
     _chains: tuple[KeyChain, ...] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     save_limit: int = field(init=False)
@@ -194,7 +196,7 @@ class RequestState:
         self.load_failed = self.yields_once = True
 
     def take_yield(self) -> bool:
-        """Return True if vLLM should pass over the request: once after a failed load.
+        """Return True, once after a failed load, if vLLM should pass over the request.
 
         vLLM has released the blocks of the load. With sliding-window layers, computing needs more
         blocks than the load. If too few are free, vLLM would stop at this request in every step and

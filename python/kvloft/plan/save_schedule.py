@@ -2,8 +2,8 @@
 
 Most requests complete no unit in a step, and every forward pass waits for this decision. A request
 is due once its frontier reaches a stored value. If each request advances by one token per step, the
-step in which it is due is predicted. In other steps, the frontiers of all requests are compared,
-column by column.
+step in which it is due is predicted. In other steps, the frontiers of all requests are compared as
+columns.
 """
 
 from collections.abc import Iterable, Sequence

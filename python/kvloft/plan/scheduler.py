@@ -176,14 +176,14 @@ class SchedulerCore:
         self._admission.disk.pacing.observe_step_end(self._clock())
 
     def plan_loads_only(self) -> StepPlan:
-        """Return a plan without saves, for a step that could not be read. Queued loads start."""
+        """Return a plan with the queued loads but no saves, for a step that could not be read."""
         self._saves.abandon_plan()
         return self._end_plan((), tuple(self._store.being_read()))
 
     def _end_plan(self, saves: tuple[SavePlan, ...], rewritten: tuple[BlockId, ...]) -> StepPlan:
         """Return the plan and begin the next step.
 
-        Must be the last call of a plan, because a plan that fails before it is made again.
+        Must be the last call of a plan, because a plan that fails is made again.
         """
         self._admission.begin_step()
         self._admitted.clear()
@@ -266,13 +266,14 @@ class SchedulerCore:
 
     @property
     def has_queued_loads(self) -> bool:
-        """True if queued loads use frames of the current arena, which must then not be replaced."""
+        """True if queued loads use frames of the current arena, so it must not be replaced yet."""
         return bool(self._loads.queued)
 
     def meet_store(self, arena: ArenaSpec | None) -> None:
-        """Continue with a store that was replaced or lost its chunks, and whose arena is ``arena``.
+        """Switch to a store that was replaced or has lost its chunks.
 
-        Must not be called while loads are queued.
+        ``arena`` is the arena of the store; None if it is unavailable. Must not be called while
+        loads are queued.
         """
         for request in self._requests.values():
             request.forget_saves()

@@ -1,7 +1,7 @@
 """Plans saves of Mamba and gated delta net states, which vLLM offers one by one.
 
-vLLM offers each state once, after it has hashed the tokens before it. A state that gets no frame in
-that step is not saved.
+vLLM offers each state once, after it has hashed the tokens that precede the state. A state that
+gets no frame in that step is not saved.
 """
 
 from kvloft.plan.context import PlanContext

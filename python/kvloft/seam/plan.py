@@ -1,4 +1,4 @@
-"""The immutable messages between the two sides: StepPlan and StepReport."""
+"""StepPlan and StepReport, the immutable messages between the two sides."""
 
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -50,7 +50,7 @@ class StepPlan(NamedTuple):
 
 
 LAYOUT: Final = "layout"
-"""The problem of a chunk whose trailer records a different memory layout."""
+"""Problem reported for a chunk whose trailer records a different memory layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Results of one rank. It reports each save ticket once, either in ``saved`` or in ``failed``.
+    """Results of one rank, which reports each save ticket once, in ``saved`` or in ``failed``.
 
     ``misfits`` are the tickets in ``failed`` whose chunk did not fit a frame for compressed chunks.
     ``usable_bytes`` is set when it changes: (rank, n) means that the rank can copy to the first n

@@ -1,8 +1,8 @@
 """KVLoftConnector: implements vLLM's hooks by calling the scheduler side or the worker side.
 
 An error in a hook becomes a miss: it is logged once per hook and counted, and the engine continues.
-No other code in kvloft catches all exceptions. The constructor raises errors, because an engine
-with invalid settings must not start. All loads are asynchronous.
+The constructor raises errors, because an engine with invalid settings must not start. All loads are
+asynchronous.
 """
 
 import logging

@@ -1,10 +1,9 @@
 """The table of vLLM methods that kvloft wraps because vLLM has no connector hook for them, and
 listeners for calls to these methods.
 
-If a method is missing in a vLLM release, kvloft cannot give a guarantee. Each row names the lost
-guarantee and the reaction: the engine does not start, the cache is only used in this run, or a
-warning is logged and support is reduced. Each method is wrapped once per process, for all engines
-in the process.
+If a vLLM release lacks a method, a guarantee is lost. Each row names the lost guarantee and the
+reaction: the engine does not start, the cache is only used in this run, or a warning is logged and
+support is reduced. Each method is wrapped once per process, for all engines in the process.
 """
 
 import inspect

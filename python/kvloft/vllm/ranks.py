@@ -46,14 +46,15 @@ def configs_of_ranks(vllm_config: Any, kv_cache_config: Any) -> Sequence[Any]:
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
         raise UnsupportedError(
             f"kvloft does not support pipeline_parallel_size={parallel.pipeline_parallel_size} "
-            "here, because vLLM did not pass the KV cache configs of all ranks to "
-            f"{RANK_CONFIGS.owner}.{RANK_CONFIGS.method}; set it to 1"
+            "here, because the KV cache configs of all ranks are unknown "
+            f"({RANK_CONFIGS.owner}.{RANK_CONFIGS.method} was not called in this process); "
+            "set it to 1"
         )
     return [kv_cache_config]
 
 
 def _outline(config: Any) -> Any:
-    """Return the values that are the same in the first rank's config and the scheduler's copy."""
+    """Return the values that the scheduler's config has in common with the first rank's config."""
     return config.num_blocks, [
         (list(group.layer_names), group.kv_cache_spec.block_size)
         for group in config.kv_cache_groups

@@ -227,7 +227,7 @@ class SchedulerHalf:
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens that can be loaded for a waiting request, or None while it
-        must wait, and True if there are tokens to load.
+        must wait. The second value is True if there are tokens to load.
 
         MultiConnector uses the tokens of no child while any child returns None, so a child only
         waits if no sibling offers tokens.
@@ -339,7 +339,7 @@ class SchedulerHalf:
         return partial(_pausing.reset, _pausing.set(True))
 
     def hear_sleep(self, _engine: Any, level: int = 1, *_args: Any, **_kwargs: Any) -> None:
-        """Note that the weights are discarded, unless the sleep level is 0 or 1."""
+        """Note that vLLM discards the weights, except at sleep levels 0 and 1."""
         self._weights_go |= level not in (0, 1)
 
     def hear_pool_reset(self, pool: Any, *_args: Any, **_kwargs: Any) -> Callable[[], None]:

@@ -160,7 +160,7 @@ KIND_OF_SPEC: dict[str, Literal["full", "window", "local", "state"]] = {
 If all layers share one block table, layers with a sliding window or chunked local attention are
 also FullAttentionSpec: vLLM converts their specs (`unify_hybrid_kv_cache_specs`) and keeps all
 their blocks, and only the computation uses the window. If every layer has the same sliding window,
-the only block table is a SlidingWindowSpec.
+the spec of the only group is a SlidingWindowSpec.
 """
 
 

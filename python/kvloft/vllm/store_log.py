@@ -50,7 +50,7 @@ class StoreLog:
         self._last_event = ""
 
     def log_events(self) -> None:
-        """Log the store's events since the last call. The end of a problem is logged as INFO.
+        """Log the store's events since the last call, problems as WARNING and recoveries as INFO.
 
         Skips consecutive duplicates, because many operations can hang and recover one after
         another.

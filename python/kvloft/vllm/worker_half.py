@@ -1,10 +1,10 @@
 """The worker side inside vLLM: passes connector metadata to WorkerCore, with one method per hook.
 
-vLLM releases differ in their hooks and the order of the hooks: before 0.31, ``wait_for_save`` is
-not called in empty steps, and with speculative decoding, results are collected before it. Saves
-therefore run in the first hook after the forward pass. A draft model with KV, and states of
-accepted draft tokens, are written after results are collected. In these cases, saves run in
-``wait_for_save``, which is the last hook.
+vLLM releases call hooks in different orders: before 0.31, they do not call ``wait_for_save`` in
+empty steps, and with speculative decoding, they collect results before it. Saves therefore run in
+the first hook after the forward pass. The KV of a draft model, and the states of accepted draft
+tokens, are written after results are collected. In these cases, saves run in ``wait_for_save``,
+which is the last hook.
 """
 
 from itertools import chain

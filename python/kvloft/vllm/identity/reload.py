@@ -61,7 +61,7 @@ class WeightsWatch:
             except (OSError, RuntimeError, ValueError):  # the weights may have changed
                 is_same = False
             if not is_same:
-                self._stop(f"{method} has replaced the weights, or may have replaced them")
+                self._stop(f"{method} may have replaced the weights")
 
         look_again()
         return look_again

@@ -50,8 +50,9 @@ def note_start() -> None:
 
 
 def engine_start_s() -> float:
-    """Return the start of the engine as Unix time. The engine loaded files that have not changed
-    since in their current state.
+    """Return the start time of this process's engine as Unix time.
+
+    The engine loaded the current content of all files that have not changed after this time.
     """
     try:
         started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
@@ -185,8 +186,8 @@ def _entries(
 
 
 def _links_to(path: str) -> Iterator[float]:
-    """Yield the times of all symbolic links in the resolution of ``path``, and of directories in it
-    that may have been renamed.
+    """Resolve ``path``, and yield the times of all symbolic links and of all directories that may
+    have been renamed.
     """
     todo, seen = [path], {path}
     while todo:
