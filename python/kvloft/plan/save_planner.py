@@ -260,9 +260,9 @@ class SavePlanner:
             request.saved_units = first
 
     def _retry_in_next_step(self) -> None:
-        """Make the first requests in turn due in the next step.
+        """Make the next requests in the retry order due in the next step.
 
-        They also move to the end of the order, so that requests that do not run delay no others.
+        Moves them to the end of the order, so that requests that do not run do not delay others.
         """
         for request in list(islice(self._owed, MAX_RETRIES)):
             self._owed[request] = self._owed.pop(request)

@@ -95,7 +95,7 @@ class CacheShape:
         return kinds.index("full" if "full" in kinds else "window")
 
     def number_of(self, group: int) -> int | None:
-        """Return the number of the group in keys; None if its keys are the keys of the prefix."""
+        """Return the group number used in keys; None for the keys of the prefix itself."""
         return None if group == self.main and self.groups[group].kind == "full" else group + 1
 
     @property

@@ -185,7 +185,7 @@ def settle(patches: Iterable[Patch]) -> bool:
 
 
 def wrap(patch: Patch, around: Around, owner: Any = None) -> None:
-    """Replace the method by ``around(method, args, kwargs)``, unless it is already wrapped.
+    """Replace the method with ``around(method, args, kwargs)``, unless it is already wrapped.
 
     ``owner`` is the class or object with the method; None for vLLM's class. Does nothing if the
     method is missing, because `settle` has logged the consequence.

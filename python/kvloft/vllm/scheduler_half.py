@@ -221,7 +221,7 @@ class SchedulerHalf:
     # -- hooks ------------------------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Switch to a new server if the old server is gone. Called between two plans."""
+        """Switch to a new server if the old server is gone. Must be called between two plans."""
         if self._is_shared and not self.core.has_queued_loads and self._store.renew():
             self.core.meet_store(arena_of(self._store, self._shape))
 

@@ -38,7 +38,7 @@ class VllmRequest:
         self.req_id = ReqId(request.request_id)
 
     def tokens(self) -> tuple[Sequence[int], int]:
-        # The list inside the read-only wrapper, because Rust reads a list without a copy.
+        # Use the list inside the read-only wrapper, because Rust reads a list without copying it.
         request = self.request
         return request._all_token_ids, request.num_prompt_tokens  # noqa: SLF001
 
