@@ -81,6 +81,9 @@ STRICT_PATHS = (
     "python/kvloft/bench/",
     "rust/core/benches/",
     "rust/wire/benches/",
+    "python/kvloft/plan/",
+    "python/kvloft/seam/",
+    "python/kvloft/vllm/",
     "scripts/",
 )
 """Beginnings of the paths to which the rules in STRICT apply."""

@@ -214,7 +214,7 @@ class Engine:
             answer, is_async = match(request, local)
             assert answer is None or is_async == (answer > 0)
             if (
-                answer == 0 and self.core._admission.loads.first_without_blocks is not None
+                answer == 0 and self.core._admission.gates.first_without_blocks is not None
             ):  # kvloft lets it compute
                 self.ledger.standing.add(request.request_id)
             spec = self.specs[request.request_id]

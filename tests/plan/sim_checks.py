@@ -124,7 +124,7 @@ def settle(engine: Any) -> None:
         core._admission.turns.waiting.leases,
         core._admission.turns.loading.leases,
         core._admission.waiting,
-        core._admission.loads.incoming,
+        core._admission.gates.incoming,
         core._loads.queued,
     ):
         assert not left, f"left behind: {left}"

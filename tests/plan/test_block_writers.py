@@ -20,7 +20,7 @@ def tracker(keys: str, tables: list[list[int]], num_local: int = 0) -> Any:
         chain=chain,
         prefix_chain=chain,
         blocks=Tables(tables, 0, [1, 2]),
-        num_local_blocks=num_local,
+        num_local_units=num_local,
         num_noted=0,
         num_complete=2,
     )  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def single(req_id: str, keys: str, table: Any, num_local: int = 0, num_complete:
         chain=chain,
         prefix_chain=chain,
         blocks=Tables([table]),
-        num_local_blocks=num_local,
+        num_local_units=num_local,
         num_noted=0,
         num_complete=num_complete,
         lookahead=0,

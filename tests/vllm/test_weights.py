@@ -153,7 +153,7 @@ def test_files_changed_since_start_are_valid_for_this_run_only(
     assert is_shared(str(folder.parent / "current")) and not logged()
     change(folder)
     assert not is_shared(str(folder.parent / "current"))
-    assert "changed after the engine's start" in logged()[0].getMessage()
+    assert "changed after the engine started" in logged()[0].getMessage()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""The scheduler side: decides which chunks are loaded and saved, and never touches bytes.
+"""The scheduler side: decides which chunks are loaded and saved, and never touches KV bytes.
 
-Pure Python over the seams in ``kvloft.seam``: no torch, vLLM or Rust extension, so that tests can
-drive it with any engine, real or symbolic. Equal events lead to equal plans.
+Pure Python on top of the types in ``kvloft.seam``: it imports neither torch, vLLM nor the Rust
+extension, so tests can drive it with a real or a simulated engine. Equal events produce equal
+plans.
 """
 
 from kvloft.plan.answers import Answer, Miss, Offer, Wait, WaitReason

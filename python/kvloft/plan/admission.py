@@ -1,17 +1,20 @@
-"""Admission: decides for a request that vLLM has not scheduled yet how many tokens to offer.
+"""Admission: decides how many tokens to offer for a request that vLLM has not scheduled yet.
 
 vLLM calls `match` for each waiting request in every step, in the order of its queue. An offer pins
-its frames, so that it can be loaded; the next call, the admission, the end of the request, or
-``LEASE_S`` without a call release them (I5, I9). A request waits for one of these reasons, in the
-order in which they are checked:
+frames until the request is looked up again, is admitted or finishes, or until vLLM has not called
+for ``LEASE_S`` (I5, I9). A request can wait for the following reasons:
 
-| reason      | the request waits until                                 | at most               |
-|-------------|---------------------------------------------------------|-----------------------|
-| SHARED_LOAD | another load of its prefix ends; vLLM shares the blocks | ``wait_s``            |
-| SLOTS       | running and loading requests leave a slot               | loads: ``wait_s``     |
-| TURN        | requests ahead pin less host memory                     | `ReadTurns.pause`     |
-| DISK        | its chunks are read, if that beats computing them       | ``wait_s``            |
-| BLOCKS      | other loads leave GPU blocks (several KV cache groups)  | ``wait_s`` unchanged  |
+| reason      | the request waits until                                | at most                   |
+|-------------|--------------------------------------------------------|---------------------------|
+| SHARED_LOAD | another load of its prefix completes                   | ``wait_s``                |
+| SLOTS       | requests that run or load leave a slot free            | ``wait_s`` for loads      |
+| TURN        | requests ahead pin less host memory                    | until `ReadTurns.pause`   |
+| DISK        | its chunks are read, if that is faster than computing  | ``wait_s``                |
+| BLOCKS      | loads release GPU blocks (multiple KV cache groups)    | ``wait_s`` without change |
+| FAILED_LOAD | vLLM has passed over it once after its load failed     | one call                  |
+
+`SchedulerCore.match` checks FAILED_LOAD first. A request without a lease is then checked for
+SHARED_LOAD, SLOTS and TURN, and a request with a lease for DISK, SHARED_LOAD, SLOTS and BLOCKS.
 """
 
 from __future__ import annotations
@@ -30,23 +33,23 @@ from kvloft.seam.ids import ReqId
 from kvloft.seam.store import Session
 
 MIN_WAITING = 64
-"""At least this many requests may wait in a step, and as many as there are running slots. vLLM
-passes over each waiting request in every step, at some ten microseconds: with a disk that hangs,
-the cost of a step would grow with the queue while slots stay empty.
+"""Maximum number of requests that wait in a step, unless there are more running slots than this.
+vLLM passes over each waiting request in every step, which takes about ten microseconds. Without a
+limit, a hung disk would make each step slower as the queue grows, while slots stay empty.
 """
 
 MAX_NEW_WAITING = 64
-"""At most this many requests begin to wait in a step. The first lookup of a request takes some 40
-microseconds; requests behind these are computed, for which the engine has time until the first
-reads end.
+"""Maximum number of requests that start to wait in a step. The first lookup of a request takes
+about 40 microseconds. Requests further back are computed; the engine has time for them until the
+first reads complete.
 """
 
 LEASE_S = 60.0
-"""A lease ends after this time without a call for its request."""
+"""A lease expires if vLLM does not ask about its request for this time."""
 
 
 class Admission:
-    """Requests that vLLM has not admitted."""
+    """Lookups, offers and leases of requests that vLLM has not admitted."""
 
     def __init__(
         self,
@@ -61,14 +64,14 @@ class Admission:
         self._lookup = PrefixLookup(store, settings.shape)
         self.disk = DiskWait(store, settings.shape)
         self.turns = ReadTurns(settings.shape, settings.arena)
-        self.loads = LoadGates(settings, clock)
+        self.gates = LoadGates(settings, clock)
         self.step = 0
         self.waiting: dict[ReqId, RequestState] = {}
         """Requests whose last answer was Wait."""
         self._num_waited = 0
-        """Requests whose last answer was Wait when this step began."""
+        """Number of requests whose last answer was Wait when this step began."""
         self._waited_now: set[ReqId] = set()
-        """Requests whose answer in this step was Wait."""
+        """Requests that were answered with Wait in this step."""
         self._next_expiry_s = float("-inf")
 
     # -- repeated calls -------------------------------------------------------------------------
@@ -76,18 +79,19 @@ class Admission:
     def still_waits(self, req_id: ReqId, local_tokens: int) -> bool:
         """Return True if the last answer was Wait and `match` would return it again.
 
-        Cheap: called for thousands of requests per step.
+        vLLM can ask about thousands of requests per step, so this call is cheap.
         """
         request = self.waiting.get(req_id)
         if request is None:
             return False
-        if is_same := self._is_unchanged(request, local_tokens):
+        if still_waits := self._keep_waiting(request, local_tokens):
             self._waited_now.add(req_id)
-        return is_same
+        return still_waits
 
-    def _is_unchanged(self, request: RequestState, local_tokens: int) -> bool:
+    def _keep_waiting(self, request: RequestState, local_tokens: int) -> bool:
+        """Record the call, and return True if the request still has its reason to wait."""
         lease, awaited = request.lease, request.awaited
-        if awaited is None and self._is_crowded(request) and not self.loads.slots_were_taken:
+        if awaited is None and self._is_crowded(request) and not self.gates.slots_were_taken:
             return False
         if lease is None and awaited is None:
             is_behind = self.turns.is_behind(request)
@@ -96,16 +100,17 @@ class Admission:
         if lease is not None:
             self.turns.note_pinned(request)
         if awaited is not None:
-            is_same = self.loads.still_comes(awaited) and request.local_tokens == local_tokens
+            has_reason = self.gates.still_comes(awaited) and request.local_tokens == local_tokens
         else:
             assert lease is not None
-            is_same = self.disk.pays_for_rest(request, *lease.poll(), now)
+            has_reason = self.disk.pays_for_rest(request, *lease.poll(), now)
         since = request.waiting_since
-        return is_same and since is not None and now - since < self._wait_s
+        return has_reason and since is not None and now - since < self._wait_s
 
     def _record_call(self, request: RequestState) -> float:
-        """Return the time. Steps in which vLLM had no slot, and so did not call, do not count as
-        waiting time.
+        """Record that vLLM asked about the request, and return the time.
+
+        The waiting time excludes steps in which vLLM had no free slot and therefore did not ask.
         """
         now = self._clock()
         if request.waiting_since is not None and request.asked_step < self.step - 1:
@@ -114,7 +119,7 @@ class Admission:
         return now
 
     def _is_crowded(self, request: RequestState) -> bool:
-        """Return True if enough other requests wait in this step: this one must not."""
+        """Return True if the request must not wait, because enough other requests do."""
         if self._max_running is None:
             return False
         limit = min(max(MIN_WAITING, self._max_running), self._num_waited + MAX_NEW_WAITING)
@@ -123,10 +128,10 @@ class Admission:
     # -- matching -------------------------------------------------------------------------------
 
     def match(self, request: RequestState, local_tokens: int, *, may_wait: bool) -> Answer:
-        """Return what can be loaded after ``local_tokens``.
+        """Return the number of tokens that can be loaded after ``local_tokens``, or Wait or Miss.
 
-        The call can be repeated and its answer dropped (I9). A request that may not wait is offered
-        the chunks in host memory now.
+        The caller may repeat the call, or ignore the answer (I9). Without ``may_wait``, only chunks
+        that are in host memory now are offered.
         """
         self.waiting.pop(request.req_id, None)
         request.awaited, request.slow_tokens = None, 0
@@ -144,33 +149,52 @@ class Admission:
         return answer
 
     def _acquire(self, request: RequestState, now: float, *, may_wait: bool) -> Lease | Wait | Miss:
-        """Pin the stored units of a request without a lease, or return why it gets none."""
-        local_tokens, unit_tokens = request.local_tokens, self._unit_tokens
+        """Pin the stored units of a request without a lease, or return why they are not pinned."""
         host_units, stored_units = self._lookup.find(request, request.num_confirmed)
-        if stored_units * unit_tokens <= local_tokens:
+        if stored_units * self._unit_tokens <= request.local_tokens:
             return Miss()
+        answer = self._reason_not_to_pin(request, host_units, stored_units, now, may_wait=may_wait)
+        return self._pin(request, stored_units) if answer is None else answer
+
+    def _reason_not_to_pin(
+        self,
+        request: RequestState,
+        host_units: int,
+        stored_units: int,
+        now: float,
+        *,
+        may_wait: bool,
+    ) -> Wait | Miss | None:
+        """Return None if the stored units may be pinned now, or else the answer."""
+        local_tokens, unit_tokens = request.local_tokens, self._unit_tokens
         if may_wait and self._awaits_load(request, now):
             return Wait(WaitReason.SHARED_LOAD)
         num_missing = stored_units - max(host_units, local_tokens // unit_tokens)
         request.num_on_disk = self.disk.num_chunks(num_missing)
-        is_crowded = self._is_crowded(request)
-        pays = request.num_on_disk > 0 and not is_crowded
+        pays = request.num_on_disk > 0 and not self._is_crowded(request)
         pays = pays and self.disk.pays_for_reads(request, now)
-        if may_wait and self.loads.are_slots_taken(now):
+        if may_wait and self.gates.check_slots_taken(now):
             self.turns.wait(request)
             return Wait(WaitReason.SLOTS)
-        if stored_units > host_units:
-            if pays:
-                may_read = self.turns.take(request, stored_units)
-            else:  # only while the disk is idle, which measures its rate
-                may_read = may_wait and not is_crowded and self.disk.pacing.is_disk_idle
-            if not may_read:
-                if pays and may_wait and self._awaits_turn(request, now):
-                    return Wait(WaitReason.TURN)
-                if host_units * unit_tokens <= local_tokens:
-                    return Miss()
-                request.waited_out |= pays
-        return self._pin(request, stored_units)
+        if stored_units <= host_units:
+            return None
+        if self._may_read(request, stored_units, pays=pays, may_wait=may_wait):
+            return None
+        if pays and may_wait and self._awaits_turn(request, now):
+            return Wait(WaitReason.TURN)
+        if host_units * unit_tokens <= local_tokens:
+            return Miss()
+        request.waited_out |= pays
+        return None
+
+    def _may_read(
+        self, request: RequestState, stored_units: int, *, pays: bool, may_wait: bool
+    ) -> bool:
+        """Return True if the request may start to read its chunks from disk."""
+        if pays:
+            return self.turns.take(request, stored_units)
+        # If reading does not pay, it only serves to measure the rate of an idle disk.
+        return may_wait and not self._is_crowded(request) and self.disk.pacing.is_disk_idle
 
     def _pin(self, request: RequestState, stored_units: int) -> Lease:
         pinned = self.turns.waiting
@@ -181,7 +205,7 @@ class Admission:
         return request.lease
 
     def _offer(self, request: RequestState, lease: Lease, now: float, *, may_wait: bool) -> Answer:
-        """Return what of the lease can be loaded now, or why the request waits with it."""
+        """Return the answer for a request with a lease."""
         ready_units, pending_units = lease.poll()
         if pending_units:
             self.turns.note_pinned(request)
@@ -197,8 +221,8 @@ class Admission:
         reason = self._reason_not_to_load(request, ready_tokens, now, may_wait=may_wait)
         if reason is None:
             return Offer(ready_tokens - request.local_tokens)
-        # If the loads that hold the blocks hang, it is better to compute.
-        awaits_blocks = may_wait and self.loads.expects_blocks(now)
+        # Computing is better than waiting for blocks that hung loads hold.
+        awaits_blocks = may_wait and self.gates.expects_blocks(now)
         if reason is WaitReason.BLOCKS and not awaits_blocks:
             request.drop_lease()
             return Miss()
@@ -210,17 +234,17 @@ class Admission:
     ) -> WaitReason | None:
         if may_wait and self._awaits_load(request, now):
             return WaitReason.SHARED_LOAD
-        if may_wait and self.loads.are_slots_taken(now):
+        if may_wait and self.gates.check_slots_taken(now):
             return WaitReason.SLOTS
-        if self.loads.lacks_blocks(request, request.num_confirmed, ready_tokens):
+        if self.gates.lacks_blocks(request, request.num_confirmed, ready_tokens):
             return WaitReason.BLOCKS
         return None
 
     # -- waiting --------------------------------------------------------------------------------
 
     def _awaits_load(self, request: RequestState, now: float) -> bool:
-        units = self.loads.incoming_for(request, request.num_confirmed)
-        if units is None or not request.has_time(now, self._wait_s):
+        units = self.gates.incoming_for(request, request.num_confirmed)
+        if units is None or not request.record_wait(now, self._wait_s):
             return False
         request.awaited = units
         return True
@@ -232,31 +256,38 @@ class Admission:
         return True
 
     def _awaits_disk(self, request: RequestState, now: float) -> bool:
-        """Return True if the request has time to wait for its reads. If it has waited too long, the
-        disk does not keep up, and turns are paused.
+        """Return True if the request may wait longer for its reads.
+
+        If it has already waited too long, the disk is too slow, and no request waits for its turn
+        for a while.
         """
-        if request.has_time(now, self._wait_s):
+        if request.record_wait(now, self._wait_s):
             return True
         self.turns.pause(now + self._wait_s)
         return False
 
-    # -- steps and ends -------------------------------------------------------------------------
+    # -- steps and finished requests ------------------------------------------------------------
 
     def begin_load(
         self, request: RequestState, lease: Lease, num_tokens: int, *, is_whole: bool
     ) -> None:
-        """Count an offer as a load. Others wait for it if it ``is_whole``."""
+        """Start a load with the lease of an offer.
+
+        If the load ``is_whole``, requests with the same prefix wait for it.
+        """
         lease.move_to(self.turns.loading)
         if is_whole:
-            self.loads.begin(request, num_tokens)
+            self.gates.begin(request, num_tokens)
 
     def begin_step(self) -> None:
-        """Start a step: vLLM asks from the front of its queue again. Drops outdated leases."""
-        if self.turns.is_over_limit:  # requests that vLLM passed over make room for the first one
+        """Start a step, in which vLLM asks from the front of its queue again, and release outdated
+        leases.
+        """
+        if self.turns.is_over_limit:  # release leases that vLLM did not ask about in this step
             self._drop_leases(lambda request: request.asked_step < self.step)
         self.step += 1
         self.turns.begin_step()
-        self.loads.begin_step()
+        self.gates.begin_step()
         self._waited_now.clear()
         self._num_waited = len(self.waiting)
         if self.turns.waiting.leases and (now := self._clock()) >= self._next_expiry_s:
@@ -268,20 +299,21 @@ class Admission:
         requests = filter(None, map(self._requests.get, req_ids))
         for request in filter(is_outdated, requests):
             request.drop_lease()
-            self.waiting.pop(request.req_id, None)  # it is looked up again; its waiting time counts
+            # The next call looks it up again; its waiting time continues.
+            self.waiting.pop(request.req_id, None)
 
     def forget(self, req_id: ReqId) -> None:
-        """Drop the state of a request that was admitted or finished."""
+        """Remove a request that was admitted or finished."""
         self.disk.backlog.leave(req_id)
         self.waiting.pop(req_id, None)
-        self.loads.end(req_id)
+        self.gates.end(req_id)
 
     def release_all(self) -> None:
-        """Release all leases of waiting requests; each request is looked up again."""
+        """Release the leases of all waiting requests. The next call looks each request up again."""
         self._drop_leases(lambda _: True)
         self.waiting.clear()
 
     def close(self) -> None:
-        """Forget all requests and loads."""
+        """Release all leases and remove all requests and loads."""
         self.release_all()
-        self.loads.incoming.clear()
+        self.gates.incoming.clear()

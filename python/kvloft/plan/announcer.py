@@ -1,9 +1,9 @@
-"""Announces which blocks the store has, as KV events.
+"""Announces the blocks that the store holds, as KV events.
 
-The store reports where keys are now (`Session.changes`). The announcer remembers what it has
-announced, and the blocks of each chunk in the engine's own hashes; an event is the difference.
-Missed changes are therefore corrected by the next report. Chunks of different prefixes can share
-blocks: a block is stored once, and removed with the last chunk that contains it.
+The store reports the tiers that hold each key (`Session.changes`). The announcer remembers the
+tiers that it has announced, and the blocks of each chunk with their hashes in this engine. An event
+is the difference between the two, so the next report corrects a missed change. Chunks of different
+prefixes can share blocks: a block is announced with its first chunk and removed with its last.
 """
 
 from collections import OrderedDict
@@ -17,16 +17,20 @@ from kvloft.seam.store import KeyChain, Session
 from kvloft.seam.views import LiveRequest
 
 MAX_WAITING = 1 << 16
-"""Changed keys that wait in the store (2 MiB). With more, all chunks are looked up again."""
+"""Maximum number of changed keys that the store queues (2 MiB). If it is exceeded, all chunks are
+looked up again.
+"""
 MAX_CHUNKS = 1 << 18
-"""Chunks that are remembered: some 0.7 KiB each, 0.5 KiB for each further block, and 4 bytes per
-token. Older ones are no longer announced.
+"""Maximum number of chunks to remember. A chunk takes about 0.7 KiB, plus 0.5 KiB for each block
+after the first and 4 bytes per token. The least recent chunks are no longer announced.
 """
 SLICE = 2048
-"""Chunks looked up per step."""
+"""Maximum number of chunks to look up per step."""
 
 Describe = Callable[[LiveRequest, int, int, int], Sequence[Block]]
-"""(request, block_tokens, begin, end): its blocks [begin, end), if others know their hashes."""
+"""Called with (request, block_tokens, begin, end). Returns the blocks [begin, end) of the request,
+or nothing if other processes cannot compute their hashes.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,17 +38,19 @@ class _Chunk:
     blocks: Sequence[Block]
     group: int
     parent: bytes | None
-    """The chunk that this one needs: the one before, or the main group's of this unit."""
+    """Key of the chunk that this chunk needs: the main group's chunk of the same or the previous
+    unit.
+    """
     where: int = 0
-    """Tiers that the store reported last, as announced."""
+    """Bit mask of the announced tiers, as last reported by the store."""
 
 
 class Announcer:
-    """The announced chunks of ``store``, whose changes must be watched. Chunks are announced as
-    blocks of their group's size.
+    """Announces the chunks of ``store`` as blocks of their group's size. The caller must have
+    called ``store.watch``.
 
-    ``is_shared``: other engines save to the store, or it can be unavailable, so a chunk that left
-    can return without a request.
+    With ``is_shared``, other engines save to the store, or the store can be unavailable, so a chunk
+    that disappeared can reappear without a request of this engine.
     """
 
     def __init__(
@@ -63,18 +69,22 @@ class Announcer:
         self._states = [nth for nth, group in enumerate(shape.groups) if group.kind == "state"]
         others = [nth for nth, group in enumerate(shape.groups) if group.kind != "state"]
         self._others = sorted(others, key=lambda nth: nth != shape.main)
-        """Groups whose chunks hold tokens, the main one first."""
+        """Groups other than state groups, with the main group first."""
         self._known: dict[bytes, _Chunk] = {}
-        """In the order of requests: some routers drop blocks announced before their parent."""
+        """Chunks by key, parents first, because some routers drop blocks announced before their
+        parent.
+        """
         self._children: dict[bytes, int] = {}
-        """By parent: the number of known chunks that need it."""
+        """Number of known chunks that need a parent, by parent."""
         self._recent: OrderedDict[bytes, None] = OrderedDict()
-        """Known keys without children, and others requested after theirs; the oldest first."""
+        """Known keys without children, and keys that were noted again after their children. The
+        least recent key is first.
+        """
         self._to_look_up: OrderedDict[bytes, None] = OrderedDict()
-        """Known keys of recent requests, each once, in their order."""
+        """Known keys of recent requests, in order and without duplicates."""
         self._round: list[bytes] = []
-        """Keys to look up in a full comparison, before the recent ones; the next one is last. Some
-        may have been removed by now.
+        """Keys left to look up in a full comparison, in reverse order. They are looked up before
+        ``_to_look_up``. Some keys may no longer be known.
         """
         self._must_look_up_all = self._is_over = False
         self._log = EventLog()
@@ -82,11 +92,11 @@ class Announcer:
     # -- requests -------------------------------------------------------------------------------
 
     def note(self, live: LiveRequest, chain: KeyChain, units: range) -> None:
-        """``live`` has the chunks of ``units``: they are in the store, or may be saved to it."""
+        """Note that the chunks of ``units`` belong to ``live``, and are stored or may be saved."""
         self._note(live, chain, self._others, units, units.start)
 
     def note_states(self, live: LiveRequest, chain: KeyChain, num_units: int) -> None:
-        """``live`` has the states after its first ``num_units`` units, if they have keys."""
+        """Note that ``live`` has states after its first ``num_units`` units, if they have keys."""
         if 0 < num_units <= chain.num_blocks:
             self._note(live, chain, self._states, range(num_units - 1, num_units), num_units)
 
@@ -98,11 +108,13 @@ class Announcer:
         units: range,
         num_above: int,
     ) -> None:
-        """Note chunks whose first parent is the main group's last of ``num_above`` units."""
+        """Note chunks. The parent of the first chunk is the main group's chunk of unit
+        ``num_above - 1``.
+        """
         if self._is_over:
             return
         found = self._find_chunks(live, chain, groups, units, num_above)
-        # Nothing from here on can fail: an error leaves all records as they were.
+        # The code below cannot fail, so an error leaves all records unchanged.
         for key, chunk in found.items():
             if key not in self._known:
                 self._known[key] = chunk
@@ -112,7 +124,7 @@ class Announcer:
         self._note_recent(found)
         while len(self._known) > self._max_chunks:
             key, _ = self._recent.popitem(last=False)
-            if key not in self._children:  # else it returns to the front after its last child
+            if key not in self._children:  # otherwise, it is removed after its last child
                 self._move(self._forget(key), 0)
 
     def _find_chunks(
@@ -123,7 +135,7 @@ class Announcer:
         units: range,
         num_above: int,
     ) -> dict[bytes, _Chunk]:
-        """Return the chunks of ``units``, up to the first that other processes cannot use."""
+        """Return the chunks of ``units``, up to the first whose hashes others cannot compute."""
         found: dict[bytes, _Chunk] = {}
         above = chain.key(num_above - 1, self._numbers[self._main]) if num_above else None
         for unit, nth in product(units, groups):
@@ -141,8 +153,8 @@ class Announcer:
         return found
 
     def _note_recent(self, found: dict[bytes, _Chunk]) -> None:
-        """Make chunks the most recent ones. A prefix loses its end first, however many steps added
-        it, because other prefixes can begin like it.
+        """Mark chunks as the most recent. Of each prefix, the last chunk is removed first, because
+        other prefixes can share the beginning.
         """
         inner = {chunk.parent for chunk in found.values() if chunk.parent is not None}
         for parent in inner:
@@ -188,17 +200,17 @@ class Announcer:
         return self._log.take()
 
     def repeat(self) -> None:
-        """Announce all blocks again: subscribers have dropped what they knew."""
+        """Announce all blocks again, after subscribers have dropped their records."""
         self._log.restart()
         for chunk in self._known.values():
             chunk.where = 0
         self._must_look_up_all, self._round = False, self._all()
 
     def withdraw(self, lost: Sequence[Event] = ()) -> None:
-        """Announce that every block is gone, and nothing afterwards: the cache offers nothing from
-        now on.
+        """Announce the removal of every block, and no events after that. Called when the cache
+        stops offering chunks.
 
-        ``lost``: events that were taken and may not have been published.
+        ``lost`` are events that were taken but possibly not published.
         """
         if not self._is_over:
             self._log.add_again(lost)
@@ -211,11 +223,14 @@ class Announcer:
         self._round.clear()
 
     def _all(self) -> list[bytes]:
-        """Return all known keys, as a list: a dict of 2^18 keys would delay a step by 0.1 s."""
+        """Return all known keys in reverse order.
+
+        The result is a list, because building a dict of 2^18 keys would delay a step by 0.1 s.
+        """
         return list(reversed(self._known))
 
     def _move(self, chunk: _Chunk, where: int) -> None:
-        """Log that ``chunk`` is in the tiers ``where`` now."""
+        """Log the events for ``chunk``, which is now in the tiers ``where``."""
         for tier in TIERS:
             if (chunk.where ^ where) & tier:
                 change = self._log.enter if where & tier else self._log.leave

@@ -1,9 +1,10 @@
-"""For which prefix each GPU block was computed or loaded. Blocks of a hit are saved only if that
-prefix is the request's own.
+"""Records the prefix for which each GPU block was computed or loaded.
 
-A wrong hit of vLLM's prefix cache (vLLM #49377, #49449) costs one answer; saved, its KV would
-outlive the engine. With a draft model, a hit can be right for the model and still hold the draft
-model's KV for another next token in its last position. Must not depend on vLLM.
+A request can hit blocks in vLLM's prefix cache that were written for a different prefix
+(vLLM #49377, #49449). One output is then wrong, but saving the KV would make the error permanent.
+Blocks of a hit are therefore saved only if they were written for the prefix of the request. With a
+draft model, a hit can be correct for the target model, while the draft model's KV of the last
+position depends on a different next token.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,41 +19,44 @@ from kvloft.seam.views import StepView
 
 
 class BlockWriters:
-    """The prefix that each block was last written for.
+    """The prefix for which each block was last written.
 
-    ``sees_grants``: `drop_given` sees every block that requests get, so each record is valid.
+    With ``sees_grants``, `drop_given` sees every block that vLLM assigns, so each record is valid.
     """
 
     def __init__(self, unit_tokens: int, *, sees_grants: bool, lookahead: int = 0) -> None:
         self._unit_tokens, self._sees_grants = unit_tokens, sees_grants
         self._prefixes: dict[BlockId, bytes] = {}
-        """Keys without a lookahead: the prefix to the block's end."""
+        """Keys without a lookahead, which cover the tokens up to the end of the block."""
         self._keys: dict[BlockId, bytes] = {} if lookahead else self._prefixes
-        """Keys of the chunks, which also cover the next tokens; none if these are unknown."""
+        """Keys of the chunks, which also cover the next tokens. A block whose next tokens are
+        unknown has no key.
+        """
         self._records = (self._prefixes, self._keys) if lookahead else (self._prefixes,)
 
     # -- records --------------------------------------------------------------------------------
 
     def record(self, request: RequestState) -> None:
-        """Record what the request wrote, if its KV is to be saved; otherwise drop it."""
+        """Record the blocks that the request wrote if its KV may be saved; otherwise drop them."""
         if request.is_hit_unchecked:
             self.drop_written(request)
             return
         if not (request.save_blocked or request.kv_outdated):
             request.extend_chains(request.num_complete * self._unit_tokens)
-        if request.save_blocked or request.kv_outdated:  # also if its tokens show a new turn
+        if request.save_blocked or request.kv_outdated:  # `extend_chains` can set kv_outdated
             self.forget(request)
         else:
             self.note(request)
 
     def note(self, request: RequestState) -> None:
-        """Record the complete units of the request, except those that vLLM had, and drop the rest.
+        """Record the complete units of the request that were not in vLLM's cache, and drop the
+        blocks after them.
 
-        vLLM caches a block before the tokens that follow it are known, and another request may
-        hit it although they never are: its request was aborted.
+        vLLM caches a block before the tokens that follow it are known. If the request is aborted,
+        they stay unknown, but other requests can still hit the block.
         """
         self._drop_unknown(request)
-        first = max(request.num_local_blocks, request.num_noted)
+        first = max(request.num_local_units, request.num_noted)
         units = range(first, request.num_complete)
         _update(self._prefixes, request, units, request.prefix_chain)
         if self._keys is not self._prefixes:
@@ -61,17 +65,17 @@ class BlockWriters:
         request.num_noted = max(request.num_noted, units.stop)
 
     def forget(self, request: RequestState) -> None:
-        """Drop the blocks that a request writes whose KV is not to be saved."""
+        """Drop the blocks that a request writes if its KV must not be saved."""
         self._drop_unknown(request)
         request.num_noted = max(request.num_noted, len(request.blocks))
 
     def drop_written(self, request: RequestState) -> None:
-        """Drop every block that the request wrote: it may have computed on a wrong hit."""
+        """Drop every block that the request wrote, because its hit may be wrong."""
         request.num_noted = 0
         self._drop_unknown(request)
 
     def drop(self, blocks: Iterable[BlockId]) -> None:
-        """Drop blocks that a request will write to."""
+        """Drop ``blocks``, which will be overwritten."""
         if self._prefixes:
             blocks = list(blocks)
             for records in self._records:
@@ -84,11 +88,11 @@ class BlockWriters:
         requests: Mapping[ReqId, RequestState],
         admitted: Iterable[ReqId],
     ) -> None:
-        """Drop the blocks that this step, or an admission before it, gave to requests."""
+        """Drop the blocks that this step, or an admission before it, assigned to requests."""
         if not (self._sees_grants and self._prefixes):
             return
         for request in filter(None, map(requests.get, admitted)):
-            self.drop(request.blocks[request.num_local_blocks :])
+            self.drop(request.blocks[request.num_local_units :])
         for new in step.new:
             if new.req_id not in requests:
                 self.drop(new.block_ids)
@@ -101,7 +105,7 @@ class BlockWriters:
 
     def _drop_unknown(self, request: RequestState) -> None:
         for table, size in _tables(request):
-            self.drop(table[max(request.num_local_blocks, request.num_noted) * size :])
+            self.drop(table[max(request.num_local_units, request.num_noted) * size :])
 
     # -- checks ---------------------------------------------------------------------------------
 
@@ -114,8 +118,8 @@ class BlockWriters:
     ) -> list[RequestState]:
         """Check the hits of requests that are ``due`` or ``admitted``, each once.
 
-        Returns those for which vLLM had a block of another prefix: all that they compute depends on
-        it, so nothing of them may be saved.
+        Returns the requests whose hit contains a block of a different prefix. Everything that they
+        compute depends on that block, so none of their KV may be saved.
         """
         unchecked = {request: None for request in due if request.is_hit_unchecked}
         for request in filter(None, map(requests.get, admitted)):
@@ -123,7 +127,7 @@ class BlockWriters:
                 unchecked[request] = None
         if not unchecked:
             return []
-        # A reset outside a step preempts a request whose table is outdated until its admission.
+        # A reset between steps preempts requests; their tables are outdated until admission.
         scheduled = step.num_scheduled_tokens
         writers = [
             request
@@ -135,17 +139,19 @@ class BlockWriters:
     def find_strange(
         self, unchecked: Iterable[RequestState], writers: Sequence[RequestState]
     ) -> list[RequestState]:
-        """Check the hits of ``unchecked`` requests and return those with a block of another prefix.
+        """Check the hits of ``unchecked`` requests, and return the requests whose hit contains a
+        block of a different prefix.
 
-        ``writers`` may have filled blocks since they were recorded.
+        ``writers`` are requests that may have filled blocks since their last record.
         """
         left = list(unchecked)
         for request in left:
-            request.extend_chains(request.num_local_blocks * self._unit_tokens)
+            request.extend_chains(request.num_local_units * self._unit_tokens)
         if self._sees_grants:
             left = self._without_known(left)
         num_before = None
-        while left and len(left) != num_before:  # some hit blocks that others fill in this step
+        # Requests can hit blocks that other unchecked requests fill in this step.
+        while left and len(left) != num_before:
             num_before = len(left)
             for writer in writers:
                 if writer.blocks and not writer.is_hit_unchecked:
@@ -157,20 +163,20 @@ class BlockWriters:
         return left
 
     def _without_known(self, unchecked: list[RequestState]) -> list[RequestState]:
-        """Mark the requests as checked whose hits are known, and return the others."""
+        """Mark requests with a known hit as checked, and return the remaining requests."""
         known = [request for request in unchecked if self.know_hit(request)]
         for request in known:
             request.is_hit_unchecked = False
         return [request for request in unchecked if request.is_hit_unchecked]
 
     def know_hit(self, request: RequestState) -> bool:
-        """Return True if all blocks that vLLM had for the request were written for its prefix.
+        """Return True if all blocks of the hit were written for the prefix of the request.
 
-        A block of another next token also counts: `are_its_own` prevents that it is saved under
-        this request's key.
+        The next token may differ: `are_of_continuation` keeps such blocks from being saved under
+        the key of this request.
         """
         table, size = request.blocks.main_table, request.blocks.main_size
-        num_units = request.num_local_blocks
+        num_units = request.num_local_units
         written = list(map(self._prefixes.get, table[: num_units * size]))
         keys = map(request.prefix_chain.key, range(num_units))
         return written == [key for key in keys for _ in repeat(None, size)]
@@ -178,13 +184,13 @@ class BlockWriters:
     def find_others(
         self, saves: Iterable[SavePlan], requests: Mapping[ReqId, RequestState]
     ) -> list[SavePlan]:
-        """Return saves with blocks that vLLM had and that another continuation wrote, and block
+        """Return the saves that contain hit blocks written for a different continuation, and block
         further saves of their requests.
         """
         found = []
         for save in saves:
             request = requests[save.req_id]
-            if not request.num_local_blocks or self.are_of_continuation(
+            if not request.num_local_units or self.are_of_continuation(
                 request, save.chunks.block_ids()
             ):
                 continue
@@ -194,10 +200,10 @@ class BlockWriters:
         return found
 
     def are_of_continuation(self, request: RequestState, blocks: Sequence[BlockId]) -> bool:
-        """Return True if ``blocks`` from vLLM's own cache were written for this continuation."""
+        """Return True if the hit blocks among ``blocks`` were written for this continuation."""
         wanted = set(blocks)
         for table, size in _tables(request):
-            local = enumerate(table[: request.num_local_blocks * size])
+            local = enumerate(table[: request.num_local_units * size])
             keys = (
                 (block, request.chain.key(nth // size)) for nth, block in local if block in wanted
             )
@@ -209,7 +215,7 @@ class BlockWriters:
 def _update(
     records: dict[BlockId, bytes], request: RequestState, units: range, chain: KeyChain
 ) -> None:
-    """Record the keys of the request's ``units`` for their blocks in all groups."""
+    """Record the keys of ``units`` for their blocks in all groups."""
     keys = list(map(chain.key, units))
     for table, size in _tables(request) if keys else ():
         for nth in range(size):
@@ -218,6 +224,6 @@ def _update(
 
 
 def _tables(request: RequestState) -> Iterator[tuple[Sequence[BlockId], int]]:
-    """Yield each group's table, and how many of its blocks share a key."""
+    """Yield the block table of each group, with its number of blocks per key."""
     blocks = request.blocks
     return ((table, blocks.size_of(group)) for group, table in enumerate(blocks.tables))

@@ -1,20 +1,20 @@
-"""The circuit breaker: pauses loads and saves after many failed loads in a row, and retries later.
+"""The circuit breaker: pauses loads and saves after many consecutive failed loads, and retries
+later.
 
-Each failed load makes its request wait in vain, and each failed save evicts a chunk in vain.
+Without it, each failed load would delay a request, and each failed save would evict a chunk.
 """
 
 MAX_FAILED_LOADS = 8
-"""Failed loads in a row that trip the breaker."""
+"""Number of consecutive failed loads that trips the breaker."""
 
 RETRY_S = 60.0
-"""Pause before the next attempt."""
+"""Pause between the trip and the next attempt."""
 
 
 class CircuitBreaker:
-    """Counts failed loads in a row.
+    """Counts consecutive failed loads.
 
-    ``retry_s`` is infinite if a failed attempt would end a request with an error: once tripped, the
-    breaker stays open.
+    ``retry_s`` is infinite if a failed load fails its request; a tripped breaker then stays open.
     """
 
     def __init__(self, retry_s: float) -> None:
@@ -24,15 +24,15 @@ class CircuitBreaker:
 
     @property
     def has_tripped(self) -> bool:
-        """True if too many loads failed, and none has succeeded since."""
+        """True if too many loads failed and no load has succeeded since."""
         return self._failed_in_a_row >= MAX_FAILED_LOADS
 
     def allows(self, now_s: float) -> bool:
-        """Return True if copies may be planned: before it trips, and after the pause."""
+        """Return True if the breaker has not tripped, or the pause is over."""
         return not self.has_tripped or now_s >= self._open_until_s
 
     def count(self, now_s: float, *, failed: bool) -> bool:
-        """Count a load that ended on all ranks. Returns True if the breaker trips with it."""
+        """Count a load that completed on all ranks, and return True if it trips the breaker."""
         was_allowed = self.allows(now_s)
         self._failed_in_a_row = self._failed_in_a_row + 1 if failed else 0
         if not (self.has_tripped and was_allowed):

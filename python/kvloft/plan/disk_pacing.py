@@ -1,10 +1,10 @@
-"""Pacing of disk reads: estimates whether waiting for chunks from disk is faster than computing
-their tokens.
+"""Estimates whether waiting for chunks from disk is faster than computing their tokens.
 
-Two rates are measured: how fast chunks arrive from disk, including what writes take, and how fast
-the engine computes prompt tokens. The disk's measurements fade within about a minute. A disk that
-was not measured counts as fast, so it is tried at the start; one that was too slow is measured by
-reads that no request waits for. Pure: the clock and all numbers are passed in.
+Two rates are measured: the rate at which chunks arrive from disk, including the effect of
+concurrent writes, and the rate at which the engine computes prompt tokens. Measurements of the disk
+fade within about a minute. A disk without measurements is treated as fast, so the first requests
+use it. A disk that was too slow is measured again with reads that no request waits for. The clock
+and all measurements are passed in.
 """
 
 from collections import deque
@@ -16,26 +16,30 @@ from kvloft.seam.ids import ReqId
 DISK_HALF_LIFE_S = 5.0
 ENGINE_HALF_LIFE_S = 30.0
 WINDOW_S = 1.0
-"""Seconds of reading, or of steps, after which older measurements count for half."""
+"""Seconds spent on reads, or on steps, after which older measurements have half the weight."""
 PRIOR_READS = 4
-"""The disk's rate is measured as if this many more chunks had arrived, in no time."""
+"""Number of chunks added to the measured reads, without adding time, so that a few slow reads do
+not rule out the disk.
+"""
 PROBE_S = 0.5
-"""Longest expected wait while the engine's rate is unknown."""
+"""Maximum expected wait while the engine's rate is unknown."""
 GRACE_S = 0.005
-"""Tolerance for a wait that is expected to take longer than computing, because short times are hard
-to estimate.
+"""A request waits even if waiting is expected to take this much longer than computing, because
+short times are hard to estimate.
 """
 MAX_SIZE_RATIO = 8
-"""Steps with few tokens say little about longer prompts: one this many times longer is computed at
-an unknown rate.
+"""The engine's rate is unknown for prompts more than this many times longer than its longest step,
+because short steps say little about long prompts.
 """
 SAMPLE_S = 0.01
-"""Shortest time between two reads of the store's counters. Over a server each is a round trip."""
+"""Minimum interval between two reads of the store's counters. With a server, each read is a round
+trip.
+"""
 
 
 @dataclass(slots=True)
 class FadingRate:
-    """An amount and the seconds that it took. Older measurements count for less."""
+    """An amount and the seconds that it took. The weight of measurements decreases with age."""
 
     half_life_s: float
     amount: float = 0.0
@@ -57,21 +61,21 @@ class FadingRate:
 
 @dataclass(slots=True)
 class DiskPacing:
-    """Measured rates of the disk and the engine, and what both have yet to do."""
+    """Measured rates of the disk and the engine, and their queued work."""
 
     num_done: int = 0
-    """Chunks that the disk has read since the store was opened."""
+    """Number of chunks read from disk since the store was opened."""
     num_pending: int = 0
-    """Chunks that wait to be read."""
+    """Number of chunks that are queued to be read."""
     _is_measured: bool = False
-    """The store counts the time of its reads."""
+    """True if the store measures the duration of its reads."""
     _busy_us: int = 0
     _sampled_s: float = float("-inf")
     _disk: FadingRate = field(default_factory=lambda: FadingRate(DISK_HALF_LIFE_S))
     _engine: FadingRate = field(default_factory=lambda: FadingRate(ENGINE_HALF_LIFE_S))
     _longest_step: int = 0
     _steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4))
-    """Steps in flight: when each was planned, and its prompt tokens."""
+    """Steps in flight: the time at which each was planned, and its number of prompt tokens."""
     _step_ended_s: float = float("-inf")
 
     # -- measurements ---------------------------------------------------------------------------
@@ -80,8 +84,8 @@ class DiskPacing:
         return now - self._sampled_s >= SAMPLE_S
 
     def observe_disk(self, now: float, stats: Mapping[str, int]) -> None:
-        """Record the store's counters: chunks read, the time in which any was wanted, and chunks
-        that wait.
+        """Record the store's counters: chunks read, the time during which reads were pending, and
+        queued chunks.
         """
         self._sampled_s = now
         num_done, busy_us = stats.get("disk_reads", 0), stats.get("disk_read_busy_us")
@@ -93,9 +97,7 @@ class DiskPacing:
         self.num_pending = stats.get("reads_pending", 0)
 
     def observe_reads_wanted(self, num_chunks: int) -> int:
-        """Count chunks wanted since the last sample; returns the value of `num_done` at which they
-        will have been read.
-        """
+        """Add chunks to the queue, and return the value of `num_done` once they have been read."""
         self.num_pending += num_chunks
         return self.num_done + self.num_pending
 
@@ -103,8 +105,8 @@ class DiskPacing:
         self._steps.append((now, num_prompt_tokens))
 
     def observe_step_end(self, now: float) -> None:
-        """Record the end of the oldest step in flight. It ran since it was planned, or since the
-        step before it ended.
+        """Record the end of the oldest step in flight. The step began when it was planned, or when
+        the previous step ended.
         """
         if not self._steps:
             return
@@ -116,20 +118,18 @@ class DiskPacing:
 
     @property
     def is_disk_idle(self) -> bool:
-        """True if no chunk waits to be read: then a read for which no request waits delays none,
-        and measures the disk.
-        """
+        """True if no reads are queued, so a read that only measures the disk delays no request."""
         return self.num_pending == 0
 
     # -- estimates ------------------------------------------------------------------------------
 
     def expected_read_s(self, num_chunks: int) -> float:
-        """Return the seconds until the disk has read this many more chunks."""
+        """Return the number of seconds in which the disk reads ``num_chunks``."""
         return num_chunks * self._disk.seconds / (self._disk.amount + PRIOR_READS)
 
     def expected_compute_s(self, num_tokens: int) -> float | None:
-        """Return the seconds that the engine needs for this many prompt tokens; None if its rate is
-        unknown.
+        """Return the number of seconds in which the engine computes ``num_tokens`` of a prompt;
+        None if its rate is unknown.
         """
         if self._engine.seconds <= 0 or num_tokens > MAX_SIZE_RATIO * self._longest_step:
             return None
@@ -138,12 +138,12 @@ class DiskPacing:
     def pays(
         self, now: float, *, num_ahead: int, num_chunks: int, num_tokens: int, backlog_s: float
     ) -> bool:
-        """Return whether to wait for ``num_chunks``, which hold ``num_tokens``, behind
-        ``num_ahead`` chunks of others.
+        """Return True if a request should wait for ``num_chunks``, which contain ``num_tokens`` and
+        are queued behind ``num_ahead`` other chunks.
 
-        ``backlog_s``: time until the engine would begin to compute them. It pays to wait for all if
-        they arrive before they would be computed, and for the first of them if it arrives before
-        the engine would begin.
+        ``backlog_s`` is the time until the engine would start to compute the tokens. Waiting pays
+        if the first chunk arrives before that time, or if all chunks arrive before the tokens would
+        be computed.
         """
         if not self._is_measured or num_chunks <= 0:
             return True
@@ -151,21 +151,21 @@ class DiskPacing:
         read_s = self.expected_read_s(num_ahead + num_chunks)
         if (compute_s := self.expected_compute_s(num_tokens)) is None:
             return read_s < backlog_s + PROBE_S
-        comes_first = self.expected_read_s(num_ahead + 1) < backlog_s
-        return comes_first or read_s < backlog_s + compute_s + GRACE_S
+        is_first_early = self.expected_read_s(num_ahead + 1) < backlog_s
+        return is_first_early or read_s < backlog_s + compute_s + GRACE_S
 
 
 @dataclass(slots=True)
 class PromptBacklog:
-    """Prompt tokens of admitted requests that the engine has yet to compute. Requests that generate
-    cost nothing here.
+    """Number of prompt tokens of admitted requests that the engine has not computed yet. Generated
+    tokens are not included.
     """
 
     num_tokens: int = 0
     _left: dict[ReqId, int] = field(default_factory=dict)
 
     def enter(self, req_id: ReqId, num_tokens: int) -> None:
-        """Record that a request was admitted and has this many prompt tokens to compute."""
+        """Record that an admitted request has ``num_tokens`` prompt tokens left to compute."""
         self.leave(req_id)
         if num_tokens > 0:
             self._left[req_id] = num_tokens
@@ -176,7 +176,7 @@ class PromptBacklog:
         self.num_tokens -= self._left.pop(req_id, 0)
 
     def compute(self, scheduled: Mapping[ReqId, int]) -> int:
-        """Subtract the prompt tokens of a step, and return their number."""
+        """Subtract the prompt tokens that a step computes, and return their number."""
         total = 0
         for req_id, left in list(self._left.items()):
             num_tokens = min(scheduled.get(req_id, 0), left)

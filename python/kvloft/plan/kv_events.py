@@ -1,7 +1,7 @@
-"""Events about blocks that enter or leave the store's tiers, so that routers can send a prompt to
-the engine with its KV.
+"""Events for blocks that enter or leave the store's tiers. Routers use them to send a prompt to an
+engine that holds its KV.
 
-Values only. Must not depend on vLLM: `kvloft.vllm.events` converts them to vLLM's KV events.
+`kvloft.vllm.events` converts the events to vLLM's KV events.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 HOST, DISK = TIERS = (1, 2)
-"""Tiers as `Session.changes` adds them up; it also adds 4 for chunks being read."""
+"""Bits for the tiers in the result of `Session.changes`, where 4 stands for a pending read."""
 
 
 class Block(NamedTuple):
-    """One block of a prefix, in the engine's hashes."""
+    """One block of a prefix, identified by the engine's hashes."""
 
     hash: bytes
     parent: bytes | None
     token_ids: array[int]
     adapter: Any = None
-    """Inputs of the hashes of the whole prefix in addition to its tokens."""
+    """Hash inputs other than tokens that apply to the whole prefix."""
     extra: Any = None
-    """Further inputs of this block's hash."""
+    """Hash inputs other than tokens that apply to this block."""
 
 
 class Stored(NamedTuple):
-    """Blocks of a KV cache group, each the parent of the next, are in ``tier`` now."""
+    """Blocks of a KV cache group that have entered ``tier``. Each is the parent of the next."""
 
     tier: int
     blocks: list[Block]
@@ -36,7 +36,7 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """The blocks with these hashes, of KV cache group ``group``, have left ``tier``."""
+    """Hashes of blocks of KV cache group ``group`` that have left ``tier``."""
 
     tier: int
     hashes: list[bytes]
@@ -47,11 +47,13 @@ Event = Stored | Removed
 
 
 class EventLog:
-    """Logs an event when the first chunk with a block enters a tier, or the last leaves."""
+    """Adds an event when the first chunk with a block enters a tier, or the last such chunk leaves
+    the tier.
+    """
 
     def __init__(self) -> None:
         self._holders = {tier: Counter[tuple[int, bytes]]() for tier in TIERS}
-        """Chunks by tier, group and block."""
+        """Number of chunks that contain a block, by tier, group and block hash."""
         self._events: list[Event] = []
 
     def enter(self, tier: int, group: int, blocks: Sequence[Block]) -> None:
@@ -72,7 +74,7 @@ class EventLog:
                 self._add_removed(tier, group, block.hash)
 
     def leave_all(self) -> None:
-        """Log that every block has left every tier."""
+        """Add the removal of every block from every tier."""
         for tier, holders in self._holders.items():
             for group, block_hash in holders:
                 self._add_removed(tier, group, block_hash)
@@ -94,7 +96,7 @@ class EventLog:
                 self._events.append(Removed(tier, [block_hash], group))
 
     def add_again(self, events: Sequence[Event]) -> None:
-        """Log removals again that were taken and may not have been published."""
+        """Add removals again that were taken but possibly not published."""
         self._events += [event for event in events if isinstance(event, Removed)]
 
     def restart(self) -> None:

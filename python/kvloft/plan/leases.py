@@ -1,8 +1,8 @@
-"""Leases of requests, and how many frames they pin. A prefix that several requests share counts
-once.
+"""Leases of requests, and the number of units that they pin. A prefix that requests share is
+counted once.
 
-Counted in strides of units: the key at the end of a stride identifies the whole prefix. Limits are
-decided elsewhere (`ReadTurns`).
+Counts are kept per stride of units, because the key at the end of a stride identifies the whole
+prefix. `ReadTurns` decides the limits.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from kvloft.seam.store import KeyChain, ReadLease
 MAX_STRIDE = 16
 
 Strides = dict[bytes, int]
-"""Units, or blocks, by the key at the end of each stride."""
+"""Number of units or blocks of each stride, by the key at its end."""
 
 
 class StrideCounts:
-    """Strides with one or more users, and their ``total`` units, each counted once.
+    """Counts the users of strides, and the ``total`` units of all used strides.
 
-    Loads and lookups wait for it with hundreds of strides, hence the operations on whole sets.
+    Loads and lookups with hundreds of strides wait for these counts, so the methods operate on
+    whole sets.
     """
 
     def __init__(self, max_units: int) -> None:
-        """``max_units``: about the largest total."""
+        """``max_units`` is the approximate maximum of ``total``."""
         self._stride = max(1, min(MAX_STRIDE, max_units // 64))
         self._used: set[bytes] = set()
         self._more_users: Counter[bytes] = Counter()
-        """Number of users without the first one, of strides with several."""
+        """Number of users minus one, of strides with more than one user."""
         self.total = 0
 
     def strides(self, chain: KeyChain, num_units: int) -> Strides:
@@ -40,17 +41,17 @@ class StrideCounts:
         return {chain.key(end - 1): end - start for start, end in zip(starts, ends, strict=True)}
 
     def total_with(self, strides: Strides) -> int:
-        """Return the total with ``strides`` added."""
+        """Return what ``total`` would be with ``strides`` added."""
         return self.total + _total(strides) - _total(strides, strides.keys() & self._used)
 
     def add(self, strides: Strides) -> None:
-        """Count one user of ``strides``."""
+        """Add one user of ``strides``."""
         self.total = self.total_with(strides)
         self._more_users.update(strides.keys() & self._used)
         self._used.update(strides)
 
     def remove(self, strides: Strides) -> None:
-        """Count off one user of ``strides``."""
+        """Remove one user of ``strides``."""
         shared = strides.keys() & self._more_users.keys()
         self.total -= _total(strides) - _total(strides, shared)
         self._used.difference_update(strides.keys() - shared if shared else strides)
@@ -65,7 +66,7 @@ def _total(strides: Strides, keys: Collection[bytes] | None = None) -> int:
 
 
 class PinnedFrames:
-    """Counts the units that a set of leases pins, each unit once."""
+    """A set of leases, and the number of units that they pin, each counted once."""
 
     def __init__(self, max_units: int) -> None:
         self._counts = StrideCounts(max_units)
@@ -86,9 +87,9 @@ class PinnedFrames:
 
 
 class Lease:
-    """A request's lease on a prefix, counted in a `PinnedFrames` until it is released.
+    """The lease of a request on a prefix. It is counted in a `PinnedFrames` until its release.
 
-    ``num_tokens``: length of the request when the lease was taken.
+    ``num_tokens`` is the length of the request at the time of the lease.
     """
 
     def __init__(
@@ -106,12 +107,12 @@ class Lease:
         pinned.add(self)
 
     def move_to(self, pinned: PinnedFrames) -> None:
-        """Count the lease in ``pinned`` from now on."""
+        """Move the lease to ``pinned``, which counts its units after this call."""
         self._pinned.remove(self)
         self._pinned = pinned
         pinned.add(self)
 
     def release(self) -> None:
-        """Unpin. Called once."""
+        """Unpin the frames. Must be called once."""
         self._pinned.remove(self)
         self._lease.release()

@@ -1,7 +1,7 @@
-"""Reasons why a load must not start now: the same load is in progress, or slots or blocks are
-short.
+"""Reasons to postpone a load: the same load is in progress, or too few slots or blocks are free.
 
-Counts loads from a request's admission until vLLM admits the request again with the loaded tokens.
+A load is in progress from the admission of its request until vLLM admits the request again with the
+loaded tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,9 @@ from kvloft.seam.shape import GroupShape
 
 @dataclass(frozen=True, slots=True)
 class BlockNeed:
-    """Blocks that one request needs, and strides of its local prefix that others can share."""
+    """Number of blocks that only this request needs, and the strides of its local prefix, which
+    other requests can share.
+    """
 
     own: int
     shared: Strides
@@ -25,13 +27,13 @@ class BlockNeed:
 class BlockBudget:
     """Limits concurrent loads so that every request with a load can get the GPU blocks it needs.
 
-    Counts requests whose load is in progress, and those whose load ended but that do not run yet.
-    vLLM 0.32 admits a load only if the blocks that such requests still need stay free. For sliding
-    windows and local chunks, however, it counts the null blocks at the start of a table as present
-    and reserves nothing: a few long requests can fill the pool, each short of some blocks, and none
-    of them ever runs. With several groups, a load is therefore offered only if the whole sequences
-    of all such requests fit into the pool together. Running requests do not count, because they
-    finish or are preempted.
+    Counts requests whose load is in progress, and requests whose load has completed but that do not
+    run yet. vLLM 0.32 admits a load only if the blocks that these requests still need stay free. In
+    groups with a sliding window or chunked local attention, however, vLLM treats the null blocks at
+    the start of a table as present and reserves nothing. A few long requests can then fill the
+    pool, and none of them ever runs, because each lacks some blocks. With multiple groups, a load
+    is therefore offered only if the whole sequences of all counted requests fit into the pool
+    together. Running requests are ignored, because they finish or are preempted.
     """
 
     def __init__(self, groups: Sequence[GroupShape], pool: PoolSize) -> None:
@@ -42,8 +44,10 @@ class BlockBudget:
         self._prefixes = StrideCounts(pool.num_blocks)
 
     def need(self, request: RequestState, num_tokens: int, loaded_tokens: int) -> BlockNeed:
-        """Return the need of a request with ``num_tokens``. vLLM has the first ``local_tokens``,
-        and a load completes the first ``loaded_tokens``.
+        """Return the blocks that a request with ``num_tokens`` needs.
+
+        vLLM's prefix cache has its first ``local_tokens``, and after the load the first
+        ``loaded_tokens`` are complete.
         """
         local_tokens = request.local_tokens
         num_tokens += 1 + 2 * self._pool.num_drafts
@@ -65,18 +69,21 @@ class BlockBudget:
                 return min(num_blocks, 3) + self._pool.num_drafts
 
     def fits(self, need: BlockNeed) -> bool:
-        """Return True if ``need`` fits with all others. vLLM checks that it fits alone."""
+        """Return True if ``need`` fits together with all counted needs.
+
+        vLLM checks that a single request fits.
+        """
         num_taken = self._num_own + need.own + self._prefixes.total_with(need.shared)
         return not self._needs or num_taken <= self._pool.num_blocks
 
     def take(self, req_id: ReqId, need: BlockNeed) -> None:
-        """Count a request that vLLM admits with a load. It holds nothing yet."""
+        """Count a request that vLLM admits with a load, and that is not counted yet."""
         self._needs[req_id] = need
         self._num_own += need.own
         self._prefixes.add(need.shared)
 
     def release(self, req_id: ReqId) -> bool:
-        """Stop counting a request that runs or finished. Returns True if it was counted."""
+        """Remove a request that runs or finished, and return True if it was counted."""
         if (need := self._needs.pop(req_id, None)) is None:
             return False
         self._num_own -= need.own
@@ -85,8 +92,9 @@ class BlockBudget:
 
 
 class LoadGates:
-    """Loads in progress, and what they leave to others. A load that takes longer than ``wait_s``
-    is expected to hang, and holds up no other.
+    """Loads in progress, and the slots and blocks that they leave for others.
+
+    A load that takes longer than ``wait_s`` is assumed to hang and does not delay other requests.
     """
 
     def __init__(self, settings: PlanSettings, clock: Callable[[], float]) -> None:
@@ -100,11 +108,11 @@ class LoadGates:
         self._budget_changed_s = float("-inf")
         self.num_running = 0
         self.incoming: dict[ReqId, IncomingUnits] = {}
-        """Loads that bring all their units, as far as is known."""
+        """Loads in progress that are expected to deliver all their units."""
         self.slots_were_taken = False
-        """Time in this step at which a request needed a slot."""
+        """True if all running slots were taken the last time a request needed one in this step."""
         self.first_without_blocks: ReqId | None = None
-        """The first request of this step that lacks blocks: those behind it get none either."""
+        """The first request of this step that lacks blocks. Requests behind it get no blocks."""
 
     def begin_step(self) -> None:
         self.first_without_blocks = None
@@ -113,8 +121,10 @@ class LoadGates:
     # -- shared loads ---------------------------------------------------------------------------
 
     def incoming_for(self, request: RequestState, num_tokens: int) -> IncomingUnits | None:
-        """Return the load that brings the first unit which the request lacks, if vLLM will share
-        its blocks. ``num_tokens``: length of the request.
+        """Return the load in progress that delivers the first unit that the request lacks, if vLLM
+        will share its blocks.
+
+        ``num_tokens`` is the length of the request.
         """
         chain, unit = request.chain, request.local_tokens // self._unit_tokens
         last = unit + self._lookahead_units
@@ -124,7 +134,7 @@ class LoadGates:
             return None
         for units in self.incoming.values():
             is_inside = units.begin <= unit and last < units.end
-            # If the last keys are equal, all before them is.
+            # Equal keys have equal prefixes.
             if is_inside and units.chain.key(last) == chain.key(last):
                 return units
         return None
@@ -134,11 +144,11 @@ class LoadGates:
 
     # -- running slots --------------------------------------------------------------------------
 
-    def are_slots_taken(self, now: float) -> bool:
-        """Return True if running and loading requests fill vLLM's slots and an eighth more.
+    def check_slots_taken(self, now: float) -> bool:
+        """Return True if running and loading requests fill vLLM's slots and one eighth more.
 
-        vLLM cannot preempt a load, so further ones would only hold blocks, which it then takes from
-        running requests. The extra eighth keeps slots from staying empty.
+        Sets ``slots_were_taken``. vLLM cannot preempt a load, so more loads would only hold blocks
+        that running requests need. The extra eighth keeps slots from staying empty.
         """
         if self._max_running is None:
             return False
@@ -150,7 +160,7 @@ class LoadGates:
     # -- GPU blocks -----------------------------------------------------------------------------
 
     def lacks_blocks(self, request: RequestState, num_tokens: int, loaded_tokens: int) -> bool:
-        """Return True if the request, once ``loaded_tokens`` are loaded, could lack blocks."""
+        """Return True if the request could lack blocks after ``loaded_tokens`` are loaded."""
         if (budget := self._budget) is None:
             return False
         is_first = self.first_without_blocks in (None, request.req_id)
@@ -160,7 +170,9 @@ class LoadGates:
         return True
 
     def expects_blocks(self, now: float) -> bool:
-        """Return True if waiting for blocks makes sense: loads released or took some lately."""
+        """Return True if waiting for blocks makes sense, because loads took or released blocks
+        within the last ``wait_s``.
+        """
         return now - self._budget_changed_s < self._wait_s
 
     # -- loads ----------------------------------------------------------------------------------
@@ -174,18 +186,18 @@ class LoadGates:
             self._budget_changed_s = self._clock()
 
     def begin(self, request: RequestState, num_tokens: int) -> None:
-        """Record a load of ``num_tokens``; others wait for it."""
+        """Record a load of ``num_tokens``, for which requests with the same prefix wait."""
         begin = request.local_tokens // self._unit_tokens
         end = begin + num_tokens // self._unit_tokens
         units = IncomingUnits(request.req_id, request.chain, begin, end, self._clock())
         self.incoming[request.req_id] = units
 
     def fail(self, req_id: ReqId) -> None:
-        """Let no other request wait for a load that failed. Its blocks are still taken."""
+        """Record that a load failed: no other request waits for it, but its blocks stay taken."""
         self.incoming.pop(req_id, None)
 
     def end(self, req_id: ReqId) -> None:
-        """Stop counting a request that was admitted again or finished."""
+        """Remove the load of a request that was admitted again or finished."""
         self.incoming.pop(req_id, None)
         if self._budget is not None and self._budget.release(req_id):
             self._budget_changed_s = self._clock()

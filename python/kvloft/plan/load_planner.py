@@ -1,4 +1,4 @@
-"""Plans loads, and settles them once every rank has reported: leases, failures, circuit breaker."""
+"""Plans loads, and settles each load once every rank has reported it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from kvloft.seam.plan import LAYOUT, LoadPlan, LoadResult
 
 @dataclass(frozen=True, slots=True)
 class PlannedLoad:
-    """A load, the lease that must outlive it, and its tokens by the tier that they come from."""
+    """A load, the lease that must be held until it completes, and its number of tokens by tier."""
 
     plan: LoadPlan
     lease: Lease | None
@@ -24,18 +24,18 @@ class PlannedLoad:
 
 @dataclass(slots=True)
 class LoadProgress:
-    """A load that some rank has not reported yet."""
+    """A load that has not been reported by all ranks."""
 
     lease: Lease | None
     num_ranks_left: int
     has_chunks: bool
     has_failed: bool = False
-    """Some rank copied nothing, or found other bytes than were saved."""
+    """True if a rank copied nothing, or found a chunk that failed verification."""
     is_other_layout: bool = False
-    """A chunk has another engine's memory layout: a difference of settings, not damage."""
+    """True if a chunk was saved with a different memory layout, which is not damage."""
 
     def add(self, result: LoadResult) -> bool:
-        """Add one rank's result. Returns True if every rank has reported."""
+        """Add the result of one rank, and return True if every rank has reported."""
         self.has_failed |= bool(result.bad_keys) or result.failed
         self.is_other_layout |= any(problem == LAYOUT for _, problem in result.bad_keys)
         self.num_ranks_left -= 1
@@ -43,7 +43,7 @@ class LoadProgress:
 
     @property
     def counts_for_breaker(self) -> bool:
-        """True if the load counts for the circuit breaker."""
+        """True if the circuit breaker should count the load."""
         return (self.has_chunks or self.has_failed) and not self.is_other_layout
 
     def release(self) -> None:
@@ -54,9 +54,9 @@ class LoadProgress:
 def plan_load(
     request: RequestState, unit_tokens: int, num_tokens: int, load_id: int
 ) -> PlannedLoad:
-    """Turn the offer into copies to the blocks of tokens [local, local + num_tokens).
+    """Plan copies to the blocks of tokens [local_tokens, local_tokens + num_tokens).
 
-    Blocks whose chunks the lease does not cover any longer are ``lost``.
+    Blocks of chunks that the lease no longer covers are ``lost``.
     """
     begin = request.local_tokens // unit_tokens
     end = (request.local_tokens + num_tokens) // unit_tokens
@@ -66,26 +66,26 @@ def plan_load(
         chunks, units_by_tier = lease.batch(request.blocks.tables, begin, end)
         request.lease = None
     unplanned = request.blocks[begin + sum(units_by_tier.values()) : end]
-    lost = tuple(filter(None, unplanned))  # without the null block
+    lost = tuple(filter(None, unplanned))  # skips the null block
     tokens_by_tier = {tier: num * unit_tokens for tier, num in units_by_tier.items()}
     return PlannedLoad(LoadPlan(request.req_id, load_id, chunks, lost), lease, tokens_by_tier)
 
 
 class LoadPlanner:
-    """Loads from their admission until every rank has reported them."""
+    """Loads, from the admission of their requests until every rank has reported."""
 
     def __init__(self, context: PlanContext, admission: Admission) -> None:
         self._context, self._admission = context, admission
         self._unit_tokens = context.settings.shape.unit_tokens
         self._load_ids = count()
         self.queued: list[LoadPlan] = []
-        """Loads for the next step plan."""
+        """Loads to include in the next step plan."""
         self.in_progress: dict[int, LoadProgress] = {}
 
     def plan(self, request: RequestState, num_tokens: int) -> None:
         """Queue the load of ``num_tokens`` that vLLM has admitted."""
         context = self._context
-        self._admission.loads.take_blocks(request, num_tokens)
+        self._admission.gates.take_blocks(request, num_tokens)
         load = plan_load(request, self._unit_tokens, num_tokens, next(self._load_ids))
         lost = load.plan.lost
         if load.lease is not None:
@@ -101,7 +101,7 @@ class LoadPlanner:
             context.counters["load_lost_blocks"] += len(lost)
 
     def plan_failure(self, req_id: ReqId, num_tokens: int, tables: Tables) -> None:
-        """Queue a load that copies nothing, so that vLLM computes the request's tokens instead."""
+        """Queue a load that copies nothing and fails, so that vLLM computes the tokens."""
         begin = 0
         if (request := self._context.requests.get(req_id)) is not None:
             begin = request.local_tokens // self._unit_tokens
@@ -120,11 +120,11 @@ class LoadPlanner:
         return loads
 
     def settle(self, result: LoadResult) -> None:
-        """Process one rank's report of a load."""
+        """Process the result of a load on one rank."""
         if result.bad_keys:
             self._remove_damaged(result)
         if result.bad_keys or result.failed:
-            self._admission.loads.fail(result.req_id)
+            self._admission.gates.fail(result.req_id)
             if (request := self._context.requests.get(result.req_id)) is not None:
                 request.fail_load()
                 request.forget_saves()
@@ -137,7 +137,9 @@ class LoadPlanner:
             self.count_copy(failed=load.has_failed)
 
     def _remove_damaged(self, result: LoadResult) -> None:
-        """Remove chunks that failed verification; those of another layout are valid for others."""
+        """Remove chunks that failed verification, except chunks with a different memory layout,
+        which are valid for other engines.
+        """
         context = self._context
         damaged = [key for key, problem in result.bad_keys if problem != LAYOUT]
         if damaged:
@@ -146,7 +148,7 @@ class LoadPlanner:
         context.counters["layout_mismatches"] += len(result.bad_keys) - len(damaged)
 
     def count_copy(self, *, failed: bool) -> None:
-        """Count a finished load, or a save that failed while the breaker has tripped."""
+        """Count a completed load, or a save that failed while the breaker has tripped."""
         context = self._context
         if context.breaker.count(context.clock(), failed=failed):
             context.counters["load_breaker_trips"] += 1

@@ -1,17 +1,17 @@
-"""Finds the deepest stored prefix of a request, and hashes few more tokens than are found."""
+"""Finds the longest stored prefix of a request without hashing many tokens beyond it."""
 
 from kvloft.plan.request_state import RequestState
 from kvloft.seam.shape import CacheShape
 from kvloft.seam.store import Session
 
 FIRST_LOOKUP_TOKENS, LOOKUP_GROWTH = 512, 4
-"""Tokens hashed for the first lookup, and the factor for each further one. For an unknown prompt
-the first chunk decides, and its forward pass waits for the keys.
+"""Number of tokens to hash for the first lookup, and the growth factor for each further lookup. The
+forward pass waits for the hashes, and for a prompt that is not cached, the first chunk is enough.
 """
 
 
 class PrefixLookup:
-    """Lookups in one store."""
+    """Looks up prefixes in one store."""
 
     def __init__(self, store: Session, shape: CacheShape) -> None:
         self._store, self._unit_tokens = store, shape.unit_tokens
@@ -22,13 +22,14 @@ class PrefixLookup:
         return request.extend_chains(FIRST_LOOKUP_TOKENS)
 
     def find(self, request: RequestState, num_tokens: int) -> tuple[int, int]:
-        """Return the leading units found in host memory, and in any tier, after `begin` returned
-        ``num_tokens``. Looks up all tokens of the request if necessary.
+        """Return the number of leading units found in host memory, and in any tier.
+
+        ``num_tokens`` is the result of `begin`. Looks up all tokens of the request if necessary.
         """
         chain, limit = request.chain, FIRST_LOOKUP_TOKENS
         while True:
             host_units, stored_units = self._store.lookup(chain)
-            # A hit that ends before the chain does ends there with a longer chain, too.
+            # If the hit ends before the chain, a longer chain would not extend the hit.
             if stored_units < chain.num_blocks or chain.num_tokens >= num_tokens:
                 break
             limit *= LOOKUP_GROWTH
@@ -39,7 +40,9 @@ class PrefixLookup:
         return self._store.deepest_hit(chain, min(host_units, most), min(stored_units, most))
 
     def max_units(self, num_tokens: int) -> int:
-        """Return the units of the deepest usable hit. With windows and states, vLLM cannot shorten
-        a hit by one token to leave one to compute.
+        """Return the maximum number of units of a usable hit.
+
+        vLLM must compute at least one token. It cannot shorten a hit by one token in models with
+        sliding-window layers or Mamba states.
         """
         return (num_tokens - 1) // self._unit_tokens

@@ -1,8 +1,7 @@
-"""The state of one request on the scheduler side: keys, block tables, saves, and what it waits for.
+"""The state of one request on the scheduler side: keys, block tables, saves and its wait.
 
-`RequestState` decides nothing. `Admission`, `LoadPlanner` and `SavePlanner` read and change its
-attributes; everything that concerns the request's tokens and keys is a method here. It reads a
-`LiveRequest` and must not depend on vLLM.
+`RequestState` makes no decisions. `Admission`, `LoadPlanner` and `SavePlanner` read and change its
+attributes. Its methods maintain the tokens and keys, which it reads from a `LiveRequest`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +15,11 @@ from kvloft.seam.store import KeyChain
 from kvloft.seam.views import EmbedRows, LiveRequest, RequestView
 
 NEVER = (1 << 30) - 2
-"""More tokens than any request has. CPython compares larger ints more slowly."""
+"""Exceeds the number of tokens of any request. CPython compares larger ints more slowly."""
 
 
 class IncomingUnits(NamedTuple):
-    """Units [begin, end) of ``chain``, which a load copies to the GPU for request ``req_id``."""
+    """Units [begin, end) of ``chain`` that a load copies to the GPU for request ``req_id``."""
 
     req_id: ReqId
     chain: KeyChain
@@ -36,82 +35,89 @@ class RequestState:
     live: LiveRequest
     new_chain: Callable[[RequestView, int], KeyChain]
     lookahead: int = 0
-    """Tokens after a unit that its key also depends on (see `CacheShape.lookahead`)."""
+    """Number of tokens after a unit that its key also depends on (see `CacheShape.lookahead`)."""
     prompt_only: bool = False
-    """Generated tokens are not saved."""
+    """True if generated tokens are not saved."""
 
     # Tokens and keys.
     req_id: ReqId = field(init=False)
     chain: KeyChain = field(init=False)
     prefix_chain: KeyChain = field(init=False)
-    """The same tokens with keys without a lookahead; ``chain`` itself if there is none."""
+    """Chain of the same tokens without lookahead. The same object as ``chain`` if ``lookahead`` is
+    0.
+    """
     _chains: tuple[KeyChain, ...] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     save_limit: int = field(init=False)
-    """At most this many leading tokens are saved."""
+    """Maximum number of leading tokens to save."""
     num_confirmed: int = 0
-    """Length of the token list when it was last read."""
+    """Length of the token list at the last read."""
     had_drafts: bool = False
-    """Some step verified draft tokens of this request."""
+    """True if a step has verified draft tokens of this request."""
     _embeds: tuple[EmbedRows, ...] = field(init=False)
 
     # GPU blocks.
     blocks: Tables = NO_TABLES
     local_tokens: int = 0
-    """Tokens that vLLM has in its own prefix cache."""
-    num_local_blocks: int = 0
-    """Leading units of ``blocks`` that vLLM's prefix cache had when it admitted the request."""
+    """Number of leading tokens that vLLM's prefix cache has."""
+    num_local_units: int = 0
+    """Number of leading units that vLLM's prefix cache had at the admission of the request."""
     is_hit_unchecked: bool = False
-    """The writers of those units have not been checked yet (see `BlockWriters`)."""
+    """True if the writers of the local units have not been checked yet (see `BlockWriters`)."""
     num_complete: int = 0
-    """Leading units whose tokens are known and whose KV was complete at the end of the last step
-    that examined it. The tokens that a draft model looks ahead at may be unknown.
+    """Number of leading units whose tokens are known and whose KV was complete after the step in
+    which the request was last examined. The lookahead tokens of a draft model may be unknown.
     """
     num_noted: int = 0
-    """Leading units that `BlockWriters` has recorded with the tokens that follow them."""
+    """Number of leading units that `BlockWriters` has recorded with their next tokens."""
 
     # Saves.
     was_examined: bool = False
-    """A step examined it for complete units since it was admitted."""
+    """True if a step has examined the request for complete units since its admission."""
     next_save: int = NEVER
-    """Frontier at which the next unit is complete; `NEVER` if none will be."""
+    """Frontier at which the next unit is complete; `NEVER` if no further unit can be saved."""
     saved_units: int = 0
-    """Leading units that are stored, are being saved, or were found stored."""
+    """Number of leading units that are stored or being saved."""
     save_start: int = 0
-    """First unit of the save planned last; it ends at ``saved_units``."""
+    """First unit of the last planned save, which ends at ``saved_units``."""
     token_ids: Sequence[int] = ()
     num_save_tokens: int = 0
-    """The first ``num_save_tokens`` of ``token_ids`` decide the keys of that save."""
+    """The first ``num_save_tokens`` of ``token_ids`` determine the keys of the last planned save.
+    """
     save_blocked: bool = False
-    """``blocks`` may be outdated. Nothing is saved until vLLM assigns a new table."""
+    """True if ``blocks`` may be outdated. Nothing is saved until vLLM assigns a new table."""
     kv_outdated: bool = False
-    """KV in ``blocks`` predates a reset. Nothing is saved until it is computed again."""
+    """True if KV in ``blocks`` predates a reset. Nothing is saved until it is computed again."""
 
     # Waiting for admission.
     lease: Lease | None = None
     awaited: IncomingUnits | None = None
-    """Another request's load that this one waits for."""
+    """Load of another request that this request waits for."""
     asked_step: int = 0
     asked_s: float = 0.0
     waiting_since: float | None = None
     waited_out: bool = False
-    """It has waited as long as it may."""
+    """True if the request has used up its waiting time."""
     turn_at_s: float | None = None
-    """When the engine would have started to compute it, had it not waited for the disk."""
+    """Time at which the engine would have started to compute the request without a wait for the
+    disk.
+    """
     reads_end: int = 0
-    """Value of `DiskPacing.num_done` at which its chunks will have been read."""
+    """Value of `DiskPacing.num_done` once the request's chunks have been read."""
     num_on_disk: int = 0
-    """Chunks that were not in host memory at its lookup."""
+    """Maximum number of chunks that were not in host memory at the lookup."""
     slow_tokens: int = 0
-    """Tokens on disk that it does not wait for, because computing them is expected to be faster."""
+    """Number of tokens on disk that the request does not wait for, because computing them is
+    expected to be faster.
+    """
 
     # Loads.
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of the load planned last, by tier."""
+    """Number of tokens of the last planned load, by tier."""
     load_failed: bool = False
-    """A load delivered less than was offered. Nothing is offered to this request again."""
+    """True if a load delivered less than was offered. The request then gets no further offers."""
     yields_once: bool = False
-    """A load failed, and vLLM has not called since."""
+    """True if a load has failed and vLLM has not asked about the request since."""
 
     def __post_init__(self) -> None:
         self.req_id = self.live.req_id
@@ -133,11 +139,11 @@ class RequestState:
                 chain.add_item(item.identifier, item.start, item.num_tokens)
 
     def confirmed_tokens(self) -> Sequence[int]:
-        """Return the request's tokens, after checking that the chains are prefixes of them.
+        """Return the tokens of the request, and restart the chains if they are no longer a prefix.
 
-        A streaming session replaces its last sampled token when it takes new input. The length
-        alone does not show this, but the length of the prompt does. The keys are then computed
-        again; equal tokens give equal keys.
+        A streaming session replaces its last sampled token when it receives new input. The number
+        of tokens alone does not show this, but the length of the prompt does. The keys are then
+        computed again; equal tokens have equal keys.
         """
         token_ids, num_prompt_tokens = self.live.tokens()
         num_tokens = len(token_ids)
@@ -145,8 +151,9 @@ class RequestState:
             self._restart_chain()
             self.drop_lease()
             self.forget_saves()
-            # vLLM still counts accepted drafts after the cut as computed, now for the new input.
-            # A draft model's KV of the last token that remains depends on the token cut off.
+            # vLLM still counts draft tokens accepted after the cut as computed, although the new
+            # input replaces them. The draft KV of the last remaining token depends on the removed
+            # token.
             self.kv_outdated |= self.had_drafts or self.lookahead > 0
         self.num_confirmed = num_tokens
         for rows in self._embeds:
@@ -157,9 +164,9 @@ class RequestState:
         return token_ids
 
     def extend_chains(self, limit: int = NEVER) -> int:
-        """Append confirmed tokens to the chains and return the number of confirmed tokens.
+        """Append confirmed tokens to the chains, and return the number of confirmed tokens.
 
-        Appends only what the keys of the first ``limit`` tokens need.
+        Appends only the tokens on which the keys of the first ``limit`` tokens depend.
         """
         token_ids = self.confirmed_tokens()
         end = min(len(token_ids), limit + self.lookahead)
@@ -169,9 +176,9 @@ class RequestState:
         return len(token_ids)
 
     def start_over(self, *, keeps_kv: bool = False) -> None:
-        """Drop the block tables: the request was preempted or is admitted again.
+        """Drop the block tables of a request that was preempted or is admitted again.
 
-        ``keeps_kv``: it gets the same blocks again, so KV that predates a reset is still in them.
+        With ``keeps_kv``, the request keeps its blocks, so KV that predates a reset is still there.
         """
         self.kv_outdated = self.kv_outdated and keeps_kv
         self.blocks = NO_TABLES
@@ -181,7 +188,7 @@ class RequestState:
         self.waited_out = False
 
     def forget_saves(self) -> None:
-        """Count no unit as saved."""
+        """Treat all units as not saved."""
         self.saved_units = 0
 
     def fail_load(self) -> None:
@@ -189,18 +196,19 @@ class RequestState:
         self.load_failed = self.yields_once = True
 
     def take_yield(self) -> bool:
-        """Return True for the first call after a failed load: vLLM should pass over the request.
+        """Return True, once after a failed load, if vLLM should pass over the request.
 
-        vLLM has released the load's blocks. If computing needs more blocks than the load did (with
-        windows it does) and too few are free, vLLM would stop at this request in every step, and
-        never reach the requests behind it that hold the other blocks.
+        vLLM has released the blocks of the load. With sliding-window layers, computing needs more
+        blocks than the load. If too few are free, vLLM would stop at this request in every step and
+        never reach the requests behind it, which hold the missing blocks.
         """
         yields, self.yields_once = self.yields_once, False
         return yields
 
-    def has_time(self, now: float, wait_s: float) -> bool:
-        """Return True if it may wait longer: it has waited less than ``wait_s`` for all reasons
-        together. Starts the time with the first call.
+    def record_wait(self, now: float, wait_s: float) -> bool:
+        """Record that the request waits, and return True if it may wait longer.
+
+        Its total waiting time, for all reasons together, is limited to ``wait_s``.
         """
         if self.waiting_since is None:
             self.waiting_since = now
@@ -208,7 +216,7 @@ class RequestState:
         return not self.waited_out
 
     def drop_lease(self) -> None:
-        """Unpin the chunks of the last lookup (I5)."""
+        """Release the lease, if any (I5)."""
         if self.lease is not None:
             self.lease.release()
             self.lease = None

@@ -1,7 +1,7 @@
-"""Plans saves: which units a step completes, and frames for their chunks.
+"""Plans saves: finds the units that a step completes, and reserves frames for their chunks.
 
-Units without a frame are retried in the next steps, in turn, for as long as their request owns
-the blocks. Then they are dropped and counted.
+Units without a frame are retried in later steps, in turn, until their request no longer owns the
+blocks. They are then dropped and counted.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from kvloft.seam.plan import Chunks, SavePlan
 from kvloft.seam.views import StepView
 
 MAX_RETRIES = 8
-"""At most this many requests retry a save in a step. Each needs a lookup, and host memory may
-be full for long.
+"""Maximum number of requests that retry a save in a step. Each retry needs a lookup, and host
+memory can stay full for a long time.
 """
 
 _new_save: Callable[[tuple[ReqId, Chunks]], SavePlan] = partial(tuple.__new__, SavePlan)
-"""`SavePlan` of a pair: three times as fast as its constructor."""
+"""Makes a `SavePlan` from a pair, three times as fast as the constructor."""
 _req_id: Callable[[RequestState], ReqId] = attrgetter("req_id")
 
 
 class SavePlanner:
-    """Saves of all requests in one engine."""
+    """Plans the saves of all requests of one engine."""
 
     def __init__(self, context: PlanContext, writers: BlockWriters) -> None:
         settings = context.settings
@@ -50,14 +50,14 @@ class SavePlanner:
         self._schedule = SaveSchedule()
         self._states = StatePlanner(context)
         self._unsent: list[SavePlan] = []
-        """Saves with frames that are in no step plan yet."""
+        """Saves that have frames but are not in a step plan yet."""
         self._owed: dict[RequestState, int] = {}
-        """Units without a frame, of requests in the order of their turns."""
+        """Number of units without a frame, by request, in the order of retries."""
 
     def plan(self, step: StepView, admitted: Collection[ReqId]) -> list[SavePlan]:
-        """Reserve frames for what ``step`` completes.
+        """Reserve frames for the units that ``step`` completes, and return their saves.
 
-        ``admitted``: requests admitted since the step before.
+        ``admitted`` are the requests admitted since the previous step.
         """
         self._unsent = []
         if self._draft_limit is not None and longest_request(step) > self._draft_limit:
@@ -84,14 +84,14 @@ class SavePlanner:
         return self._unsent
 
     def end_plan(self) -> None:
-        """Record that the saves planned last are in a step plan."""
+        """Record that the last planned saves are in a step plan."""
         self._unsent = []
 
     def abandon_plan(self) -> None:
-        """Abort what a failed plan reserved (I5).
+        """Abort the reservations of a failed plan (I5).
 
-        Block tables may lack what that step added, so nothing of the current requests is saved
-        until they get new tables (I6).
+        Block tables may lack the blocks that the failed step added, so no current request is saved
+        until it gets a new table (I6).
         """
         self._store.abort([ticket for save in self._unsent for ticket in save.chunks.tickets()])
         self._writers.clear()
@@ -100,7 +100,7 @@ class SavePlanner:
             request.forget_saves()
 
     def drop_owed(self, request: RequestState) -> None:
-        """Drop and count units that found no frame while the request owned their blocks."""
+        """Drop and count the units that got no frame while the request owned their blocks."""
         if num_units := self._owed.pop(request, 0):
             self._context.counters["save_dropped_chunks"] += num_units
 
@@ -112,7 +112,9 @@ class SavePlanner:
         return [NEVER if request is None else request.next_save for request in requests]
 
     def _block_saves(self, step: StepView) -> None:
-        """The engine leaves the draft model out of this step: its tokens get no draft KV."""
+        """Block the saves of all scheduled requests, because the engine skips the draft model in
+        this step, and the scheduled tokens get no draft KV.
+        """
         for request in self._known(step.num_scheduled_tokens):
             request.save_blocked = True
 
@@ -139,7 +141,7 @@ class SavePlanner:
         return due
 
     def _examine_running(self, step: StepView) -> list[RequestState]:
-        """Examine the running requests that are due; in most steps these are few."""
+        """Examine the running requests that are due, which are few in most steps."""
         due: list[RequestState] = []
         running, computed = step.running, step.num_computed_tokens
         scheduled = step.num_scheduled_tokens
@@ -169,11 +171,11 @@ class SavePlanner:
         return due
 
     def _examine_left_out(self, step: StepView) -> list[RequestState]:
-        """Examine requests of the last step that this one leaves out: with async scheduling, their
-        last token became known only now.
+        """Examine requests of the previous step that are not in this step. With async scheduling,
+        their last token was unknown until now.
 
-        By now drafts may have been rejected, or a session may have replaced the last sampled token;
-        vLLM's count of computed tokens has followed.
+        In the meantime, draft tokens may have been rejected, or a streaming session may have
+        replaced the last sampled token. vLLM's number of computed tokens reflects both.
         """
         due: list[RequestState] = []
         for req_id in self._schedule.running:
@@ -185,7 +187,7 @@ class SavePlanner:
         return due
 
     def _examine(self, request: RequestState, frontier: int, step: StepView) -> bool:
-        """Return True if units are to be saved at ``frontier``. Sets ``next_save``."""
+        """Set ``next_save``, and return True if units must be saved at ``frontier``."""
         if step.tables is not None and not refresh_tables(request, step):
             request.next_save = frontier + 1
             return False
@@ -202,8 +204,10 @@ class SavePlanner:
         return is_due
 
     def _record(self, request: RequestState, frontier: int) -> None:
-        """Record what the request wrote. Its next examination is in the step in which vLLM caches
-        its next block: a later request may hit that, and save it if this one does not.
+        """Record the blocks that the request wrote, and schedule its next examination.
+
+        The request is examined again when vLLM caches its next block, because a later request can
+        hit that block and save it if this request does not.
         """
         num_tokens = request.num_confirmed
         num_units = num_complete_units(request, num_tokens, frontier, self._unit_tokens)
@@ -216,7 +220,7 @@ class SavePlanner:
     # -- frames ---------------------------------------------------------------------------------
 
     def _reserve(self, due: list[RequestState]) -> None:
-        """Reserve frames in one call, because the forward pass waits for it."""
+        """Reserve the frames of all due requests in one call, because the forward pass waits."""
         rows = [
             (
                 each.chain,
@@ -230,7 +234,7 @@ class SavePlanner:
         ]
         reserved, dropped = self._store.reserve(rows)
         has_frames = map(is_not, reserved, repeat(None))
-        # Before everything else, so that an error cannot lose them (I5).
+        # Recorded first, so that an error below does not leak the reservations (I5).
         pairs = zip(map(_req_id, due), reserved, strict=True)
         self._unsent += map(_new_save, compress(pairs, has_frames))
         self._context.notes.add_saves(due)
@@ -242,7 +246,7 @@ class SavePlanner:
                 self._unsent.remove(save)
 
     def _note_owed(self, due: list[RequestState], dropped: Sequence[int]) -> None:
-        """Record units without a frame, and the first unit to retry."""
+        """Record units without a frame, and set the first unit to retry."""
         is_late = self._store.is_save_late
         for request, num_units in zip(due, dropped, strict=True):
             self._owed.pop(request, None)
@@ -250,14 +254,15 @@ class SavePlanner:
                 continue
             self._owed[request] = num_units
             first = request.save_start
-            if not is_late:  # the host part may have shrunk
+            if not is_late:  # chunks may have been evicted from host memory
                 host_units, _ = self._store.lookup(request.chain)
                 first = min(request.saved_units, host_units)
             request.saved_units = first
 
     def _retry_in_next_step(self) -> None:
-        """Make the first requests in turn due in the next step, and move them to the end: those
-        that do not run must not delay others.
+        """Make the next requests in the retry order due in the next step.
+
+        Moves them to the end of the order, so that requests that do not run do not delay others.
         """
         for request in list(islice(self._owed, MAX_RETRIES)):
             self._owed[request] = self._owed.pop(request)

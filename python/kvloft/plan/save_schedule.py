@@ -1,9 +1,9 @@
-"""When to examine running requests for complete units. Most requests complete none in a step, and
-every forward pass waits for this.
+"""Decides when to examine running requests for complete units.
 
-A request is due once its frontier reaches the one stored for it. In most steps each request
-advances by one token, and the step in which each is due is known in advance; in other steps all
-requests are compared, as columns.
+Most requests complete no unit in a step, and every forward pass waits for this decision. A request
+is due once its frontier reaches a stored value. If each request advances by one token per step, the
+step in which it is due is predicted. In other steps, the frontiers of all requests are compared as
+columns.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,18 +14,20 @@ from kvloft.plan.request_state import NEVER
 from kvloft.seam.ids import ReqId
 
 STEADY_STEPS = 8
-"""Steady steps before the next are predicted, which costs as much as some steps."""
+"""Number of steady steps before predictions start. Making them costs as much as a few steps."""
 
 
 class SaveSchedule:
-    """Running requests in the order of the step's columns, and when they are due."""
+    """Running requests, in the order of the step's columns, and the frontiers at which they are
+    due.
+    """
 
     def __init__(self) -> None:
         self.running: list[ReqId] = []
         self._before: list[int] = []
-        """One less than the frontier at which each is due."""
+        """Frontier at which each request is due, minus one."""
         self._predicted: dict[int, list[int]] | None = None
-        """Positions by step; None while steps are not predictable."""
+        """Positions of due requests by step; None while steps are not predictable."""
         self._step = self._num_steady = 0
         self._next_sum: int | None = None
         """Sum of the computed tokens in the next step if each request advances by one token."""
@@ -50,7 +52,7 @@ class SaveSchedule:
             self._next_sum = None
             return list(compress(count(), map(gt, map(add, computed, scheduled), self._before)))
         total = sum(computed)
-        # No request advances by more than its scheduled tokens: with this sum, each did by one.
+        # No request advances by more than one token, so with this sum, each advanced by one.
         is_steady, self._next_sum = total == self._next_sum, total + len(computed)
         self._num_steady = self._num_steady + 1 if is_steady else 0
         self._step += 1
@@ -66,9 +68,9 @@ class SaveSchedule:
         return self._predicted.pop(self._step, ())
 
     def put(self, positions: Iterable[int], computed: Sequence[int], due_at: Iterable[int]) -> None:
-        """Store new frontiers for the requests at ``positions``.
+        """Store new due frontiers for the requests at ``positions``.
 
-        ``computed``: tokens of every request in this step.
+        ``computed`` has the computed tokens of all running requests in this step.
         """
         before, predicted, step = self._before, self._predicted, self._step
         if predicted is None:

@@ -1,8 +1,8 @@
-"""The scheduler side: one method per hook of vLLM's scheduler.
+"""The scheduler side, with one method per hook of vLLM's scheduler.
 
-`SchedulerCore` connects `Admission`, `LoadPlanner` and `SavePlanner`: requests and steps come in,
-answers and plans go out, and reports of the workers are settled. It never touches bytes and must
-not depend on vLLM. Deterministic, except for the clock that is passed in.
+`SchedulerCore` connects `Admission`, `LoadPlanner` and `SavePlanner`. It takes requests and steps,
+returns answers and plans, and settles the reports of the workers. It is deterministic, except for
+the clock that is passed in.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,26 +52,31 @@ class SchedulerCore:
         self._admission = Admission(store, context.requests, settings, clock)
         self._loads = LoadPlanner(context, self._admission)
         self._saves = SavePlanner(context, self._writers)
-        self.still_waits = self._admission.still_waits
-        self.take_notes = self._notes.take
         self._scheduled: Mapping[ReqId, int] = {}
         self._admitted: set[ReqId] = set()
         """Requests admitted since the last step."""
         self._usable_bytes: dict[int, int] = {}
-        """By rank, as far as reported: the number of leading frames that it can copy to."""
+        """Number of leading arena bytes that each rank can copy to, by rank. Ranks that have not
+        reported are missing.
+        """
 
     # -- lookups and admission ------------------------------------------------------------------
 
-    def match(self, live: LiveRequest, local_tokens: int, *, may_wait: bool = True) -> Answer:
-        """Return what can be loaded after ``local_tokens`` (I9).
+    def still_waits(self, req_id: ReqId, local_tokens: int) -> bool:
+        """Return True if the last answer was Wait and `match` would return it again."""
+        return self._admission.still_waits(req_id, local_tokens)
 
-        A request that may not wait is offered the chunks in host memory now.
+    def match(self, live: LiveRequest, local_tokens: int, *, may_wait: bool = True) -> Answer:
+        """Return the number of tokens that can be loaded after ``local_tokens``, or Wait or Miss
+        (I9).
+
+        Without ``may_wait``, only chunks that are in host memory now are offered.
         """
         request = self._request(live)
         request.local_tokens = local_tokens
         if not self._loads_allowed or live.skip_load:
             return Miss()
-        if request.load_failed:  # the same load could fail again, and vLLM would retry without end
+        if request.load_failed:  # the load could fail again, and vLLM would retry indefinitely
             yields = not self._shape.is_divisible and request.take_yield()
             return Wait(WaitReason.FAILED_LOAD) if yields else Miss()
         if self._breaker.has_tripped and not self._may_retry_load():
@@ -79,11 +84,13 @@ class SchedulerCore:
         return self._admission.match(request, local_tokens, may_wait=may_wait)
 
     def _may_retry_load(self) -> bool:
-        """After the breaker tripped, loads are tried one at a time."""
+        """Return True if the tripped breaker allows a load. Loads are then tried one at a time."""
         return not self._loads.in_progress and self._breaker.allows(self._clock())
 
     def admit(self, live: LiveRequest, num_tokens: int, tables: Tables) -> None:
-        """Take the block tables of a request that vLLM admits with ``num_tokens`` of its offer."""
+        """Record the block tables of a request that vLLM admits, and plan the load of the
+        ``num_tokens`` that it accepted.
+        """
         request = self._request(live)
         keeps_kv = self._keeps_blocks(request, tables)
         if live.req_id in self._scheduled:  # a reset preempted it; vLLM may have kept its blocks
@@ -93,8 +100,8 @@ class SchedulerCore:
         request.start_over(keeps_kv=keeps_kv)
         request.was_examined, request.next_save = False, NEVER
         request.blocks = tables.copy()
-        request.num_local_blocks = request.local_tokens // self._unit_tokens
-        request.is_hit_unchecked = request.num_local_blocks > 0 and self._shape.is_dense
+        request.num_local_units = request.local_tokens // self._unit_tokens
+        request.is_hit_unchecked = request.num_local_units > 0 and self._shape.is_dense
         self._admitted.add(live.req_id)
         self._admission.forget(live.req_id)
         if request.slow_tokens:
@@ -104,34 +111,37 @@ class SchedulerCore:
             self._loads.plan(request, num_tokens)
             return
         request.drop_lease()
-        self._admission.loads.num_running += 1
+        self._admission.gates.num_running += 1
         num_left = request.num_prompt_tokens - request.local_tokens
         self._admission.disk.backlog.enter(live.req_id, num_left)
 
     def _keeps_blocks(self, request: RequestState, tables: Tables) -> bool:
-        """Return True if the request is admitted again with the blocks that it has: after a load,
-        or with the next input of a streaming session.
+        """Return True if the request is admitted again with its current blocks, which happens after
+        a load or with the next input of a streaming session.
         """
         if not request.blocks:
             return False
         if self._shape.is_dense:
             return list(request.blocks[:1]) == list(tables[:1])
-        return request.live.num_computed_tokens > 0  # tables of windows begin with null blocks
+        # Tables of sliding-window groups begin with null blocks, so blocks are not compared.
+        return request.live.num_computed_tokens > 0
 
     def fail_load(self, live: LiveRequest, num_tokens: int, tables: Tables) -> None:
-        """Plan a load that fails, for a request that vLLM admitted although `admit` raised."""
+        """Plan a load that fails, for an admitted request for which `admit` raised an error."""
         self._loads.plan_failure(live.req_id, num_tokens, tables)
 
     def hit_tokens(self, req_id: ReqId) -> Mapping[str, int]:
-        """Return the tokens by tier of the load last planned for a request, without lost ones."""
+        """Return the number of tokens in the last planned load of a request, by tier. Lost blocks
+        are not included.
+        """
         request = self._requests.get(req_id)
         return request.loaded_tokens if request is not None else {}
 
     # -- steps ----------------------------------------------------------------------------------
 
     def plan_step(self, step: StepView) -> StepPlan:
-        """Return the workers' plan for one schedule: queued loads, and saves."""
-        self._admission.loads.num_running = len(step.running) + len(step.new)
+        """Return the plan of queued loads and new saves for the workers."""
+        self._admission.gates.num_running = len(step.running) + len(step.new)
         self._scheduled = step.num_scheduled_tokens
         for req_id in step.preempted:
             self._preempt(req_id)
@@ -144,7 +154,7 @@ class SchedulerCore:
     def _preempt(self, req_id: ReqId) -> None:
         if (request := self._requests.get(req_id)) is None:
             return
-        if req_id in self._admitted:  # preempted by a reset outside a step, and admitted again
+        if req_id in self._admitted:  # preempted by a reset between steps, and admitted again
             request.kv_outdated = False
             return
         self._writers.record(request)
@@ -152,7 +162,7 @@ class SchedulerCore:
         self._admission.disk.backlog.leave(req_id)
 
     def _note_prompts(self, step: StepView) -> None:
-        """Measure the prompt tokens that the step computes, and those that are left."""
+        """Record the prompt tokens that the step computes, and the prompt tokens that remain."""
         disk, requests = self._admission.disk, self._requests
         for new in step.new:
             if (request := requests.get(new.req_id)) is not None:
@@ -162,26 +172,35 @@ class SchedulerCore:
         disk.pacing.observe_step_begin(self._clock(), num_tokens)
 
     def end_step(self) -> None:
-        """Record that the engine has executed the oldest step planned and not executed."""
+        """Record that the engine has executed the oldest step in flight."""
         self._admission.disk.pacing.observe_step_end(self._clock())
 
     def plan_loads_only(self) -> StepPlan:
-        """Return a plan without saves for a step that could not be read: loads must not wait."""
+        """Return a plan with the queued loads but no saves, for a step that could not be read."""
         self._saves.abandon_plan()
         return self._end_plan((), tuple(self._store.being_read()))
 
     def _end_plan(self, saves: tuple[SavePlan, ...], rewritten: tuple[BlockId, ...]) -> StepPlan:
-        """Start the next step. Last, because a plan that failed half-way is made again."""
+        """Return the plan and begin the next step.
+
+        Must be the last call of a plan, because a plan that fails is made again.
+        """
         self._admission.begin_step()
         self._admitted.clear()
         self._saves.end_plan()
         loads = self._loads.take_queued()
         return StepPlan(self._admission.step, self._arena, loads, saves, rewritten)
 
+    def take_notes(self) -> list[Callable[[], None]]:
+        """Return the queued calls to the announcer, to be made after the plan is complete."""
+        return self._notes.take()
+
     # -- reports --------------------------------------------------------------------------------
 
     def absorb(self, report: StepReport) -> None:
-        """Process one worker's report: commit or abort saves, end loads, remove bad chunks."""
+        """Process the report of one worker: commit or abort saves, settle loads, and remove damaged
+        chunks.
+        """
         if report.usable_bytes is not None:
             rank, num_bytes = report.usable_bytes
             self._usable_bytes[rank] = num_bytes
@@ -200,17 +219,17 @@ class SchedulerCore:
 
     @property
     def has_work_in_flight(self) -> bool:
-        """True if a worker has not reported some copies: the engine must continue to poll."""
+        """True if copies are not reported yet, so the engine must continue to poll the workers."""
         return bool(self._store.num_in_flight or self._loads.in_progress)
 
-    # -- ends -----------------------------------------------------------------------------------
+    # -- finish, reset and close ----------------------------------------------------------------
 
     def finish(self, req_id: ReqId) -> None:
-        """Forget a request that finished or was aborted. Its copies in flight still settle (I5)."""
+        """Remove a request that finished or was aborted. Its copies in flight still settle (I5)."""
         request = self._requests.pop(req_id, None)
         self._admission.forget(req_id)
         if req_id in self._scheduled:
-            self._admission.loads.num_running -= 1
+            self._admission.gates.num_running -= 1
         if request is not None:
             self._saves.drop_owed(request)
             request.drop_lease()
@@ -218,8 +237,9 @@ class SchedulerCore:
                 self._record_last(request)
 
     def _record_last(self, request: RequestState) -> None:
-        """Record the blocks of a request that finished. With async scheduling, vLLM also caches
-        blocks whose tokens became known in the step that finished it.
+        """Record the blocks of a finished request.
+
+        With async scheduling, vLLM also caches blocks whose tokens became known in its last step.
         """
         if request.was_examined:
             num_tokens = len(request.confirmed_tokens())
@@ -229,7 +249,9 @@ class SchedulerCore:
         self._writers.record(request)
 
     def reset(self) -> None:
-        """Clear the store, also of saves in flight. KV of running requests is not saved."""
+        """Clear the store, including saves in flight. KV that running requests have already
+        computed is not saved.
+        """
         for request in self._requests.values():
             request.kv_outdated = bool(request.blocks)
             request.forget_saves()
@@ -238,17 +260,21 @@ class SchedulerCore:
         self._store.clear()
 
     def count_on(self, num_bytes: int) -> None:
-        """Set the number of bytes that this store can use of a shared arena."""
+        """Set the number of bytes of a shared arena that this store can use."""
         if self._arena is not None:
             self._admission.turns.set_memory(min(self._arena.size_bytes, num_bytes))
 
     @property
     def has_queued_loads(self) -> bool:
-        """True if the next plan contains frames of the current arena, which must not change."""
+        """True if queued loads use frames of the current arena, so it must not be replaced yet."""
         return bool(self._loads.queued)
 
     def meet_store(self, arena: ArenaSpec | None) -> None:
-        """Use another store, or one that lost its chunks. Not called while loads are queued."""
+        """Switch to a store that was replaced or has lost its chunks.
+
+        ``arena`` is the arena of the store; None if it is unavailable. Must not be called while
+        loads are queued.
+        """
         for request in self._requests.values():
             request.forget_saves()
         self._admission.release_all()
@@ -265,7 +291,9 @@ class SchedulerCore:
             self._notes.announcer.withdraw()
 
     def close(self) -> None:
-        """Release all leases. Reservations end with the session, since workers may still write."""
+        """Release all leases. Reservations are kept until the session closes, because workers may
+        still write to their frames.
+        """
         self._admission.close()
         self._requests.clear()
         self._loads.close()

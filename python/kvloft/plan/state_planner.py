@@ -1,7 +1,7 @@
 """Plans saves of Mamba and gated delta net states, which vLLM offers one by one.
 
-vLLM offers a state once, after it has hashed the state's tokens. A state that gets no frame then is
-not saved.
+vLLM offers each state once, after it has hashed the tokens that precede the state. A state that
+gets no frame in that step is not saved.
 """
 
 from kvloft.plan.context import PlanContext
@@ -12,14 +12,14 @@ from kvloft.seam.views import BoundaryState, StepView
 
 
 class StatePlanner:
-    """Saves of states."""
+    """Plans the saves of states."""
 
     def __init__(self, context: PlanContext) -> None:
         self._context = context
         self._unit_tokens = context.settings.shape.unit_tokens
 
     def plan(self, step: StepView) -> list[SavePlan]:
-        """Reserve frames for the states that vLLM offers in ``step`` and that can be saved."""
+        """Reserve frames for the states in ``step`` that can be saved, and return their saves."""
         states = [state for state in step.states if self.can_save(state, step)]
         if not states:
             return []
@@ -35,7 +35,7 @@ class StatePlanner:
         return saves
 
     def can_save(self, state: BoundaryState, step: StepView) -> bool:
-        """Return True if ``state`` is to be saved, its key is known and its block is valid."""
+        """Return True if ``state`` should be saved, its key is known and its block is valid."""
         request = self._context.requests.get(state.req_id)
         if request is None or state.num_tokens % self._unit_tokens:
             return False
@@ -49,11 +49,11 @@ class StatePlanner:
         return has_key and not is_blocked and not self._context.breaker.has_tripped
 
     def is_in_table(self, request: RequestState, state: BoundaryState) -> bool:
-        """Return True if the state's block is still at its place in the request's table.
+        """Return True if the block of the state is still at its position in the block table.
 
-        With async scheduling, vLLM offers what the results of the step before confirmed, but first
-        releases the blocks that accepted drafts left behind. Such a block can hold anything at the
-        end of this step, even if the same request got it again.
+        With async scheduling, vLLM offers states that the previous step confirmed, but has already
+        released the blocks that accepted draft tokens made obsolete. The content of such a block is
+        undefined at the end of this step, even if vLLM assigned it to the same request again.
         """
         num_units = state.num_tokens // self._unit_tokens
         return request.blocks.tables[state.group][num_units - 1 : num_units] == [state.block]

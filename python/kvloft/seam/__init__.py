@@ -1,1 +1,1 @@
-"""Values of both sides. Must not import torch, vLLM or the extension."""
+"""Types that the scheduler side and the worker side share, without torch, vLLM or the extension."""

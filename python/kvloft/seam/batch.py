@@ -1,7 +1,7 @@
-"""Chunks to copy, as plans carry them: frames, keys, and blocks of paged KV; and the block tables
-of a request.
+"""The chunks that a plan copies, with their frames, keys and blocks of paged KV, and the block
+tables of a request.
 
-Must not depend on the reason for a copy.
+Saves and loads use the same types.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from kvloft.seam.ids import BlockId, ChunkKey, Ticket
 
 if TYPE_CHECKING:
     from kvloft._core import ChunkBatch as ChunkBatch
-else:  # the extension is not loaded for a type
+else:  # do not load the extension only for a type
     ChunkBatch = Any
 
 
 class ChunkCopy(NamedTuple):
     """One chunk of a batch.
 
-    ``blocks[i]`` is block ``first_block + i`` of the chunk; first_block is 0 for a save.
-    ``num_blocks`` is the number of blocks in the frame, as in its trailer; ``len(blocks)`` is
-    smaller for a load of the chunk's end.
+    ``blocks[i]`` is block ``first_block + i`` of the chunk; ``first_block`` is 0 for a save.
+    ``num_blocks`` is the number of blocks in the frame, as recorded in its trailer. A load of the
+    end of a chunk has fewer ``blocks``.
     """
 
     frame: int
@@ -32,10 +32,10 @@ class ChunkCopy(NamedTuple):
 
 
 class Tables:
-    """A request's block tables, one per KV cache group.
+    """The block tables of a request, one per KV cache group.
 
-    Its length is in units; a slice of units returns blocks of group ``main``. ``per_unit`` is the
-    number of blocks per unit of each group; None: one.
+    ``len`` returns the number of units, and a slice of units returns blocks of group ``main``.
+    ``per_unit`` is the number of blocks per unit of each group; None means one block each.
     """
 
     __slots__ = ("main", "main_size", "main_table", "per_unit", "tables")
@@ -56,11 +56,11 @@ class Tables:
         return self.of(self.main, units)
 
     def size_of(self, group: int) -> int:
-        """Return the number of blocks of a group per unit."""
+        """Return the number of blocks per unit of a group."""
         return self.per_unit[group] if self.per_unit else 1
 
     def of(self, group: int, units: slice) -> Sequence[BlockId]:
-        """Return the blocks of a group in ``units``, whose ends must not be negative."""
+        """Return the blocks of a group in ``units``. Its bounds must not be negative."""
         size = self.size_of(group)
         start, stop = units.start, units.stop
         return self.tables[group][start and start * size : stop and stop * size]
@@ -70,7 +70,7 @@ class Tables:
         return type(self)([list(table) for table in self.tables], self.main, self.per_unit)
 
     def grow(self, blocks: Sequence[BlockId]) -> None:
-        """Append blocks to the table of the only group."""
+        """Append blocks to the table, which must be the only one."""
         self.main_table += blocks  # type: ignore[operator]
 
 

@@ -1,4 +1,4 @@
-"""Ids that both sides share. They are plain ints, strings and bytes at run time."""
+"""Types of ids that both sides share. At run time, ids are plain ints, strings and bytes."""
 
 from typing import NewType
 

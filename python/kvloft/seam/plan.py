@@ -1,4 +1,4 @@
-"""The messages between the two sides, as immutable values: StepPlan and StepReport."""
+"""StepPlan and StepReport, the immutable messages between the two sides."""
 
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -7,15 +7,15 @@ from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.shape import ArenaSpec
 
 Chunks = Any
-"""A `kvloft.seam.batch.ChunkBatch`, or () for none."""
+"""A `kvloft.seam.batch.ChunkBatch`, or () if there are no chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Frames to scatter for one request, which waits until the worker reports the load.
+    """Chunks to copy to the GPU for one request, which waits until the workers report the load.
 
-    ``chunks`` is empty if none is available. ``lost`` are blocks that were offered to vLLM but
-    whose frames are gone: the worker reports them as load errors.
+    ``chunks`` can be empty. ``lost`` are blocks that were offered to vLLM but whose chunks are no
+    longer available; the worker reports them as load errors.
     """
 
     req_id: ReqId
@@ -24,12 +24,12 @@ class LoadPlan:
     lost: tuple[BlockId, ...] = ()
 
     def blocks(self) -> list[BlockId]:
-        """Return all offered blocks, including lost ones."""
+        """Return all offered blocks, including lost blocks."""
         return [*(self.chunks.block_ids() if self.chunks else ()), *self.lost]
 
 
 class SavePlan(NamedTuple):
-    """Frames to gather for one request, from blocks it owns during this step."""
+    """Chunks to copy to host memory for one request, from blocks that it owns during this step."""
 
     req_id: ReqId
     chunks: Chunks
@@ -38,8 +38,8 @@ class SavePlan(NamedTuple):
 class StepPlan(NamedTuple):
     """The work of one step.
 
-    ``rewritten`` are blocks that this step's forward may write while a save of an earlier step
-    still reads them.
+    ``rewritten`` are blocks that the forward pass of this step may write to while a save of an
+    earlier step still reads them.
     """
 
     step: int
@@ -50,14 +50,15 @@ class StepPlan(NamedTuple):
 
 
 LAYOUT: Final = "layout"
-"""The reason for a failed check if the trailer names another memory layout."""
+"""Problem reported for a chunk whose trailer records a different memory layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """Result of one LoadPlan. ``bad_keys``: chunks that failed their check, with the reason.
+    """Result of one LoadPlan on one rank.
 
-    ``failed``: nothing was copied, for a reason other than the frames, so no chunk is removed.
+    ``bad_keys`` has the chunks that failed verification, with the reason. ``failed`` is True if
+    nothing was copied although the chunks may be valid, so no chunk is removed.
     """
 
     req_id: ReqId
@@ -68,11 +69,11 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Results of the worker side. Each save ticket is in exactly one of the two tuples, once per
-    rank.
+    """Results of one rank, which reports each save ticket once, in ``saved`` or in ``failed``.
 
-    ``misfits`` are those of ``failed`` whose chunk did not fit a frame for compressed chunks.
-    ``usable_bytes`` is (rank, n) if n changed: the rank can copy to the first n bytes of the arena.
+    ``misfits`` are the tickets in ``failed`` whose chunk did not fit a frame for compressed chunks.
+    ``usable_bytes`` is set when it changes: (rank, n) means that the rank can copy to the first n
+    bytes of the arena.
     """
 
     saved: tuple[Ticket, ...] = ()

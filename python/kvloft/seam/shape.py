@@ -1,7 +1,6 @@
-"""Sizes of the cache, which both sides and the store use: KV cache groups, shards and the arena.
+"""The KV cache groups, the shards and the arena, with the sizes that both sides and the store use.
 
-`kvloft.vllm.shape` builds these values once at start from vLLM's configuration. Must not import
-vLLM.
+At startup, `kvloft.vllm.shape` builds these values from vLLM's configuration.
 """
 
 from collections.abc import Sequence
@@ -9,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, Self
 
 COMPACT_SHARE: Final = 0.7188
-"""Size of the records of compressed pages as a part of their bytes, in frames for compressed
-chunks. All real KV fits (docs/design/compression.md).
+"""Space for compressed pages in a frame for compressed chunks, as a fraction of the uncompressed
+size. All KV of real models fits (docs/design/compression.md).
 """
 
 
@@ -18,14 +17,14 @@ chunks. All real KV fits (docs/design/compression.md).
 class GroupShape:
     """One KV cache group: layers that share a block table.
 
-    ``kind`` decides the blocks that a hit of L tokens needs:
+    ``kind`` determines the blocks that a hit of L tokens needs:
 
-    - "full": all
-    - "window": those of the last ``reach`` tokens before L
-    - "local": those of the attention chunk of ``reach`` tokens that contains position L
-    - "state": the one state after L tokens
+    - "full": all blocks
+    - "window": blocks of the last ``reach`` tokens before L
+    - "local": blocks of the attention chunk of ``reach`` tokens that contains position L
+    - "state": the state after L tokens
 
-    Chunks of all groups end at the same tokens, so a group with shorter blocks has more of them per
+    Chunks of all groups end at the same tokens, so a group with shorter blocks has more blocks per
     chunk.
     """
 
@@ -34,9 +33,9 @@ class GroupShape:
     kind: Literal["full", "window", "local", "state"] = "full"
     reach: int = 0
     part_bytes: int = 4096
-    """Bytes of a shard's part of a frame."""
+    """Size of a shard's part of a frame, in bytes."""
     compact_bytes: int = 0
-    """The same for frames of compressed chunks; 0 if there are none."""
+    """Size of a shard's part of a frame for compressed chunks; 0 if there are no such frames."""
 
     @property
     def unit_tokens(self) -> int:
@@ -44,9 +43,9 @@ class GroupShape:
 
     @property
     def kept_blocks(self) -> int:
-        """Return the number of blocks of a unit that a chunk keeps: its last ones.
+        """Return the number of blocks at the end of a unit that its chunk contains.
 
-        No hit needs the blocks before them, and vLLM may have freed those.
+        No hit needs the blocks before them, and vLLM may have freed them.
         """
         match self.kind:
             case "full" | "local":
@@ -58,7 +57,7 @@ class GroupShape:
 
 
 def part_sizes(groups: Sequence[GroupShape]) -> list[int]:
-    """Return the bytes of parts by size class. Groups of one size share a class."""
+    """Return the size of a part in bytes, by size class. Groups with equal sizes share a class."""
     every = {group.part_bytes for group in groups} | {group.compact_bytes for group in groups}
     return sorted(every - {0})
 
@@ -67,12 +66,12 @@ def part_sizes(groups: Sequence[GroupShape]) -> list[int]:
 class CacheShape:
     """KV cache groups and shards.
 
-    ``num_replicas`` neighboring ranks are one shard: they hold the same bytes (MLA, or fewer KV
-    heads than ranks). The first of them writes the shard's part of each frame, and all of them read
-    it. ``lookahead`` is the number of tokens after a block on which a draft model's KV in that
-    block depends. ``encoding`` is the encoding that parts can have, a number of
-    `kvloft.transfer.frames`; 0: all parts are raw. Raises ValueError if the ranks are not whole
-    shards.
+    ``num_replicas`` neighboring ranks form one shard: they hold the same bytes (MLA, or fewer KV
+    heads than ranks). The first rank of a shard writes the shard's part of each frame, and all its
+    ranks read it. ``lookahead`` is the number of tokens after a block on which a draft model's KV
+    in that block depends. ``encoding`` is the encoding that parts can have, as numbered in
+    `kvloft.transfer.frames`; with 0, all parts are raw. Raises ValueError if ``num_ranks`` is not a
+    multiple of ``num_replicas``.
     """
 
     groups: tuple[GroupShape, ...]
@@ -84,32 +83,36 @@ class CacheShape:
     def __post_init__(self) -> None:
         if self.num_ranks % self.num_replicas:
             raise ValueError(
-                f"{self.num_ranks} ranks cannot hold {self.num_replicas} copies of each shard"
+                f"num_ranks={self.num_ranks} is not a multiple of num_replicas={self.num_replicas}"
             )
 
     @property
     def main(self) -> int:
-        """Return the first group with full attention, or else with a window."""
+        """Return the first group with full attention, or the first sliding-window group if there is
+        none.
+        """
         kinds = [group.kind for group in self.groups]
         return kinds.index("full" if "full" in kinds else "window")
 
     def number_of(self, group: int) -> int | None:
-        """Return the group's number in keys; None if its chunks have the keys of the prefix."""
+        """Return the group number used in keys; None for the keys of the prefix itself."""
         return None if group == self.main and self.groups[group].kind == "full" else group + 1
 
     @property
     def unit_tokens(self) -> int:
-        """Return the number of tokens of a unit: whole blocks of every group."""
+        """Return the number of tokens of a unit, which is whole blocks in every group."""
         return self.groups[0].unit_tokens
 
     @property
     def is_divisible(self) -> bool:
-        """Return True if any part of a stored prefix is a hit: one full-attention group."""
+        """Return True if the beginning of a stored prefix is always a hit, which requires a single
+        full-attention group.
+        """
         return len(self.groups) == 1 and self.groups[0].kind == "full"
 
     @property
     def is_dense(self) -> bool:
-        """Return True if some group needs every block, so no hit spans a missing chunk."""
+        """Return True if a group needs every block, so that no hit extends past a missing chunk."""
         return any(group.kind == "full" for group in self.groups)
 
     @property
@@ -118,35 +121,39 @@ class CacheShape:
 
     @property
     def frame_sizes(self) -> tuple[int, ...]:
-        """Return the bytes of frames, by size class. Groups of one size share a class."""
+        """Return the size of a frame in bytes, by size class."""
         return tuple(size * self.num_shards for size in part_sizes(self.groups))
 
     @property
     def raw_frame_sizes(self) -> tuple[int, ...]:
-        """Return the bytes that chunks take uncompressed, by size class."""
+        """Return the size of an uncompressed chunk in bytes, by size class."""
         raw = {group.compact_bytes: group.part_bytes for group in self.groups}
         return tuple(raw.get(size, size) * self.num_shards for size in part_sizes(self.groups))
 
     def frame_bytes(self, group: int) -> int:
-        """Return the bytes of a frame of a group's chunks."""
+        """Return the size of a frame for an uncompressed chunk of the group, in bytes."""
         return self.groups[group].part_bytes * self.num_shards
 
     def size_classes(self, group: int) -> tuple[int, int | None]:
-        """Return the size class of a group's frames, and that of frames for compressed chunks."""
+        """Return the size classes of the group's frames for uncompressed and compressed chunks. The
+        second is None if the group has no frames for compressed chunks.
+        """
         sizes, shape = part_sizes(self.groups), self.groups[group]
         compact = sizes.index(shape.compact_bytes) if shape.compact_bytes else None
         return sizes.index(shape.part_bytes), compact
 
     @property
     def unit_bytes(self) -> int:
-        """Return the bytes of a unit's frames in the groups that keep every unit."""
+        """Return the total size in bytes of the frames of a unit, in the groups that need every
+        unit.
+        """
         full = [nth for nth, group in enumerate(self.groups) if group.kind == "full"]
         return sum(map(self.frame_bytes, full or [self.main]))
 
     def shard_of(self, rank: int) -> int:
-        """Return the number of the rank's shard. Raises ValueError if there is no such rank."""
+        """Return the shard of a rank. Raises ValueError if the rank does not exist."""
         if not 0 <= rank < self.num_ranks:
-            raise ValueError(f"rank {rank} is not one of the {self.num_ranks} that share the cache")
+            raise ValueError(f"invalid rank {rank}: only {self.num_ranks} ranks share the cache")
         return rank // self.num_replicas
 
     def is_writer(self, rank: int) -> bool:
@@ -155,19 +162,20 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class ArenaSpec:
-    """Location and size of the host arena, for workers that map it."""
+    """Location and layout of the host arena, for workers that map it."""
 
     path: str
     size_bytes: int
     slab_bytes: int
-    """Size of slabs, which hold whole frames of one size. The last one includes the rest."""
+    """Size of a slab, which holds whole frames of one size. The last slab includes the remainder.
+    """
     groups: tuple[GroupShape, ...]
-    """The KV cache groups as the scheduler side sees them: it knows the sizes of all ranks."""
+    """The KV cache groups of the scheduler side, whose sizes take all ranks into account."""
     id: int = 0
-    """Identifies the memory, because paths are reused; 0: unknown."""
+    """Identifies the memory, because paths are reused; 0 if unknown."""
     lifeline: tuple[str, int] | None = None
-    """Path and inode of the pipe that workers hold open (see `Lifeline`); of servers only."""
+    """Path and inode of the pipe that workers hold open (see `Lifeline`); None without a server."""
 
     def is_same_memory(self, other: Self | None) -> bool:
-        """Return True if ``other`` is the same memory, possibly through another connection."""
+        """Return True if ``other`` is the same memory, possibly through a different connection."""
         return other is not None and replace(other, lifeline=self.lifeline) == self and self.id != 0

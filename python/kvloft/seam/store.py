@@ -1,4 +1,4 @@
-"""Types of the store, from the extension, which is not imported at run time."""
+"""Types of the store. At run time, they are ``Any``, so that the extension is not imported."""
 
 from typing import TYPE_CHECKING, Any
 

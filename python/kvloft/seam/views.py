@@ -1,4 +1,4 @@
-"""vLLM's requests and steps as kvloft reads them. Must not import vLLM."""
+"""Views of vLLM's requests and steps with the values that kvloft reads, independent of vLLM."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,9 @@ from kvloft.seam.ids import BlockId, ReqId
 
 @dataclass(frozen=True, slots=True)
 class EmbedRows:
-    """Prompt embeddings from position ``start`` on: bytes of a C-contiguous array."""
+    """Prompt embeddings of ``num_rows`` positions starting at ``start``. ``rows`` holds the bytes
+    of a C-contiguous array.
+    """
 
     start: int
     num_rows: int
@@ -22,7 +24,7 @@ class EmbedRows:
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """A multimodal item: its identifier and the positions that it covers."""
+    """The identifier of a multimodal item, and the positions that it covers."""
 
     identifier: str
     start: int
@@ -31,11 +33,11 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """The inputs of a request's keys other than token ids.
+    """The inputs to the keys of a request other than token ids.
 
-    ``embeds`` are the positions whose input is an embedding; the token ids there are ignored.
-    ``savable_tokens`` limits saves to that many leading tokens, because no later request can have
-    the keys after them.
+    ``embeds`` has the positions whose input is an embedding; the token ids there are ignored.
+    ``savable_tokens`` is the maximum number of leading tokens to save, because no later request can
+    have the keys after them.
     """
 
     adapter: tuple[str, str] | None = None
@@ -46,32 +48,36 @@ class RequestView:
 
 
 class LiveRequest(Protocol):
-    """A vLLM request, which changes between steps. Read only, and only inside a scheduler hook."""
+    """A read-only view of a vLLM request. vLLM changes the request between steps, so the view must
+    only be read inside a scheduler hook.
+    """
 
     @property
     def req_id(self) -> ReqId: ...
     def tokens(self) -> tuple[Sequence[int], int]:
-        """Return vLLM's list of known tokens, which a streaming session can shorten, and the
-        prompt's length, which its next input changes. Called for hundreds of requests per step.
+        """Return vLLM's list of known tokens, and the length of the prompt.
+
+        A streaming session can shorten the list, and its next input changes the length of the
+        prompt. Called for hundreds of requests per step.
         """
         ...
 
     @property
     def num_computed_tokens(self) -> int:
-        """Return the tokens scheduled so far without draft tokens known to be rejected.
+        """Return the number of tokens scheduled so far, without rejected draft tokens.
 
-        It is too high only while a step is in flight.
+        Includes draft tokens of steps in flight, which may still be rejected.
         """
         ...
 
     @property
     def skip_load(self) -> bool:
-        """Return True if the request must not read any prefix cache."""
+        """Return True if no chunks may be loaded for the request."""
         ...
 
     @property
     def saves(self) -> Literal["all", "prompt"] | None:
-        """Return the part of the request to save; None if the request does not set it."""
+        """Return the part of the request to save; None if the request does not specify it."""
         ...
 
     def view(self) -> RequestView: ...
@@ -79,7 +85,7 @@ class LiveRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request in its first step after admission or preemption; its block table is replaced."""
+    """A request in its first step after admission or preemption, with a new block table."""
 
     req_id: ReqId
     num_computed_tokens: int
@@ -87,7 +93,9 @@ class NewRequest:
 
 
 class BoundaryState(NamedTuple):
-    """``block`` has the state after ``num_tokens`` once this step's forward is done."""
+    """A state in ``block`` that follows ``num_tokens`` tokens. It is complete after the forward
+    pass of this step.
+    """
 
     req_id: ReqId
     group: int
@@ -96,10 +104,11 @@ class BoundaryState(NamedTuple):
 
 
 class StepView(NamedTuple):
-    """The decisions of one schedule(), in either of vLLM's two formats.
+    """The decisions of one ``schedule()`` call, independent of vLLM's two formats.
 
-    Running requests are parallel columns, which are vLLM's lists, because they are read in every
-    step. ``grown`` are the requests whose block table grew, with the added blocks.
+    ``running`` and ``num_computed_tokens`` are parallel columns. They are vLLM's lists and not
+    copies, because they are read in every step. ``grown`` has the requests whose block table grew,
+    with the added blocks.
     """
 
     new: Sequence[NewRequest] = ()
@@ -111,7 +120,7 @@ class StepView(NamedTuple):
     num_draft_tokens: Mapping[ReqId, int] = MappingProxyType({})
     preempted: frozenset[ReqId] = frozenset()
     tables: Callable[[ReqId], Tables | None] | None = None
-    """Returns a request's current block tables, with null blocks where a group freed its blocks;
-    set if vLLM frees blocks of running requests. None: the tables change by ``grown`` only.
+    """Returns the current block tables of a request, with null blocks for freed blocks. Set if vLLM
+    frees blocks of running requests; if None, tables only change by ``grown``.
     """
     states: Sequence[BoundaryState] = ()

@@ -1,8 +1,10 @@
-"""The vLLM glue. ``kv_connector_module_path: "kvloft.vllm"`` finds the connector here."""
+"""The integration into vLLM. The setting ``kv_connector_module_path: "kvloft.vllm"`` loads the
+connector from here.
+"""
 
 from kvloft.vllm.connector import KVLoftConnector
 from kvloft.vllm.plugin import register_classes
 
-register_classes()  # vLLM runs no plugin where VLLM_PLUGINS excludes kvloft
+register_classes()  # the plugin does not run if VLLM_PLUGINS excludes kvloft
 
 __all__ = ["KVLoftConnector"]

@@ -1,8 +1,8 @@
-"""One engine of `kvloft check`, in its own process: ``python -m kvloft.vllm.check JOB.json``.
+"""Runs an engine of `kvloft check` in a separate process: ``python -m kvloft.vllm.check JOB.json``.
 
-Starts vLLM with the user's flags, with or without kvloft, runs the job's prompts, and appends one
-line of JSON to a file per event. It contains no verdict. It exits with its workers when the parent
-process exits, which closes its stdin.
+Starts vLLM with the user's flags, with or without kvloft, runs the prompts of the job, and appends
+one line of JSON per event to a file. The parent process compares the outputs. When the parent
+exits, stdin closes, and this process and its workers exit.
 """
 
 import json
@@ -35,13 +35,13 @@ COUNTERS = {
 
 @dataclass(slots=True)
 class Engine:
-    """vLLM's engine in this process, with one prompt at a time, so that every answer is computed in
-    batches of the same shape.
+    """vLLM's engine in this process. It runs one prompt at a time, so that batches have the same
+    shape in every pass.
     """
 
     llm: Any
     blocks: Counter[int] = field(default_factory=Counter)
-    """Blocks that were loaded, by KV cache group."""
+    """Number of loaded blocks, by KV cache group."""
     num_asked: int = 0
 
     @property
@@ -54,7 +54,7 @@ class Engine:
         return self.core.scheduler.kv_cache_config
 
     def watch(self) -> None:
-        """Count the loaded blocks of each group in plans; no metric has them."""
+        """Count the loaded blocks of each group in step plans, because no metric counts them."""
         connector = self.core.scheduler.connector
         if connector is None:
             return
@@ -70,10 +70,10 @@ class Engine:
         connector.build_connector_meta = build_connector_meta
 
     def ask(self, ids: Sequence[int]) -> dict[str, Any]:
-        """Return greedy tokens, the margin of each choice, and the counters of this request.
+        """Run a prompt and return its greedy tokens, the margin of each token, and the counters.
 
-        ``clear`` has a row for each token: its log probability, how far the second best is below
-        it, and which token that is.
+        ``clear`` has a row for each token: its log probability, the distance to the log probability
+        of the second-best token, and the id of the second-best token.
         """
         from vllm import SamplingParams
 
@@ -95,7 +95,7 @@ class Engine:
         said, clear = last.outputs[0], []
         for token, entry in zip(said.token_ids, said.logprobs or (), strict=False):
             second, other = max(
-                (value.logprob, one) for one, value in entry.items() if one != token
+                (value.logprob, each) for each, value in entry.items() if each != token
             )
             clear.append([entry[token].logprob, entry[token].logprob - second, other])
         return {
@@ -108,18 +108,21 @@ class Engine:
         }
 
     def settle(self) -> None:
-        """Step until nothing is in flight, saves included."""
+        """Step until no request or transfer is in flight."""
         for _ in range(NUM_SETTLING_STEPS):
             if not (self.core.scheduler.has_requests() or self.core.batch_queue):
                 return
             self.llm.step()
-        raise RuntimeError("the engine does not become idle: a request or a transfer never ends")
+        raise RuntimeError(
+            f"the engine is not idle after {NUM_SETTLING_STEPS} steps: a request or a transfer "
+            "does not complete"
+        )
 
     def forget(self, *, connector: bool = False) -> None:
-        """Empty vLLM's own prefix cache; with ``connector`` kvloft too."""
+        """Clear vLLM's prefix cache, and with ``connector`` also kvloft."""
         if not self.llm.reset_prefix_cache(reset_connector=connector):
             raise RuntimeError(
-                "vLLM does not empty its prefix cache: blocks are in use although no request runs"
+                "vLLM did not clear its prefix cache: blocks are in use although no request runs"
             )
 
     def counters(self) -> Counter[str]:
@@ -134,7 +137,7 @@ class Engine:
         return found
 
     def groups(self) -> list[dict[str, Any]]:
-        """vLLM's KV cache groups as kvloft reads them."""
+        """Describe vLLM's KV cache groups with the values that kvloft uses."""
         found, specs = [], layer_specs(self.config)
         for group in self.config.kv_cache_groups:
             spec = specs[group.layer_names[0]]
@@ -152,16 +155,18 @@ class Engine:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """Return facts about the engine. KV memory fits ``full_requests`` requests of max_model_len
-        tokens (None if unknown), and each takes ``request_bytes``, which two engines can be
-        compared by: with one group, blocks are larger.
+        """Return facts about the engine.
+
+        KV memory fits ``full_requests`` requests of max_model_len tokens, and each takes
+        ``request_bytes``; both are None if unknown. Use ``request_bytes`` to compare engines,
+        because block sizes depend on the number of groups.
         """
         from vllm.v1.core import kv_cache_utils
 
         config, vllm_config = self.config, self.llm.vllm_config
         concurrency = getattr(kv_cache_utils, "get_max_concurrency_for_kv_cache_config", None)
         full_requests = concurrency(vllm_config, config) if concurrency else None
-        specs = layer_specs(config)  # groups share tensors, so a block has room for the largest
+        specs = layer_specs(config)  # groups share tensors: a block has the size of the largest
         kv_bytes = config.num_blocks * max(
             sum(specs[name].page_size_bytes for name in names) for names in group_layers(config)
         )
@@ -193,8 +198,8 @@ def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
     given, args.kv_transfer_config = args.kv_transfer_config, None
     if given is not None and given.kv_connector != "KVLoftConnector":
         raise ConfigError(
-            f"--kv-transfer-config sets kv_connector={given.kv_connector}; kvloft check supports "
-            "KVLoftConnector only"
+            f"--kv-transfer-config sets kv_connector={given.kv_connector}; kvloft check only "
+            "supports KVLoftConnector"
         )
     if job["disk_path"] is not None:
         extra = (given.kv_connector_extra_config if given else {}) | job["extra"]
@@ -211,30 +216,30 @@ def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
 
 
 def run(job: dict[str, Any]) -> None:
-    """Start an engine and do the job's passes, each one line of the file ``job["events"]``."""
+    """Start an engine, run the passes of the job, and write events to ``job["events"]``."""
     with Path(job["events"]).open("a", buffering=1) as file:
 
-        def tell(event: str, **what: Any) -> None:
+        def report(event: str, **what: Any) -> None:
             print(json.dumps({"event": event, **what}), file=file)
 
         try:
             engine, ignored = start(job)
-            tell("started", facts=engine.facts(), ignored=ignored)
-            _passes(engine, job, tell)
+            report("started", facts=engine.facts(), ignored=ignored)
+            _run_passes(engine, job, report)
             engine.llm.engine_core.shutdown()
-            tell("done")
+            report("done")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - reported before the process exits
             traceback.print_exc()
-            tell("failed", error=f"{type(error).__name__}: {error}")
+            report("failed", error=f"{type(error).__name__}: {error}")
 
 
-def _passes(engine: Engine, job: dict[str, Any], tell: Any) -> None:
+def _run_passes(engine: Engine, job: dict[str, Any], report: Any) -> None:
     prompts: dict[str, list[int]] = job["prompts"]
     if not prompts:
         chosen = choose_prompts(engine, NUM_OUTPUT_TOKENS)
         prompts = {name: ids for name, (ids, _) in chosen.items()}
-        tell("prompts", prompts=prompts)
-        tell("pass", name="plain", answers={name: answer for name, (_, answer) in chosen.items()})
+        report("prompts", prompts=prompts)
+        report("pass", name="plain", answers={name: answer for name, (_, answer) in chosen.items()})
     for name in job["passes"]:
         if name == "reset":
             engine.forget(connector=True)
@@ -247,11 +252,11 @@ def _passes(engine: Engine, job: dict[str, Any], tell: Any) -> None:
             if name == "own":
                 engine.ask(ids)
             answers[prompt] = engine.ask(ids)
-        tell("pass", name=name, answers=answers)
+        report("pass", name=name, answers=answers)
 
 
 def end_with_parent() -> None:
-    """Kill this process group once stdin is closed, which happens whenever the parent ends."""
+    """Kill this process group once stdin is closed, that is, when the parent exits."""
 
     def wait() -> None:
         sys.stdin.buffer.read()

@@ -1,7 +1,7 @@
-"""Prompts for `kvloft check`: at lengths where cache errors show, and with answers that do not
-depend on rounding.
+"""Chooses prompts for `kvloft check`: with lengths that reveal cache errors, and with outputs that
+rounding does not change.
 
-It must not depend on kvloft's connector: the engines here run without it.
+The prompts are chosen in an engine without kvloft's connector.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 
 MAX_PROMPT_TOKENS = 10_000
 PROMPT_UNITS = (1.4, 2.5, 4.3, 6.7)
-"""Lengths of prompts, in units of the granularity of vLLM's own hits."""
+"""Prompt lengths, in multiples of the granularity of hits in vLLM's prefix cache."""
 LONG_PROMPT_TOKENS = 1024
 NUM_FORKED = 2
 NUM_TRIES = 4
-"""Maximum number of prompts per length until rounding cannot change the answer."""
+"""Maximum number of prompts to try per length."""
 CLEAR, CLEAR_ELSE = 0.01, 0.3
-"""Distances of the two best tokens that count as clear: in float32, and otherwise."""
+"""Minimum distance between the log probabilities of the two best tokens, in float32 and in other
+dtypes. At smaller distances, rounding could change the output.
+"""
 WORDS = """
     river stone seven under garden letter cold bright number window paper walk green often table
     north voice slow market train winter glass remember island second bridge quiet metal story
@@ -28,14 +30,14 @@ WORDS = """
 """
 
 Chosen = tuple[list[int], dict[str, Any]]
-"""A prompt, and its answer computed without any cache."""
+"""A prompt, and its output without a cache."""
 
 
 def choose_prompts(engine: Engine, num_output_tokens: int) -> dict[str, Chosen]:
-    """Return prompts by name, with lengths around multiples of a hit, beyond every window, and
-    beyond every chunk of kvloft.
+    """Return prompts by name. Some lengths are multiples of the hit granularity plus a remainder,
+    and some exceed every sliding window and every chunk.
 
-    A "fork" starts with the beginning of another prompt.
+    A "fork" starts like a previous prompt and then differs.
     """
     facts = engine.facts()
     unit, reach = facts["hit_tokens"], max(group["reach"] for group in facts["groups"])
@@ -53,7 +55,7 @@ def choose_prompts(engine: Engine, num_output_tokens: int) -> dict[str, Chosen]:
 
 
 def _clear_prompt(engine: Engine, head: list[int], length: int) -> Chosen:
-    """Return a prompt that starts with ``head``: of several tries, the clearest."""
+    """Try prompts that start with ``head``, and return the prompt with the largest margin."""
     enough = CLEAR if engine.facts()["dtype"] == "float32" else CLEAR_ELSE
     best: Chosen = ([], {})
     clearest = -1.0
@@ -70,7 +72,7 @@ def _clear_prompt(engine: Engine, head: list[int], length: int) -> Chosen:
 
 
 def _random_ids(llm: Any, nth: int, count: int) -> list[int]:
-    """Return token ids of random words, or random ids without a tokenizer."""
+    """Return the token ids of random words, or random ids if there is no tokenizer."""
     chance = random.Random(f"{count} {nth}")
     if not llm.vllm_config.model_config.skip_tokenizer_init:
         text = " ".join(chance.choices(WORDS.split(), k=count + 1))

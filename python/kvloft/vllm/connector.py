@@ -1,8 +1,8 @@
-"""KVLoftConnector: vLLM's hooks, each delegated to the side that this process has.
+"""KVLoftConnector: implements vLLM's hooks by calling the scheduler side or the worker side.
 
-The only broad ``except``: an error inside kvloft becomes a miss, is logged once per hook and
-counted, and the engine continues. Loads are asynchronous only. Errors at construction are not
-caught: a wrong setting must stop the start.
+An error in a hook becomes a miss: it is logged once per hook and counted, and the engine continues.
+The constructor raises errors, because an engine with invalid settings must not start. All loads are
+asynchronous.
 """
 
 import logging
@@ -39,14 +39,14 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass
 class KVLoftMetadata(KVConnectorMetadata):
-    """Scheduler to every worker, each step."""
+    """Sent from the scheduler to every worker in each step."""
 
     plan: StepPlan
 
 
 @dataclass
 class KVLoftWorkerMetadata(KVConnectorWorkerMetadata):
-    """Every worker to the scheduler; one report a rank, concatenated."""
+    """Sent from the workers to the scheduler, with one report per rank."""
 
     reports: list[StepReport] = field(default_factory=list)
 
@@ -65,7 +65,7 @@ def _miss_on_error(default: Callable[..., Any] = lambda _: None) -> Callable[[_F
                 return hook(self, *args, **kwargs)
             except (KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException:  # a panic in Rust is no Exception
+            except BaseException:  # a panic in Rust is not an Exception
                 self._count_error(hook.__name__)
                 return default(self)
 
@@ -75,9 +75,9 @@ def _miss_on_error(default: Callable[..., Any] = lambda _: None) -> Callable[[_F
 
 
 class KVLoftConnector(KVConnectorBase_V1):
-    """External KV cache for vLLM; see kvloft's README for settings and metrics."""
+    """An external KV cache for vLLM; see kvloft's README for settings and metrics."""
 
-    # Only the half of this process's role is set; vLLM calls only its hooks.
+    # Only the half for the role of this process is set. vLLM only calls hooks of that role.
     _scheduler: SchedulerHalf
     _worker: WorkerHalf
     _half: SchedulerHalf | WorkerHalf
@@ -101,8 +101,9 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return False. vLLM calls this while it reads its arguments, so wrong settings are
-        reported before any weights are loaded.
+        """Return False, and raise ConfigError if settings are invalid.
+
+        vLLM calls this while it reads its arguments, before it loads any weights.
         """
         load_config(extra_config or {})
         return False
@@ -117,7 +118,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A dropped save is a future miss; nothing has to be delivered."""
+        """False, because a save that is dropped only causes a miss later."""
         return False
 
     # -- worker side ------------------------------------------------------------------------------
@@ -127,12 +128,12 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @_miss_on_error()
     def unregister_kv_caches(self) -> None:
-        """vLLM 0.33 and newer: the engine goes to sleep, and its pages are unmapped."""
+        """Suspend transfers before vLLM 0.33 or newer unmaps the pages of a sleeping engine."""
         self._worker.core.suspend()
 
     @_miss_on_error()
     def restore_kv_caches(self) -> None:
-        """The pages are at their old addresses."""
+        """Resume transfers after the pages are mapped again, at their old addresses."""
         self._worker.core.resume()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
@@ -148,12 +149,12 @@ class KVLoftConnector(KVConnectorBase_V1):
         self._worker.core.run_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: no layer waits for one."""
+        """Do nothing, because loads are asynchronous and no layer waits for a load."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Whole chunks are saved after the forward, in `wait_for_save`."""
+        """Do nothing, because whole chunks are saved after the forward pass."""
 
     @_miss_on_error()
     def wait_for_save(self) -> None:
@@ -196,7 +197,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @_miss_on_error()
     def _note_for_events(self, note: Callable[[], None]) -> None:
-        """Note the chunks of one request. An error loses its KV events, not the plan."""
+        """Note the chunks of one request. An error only affects its KV events, not the plan."""
         note()
 
     @_miss_on_error(lambda self: self._scheduler.core.plan_loads_only())
@@ -215,7 +216,9 @@ class KVLoftConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Never holds blocks back: saves read them in the step that owned them (I2)."""
+        """Return False: vLLM may free the blocks, because saves read blocks in the step that owns
+        them (I2).
+        """
         self._scheduler.core.finish(request.request_id)
         return False, None
 
@@ -229,22 +232,22 @@ class KVLoftConnector(KVConnectorBase_V1):
         return True
 
     def meet_scheduler(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Note, before a request is added, whether this is the only connector or a child of
-        MultiConnector.
+        """Determine whether this is the only connector or a child of MultiConnector. vLLM calls
+        this before it adds a request.
 
-        The only connector also frees the blocks of a preempted or finished request at once, as
-        without a connector. vLLM defers that while a step in flight can write them, because a
-        connector might fill them first. kvloft's loads run after all work launched before their
-        step (on a GPU they wait for an event recorded at the step's begin, on a CPU workers run in
-        order), and after saves that read the blocks. Meanwhile, 0.26 to 0.29 would preempt one
-        request after another.
+        If this is the only connector, vLLM frees the blocks of preempted and finished requests
+        immediately, as it does without a connector. By default, vLLM defers this while a step in
+        flight can still write to the blocks, because a connector could fill them first. While it
+        does, vLLM 0.26 to 0.29 preempts one request after another. kvloft needs no delay: its loads
+        run after all work launched before their step (on a GPU, they wait for an event recorded
+        when the step begins; on a CPU, workers run in order), and after saves that read the blocks.
         """
         if self._scheduler.siblings is not None:
             return
         children = getattr(scheduler.connector, "_connectors", ())
         if scheduler.connector is self:
             self._scheduler.siblings = ()
-            # HiSparse reads its pages after they are free.
+            # HiSparse reads pages after they are freed.
             if not getattr(scheduler, "defer_async_loads", False):
                 scheduler.defer_block_free = False
         elif any(child is self for child in children):
@@ -274,17 +277,16 @@ class KVLoftConnector(KVConnectorBase_V1):
 
 
 class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
-    """KVLoftConnector with SupportsHMA, without which vLLM disables its hybrid KV cache manager and
-    uses one group.
-
-    `kvloft.vllm.plugin` registers the class that `class_of` returns.
+    """KVLoftConnector with SupportsHMA. With connectors that lack SupportsHMA, vLLM disables its
+    hybrid KV cache manager and uses one group.
     """
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Return finished loads, failed ones by request, because block ids do not identify a
-        request.
+        """Return the requests with completed loads and the requests with failed loads.
 
-        With one group they do, and vLLM computes from the first bad block on, not everything.
+        With multiple groups, block ids do not identify a request, so a failed load is reported by
+        request. With one group, it is reported by block, and vLLM only computes the tokens starting
+        at the first bad block.
         """
         if not self._worker.fails_requests:
             return super().get_transfer_results(finished_req_ids)
@@ -294,20 +296,20 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
     @_miss_on_error(lambda self: (set(), set()))
     def _take_finished(self) -> tuple[set[str], set[str]]:
         done, failed = self._worker.take_finished(), self._worker.core.failed_loads
-        # They are known before their load ends. With several groups, reporting them would end the
-        # engine, and the load's failure suffices.
+        # Bad blocks are known before their load completes. With multiple groups, vLLM would fail if
+        # they were reported; it is enough that the load is reported as failed.
         self._worker.take_bad_blocks()
         return done, set(failed)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`: no block of any group is held back."""
+        """Like `request_finished`, but for the blocks of all groups."""
         finished: tuple[bool, dict[str, Any] | None] = self.request_finished(request, [])
         return finished
 
 
 def class_of(kv_groups: str) -> type[KVLoftConnector]:
-    """Return the class that a setting of ``kv_groups`` requires."""
+    """Return the connector class for the setting ``kv_groups``."""
     with_groups = kv_groups == "all" or (kv_groups == "auto" and HAS_GROUPS)
     return KVLoftGroupsConnector if with_groups else KVLoftConnector

@@ -1,8 +1,8 @@
 """Converts the events of `kvloft.plan.kv_events` to vLLM's KV events, which vLLM publishes to
 routers.
 
-Hashes, parents and extra keys equal those of vLLM's events for the same blocks, so a router can
-join both. Blocks with embeddings or multimodal items are not published, because token ids do not
+Hashes, parents and extra keys are the same as in vLLM's events for the same blocks, so a router can
+combine both. Blocks with embeddings or multimodal items are not published, because token ids do not
 identify them.
 """
 
@@ -26,20 +26,21 @@ from kvloft.seam.views import LiveRequest
 logger = logging.getLogger("vllm.kvloft")
 
 MEDIUM = {HOST: "CPU", DISK: "STORAGE"}
-"""The names that vLLM's own offloading uses."""
+"""Medium of each tier, as named by vLLM's own offloading."""
 NO_EVENTS = (
-    'kvloft: KV events contain vLLM\'s own blocks only: kvloft publishes none with "kv_role": "%s"'
+    'kvloft: with "kv_role": "%s", kvloft publishes no KV events; only vLLM\'s own blocks have '
+    "events"
 )
-"""An engine with this role does not load, or does not save."""
+"""Warning for an engine whose role excludes loads or saves."""
 
 
 def announcer_of(
     vllm_config: Any, kv_cache_config: Any, store: Session, shape: CacheShape, *, is_shared: bool
 ) -> Announcer | None:
-    """Return the announcer of ``store``, which is ``is_shared`` with other engines.
+    """Return the announcer of ``store``. With ``is_shared``, other engines use the store, too.
 
-    None if KV events are off (vLLM's ``kv_events_config``), or unavailable, which is logged as a
-    warning.
+    Returns None if KV events are disabled in vLLM's ``kv_events_config``, or with a warning if they
+    are not available for the engine's ``kv_role``.
     """
     events = getattr(vllm_config, "kv_events_config", None)
     if events is None or not events.enable_kv_cache_events:
@@ -49,8 +50,8 @@ def announcer_of(
         logger.warning(NO_EVENTS, transfer.kv_role)
         return None
     store.watch(MAX_WAITING)
-    # Tokens between two hashes of a request: with several groups, all block sizes are multiples of
-    # it, as with ``--prefix-match-unit``.
+    # Number of tokens between two hashes of a request. With multiple groups or
+    # ``--prefix-match-unit``, all block sizes are multiples of it.
     hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or gcd(
         *(group.block_tokens for group in shape.groups)
     )
@@ -60,10 +61,10 @@ def announcer_of(
 def describe(
     hash_tokens: int, live: LiveRequest, block_tokens: int, begin: int, end: int
 ) -> Sequence[Block]:
-    """Return blocks [begin, end) of a `VllmRequest`; none if other processes cannot compute its
-    hashes from its tokens.
+    """Return blocks [begin, end) of a `VllmRequest`; none if other processes cannot compute the
+    hashes from the tokens.
 
-    It has a hash each ``hash_tokens``: the last of a block stands for it
+    vLLM computes a hash every ``hash_tokens`` tokens, and identifies a block by its last hash
     (`BlockHashListWithBlockSize`).
     """
     request: Any = live.request  # type: ignore[attr-defined]
@@ -91,7 +92,7 @@ def describe(
 
 
 class EventWriter:
-    """Makes vLLM's events. ``specs``: the KV cache spec of each group of ``shape``."""
+    """Creates vLLM's events. ``specs`` has the KV cache spec of each group of ``shape``."""
 
     def __init__(self, specs: Sequence[Any], shape: CacheShape) -> None:
         kind = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
@@ -105,7 +106,7 @@ class EventWriter:
             }
             for nth, (spec, group) in enumerate(zip(specs, shape.groups, strict=True))
         ]
-        # 0.30 and older publish the keys as they are hashed.
+        # vLLM 0.30 and older publish the keys in the form in which they are hashed.
         self._extra_keys = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
     def write(self, event: Event) -> BlockStored | BlockRemoved:

@@ -1,9 +1,9 @@
 """The table of vLLM methods that kvloft wraps because vLLM has no connector hook for them, and
-listeners for their calls.
+listeners for calls to these methods.
 
-If a target is missing, its guarantee is missing. Each row names the lost guarantee and the
-reaction: no start, no caching beyond this run, or a warning and less support. Each method is
-wrapped once per process, for every engine in it. It must not depend on the listeners.
+If a vLLM release lacks a method, a guarantee is lost. Each row names the lost guarantee and the
+reaction: the engine does not start, the cache is only used in this run, or a warning is logged and
+support is reduced. Each method is wrapped once per process, for all engines in the process.
 """
 
 import inspect
@@ -24,16 +24,16 @@ logger = logging.getLogger("vllm.kvloft")
 
 
 class Missing(Enum):
-    """The reaction to a missing target."""
+    """The reaction to a missing method."""
 
     REFUSE = "the engine does not start"
-    THIS_RUN = "the cache is used in this run of the engine only"
+    THIS_RUN = "the cache is only used in this run of the engine"
     LESS = "reduced support"
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A wrapped method of vLLM, the reason, and the consequence if it is missing."""
+    """A vLLM method that kvloft wraps, the reason, and the consequence if the method is missing."""
 
     module: str
     owner: str
@@ -43,7 +43,7 @@ class Patch:
     missing: Missing
 
     def find(self) -> Any:
-        """Return the owner if it implements the method, not only inherits it from an interface."""
+        """Return the owner of the method; None if the method is missing or abstract."""
         try:
             owner = getattr(import_module(self.module), self.owner, None)
         except ImportError:
@@ -58,9 +58,9 @@ ENGINE_RPC = Patch(
     _CORE,
     "EngineCore",
     "collective_rpc",
-    "it replaces weights, and vLLM does not notify connectors",
-    "weights replaced in the running engine are not detected, and KV of the old ones would be "
-    "served",
+    "it can replace weights, and vLLM does not notify connectors",
+    "kvloft cannot detect weights replaced in the running engine, and would load KV computed with "
+    "the old weights",
     Missing.REFUSE,
 )
 WORKER_RELOAD = Patch(
@@ -68,15 +68,15 @@ WORKER_RELOAD = Patch(
     "Worker",
     "reload_weights",
     "code inside a worker may call it",
-    "a reload that bypasses the engine core is not detected, and its KV would be saved under the "
-    "old weights",
+    "kvloft cannot detect a reload that bypasses the engine core, and would save KV computed with "
+    "the new weights as KV of the old weights",
     Missing.THIS_RUN,
 )
 ADD_ADAPTER = Patch(
     _CORE,
     "EngineCore",
     "add_lora",
-    "an adapter's files are checked before they are loaded",
+    "kvloft checks the files of an adapter before vLLM loads them",
     "the files of an adapter are unknown, so requests with adapters share no KV",
     Missing.LESS,
 )
@@ -85,22 +85,22 @@ PAUSE_RESET = Patch(
     "EngineCore",
     "_reset_caches",
     "pause and sleep clear connectors although KV stays valid",
-    "pause and sleep empty the cache, the disk tier too",
+    "pause and sleep clear the cache, including the disk tier",
     Missing.LESS,
 )
 ENGINE_SLEEP = Patch(
     _CORE,
     "EngineCore",
     "sleep",
-    "only its level shows whether the weights stay",
-    "pause and sleep empty the cache, the disk tier too",
+    "only its level shows whether vLLM keeps the weights",
+    "pause and sleep clear the cache, including the disk tier",
     Missing.LESS,
 )
 POOL_RESET = Patch(
     "vllm.v1.core.block_pool",
     "BlockPool",
     "reset_prefix_cache",
-    "its event removes all blocks, including kvloft's",
+    "its event removes all blocks, including kvloft's blocks",
     "after a reset of vLLM's own cache, KV events omit the chunks in kvloft",
     Missing.LESS,
 )
@@ -108,8 +108,8 @@ ADD_REQUEST = Patch(
     "vllm.v1.core.sched.scheduler",
     "Scheduler",
     "add_request",
-    "no hook shows whether a connector is a child of MultiConnector, or lets it free blocks before "
-    "a step in flight has ended (0.26 to 0.29 preempt every request meanwhile)",
+    "no hook shows whether a connector is a child of MultiConnector, or lets it free blocks while "
+    "a step is in flight (vLLM 0.26 to 0.29 preempt requests if blocks are not freed)",
     "requests do not wait for chunks on disk, and vLLM preempts more requests under async "
     "scheduling",
     Missing.LESS,
@@ -118,33 +118,33 @@ FIND_CLASS = Patch(
     "vllm.distributed.kv_transfer.kv_connector.factory",
     "KVConnectorFactory",
     "get_connector_class",
-    "settings are read before weights are loaded",
-    "wrong settings are reported after weights are loaded",
+    "kvloft checks its settings before vLLM loads weights",
+    "invalid settings are only reported after vLLM has loaded the weights",
     Missing.LESS,
 )
 RANK_CONFIGS = Patch(
     "vllm.v1.executor.abstract",
     "Executor",
     "initialize_from_config",
-    "the scheduler's connector sees the first rank's layers only",
+    "vLLM only passes the layers of the first rank to the scheduler's connector",
     "the layers of other ranks are unknown, so pipeline parallelism is not supported",
     Missing.LESS,
 )
-# 0.33 has the hooks `unregister_kv_caches` and `restore_kv_caches` instead.
+# vLLM 0.33 has the hooks `unregister_kv_caches` and `restore_kv_caches` instead.
 SLEEP = Patch(
     _ALLOCATOR,
     "CuMemAllocator",
     "sleep",
-    "paged KV is unmapped without notice to connectors",
-    "copies in flight do not finish before the engine sleeps, which would crash it",
+    "vLLM unmaps paged KV without notifying connectors",
+    "copies in flight could access unmapped memory and crash the engine when it goes to sleep",
     Missing.REFUSE,
 )
 DISCARD = Patch(
     _ALLOCATOR,
     "CuMemAllocator",
     "discard",
-    "as sleep, in releases that have it (0.30 and newer)",
-    "copies in flight do not finish before KV memory is discarded",
+    "like sleep, in vLLM 0.30 and newer",
+    "copies in flight could access KV memory after vLLM discards it",
     Missing.REFUSE,
 )
 OF_EVERY_ENGINE = (
@@ -166,12 +166,15 @@ _listeners: defaultdict[Patch, WeakKeyDictionary[Any, Callable[..., Any]]] = def
 
 
 def settle(patches: Iterable[Patch]) -> bool:
-    """Log each missing target once. Returns True if the cache is for this run only."""
+    """Log each missing method once, and return True if the cache may only be used in this run.
+
+    Raises UnsupportedError if the engine must not start.
+    """
     this_run = False
     for patch in patches:
         if patch.find() is not None:
             continue
-        text = f"this vLLM has no {patch.owner}.{patch.method}, which kvloft wraps: {patch.lost}"
+        text = f"this vLLM release has no {patch.owner}.{patch.method}: {patch.lost}"
         if patch.missing is Missing.REFUSE:
             raise UnsupportedError(f"{text}; use vLLM 0.26 to 0.33, or run without kvloft")
         if patch not in _told:
@@ -182,10 +185,10 @@ def settle(patches: Iterable[Patch]) -> bool:
 
 
 def wrap(patch: Patch, around: Around, owner: Any = None) -> None:
-    """Replace the method by ``around(method, args, kwargs)``, once. ``owner`` is vLLM's class
-    (None) or a test's.
+    """Replace the method with ``around(method, args, kwargs)``, unless it is already wrapped.
 
-    Does nothing if the target is missing: `settle` has logged the consequence.
+    ``owner`` is the class or object with the method; None for vLLM's class. Does nothing if the
+    method is missing, because `settle` has logged the consequence.
     """
     owner = owner if owner is not None else patch.find()
     method = getattr(owner, patch.method, None)
@@ -204,11 +207,11 @@ def wrap(patch: Patch, around: Around, owner: Any = None) -> None:
 
 
 def listen(patch: Patch, listener: Callable[..., Any], owner: Any = None) -> None:
-    """Call ``listener``, a bound method, with the arguments of each call before it, while its
-    object lives.
+    """Call ``listener`` with the arguments of the method before each call of the method.
 
-    If it returns a function, that is called after the method. Exceptions of both are logged only.
-    ``owner`` is as for `wrap`.
+    ``listener`` is a bound method; listening stops when its object is deleted. If it returns a
+    function, the function is called after the method. Exceptions are logged and suppressed.
+    ``owner`` has the same meaning as in `wrap`.
     """
     _listeners[patch][listener.__self__] = listener.__func__  # type: ignore[attr-defined]
 
@@ -227,5 +230,5 @@ def _logged(patch: Patch, told: Callable[..., Any], /, *args: Any, **kwargs: Any
     try:
         return told(*args, **kwargs)
     except Exception:
-        logger.exception("kvloft: error at a call of %s.%s", patch.owner, patch.method)
+        logger.exception("kvloft: error while vLLM called %s.%s", patch.owner, patch.method)
         return None

@@ -1,7 +1,8 @@
-"""vLLM's plugin entry point: registers the name ``KVLoftConnector`` in every vLLM process.
+"""The entry point of the vLLM plugin, which registers ``KVLoftConnector`` in every vLLM process.
 
-It also reports wrong settings before any weights are loaded, and observes the configs of ranks. It
-must not import the connector: engines without kvloft load this module.
+The plugin also reports invalid settings before vLLM loads weights, and records the KV cache configs
+of all ranks. This module must not import the connector, because engines without kvloft load it,
+too.
 """
 
 import sys
@@ -23,7 +24,7 @@ MODULE = "kvloft.vllm.connector"
 
 
 def register() -> None:
-    """Register the connector by name; vLLM may call this more than once in a process."""
+    """Register the connector by name. vLLM may call this more than once in a process."""
     note_start()
     register_classes()
     check_settings_early(KVConnectorFactory)
@@ -31,10 +32,10 @@ def register() -> None:
 
 
 def register_classes() -> None:
-    """Register every connector class under its own name.
+    """Register every connector class under its class name.
 
-    Users name `NAME` only, but MultiConnector looks up the class of a child's statistics by its
-    ``__name__``.
+    Users only specify `NAME`, but MultiConnector looks up the statistics class of a child by the
+    ``__name__`` of the child's class.
     """
     for name in CLASS_NAMES:
         if name not in KVConnectorFactory._registry:  # noqa: SLF001 - vLLM has no public lookup
@@ -42,13 +43,13 @@ def register_classes() -> None:
 
 
 def check_settings_early(factory: Any) -> None:
-    """Have ``factory`` read kvloft's settings when it looks up kvloft's class, and raise
-    ConfigError if they are wrong.
+    """Make ``factory`` check kvloft's settings when it looks up kvloft's class. The lookup raises
+    ConfigError if they are invalid.
 
     vLLM creates connectors after it has loaded the weights, but looks up the class while it checks
-    its arguments, with the settings available. No connector hook is called at that point in every
-    mode. Valid settings are not read again, so a file that changes later does not stop a running
-    engine.
+    its arguments, when the settings are available. There is no connector hook that vLLM always
+    calls at that point. Valid settings are not read again, so a file that changes later does not
+    stop a running engine.
     """
     right: dict[str, str] = {}
 

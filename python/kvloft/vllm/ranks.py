@@ -1,9 +1,10 @@
-"""The KV cache configs of all ranks. vLLM passes the scheduler's connector only the first rank's
-layers, with one size per group, although pipeline stages have other layers, and layers can differ
-in size.
+"""Records the KV cache configs of all ranks.
 
-kvloft therefore observes the call that passes each rank its config, which this process makes before
-it creates the scheduler. It must not import the connector: engines without kvloft load this module.
+vLLM only passes the layers of the first rank to the scheduler's connector, with one size per group,
+although pipeline stages have different layers, and layers can differ in size. kvloft therefore
+observes the call that passes a config to each rank; the scheduler's process makes this call before
+it creates the scheduler. This module must not import the connector, because engines without kvloft
+load it, too.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from kvloft.vllm.patches import RANK_CONFIGS, listen
 
 
 class Ranks:
-    """The KV cache configs that were handed out last in this process, one per rank."""
+    """The last KV cache configs that this process passed to ranks, one per rank."""
 
     def __init__(self) -> None:
         self.configs: Sequence[Any] = ()
@@ -29,15 +30,15 @@ _RANKS = Ranks()
 
 
 def watch() -> None:
-    """Observe the configs of ranks from now on. Idempotent."""
+    """Start to record the configs of ranks. Idempotent."""
     listen(RANK_CONFIGS, _RANKS.hear)
 
 
 def configs_of_ranks(vllm_config: Any, kv_cache_config: Any) -> Sequence[Any]:
-    """Return the KV cache configs of all ranks of the scheduler's engine; only ``kv_cache_config``
-    if they are unknown.
+    """Return the KV cache configs of all ranks of the scheduler's engine, or only
+    ``kv_cache_config`` if the other configs are unknown.
 
-    Raises UnsupportedError if they are unknown and there are pipeline stages.
+    Raises UnsupportedError if configs are unknown with pipeline parallelism.
     """
     parallel, found = vllm_config.parallel_config, _RANKS.configs
     if len(found) == parallel.world_size and _outline(found[0]) == _outline(kv_cache_config):
@@ -45,14 +46,15 @@ def configs_of_ranks(vllm_config: Any, kv_cache_config: Any) -> Sequence[Any]:
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
         raise UnsupportedError(
             f"kvloft does not support pipeline_parallel_size={parallel.pipeline_parallel_size} "
-            "here: it lacks the configs of all "
-            f"ranks ({RANK_CONFIGS.owner}.{RANK_CONFIGS.method}); set it to 1"
+            "here, because the KV cache configs of all ranks are unknown "
+            f"({RANK_CONFIGS.owner}.{RANK_CONFIGS.method} was not called in this process); "
+            "set it to 1"
         )
     return [kv_cache_config]
 
 
 def _outline(config: Any) -> Any:
-    """The common part of the first rank's config and the scheduler's copy of it."""
+    """Return the values that the scheduler's config has in common with the first rank's config."""
     return config.num_blocks, [
         (list(group.layer_names), group.kv_cache_spec.block_size)
         for group in config.kv_cache_groups

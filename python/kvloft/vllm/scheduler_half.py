@@ -1,8 +1,8 @@
-"""The scheduler side inside vLLM: connects settings, namespace, store and SchedulerCore; one method
-per hook.
+"""The scheduler side inside vLLM: connects the settings, the namespace and the store with
+SchedulerCore. It has one method per hook and never touches KV bytes.
 
-It must not touch KV bytes. Errors are turned into misses by the connector, except where a request
-would then wait permanently (`admit`), which is settled here.
+The connector turns errors into misses. `admit` also plans a failed load on an error, because vLLM
+would otherwise never schedule the request.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvloft")
 _pausing: ContextVar[bool] = ContextVar("kvloft_pausing", default=False)
-"""Whether vLLM resets caches because it pauses or sleeps."""
+"""True while vLLM resets caches because it pauses or sleeps."""
 
 STATS_STEPS = 32
-"""Steps between two reads of the store's counters if nothing else happened."""
+"""Number of steps between two reads of the store's counters if there is nothing else to report."""
 MEDIA_ARE_NUMBERED = (
-    "kvloft: prompts with images or other media are saved only up to the first item: with "
-    "--no-enable-prefix-caching and --mm-processor-cache-gb 0, vLLM numbers media instead of "
-    "hashing them. Remove one of the two flags to cache them"
+    "kvloft: prompts with images or other media are only saved up to the first item, because with "
+    "--no-enable-prefix-caching and --mm-processor-cache-gb 0, vLLM numbers media items instead of "
+    "hashing them. Remove one of the two flags to cache whole prompts"
 )
 REPLACEABLE_WEIGHTS = (
     "server = unix:{} ({}) is not supported if a trainer can replace the weights of a running "
-    "engine (weight_transfer_config, worker_extension_cls): other engines would load KV of other "
-    "weights. Remove server."
+    "engine (weight_transfer_config, worker_extension_cls), because other engines would load KV "
+    "computed with different weights. Remove server."
 )
 
 
@@ -90,10 +90,10 @@ def tiers_text(
     size_bytes: int,
     num_found: int | None,
 ) -> str:
-    """Return the part of the first log line about chunks and tiers.
+    """Return the part of the first log line that describes chunks and tiers.
 
-    ``num_found`` chunks were in this engine's ``disk_path`` already; None if the disk tier is not
-    open yet.
+    ``num_found`` is the number of chunks that the engine found in ``disk_path``; None if the disk
+    tier is not open yet.
     """
     counts = sorted({group.blocks_per_unit for group in shape.groups})
     blocks = _count(counts[0], "block")
@@ -116,7 +116,7 @@ def _count(number: int, noun: str) -> str:
 
 
 class SchedulerHalf:
-    """Everything kvloft does in vLLM's scheduler process."""
+    """Implements kvloft's hooks in vLLM's scheduler process."""
 
     def __init__(
         self,
@@ -125,13 +125,15 @@ class SchedulerHalf:
         shape: CacheShape,
         config: Config,
     ) -> None:
-        """``ranks``: the known KV cache configs of all ranks; the first belongs to this process."""
-        for warning in warnings(config):  # first, because the store creates its directory
+        """``ranks`` has the KV cache configs of all ranks, or only of this process if the others
+        are unknown. The first config belongs to this process.
+        """
+        for warning in warnings(config):  # before the store creates its directory
             logger.warning("kvloft: %s", warning)
         self._unit_tokens = shape.unit_tokens
         self._new_tables = tables_of(shape)
         self._are_resolved = not shape.is_divisible
-        """vLLM frees blocks of running requests, so that block tables are read again."""
+        """True if vLLM frees blocks of running requests, so block tables are read in each step."""
         has_adapters = getattr(vllm_config, "lora_config", None) is not None
         is_blind = settle([*OF_EVERY_ENGINE, *([ADD_ADAPTER] * has_adapters)])
         fields = namespace_fields(vllm_config, ranks, shape, config.namespace)
@@ -152,7 +154,7 @@ class SchedulerHalf:
         self._announcer = announcer_of(
             vllm_config, ranks[0], self._store, shape, is_shared=self._is_shared
         )
-        # If a failed load ends its request, retries would cost answers.
+        # If a failed load fails its request, retried loads could fail more requests.
         is_recomputed = getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute"
         settings = PlanSettings(
             shape,
@@ -181,12 +183,12 @@ class SchedulerHalf:
         self._quiet_steps = 0
         self._is_stopped = False
         self.siblings: tuple[Any, ...] | None = None
-        """The other children of MultiConnector, empty for the only connector; None until
+        """The other children of MultiConnector, or () if this is the only connector; None before
         `KVLoftConnector.meet_scheduler`.
         """
         self._asks_siblings = False
-        is_told = None not in (PAUSE_RESET.find(), ENGINE_SLEEP.find())  # whether weights stay
-        self._clears_on_pause = not is_told or config.on_pause == "clear" or self._is_live
+        sees_pauses = None not in (PAUSE_RESET.find(), ENGINE_SLEEP.find())
+        self._clears_on_pause = not sees_pauses or config.on_pause == "clear" or self._is_live
         self._weights_go = False
         self._watch = WeightsWatch(vllm_config.model_config, vllm_config.load_config, self.stop)
         listen(ENGINE_RPC, self._watch.hear_rpc)
@@ -219,16 +221,16 @@ class SchedulerHalf:
     # -- hooks ------------------------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Switch to a new server if the old one is gone, between two plans."""
+        """Switch to a new server if the old server is gone. Must be called between two plans."""
         if self._is_shared and not self.core.has_queued_loads and self._store.renew():
             self.core.meet_store(arena_of(self._store, self._shape))
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return vLLM's answer for a waiting request: tokens that can be loaded, or None while it
-        has to wait.
+        """Return the number of tokens that can be loaded for a waiting request, or None while it
+        must wait. The second value is True if there are tokens to load.
 
-        MultiConnector withholds the tokens of all children while one returns None, so a child waits
-        only while no sibling offers any.
+        MultiConnector uses the tokens of no child while any child returns None, so a child only
+        waits if no sibling offers tokens.
         """
         self.renew()
         may_wait = self.siblings is not None
@@ -250,8 +252,8 @@ class SchedulerHalf:
                 return None
 
     def _sibling_offers(self, request: Request, num_computed_tokens: int) -> bool:
-        """Whether a sibling has tokens for this request now. A sibling that is also a kvloft
-        connector may call back during the call.
+        """Return True if a sibling offers tokens for this request. A sibling that is also a kvloft
+        connector may call this connector in turn.
         """
         if not self.siblings or self._asks_siblings:
             return False
@@ -267,11 +269,13 @@ class SchedulerHalf:
     def admit(
         self, request: Request, tables: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
-        """Admit a request. A load that cannot be planned fails: its request waits for it."""
+        """Admit a request. If its load cannot be planned, a failed load is planned instead, because
+        the request waits for a result.
+        """
         live, own = VllmRequest(request, self._adapters), self._new_tables(tables)
         try:
             self.core.admit(live, num_external_tokens, own)
-        except BaseException:  # a panic in Rust is no Exception
+        except BaseException:  # a panic in Rust is not an Exception
             if num_external_tokens:
                 self.core.fail_load(live, num_external_tokens, own)
             raise
@@ -281,9 +285,10 @@ class SchedulerHalf:
         return self.core.plan_step(view_step(output, new_tables))
 
     def reset(self) -> None:
-        """Empty the cache, unless vLLM resets it for a pause that keeps the weights.
+        """Clear the cache, unless vLLM resets it for a pause that keeps the weights.
 
-        If a trainer replaces weights, a pause can be the only sign of it.
+        If a trainer can replace weights, a pause also clears it, because a pause can be the only
+        sign of new weights.
         """
         if _pausing.get() and not (self._clears_on_pause or self._weights_go):
             return
@@ -291,8 +296,9 @@ class SchedulerHalf:
         self.core.reset()
 
     def take_stats(self) -> KVLoftStats | None:
-        """Numbers since the last call. The store is called only after an event, or once in a
-        while.
+        """Return the statistics since the last call; None if there is nothing to report.
+
+        The store's counters are read if a local counter changed, and every `STATS_STEPS` steps.
         """
         self._quiet_steps += 1
         if not self.core.counters and not self.hook_errors and self._quiet_steps < STATS_STEPS:
@@ -309,8 +315,8 @@ class SchedulerHalf:
         return KVLoftStats(dict(data) | {name: stats[name] for name in GAUGES if name in stats})
 
     def take_kv_events(self) -> Iterable[KVCacheEvent]:
-        """Return the changes of the store's tiers since the last call; nothing if KV events are
-        off.
+        """Return the changes of the store's tiers since the last call. Empty if KV events are
+        disabled.
         """
         if self._announcer is None:
             return ()
@@ -318,26 +324,26 @@ class SchedulerHalf:
         try:
             events = self._announcer.take()
             return [self._writer.write(event) for event in events]
-        except BaseException:  # published events can be wrong from now on
+        except BaseException:  # subscribers could miss events
             self._announcer.withdraw(events)
             raise
 
-    # -- calls that vLLM makes without a connector hook -------------------------------------------
+    # -- listeners for calls that have no connector hook ------------------------------------------
 
     def see_adapter(self, _engine: Any, lora_request: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Called before it is loaded, and possibly before a request uses it."""
+        """Check the files of an adapter before vLLM loads it."""
         self._adapters.identify(lora_request)
 
     def hear_pause(self, *_args: Any, **_kwargs: Any) -> Callable[[], None]:
-        """A reset during this call belongs to a pause or sleep, not to a user."""
+        """Mark resets during this call as part of a pause or sleep."""
         return partial(_pausing.reset, _pausing.set(True))
 
     def hear_sleep(self, _engine: Any, level: int = 1, *_args: Any, **_kwargs: Any) -> None:
-        """Note that level 2 discards the weights, as unknown levels may."""
+        """Note that vLLM discards the weights, except at sleep levels 0 and 1."""
         self._weights_go |= level not in (0, 1)
 
     def hear_pool_reset(self, pool: Any, *_args: Any, **_kwargs: Any) -> Callable[[], None]:
-        """Repeat kvloft's events after vLLM has published that all blocks are removed."""
+        """Repeat kvloft's events after vLLM has published the removal of all blocks."""
         queued = len(pool.kv_event_queue)
 
         def repeat() -> None:
@@ -347,12 +353,12 @@ class SchedulerHalf:
         return repeat
 
     def stop(self, reason: str) -> None:
-        """Stop offers and saves; with live weights, empty the cache instead."""
+        """Stop offers and saves. If a trainer can replace weights, clear the cache instead."""
         if self._is_live:
             self.core.reset()
         elif not self._is_stopped:
             self._is_stopped = True
-            logger.error("kvloft: caching has stopped for this run of the engine: %s", reason)
+            logger.error("kvloft: caching has stopped until the engine is restarted: %s", reason)
             self.core.stop()
 
     def close(self) -> None:

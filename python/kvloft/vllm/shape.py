@@ -1,6 +1,7 @@
-"""Turns vLLM's KV cache configuration into a CacheShape; the only file that reads its groups.
+"""Converts vLLM's KV cache configuration to a CacheShape at startup.
 
-Determines, at start, the unit and the ranks that hold the same bytes.
+Determines the KV cache groups, the unit, and the ranks that hold the same bytes. Other modules use
+the functions here to read the groups of a configuration.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,11 +20,10 @@ from kvloft.transfer.frames import E348, RAW, TILE_BYTES, compact_bytes_for, par
 
 
 def cache_shape(vllm_config: Any, ranks: Sequence[Any], encoding: int = RAW) -> CacheShape:
-    """Return the shape that both sides share, from the KV cache configs of all ``ranks``, or of a
-    worker's own.
+    """Return the cache shape. ``ranks`` has the KV cache configs of all ranks, or of this worker.
 
-    A shard has the size that the largest rank needs for each group. A worker sees only its own
-    layers, so with pipeline stages its shape may be smaller; the arena has the real size.
+    In each group, a shard has the size that the largest rank needs. A worker only knows the sizes
+    of its layers, so with pipeline stages its shape can be smaller; the arena has the real sizes.
     """
     groups = in_units([group_shape(spec) for spec in group_specs(ranks[0])])
     sizes = zip(*(_payload_sizes(rank, groups, encoding) for rank in ranks), strict=True)
@@ -40,7 +40,9 @@ def cache_shape(vllm_config: Any, ranks: Sequence[Any], encoding: int = RAW) -> 
 
 
 class _PayloadSize(NamedTuple):
-    """Bytes of a chunk on one rank; those of bfloat16 pages, which are compressed; tiles."""
+    """Size of a chunk on one rank: its bytes, the bytes of its bfloat16 pages, which are
+    compressed, and its tiles.
+    """
 
     num_bytes: int
     encoded_bytes: int = 0
@@ -50,7 +52,7 @@ class _PayloadSize(NamedTuple):
 def _payload_sizes(
     rank: Any, groups: Sequence[GroupShape], encoding: int
 ) -> Iterator[_PayloadSize]:
-    """Yield the size of a chunk of each group on one rank. Without ``encoding``, nothing is
+    """Yield the size of a chunk of each group on one rank. Without ``encoding``, pages are not
     compressed.
     """
     specs = layer_specs(rank)
@@ -59,7 +61,7 @@ def _payload_sizes(
         size = _PayloadSize(num * sum(spec.page_size_bytes for spec in layers))
         if encoding:
             bf16 = [spec for spec in layers if getattr(spec, "dtype", None) == torch.bfloat16]
-            # An upper bound: K and V may be stored apart.
+            # An upper bound, because K and V may be stored separately.
             tiles = sum(-(-spec.page_size_bytes // TILE_BYTES) + 1 for spec in layers)
             encoded = sum(spec.page_size_bytes for spec in bf16)
             size = size._replace(encoded_bytes=num * encoded, num_tiles=num * tiles)
@@ -67,7 +69,7 @@ def _payload_sizes(
 
 
 def _with_sizes(group: GroupShape, of_ranks: Sequence[_PayloadSize]) -> GroupShape:
-    """Return ``group`` with parts that hold its chunks on any rank."""
+    """Return ``group`` with parts that are large enough for its chunks on every rank."""
     compact = [compact_bytes_for(*size) for size in of_ranks]
     return replace(
         group,
@@ -77,16 +79,18 @@ def _with_sizes(group: GroupShape, of_ranks: Sequence[_PayloadSize]) -> GroupSha
 
 
 def in_units(groups: Sequence[GroupShape]) -> tuple[GroupShape, ...]:
-    """Return ``groups`` with the smallest unit of whole blocks, where vLLM's hits end, too."""
+    """Return ``groups`` with the smallest unit that is whole blocks in every group. Hits in vLLM's
+    prefix cache also end at multiples of this unit.
+    """
     tokens = lcm(*(group.block_tokens for group in groups))
     return tuple(replace(group, blocks_per_unit=tokens // group.block_tokens) for group in groups)
 
 
 def encoding_of(ranks: Sequence[Any], config: Config) -> int:
-    """Return the encoding of frames: `RAW` or `E348`. It is part of the namespace.
+    """Return the encoding of frames, `RAW` or `E348`, which is part of the namespace.
 
-    The result does not depend on the GPU, so all processes of an engine agree. A worker can still
-    write raw parts, if its GPU, page alignment or staging buffer prevents encoding.
+    The result is the same in all processes of an engine, because it does not depend on the GPU. A
+    worker writes raw parts if its GPU, page alignment or staging buffer prevents encoding.
     """
     is_on = config.compression != "off" and config.gpu_copies == "kernels"
     if not is_on or not current_platform.is_cuda():
@@ -97,30 +101,35 @@ def encoding_of(ranks: Sequence[Any], config: Config) -> int:
 
 
 HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp")
-"""Methods with `SpeculativeConfig.use_eagle`: layers read hidden states and the next token."""
+"""Methods with `SpeculativeConfig.use_eagle`, whose layers read hidden states and the next token.
+"""
 PREFIX_DRAFTERS = ("draft_model", "dflash")
-"""Methods whose KV depends on tokens up to its position (DFlash: on hidden states)."""
+"""Methods whose KV only depends on the tokens up to its position. DFlash reads hidden states of
+these tokens.
+"""
 
 
 def has_draft_kv(vllm_config: Any) -> bool:
-    """Whether a draft model has KV in the engine's blocks."""
+    """Return True if a draft model has KV in the engine's blocks."""
     speculative = getattr(vllm_config, "speculative_config", None)
     return speculative is not None and speculative.method in (*HIDDEN_DRAFTERS, *PREFIX_DRAFTERS)
 
 
 def draft_limit(vllm_config: Any) -> int | None:
-    """Return the tokens of the longest request that surely runs the draft model, if any."""
+    """Return the maximum length of requests for which the engine always runs the draft model; None
+    if no draft model has KV.
+    """
     if not has_draft_kv(vllm_config):
         return None
     speculative, longest = vllm_config.speculative_config, vllm_config.model_config.max_model_len
     if (draft := getattr(speculative, "draft_model_config", None)) is not None:
         longest = min(longest, draft.max_model_len)
-    # DFlash needs one token more, plus one spare.
+    # DFlash needs one more token, and one token is spare.
     return int(longest) - int(speculative.num_speculative_tokens) - 2
 
 
 def pool_size(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> PoolSize | None:
-    """Return the size of vLLM's block pool; None with one group of full attention."""
+    """Return the size of vLLM's block pool; None if there is one group with full attention."""
     if shape.is_divisible:
         return None
     speculative = getattr(vllm_config, "speculative_config", None)
@@ -131,7 +140,7 @@ def pool_size(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> Pool
 
 
 def lookahead(vllm_config: Any) -> int:
-    """Return the tokens after a position that its draft KV depends on."""
+    """Return the number of tokens after a position on which its draft KV depends."""
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is None or speculative.method not in HIDDEN_DRAFTERS:
         return 0
@@ -146,17 +155,17 @@ KIND_OF_SPEC: dict[str, Literal["full", "window", "local", "state"]] = {
     "ChunkedLocalAttentionSpec": "local",
     "MambaSpec": "state",
 }
-"""Kinds of specs: whether blocks hold every token's KV for the request's whole life, or their other
-use.
+"""Kind of a group (see `GroupShape`), by the class of its KV cache spec.
 
-With one block table for all layers, sliding windows and local chunks are FullAttentionSpec too:
-vLLM promotes such layers (`unify_hybrid_kv_cache_specs`), keeps all their blocks, and only the
-computation uses the window. If every layer has the same window, the only table is one of windows.
+If all layers share one block table, layers with a sliding window or chunked local attention are
+also FullAttentionSpec: vLLM converts their specs (`unify_hybrid_kv_cache_specs`) and keeps all
+their blocks, and only the computation uses the window. If every layer has the same sliding window,
+the spec of the only group is a SlidingWindowSpec.
 """
 
 
 def group_shape(spec: Any) -> GroupShape:
-    """Return the part of a group with ``spec``, one of `KIND_OF_SPEC`, that a prefix needs."""
+    """Return the shape of a group whose ``spec`` is in `KIND_OF_SPEC`, without sizes."""
     kind = KIND_OF_SPEC[type(spec).__name__]
     reach = 0
     if kind == "window":
@@ -167,7 +176,7 @@ def group_shape(spec: Any) -> GroupShape:
 
 
 def group_specs(kv_cache_config: Any) -> list[Any]:
-    """Return the spec of each group; of its first layer if layers differ in size."""
+    """Return the spec of each group, or of its first layer if layers of a group differ in size."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [
         next(iter(layers.values())) if (layers := getattr(spec, "kv_cache_specs", None)) else spec
@@ -176,23 +185,23 @@ def group_specs(kv_cache_config: Any) -> list[Any]:
 
 
 def group_layers(kv_cache_config: Any) -> list[list[str]]:
-    """Names of each group's layers."""
+    """Return the names of the layers of each group."""
     return [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
 
 
 def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
-    """The KV cache spec of every layer, by its name, in vLLM's order."""
+    """Return the KV cache spec of every layer by name, in vLLM's order."""
     specs: dict[str, Any] = {}
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
-        # UniformTypeKVCacheSpecs: each layer has its own size.
+        # With UniformTypeKVCacheSpecs, layers differ in size.
         per_layer = getattr(spec, "kv_cache_specs", None) or {}
         specs |= {name: per_layer[name] if per_layer else spec for name in group.layer_names}
     return specs
 
 
 def stage_layers(vllm_config: Any) -> list[int]:
-    """How many layers of the model each pipeline stage has, in order."""
+    """Return the number of layers in each pipeline stage."""
     size = vllm_config.parallel_config.pipeline_parallel_size
     total = vllm_config.model_config.get_total_num_hidden_layers()
     return [
@@ -201,10 +210,10 @@ def stage_layers(vllm_config: Any) -> list[int]:
 
 
 def num_replicas(vllm_config: Any) -> int:
-    """Neighboring tensor-parallel ranks that hold the same KV: all ranks for MLA, several if there
-    are fewer heads than ranks.
+    """Return the number of neighboring tensor-parallel ranks that hold the same KV.
 
-    vLLM gives rank r the KV head ``r // (ranks // heads)`` then (`QKVParallelLinear`).
+    With MLA, all ranks hold the same KV. With fewer KV heads than ranks, rank r holds KV head
+    ``r // (ranks // heads)`` (`QKVParallelLinear`).
     """
     model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
     if num_ranks == 1:

@@ -1,7 +1,7 @@
 """kvloft's metrics in vLLM's statistics and Prometheus export.
 
-A flat dict of numbers crosses the processes: counters are added, gauges keep the newest value. Only
-the scheduler side sets gauges, so aggregation over ranks never has two values.
+Statistics pass between processes as a flat dict of numbers. Counters are added, and gauges keep the
+newest value. Only the scheduler side sets gauges, so there is one value to aggregate.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ GAUGES: Final = tuple(metric.name for metric in exported(Scope.ENGINE) if metric
 
 @dataclass
 class KVLoftStats(KVConnectorStats):
-    """Numbers of one interval; see ``COUNTERS`` and ``GAUGES``."""
+    """Statistics of one interval, with the names in ``COUNTERS`` and ``GAUGES``."""
 
     def reset(self) -> None:
         self.data = dict[str, Any]()
@@ -39,7 +39,7 @@ class KVLoftStats(KVConnectorStats):
 
 
 class KVLoftPromMetrics(KVConnectorPromMetrics):
-    """``vllm:kvloft_*``: one counter or gauge per name, with vLLM's labels."""
+    """The metrics ``vllm:kvloft_*``, which are counters and gauges with vLLM's labels."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class KVLoftPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, dict[int, Any]] = {}
-        # With several API servers, every process exports its copy of a gauge: the newest value is
-        # the engine's.
+        # With multiple API servers, every process exports a copy of each gauge, and only the newest
+        # value is current.
         newest = {"multiprocess_mode": "mostrecent"}
         for metric in exported(Scope.ENGINE):
             cls, more = (self._gauge_cls, newest) if metric.is_gauge else (self._counter_cls, {})

@@ -1,4 +1,4 @@
-"""Logs events of the store and problems that its counters show."""
+"""Logs events of the store, and problems that its counters indicate."""
 
 import logging
 import threading
@@ -13,36 +13,36 @@ logger = logging.getLogger("vllm.kvloft")
 
 WARN_EVERY_S = 60.0
 DAMAGE = (
-    "kvloft: %s on disk failed verification (namespace %s); each was a miss. Check the health of "
-    "the disk, or stop the engine and run `kvloft verify`"
+    "kvloft: %s on disk failed verification and were treated as misses (namespace %s). Check the "
+    "health of the disk, or stop the engine and run `kvloft verify`"
 )
 NO_ROOM = (
-    "kvloft: %s could not be written to disk, and no other chunk was written (namespace %s); host "
-    "memory continues to serve. disk_path can be full, not writable, hung, or in use by another "
-    "process: see the other lines about the disk, or the server's log"
+    "kvloft: %s could not be written to disk, and no writes succeeded (namespace %s); the cache "
+    "continues with host memory. disk_path may be full, read-only, hung, or in use by another "
+    "process; see other log lines about the disk, or the server's log"
 )
 OTHER_LAYOUT = (
-    "kvloft: %s in this namespace (%s) were saved by an engine with another memory layout; they "
-    "are kept but not loaded. Set different values of namespace for the two engines, and report "
-    "the settings in which they differ"
+    "kvloft: %s in this namespace (%s) were saved by an engine with a different memory layout; "
+    "they are kept but not loaded. Set a different value of namespace for each engine, and report "
+    "the settings in which the engines differ"
 )
 SLOW_DISK = (
     "kvloft: %s on disk were computed, because reading them was expected to take longer "
-    "(namespace %s). disk_slow_tokens counts them"
+    "(namespace %s). The metric disk_slow_tokens counts them"
 )
 MISFITS = (
     "kvloft: %s compressed too little for their frames and were not saved (namespace %s); they get "
-    "full frames the next time. save_misfit_chunks counts them"
+    "full frames the next time. The metric save_misfit_chunks counts them"
 )
 LOADS_FAIL = (
-    f"kvloft: {MAX_FAILED_LOADS} loads in a row failed; pausing loads and saves for a minute "
-    "(namespace %s). Requests are computed instead. See the workers' log for the reason"
+    f"kvloft: {MAX_FAILED_LOADS} consecutive loads failed; pausing loads and saves for a minute "
+    "(namespace %s). Requests are computed instead. See the log of the workers for the reason"
 )
 POLL_EVERY_S: Final = 1.0
 
 
 class StoreLog:
-    """The log of one engine's store."""
+    """Logs the events and problems of the store of one engine."""
 
     def __init__(self, store: Any, namespace: bytes) -> None:
         self._store, self._namespace = store, namespace.hex()[:16]
@@ -50,8 +50,10 @@ class StoreLog:
         self._last_event = ""
 
     def log_events(self) -> None:
-        """Log the store's events since the last call, without repetitions: several operations hang
-        and end one after the other. The end of a problem is logged as INFO.
+        """Log the store's events since the last call, problems as WARNING and recoveries as INFO.
+
+        Skips consecutive duplicates, because many operations can hang and recover one after
+        another.
         """
         for event, is_problem in self._store.take_events():
             if event != self._last_event:
@@ -60,7 +62,7 @@ class StoreLog:
             self._last_event = event
 
     def warn(self, counts: Counter[str]) -> None:
-        """Log the problems that an interval's counts show."""
+        """Log the problems that the counts of an interval indicate."""
         self._warn(counts["disk_verify_failures"], DAMAGE)
         self._warn(counts["layout_mismatches"], OTHER_LAYOUT)
         self._warn(counts["disk_slow_tokens"], SLOW_DISK, unit="token", level=logging.INFO)
@@ -73,15 +75,16 @@ class StoreLog:
     def _warn(
         self, num: int, text: str, *, unit: str = "chunk", level: int = logging.WARNING
     ) -> None:
-        """Log each kind at most once per `WARN_EVERY_S`; the metrics count all."""
+        """Log a problem at most once per `WARN_EVERY_S`. The metrics count every occurrence."""
         if num and time.monotonic() >= self._next_warning_s.get(text, 0.0):
             self._next_warning_s[text] = time.monotonic() + WARN_EVERY_S
             logger.log(level, text, f"{num} {unit}{'s' if num != 1 else ''}", self._namespace)
 
 
 class EventPoller:
-    """Calls ``log_events`` every second in a thread until it is closed: vLLM calls no hook while an
-    engine is idle, and the connection to a server can change.
+    """Calls ``log_events`` every second in a thread, until it is closed.
+
+    vLLM calls no hook while an engine is idle, but the connection to a server can change.
     """
 
     def __init__(self, log_events: Callable[[], None], *, every_s: float = POLL_EVERY_S) -> None:
@@ -90,7 +93,7 @@ class EventPoller:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the calls: none begins after this returns. Idempotent."""
+        """Stop the thread. There are no calls after this method returns. Idempotent."""
         self._is_over.set()
         self._thread.join()
 

@@ -1,7 +1,7 @@
-"""Models and settings that kvloft does not support: the engine does not start, and the error gives
-the reason.
+"""Rejects models and settings that kvloft does not support. The engine then does not start, and
+the error gives the reason.
 
-It must not decide anything after the start.
+All checks run at startup.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from kvloft.vllm.shape import KIND_OF_SPEC, group_specs, has_draft_kv, layer_spe
 HAS_GROUPS = hasattr(base, "KVConnectorTransferResults") and hasattr(
     output, "KVConnectorBlockState"
 )
-"""True if this vLLM release passes connectors enough information about several KV cache groups."""
+"""True if this vLLM release passes enough information about KV cache groups to connectors."""
 IN_ONE = ' (with kv_groups set to "one", vLLM keeps every token in every layer instead)'
 
 
@@ -41,7 +41,7 @@ def check_supported(
 
 
 def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) -> Iterator[str]:
-    """Yield reasons to refuse the model."""
+    """Yield reasons to reject the model."""
     model = vllm_config.model_config
     if getattr(model, "is_encoder_decoder", False):
         yield "does not support encoder-decoder models yet"
@@ -49,7 +49,7 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) 
         yield "does not support diffusion models: they modify KV after it is computed"
     if not getattr(model, "is_prefix_caching_supported", True):
         yield (
-            "supports only models whose prefixes vLLM can cache; this model needs the output of "
+            "only supports models whose prefixes vLLM can cache; this model needs the output of "
             "every token (mean or CLS pooling, or bidirectional attention)"
         )
     yield from _of_layers(vllm_config, kv_cache_config, kv_groups)
@@ -58,15 +58,15 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) 
     )
     if current_platform.is_cpu() and getattr(model, "use_mla", False) and not chunked_prefill:
         yield (
-            "cannot load part of a prompt here: vLLM computes prompts of MLA models in one piece "
-            "on CPUs without AMX"
+            "cannot load part of a prompt here: on CPUs without AMX, vLLM computes prompts of MLA "
+            "models in one piece"
         )
     if vllm_config.speculative_config is not None:
         yield from _of_drafter(vllm_config)
 
 
 def _of_layers(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) -> Iterator[str]:
-    """Yield reasons to refuse the kinds of the model's layers."""
+    """Yield reasons to reject the types of the model's layers."""
     specs = list(layer_specs(kv_cache_config).values())
     kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs}
     served: set[str | None] = {"full"}
@@ -75,8 +75,8 @@ def _of_layers(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str)
         if kv_groups == "one" or not num_groups:
             reason = "for example, attention and state-space layers"
             yield (
-                f"supports models with one KV cache group here, but this model has {num_groups} "
-                f"({reason})"
+                "only supports models with one KV cache group here, but this model has "
+                f"{num_groups} ({reason})"
             )
         fits_in_one = "full" in kinds and kinds <= {"full", "window", "local"}
         way_out = IN_ONE if kv_groups != "one" and fits_in_one else ""
@@ -85,8 +85,8 @@ def _of_layers(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str)
         served = {"window"}
         if kv_groups == "one":
             yield (
-                "supports models with a sliding window in every layer only with kv_groups set to "
-                '"auto" or "all"'
+                'requires kv_groups set to "auto" or "all" for models with a sliding window in '
+                "every layer"
             )
         yield from _of_groups(vllm_config, kv_cache_config)
     for spec in specs:
@@ -97,7 +97,7 @@ def _of_layers(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str)
 
 
 def _of_drafter(vllm_config: Any) -> Iterator[str]:
-    """Yield reasons to refuse the speculative decoding method."""
+    """Yield reasons to reject the speculative decoding method."""
     speculative = vllm_config.speculative_config
     if not has_draft_kv(vllm_config):
         if speculative.method not in ("ngram", "ngram_gpu", "suffix"):
@@ -105,41 +105,44 @@ def _of_drafter(vllm_config: Any) -> Iterator[str]:
         return
     if not hasattr(KVConnectorModelRunnerMixin, "finalize_kv_connector"):
         yield (
-            f"supports {speculative.method!r} with vLLM 0.30 and newer only, where connectors can "
-            "save after the draft model"
+            f"requires vLLM 0.30 or newer for {speculative.method!r}; in older releases, "
+            "connectors cannot save after the draft model has run"
         )
     if lookahead(vllm_config) > 1:
         yield (
-            "does not support several MTP layers yet: vLLM rewrites the last positions of later "
-            "layers in the next step; set num_speculative_tokens to 1"
+            "does not support more than one MTP layer yet: vLLM overwrites the last positions of "
+            "later layers in the next step; set num_speculative_tokens to 1"
         )
     if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
         yield (
-            "needs a draft model that runs in every step; unset "
+            "requires the draft model to run in every step; unset "
             "num_speculative_tokens_per_batch_size"
         )
 
 
 def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
-    """Yield reasons to refuse several KV cache groups, or one with a sliding window."""
+    """Yield reasons to reject multiple KV cache groups, or one group with a sliding window."""
     groups, specs = kv_cache_config.kv_cache_groups, group_specs(kv_cache_config)
     if len(groups) > 1:
         specs = [group.kv_cache_spec for group in groups]
     kinds = [KIND_OF_SPEC.get(type(spec).__name__) for spec in specs]
     if not HAS_GROUPS:
         yield (
-            "supports several KV cache groups, or a sliding window in every layer, with vLLM 0.32 "
-            "and newer only"
+            "requires vLLM 0.32 or newer for models with multiple KV cache groups or a sliding "
+            "window in every layer"
         )
     has_window = any((getattr(spec, "sliding_window", None) or 0) > 1 for spec in specs)
     if "full" not in kinds and not has_window:
-        yield "needs a layer with full attention or with a sliding window of more than one token"
+        yield (
+            "requires a layer with full attention, or with a sliding window of more than one token"
+        )
     if None in kinds:
         yield f"does not support KV of the type {type(specs[kinds.index(None)]).__name__}"
     yield from _of_block_sizes(vllm_config, kv_cache_config, specs)
     if any(getattr(spec, "mamba_cache_mode", "align") != "align" for spec in specs):
         yield (
-            "needs states at the ends of blocks; set --mamba-cache-mode align, with prefix caching"
+            "requires Mamba states at block boundaries; set --mamba-cache-mode align and enable "
+            "prefix caching"
         )
     if "state" in kinds and vllm_config.speculative_config is not None:
         yield from _of_drafts_with_states(vllm_config, specs)
@@ -147,32 +150,33 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
         not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False)
         for group in groups
     ):
-        yield "does not support KV cache groups that vLLM does not keep in blocks"
+        yield "does not support KV cache groups that vLLM does not keep in GPU blocks"
 
 
 def _of_block_sizes(vllm_config: Any, kv_cache_config: Any, specs: list[Any]) -> Iterator[str]:
-    """Yield reasons to refuse block sizes. If they differ, hits end at multiples of all."""
+    """Yield reasons to reject the block sizes or the granularity of hits."""
     blocks = sorted({spec.block_size for spec in specs})
     unit = lcm(*blocks)
     alignment = getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or unit
     sizes = f"{' and '.join(map(str, blocks))} tokens"
     if alignment != unit and (len(blocks) != 1 or unit % alignment):
         yield (
-            f"needs hits that end at block ends of all groups; here blocks have {sizes}, and hits "
-            f"end at multiples of {alignment}"
+            "requires hits that end at block boundaries of all groups; here, blocks have "
+            f"{sizes}, and hits end at multiples of {alignment}"
         )
     if len(blocks) == 1:
         if alignment < unit and any(hasattr(spec, "mamba_cache_mode") for spec in specs):
             yield (
-                f"saves states at the ends of blocks of {unit} tokens, but vLLM keeps them at "
-                f"multiples of {alignment}, where prompts end; remove --prefix-match-unit"
+                f"saves Mamba states every {unit} tokens, at block boundaries, but vLLM also keeps "
+                f"states at multiples of {alignment}, where prompts end; remove --prefix-match-unit"
             )
         return
     if not {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs} <= {"full", "window"}:
         way_out = "; remove --speculative-config, or use a draft model with the model's KV heads"
         yield (
-            "supports states and chunked local attention only with blocks of one size; here they "
-            f"have {sizes}{way_out if has_draft_kv(vllm_config) else ''}"
+            "requires the same block size in all groups for models with Mamba states or chunked "
+            f"local attention; here, blocks have {sizes}"
+            f"{way_out if has_draft_kv(vllm_config) else ''}"
         )
     if has_draft_kv(vllm_config):
         yield from _of_drafts_with_block_sizes(vllm_config, sizes)
@@ -180,31 +184,31 @@ def _of_block_sizes(vllm_config: Any, kv_cache_config: Any, specs: list[Any]) ->
 
 def _of_drafts_with_block_sizes(vllm_config: Any, sizes: str) -> Iterator[str]:
     yield (
-        f"does not support {vllm_config.speculative_config.method!r} with groups whose blocks have "
-        f"{sizes} yet: a draft model with its own KV is untested with such a model"
+        f"does not support {vllm_config.speculative_config.method!r} for models with different "
+        f"block sizes ({sizes}) yet: this combination is untested"
     )
 
 
 def _of_drafts_with_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
-    """Every drafting method except suffix was tested with gated delta nets; suffix differs from
-    ngram only in its draft tokens.
+    """Yield reasons to reject speculative decoding with states.
 
-    vLLM 0.32 computes wrong answers in the refused cases, on hits of its own cache
-    (tests/e2e/zoo/test_faults.py). Such KV would be saved and outlive the engine.
+    In the rejected cases, vLLM 0.32 computes wrong outputs on hits of its own prefix cache
+    (tests/e2e/zoo/test_faults.py), and kvloft would save the wrong KV. All methods except suffix
+    were tested with gated delta nets; suffix only differs from ngram in its draft tokens.
     """
     states = [spec for spec in specs if hasattr(spec, "mamba_cache_mode")]
     if any("GDN" not in str(getattr(spec, "mamba_type", "")) for spec in states):
         yield (
-            "supports speculative decoding with gated delta nets only: with Mamba2 and "
-            "convolutions, vLLM can keep a state that "
-            "includes rejected draft tokens; remove --speculative-config"
+            "only supports speculative decoding with gated delta nets: with Mamba2 or convolution "
+            "states, vLLM can keep a state that includes rejected draft tokens; remove "
+            "--speculative-config"
         )
     is_async = getattr(vllm_config.scheduler_config, "async_scheduling", False)
     if is_async and not getattr(vllm_config, "use_v2_model_runner", False):
         yield (
-            "does not support speculative decoding of models with states with asynchronous "
-            "scheduling in Model Runner V1, where "
-            "vLLM can continue from another request's state; set --no-async-scheduling"
+            "does not support speculative decoding with gated delta nets and asynchronous "
+            "scheduling in Model Runner V1, because vLLM can continue from the state of a "
+            "different request; set --no-async-scheduling"
         )
 
 
@@ -216,36 +220,36 @@ def _of_settings(vllm_config: Any) -> Iterator[str]:
     sleeper = getattr(model, "sleep_mode_backend", "cumem")
     if getattr(model, "enable_sleep_mode", False) and sleeper != "cumem":
         yield (
-            f"does not support sleep_mode_backend={sleeper!r}: its copies cannot finish before "
-            "pages are unmapped; use 'cumem', or disable enable_sleep_mode"
+            f"does not support sleep_mode_backend={sleeper!r}, because kvloft cannot finish its "
+            "copies before pages are unmapped; use 'cumem', or disable enable_sleep_mode"
         )
     backend = getattr(parallel, "distributed_executor_backend", None)
     if parallel.world_size > 1 and backend not in (None, "mp", "uni"):
         yield (
-            f"needs all workers on one host, which distributed_executor_backend={backend!r} does "
-            "not guarantee; use 'mp'"
+            f"requires all workers on one host, which distributed_executor_backend={backend!r} "
+            "does not guarantee; use 'mp'"
         )
     if getattr(parallel, "nnodes", 1) != 1:
-        yield "needs all workers on one host; set nnodes to 1"
+        yield f"requires all workers on one host (nnodes={parallel.nnodes}); set nnodes to 1"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         yield (
-            "does not support calculate_kv_scales=True: the scales differ between starts and are "
-            "not in the pages; use a checkpoint with KV scales, or disable it"
+            "does not support calculate_kv_scales=True, because the scales differ after each start "
+            "and are not stored with the KV; use a checkpoint with KV scales, or disable it"
         )
 
 
 def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    """Yield reasons to refuse pipeline parallelism, in cases that are untested or fail in vLLM."""
+    """Yield reasons to reject pipeline parallelism, in cases that are untested or fail in vLLM."""
     if (size := getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1)) == 1:
         return
-    # Groups as well as layers: this rank can lack layers of a group, and the scheduler sees the
-    # first rank's layers only.
+    # Check the specs of groups as well as layers: this rank can lack layers of a group, and the
+    # scheduler only knows the layers of the first rank.
     specs = [*group_specs(kv_cache_config), *layer_specs(kv_cache_config).values()]
     kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs}
     if "state" in kinds and not current_platform.is_cpu():
         yield (
-            f"supports pipeline_parallel_size={size} for models with states on CPUs only; set it "
-            "to 1"
+            f"only supports pipeline_parallel_size={size} on CPUs for models with Mamba or gated "
+            "delta net states; set it to 1"
         )
     if vllm_config.speculative_config is not None:
         yield (
@@ -253,24 +257,24 @@ def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str
             "CPUs fails (\"'CPUModelRunner' object has no attribute 'drafter'\"); set it to 1"
         )
     if not HAS_GROUPS:
-        yield f"supports pipeline_parallel_size={size} with vLLM 0.32 and newer only; set it to 1"
+        yield f"requires vLLM 0.32 or newer for pipeline_parallel_size={size}; set it to 1"
 
 
 def transfer_warnings(transfer: Any) -> list[str]:
-    """Return warnings about settings of vLLM's KVTransferConfig that can be mistakes."""
+    """Return warnings about settings in vLLM's KVTransferConfig that are probably mistakes."""
     if transfer is None:
         return []
     found = []
     if not (transfer.is_kv_consumer and transfer.is_kv_producer):
-        does = "saves and never loads" if transfer.is_kv_producer else "loads and never saves"
+        does = "saves but never loads" if transfer.is_kv_producer else "loads but never saves"
         found.append(
-            f'"kv_role" is "{transfer.kv_role}": this engine {does}; use "kv_both" for both'
+            f'with "kv_role": "{transfer.kv_role}", this engine {does}; use "kv_both" for both'
         )
     policy = getattr(transfer, "kv_load_failure_policy", "recompute")
     if transfer.is_kv_consumer and policy != "recompute":
         found.append(
-            'a failed load ends its request with an error; set "kv_load_failure_policy": '
-            '"recompute" to compute the tokens instead '
-            "(in --kv-transfer-config; with MultiConnector, in its own configuration)"
+            "a request whose load fails returns an error; to compute the tokens instead, set "
+            '"kv_load_failure_policy": "recompute" in --kv-transfer-config (with MultiConnector, '
+            "in the configuration of MultiConnector)"
         )
     return found

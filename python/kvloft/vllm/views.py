@@ -1,6 +1,6 @@
-"""vLLM's requests and steps as kvloft's views, which read fields and store nothing.
+"""Converts vLLM's requests and steps to kvloft's views.
 
-Reads only fields of every supported release, or with a default.
+Fields that a supported vLLM release lacks are read with a default.
 """
 
 from collections import Counter
@@ -24,12 +24,12 @@ from kvloft.vllm.identity.adapters import AdapterNames
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # before 0.32 hits have no source
+except ImportError:  # before vLLM 0.32, hits have no source
     CacheHitSource = None
 
 
 class VllmRequest:
-    """A `LiveRequest` over vLLM's Request; ``adapters`` names its LoRA."""
+    """Implements `LiveRequest` for vLLM's Request. ``adapters`` identifies its LoRA adapter."""
 
     __slots__ = ("_adapters", "req_id", "request")
 
@@ -38,8 +38,7 @@ class VllmRequest:
         self.req_id = ReqId(request.request_id)
 
     def tokens(self) -> tuple[Sequence[int], int]:
-        # The list behind the read-only wrapper: Rust reads a list in place, thousands of ids in one
-        # call.
+        # Use the list inside the read-only wrapper, because Rust reads a list without copying it.
         request = self.request
         return request._all_token_ids, request.num_prompt_tokens  # noqa: SLF001
 
@@ -49,8 +48,8 @@ class VllmRequest:
 
     @property
     def skip_load(self) -> bool:
-        """True if it must not read a cache, or its KV comes from a prefill server through another
-        connector.
+        """Return True if the request must not read a cache, or if a different connector transfers
+        its KV from a prefill server.
         """
         skips = getattr(self.request, "skip_reading_prefix_cache", False)
         return bool(skips or self._transfer_params().get("do_remote_prefill"))
@@ -81,7 +80,7 @@ class VllmRequest:
 
 
 def _embeds(request: Request) -> tuple[EmbedRows, ...]:
-    """Return the embedding rows of a prompt, whose mask may select token ids instead."""
+    """Return the embedding rows of a prompt, except positions that vLLM marks as token ids."""
     rows = request.prompt_embeds
     if rows is None:
         return ()
@@ -102,17 +101,17 @@ NewTables = Callable[[Any], Tables]
 
 
 def tables_of(shape: CacheShape) -> NewTables:
-    """Return a function that makes `Tables` of vLLM's tables, one per group of ``shape``."""
+    """Return a function that converts vLLM's block tables of all groups to `Tables`."""
     per_unit = [group.blocks_per_unit for group in shape.groups]
     return partial(Tables, main=shape.main, per_unit=per_unit if max(per_unit) > 1 else None)
 
 
 def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> StepView:
-    """Return a SchedulerOutput in either format: a resumed request appears as a new one with its
-    whole block table.
+    """Convert a SchedulerOutput, in either of vLLM's formats, to a StepView. A resumed request
+    appears as a new request with its whole block table.
 
-    With ``new_tables``, block tables are vLLM's current ones, and ``grown`` has all blocks that
-    requests received.
+    With ``new_tables``, the view returns vLLM's current block tables, and ``grown`` has all blocks
+    that requests received.
     """
     blocks_of = _first_of if new_tables is None else _flatten
     cached = output.scheduled_cached_reqs
@@ -125,7 +124,7 @@ def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> S
         for request in output.scheduled_new_reqs
     ]
     req_ids, computed = cached.req_ids, cached.num_computed_tokens
-    # Most requests get no block in a step; they are skipped without a line of Python each.
+    # Most requests get no block in a step. Rust skips them, without Python code per request.
     added = cached.new_block_ids
     if new_tables is None:
         grown = _core.first_of_each(req_ids, added)
@@ -157,10 +156,10 @@ def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> S
 
 
 def _resolve(view: StepView, output: SchedulerOutput, new_tables: NewTables) -> StepView:
-    """Return ``view`` with block tables as vLLM has them now, and the states that it offers."""
+    """Return ``view`` with vLLM's current block tables and the states that vLLM offers."""
     state = output.kv_connector_block_state
     assert state is not None, (
-        "offered to every connector by the releases whose groups are supported"
+        "set for every connector in the vLLM releases whose KV cache groups kvloft supports"
     )
     grown = [*view.grown, *((new.req_id, new.block_ids) for new in view.new)]
     offered = state.boundary_state_offloads.items()
@@ -183,16 +182,16 @@ def _resolve(view: StepView, output: SchedulerOutput, new_tables: NewTables) -> 
 
 
 def _flatten(tables: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Return every block of all groups' tables."""
+    """Return the blocks of all tables."""
     return [block for table in tables for block in table]
 
 
 _first_of: Callable[[Any], Sequence[int]] = itemgetter(0)
-"""The one group's table."""
+"""Returns the table of the only group."""
 
 
 def hit_sources(by_tier: Mapping[str, int], num_tokens: int) -> dict[Any, int]:
-    """Return tokens by vLLM's source labels, which sum to ``num_tokens``."""
+    """Return the number of tokens by vLLM's source labels, with the sum ``num_tokens``."""
     if CacheHitSource is None:
         return {}
     tiers = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}

@@ -1,9 +1,10 @@
-"""The worker side inside vLLM: passes connector metadata to WorkerCore; one method per hook.
+"""The worker side inside vLLM: passes connector metadata to WorkerCore, with one method per hook.
 
-vLLM's releases differ in their hooks and their order (no ``wait_for_save`` in empty steps before
-0.31, results processed before it with speculative decoding), so saves run in the first hook after
-the forward pass. With a draft model that has KV, and states of accepted draft tokens, more work
-follows the results: then saves wait for ``wait_for_save``, which comes last.
+vLLM releases call hooks in different orders: before 0.31, they do not call ``wait_for_save`` in
+empty steps, and with speculative decoding, they collect results before it. Saves therefore run in
+the first hook after the forward pass. The KV of a draft model, and the states of accepted draft
+tokens, are written after results are collected. In these cases, saves run in ``wait_for_save``,
+which is the last hook.
 """
 
 from itertools import chain
@@ -30,7 +31,7 @@ from kvloft.vllm.stats import KVLoftStats
 
 
 class WorkerHalf:
-    """Everything kvloft does in one of vLLM's worker processes."""
+    """Implements kvloft's hooks in one of vLLM's worker processes."""
 
     def __init__(
         self,
@@ -42,11 +43,13 @@ class WorkerHalf:
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         self._num_blocks = kv_cache_config.num_blocks
         self.fails_requests = not shape.is_divisible
-        """Failed loads are reported by request: block ids do not identify the group."""
+        """True if failed loads are reported by request, because block ids do not identify a group.
+        """
         self._group_layers = [] if shape.is_divisible else group_layers(kv_cache_config)
         dtypes = f"{model.dtype}|{vllm_config.cache_config.cache_dtype}"
         self._fingerprint = f"{vllm.__version__}|{current_platform.device_name}|{dtypes}"
-        # vLLM writes new blocks before any hook of the step: it zeroes them, or moves states there.
+        # Before the first hook of a step, vLLM writes to new blocks: it zeroes them or moves states
+        # to them.
         zeroes_first = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         moves_states = any(group.kind == "state" for group in shape.groups)
         settings = MoverSettings(
@@ -73,16 +76,16 @@ class WorkerHalf:
         groups = [kv_caches]
         if self._group_layers:
             for name in chain(*self._group_layers):
-                if name not in kv_caches:  # its KV would not be cached, and every check would agree
+                if name not in kv_caches:  # no check would detect the missing KV
                     raise LayoutError(
-                        f"layer {name!r} of a KV cache group has no KV tensor; kvloft cannot cache "
-                        "it"
+                        f"layer {name!r} of a KV cache group has no KV tensor, so kvloft cannot "
+                        "cache its KV"
                     )
             groups = [{name: kv_caches[name] for name in names} for names in self._group_layers]
         self.core.register(groups, self._num_blocks, self._fingerprint)
 
     def take_finished(self) -> set[str]:
-        """Requests with finished loads; runs work that earlier hooks did not run."""
+        """Return the requests whose loads completed. Runs copies that no earlier hook has run."""
         self.core.run_loads()
         if not self._saves_late:
             self.core.run_saves()
@@ -108,10 +111,10 @@ class WorkerHalf:
         return KVLoftStats(data) if data else None
 
     def drain(self, *_args: Any, **_kwargs: Any) -> None:
-        """Before the allocator unmaps anything.
+        """Finish all copies before the allocator unmaps memory.
 
-        vLLM waits only for work on the GPU, not for copies that kvloft has queued. A kernel on
-        unmapped pages ends the engine.
+        vLLM only waits for work on the GPU, and not for copies that kvloft has queued. A kernel
+        that accesses unmapped pages crashes the engine.
         """
         self.core.drain()
 

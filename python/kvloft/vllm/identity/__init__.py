@@ -1,1 +1,1 @@
-"""Everything that decides an engine's KV except the prompt: namespace, weights and adapters."""
+"""Identifies all inputs to KV other than the prompt: namespace, weights and adapters."""

@@ -1,4 +1,4 @@
-"""The identity of a request's LoRA adapter in keys. Must not depend on requests or the store."""
+"""The identity of LoRA adapters in keys."""
 
 from uuid import uuid4
 
@@ -9,44 +9,50 @@ from kvloft.vllm.identity.weights import Look, LooksInTime, engine_start_s, hub_
 
 
 class AdapterNames:
-    """Identity of each LoRA: its name and path, and evidence of its weights.
+    """Identifies each LoRA adapter by its name, its path and a fingerprint of its weights.
 
-    Other runs can share it only if its files are unchanged since this engine started, or a commit
-    identifies them: then the workers loaded these weights, whenever they did. Otherwise it is valid
-    for this run only; and once its files differ from the first check, no request shares it. vLLM
-    identifies adapters by name in its prefix cache, and by number in its workers.
+    Runs can share KV of an adapter if its files have not changed since this engine started, or if a
+    commit identifies them, because the workers then loaded exactly these weights. Otherwise, the
+    identity is only valid for this run. Once the files differ from the first check, requests no
+    longer share KV of the adapter. vLLM identifies adapters by name in its prefix cache, and by
+    number in its workers.
     """
 
     def __init__(self, media_prefix: str = "", *, are_seen: bool = True) -> None:
-        """``media_prefix`` precedes every media identifier; it is unique to this engine if vLLM
-        numbers them.
+        """``media_prefix`` precedes every media identifier. It is unique to this engine if vLLM
+        numbers media items.
 
-        Unless adapters ``are_seen`` before they are loaded, no request shares one with another.
+        ``are_seen`` is True if `identify` is called before vLLM loads an adapter. Otherwise,
+        requests with adapters share no KV.
         """
         self._are_seen = are_seen
         self._seen: dict[tuple[str, str], tuple[Look | None, str | None]] = {}
-        """The files at first sight, and the identity as long as the files are unchanged."""
+        """The files at the first check, and the identity, which is None once the files have
+        changed.
+        """
         self._first_of: dict[int, tuple[str, str]] = {}
         self._start_s = engine_start_s()
         self._looks = LooksInTime()
         self.media_prefix = media_prefix
 
     def identify(self, lora: LoRARequest | None) -> tuple[str, str] | None:
-        """Return (name, path and weights) of ``lora``; None for the base model."""
+        """Return the name of ``lora``, and its path with its weights. Returns None for the base
+        model.
+        """
         return (lora.lora_name, self._shared(lora) or uuid4().hex) if lora is not None else None
 
     def close(self) -> None:
-        """Ends the thread that checks files. Nothing is identified afterwards."""
+        """Stop the thread that checks files. Must be the last call."""
         self._looks.close()
 
     def _shared(self, lora: LoRARequest) -> str | None:
-        """Return path and weights; None if this request shares its adapter with no other."""
+        """Return the path and the weights; None if this request must share KV with no other."""
         path, number = lora.lora_path or "", lora.lora_int_id
-        # In place: reloaded in each step.
+        # With load_inplace, vLLM reloads the adapter in each step.
         if not self._are_seen or getattr(lora, "load_inplace", False):
             return None
         if self._first_of.setdefault(number, (lora.lora_name, path)) != (lora.lora_name, path):
-            return None  # another adapter under a number that workers have loaded already
+            return None  # the workers have loaded a different adapter with this number
         slot = (f"{number} {lora.lora_name}", path)
         try:
             files = self._looks.look(path)
@@ -56,7 +62,7 @@ class AdapterNames:
             self._seen[slot] = files, self._state(lora, path, files)
         first, state = self._seen[slot]
         if state is None or first != files:
-            # It is no longer known which state of the files the workers loaded, or will load.
+            # The workers may have loaded, or may load, any version of the files.
             self._seen[slot] = first, None
             return None
         shape = getattr(lora, "is_3d_lora_weight", None)
@@ -64,8 +70,8 @@ class AdapterNames:
 
     def _state(self, lora: LoRARequest, path: str, files: Look | None) -> str:
         if getattr(lora, "tensorizer_config_dict", None):
-            return uuid4().hex  # the weights are elsewhere
+            return uuid4().hex  # the weights are not below the path
         if files is None:
-            # vLLM loads the hub's current files unless it is offline, or a trainer passes tensors.
+            # A trainer passed tensors, or vLLM loads the current files of the hub unless offline.
             return (hub_commit(path) if path and hub.HF_HUB_OFFLINE else None) or uuid4().hex
         return files.fingerprint() if files.latest_s <= self._start_s else uuid4().hex

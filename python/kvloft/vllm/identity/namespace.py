@@ -1,8 +1,7 @@
-"""The namespace: everything except content that decides KV bytes, as (name, value) pairs for one
-digest.
+"""The namespace: everything except content that determines KV bytes, as (name, value) pairs.
 
-If in doubt, a field is included: a needless miss costs time, a wrong hit costs an answer. It must
-not depend on the store.
+Fields that might affect KV are included: an unnecessary miss costs time, but a wrong hit produces a
+wrong output.
 """
 
 import ast
@@ -31,7 +30,7 @@ except ImportError:  # older releases have one layout
     get_conv_state_layout = None
 
 MAX_DESCRIPTION_CHARS = 1000
-"""As in rust/core/src/tier/disk/superblock.rs."""
+"""Maximum length of a description, as defined in rust/core/src/tier/disk/superblock.rs."""
 MAX_VALUE_CHARS = 200
 ENVIRONMENT = (
     "VLLM_BATCH_INVARIANT",
@@ -45,7 +44,7 @@ ENVIRONMENT = (
     "VLLM_DEEPEPLL_NVFP4_DISPATCH",
     "VLLM_KV_CACHE_LAYOUT",
 )
-"""Environment variables that change KV and have no other setting."""
+"""Environment variables that change KV and have no corresponding setting."""
 
 
 def namespace_fields(
@@ -75,8 +74,8 @@ def namespace_fields(
             getattr(model, "model_impl", None),
             getattr(model, "model_class_overrides", None),
         ),
-        # The processing of images, video and audio: vLLM's identifiers cover only the input and the
-        # request's parameters.
+        # Settings for images, video and audio. vLLM's media identifiers only depend on the input
+        # and the parameters of the request.
         "media": _settings(
             getattr(model, "multimodal_config", None),
             "mm_processor_kwargs",
@@ -88,9 +87,9 @@ def namespace_fields(
         ),
         "kv_dtype": cache.cache_dtype,
         "kv_scales": getattr(cache, "calculate_kv_scales", None),
-        # Llama 4's attention and LongRoPE's factors depend on it, nested in any config
+        # Llama 4's attention and LongRoPE's factors depend on it.
         "max_model_len": model.max_model_len,
-        # Models read these when they are built (Llama 4 takes its temperature tuning so).
+        # Models read these settings when they are built (Llama 4 for its temperature tuning).
         "model_settings": _settings(
             model, "override_generation_config", "disable_sliding_window", "disable_cascade_attn"
         ),
@@ -98,8 +97,8 @@ def namespace_fields(
         "platform": _platform(),
         "attention": _settings(getattr(vllm_config, "attention_config", None), "backend"),
         "layout": getattr(ranks[0], "kv_cache_layout", None),
-        # Whole specs, not only their sizes: they contain shapes and dtypes of states, whichever
-        # flag set them.
+        # Whole specs and not only sizes, because they contain the shapes and dtypes of states,
+        # which different flags can set.
         "pages": _digest(json.dumps(sorted(specs))),
         "conv_states": get_conv_state_layout() if get_conv_state_layout is not None else None,
         "block_tokens": shape.unit_tokens,
@@ -107,18 +106,18 @@ def namespace_fields(
         "shards": shape.num_shards,
         "expert_parallel": getattr(parallel, "enable_expert_parallel", None),
         "environment": engine_environment(ENVIRONMENT) or None,
-        # Backends that may quantize differently.
+        # Backends can quantize differently.
         "kernels": _settings(
             getattr(vllm_config, "kernel_config", None), "moe_backend", "linear_backend"
         ),
-        "transformers": transformers.__version__,  # sizes of images, code of models
+        "transformers": transformers.__version__,  # affects image sizes and model code
         "vllm": vllm.__version__,
     }
     if has_draft_kv(vllm_config):
         fields |= _drafter_fields(vllm_config)
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
         fields["stages"] = stage_layers(vllm_config)
-    if shape.encoding:  # an engine that reads raw parts only cannot read encoded ones
+    if shape.encoding:  # an engine without this encoding cannot read encoded parts
         fields["encoding"] = shape.encoding
     if not shape.is_divisible:
         fields["groups"] = [(group.kind, group.reach) for group in shape.groups]
@@ -128,7 +127,7 @@ def namespace_fields(
 
 
 def _drafter_fields(vllm_config: Any) -> dict[str, Any]:
-    """Fields of a draft model whose KV is in the target's blocks."""
+    """Return the fields of a draft model whose KV is in the engine's blocks."""
     speculative = vllm_config.speculative_config
     model = getattr(speculative, "draft_model_config", None) or vllm_config.model_config
     weights = model_fields(model, vllm_config.load_config)
@@ -144,7 +143,7 @@ def _drafter_fields(vllm_config: Any) -> dict[str, Any]:
 
 
 def description_of(fields: Sequence[tuple[str, str]]) -> str:
-    """Return the non-empty fields as JSON, short enough for a superblock."""
+    """Return the non-empty fields as JSON, shortened to fit into a superblock."""
     said: dict[str, str] = {}
     for name, value in fields:
         text = _unquoted(value)
@@ -156,7 +155,7 @@ def description_of(fields: Sequence[tuple[str, str]]) -> str:
 
 
 def _unquoted(value: str) -> str:
-    """Return the text itself if ``value`` is its repr."""
+    """Return the string whose repr is ``value``, or ``value`` if it is not the repr of a string."""
     try:
         text = ast.literal_eval(value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -178,32 +177,34 @@ def are_replaced(vllm_config: Any) -> bool:
 
 
 def _lora_settings(lora: Any) -> list[tuple[str, str]] | None:
-    """All fields: they define which modules an adapter changes, and in which precision."""
+    """Return all fields of the LoRA configuration. They determine which modules an adapter changes,
+    and the precision.
+    """
     if lora is None:
         return None
     return sorted((name, str(value)) for name, value in vars(lora).items())
 
 
 def _config_digest(model: Any) -> str:
-    """Return a digest of the Hugging Face configuration of vLLM's ModelConfig."""
+    """Return a digest of the Hugging Face configuration in vLLM's ModelConfig."""
     return _digest(json.dumps(_plain(model.hf_config.to_dict()), sort_keys=True, default=str))
 
 
 def _plain(value: Any) -> Any:
-    """Convert ``value`` to have text keys, which JSON can sort."""
+    """Return ``value`` with strings as keys, which JSON can sort."""
     if isinstance(value, dict):
         return {f"{type(key).__name__} {key}": _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _settings(config: Any, *names: str) -> list[str] | None:
-    """The user's values of ``names``; None if vLLM has no such ``config``."""
+    """Return the values of ``names`` in ``config``; None if vLLM has no such ``config``."""
     return [str(getattr(config, name, None)) for name in names] if config is not None else None
 
 
 def _platform() -> str:
-    """The CPU backend's page layout depends on CPU features, which shapes and strides do not
-    show.
+    """Return the device name, and for CPUs also the features on which the page layout depends.
+    Shapes and strides do not reveal this layout.
     """
     name = str(current_platform.device_name)
     if not current_platform.is_cpu():

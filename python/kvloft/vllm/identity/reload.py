@@ -1,4 +1,4 @@
-"""Classifies calls to vLLM's workers that can replace weights."""
+"""Detects calls to vLLM's workers that can replace weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,12 +19,12 @@ _HARMLESS = """
     update_max_model_len vocab_size wake_up
 """
 HARMLESS = frozenset(_HARMLESS.split())
-"""Methods of workers, in 0.30 to 0.33, that change neither weights nor KV."""
+"""Worker methods in vLLM 0.30 to 0.33 that change neither weights nor KV."""
 
 
 class WeightsWatch:
-    """Calls ``stop(reason)`` if other weights may have been loaded since the start; its methods
-    observe the calls that load them.
+    """Observes calls that load weights, and calls ``stop(reason)`` if the weights may have changed
+    since startup.
 
     ``model`` and ``load`` are vLLM's ModelConfig and LoadConfig.
     """
@@ -35,7 +35,7 @@ class WeightsWatch:
         self._files, self._commit = look(model.model), hub_commit(*self._name)
 
     def hear_rpc(self, _core: Any, /, *args: Any, **kwargs: Any) -> Callable[[], None] | None:
-        """vLLM's engine core calls its workers: collective_rpc(method, timeout, args, kwargs)."""
+        """Handle a call of the engine core: collective_rpc(method, timeout, args, kwargs)."""
         given = dict(zip(("method", "timeout", "args", "kwargs"), args, strict=False)) | kwargs
         method = given.get("method")
         if method == RELOAD:
@@ -46,25 +46,28 @@ class WeightsWatch:
         return self._check(str(method), is_other=True)
 
     def hear_reload(self, _worker: Any, /, *args: Any, **kwargs: Any) -> Callable[[], None]:
-        """Code inside a worker calls reload_weights."""
+        """Handle a call of reload_weights by code inside a worker."""
         return self._check(RELOAD, is_other=_names_weights(args, kwargs))
 
     def _check(self, method: str, *, is_other: bool) -> Callable[[], None]:
-        """Check before the call; returns a check for after it, which detects a newer commit."""
+        """Check the weights before the call, and return a function that checks them after the call.
+
+        The second check detects a newer commit.
+        """
 
         def look_again() -> None:
             try:
                 is_same = not is_other and self._are_there()
-            except (OSError, RuntimeError, ValueError):  # unknown, so they may differ
+            except (OSError, RuntimeError, ValueError):  # the weights may have changed
                 is_same = False
             if not is_same:
-                self._stop(f"{method} replaced its weights, or can have replaced them")
+                self._stop(f"{method} may have replaced the weights")
 
         look_again()
         return look_again
 
     def _are_there(self) -> bool:
-        """Whether a reload loads the same weights."""
+        """Return True if a reload loads the same weights."""
         if self._is_dummy:
             return False
         if self._files is None:
@@ -75,5 +78,7 @@ class WeightsWatch:
 
 
 def _names_weights(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if a reload names weights; otherwise it loads the files on disk."""
+    """Return True if the arguments of a reload specify weights. Otherwise, vLLM loads the files of
+    the model.
+    """
     return bool(args) or any(value is not None for value in kwargs.values())

@@ -1,10 +1,10 @@
-"""Identifies an engine's weights by files and commits, because KV can be shared only between equal
-weights.
+"""Identifies the weights of an engine by files and commits. Engines only share KV if their weights
+are the same.
 
 vLLM does not report the loaded weights to connectors, so kvloft reads the files, which must not
-have changed since the engine's process began. If the weights cannot be identified, the identity is
-unique to this run: a needless miss costs time, a wrong hit an answer. A problem with a file is
-never an error here. It must not depend on requests or the store.
+have changed since the engine's process started. If the weights cannot be identified, the identity
+is unique to this run: an unnecessary miss costs time, but a wrong hit produces a wrong output. A
+file that cannot be read is not an error.
 """
 
 import hashlib
@@ -31,47 +31,50 @@ from vllm import envs
 logger = logging.getLogger("vllm.kvloft")
 
 MAX_ENTRIES: Final = 10_000
-"""With more files and folders, changes are not checked."""
+"""Maximum number of files and directories to check. With more, the files are treated as unknown."""
 MAX_LINKS: Final = 64
 LOOK_TIMEOUT_S: Final = 0.5
 FILE_FORMATS: Final = {
     *("auto", "hf", "pt", "safetensors", "npcache", "gguf", "mistral", "bitsandbytes"),
     *("sharded_state", "fastsafetensors", "runai_streamer", "runai_streamer_sharded"),
 }
-"""Load formats that take the weights from the model's own folder."""
+"""Load formats that read the weights from the directory of the model."""
 _SAMPLE_BYTES = 1 << 16
 _registered_s = 0.0
 
 
 def note_start() -> None:
-    """vLLM loads its plugins in this process before any weights."""
+    """Record the time at which vLLM loads its plugins, which is before it loads any weights."""
     global _registered_s
     _registered_s = _registered_s or time.time()
 
 
 def engine_start_s() -> float:
-    """Unix time: files that did not change after it are the ones that this process's engine
-    loaded.
+    """Return the start time of this process's engine as Unix time.
+
+    The engine loaded the current content of all files that have not changed after this time.
     """
     try:
         started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
         since_boot = int(started) / os.sysconf("SC_CLK_TCK")
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
-    except (OSError, ValueError, IndexError):  # no /proc: then every file may be newer
+    except (OSError, ValueError, IndexError):  # /proc is not available
         return _registered_s
     return max(time.time() - age, _registered_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Files below a path: (name, size, mtime, ctime in ns), and the latest change there."""
+    """The files below a path as (name, size, mtime in ns, ctime in ns), and the time of the latest
+    change.
+    """
 
     root: str
     files: tuple[tuple[bytes, int, int, int], ...]
     latest_s: float
 
     def fingerprint(self) -> str:
-        """Digest over names, sizes, times and samples of all files."""
+        """Return a digest of the names, sizes, times and samples of all files."""
         digest = hashlib.blake2b(digest_size=16)
         for name, size, mtime, ctime in self.files:
             digest.update(b"%d|%s|%d|%d|%d|" % (len(name), name, size, mtime, ctime))
@@ -83,20 +86,20 @@ class Look:
 
 
 def look(path: str, *, below: bool = True) -> Look | None:
-    """Files of a local model or adapter, hidden ones left out, with folders ``below`` it or
-    without.
+    """Return the files of a local model or adapter, without hidden files. ``below`` includes the
+    files of subdirectories.
 
-    None if there are none, or too many to check.
+    Returns None if there are no files, or too many to check.
     """
     if not path:
         return None
     try:
-        # Pathlib raises for unknown users.
+        # pathlib raises RuntimeError for unknown users.
         root = os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111
         latest = max(_links_to(root), default=0.0)
         entries = list(_entries(os.fsencode(root), below=below))
     except (OSError, ValueError, RuntimeError) as error:
-        logger.debug("kvloft: the files of %.200s cannot be read: %.200s", path, error)
+        logger.debug("kvloft: cannot read the files of %.200s: %.200s", path, error)
         return None
     files = []
     for name, status, times in entries:
@@ -107,11 +110,11 @@ def look(path: str, *, below: bool = True) -> Look | None:
 
 
 class LooksInTime:
-    """Checks folders in a separate thread, for a scheduler that must not wait for a hung file
+    """Checks directories in a separate thread, because the scheduler must not wait for a hung file
     system.
 
-    The thread ends when this is closed or collected: a process may run many engines one after
-    another.
+    The thread exits when this object is closed or garbage collected, because a process can run many
+    engines in sequence.
     """
 
     def __init__(self, timeout_s: float = LOOK_TIMEOUT_S) -> None:
@@ -121,13 +124,13 @@ class LooksInTime:
         self._end: Callable[[], object] = lambda: None
 
     def close(self) -> None:
-        """Ends the thread, if it runs, after the current check. No check follows."""
+        """Stop the thread, if it runs, after the current check. Must be the last call."""
         self._end()
 
     def look(self, path: str) -> Look | None:
-        """As `look`, without subfolders, like vLLM with adapters.
+        """Like the function `look`, but without subdirectories, which vLLM ignores in adapters.
 
-        Raises TimeoutError on a timeout, and immediately while an earlier check hangs.
+        Raises TimeoutError after the timeout, or immediately while a previous check hangs.
         """
         if self._last is None:
             threading.Thread(
@@ -147,25 +150,25 @@ def _look_when_asked(asked: SimpleQueue[tuple[str, Future[Look | None]] | None])
         try:
             answer.set_result(look(path, below=False))
         except Exception:
-            logger.exception("kvloft: the files of %.200s cannot be read", path)
+            logger.exception("kvloft: cannot read the files of %.200s", path)
             answer.set_exception(TimeoutError(path))
 
 
 def _entries(
     root: bytes, *, below: bool
 ) -> Iterator[tuple[bytes, os.stat_result, tuple[float, ...]]]:
-    """Yield ``root`` and everything below: name, status of its target, and times."""
+    """Yield ``root`` and all entries below it, as (name, status of the target, times)."""
     todo, count = [b""], 0
     folders: set[tuple[int, int]] = set()
     while todo:
         name = todo.pop()
         path = os.path.join(root, name) if name else root  # noqa: PTH118 - root can be a file
         if (count := count + 1) > MAX_ENTRIES:
-            raise ValueError(f"more than {MAX_ENTRIES} files and folders")
+            raise ValueError(f"more than {MAX_ENTRIES} files and directories")
         try:
             own = os.lstat(path)
             status = os.stat(path)  # noqa: PTH116 - bytes
-        except OSError:  # missing, or a broken link: vLLM loads nothing from it either
+        except OSError:  # missing, or a broken link, which vLLM cannot load either
             continue
         is_folder = stat.S_ISDIR(status.st_mode)
         if is_folder and name and not below:
@@ -178,12 +181,14 @@ def _entries(
             except OSError:
                 if not name:
                     raise
-                continue  # such as lost+found: vLLM sees nothing in it either
+                continue  # for example lost+found, which vLLM cannot read either
             todo += [os.path.join(name, each) for each in inside if not each.startswith(b".")]  # noqa: PTH118
 
 
 def _links_to(path: str) -> Iterator[float]:
-    """Modification times of all links on the way to ``path``, and of renamed folders there."""
+    """Resolve ``path``, and yield the times of all symbolic links and of all directories that may
+    have been renamed.
+    """
     todo, seen = [path], {path}
     while todo:
         place = Path(todo.pop())
@@ -193,18 +198,18 @@ def _links_to(path: str) -> Iterator[float]:
                 continue
             if stat.S_ISLNK(own.st_mode):
                 yield max(own.st_mtime, own.st_ctime)
-                # One link at a time.
+                # Resolve one link per iteration.
                 target = os.path.abspath(each.parent / each.readlink() / place.relative_to(each))  # noqa: PTH100
                 if target not in seen and len(seen) < MAX_LINKS:
                     seen.add(target)
                     todo.append(target)
             elif each != place and own.st_ctime_ns != own.st_mtime_ns:
-                # a new entry in it changes both times, a new name only this one
+                # A new entry changes ctime and mtime; renaming the directory only changes ctime.
                 yield own.st_ctime
 
 
 def _samples(path: bytes, size: int) -> Iterator[bytes]:
-    """Beginning, middle and end; nothing of a file that cannot be read."""
+    """Yield samples from the beginning, middle and end of a file; nothing if it cannot be read."""
     with suppress(OSError), open(path, "rb", buffering=0, opener=_without_waiting) as file:
         for position in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
             yield os.pread(file.fileno(), _SAMPLE_BYTES, position)
@@ -215,17 +220,17 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def hub_commit(name: str, revision: str | None = None, cache_dir: str | None = None) -> str | None:
-    """Return the Hugging Face hub commit of ``name`` in this machine's cache; None if it is missing
-    or not from that hub.
+    """Return the commit of ``name`` in the local cache of the Hugging Face hub. Returns None if it
+    is not in the cache, or if vLLM uses a different hub.
 
-    After a load that is the commit that was loaded. No connection is made.
+    After a load, this is the loaded commit. Makes no network connection.
     """
     if envs.VLLM_USE_MODELSCOPE:
         return None
     for file in ("config.json", "params.json", "adapter_config.json"):
         try:
             found = try_to_load_from_cache(name, file, cache_dir=cache_dir, revision=revision)
-        except (HFValidationError, OSError, ValueError):  # for example, a path
+        except (HFValidationError, OSError, ValueError):  # for example, ``name`` is a path
             return None
         if isinstance(found, str):
             return Path(found).parent.name
@@ -233,8 +238,8 @@ def hub_commit(name: str, revision: str | None = None, cache_dir: str | None = N
 
 
 def model_fields(model: Any, load: Any) -> dict[str, str | None]:
-    """Return the namespace's fields of the weights in a ModelConfig and a LoadConfig."""
-    # A configuration from elsewhere has another commit, unrelated to the weights.
+    """Return the namespace fields for the weights of a ModelConfig and a LoadConfig."""
+    # With hf_config_path, the commit of the configuration is unrelated to the weights.
     elsewhere = getattr(model, "hf_config_path", None)
     commit = None if elsewhere else getattr(model.hf_config, "_commit_hash", None)
     commit = commit or hub_commit(
@@ -244,7 +249,7 @@ def model_fields(model: Any, load: Any) -> dict[str, str | None]:
     load_format = str(load.load_format)
     unknown = _why_unknown(model, load_format, commit, files) if load_format != "dummy" else None
     if unknown:
-        logger.warning("kvloft: %s; the cache is used in this run of the engine only", unknown)
+        logger.warning("kvloft: %s; the cache is only used in this run of the engine", unknown)
     return {
         "commit": commit,
         "weights": files.fingerprint() if files else "",
@@ -255,7 +260,7 @@ def model_fields(model: Any, load: Any) -> dict[str, str | None]:
 def _why_unknown(
     model: Any, load_format: str, commit: str | None, files: Look | None
 ) -> str | None:
-    """Return the reason why the weights cannot be identified; None if they can."""
+    """Return the reason why the weights cannot be identified; None if they are identified."""
     settings = model.hf_config.to_dict()
     others = [name for name, value in settings.items() if str(name).endswith("_model_id") and value]
     auto_map = settings.get("auto_map")
@@ -263,9 +268,9 @@ def _why_unknown(
     lists = [each if isinstance(each, list | tuple) else [each] for each in values]
     code = [str(name) for names in lists for name in names]
     if getattr(model, "model_weights", None):
-        return f"weights of {model.model} come from {model.model_weights}, which kvloft cannot read"
+        return f"kvloft cannot read the weights of {model.model} in {model.model_weights}"
     if load_format not in FILE_FORMATS:
-        return f"load_format={load_format} can load the weights of {model.model} from anywhere"
+        return f"kvloft cannot identify weights of {model.model} with load_format={load_format}"
     if others:
         return f"{model.model} loads another model ({', '.join(others)})"
     if any("--" in each and each.partition("--")[0] != model.model for each in code):
@@ -273,5 +278,5 @@ def _why_unknown(
     if commit is None and files is None:
         return f"neither files nor a commit identify the weights of {model.model}"
     if files is not None and files.latest_s > engine_start_s():
-        return f"files of {model.model} changed after the engine's start"
+        return f"files of {model.model} changed after the engine started"
     return None
