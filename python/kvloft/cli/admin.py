@@ -98,7 +98,7 @@ def clear(args: argparse.Namespace) -> int:
         server_status(socket)  # ask only if a server answers
         what = f"namespace {args.namespace}" if args.namespace else "all chunks"
         if not _confirm(f"Remove {what} from the server at {socket}?"):
-            warn("nothing was cleared: not confirmed; use --yes to clear without confirmation")
+            warn("nothing was cleared, because the user did not confirm; use --yes to skip this")
             return 1
     num_chunks = server_clear(socket, namespace=args.namespace.lower())
     print(f"{counted(num_chunks, 'chunk')} removed")

@@ -17,7 +17,7 @@ NEAR_ELSE = 0.3
 MANY_TIMES = 10
 """Maximum difference of log probabilities, relative to the difference with vLLM's own cache."""
 LEAST_ACCEPTED, FEW_DRAFTS = 0.9, 2
-"""Minimum fraction of accepted draft tokens, and a number of tokens that may always be missing."""
+"""Hits may reduce the number of accepted draft tokens to this fraction minus this number."""
 MORE_MEMORY = 1.02
 """Ratio of GPU memory per request, with kvloft to without, above which the report has a note."""
 TITLES = {

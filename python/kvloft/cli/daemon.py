@@ -60,7 +60,7 @@ def in_background(work: Callable[[Callable[[], None]], int], log: Path, what: st
     child returns the result of ``work``.
 
     Call this function before any thread is started. Raises ConfigError if ``log`` belongs to a
-    different user; exits with status 1 if the file cannot be opened for a reason that may pass.
+    different user. Exits with status 1 if a temporary error prevents opening the file.
     """
     to = _open(log)
     ready, ready_writer = os.pipe()

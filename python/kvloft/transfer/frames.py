@@ -206,7 +206,7 @@ class PrivatePart:
     def fetch(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> str | None:
         """Copy this rank's part of ``copy.frame`` to ``bytes``, and check it.
 
-        Returns why it is not the chunk with ``copy.key``, or None.
+        Returns None if the part belongs to the chunk with ``copy.key``, or else the problem.
         """
         num_bytes = sum(page_bytes) * copy.num_blocks
         part = self._frames.part(copy.frame)

@@ -1,8 +1,9 @@
 """Finds the pages of paged KV: planes of equally spaced pages, computed from registered tensors.
 
 A page is a run of opaque bytes: the page of block b starts at ``base + b * block_stride`` in each
-plane. Data pointers and strides define the geometry. Shapes cannot, because the CPU backend packs K
-and V differently from CUDA, dimension 0 can count kernel blocks, and layers can share memory.
+plane. Data pointers and strides define the geometry. Shapes are not sufficient: the CPU backend
+packs K and V differently from CUDA, dimension 0 can count kernel blocks, and layers can share
+memory.
 """
 
 import hashlib
@@ -63,7 +64,7 @@ def read_layout(
 ) -> PagedLayout:
     """Return the planes of all registered layers, in the order of registration.
 
-    Layers that share memory add one plane. The digest covers ``fingerprint`` (dtype, backend,
+    Layers that share memory also share planes. The digest covers ``fingerprint`` (dtype, backend,
     version) and the geometry inside pages, so that loads reject frames with a different layout.
     Raises LayoutError if a tensor cannot be divided into pages.
     """

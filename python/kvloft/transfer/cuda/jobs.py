@@ -132,5 +132,4 @@ class Job:
     wanted_tags: npt.NDArray[np.uint64] | None = None
     problems: dict[int, str] = field(default_factory=dict)
     is_all_registered: bool = True
-    """True if the frames of each piece were registered when it was submitted. If not, a save fails.
-    """
+    """True if all frames were registered when their pieces were submitted. If not, a save fails."""

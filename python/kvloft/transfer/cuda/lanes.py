@@ -84,8 +84,8 @@ class Tuning:
         slot_bytes = staging_bytes // cls().num_slots // _ALIGN * _ALIGN
         if slot_bytes < MIN_SLOT_BYTES:
             raise ValueError(
-                f"{staging_bytes} bytes of staging are too few; use at least "
-                f"{cls().num_slots * MIN_SLOT_BYTES}"
+                f"{staging_bytes} bytes are too few for staging slots; use at least "
+                f"{cls().num_slots * MIN_SLOT_BYTES} bytes"
             )
         return slot_bytes
 

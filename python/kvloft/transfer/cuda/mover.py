@@ -176,13 +176,13 @@ class CudaMover:
     @property
     def is_behind(self) -> bool:
         """Return True if copies wait to be submitted to the GPU."""
-        # The lock, because a submitter may have taken the last piece and not submitted it yet.
+        # Locked, because a submitter may have taken the last piece without submitting it yet.
         with self._shared.lock:
             return self._saves.is_behind or self._loads.is_behind
 
     @property
     def usable_bytes(self) -> int | None:
-        """Return the number of registered bytes; None if all are."""
+        """Return the number of registered bytes; None if all host memory is registered."""
         registered = self._shared.registered
         return None if registered.is_complete else registered.num_registered_bytes
 

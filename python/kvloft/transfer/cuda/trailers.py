@@ -61,7 +61,7 @@ class Trailers:
         block_tiles: int | None = None,
         holds_raw: bool = True,
     ) -> None:
-        """Create the trailers of ``memory``.
+        """Prepare to write and check the trailers of ``memory``.
 
         ``block_tiles`` is the number of tiles per block, or None if all parts are raw.
         ``holds_raw`` is False if raw chunks do not fit the parts.
