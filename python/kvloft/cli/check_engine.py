@@ -34,7 +34,10 @@ CONSEQUENCES = ("Engine core initialization failed", "WorkerProc initialization 
 
 @dataclass(slots=True)
 class Ran:
-    """Events of one engine. If it failed, ``error`` is the reason and ``tail`` ends its log."""
+    """Events of one engine.
+
+    If the engine failed, ``error`` is the reason and ``tail`` is the end of its log.
+    """
 
     events: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
