@@ -232,11 +232,10 @@ def test_an_engine_logs_settings_that_the_running_server_lacks(host: Host) -> No
         )
     )
     assert said == (
-        f"kvloft: settings of this engine are ignored, because the server at unix:{host.socket} "
-        "was started with others: "
-        f"host_size = 2MiB here and 1MiB there, disk_path = {disk} here and (none) there, eviction "
-        "= lru here and adaptive there, "
-        "server_linger = 120s here and 1s there"
+        f"kvloft: ignoring settings of this engine, because the server at unix:{host.socket} "
+        "was started with different values: host_size = 2MiB (server: 1MiB), "
+        f"disk_path = {disk} (server: (none)), eviction = lru (server: adaptive), "
+        "server_linger = 120s (server: 1s)"
     )
     assert lines_until_ready(host.start()) == [], "equal settings must not be logged"
 
@@ -250,7 +249,7 @@ def test_disk_sizes_are_compared_if_both_exist(host: Host) -> None:
     disk = str(host.folder / "disk")
     lines_until_ready(host.start(disk_path=disk, disk_size="8MiB"))
     (said,) = lines_until_ready(host.start(disk_path=disk))
-    assert said.endswith("was started with others: disk_size = 64GiB here and 8MiB there")
+    assert said.endswith("with different values: disk_size = 64GiB (server: 8MiB)")
     assert lines_until_ready(host.start()) == [], "the engine uses no disk"
 
 
@@ -278,7 +277,7 @@ def test_a_directory_that_is_not_private_is_refused(
     make(host.folder / "kvloft")
     with pytest.raises(
         ConfigError,
-        match=r"is not a directory of this user or is writable by others.*set server to a path",
+        match=r"is not a directory of this user or is writable by other users.*set server to a",
     ):
         host.look_after(Config(server="auto"))
     assert host.servers() == []
@@ -304,16 +303,15 @@ def test_an_engine_computes_and_retries_if_its_server_fails_to_start(
     python = sys.executable
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     tried = list[Path]()
-    monkeypatch.setattr(auto, "_comes", tried.append)
+    monkeypatch.setattr(auto, "_wait_for_server", tried.append)
     caplog.set_level(logging.INFO)
     leave = host.look_after(config)
     until(lambda: len(tried) > 2, "the start is not retried")
     (said,) = [record.getMessage() for record in logged()]
     assert said == (
         "kvloft: the server of server = auto could not be started, so requests are computed until "
-        "one answers; start one with "
-        f"`kvloft serve --socket {host.socket}`, or fix this: [Errno 2] No such file or directory: "
-        "'/nowhere/python'"
+        f"a server responds; start a server with `kvloft serve --socket {host.socket}`, or fix "
+        "this error: [Errno 2] No such file or directory: '/nowhere/python'"
     )
     monkeypatch.setattr(sys, "executable", python)
     until(host.servers, "no server is started")
@@ -341,7 +339,7 @@ def test_a_full_disk_ends_no_engines_start(
     (said,) = [record.getMessage() for record in logged()]
     assert said.endswith(
         "cannot be created (No space left on device), so requests are computed until a server "
-        "answers"
+        "responds"
     )
 
 

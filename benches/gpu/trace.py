@@ -16,7 +16,7 @@ class LoadTrace:
     """Wraps ``mover`` once constructed. Times are in seconds since `start`."""
 
     def __init__(self, mover: Any) -> None:
-        self._lane, self._mover = mover.loads, mover
+        self._lane, self._mover = mover.load_lane, mover
         self._submit, self._submit_loads = self._lane.submit, mover.submit_loads
         self._lane.submit, mover.submit_loads = self._traced_submit, self._traced_submit_loads
         self._zero = driver.Event(timing=True)

@@ -1,8 +1,8 @@
-"""kvloft: an external KV cache for vLLM. Importing it loads neither torch nor vllm."""
+"""kvloft: an external KV cache for vLLM. Importing this package imports neither torch nor vllm."""
 
 
 def __getattr__(name: str) -> str:
-    """Return ``__version__``. It loads the extension, so it is read on first use only."""
+    """Return ``__version__``, which loads the extension, so it is read on first use."""
     if name == "__version__":
         from kvloft.version import VERSION
 

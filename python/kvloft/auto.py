@@ -1,8 +1,8 @@
-"""`server: auto`: one server of this user on this machine, started by the first engine.
+"""`server: auto`: one server per user and machine, started by the first engine.
 
-The server has its own session, so it outlives engines and their signals, and exits some time after
-the last engine. If several engines start at once, one gets the socket and the others use its
-server. Must not depend on vLLM.
+The server runs in a separate session, so signals to engines do not reach it and it outlives them.
+It exits `server_linger` seconds after the last engine. If multiple engines start concurrently, one
+of them binds the socket and the others use its server. This module must not import vLLM.
 """
 
 import contextlib
@@ -27,59 +27,66 @@ from kvloft.config.table import FROM_DEFAULT, KEYS, OF_LIMITS, Config
 from kvloft.errors import MAY_PASS, ConfigError, StoreError
 
 START_TIMEOUT_S: Final = 30.0
-"""Time limit for the start of a server."""
+"""Timeout for starting a server."""
 LOOK_EVERY_S: Final = 1.0
+"""Interval at which the watching thread checks whether the server or the engine has exited."""
 START_EVERY_S: Final = 10.0
-"""Minimum time between two starts by one engine."""
-WRONG_SETTING: Final = 2
-"""Exit status of `kvloft serve` for a wrong setting."""
+"""Minimum interval between two attempts of an engine to start a server."""
+INVALID_SETTING: Final = 2
+"""Exit status of `kvloft serve` if a setting is invalid."""
 _PEER: Final = struct.Struct("3i")
-"""Process, user and group of a socket's peer."""
+"""Format of SO_PEERCRED: process, user and group of a socket's peer."""
 
 
 class _StartError(Exception):
-    """The server could not be started, for a reason that can pass."""
+    """The server could not be started, but a later attempt may succeed."""
 
 
 def look_after(config: Config, logger: logging.Logger) -> Callable[[], None]:
     """Keep a server running at ``config.socket`` until the returned function is called.
 
-    Raises ConfigError if the socket's directory is not private or the server refuses a setting.
-    Other problems are warnings and are retried: until a server answers, requests are computed.
+    Raises ConfigError if the socket's directory is not private or the server rejects a setting.
+    Other errors are logged as warnings, and the start is retried in the background. Until a server
+    responds, requests are computed.
     """
-    ended, told = threading.Event(), ""
+    stop, last_warning = threading.Event(), ""
     try:
-        _ensure(config, logger)
-        _tell_differences(config, logger)
+        _ensure_server(config, logger)
+        _log_differences(config, logger)
     except _StartError as e:
-        told = str(e)
-        logger.warning("kvloft: %s", told)
+        last_warning = str(e)
+        logger.warning("kvloft: %s", last_warning)
     threading.Thread(
-        target=_watch, args=(config, logger, ended, told), name="kvloft-server", daemon=True
+        target=_watch, args=(config, logger, stop, last_warning), name="kvloft-server", daemon=True
     ).start()
-    return ended.set
+    return stop.set
 
 
-def _watch(config: Config, logger: logging.Logger, ended: threading.Event, told: str) -> None:
-    """Start a server whenever none runs. ``told`` is the last warning, which is not repeated."""
-    while not ended.wait(LOOK_EVERY_S):
+def _watch(
+    config: Config, logger: logging.Logger, stop: threading.Event, last_warning: str
+) -> None:
+    """Restart the server after it exits, until ``stop`` is set.
+
+    Consecutive equal warnings are logged once; ``last_warning`` is already logged.
+    """
+    while not stop.wait(LOOK_EVERY_S):
         with contextlib.suppress(OSError):
-            _wait_for_end(_path(config), ended)
+            _wait_for_exit(_path(config), stop)
             continue
         try:
-            _ensure(config, logger)
+            _ensure_server(config, logger)
         except (ConfigError, _StartError) as e:
-            if told != str(e) and not ended.is_set():
+            if last_warning != str(e) and not stop.is_set():
                 logger.warning("kvloft: %s", e)
-            told = str(e)
-        ended.wait(START_EVERY_S)
+            last_warning = str(e)
+        stop.wait(START_EVERY_S)
 
 
-def _ensure(config: Config, logger: logging.Logger) -> None:
-    """Start a server unless one listens. Raises ConfigError or _StartError."""
+def _ensure_server(config: Config, logger: logging.Logger) -> None:
+    """Start a server if none listens on the socket. Raises ConfigError or _StartError."""
     path = Path(_path(config))
     _make_private(path.parent)
-    if _is_there(path):
+    if _is_listening(path):
         return
     log = path.with_suffix(".log")
     try:
@@ -94,29 +101,29 @@ def _ensure(config: Config, logger: logging.Logger) -> None:
             timeout=START_TIMEOUT_S,
             start_new_session=True,
         )
-        status, said = done.returncode, done.stderr.strip()
+        status, errors = done.returncode, done.stderr.strip()
     except (OSError, subprocess.SubprocessError) as e:
-        status, said = 1, str(e)
+        status, errors = 1, str(e)
     if status == 0:
         text = (
             "kvloft: started a server at unix:%s, which exits %g s after its last engine; its log "
             "is %s"
         )
         logger.info(text, path, config.server_linger, log)
-        for line in said.splitlines():
+        for line in errors.splitlines():
             logger.warning("%s", line)
-    elif status == WRONG_SETTING:
-        raise ConfigError(said.removeprefix("kvloft: "))
-    elif not _comes(path):  # and no other engine started one
+    elif status == INVALID_SETTING:
+        raise ConfigError(errors.removeprefix("kvloft: "))
+    elif not _wait_for_server(path):
         raise _StartError(
-            "the server of server = auto could not be started, so requests are computed until one "
-            "answers; start one with "
-            f"`kvloft serve --socket {path}`, or fix this: {said.removeprefix('kvloft: ')}"
+            "the server of server = auto could not be started, so requests are computed until a "
+            f"server responds; start a server with `kvloft serve --socket {path}`, or fix this "
+            f"error: {errors.removeprefix('kvloft: ')}"
         )
 
 
 def _command(config: Config, log: Path) -> list[str]:
-    told = {
+    options = {
         "socket": _path(config),
         "host-size": f"{config.host_size}B",
         "eviction": config.eviction,
@@ -125,28 +132,28 @@ def _command(config: Config, log: Path) -> list[str]:
         "background": str(log),
     }
     if config.disk_path is not None:
-        told |= {"disk-path": config.disk_path, "disk-size": f"{config.disk_size}B"}
+        options |= {"disk-path": config.disk_path, "disk-size": f"{config.disk_size}B"}
     for key in OF_LIMITS:
         if (value := getattr(config, key)) is not None:
-            told[key.replace("_", "-")] = KEYS[key].show(value)
+            options[key.replace("_", "-")] = KEYS[key].show(value)
     argv = [sys.executable, "-P", "-m", "kvloft.cli", "serve"]
-    return argv + [f"--{name}={value}" for name, value in told.items()]
+    return argv + [f"--{name}={value}" for name, value in options.items()]
 
 
-def _tell_differences(config: Config, logger: logging.Logger) -> None:
-    """Log settings that differ from the server's, which the engine that started it decided."""
+def _log_differences(config: Config, logger: logging.Logger) -> None:
+    """Log the settings of this engine that differ from the settings of the running server."""
     with contextlib.suppress(StoreError):
-        its = _core.server_status(_path(config))["settings"]
+        settings = _core.server_status(_path(config))["settings"]
         differences = [
-            f"{key} = {own} here and {its[key]} there"
+            f"{key} = {own} (server: {settings[key]})"
             for key, own, origin in describe(config)
-            if its.get(key, own) != own
+            if settings.get(key, own) != own
             and (origin != FROM_DEFAULT or (key == "disk_size" and config.disk_path is not None))
         ]
         if differences:
             text = (
-                "kvloft: settings of this engine are ignored, because the server at unix:%s was "
-                "started with others: %s"
+                "kvloft: ignoring settings of this engine, because the server at unix:%s was "
+                "started with different values: %s"
             )
             logger.warning(text, _path(config), ", ".join(differences))
 
@@ -157,7 +164,10 @@ def _path(config: Config) -> str:
 
 
 def _make_private(folder: Path) -> None:
-    """Create the directory, or check that it is private. Raises ConfigError or _StartError."""
+    """Create the directory if necessary, and check that it is private.
+
+    Raises ConfigError or _StartError.
+    """
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -166,20 +176,23 @@ def _make_private(folder: Path) -> None:
         if e.errno in MAY_PASS:
             raise _StartError(
                 f"{folder} cannot be created ({e.strerror}), so requests are computed until a "
-                "server answers"
+                "server responds"
             ) from e
         raise ConfigError(
             f"{folder} cannot be created for server = auto ({e.strerror}); set server to a path."
         ) from e
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ConfigError(
-            f"{folder} is not a directory of this user or is writable by others, so server = auto "
-            "does not use it; remove it, or set server to a path."
+            f"{folder} is not a directory of this user or is writable by other users, so server = "
+            "auto cannot use it; remove it, or set server to a path."
         )
 
 
 def _connect(path: str | Path) -> int:
-    """Return the server's process id; 0 in another container. Raises OSError without a server."""
+    """Return the server's process id; 0 if the server runs in a different container.
+
+    Raises OSError if no server is listening.
+    """
     with socket.socket(socket.AF_UNIX) as own:
         own.settimeout(START_TIMEOUT_S)
         own.connect(str(path))
@@ -187,7 +200,7 @@ def _connect(path: str | Path) -> int:
         return int(_PEER.unpack(peer)[0])
 
 
-def _is_there(path: str | Path) -> bool:
+def _is_listening(path: str | Path) -> bool:
     try:
         _connect(path)
     except OSError:
@@ -195,25 +208,25 @@ def _is_there(path: str | Path) -> bool:
     return True
 
 
-def _comes(path: Path) -> bool:
-    """Return True once a server listens that another engine is starting; False after a time-out."""
+def _wait_for_server(path: Path) -> bool:
+    """Wait for a server that a concurrent engine may be starting. Return False after a timeout."""
     deadline = time.monotonic() + START_TIMEOUT_S / 3
-    while not (is_there := _is_there(path)) and time.monotonic() < deadline:
+    while not (is_listening := _is_listening(path)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return is_there
+    return is_listening
 
 
-def _wait_for_end(path: str, ended: threading.Event) -> None:
-    """Wait for the end of the server or of this engine. Raises OSError without a server."""
+def _wait_for_exit(path: str, stop: threading.Event) -> None:
+    """Wait until the server exits or ``stop`` is set. Raises OSError if no server is listening."""
     pid = _connect(path)
     try:
         process = os.pidfd_open(pid)
     except OSError:
-        return  # in another container, or gone: the next call finds out
+        return  # the server has exited, or runs in a different container; the caller connects again
     try:
         poll = select.poll()
         poll.register(process, select.POLLIN)
-        while not ended.is_set() and not poll.poll(LOOK_EVERY_S * 1000):
+        while not stop.is_set() and not poll.poll(LOOK_EVERY_S * 1000):
             pass
     finally:
         os.close(process)

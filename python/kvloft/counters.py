@@ -1,8 +1,7 @@
-"""Names and help texts of all counters and gauges: the one table of stores, servers and engines.
+"""Names and help texts of all counters and gauges of stores, servers and engines.
 
-The code that counts uses these names; vLLM's `/metrics`, `kvloft serve --metrics` and
-`docs/metrics.md` take them from here. A test compares all four with a running server. It must not
-import anything of kvloft.
+vLLM's `/metrics` and `kvloft serve --metrics` export this table. A test checks that stores, servers
+and docs/metrics.md use the same names. This module must not import other modules of kvloft.
 """
 
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Final
 
 
 class Scope(Flag):
-    """Where a number is exported. `kvloft status --json` also prints numbers without a scope."""
+    """Where a metric is exported. `kvloft status --json` also prints metrics without a scope."""
 
     ENGINE = auto()
     """vLLM's `/metrics`: `vllm:kvloft_NAME`."""
@@ -30,7 +29,7 @@ _SERVER: Final = Scope.SERVER
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A counter, which only grows, or a gauge."""
+    """A counter, or a gauge if ``is_gauge``."""
 
     name: str
     help_text: str
@@ -48,167 +47,182 @@ def _gauge(name: str, scope: Scope, text: str) -> Metric:
 
 METRICS: Final = (
     # Counted by engines.
-    _counter("load_tokens_host", _ENGINE, "Tokens loaded from host memory"),
-    _counter("load_tokens_disk", _ENGINE, "Tokens loaded from disk"),
+    _counter("load_tokens_host", _ENGINE, "Number of prompt tokens loaded from host memory"),
+    _counter("load_tokens_disk", _ENGINE, "Number of prompt tokens loaded from disk"),
     _counter(
         "disk_slow_tokens",
         _ENGINE,
-        "Tokens on disk that were computed, because reading them was expected to take longer",
+        "Number of prompt tokens on disk that were computed because reading was expected to be "
+        "slower",
     ),
     _counter(
         "load_lost_blocks",
         _ENGINE,
-        "Blocks offered to vLLM whose chunk was evicted before the load was planned",
+        "Number of blocks offered to vLLM whose chunk was evicted before the load was planned",
     ),
-    _counter("loaded_bytes", _ENGINE, "Bytes loaded into paged KV, all ranks"),
-    _counter("load_seconds", _ENGINE, "Seconds spent loading, all ranks"),
-    _counter("saved_chunks", _ENGINE, "Chunks saved and published"),
-    _counter("saved_bytes", _ENGINE, "Bytes saved from paged KV, all ranks"),
-    _counter("save_seconds", _ENGINE, "Seconds spent saving, all ranks"),
+    _counter(
+        "loaded_bytes", _ENGINE, "Uncompressed size of all loads in bytes, summed over all ranks"
+    ),
+    _counter("load_seconds", _ENGINE, "Time spent copying loads in seconds, summed over all ranks"),
+    _counter("saved_chunks", _ENGINE, "Number of chunks saved and published"),
+    _counter(
+        "saved_bytes", _ENGINE, "Uncompressed size of all saves in bytes, summed over all ranks"
+    ),
+    _counter("save_seconds", _ENGINE, "Time spent copying saves in seconds, summed over all ranks"),
     _counter(
         "save_dropped_chunks",
         _ENGINE,
-        "Saves dropped because no frame was free or the server did not answer",
+        "Number of chunks not saved because no frame was free or the server did not respond",
     ),
-    _counter("save_failed_chunks", _ENGINE, "Saves whose copy failed"),
+    _counter(
+        "save_failed_chunks", _ENGINE, "Number of chunks whose copy failed while they were saved"
+    ),
     _counter(
         "save_misfit_chunks",
         _ENGINE,
-        "Chunks that compressed too little for their frames; saved in full frames from then on",
+        "Number of chunks that compressed too little for their frames; their next save uses full "
+        "frames",
     ),
     _counter(
-        "load_breaker_trips", _ENGINE, "Times that loads and saves were paused because loads failed"
+        "load_breaker_trips",
+        _ENGINE,
+        "Number of times saves and loads were paused after failed loads",
     ),
-    _counter("verify_failures", _ENGINE, "Chunks that failed verification when loaded"),
+    _counter(
+        "verify_failures",
+        _ENGINE,
+        "Number of chunks that failed verification when they were loaded",
+    ),
     _counter(
         "layout_mismatches",
         _ENGINE,
-        "Chunks saved by an engine with another memory layout; not loaded, and kept",
+        "Number of chunks with a different memory layout, which are kept but not loaded",
     ),
-    _counter("hook_errors", _ENGINE, "Errors inside kvloft that were turned into misses"),
-    _counter("server_late", _ENGINE, "Requests that the server did not answer in time"),
+    _counter("hook_errors", _ENGINE, "Number of errors inside kvloft that were treated as misses"),
+    _counter("server_late", _ENGINE, "Number of late responses of the server"),
     _counter(
-        "server_late_chunks", _ENGINE, "Chunks not saved because the server did not answer in time"
+        "server_late_chunks",
+        _ENGINE,
+        "Number of chunks not saved because of late responses of the server",
     ),
-    _counter("server_lost", _ENGINE, "Lost connections to the server"),
+    _counter("server_lost", _ENGINE, "Number of lost connections to the server"),
     # Counted by each store: an engine's own, or a namespace of a server.
-    _counter("commits", _SPACE, "Chunks saved and published"),
-    _counter("aborts", _SPACE, "Saves that failed"),
-    _counter("reserve_dropped", _SPACE, "Saves dropped because no frame was free"),
-    _counter("host_evictions", _BOTH, "Chunks evicted from host memory"),
-    _counter("disk_evictions", _BOTH, "Chunks evicted from disk"),
+    _counter("commits", _SPACE, "Number of chunks saved and published"),
+    _counter("aborts", _SPACE, "Number of failed saves"),
+    _counter("reserve_dropped", _SPACE, "Number of saves dropped because no frame was free"),
+    _counter("host_evictions", _BOTH, "Number of chunks evicted from host memory"),
+    _counter("disk_evictions", _BOTH, "Number of chunks evicted from disk"),
     _counter(
         "quota_evictions",
         _BOTH,
-        "Chunks evicted from host memory because their tenant was at its quota",
+        "Number of chunks evicted from host memory because their tenant was at its quota",
     ),
     _counter(
         "quota_disk_evictions",
         _BOTH,
-        "Chunks evicted from disk because their tenant was at its quota",
+        "Number of chunks evicted from disk because their tenant was at its quota",
     ),
     _counter(
         "quota_dropped",
         _BOTH,
-        "Operations rejected because the tenant was at its quota and all of its chunks were in use",
+        "Number of operations rejected because the tenant was at its quota and all of its chunks "
+        "were in use",
     ),
-    _counter("expired", _BOTH, "Chunks removed because their time to live had passed"),
-    _counter("discards", _SPACE, "Chunks removed because they were damaged or replaced"),
-    _counter("cleared", _SPACE, "Chunks removed by clearing the namespace"),
-    _counter("evicted", _SPACE, "Chunks removed by kvloft evict"),
-    _counter("disk_recovered", _NONE, "Chunks found on disk when the store was opened"),
-    _counter("disk_writes", _SPACE, "Chunks written to disk"),
-    _counter("disk_bytes_written", _BOTH, "Bytes written to disk"),
-    _counter("disk_write_us", _NONE, "Microseconds that disk threads spent writing"),
-    _counter("disk_write_errors", _BOTH, "Failed disk writes"),
-    _counter("disk_reads", _SPACE, "Chunks read from disk"),
-    _counter("disk_bytes_read", _BOTH, "Bytes read from disk"),
-    _counter("disk_read_us", _NONE, "Microseconds that disk threads spent reading"),
+    _counter("expired", _BOTH, "Number of chunks removed because their TTL had expired"),
+    _counter("discards", _SPACE, "Number of chunks removed because they were damaged or replaced"),
+    _counter("cleared", _SPACE, "Number of chunks removed by clearing the namespace"),
+    _counter("evicted", _SPACE, "Number of chunks removed by kvloft evict"),
+    _counter("disk_recovered", _NONE, "Number of chunks found on disk when the store was opened"),
+    _counter("disk_writes", _SPACE, "Number of chunks written to disk"),
+    _counter("disk_bytes_written", _BOTH, "Disk writes in bytes"),
+    _counter("disk_write_us", _NONE, "Time that disk threads spent writing, in microseconds"),
+    _counter(
+        "disk_write_errors",
+        _BOTH,
+        "Number of failed disk writes, except writes that found no space",
+    ),
+    _counter("disk_reads", _SPACE, "Number of chunks read from disk"),
+    _counter("disk_bytes_read", _BOTH, "Disk reads in bytes"),
+    _counter("disk_read_us", _NONE, "Time that disk threads spent reading, in microseconds"),
     _counter(
         "disk_read_busy_us",
         _NONE,
-        "Microseconds in which at least one chunk was queued for reading from disk",
+        "Time during which at least one disk read was pending, in microseconds",
     ),
-    _counter("disk_read_errors", _BOTH, "Failed disk reads"),
-    _counter("disk_verify_failures", _BOTH, "Chunks on disk that failed verification"),
+    _counter("disk_read_errors", _BOTH, "Number of failed disk reads"),
+    _counter("disk_verify_failures", _BOTH, "Number of chunks on disk that failed verification"),
+    _counter("disk_dropped", _BOTH, "Number of chunks never written to disk"),
     _counter(
-        "disk_dropped",
+        "disk_unwritten",
         _BOTH,
-        "Chunks never written to disk, because it was full or they were evicted first",
+        "Number of chunks evicted from host memory before they were written to disk",
     ),
-    _counter(
-        "disk_unwritten", _BOTH, "Chunks evicted from host memory before they were written to disk"
-    ),
-    _counter("disk_removals", _BOTH, "Times that the disk directory was removed while in use"),
-    _counter(
-        "disk_trips",
-        _BOTH,
-        "Times that the circuit breaker of the disk opened after errors or a hang",
-    ),
-    _gauge("frames_total", _BOTH, "Frames in host memory"),
-    _gauge("host_used_bytes", _BOTH, "Bytes of host memory that hold chunks"),
-    _gauge("host_raw_bytes", _BOTH, "Bytes that these chunks would take uncompressed"),
-    _gauge("host_share_bytes", _SPACE, "Bytes of the namespace's share of host memory"),
-    _gauge("frames_visible", _BOTH, "Frames with a published chunk"),
-    _gauge("frames_reserved", _BOTH, "Frames being written"),
-    _gauge("frames_free", _BOTH, "Free frames"),
-    _gauge("entries", _SPACE, "Chunks stored, in any tier"),
-    _gauge("pins", _BOTH, "Chunks pinned by loads"),
-    _gauge("read_leases", _SPACE, "Prompts with pinned chunks"),
-    _gauge("write_leases", _NONE, "Reservations that are not committed or aborted"),
-    _gauge("reads_pending", _SPACE, "Chunks queued for reading from disk"),
-    _gauge("salts", _SPACE, "Tenants with chunks"),
-    _gauge("disk_used", _BOTH, "Chunks on disk"),
-    _gauge("disk_used_bytes", _BOTH, "Bytes of chunks on disk"),
-    _gauge("disk_raw_bytes", _BOTH, "Bytes that these chunks would take uncompressed"),
-    _gauge("disk_pending", _SPACE, "Chunks queued for writing to disk"),
-    _gauge("disk_slots", _NONE, "Slots in the files on disk"),
-    _gauge("disk_bytes", _SPACE, "Bytes of the namespace's files on disk"),
+    _counter("disk_removals", _BOTH, "Number of times the disk directory was removed while in use"),
+    _counter("disk_trips", _BOTH, "Number of times the circuit breaker of the disk tier opened"),
+    _gauge("frames_total", _BOTH, "Number of frames in host memory"),
+    _gauge("host_used_bytes", _BOTH, "Size of chunks in host memory in bytes"),
+    _gauge("host_raw_bytes", _BOTH, "Uncompressed size of chunks in host memory in bytes"),
+    _gauge("host_share_bytes", _SPACE, "Size of the namespace's share of host memory in bytes"),
+    _gauge("frames_visible", _BOTH, "Number of frames with a published chunk"),
+    _gauge("frames_reserved", _BOTH, "Number of frames being filled"),
+    _gauge("frames_free", _BOTH, "Number of free frames"),
+    _gauge("entries", _SPACE, "Number of chunks stored in any tier"),
+    _gauge("pins", _BOTH, "Number of chunks pinned by loads"),
+    _gauge("read_leases", _SPACE, "Number of prompts with pinned chunks"),
+    _gauge("write_leases", _NONE, "Number of reservations that are neither committed nor aborted"),
+    _gauge("reads_pending", _SPACE, "Number of queued disk reads"),
+    _gauge("salts", _SPACE, "Number of tenants with chunks"),
+    _gauge("disk_used", _BOTH, "Number of chunks on disk"),
+    _gauge("disk_used_bytes", _BOTH, "Size of chunks on disk in bytes"),
+    _gauge("disk_raw_bytes", _BOTH, "Uncompressed size of chunks on disk in bytes"),
+    _gauge("disk_pending", _SPACE, "Number of queued disk writes"),
+    _gauge("disk_slots", _NONE, "Number of slots in the disk files"),
+    _gauge("disk_bytes", _SPACE, "Size of the namespace's disk files in bytes"),
     _gauge(
         "disk_broken",
         _BOTH,
-        "1 while the circuit breaker of the disk is open after errors or a hang",
+        "1 while the circuit breaker of the disk tier is open or the disk tier is closed",
     ),
     # Counted by a server for each namespace.
-    _counter("lookups", _SPACE, "Prefix lookups from engines"),
-    _counter("lookup_chunks", _SPACE, "Chunks looked up"),
-    _counter("lookup_chunks_found", _SPACE, "Chunks found by lookups, in any tier"),
-    _counter("load_chunks", _SPACE, "Chunks loaded by engines"),
-    _counter("save_chunks", _NONE, "Chunks saved by engines"),
+    _counter("lookups", _SPACE, "Number of prefix lookups from engines"),
+    _counter("lookup_chunks", _SPACE, "Number of chunks looked up"),
+    _counter("lookup_chunks_found", _SPACE, "Number of chunks that lookups found in any tier"),
+    _counter("load_chunks", _SPACE, "Number of chunks loaded by engines"),
+    _counter("save_chunks", _NONE, "Number of chunks saved by engines"),
+    _counter("late_calls", _SPACE, "Number of late responses of the server, as counted by engines"),
     _counter(
-        "late_calls",
-        _SPACE,
-        "Requests that the server did not answer in time, as counted by engines",
+        "late_chunks", _SPACE, "Number of chunks not saved because of late responses of the server"
     ),
-    _counter("late_chunks", _SPACE, "Chunks not saved because the server did not answer in time"),
-    _gauge("slabs", _SPACE, "Slabs of host memory assigned"),
-    _gauge("share_percent", _NONE, "Fixed share of host memory, if one is set"),
+    _gauge("slabs", _SPACE, "Number of slabs assigned to the namespace"),
+    _gauge("share_percent", _NONE, "The namespace's fixed share of host memory in percent, if set"),
     # Counted by a server as a whole.
-    _counter("server_accepted", _SERVER, "Connections accepted"),
-    _counter("server_joined", _SERVER, "Engines that joined, including reconnections"),
-    _counter("server_refused", _SERVER, "Connections refused"),
-    _gauge("host_bytes", _SERVER, "Bytes of host memory"),
-    _gauge("slab_bytes", _SERVER, "Bytes of one slab"),
-    _gauge("engines", _SERVER, "Connected engines"),
-    _gauge("server_host_bytes", _SERVER, "Limit of host memory in bytes"),
-    _gauge("server_disk_bytes", _SERVER, "Limit of the disk directory in bytes"),
-    _gauge("server_disk_unused", _SERVER, "1 while the server cannot use its disk directory"),
+    _counter("server_accepted", _SERVER, "Number of accepted connections"),
+    _counter("server_joined", _SERVER, "Number of engines that joined, including reconnections"),
+    _counter("server_refused", _SERVER, "Number of rejected connections"),
+    _gauge("host_bytes", _SERVER, "Size of the server's host memory in bytes"),
+    _gauge("slab_bytes", _SERVER, "Size of a slab in bytes"),
+    _gauge("engines", _SERVER, "Number of connected engines"),
+    _gauge("server_host_bytes", _SERVER, "Size limit of host memory in bytes"),
+    _gauge("server_disk_bytes", _SERVER, "Size limit of the disk directory in bytes"),
+    _gauge("server_disk_unused", _SERVER, "1 while the disk directory is unusable"),
     _gauge(
-        "server_disk_free_bytes", _SERVER, "Free bytes in the file system of the disk directory"
+        "server_disk_free_bytes", _SERVER, "Free space in the disk directory's file system in bytes"
     ),
-    _gauge("server_disk_closed_bytes", _SERVER, "Bytes of closed namespaces on disk"),
+    _gauge("server_disk_closed_bytes", _SERVER, "Size of closed namespaces on disk in bytes"),
     _gauge(
-        "quarantined_reservations", _SERVER, "Frames reserved until no process can write to them"
+        "quarantined_reservations",
+        _SERVER,
+        "Number of frames reserved until the processes of a dead engine exit",
     ),
     _gauge(
         "quarantined_leases",
         _NONE,
-        "Leases of lost engines, kept until no process can read their frames",
+        "Number of leases of dead engines, kept until no process can read their frames",
     ),
 )
 """All counters and gauges."""
 
 
 def exported(scope: Scope) -> list[Metric]:
-    """Return the metrics that are exported in ``scope``."""
+    """Return the metrics with ``scope``."""
     return [metric for metric in METRICS if scope in metric.scope]

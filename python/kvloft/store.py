@@ -1,6 +1,6 @@
-"""Opens the store of an engine: a store in this process, or that of a server which engines share.
+"""Opens the store of an engine: in this process, or on a server that engines share.
 
-Must not depend on vLLM.
+This module must not import vLLM.
 """
 
 from pathlib import Path
@@ -15,10 +15,10 @@ from kvloft.seam.shape import ArenaSpec, CacheShape
 def open_store(
     config: Config, shape: CacheShape, namespace: bytes, description: str, *, disk_path: str | None
 ) -> _core.Session:
-    """Return a new session. ``description`` is one line about ``namespace``; ``disk_path`` is this
-    engine's directory.
+    """Open a session with the store of ``namespace``.
 
-    Raises ConfigError if a setting is wrong.
+    ``description`` is one line of text about the namespace. ``disk_path`` is the disk directory of
+    this engine. Raises ConfigError if a setting is invalid.
     """
     groups = groups_of(shape)
     sizes = list(zip(shape.frame_sizes, shape.raw_frame_sizes, strict=True))
@@ -50,7 +50,7 @@ def open_store(
 def groups_of(
     shape: CacheShape,
 ) -> list[tuple[int | None, str, int, int, int, int, int, int | None]]:
-    """Return the KV cache groups as a session takes them."""
+    """Return the KV cache groups as arguments of a `_core.Session`."""
     return [
         (
             shape.number_of(nth),
@@ -66,7 +66,7 @@ def groups_of(
 
 
 def arena_of(store: _core.Session, shape: CacheShape) -> ArenaSpec | None:
-    """Return the arena for workers to map; None while there is no server."""
+    """Return the arena that workers map; None while the server is unavailable."""
     if not (path := store.arena_path):
         return None
     size_bytes, slab_bytes = store.arena_sizes
@@ -74,11 +74,12 @@ def arena_of(store: _core.Session, shape: CacheShape) -> ArenaSpec | None:
 
 
 def disk_path_of(config: Config, parallel: Any) -> str | None:
-    """Return the directory of this data-parallel engine: ``disk_path`` for the first engine, and
-    ``dpN`` in it for others. ``parallel`` is vLLM's ParallelConfig.
+    """Return the disk directory of this data-parallel engine.
 
-    Only the index identifies the engine: engines of a dense model are independent, and vLLM resets
-    their size to 1 and their rank to 0 (`reconfigure_for_independent_dp_rank`).
+    The first engine uses ``disk_path``; engine N uses its subdirectory ``dpN``. ``parallel`` is
+    vLLM's ParallelConfig. Only ``data_parallel_index`` identifies the engine if the model is dense:
+    vLLM then resets the data-parallel size to 1 and the rank to 0
+    (`reconfigure_for_independent_dp_rank`).
     """
     index = getattr(parallel, "data_parallel_index", None)
     rank = parallel.data_parallel_rank if index is None else index

@@ -1,4 +1,4 @@
-"""Version and revision of this build. The version's only source is Cargo.toml."""
+"""Version and git revision of this build. The version is defined in Cargo.toml."""
 
 from typing import Final
 

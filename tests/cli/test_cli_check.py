@@ -81,7 +81,7 @@ def test_a_wrong_answer_is_status_1_with_its_place_in_the_last_line(
     assert main(["check", "wrong"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("kvloft does NOT support wrong")
-    assert "kvloft, disk, new engine: 1 of 1 answers differ" in last
+    assert "kvloft, disk, new engine: 1 of 1 outputs differ" in last
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])
@@ -262,17 +262,17 @@ def test_a_good_run_is_served_without_a_remark() -> None:
 @pytest.mark.parametrize(
     ("changes", "missing"),
     [
-        ({"host": {"host": 0}}, "nothing was loaded from host memory"),
-        ({"disk": {"disk": 0}}, "nothing was loaded from disk"),
+        ({"host": {"host": 0}}, "no tokens were loaded from host memory"),
+        ({"disk": {"disk": 0}}, "no tokens were loaded from disk"),
         ({"reset": {"host": 16}}, "although the cache should be empty"),
         ({"cold": {"disk": 16}}, "although the cache should be empty"),
-        ({"fork": {"errors": 1}}, "1 errors inside kvloft"),
-        ({"fork": {"damaged": 1}}, "1 errors inside kvloft"),
+        ({"fork": {"errors": 1}}, "1 errors in kvloft"),
+        ({"fork": {"damaged": 1}}, "1 errors in kvloft"),
         (
             {"host": {"host": 16, "accepted": 6}},
-            "6 draft tokens were accepted, but 10 for the same answers without a hit",
+            "6 draft tokens were accepted, compared with 10 for the same outputs without a hit",
         ),
-        ({"host": {"host": 16, "tokens": [1, 8, 3]}}, "rounding decides every answer"),
+        ({"host": {"host": 16, "tokens": [1, 8, 3]}}, "rounding changed every output"),
         (
             {"host": {"host": 16, "clear": [[-0.3, 4.0, 9]] * 3}},
             "log probabilities differ by up to 0.4",
@@ -289,7 +289,7 @@ def test_more_gpu_memory_for_a_request_is_a_remark_with_the_setting_that_helps()
     found = report({"kv_groups": "one"}, **{"with kvloft": {"request_bytes": 4 << 20}})
     assert found["served"]
     assert (
-        "a request of 100 tokens takes 4 MiB of GPU KV memory with kvloft, 1 MiB without"
+        "a request with 100 tokens takes 4 MiB of GPU KV memory with kvloft, 1 MiB without"
         in found["remarks"][0]
     )
     assert "set kv_groups to auto" in found["remarks"][1]

@@ -87,9 +87,9 @@ def test_a_tenant_is_gone_after_a_kill_too(
             "evicted chunks must not be found after a restart"
         )
         assert main(["evict", "--socket", socket, "--salt", SALT]) == 0
-        assert capsys.readouterr().out == "there are no chunks with that salt\n"
+        assert capsys.readouterr().out == "there are no chunks with this salt\n"
         assert main(["evict", "--socket", socket, "--salt", "another", "--host-only"]) == 0
-        assert capsys.readouterr().out == "there are no chunks with that salt in host memory\n"
+        assert capsys.readouterr().out == "there are no chunks with this salt in host memory\n"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,8 @@ def test_evict_host_only_keeps_the_disk(folder: Path, capsys: pytest.CaptureFixt
         assert main(["evict", "--socket", socket, "--host-only"]) == 0
         said = capsys.readouterr().out
         assert (
-            said == "9 chunks evicted in 1 namespace: 36 KiB of host memory; 3 in use, which stay\n"
+            said
+            == "9 chunks evicted in 1 namespace: 36 KiB of host memory; 3 in use, which were kept\n"
         )
         assert lease.poll() == (3, 0)
         assert main(["status", "--socket", socket]) == 0

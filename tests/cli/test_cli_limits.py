@@ -66,8 +66,8 @@ def server(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
 def bounds(folder: Path) -> str:
     return (
         "each salt: at most 10% of its namespace's host memory, expires after 1d; "
-        f"other limits for single salts: {folder / 'limits.yaml'}; fixed shares of host memory: "
-        "0101 100%"
+        f"other limits for individual salts: {folder / 'limits.yaml'}; "
+        "fixed shares of host memory: 0101 100%"
     )
 
 
@@ -216,7 +216,7 @@ def test_a_salt_that_is_not_listed_may_have_something(num_salts: int, said: str)
         ),
         (
             {"salt_limits": "/a.yaml", "numa": "0,1"},
-            "limits for single salts: /a.yaml; host memory on NUMA nodes 0,1",
+            "limits for individual salts: /a.yaml; host memory on NUMA nodes 0,1",
         ),
         (
             {"share": "3f9a 25%, 77 5%", "numa": "0"},

@@ -74,7 +74,7 @@ def test_a_rewrite_waits_for_the_kernels_of_every_slot(gpu: Gpu, seed: int) -> N
     paged = on_gpu.bf16("pages_of_6k")
     frames = on_gpu.encoded_frames(paged, 31, 1)
     mover = make_mover(paged, frames, 1, encodes=True, ring=(2, 64 << 10))
-    assert mover.saves.num_slots == 4 and len(set(mover.saves.kernel_streams)) == 4
+    assert mover.save_lane.num_slots == 4 and len(set(mover.save_lane.kernel_streams)) == 4
     on_gpu.fill(paged, "gaussian")
     before = paged.snapshot()
     copies = copies_of(range(31), [[block] for block in range(31)])
@@ -145,6 +145,6 @@ def test_parts_are_raw_if_the_encoding_kernels_do_not_compile(
         )
     assert found == [False]
     assert (
-        "KV is not compressed: the kernels for it failed to compile or load (no such architecture)"
-        in caplog.text
+        "storing KV uncompressed: the compression kernels cannot be compiled or loaded (no such "
+        "architecture)" in caplog.text
     )

@@ -191,13 +191,13 @@ def test_loads_from_registered_frames_use_dma(rig: Rig, monkeypatch: pytest.Monk
     assert len(rig.settled()[0]) == 30
     rig.pins.num_registered_bytes = 15 * rig.pins.frame_bytes
     told: list[tuple[int, bool]] = []
-    submit = rig.mover.loads.submit
+    submit = rig.mover.load_lane.submit
 
     def noted(piece: Any, *, kind: int, is_registered: bool) -> Any:
         told.append((max(run.frame + run.num_rows for run in piece.runs), is_registered))
         return submit(piece, kind=kind, is_registered=is_registered)
 
-    monkeypatch.setattr(rig.mover.loads, "submit", noted)
+    monkeypatch.setattr(rig.mover.load_lane, "submit", noted)
     rig.mover.begin_step((), has_loads=True)
     rig.mover.submit_loads([LoadPlan(ReqId("l"), 0, batch_of(copies))])
     assert not rig.mover.drain().bad_blocks

@@ -103,7 +103,7 @@ def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(
         )
         mover.wait_registered()
         copies = copies_of(list(range(20)), [[block] for block in range(20)])
-        submit = mover.saves.submit
+        submit = mover.save_lane.submit
 
         def slow(piece: Piece, **more: Any) -> Sent:
             if (
@@ -114,7 +114,7 @@ def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(
                 assert may_send.wait(DEADLINE_S)
             return submit(piece, **more)
 
-        monkeypatch.setattr(mover.saves, "submit", slow)
+        monkeypatch.setattr(mover.save_lane, "submit", slow)
         mover.begin_step(())
         mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies))])
         assert is_at_last.wait(DEADLINE_S), "no submitter reached the last piece"
@@ -148,4 +148,6 @@ def test_first_pieces_keep_the_link_at_work_while_the_next_is_prepared(part_byte
     sizes = [*jobs.ramp(per_piece, part_bytes, 100.0), per_piece]
     assert sizes[0] < per_piece / 2
     for few, following in pairwise(sizes):
-        assert few * part_bytes / jobs.LINK_BYTES_A_US >= 100.0 + following * jobs.PREPARE_CHUNK_US
+        assert (
+            few * part_bytes / jobs.LINK_BYTES_PER_US >= 100.0 + following * jobs.PREPARE_CHUNK_US
+        )

@@ -47,7 +47,7 @@ class Rig:
         frames = Frames(BLOCKS, part_bytes_for(self.paged.block_bytes))
         self.mover: CudaMover = make_mover(self.paged, frames, 1, ring=(2, PER_PIECE * 4096))
         self.sizes: list[int] = []
-        for lane in (self.mover.saves, self.mover.loads):
+        for lane in (self.mover.save_lane, self.mover.load_lane):
             patch.setattr(lane, "submit", self.noted(lane.submit))
 
     def noted(self, submit: Any) -> Any:

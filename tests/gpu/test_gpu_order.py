@@ -79,7 +79,7 @@ def test_few_bytes_are_on_the_gpu_at_a_time(verb: str) -> None:
         mover.submit_loads([LoadPlan(ReqId("r"), 1, batch_of(copies))])
     time.sleep(0.05)
     flying = sum(
-        flight.piece.num_bytes for half in (mover._saves, mover._loads) for flight in half.flying
+        flight.piece.num_bytes for half in (mover._saves, mover._loads) for flight in half.in_flight
     )
     assert not gate.query(), "the GPU should be busy"
     assert 0 < flying <= SLOTS_AHEAD * RING[1] < BLOCKS * paged.block_bytes

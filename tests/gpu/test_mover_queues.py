@@ -98,7 +98,7 @@ class Lane:
             is_done=lambda: number < self.num_done, synchronize=lambda: self.finish(number)
         )
         return SimpleNamespace(
-            read=Gathered(number), done=done, tags=tags, used=np.zeros_like(tags)
+            read=Gathered(number), done=done, tags=tags, record_units=np.zeros_like(tags)
         )
 
     def finish(self, number: int) -> None:
@@ -153,7 +153,7 @@ class Queues(RuleBasedStateMachine):
         )
         tuning = Tuning(NUM_SLOTS, CHUNKS_A_SLOT * PART)
         self.mover = CudaMover([(layout, kernels)], [memory], blocks_per_chunk=[1], tuning=tuning)
-        self.mover.loads.before_submit = self.load_is_sent  # type: ignore[attr-defined]
+        self.mover.load_lane.before_submit = self.load_is_sent  # type: ignore[attr-defined]
         frames = np.arange(LOADED)
         keys = b"".join(int(i).to_bytes(32, "little") for i in frames)
         Trailers(memory, layout=bytes(32), block_bytes=BLOCK_BYTES).seal(
@@ -185,7 +185,7 @@ class Queues(RuleBasedStateMachine):
 
         Gathers in one stream run in order, and pieces alternate between the streams.
         """
-        saves: Any = self.mover.saves
+        saves: Any = self.mover.save_lane
         awaited = [saves.num_done - 1] * NUM_SLOTS
         for entry in self.clock.log:
             if entry[0] == "wait" and entry[1] is stream:
@@ -199,7 +199,9 @@ class Queues(RuleBasedStateMachine):
         assert not late, "blocks can be overwritten before a gather has read them"
 
     def load_is_sent(self, piece: Any) -> None:
-        self.check_awaited(self.mover.loads.next_kernel_stream(0), set(piece.block_ids.tolist()))
+        self.check_awaited(
+            self.mover.load_lane.next_kernel_stream(0), set(piece.block_ids.tolist())
+        )
 
     def take(self, done: Any) -> None:
         assert not done.bad_blocks
@@ -265,7 +267,7 @@ class Queues(RuleBasedStateMachine):
 
     @rule(num_saves=st.integers(0, 4), num_loads=st.integers(0, 4))
     def pieces_finish(self, num_saves: int, num_loads: int) -> None:
-        for lane, count in ((self.mover.saves, num_saves), (self.mover.loads, num_loads)):
+        for lane, count in ((self.mover.save_lane, num_saves), (self.mover.load_lane, num_loads)):
             lane.num_done = min(len(lane.pieces), lane.num_done + count)  # type: ignore[attr-defined]
 
     @rule()
@@ -283,11 +285,11 @@ class Queues(RuleBasedStateMachine):
     @invariant()
     def few_pieces_are_ahead_of_the_link(self) -> None:
         for half in (self.mover._saves, self.mover._loads):
-            num_bytes = sum(flight.piece.num_bytes for flight in half.flying)
+            num_bytes = sum(flight.piece.num_bytes for flight in half.in_flight)
             assert num_bytes == half.num_bytes
-            if half.lane is self.mover.loads:
+            if half.lane is self.mover.load_lane:
                 assert num_bytes <= SLOTS_AHEAD * CHUNKS_A_SLOT * PART
-            assert len(half.flying) + len(half.queued) <= MAX_PIECES
+            assert len(half.in_flight) + len(half.queued) <= MAX_PIECES
 
     @invariant()
     def it_is_behind_until_everything_was_sent(self) -> None:
@@ -297,13 +299,13 @@ class Queues(RuleBasedStateMachine):
             - self.dropped
             - set(self.mover._shared.done.failed)
         )
-        num_loads_sent = sum(len(frames) for _, frames in self.mover.loads.pieces)  # type: ignore[attr-defined]
+        num_loads_sent = sum(len(frames) for _, frames in self.mover.load_lane.pieces)  # type: ignore[attr-defined]
         assert self.mover.is_behind == (
             bool(unsent_saves) or num_loads_sent < len(self.loaded_after)
         )
 
     def sent_saves(self) -> set[int]:
-        return {int(frame) for _, frames in self.mover.saves.pieces for frame in frames}  # type: ignore[attr-defined]
+        return {int(frame) for _, frames in self.mover.save_lane.pieces for frame in frames}  # type: ignore[attr-defined]
 
     def check_order(self) -> None:
         """Check that a save's kernel starts after the forward pass that wrote its blocks but does
@@ -316,12 +318,12 @@ class Queues(RuleBasedStateMachine):
             if entry[0] == "after":
                 after[entry[1]] = sum(forward < entry[2] for forward in forwards)
             elif entry[0] == "save":
-                for frame in self.mover.saves.pieces[entry[2]][1]:  # type: ignore[attr-defined]
+                for frame in self.mover.save_lane.pieces[entry[2]][1]:  # type: ignore[attr-defined]
                     assert after[entry[1]] == sum(
                         forward < self.saved_after[int(frame)] for forward in forwards
                     )
             elif entry[0] == "load":
-                for _ in self.mover.loads.pieces[entry[2]][1]:  # type: ignore[attr-defined]
+                for _ in self.mover.load_lane.pieces[entry[2]][1]:  # type: ignore[attr-defined]
                     assert after[entry[1]] == next(loads)
         assert next(loads, None) is None, "a load was never sent"
 

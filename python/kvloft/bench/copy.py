@@ -183,7 +183,7 @@ def rig_interference(rig: Rig, work: Callable[[], object], what: str) -> tuple[f
     """
     start = rig.start_save if what == "save" else rig.start_load
     mover = rig.mover
-    streams = mover.saves.copy_streams if what == "save" else mover.loads.kernel_streams
+    streams = mover.save_lane.copy_streams if what == "save" else mover.load_lane.kernel_streams
     rig.mover.begin_step((), has_loads=what == "load")
 
     def rounds() -> None:

@@ -178,7 +178,7 @@ class Rig:
         timed after both directions are submitted, because one thread submits them in sequence.
         """
         mover = self.mover
-        saves, loads = mover.saves, mover.loads
+        saves, loads = mover.save_lane, mover.load_lane
         save_plan, load_plan = self.save_plan(elsewhere=what == "both"), self.load_plan()
         mover.begin_step((), has_loads=what in ("load", "both"))
         driver.synchronize()

@@ -1,10 +1,10 @@
-"""The `kvloft` command. Imports neither vLLM nor torch, so it runs anywhere."""
+"""The `kvloft` command. It imports neither vLLM nor torch, so it runs on any machine."""
 
 import contextlib
 import sys
 
 
 def warn(text: str) -> None:
-    """Print a line on stderr, if that can be written."""
+    """Print a line on stderr. Ignores write errors."""
     with contextlib.suppress(OSError):
         print(f"kvloft: {text}", file=sys.stderr, flush=True)

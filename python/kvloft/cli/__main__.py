@@ -1,8 +1,7 @@
-"""Entry point of the `kvloft` command. Handles Ctrl-C while modules load, and closed standard
-streams.
+"""Entry point of the `kvloft` command. Handles closed standard streams, and Ctrl-C during imports.
 
-It must import nothing slow before `main`; the commands are in `kvloft.cli.commands` and its sibling
-modules.
+This module must not import slow modules at the top level. `kvloft.cli.commands` dispatches the
+commands.
 """
 
 import os
@@ -12,7 +11,7 @@ from kvloft.cli import warn
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit status: 4 if stdout is closed, 130 after Ctrl-C."""
+    """Run one command and return its exit status: 4 if stdout is closed, 130 after Ctrl-C."""
     try:
         if not _has_streams():
             from kvloft.errors import NOT_WRITTEN
@@ -22,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
         import signal
 
         is_ours = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if is_ours:  # the import system can swallow an exception in a callback
+        if is_ours:  # no exception: the import system can swallow exceptions raised in a callback
             signal.signal(signal.SIGINT, lambda number, _frame: os._exit(128 + number))
         from kvloft.cli.commands import parse, run
 
@@ -35,8 +34,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _has_streams() -> bool:
-    """Return True if stdout is open. Opens /dev/null for a closed stdin or stderr."""
-    if sys.__stdout__ is None:  # print would discard its text without an error
+    """Return True if stdout is open. Replaces a closed stdin or stderr with /dev/null."""
+    if sys.__stdout__ is None:  # print would silently discard its text
         return False
     for name, original, mode in (("stdin", sys.__stdin__, "r"), ("stderr", sys.__stderr__, "w")):
         if original is None:

@@ -1,7 +1,7 @@
-"""`kvloft clear` and `kvloft evict`: remove chunks from a server; and the arguments and texts about
-its tenants.
+"""`kvloft clear` and `kvloft evict` remove chunks from a server.
 
-`kvloft serve` imports this module, so it must not load the extension or anything slow.
+Other commands also use the arguments and texts about tenants. `kvloft serve` imports this module,
+so this module must not import the extension or slow modules at the top level.
 """
 
 import argparse
@@ -18,20 +18,21 @@ from kvloft.errors import ConfigError
 from kvloft.limits import read_salt
 
 NONE: Final = "(none)"
-"""A setting without a value, in a server's settings."""
+"""Text for a setting without a value in a server's settings."""
 CLEAR_DESCRIPTION: Final = """\
-Remove all chunks of a namespace, in memory and on disk. Engines continue and
-save new chunks. Namespaces without an engine, which are on disk only, can be
-cleared, too. Without --yes, the command asks for confirmation on a terminal,
-and clears nothing elsewhere. Exit status: 0; 1 if no server answers or the user
-does not confirm; 2 if there are several namespaces and --namespace is missing,
-or if the disk cannot be listed.
+Remove all chunks of a namespace from memory and disk. Engines keep running and
+save new chunks. The namespace does not need to have an engine. Without --yes,
+the command asks for confirmation; if stdin is not a terminal, it clears
+nothing. Exit status: 0 success; 1 no server answers, or the user does not
+confirm; 2 --namespace is missing although the server has more than one
+namespace, or the disk cannot be listed.
 """
 EVICT_DESCRIPTION: Final = """\
-Remove a tenant: all chunks of requests with one cache_salt, for every LoRA
-adapter and every model, in memory and on disk, including models without an
-engine. They are not found again, even after a restart. With --host-only, evict
-chunks from host memory only, of that tenant or of all tenants.
+Remove all chunks of a tenant, which is the set of requests with one cache_salt,
+from memory and disk. This includes all LoRA adapters and all models, even
+models without an engine. The chunks do not come back after a restart. With
+--host-only, only evict chunks from host memory, of this tenant or of all
+tenants.
 """
 EVICT_EPILOG: Final = """\
   kvloft evict --socket PATH --salt-file secret.txt
@@ -42,49 +43,51 @@ Other users of this machine can read a command line, so use --salt-file for
 secret salts. The CLI hashes the salt locally: neither the server nor its logs
 receive it.
 
-Stop the tenant's requests first: chunks that they save later are stored again.
-Chunks that are being loaded can no longer be found, and their memory is freed
-when the load ends; with --host-only they stay. The bytes stay in memory and in
-files until they are overwritten, but no index entry refers to them. KV in the
-engines' GPUs is not affected.
+Stop the tenant's requests first, because running requests save new chunks.
+Chunks that are being loaded are no longer found, and their memory is freed when
+the load completes; with --host-only they are kept. The bytes remain in memory
+and in files until they are overwritten, but no index entry refers to them. KV
+in GPU memory is not affected.
 
-Exit status: 0, also if there is no chunk with that salt; 1 if no server answers
-or something remains, for example on a failing disk; 2 for a wrong argument.
+Exit status: 0 success, even if there are no chunks with this salt; 1 no server
+answers, or some chunks remain, for example on a failing disk; 2 invalid
+argument.
 """
 
 
 def add_parser(subparsers: Any) -> None:
     """Add both commands to the argparse subparsers."""
     parser = subparsers.add_parser(
-        "clear", help="empty a server's memory and disk", description=CLEAR_DESCRIPTION
+        "clear", help="remove all chunks from a server", description=CLEAR_DESCRIPTION
     )
     add_socket(parser)
     _add_namespace(
-        parser, "the namespace, as printed by `kvloft status`; required if there are several"
+        parser,
+        "the namespace to clear, as printed by `kvloft status`; required if there is more than one",
     )
     parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     parser.set_defaults(run=clear)
     parser = subparsers.add_parser(
         "evict",
-        help="remove one tenant from a server",
+        help="remove all chunks of one tenant from a server",
         description=EVICT_DESCRIPTION,
         epilog=EVICT_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_socket(parser)
-    _add_namespace(parser, "only this namespace, as printed by `kvloft status`")
+    _add_namespace(parser, "only evict from this namespace, as printed by `kvloft status`")
     add_salt(parser)
     parser.add_argument(
         "--host-only",
         action="store_true",
-        help="evict from host memory only; chunks on disk are still found",
+        help="only evict from host memory; keep chunks on disk",
     )
     parser.add_argument("--json", action="store_true", help="print JSON (sizes in bytes)")
     parser.set_defaults(run=evict)
 
 
 def clear(args: argparse.Namespace) -> int:
-    """Clear a namespace. Returns 0, or 1 without confirmation.
+    """Clear a namespace. Return 0, or 1 if the user does not confirm.
 
     Raises StoreError if no server answers, and ConfigError if the namespace is missing.
     """
@@ -95,7 +98,7 @@ def clear(args: argparse.Namespace) -> int:
         server_status(socket)  # ask only if a server answers
         what = f"namespace {args.namespace}" if args.namespace else "all chunks"
         if not _confirm(f"Remove {what} from the server at {socket}?"):
-            warn("nothing was cleared; use --yes to clear without confirmation")
+            warn("nothing was cleared, because the user did not confirm; use --yes to skip this")
             return 1
     num_chunks = server_clear(socket, namespace=args.namespace.lower())
     print(f"{counted(num_chunks, 'chunk')} removed")
@@ -103,17 +106,17 @@ def clear(args: argparse.Namespace) -> int:
 
 
 def evict(args: argparse.Namespace) -> int:
-    """Evict and print the result. Returns 0, or 1 if something remains.
+    """Evict chunks and print the result. Return 0, or 1 if some chunks remain.
 
-    Raises StoreError if no server answers, and ConfigError for a wrong argument.
+    Raises StoreError if no server answers, and ConfigError for an invalid argument.
     """
     from kvloft._core import server_evict
 
     socket, salt = socket_of(args), read_salt_argument(args)
     if salt is None and not args.host_only:
         raise ConfigError(
-            "use --salt-file or --salt to select a tenant, or --host-only; `kvloft clear` empties "
-            "a namespace."
+            "use --salt-file or --salt to select a tenant, or --host-only; to remove all chunks of "
+            "a namespace, use `kvloft clear`."
         )
     report = server_evict(
         socket, namespace=args.namespace.lower(), salt=salt, host_only=args.host_only
@@ -124,14 +127,14 @@ def evict(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     elif has_nothing:
-        print(f"there are no chunks with that salt{' in host memory' if args.host_only else ''}")
+        print(f"there are no chunks with this salt{' in host memory' if args.host_only else ''}")
     else:
         print(_evicted(report, args.host_only))
     if report["complete"]:
         return 0
     warn(
-        "some chunks remain: the disk does not respond, or a namespace is being opened; run the "
-        "command again"
+        "some chunks remain, because the disk does not respond or a namespace is being opened; "
+        "repeat the command"
     )
     return 1
 
@@ -147,7 +150,7 @@ def add_salt(parser: argparse.ArgumentParser) -> None:
     salt.add_argument(
         "--salt-file",
         metavar="FILE",
-        help="a file that contains the salt; - for stdin. One newline at its end is ignored",
+        help="a file that contains the salt; - for stdin. One trailing newline is ignored",
     )
 
 
@@ -178,14 +181,17 @@ def read_salt_argument(args: argparse.Namespace) -> str | None:
 
 
 def salt_tag(salt: str) -> str:
-    """Return a salt's tag in a server's output: 16 hex digits, equal in each namespace."""
+    """Return the tag that stands for a salt in a server's output: 16 hex digits.
+
+    The tag is the same in all namespaces.
+    """
     from kvloft._core import root_key
 
     return root_key(bytes(32), None, salt)[-8:].hex()
 
 
 def _confirm(question: str) -> bool:
-    """Return True if the user agrees; False without a terminal or at the end of input."""
+    """Return True if the user confirms; False at the end of input or if stdin is no terminal."""
     if not sys.stdin.isatty():
         return False
     try:
@@ -201,18 +207,18 @@ def _evicted(report: dict[str, Any], host_only: bool) -> str:
     chunks, namespaces = (counted(report[f"{noun}s"], noun) for noun in ("chunk", "namespace"))
     text = f"{chunks} evicted in {namespaces}: {freed}"
     if report["in_use"]:
-        fate = "which stay" if host_only else "freed when their loads end"
+        fate = "which were kept" if host_only else "freed when their loads complete"
         text += f"; {report['in_use']:,} in use, {fate}"
     return text
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun in the singular or plural."""
+    """Return ``number`` and ``noun``, in the plural unless the number is 1."""
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def limits_text(settings: Mapping[str, str]) -> str:
-    """Return a server's quotas, TTLs, shares and NUMA nodes as text; empty if none is set."""
+    """Return a server's quotas, TTLs, shares and NUMA nodes as text; "" if none of them is set."""
     return "; ".join(_limits({name: text for name, text in settings.items() if text != NONE}))
 
 
@@ -229,7 +235,8 @@ def _limits(given: Mapping[str, str]) -> Iterator[str]:
     if bounds:
         yield f"each salt: {', '.join(bounds)}"
     if "salt_limits" in given:
-        yield f"{'other limits' if bounds else 'limits'} for single salts: {given['salt_limits']}"
+        noun = "other limits" if bounds else "limits"
+        yield f"{noun} for individual salts: {given['salt_limits']}"
     if "share" in given:
         yield f"fixed shares of host memory: {given['share']}"
     if "numa" in given:

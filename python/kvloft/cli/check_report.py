@@ -1,6 +1,6 @@
-"""The report of `kvloft check`: comparison of answers, verdict and tables.
+"""Report of `kvloft check`: compares outputs and creates the verdict and the tables.
 
-Pure functions of the engines' events.
+All functions are pure functions of the engines' events.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,13 @@ from kvloft.config.units import size_text
 
 NEAR = {"float32": 1e-3, "float64": 1e-3}
 NEAR_ELSE = 0.3
-"""Distance in log probability below which rounding can change the chosen token."""
+"""Difference in log probability below which rounding can change the chosen token."""
 MANY_TIMES = 10
-"""Allowed difference of log probabilities, as a multiple of that of vLLM's own cache."""
+"""Maximum difference of log probabilities, relative to the difference with vLLM's own cache."""
 LEAST_ACCEPTED, FEW_DRAFTS = 0.9, 2
+"""Hits may reduce the number of accepted draft tokens to this fraction minus this number."""
 MORE_MEMORY = 1.02
+"""Ratio of GPU memory per request, with kvloft to without, above which the report has a note."""
 TITLES = {
     "plain": "vLLM alone, computed",
     "own": "vLLM alone, its prefix cache",
@@ -37,12 +39,18 @@ FAILED = {
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass over the prompts, compared with plain vLLM. Counts are tokens, except ``blocks``
-    (loaded, by group).
+    """One pass over the prompts, compared with vLLM alone.
 
-    ``near``: answers that first differ at a token whose two best candidates were nearly equal;
-    ``wrong``: other differences. ``difference``: the largest difference of log probabilities over
-    equal tokens.
+    Attributes:
+        answers: number of outputs. Each is ``equal``, ``near`` or ``wrong``.
+        near: number of outputs whose first different token is explained by rounding, because its
+            two best candidates were nearly equally likely.
+        difference: maximum difference of log probabilities over equal tokens.
+        prompt, cached, host, disk: numbers of prompt tokens: all, from vLLM's prefix cache or
+            kvloft, from host memory, and from disk.
+        blocks: number of loaded blocks by KV cache group.
+        drafted, accepted: numbers of draft tokens.
+        errors: number of errors in kvloft and of chunks that failed verification.
     """
 
     name: str
@@ -62,7 +70,7 @@ class Pass:
 
 
 def compare(name: str, answers: dict[str, Any], truth: dict[str, Any], near: float) -> Pass:
-    """Compare ``answers`` with those of plain vLLM."""
+    """Compare the outputs of one pass with ``truth``, the outputs of vLLM alone."""
     kinds, difference = [], 0.0
     for prompt, answer in answers.items():
         true = truth[prompt]
@@ -95,14 +103,17 @@ def compare(name: str, answers: dict[str, Any], truth: dict[str, Any], near: flo
 def make_report(
     engines: list[tuple[str, list[dict[str, Any]], str | None]], about: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the report as JSON. ``engines``: name, events, error of each; plain vLLM first."""
+    """Return the report as JSON.
+
+    ``engines`` has the name, the events and the error of each engine, starting with vLLM alone.
+    """
     every = [(name, event) for name, events, _ in engines for event in events]
     facts = {name: event["facts"] for name, event in every if event["event"] == "started"}
-    told = [event for _, event in every if event["event"] == "pass"]
-    truth: dict[str, Any] = next((each["answers"] for each in told if each["name"] == "plain"), {})
+    runs = [event for _, event in every if event["event"] == "pass"]
+    truth: dict[str, Any] = next((each["answers"] for each in runs if each["name"] == "plain"), {})
     near = NEAR.get(facts.get("alone", {}).get("dtype", ""), NEAR_ELSE)
     passes = {
-        event["name"]: compare(event["name"], event["answers"], truth, near) for event in told
+        event["name"]: compare(event["name"], event["answers"], truth, near) for event in runs
     }
     errors = [f"{FAILED[name]}: {error}" for name, _, error in engines if error]
     missing = errors or list(_missing(passes, near))
@@ -121,14 +132,14 @@ def _missing(passes: dict[str, Pass], near: float) -> Iterator[str]:
     for name in ("cold", "host", "fork", "disk", "reset"):
         one, title = passes[name], TITLES[name]
         if one.wrong:
-            yield f"{title}: {one.wrong} of {one.answers} answers differ from those of plain vLLM"
+            yield f"{title}: {one.wrong} of {one.answers} outputs differ from vLLM alone"
         elif one.difference > max(near, MANY_TIMES * own.difference):
             yield (
                 f"{title}: log probabilities differ by up to {one.difference:.2g} (vLLM's prefix "
                 f"cache: {own.difference:.2g})"
             )
         if one.errors:
-            yield f"{title}: {one.errors} errors inside kvloft or chunks that failed verification"
+            yield f"{title}: {one.errors} errors in kvloft or chunks that failed verification"
         if name in ("cold", "reset") and one.host + one.disk:
             yield (
                 f"{title}: {one.host + one.disk} tokens were loaded, although the cache should be "
@@ -136,15 +147,17 @@ def _missing(passes: dict[str, Pass], near: float) -> Iterator[str]:
             )
         if name in ("host", "disk") and one.accepted < LEAST_ACCEPTED * cold.accepted - FEW_DRAFTS:
             yield (
-                f"{title}: {one.accepted} draft tokens were accepted, but {cold.accepted} for the "
-                "same answers without a hit"
+                f"{title}: {one.accepted} draft tokens were accepted, compared with "
+                f"{cold.accepted} for the same outputs without a hit"
             )
     if not passes["host"].host:
-        yield "nothing was loaded from host memory"
+        yield "no tokens were loaded from host memory"
     if not passes["disk"].disk:
-        yield "nothing was loaded from disk"
+        yield "no tokens were loaded from disk"
     if passes["host"].near == passes["host"].answers:
-        yield "rounding decides every answer, so the comparison is meaningless; try --dtype float32"
+        yield (
+            "rounding changed every output, so the comparison is meaningless; use --dtype float32"
+        )
 
 
 def _remarks(
@@ -156,7 +169,7 @@ def _remarks(
     if is_more:
         with_it, without = (size_text(facts["request_bytes"]) for facts in (ours, alone))
         yield (
-            f"a request of {ours['max_model_len']} tokens takes {with_it} of GPU KV memory with "
+            f"a request with {ours['max_model_len']} tokens takes {with_it} of GPU KV memory with "
             f"kvloft, {without} without"
         )
     if (
@@ -170,14 +183,14 @@ def _remarks(
         )
     if {"own", "host"} <= passes.keys() and passes["host"].cached < passes["own"].cached:
         yield (
-            f"{passes['host'].cached} tokens were found in host memory, {passes['own'].cached} in "
+            f"{passes['host'].cached} tokens were hits with kvloft, {passes['own'].cached} with "
             "vLLM's own prefix cache"
         )
     near = sum(one.near for one in passes.values() if one.name != "own")
     if near:
         yield (
-            f"{near} answers differ by rounding, where two tokens were nearly equal; --dtype "
-            "float32 is exact"
+            f"{near} outputs differ by rounding, because two tokens were nearly equally likely; "
+            "use --dtype float32 for an exact comparison"
         )
     if about["ignored"]:
         yield f"ignored flags of the API server: {' '.join(about['ignored'])}"
@@ -188,7 +201,7 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
     passes = [Pass(**one) for one in report["passes"]]
     has_drafts = any(one.drafted for one in passes)
     table = Table(
-        *("pass", "answers equal", "prompt tokens", "from host", "from disk", "blocks by group"),
+        *("pass", "equal outputs", "prompt tokens", "from host", "from disk", "blocks by group"),
         title=report["model"],
     )
     if has_drafts:
@@ -205,14 +218,14 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
     if passes:
         yield table
     for name, facts in report["engines"].items():
-        if name == "with kvloft again":  # same facts as the first engine
+        if name == "with kvloft again":  # same facts as "with kvloft"
             continue
         fits = ""
         if facts["full_requests"]:
             each = size_text(facts["request_bytes"])
             fits = (
-                f", {facts['full_requests']:g} requests of {facts['max_model_len']} tokens ({each} "
-                "each)"
+                f", enough for {facts['full_requests']:g} requests with {facts['max_model_len']} "
+                f"tokens ({each} each)"
             )
         yield (
             f"vLLM {name}: {facts['blocks']} GPU KV blocks{fits}; groups: "
@@ -223,20 +236,20 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
 
 
 def groups_text(groups: list[dict[str, Any]]) -> str:
-    """Return the number and kind of groups, with their reach, for example "3 window 63, 1 full"."""
+    """Return the number, kind and reach of the groups, for example "3 window 63, 1 full"."""
     names = [f"{g['kind']} {g['reach']}" if g["reach"] else g["kind"] for g in groups]
     return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Return one line: whether kvloft supports the model."""
+    """Return one line that says if kvloft supports the model."""
     if report["served"]:
         passes = {one["name"]: one for one in report["passes"]}
         host, disk = passes["host"], passes["disk"]
         return (
-            f"kvloft supports {report['model']} with these flags: equal answers, {host['host']} of "
-            f"{host['prompt']} prompt tokens "
-            f"from host memory, {disk['disk']} of {disk['prompt']} from disk."
+            f"kvloft supports {report['model']} with these flags: equal outputs, {host['host']} of "
+            f"{host['prompt']} prompt tokens from host memory, {disk['disk']} of {disk['prompt']} "
+            "from disk."
         )
     return (
         f"kvloft does NOT support {report['model']} with these flags: "

@@ -1,7 +1,6 @@
 """Output of `kvloft serve`: the log on stdout, warnings on stderr, and --background.
 
-A failed write never ends the server: a full disk is reported once on stderr. It must not depend on
-the events.
+The server keeps running if a write fails. The first failure is reported on stderr.
 """
 
 import errno
@@ -16,19 +15,19 @@ from kvloft.cli import warn
 from kvloft.errors import MAY_PASS, ConfigError
 
 TIME: Final = "%Y-%m-%d %H:%M:%S"
-"""Local time."""
+"""Format of the local time."""
 MAX_LOG_BYTES: Final = 1 << 20
-"""A longer log is truncated at start."""
+"""Larger log files are truncated at startup."""
 
 
 class Log:
-    """The log of one server."""
+    """Log of one server, on stdout."""
 
     def __init__(self) -> None:
         self._was_lost = False
 
     def tell(self, *lines: str) -> None:
-        """Print each line with date and time. A failed write does not affect later lines."""
+        """Print each line with date and time. Later lines are printed even if a write fails."""
         for line in lines:
             try:
                 print(f"{time.strftime(TIME)} {line}", flush=True)
@@ -36,7 +35,7 @@ class Log:
                 self._lose(e)
 
     def end(self) -> None:
-        """Flush both streams; discard what cannot be written, or the exit status would change."""
+        """Flush stdout and stderr. Discards unwritable text, which would change the exit status."""
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
@@ -53,20 +52,22 @@ class Log:
 
 
 def in_background(work: Callable[[Callable[[], None]], int], log: Path, what: str) -> int:
-    """Run ``work`` in a child process. Its output goes to ``log`` once it calls the function that
-    it receives.
+    """Run ``work`` in a child process. Both processes return from this function.
 
-    Returns twice. The parent returns 0 after that call and prints a line with the process id and
-    ``what``; if the child ends before the call, the parent returns the child's exit status. The
-    child returns the result of ``work``. Must be called before any thread is started. Raises
-    ConfigError if ``log`` is not this user's file; exits with 1 if it cannot be opened now.
+    ``work`` receives a function and calls it when startup is complete. The child's output goes to
+    ``log`` after that call, and the parent prints a line with the process id and ``what`` and
+    returns 0. If the child exits before the call, the parent returns the child's exit status. The
+    child returns the result of ``work``.
+
+    Call this function before any thread is started. Raises ConfigError if ``log`` belongs to a
+    different user. Exits with status 1 if a temporary error prevents opening the file.
     """
     to = _open(log)
-    ready, told = os.pipe()
+    ready, ready_writer = os.pipe()
     pid = os.fork()
     if pid:
         os.close(to)
-        os.close(told)
+        os.close(ready_writer)
         with os.fdopen(ready, "rb") as pipe:
             if pipe.read(1):
                 print(f"process {pid} {what}; its log is {log}")
@@ -80,8 +81,8 @@ def in_background(work: Callable[[Callable[[], None]], int], log: Path, what: st
         nothing = os.open(os.devnull, os.O_RDONLY)
         for own, standard in ((nothing, 0), (to, 1), (to, 2)):
             os.dup2(own, standard)
-        os.write(told, b"1")
-        for own in (nothing, to, told):
+        os.write(ready_writer, b"1")
+        for own in (nothing, to, ready_writer):
             os.close(own)
 
     return work(begun)

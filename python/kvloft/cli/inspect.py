@@ -1,4 +1,4 @@
-"""`kvloft inspect DIR`: lists a disk directory. Takes no lock and changes nothing."""
+"""`kvloft inspect DIR`: lists the namespaces in a disk directory. Read-only; takes no lock."""
 
 import argparse
 import contextlib
@@ -27,8 +27,8 @@ def add_parser(subparsers: Any) -> None:
         "inspect",
         help="list the contents of a disk directory",
         description=(
-            "List the namespaces in a disk directory. Read-only, and works while an engine uses "
-            "the directory."
+            "List the namespaces in a disk directory. This command is read-only and works while an "
+            "engine uses the directory."
         ),
     )
     add_arguments(
@@ -40,24 +40,24 @@ def add_parser(subparsers: Any) -> None:
 def add_arguments(
     parser: argparse.ArgumentParser, json_help: str = "print JSON instead of a table"
 ) -> None:
-    """Add the arguments of commands on a disk directory."""
+    """Add the arguments of commands that read a disk directory."""
     parser.add_argument("dir", metavar="DIR", help="the disk_path of an engine or a server")
     parser.add_argument("--json", action="store_true", help=json_help)
 
 
 def read_folder(folder: str, read: Callable[[str], T]) -> T | None:
-    """Return ``read(folder)``; prints a message and returns None if it cannot be read."""
+    """Return ``read(folder)``. If it fails, print the error and return None."""
     found = None
     try:
         found = read(folder)
     except (ConfigError, StoreError) as e:
         warn(str(e))
-    _tell_of_other_engines(folder)
+    _warn_of_other_engines(folder)
     return found
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one row per namespace; returns 0, or 2 if DIR is not a disk directory."""
+    """Print one row per namespace. Return 0, or 2 if DIR is not a disk directory."""
     namespaces = read_folder(args.dir, _look)
     if namespaces is None:
         return 2
@@ -86,7 +86,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _look(folder: str) -> list[dict[str, Any]]:
-    """Return the namespaces. Looks again at problems: an engine can be resizing its files."""
+    """Return the namespaces.
+
+    Repeats the listing if it has problems, because an engine may be resizing its files.
+    """
     from kvloft._core import disk_inspect
 
     namespaces = disk_inspect(folder)
@@ -98,10 +101,10 @@ def _look(folder: str) -> list[dict[str, Any]]:
     return namespaces
 
 
-def _tell_of_other_engines(folder: str) -> None:
-    """Print the folders of other data-parallel engines in ``folder``, which were not read."""
+def _warn_of_other_engines(folder: str) -> None:
+    """Print the subdirectories of other data-parallel engines, which were not read."""
     names: list[str] = []
-    with contextlib.suppress(OSError, ValueError):  # already reported
+    with contextlib.suppress(OSError, ValueError):  # `read_folder` has already reported the error
         names = sorted(
             path.name
             for path in Path(folder).glob("dp[1-9]*")
@@ -109,13 +112,13 @@ def _tell_of_other_engines(folder: str) -> None:
         )
     if names:
         warn(
-            f"{folder} also contains {', '.join(names)} of other data-parallel engines; "
-            "pass one of these paths to list it"
+            f"{folder} also contains {', '.join(names)} of other data-parallel engines, which were "
+            "not read; run this command for each of these directories"
         )
 
 
 def namespace_table(namespaces: list[dict[str, Any]]) -> Table:
-    """A table of `disk_inspect`'s rows, narrow enough for a terminal of 80 columns."""
+    """Return the rows of `disk_inspect` as a table that fits a terminal with 80 columns."""
     numbers = (
         Column(name, justify="right", no_wrap=True)
         for name in ("chunks", "slots", "chunk size", "on disk")
@@ -140,19 +143,25 @@ def namespace_table(namespaces: list[dict[str, Any]]) -> Table:
 
 
 def sizes_text(sizes: list[int]) -> str:
-    """Return the range of frame sizes; a dash if they are unknown."""
+    """Return the range of frame sizes as text; a dash if the sizes are unknown."""
     ends = sorted({min(sizes), max(sizes)}) if sizes else []
     return " to ".join(size_text(size) for size in ends) or "-"
 
 
 def describe(description: str) -> str:
-    """Return non-empty fields as ``name=value, ...``; any other text unchanged."""
+    """Return a namespace's non-empty fields as ``name=value, ...``.
+
+    If ``description`` has no fields, return it with control characters escaped.
+    """
     fields = fields_of(description)
     return fields if isinstance(fields, str) else ", ".join(f"{k}={v}" for k, v in fields.items())
 
 
 def fields_of(description: str) -> dict[str, str] | str:
-    """Return a namespace's fields without empty ones; any other text unchanged."""
+    """Return a namespace's non-empty fields.
+
+    If ``description`` has no fields, return it with control characters escaped.
+    """
     fields = _fields(description)
     if not fields:
         return printable(description)
@@ -162,14 +171,14 @@ def fields_of(description: str) -> dict[str, str] | str:
 
 
 def printable(text: str) -> str:
-    """Escape control characters: text of another process must not control the terminal."""
+    """Escape control characters, so that text from other processes cannot control the terminal."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
 
 
 def _fields(description: str) -> dict[str, str] | None:
-    """Return a namespace's fields; None for any other text."""
+    """Return a namespace's fields; None if ``description`` is not a JSON object."""
     try:
         fields = json.loads(description)
     except ValueError:
@@ -178,7 +187,10 @@ def _fields(description: str) -> dict[str, str] | None:
 
 
 def format_time(unix_s: int | None) -> str:
-    """Return the local date, with the time if in this year; a dash if there is none."""
+    """Return day, month and time if ``unix_s`` is in this year, and a date otherwise.
+
+    Uses local time. Returns a dash if ``unix_s`` is None or out of range.
+    """
     if unix_s is None:
         return "-"
     try:

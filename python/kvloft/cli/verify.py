@@ -1,4 +1,4 @@
-"""`kvloft verify DIR`: checks key and checksum of every chunk on disk. Changes nothing."""
+"""`kvloft verify DIR`: checks key and checksum of every chunk on disk. Read-only."""
 
 import argparse
 import json
@@ -22,11 +22,11 @@ def add_parser(subparsers: Any) -> None:
         "verify",
         help="check every chunk of a disk directory for damage",
         description=(
-            "Read every chunk of a disk directory and compare its key and checksum. Changes "
-            "nothing. Exit status: 0 no damage; 1 damage; 2 not checked (wrong DIR, or an engine "
-            "or a server uses it); 3 no damage, but some namespaces are of another version of "
-            "kvloft and cannot be checked: an engine of this version replaces them; 4 the output "
-            "cannot be written."
+            "Read every chunk in a disk directory and check its key and checksum. This command is "
+            "read-only. Exit status: 0 no damage; 1 damage; 2 not checked, because DIR is invalid "
+            "or an engine or a server uses it; 3 no damage, but some namespaces were written by a "
+            "different version of kvloft and cannot be checked (an engine of this version replaces "
+            "them); 4 the output cannot be written."
         ),
     )
     add_arguments(parser)
@@ -34,10 +34,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the directory. Returns 0 (no damage), 1 (damage), 2 (not checked) or 3 (other versions
-    found).
+    """Check the directory and return the exit status, as described in the help text.
 
-    Sets ``args.status`` before it prints.
+    Sets ``args.status`` before printing, in case the output cannot be written.
     """
     checked = read_folder(args.dir, lambda folder: _walk(folder, quiet=args.json))
     if checked is None:
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _walk(folder: str, *, quiet: bool) -> tuple[int, list[dict[str, Any]]]:
-    """Return the number of chunks and the damage found."""
+    """Check all chunks. Return their number and the damage."""
     from kvloft._core import DiskVerify
 
     verify = DiskVerify(folder)
@@ -67,7 +66,7 @@ def _walk(folder: str, *, quiet: bool) -> tuple[int, list[dict[str, Any]]]:
     text, is_off = TextColumn("{task.description}"), quiet or not console.is_terminal
     with Progress(text, *columns, console=console, disable=is_off, transient=True) as progress:
         task = progress.add_task("chunks", total=verify.num_chunks)
-        # The first step also returns damage found at opening, so it runs even without chunks.
+        # The first step also returns damage found while opening, so it runs even without chunks.
         damage = verify.step(_CHUNKS_PER_STEP)
         while verify.num_checked < verify.num_chunks:
             progress.update(task, completed=verify.num_checked)
@@ -90,9 +89,9 @@ def _print(num_chunks: int, damage: list[dict[str, Any]]) -> None:
         table.add_row(found["namespace"], slot, (found["key"] or "-")[:16], found["problem"])
     console.print(table)
     if len(damage) > MAX_ROWS:
-        console.print(f"... and {len(damage) - MAX_ROWS:,} more (--json has them all)")
+        console.print(f"... and {len(damage) - MAX_ROWS:,} more (use --json to list all)")
     if all(found["slot"] is not None for found in damage):
         verdict = f"{len(damage):,} damaged"
-    else:  # damage of a whole file: its number of chunks is unknown
+    else:  # a whole file is damaged, so the number of damaged chunks is unknown
         verdict = f"{counted(len(damage), 'problem')} found"
-    console.print(f"{checked}: {verdict}. Damaged and lost chunks are misses; no action is needed.")
+    console.print(f"{checked}: {verdict}. Damaged chunks are misses; no action is needed.")

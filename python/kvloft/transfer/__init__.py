@@ -1,4 +1,5 @@
-"""The worker side: moves bytes between paged KV and frames, and never decides.
+"""Worker side: copies chunks between paged KV and frames, as planned by the scheduler side.
 
-`layout` finds the pages, a mover (`cpu` or `cuda/`) copies and checks them, `worker` runs one step.
+`layout` finds the pages, a mover (`cpu` or `cuda/`) copies and checks them, and `worker` runs the
+plan of each step.
 """

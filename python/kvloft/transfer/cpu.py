@@ -1,7 +1,6 @@
-"""The CPU mover: torch copies that are done when submitted, and the reference for tests of the CUDA
-kernels.
+"""CPU mover: copies synchronously with torch. Tests of the CUDA kernels use it as the reference.
 
-A failed copy is a failed ticket or a failed load, never an exception. Must not depend on engines.
+A failed copy is reported as a failed ticket or a failed load, never as an exception.
 """
 
 import time
@@ -18,12 +17,15 @@ from kvloft.transfer.mover import Finished
 
 
 class CpuMover:
-    """Gathers pages to frames and scatters frames to pages with torch, on the calling thread."""
+    """Gathers pages into frames and scatters frames to pages with torch, on the calling thread."""
 
     usable_bytes = None
 
     def __init__(self, layouts: Sequence[PagedLayout], frames: Sequence[GroupFrames]) -> None:
-        """``layouts`` and ``frames``: one per KV cache group. This mover compresses nothing."""
+        """Create a mover for one layout and one set of frames per KV cache group.
+
+        This mover does not support compressed chunks.
+        """
         windows = [group.raw for group in frames]
         parts = {id(window): PrivatePart(window) for window in windows}
         self._parts = [parts[id(window)] for window in windows]
@@ -31,7 +33,7 @@ class CpuMover:
         self._done = Finished()
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
-        """Do nothing: no copy is in flight between calls."""
+        """Do nothing, because no copy is in flight between calls."""
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         begin = time.perf_counter()
@@ -65,10 +67,10 @@ class CpuMover:
         return self.poll()
 
     def close(self) -> None:
-        """Do nothing: the mover holds no resources."""
+        """Do nothing, because the mover owns no resources."""
 
     def _load(self, group: int, copy: ChunkCopy) -> str | None:
-        """Check and scatter one chunk; returns the reason if it failed."""
+        """Check and scatter one chunk. Return the reason if the load failed, or None."""
         layout, _ = self._groups[group]
         try:
             problem = self._parts[group].fetch(copy, layout.digest, layout.page_bytes)
@@ -92,7 +94,10 @@ class CpuMover:
     def _pages(
         self, group: int, copy: ChunkCopy, first: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each page in the part, from block ``first`` on, and in paged KV."""
+        """Yield pairs of pages, one in the private part and one in paged KV.
+
+        The pages in the part start at block ``first``.
+        """
         layout, planes = self._groups[group]
         payload = self._parts[group].bytes[
             first * layout.block_bytes : (first + len(copy.blocks)) * layout.block_bytes
@@ -102,13 +107,13 @@ class CpuMover:
 
 
 def _copies(plan: SavePlan | LoadPlan) -> Iterator[tuple[int, ChunkCopy]]:
-    """Yield every chunk with its KV cache group."""
+    """Yield each chunk of ``plan`` with its KV cache group."""
     groups = plan.chunks.by_group() if plan.chunks else ()
     return ((group, copy) for group, batch in groups for copy in batch)
 
 
 def _planes_of(layout: PagedLayout) -> list[torch.Tensor]:
-    """Return the planes as uint8 [num_blocks, page_bytes] each."""
+    """Return each plane as a uint8 tensor of shape [num_blocks, page_bytes]."""
     return [
         torch.empty(0, dtype=torch.uint8, device=plane.storage.device).set_(
             plane.storage,

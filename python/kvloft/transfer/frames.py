@@ -1,4 +1,4 @@
-"""The host arena as a worker maps it, this rank's part of each frame, and its lifeline."""
+"""Maps the host arena in a worker: frames, this rank's part of each frame, and the lifeline."""
 
 import ctypes
 import os
@@ -17,21 +17,21 @@ from kvloft.seam.shape import COMPACT_SHARE, ArenaSpec, CacheShape, part_sizes
 from kvloft.transfer.layout import LayoutError
 
 PART_ALIGN = 4096
-"""Alignment of parts: pages, so that disk I/O needs no bounce copies."""
+"""Alignment of parts: the page size, so that direct disk I/O requires no bounce buffers."""
 
 
 RAW, E348 = 0, 1
-"""Encodings of a part, in trailers and namespaces. No number is ever reused."""
+"""Encodings of a part, as stored in trailers and namespaces. Numbers are never reused."""
 TABLE_ENTRY_BYTES = 8
-"""Bytes of the table entry of each tile of an encoded part."""
+"""Size of a table entry in an encoded part. The table has one entry per tile."""
 TILE_BYTES = 4096
-"""Size limit of a tile, a part of one page; as in csrc/kv_layout.cuh."""
+"""Maximum size of a tile, which never spans two pages. Mirrors csrc/kv_layout.cuh."""
 
 
 def compact_bytes_for(payload_bytes: int, encoded_bytes: int, num_tiles: int) -> int:
-    """Return the bytes of a part for compressed chunks; 0 if that saves less than a tenth.
+    """Return the size of a part for compressed chunks; 0 if it saves less than 10 %.
 
-    ``encoded_bytes`` of the payload are pages that are compressed.
+    ``encoded_bytes``: the total size of the pages in the payload that can be compressed.
     """
     saved = int(encoded_bytes * (1 - COMPACT_SHARE))
     compact = part_bytes_for(payload_bytes - saved, num_tiles)
@@ -39,17 +39,17 @@ def compact_bytes_for(payload_bytes: int, encoded_bytes: int, num_tiles: int) ->
 
 
 def part_bytes_for(payload_bytes: int, num_tiles: int = 0) -> int:
-    """Return the bytes of a part: table of ``num_tiles``, payload, padding and trailer."""
+    """Return the size of a part: table of ``num_tiles`` entries, payload, padding and trailer."""
     table_bytes = num_tiles * TABLE_ENTRY_BYTES
     return -(-(table_bytes + payload_bytes + _core.TRAILER_BYTES) // PART_ALIGN) * PART_ALIGN
 
 
 @dataclass(frozen=True, slots=True)
 class FrameMemory:
-    """Frames of one size in an arena, and this rank's part of each: ``part_bytes`` at
-    ``part_offset``.
+    """Addresses of all frames of one size, and of this rank's part of each frame.
 
-    Frames lie whole in slabs, one behind the other, as in `rust/core/src/io/frame.rs`.
+    The part has ``part_bytes`` at ``part_offset`` in the frame. Frames are consecutive in a slab
+    and never span two slabs, as in `rust/core/src/io/frame.rs`.
     """
 
     address: int
@@ -60,11 +60,11 @@ class FrameMemory:
     part_bytes: int
     rank: int
     owner: object
-    """Keeps the memory mapped."""
+    """Reference that keeps the memory mapped."""
     is_shared: bool = False
-    """True if other ranks use these frames, too."""
+    """True if multiple ranks use these frames."""
     per_slab: int = field(init=False)
-    """Frames of a slab; the last slab can have more."""
+    """Number of frames per slab. The last slab can have more."""
     last_slab: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,12 +79,12 @@ class FrameMemory:
 
     @property
     def is_dense(self) -> bool:
-        """Return True if no bytes are left between the frames of two slabs."""
+        """Return True if there is no gap between the frames of two slabs."""
         return self.slab_bytes % self.frame_bytes == 0
 
     @property
-    def part_room(self) -> int:
-        """Return the bytes of a part before its trailer."""
+    def part_capacity(self) -> int:
+        """Return the size of a part without its trailer, in bytes."""
         return self.part_bytes - _core.TRAILER_BYTES
 
     def start(self, frame: int) -> int:
@@ -106,28 +106,29 @@ class FrameMemory:
 
 
 class FrameWindow:
-    """This rank's parts of all frames of one size, as addresses and as one tensor."""
+    """This rank's parts of all frames of one size, as addresses and as tensors."""
 
     def __init__(self, memory: FrameMemory, arena_bytes: torch.Tensor) -> None:
         self.memory = memory
         self.bytes = arena_bytes
-        """All of the arena."""
+        """The whole arena, as uint8."""
 
     def part(self, frame: int) -> torch.Tensor:
         """Return a uint8 view of this rank's part of ``frame``: payload, padding and trailer.
 
-        Raises IndexError if there is no such frame.
+        Raises IndexError if the arena has no such frame.
         """
         if not 0 <= frame < self.memory.num_frames:
-            raise IndexError(f"no frame {frame}")
+            raise IndexError(f"no frame {frame}: the arena has {self.memory.num_frames} frames")
         begin = self.memory.start(frame) + self.memory.part_offset
         return self.bytes[begin : begin + self.memory.part_bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFrames:
-    """A KV cache group's frames: a window and a size class for raw chunks, and one of each for
-    compressed chunks, if there are such frames.
+    """Frames of one KV cache group: a window and a size class for raw chunks.
+
+    If the group has frames for compressed chunks, it has a second window and size class.
     """
 
     raw: FrameWindow
@@ -139,22 +140,23 @@ class GroupFrames:
 def map_frames(
     spec: ArenaSpec, shape: CacheShape, *, shard: int, payload_bytes: Sequence[int]
 ) -> list[GroupFrames]:
-    """Map the arena; returns the frames of each KV cache group. Groups of one size share a window.
+    """Map the arena and return the frames of each KV cache group.
 
-    The scheduler side decides the size of parts, because it has the shapes of all ranks. Raises
-    LayoutError if this shard's part of a frame cannot hold a group's ``payload_bytes``.
+    Groups with frames of the same size share a window. The scheduler side decides the size of
+    parts, because it has the shapes of all ranks. Raises LayoutError if a part is smaller than a
+    group's ``payload_bytes``, and RuntimeError if the arena has been replaced.
     """
     sizes = part_sizes(spec.groups)
     for group, num_bytes in zip(spec.groups, payload_bytes, strict=True):
         if group.part_bytes % PART_ALIGN or group.part_bytes < part_bytes_for(num_bytes):
             raise LayoutError(
                 f"parts of {group.part_bytes} bytes cannot hold this rank's {num_bytes} bytes per "
-                "chunk: the scheduler and the worker disagree about the KV cache; please report "
-                "this model"
+                "chunk: the scheduler and the worker computed different KV cache sizes; please "
+                "report this model"
             )
     arena = _core.Arena.open(spec.path, size_bytes=spec.size_bytes)
     if spec.id not in (0, arena.id):
-        raise RuntimeError("the host arena of this plan is gone; its loads are misses")
+        raise RuntimeError("the host arena of this plan no longer exists; its loads are misses")
     raw = (ctypes.c_uint8 * arena.size_bytes).from_address(arena.address)
     arena_bytes = torch.frombuffer(raw, dtype=torch.uint8)
     windows: dict[int, FrameWindow] = {}
@@ -181,12 +183,11 @@ def map_frames(
 
 
 class PrivatePart:
-    """A private copy of one part: sealed before it is copied to a frame, and checked after it is
-    copied from one.
+    """Private copy of one part, which is sealed before it is copied to a frame.
 
-    A worker whose scheduler died can still write to frames that now belong to another engine. If a
-    part were sealed or checked in place, a write between the copy and the check would make wrong
-    bytes look right.
+    For loads, a part is copied from its frame before it is checked. A worker whose scheduler died
+    can still write to frames that now belong to a different engine. If parts were sealed or checked
+    in place, such a write could go undetected between the check and the copy.
     """
 
     def __init__(self, frames: FrameWindow) -> None:
@@ -196,7 +197,7 @@ class PrivatePart:
         self.bytes = torch.frombuffer(raw, dtype=torch.uint8)
 
     def store(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> None:
-        """Tag the payload in ``bytes``, and write payload and trailer to ``copy.frame``."""
+        """Seal the payload in ``bytes``, and write payload and trailer to ``copy.frame``."""
         self._arena.seal(self._describe(copy, layout, page_bytes))
         num_bytes = sum(page_bytes) * copy.num_blocks
         part = self._frames.part(copy.frame)
@@ -204,7 +205,10 @@ class PrivatePart:
             part[begin:end] = self.bytes[begin:end]
 
     def fetch(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> str | None:
-        """Copy a frame to ``bytes``; returns the problem if it is not ``copy.key``'s chunk."""
+        """Copy this rank's part of ``copy.frame`` to ``bytes``, and check it.
+
+        Returns None if the part belongs to the chunk with ``copy.key``, or else the problem.
+        """
         num_bytes = sum(page_bytes) * copy.num_blocks
         part = self._frames.part(copy.frame)
         if num_bytes + _core.TRAILER_BYTES <= len(part):

@@ -1,9 +1,9 @@
-"""Addresses of the pages of paged KV: planes of equally spaced pages, from the strides of the
-registered tensors.
+"""Finds the pages of paged KV: planes of equally spaced pages, computed from registered tensors.
 
-The page of a plane and a block is opaque bytes at ``base + block * block_stride``. Data pointers
-and strides define the geometry, not shapes: the CPU backend packs K and V differently from CUDA,
-dimension 0 can count kernel blocks, and layers can alias. Must not depend on engines or frames.
+A page is a run of opaque bytes: the page of block b starts at ``base + b * block_stride`` in each
+plane. Data pointers and strides define the geometry. Shapes are not sufficient: the CPU backend
+packs K and V differently from CUDA, dimension 0 can count kernel blocks, and layers can share
+memory.
 """
 
 import hashlib
@@ -16,16 +16,16 @@ from kvloft.errors import UnsupportedError
 
 
 class LayoutError(UnsupportedError):
-    """The paged KV of this attention backend is not made of pages."""
+    """kvloft cannot divide the paged KV of this attention backend into pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Pages of one layer, or of one of its heads: page b is ``page_bytes`` bytes at ``base + b *
-    block_stride``.
+    """Pages of one layer, or of one of its heads.
 
-    ``storage`` keeps the memory alive; ``offset`` is the byte offset of ``base`` in it.
-    ``is_bf16``: the pages are bfloat16 words, which can be compressed.
+    Page b has ``page_bytes`` bytes and starts at ``base + b * block_stride``. ``storage`` keeps the
+    memory alive; ``offset`` is the byte offset of ``base`` in it. If ``is_bf16``, the pages contain
+    bfloat16 words, which can be compressed.
     """
 
     storage: torch.UntypedStorage
@@ -42,7 +42,7 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class PagedLayout:
-    """All planes in payload order. The payload of a block is its pages, one after the other."""
+    """All planes in payload order. The payload of a block is the concatenation of its pages."""
 
     planes: tuple[Plane, ...]
     num_blocks: int
@@ -62,40 +62,44 @@ def read_layout(
     num_blocks: int,
     fingerprint: str = "",
 ) -> PagedLayout:
-    """Return the planes of every registered layer in the order of registration, each memory range
-    once.
+    """Return the planes of all registered layers, in the order of registration.
 
-    The digest covers ``fingerprint`` (dtype, backend, version) and the geometry inside pages, so
-    that loads refuse a frame with another layout. Raises LayoutError if a tensor is not made of
-    pages.
+    Layers that share memory also share planes. The digest covers ``fingerprint`` (dtype, backend,
+    version) and the geometry inside pages, so that loads reject frames with a different layout.
+    Raises LayoutError if a tensor cannot be divided into pages.
     """
     planes: dict[tuple[int, int], Plane] = {}
     digest = hashlib.blake2b(fingerprint.encode(), digest_size=32)
-    tensors = [  # a Mamba layer has several
+    tensors = [  # a Mamba layer has more than one tensor
         (name, tensor)
         for name, given in kv_caches.items()
         for tensor in ([given] if isinstance(given, torch.Tensor) else given)
     ]
     for name, tensor in tensors:
         if tensor.numel() == 0:
-            raise LayoutError(f"layer {name!r} has an empty KV tensor; kvloft cannot cache it")
+            raise LayoutError(
+                f"layer {name!r} has an empty KV tensor, which kvloft does not support"
+            )
         for plane in _planes_of(name, tensor, num_blocks):
             if planes.setdefault((plane.base, plane.page_bytes), plane) is not plane:
                 continue
             inner = (tensor.dtype, tuple(tensor.shape[1:]), _dense_order(tensor), plane.page_bytes)
             digest.update(repr(inner).encode())
     if not planes:
-        raise LayoutError("the engine registered no KV tensor; kvloft has nothing to cache")
+        raise LayoutError("the engine registered no KV tensor, so there is nothing to cache")
     return PagedLayout(tuple(planes.values()), num_blocks, digest.digest())
 
 
 def without_pages(other: PagedLayout) -> PagedLayout:
-    """Return the layout of a group without layers on this rank; ``other`` is another group's."""
+    """Return the layout of a KV cache group that has no layers on this rank.
+
+    ``other`` is the layout of any other group.
+    """
     return PagedLayout((), other.num_blocks, hashlib.blake2b(b"no pages", digest_size=32).digest())
 
 
 def _dense_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the inner dimensions in memory order, in which NHD and HND pages differ."""
+    """Return the inner dimensions in memory order, which distinguishes NHD from HND pages."""
     dims = [d for d in range(1, tensor.dim()) if tensor.shape[d] > 1]
     return tuple(sorted(dims, key=lambda d: -tensor.stride(d)))
 
@@ -109,8 +113,8 @@ def _planes_of(name: str, tensor: torch.Tensor, num_blocks: int) -> list[Plane]:
     if tensor.shape[0] % num_blocks:
         raise LayoutError(
             f"layer {name!r} has a KV tensor of shape {tuple(tensor.shape)}, whose first dimension "
-            "is not a multiple of the "
-            f"{num_blocks} blocks; this attention backend's layout is not supported"
+            f"is not a multiple of the number of blocks ({num_blocks}); kvloft does not support "
+            "the layout of this attention backend"
         )
     if tensor.shape[0] != num_blocks:
         tensor = tensor.unflatten(0, (num_blocks, -1))
@@ -126,14 +130,15 @@ def _planes_of(name: str, tensor: torch.Tensor, num_blocks: int) -> list[Plane]:
     for dim in sorted(inner, key=tensor.stride):
         if tensor.stride(dim) != span:
             raise LayoutError(
-                f"layer {name!r} has a KV page that is not one run of bytes (shape "
-                f"{tuple(tensor.shape)}, strides "
-                f"{tensor.stride()}); this attention backend's layout is not supported"
+                f"layer {name!r} has KV pages that are not contiguous (shape "
+                f"{tuple(tensor.shape)}, strides {tensor.stride()}); kvloft does not support the "
+                "layout of this attention backend"
             )
         span *= tensor.shape[dim]
     if num_blocks > 1 and block_stride < span:
         raise LayoutError(
-            f"layer {name!r} has overlapping KV pages (strides {tensor.stride()}); not supported"
+            f"layer {name!r} has overlapping KV pages (strides {tensor.stride()}), which kvloft "
+            "does not support"
         )
     storage = tensor.untyped_storage()
     start = tensor.data_ptr() - storage.data_ptr()

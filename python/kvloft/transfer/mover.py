@@ -1,7 +1,6 @@
-"""The interface of movers: submit copies, and poll for results.
+"""Interface of movers, which copy chunks between paged KV and frames.
 
-`cpu.CpuMover` copies at once; a CUDA mover can take several steps. Must not depend on engines, or
-on requests beyond their id.
+`cpu.CpuMover` copies synchronously. The copies of a CUDA mover can take more than one step.
 """
 
 from collections.abc import Sequence
@@ -14,10 +13,10 @@ from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
 
 @dataclass(slots=True)
 class Finished:
-    """Copies that finished since the last poll.
+    """Results of the copies that finished since the last poll.
 
-    ``bad_blocks`` are blocks whose load failed. ``misfits`` are those of ``failed`` whose chunk did
-    not fit a frame for compressed chunks.
+    ``bad_blocks`` are the blocks whose load failed. ``misfits`` is the subset of ``failed`` whose
+    chunks did not fit their frames for compressed chunks.
     """
 
     saved: list[Ticket] = field(default_factory=list)
@@ -32,23 +31,22 @@ class Finished:
 
 
 class Mover(Protocol):
-    """Moves chunks. `poll` returns every submitted ticket and load exactly once (I10)."""
+    """Copies chunks. `poll` returns each submitted ticket and load exactly once (I10)."""
 
     @property
     def usable_bytes(self) -> int | None:
-        """Return n if only the first n bytes of the arena can be copied to now; None for all."""
+        """Return how much of the arena, from its start, can be written; None if all of it can."""
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
-        """Make the next forward pass, which can write ``rewritten``, wait for the saves that still
-        read these blocks (I2).
+        """Make the next forward pass wait for saves that still read ``rewritten`` (I2).
 
-        ``has_loads``: loads will be submitted in this step, possibly after the forward was launched
-        (as in vLLM 0.30 and newer). They run after the work launched before this call and need not
-        wait for that forward.
+        The forward pass may write to the blocks in ``rewritten``. ``has_loads`` is True if loads
+        will be submitted in this step. vLLM 0.30 and newer may submit them after the launch of the
+        forward pass; loads wait for the work launched before this call, but not for that pass.
         """
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
-        """Gather chunks after the forward that wrote the blocks, before the next (I2)."""
+        """Gather chunks after the forward pass that wrote their blocks and before the next (I2)."""
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
         """Check and scatter chunks. Their blocks belong to requests that wait for the load."""
@@ -56,7 +54,7 @@ class Mover(Protocol):
     def poll(self) -> Finished: ...
 
     def drain(self) -> Finished:
-        """Wait for all copies in flight, and return the results. For engine sleep and shutdown."""
+        """Wait for all copies in flight and return their results. Used for sleep and shutdown."""
 
     def close(self) -> None:
-        """Wait for all copies in flight, and release resources."""
+        """Wait for all copies in flight and release all resources."""

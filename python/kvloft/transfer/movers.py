@@ -1,7 +1,6 @@
-"""Chooses the mover of a layout: torch on the CPU, kernels on a GPU. A slow mover on a GPU is
-logged.
+"""Chooses the mover: torch for KV on the CPU, kernels for KV on a GPU.
 
-Imports CUDA packages only if the KV is on a GPU. Must not depend on engines.
+CUDA packages are only imported if the KV is on a GPU.
 """
 
 import logging
@@ -19,42 +18,42 @@ from kvloft.transfer.mover import Mover
 logger = logging.getLogger(__name__)
 
 MakeMover = Callable[[Sequence[PagedLayout], Sequence[GroupFrames]], Mover]
-"""Makes a mover for one layout and the frames of each KV cache group."""
+"""Creates a mover from one layout and one set of frames per KV cache group."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoverSettings:
-    """Settings of copies (see `kvloft.config.table`), and properties of the engine."""
+    """Settings of the mover (see `kvloft.config.table`) and properties of the engine."""
 
     gpu_copies: Literal["kernels", "torch"] = "kernels"
     staging_bytes: int = 80 << 20
     gathers_first: bool = False
-    """True if the engine zeroes new blocks before it announces them."""
+    """True if the engine zeroes new blocks before it passes them to `begin_step`."""
     encodes: bool = False
-    """Encode parts of frames if their pages allow it."""
+    """True if parts are encoded where layout and device support it."""
 
 
 def choose_mover(
     layouts: Sequence[PagedLayout], blocks_per_chunk: Sequence[int], settings: MoverSettings
 ) -> Callable[[Sequence[GroupFrames]], Mover]:
-    """Return the function that makes the mover for ``layouts``, one per KV cache group.
+    """Return a function that creates the mover for ``layouts``, one per KV cache group.
 
-    ``blocks_per_chunk``: the number of blocks in a frame, for each group. Raises UnsupportedError
-    if the KV is on a GPU and the kernels are not available, unless the settings allow torch's
-    copies.
+    ``blocks_per_chunk`` has the number of blocks in a frame of each group. Raises UnsupportedError
+    if the KV is on a GPU and the kernels are unavailable. With ``gpu_copies="torch"``, kernels are
+    not required.
     """
     device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
     if device.type == "cpu":
         return partial(CpuMover, layouts)
     if device.type != "cuda":
         raise UnsupportedError(
-            f"kvloft serves KV on CPUs and CUDA GPUs, and this engine's is on {device.type!r}; run "
-            "it without kvloft"
+            f"kvloft does not support KV on {device.type!r} devices, only on CPUs and CUDA GPUs; "
+            "run this engine without kvloft"
         )
     if settings.gpu_copies == "torch":
         logger.warning(
-            "kvloft: gpu_copies=torch: KV is copied page by page and each step waits for it; this "
-            "is slow"
+            "kvloft: copies are slow with gpu_copies=torch: they copy single pages, and each step "
+            "waits for them"
         )
         return partial(CpuMover, layouts)
     from kvloft.transfer.cuda.mover import prepare

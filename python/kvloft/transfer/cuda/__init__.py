@@ -1,1 +1,1 @@
-"""The GPU's page mover: kernels, staging in HBM, and copies that no step waits for."""
+"""GPU mover: kernels, staging slots in HBM, and copies that never block a step."""

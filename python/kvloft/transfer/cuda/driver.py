@@ -1,9 +1,8 @@
-"""The CUDA driver calls of the movers, with errors as exceptions and handles as ints.
+"""CUDA driver calls used by the GPU mover. Errors become exceptions; handles are ints.
 
-torch owns the context; these calls use the current one. They cost a microsecond and take raw
-addresses, unlike torch's wrappers. They use ctypes because NVIDIA's bindings start slowly: with
-them, the first copy of a save on an idle GPU was 100 us later. Must not depend on pages, frames or
-plans.
+All calls use the current context, which torch owns. Unlike torch's wrappers, they take about 1 us
+and accept raw addresses. They use ctypes because the first calls through NVIDIA's bindings are
+slow: on an idle GPU, the first copy of a save started 100 us later with them.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from typing import Any, Final
 import numpy as np
 
 NOT_READY: Final = 600
-"""CUDA_ERROR_NOT_READY: the result of a query, not an error."""
+"""CUDA_ERROR_NOT_READY: a normal result of a query, not an error."""
 _HOST, _DEVICE = 1, 2
 _BATCH_ATTRIBUTES, _BATCH_FIRST = (c_int * 6)(1), c_size_t(0)
-"""CUmemcpyAttributes of a batch: read sources in stream order; no hints or flags."""
+"""CUmemcpyAttributes of a batch: sources are read in stream order; no hints or flags."""
 _NON_BLOCKING = 1
 _QUIET_EVENT = 1 | 2
-"""CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING."""
+"""CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING."""
 _PORTABLE_AND_MAPPED = 1 | 2
 _CAN_USE_HOST_POINTER = 91
 """CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM."""
@@ -46,7 +45,7 @@ _SIGNATURES: Final[tuple[tuple[str, tuple[Any, ...]], ...]] = (
     ("cuLaunchKernel", (_P, *(c_uint,) * 7, _P, _P, _P)),
 )
 _ARGUMENTS: Final = {name: arguments for names, arguments in _SIGNATURES for name in names.split()}
-"""Argument types by exported name. An exported name never changes its signature."""
+"""Argument types by exported name. The driver never changes the signature of an exported name."""
 
 
 class CudaError(RuntimeError):
@@ -58,18 +57,21 @@ def _library() -> Any:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise CudaError(f"there is no CUDA driver: {error}") from error
+        raise CudaError(f"the CUDA driver cannot be loaded: {error}") from error
 
 
 class _Driver:
-    """The driver's functions, resolved at first use. They raise CudaError, without the GIL."""
+    """Functions of the driver, resolved at first use.
+
+    They release the GIL and raise CudaError if the call fails.
+    """
 
     def __getattr__(self, name: str) -> Any:
         try:
             function = _library()[name]
         except AttributeError as error:
             raise CudaError(
-                f"the driver has no {name}: kvloft's GPU path needs a newer one"
+                f"the CUDA driver does not export {name}; update the NVIDIA driver"
             ) from error
         function.argtypes, function.errcheck = _ARGUMENTS[name], _checked
         setattr(self, name, function)
@@ -90,14 +92,14 @@ _cu = _Driver()
 
 
 def _made(kind: Any, call: Callable[..., int], *arguments: Any) -> Any:
-    """Return the value of type ``kind`` that ``call`` writes through its first argument."""
+    """Call ``call`` and return the value of type ``kind`` that it writes to its first argument."""
     out = kind()
     call(ctypes.byref(out), *arguments)
     return out.value
 
 
 class Stream:
-    """A non-blocking stream, or a view of a stream that torch owns."""
+    """Non-blocking stream, or a view of a stream that torch owns."""
 
     __slots__ = ("handle",)
 
@@ -106,7 +108,7 @@ class Stream:
 
     @classmethod
     def create(cls) -> Stream:
-        """Return a new stream of the lowest priority, so that computation goes first."""
+        """Create a stream with the lowest priority, so that kernels of the engine run first."""
         low = _made(c_int, _cu.cuCtxGetStreamPriorityRange, None)
         return cls(_made(c_void_p, _cu.cuStreamCreateWithPriority, _NON_BLOCKING, low))
 
@@ -137,10 +139,10 @@ class Stream:
         num_rows: int,
         to_host: bool,
     ) -> None:
-        """Copy equally spaced runs of bytes with one copy-engine command.
+        """Copy equally spaced rows with one copy-engine command.
 
-        CUDA_MEMCPY2D is source, destination, row size and number of rows. Each side is x, y, memory
-        type, host address, device address, array, and pitch.
+        Fields of CUDA_MEMCPY2D: source, destination, row size, number of rows. Fields of source and
+        destination: x, y, memory type, host address, device address, array, pitch.
         """
         sides = (0, 0, _HOST, host, 0, 0, host_pitch), (0, 0, _DEVICE, 0, device, 0, device_pitch)
         source, to = sides[::-1] if to_host else sides
@@ -150,10 +152,11 @@ class Stream:
     def copy_batch(
         self, to: Sequence[int], source: Sequence[int], num_bytes: Sequence[int]
     ) -> None:
-        """Make many copies between registered memory and the device with one command, in any order.
+        """Copy many ranges between registered memory and the device with one command.
 
-        Single copies of a few MiB leave the link idle in between, and fill the stream's queue, for
-        which the host would wait. Drivers older than 12.8 get single copies (`cuMemcpyAsync` infers
+        The copies run in any order. Separate commands for copies of a few MiB would leave the link
+        idle between them and fill the stream's queue, which blocks the host. Drivers older than
+        12.8 do not support batches; this function then queues single copies (`cuMemcpyAsync` infers
         the direction).
         """
         if not hasattr(_library(), "cuMemcpyBatchAsync"):
@@ -175,7 +178,10 @@ class Stream:
         )
 
     def launch(self, function: int, num_ctas: int, num_threads: int, params_address: int) -> None:
-        """Launch a kernel, which copies the parameters that the array's pointers point to."""
+        """Launch a kernel. The driver copies the parameters before the call returns.
+
+        ``params_address`` is the address of an array of pointers to the parameters.
+        """
         _cu.cuLaunchKernel(
             function, num_ctas, 1, 1, num_threads, 1, 1, 0, self.handle, params_address, None
         )
@@ -185,7 +191,7 @@ class Stream:
 
 
 class Event:
-    """A point in a stream's work. Waiting spins with ``timing``, and sleeps otherwise."""
+    """CUDA event. `synchronize` spins if the event was created with ``timing``, or else sleeps."""
 
     __slots__ = ("handle",)
 
@@ -196,7 +202,7 @@ class Event:
         _cu.cuEventRecord(self.handle, stream.handle)
 
     def is_done(self) -> bool:
-        """Return True if the work before the event is done. Raises CudaError if it failed."""
+        """Return True if the work before the event is done. Raise CudaError if it failed."""
         return bool(_cu.cuEventQuery(self.handle) != NOT_READY)
 
     def synchronize(self) -> None:
@@ -210,13 +216,16 @@ class Event:
 
 
 def load_functions(cubin: bytes, names: tuple[str, ...]) -> dict[str, int]:
-    """Load kernels into the current context, for the life of the process; returns them by name."""
+    """Load kernels into the current context and return their handles by name.
+
+    The kernels stay loaded until the process exits.
+    """
     module = _made(c_void_p, _cu.cuModuleLoadData, cubin)
     return {name: _made(c_void_p, _cu.cuModuleGetFunction, module, name.encode()) for name in names}
 
 
 def current_context() -> int | None:
-    """Return the CUDA context of this thread."""
+    """Return the current CUDA context of this thread, or None."""
     context: int | None = _made(c_void_p, _cu.cuCtxGetCurrent)
     return context
 
@@ -227,36 +236,36 @@ def use_context(context: int | None) -> None:
 
 
 def kernels_reach_registered() -> bool:
-    """Return True if kernels can access registered memory by its host address."""
+    """Return True if kernels can use the host address of registered memory."""
     device = _made(c_int, _cu.cuCtxGetDevice)
     return bool(_made(c_int, _cu.cuDeviceGetAttribute, _CAN_USE_HOST_POINTER, device))
 
 
 def host_register(address: int, num_bytes: int) -> None:
-    """Register memory for every context of this process."""
+    """Register host memory for all contexts of this process."""
     _cu.cuMemHostRegister_v2(address, num_bytes, _PORTABLE_AND_MAPPED)
 
 
 def host_unregister(address: int) -> None:
-    """Undo `host_register` of the range that begins at ``address``."""
+    """Unregister the range that was registered at ``address``."""
     _cu.cuMemHostUnregister(address)
 
 
 def host_alloc(num_bytes: int) -> int:
-    """Allocate page-locked memory; returns its address."""
+    """Allocate page-locked memory and return its address."""
     return int(_made(c_void_p, _cu.cuMemHostAlloc, num_bytes, _PORTABLE_AND_MAPPED))
 
 
 def host_free(address: int) -> None:
-    """Undo `host_alloc`."""
+    """Free memory allocated by `host_alloc`."""
     _cu.cuMemFreeHost(address)
 
 
 def synchronize() -> None:
-    """Wait for all work on the device. For tests and benchmarks: a step must not wait."""
+    """Wait for all work on the device. For tests and benchmarks; a step must not wait."""
     _cu.cuCtxSynchronize()
 
 
 def driver_version() -> int:
-    """Return the version, such as 13000 for CUDA 13.0."""
+    """Return the CUDA version that the driver supports, for example 13000 for CUDA 13.0."""
     return int(_made(c_int, _cu.cuDriverGetVersion))

@@ -1,9 +1,8 @@
-"""Encoded parts of frames: the layouts that are encoded, and the bytes of a part that the copy
-engine moves.
+"""Sizes of encoded parts, and the conditions under which a layout is encoded.
 
 docs/design/compression.md describes the format "e348"; its kernels are in csrc/e348.cu. Encoded
-sizes vary, so the copy engine moves a constant width of each part, and kernels access the rest in
-host memory. Arithmetic only.
+sizes vary, so the copy engine moves a constant number of bytes of each part (its width), and
+kernels access the rest in host memory. This module only does arithmetic.
 """
 
 from collections.abc import Sequence
@@ -18,11 +17,11 @@ from kvloft.transfer.frames import TABLE_ENTRY_BYTES, TILE_BYTES, FrameMemory
 from kvloft.transfer.layout import PagedLayout
 
 SHARE: Final = 0.70
-"""Bytes moved of a part's bf16 pages, as a fraction. 99.75 % of real KV and tables fit."""
+"""Fraction of the bytes of bf16 pages that the copy engine moves. 99.75 % of real KV fits."""
 MAX_PART_BYTES: Final = 1 << 28
-"""A table entry has 24 bits for an offset in units of 16 bytes."""
+"""Size limit of an encoded part: a table entry has 24 bits for an offset in units of 16 bytes."""
 _MIN_PAGE_BYTES: Final = 1024
-"""Smaller pages do not get smaller when encoded."""
+"""Minimum size of pages that encoding makes smaller."""
 
 
 def _tiles_per_block(layout: PagedLayout) -> int:
@@ -30,13 +29,13 @@ def _tiles_per_block(layout: PagedLayout) -> int:
 
 
 def _saved_bytes(layout: PagedLayout) -> int:
-    """Return the bytes that encoding is expected to save per block, without the table."""
+    """Return the number of bytes that encoding is expected to save per block, before the table."""
     sizes = (plane.page_bytes for plane in layout.planes if plane.is_bf16)
     return int(sum(size for size in sizes if size >= _MIN_PAGE_BYTES) * (1 - SHARE))
 
 
 def can_encode(layout: PagedLayout, num_blocks: int, slot_bytes: int) -> bool:
-    """Return True if encoding saves bytes, and any chunk fits a staging slot."""
+    """Return True if encoding saves bytes and a chunk of any encoded size fits a staging slot."""
     table_bytes = TABLE_ENTRY_BYTES * _tiles_per_block(layout)
     if num_blocks > MAX_BLOCKS or vec_bytes_of(layout) != 16 or _saved_bytes(layout) <= table_bytes:
         return False
@@ -45,38 +44,44 @@ def can_encode(layout: PagedLayout, num_blocks: int, slot_bytes: int) -> bool:
 
 
 def slot_stride(width: int) -> int:
-    """Return the bytes of a chunk in a slot. The last record can end after ``width``."""
+    """Return the distance between chunks in a slot. The last record can extend past ``width``."""
     return -(-(width + TILE_BYTES) // 512) * 512
 
 
 @dataclass(frozen=True, slots=True)
 class PartEncoding:
-    """Encoded parts of one layout.
+    """Sizes of encoded parts of one layout.
 
-    ``frames``: where the kernels access parts; None if they must not, because frames are not
-    registered. ``room``: bytes of a part before its trailer. ``block_width``: bytes that the copy
-    engine moves for each block of a chunk.
+    Attributes:
+        frames: the frames that kernels access directly; None if the frames are not registered, so
+            that kernels must not access them.
+        capacity: size of a part without its trailer, in bytes.
+        block_width: number of bytes that the copy engine moves for each block of a chunk.
     """
 
     frames: FrameMemory | None
-    room: int
+    capacity: int
     block_width: int
 
     @classmethod
     def of(cls, layout: PagedLayout, frames: FrameMemory, *, everything: bool = False) -> Self:
-        """``everything``: move the largest possible size, for frames not yet registered."""
+        """Return the sizes for ``layout``.
+
+        With ``everything``, the copy engine moves as many bytes as an encoded part can have, as
+        required for loads from frames that are not registered yet.
+        """
         saved = 0 if everything else _saved_bytes(layout)
         block_width = layout.block_bytes - saved + TABLE_ENTRY_BYTES * _tiles_per_block(layout)
-        return cls(None if everything else frames, frames.part_room, block_width)
+        return cls(None if everything else frames, frames.part_capacity, block_width)
 
     def width(self, num_blocks: int) -> int:
-        """Return the bytes that the copy engine moves of a part with ``num_blocks``."""
-        return min(self.room, (num_blocks * self.block_width + 16 + 63) // 64 * 64)
+        """Return the number of bytes that the copy engine moves for a part with ``num_blocks``."""
+        return min(self.capacity, (num_blocks * self.block_width + 16 + 63) // 64 * 64)
 
     def parts(
         self, frames: Sequence[int], num_blocks: Sequence[int], is_raw: npt.NDArray[np.bool_] | None
     ) -> npt.NDArray[Any]:
-        """Return the parts of a piece's chunks, dtype `PART`."""
+        """Return one `PART` record for each chunk of a piece."""
         parts: npt.NDArray[Any] = np.zeros(len(frames), PART)
         if (memory := self.frames) is not None:
             first = np.uint64(memory.address + memory.part_offset)

@@ -1,4 +1,4 @@
-"""Records of CudaMover's copies in progress. Must not depend on streams."""
+"""Copies in progress of CudaMover: loads, jobs, and the sizes of the first pieces."""
 
 import math
 from collections.abc import Sequence
@@ -15,25 +15,28 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece
 
 SAVE_PREPARE_US, LOAD_PREPARE_US, PREPARE_CHUNK_US = 100.0, 150.0, 1.5
-"""Time to prepare and send one of the first pieces, and for each of its chunks, on the host of an
-H200 with cold caches. For a load it includes the launch of the kernel of the piece before.
+"""Time to prepare and submit one of the first pieces, and additional time per chunk of the piece.
+
+Measured on the host of an H200 with cold caches. The time for a load includes the launch of the
+previous piece's kernel.
 """
-LINK_BYTES_A_US = 55_000.0
-SMALL_LAST = 4
-"""The last piece of a load is this much smaller: the link idles while it is scattered."""
+LINK_BYTES_PER_US = 55_000.0
+LAST_PIECE_DIVISOR = 4
+"""The last piece of a load has 1/4 of the usual size, because the link is idle during its scatter.
+"""
 SORTED_PIECES = 4
-"""Number of pieces of a load whose chunks are sorted at once."""
+"""Number of pieces of a load whose chunks are sorted together."""
 
 
 def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int, ...]:
-    """Return the numbers of chunks of the first pieces on an idle link; later pieces are full.
+    """Return the sizes, in chunks, of the first pieces on an idle link. Later pieces are full.
 
-    The link waits for the first piece, so it is small. The transfer of each piece lasts as long as
-    the preparation of the next one.
+    The first piece is small, because the link is idle until it is submitted. The transfer of each
+    piece takes as long as the preparation of the next piece.
     """
-    link_us = part_bytes / LINK_BYTES_A_US
+    link_us = part_bytes / LINK_BYTES_PER_US
     spare_us = link_us - PREPARE_CHUNK_US
-    # The next piece has a few more.
+    # 1.2: the second piece is larger than the first, so it takes longer to prepare.
     size = chunks_per_piece if spare_us <= 0 else math.ceil(1.2 * prepare_us / spare_us)
     sizes: list[int] = []
     while size < chunks_per_piece:
@@ -44,7 +47,7 @@ def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int
 
 @dataclass(slots=True, eq=False)
 class Mark:
-    """A point in the compute stream that jobs wait for. Its event is reused."""
+    """Point in the compute stream that jobs wait for. The event is reused for later marks."""
 
     event: driver.Event
     spare: list[driver.Event]
@@ -55,7 +58,7 @@ class Mark:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """A LoadPlan in progress; ``num_missing`` of its chunks are not loaded yet."""
+    """LoadPlan in progress. ``num_missing`` is the number of chunks without a result."""
 
     plan: LoadPlan
     num_missing: int
@@ -64,7 +67,7 @@ class Load:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """Chunks of a load for pages of one ``kind``; the first ``num_sent`` are sent."""
+    """Chunks of one load with pages of one ``kind``. The first ``num_sent`` are taken already."""
 
     load: Load
     kind: int
@@ -72,33 +75,33 @@ class Waiting:
     after: Mark | None
     num_sent: int = 0
     window: ChunkBatch | tuple[()] = ()
-    """Chunks that are sorted already; the first ``used`` of them are sent."""
-    used: int = 0
+    """Chunks sorted by frame. The first ``num_window_sent`` of them are taken already."""
+    num_window_sent: int = 0
 
     @property
     def num_left(self) -> int:
-        """Return the number of chunks that are not sent."""
+        """Return the number of chunks that are not taken yet."""
         return len(self.chunks) - self.num_sent
 
     def take(self, count: int, *, per_piece: int, is_last: bool) -> ChunkBatch:
-        """Return at most ``count`` chunks, in the order of their frames. The last piece of an idle
-        link is smaller.
+        """Take at most ``count`` chunks, in the order of their frames.
 
-        After the first piece, chunks of several pieces are sorted at once: the link then has enough
-        work for that time.
+        The last piece is small if no load is queued behind this one (``is_last``). After the first
+        pieces, the link has enough work to sort the chunks of `SORTED_PIECES` pieces together.
         """
         chunks, begin, left = self.chunks, self.num_sent, self.num_left
-        last = per_piece // SMALL_LAST
+        last = per_piece // LAST_PIECE_DIVISOR
         if is_last and begin and last < left <= count:
             count = left - last
         count = min(count, left)
-        if self.used == len(self.window) and begin > per_piece:
-            self.window, self.used = chunks[begin : begin + SORTED_PIECES * per_piece].by_frame(), 0
+        if self.num_window_sent == len(self.window) and begin > per_piece:
+            self.window = chunks[begin : begin + SORTED_PIECES * per_piece].by_frame()
+            self.num_window_sent = 0
         self.num_sent += count
-        if not self.window or self.used == len(self.window):
+        if not self.window or self.num_window_sent == len(self.window):
             return chunks[begin : self.num_sent].by_frame()
-        taken = self.window[self.used : self.used + count]
-        self.used += len(taken)
+        taken = self.window[self.num_window_sent : self.num_window_sent + count]
+        self.num_window_sent += len(taken)
         if num_more := count - len(taken):
             more = chunks[self.num_sent - num_more : self.num_sent]
             taken = _core.ChunkBatch.concat([taken, more]).by_frame()
@@ -107,14 +110,15 @@ class Waiting:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Chunks of one kind that finish together: the chunks of one piece, or one chunk of many
-    pieces.
+    """Chunks of one kind that finish together: all chunks of a piece, or a chunk of many pieces.
 
-    No chunk is accessed before ``after``, which is None once the last piece is ordered after it.
-    ``tags`` are the sums of the kernels so far, and ``used`` are the sizes of encoded records in
-    units of 16 bytes. For loads, ``wanted_tags`` are the tags in the trailers, ``problems`` are
-    chunks that failed their check, and ``owners`` are the loads with their numbers of chunks, in
-    order.
+    Attributes:
+        tags: for each chunk, the sum that the kernels have computed so far.
+        record_units: for each chunk, the size of its encoded records in units of 16 bytes.
+        after: the copies wait for this mark. None once the last piece has been submitted.
+        owners: for loads, each load with its number of chunks, in the order of ``chunks``.
+        wanted_tags: for loads, the tags in the trailers.
+        problems: for loads, why a chunk failed its check, by index in ``chunks``.
     """
 
     kind: int
@@ -122,10 +126,10 @@ class Job:
     table: ChunkTable
     pieces: Sequence[Piece]
     tags: npt.NDArray[np.uint64]
-    used: npt.NDArray[np.uint64]
+    record_units: npt.NDArray[np.uint64]
     after: Mark | None
     owners: Sequence[tuple[Load, int]] = ()
     wanted_tags: npt.NDArray[np.uint64] | None = None
     problems: dict[int, str] = field(default_factory=dict)
     is_all_registered: bool = True
-    """True if every piece's frames were registered when sent; otherwise a save fails."""
+    """True if all frames were registered when their pieces were submitted. If not, a save fails."""

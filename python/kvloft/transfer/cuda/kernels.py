@@ -1,8 +1,7 @@
-"""The kernels in csrc: compiled with NVRTC for the device and cached on disk with cuda.core's
-program cache; their launch parameters, which mirror kv_layout.cuh; and the tile table.
+"""Compiles the kernels in csrc, and defines their launch parameters and the tile table.
 
-Compiling needs no nvcc, no torch ABI and no GPU. Must not depend on the order of streams, frames or
-plans.
+NVRTC compiles the kernels for the device; cuda.core's program cache stores them on disk. Compiling
+requires neither nvcc nor torch's C++ ABI nor a GPU. The launch parameters mirror kv_layout.cuh.
 """
 
 import ctypes
@@ -25,7 +24,7 @@ from kvloft.transfer.frames import TILE_BYTES
 from kvloft.transfer.layout import PagedLayout
 
 HEADERS = ("tag.cuh", "kv_layout.cuh", "piece.cuh")
-"""Each includes only headers before it."""
+"""Ordered by dependency: a header only includes earlier headers."""
 VEC_BYTES = (16, 8, 4, 1)
 CACHE_BYTES = 64 << 20
 CTA_THREADS: Final = 512
@@ -35,7 +34,7 @@ MAX_BLOCKS: Final = 1024
 
 
 class Family(NamedTuple):
-    """The two kernels of a source file, which is the last of ``sources`` after its headers."""
+    """The two kernels of one source file. ``sources`` lists its headers, then the file."""
 
     sources: tuple[str, ...]
     gather: str
@@ -47,12 +46,12 @@ E348 = Family(("e348_format.cuh", "e348.cu"), "encode_chunks", "decode_chunks")
 
 
 class KernelError(UnsupportedError):
-    """The kernels are not available on this machine; the message has the fix."""
+    """The kernels cannot be compiled on this machine."""
 
 
 @cache
 def kernel_source(family: Family = CHUNKS) -> str:
-    """Return the device code of ``family`` without includes, for the program cache."""
+    """Return the source of ``family`` as one text without includes, for the program cache."""
     folder = resources.files("kvloft") / "csrc"
     text = "".join(
         (folder / name).read_text(encoding="utf-8") for name in (*HEADERS, *family.sources)
@@ -68,19 +67,23 @@ def compile_kernels(
     family: Family = CHUNKS,
     macros: tuple[tuple[str, str], ...] = (),
 ) -> bytes:
-    """Return the cubin of ``family`` for ``arch`` (such as "sm_90") with accesses of ``vec_bytes``.
+    """Return the cubin of ``family`` for ``arch``, for example "sm_90".
 
-    Uses the cache in ``cache_dir``. ``macros`` are for benchmarks that leave out a part of the
-    kernels. Raises KernelError with the compiler's log.
+    Args:
+        vec_bytes: width of the kernels' memory accesses.
+        cache_dir: directory of the cubin cache; None for no cache.
+        macros: preprocessor macros for benchmarks that omit parts of the kernels.
+
+    Raises KernelError with the compiler's log.
     """
     try:
         from cuda.core import Program, ProgramOptions
         from cuda.core.utils import FileStreamProgramCache
     except ImportError as error:
         raise KernelError(
-            "kvloft compiles its GPU kernels with NVRTC, and a package for that is missing "
-            f"({error}): "
-            "pip install 'kvloft[cu13]', or kvloft[cu12] where torch was built for CUDA 12"
+            "kvloft compiles its GPU kernels with NVRTC, and a required package is missing "
+            f"({error}); run: "
+            "pip install 'kvloft[cu13]', or kvloft[cu12] if torch was built for CUDA 12"
         ) from error
     defined = [("KVLOFT_VEC_BYTES", str(vec_bytes)), *macros]
     options = ProgramOptions(
@@ -92,7 +95,7 @@ def compile_kernels(
             store = FileStreamProgramCache(cache_dir, max_size_bytes=CACHE_BYTES)
         program = Program(kernel_source(family), "c++", options)
         return bytes(program.compile("cubin", cache=store).code)
-    # cuda.core raises its own types for a missing NVRTC, a bad arch and a compile error
+    # cuda.core raises different types for a missing NVRTC, an invalid arch and a compile error.
     except Exception as error:
         raise KernelError(
             f"kvloft's GPU kernels could not be compiled for {arch}: {error}"
@@ -100,7 +103,7 @@ def compile_kernels(
 
 
 def default_cache_dir() -> Path:
-    """Return the folder of compiled kernels: ``~/.cache/kvloft``."""
+    """Return kvloft's cache directory, ``~/.cache/kvloft``."""
     return Path.home() / ".cache" / "kvloft"
 
 
@@ -125,7 +128,7 @@ SEGMENT: Final = np.dtype(
     ]
 )
 PART: Final = np.dtype([("address", "<u8"), ("width", "<u4"), ("is_raw", "<u4")])
-# As kv_layout.cuh asserts.
+# kv_layout.cuh asserts the same sizes.
 assert TILE.itemsize == 32 and SEGMENT.itemsize == 24 and PART.itemsize == 16
 
 
@@ -134,7 +137,7 @@ def _fields_of(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
 
 
 class PieceParams(ctypes.Structure):
-    """Parameters of one launch; see kv_layout.cuh."""
+    """Parameters of one launch. kv_layout.cuh documents the fields."""
 
     _fields_ = (
         *_fields_of(ctypes.c_uint64, "tiles sums num_done tags_out block_bytes base"),
@@ -146,12 +149,15 @@ class PieceParams(ctypes.Structure):
     )
 
 
-# As kv_layout.cuh asserts.
+# kv_layout.cuh asserts the same size.
 assert ctypes.sizeof(PieceParams) == 88 + (24 + 16) * MAX_SEGMENTS + 4 * MAX_BLOCKS
 
 
 def vec_bytes_of(layout: PagedLayout) -> int:
-    """Return the widest access that all addresses and lengths allow; frames allow any."""
+    """Return the widest access to which all pages and strides of ``layout`` are aligned.
+
+    Frames are aligned to pages, so they do not limit the width.
+    """
     common = 16
     for plane in layout.planes:
         common = math.gcd(common, plane.base, plane.block_stride, plane.page_bytes)
@@ -159,7 +165,10 @@ def vec_bytes_of(layout: PagedLayout) -> int:
 
 
 def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
-    """Return a block's tiles in payload order. Raises UnsupportedError from 4 GiB on."""
+    """Return the tiles of a block in payload order.
+
+    Raises UnsupportedError if a block has 4 GiB or more.
+    """
     if layout.block_bytes >= 1 << 32:
         raise UnsupportedError(
             f"a block of {layout.block_bytes} bytes is too large for kvloft's kernels; use a "
@@ -178,7 +187,7 @@ def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class BlockTiles:
-    """Sizes for cutting pieces. ``tile_offsets[t]``: tile t's byte offset in a block."""
+    """Sizes for splitting chunks into pieces. ``tile_offsets[t]`` is tile t's offset in a block."""
 
     block_bytes: int
     tiles_per_block: int
@@ -190,13 +199,13 @@ class BlockTiles:
         return cls(layout.block_bytes, len(tiles), tiles["payload_offset"].astype(np.int64))
 
     def payload_offset(self, tile: int) -> int:
-        """Return the offset of a chunk's tile in the chunk's payload."""
+        """Return the offset of ``tile``, counted from the start of the chunk, in the payload."""
         block, rest = divmod(tile, self.tiles_per_block)
         return block * self.block_bytes + int(self.tile_offsets[rest])
 
 
 class Kernels:
-    """Compiled kernels of one layout, and its tile table. Launches allocate nothing."""
+    """Compiled kernels and tile table of one layout. Launches allocate no memory."""
 
     def __init__(
         self,
@@ -207,13 +216,13 @@ class Kernels:
         encodes: bool = False,
         macros: tuple[tuple[str, str], ...] = (),
     ) -> None:
-        """Compile and load kernels, with ``encodes`` those that encode parts of frames (see
-        `encoding.can_encode`).
+        """Compile and load the kernels.
 
-        Raises KernelError if they cannot be compiled, and CudaError if they cannot be loaded.
+        With ``encodes``, load the kernels that encode parts (see `encoding.can_encode`). Raises
+        KernelError if the kernels cannot be compiled, and CudaError if they cannot be loaded.
         """
         major, minor = torch.cuda.get_device_capability(device)
-        # Makes the context current on this thread; not in a step.
+        # Makes the context current on this thread. Runs at startup, never in a step.
         torch.cuda.current_stream(device).synchronize()
         self.vec_bytes, self.encodes = vec_bytes_of(layout), encodes
         family = E348 if encodes else CHUNKS

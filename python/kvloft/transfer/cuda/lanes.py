@@ -1,7 +1,7 @@
-"""One direction of copies: staging slots, their streams, and the order of kernels and copies.
+"""Lanes: the staging slots of one direction, their streams, and the order of kernels and copies.
 
-Kernel and copy engine work on different slots at the same time. Everything is queued on the GPU;
-only `stop` waits on the host. Must not depend on plans, keys or the meaning of tags.
+A kernel and the copy engine work on different slots at the same time. All work is queued on the
+GPU; only `stop` and `close` block the host. A lane treats tags as opaque numbers.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from kvloft.transfer.cuda.pieces import Piece
 from kvloft.transfer.frames import FrameMemory
 
 MAX_PIECES: Final = 256
-"""Limit of queued and submitted pieces in one direction: about 95 ms of PCIe Gen5 with slots of 20
-MiB.
+"""Maximum number of pieces per direction that are queued or on the GPU.
+
+With slots of 20 MiB, 256 pieces keep a PCIe Gen5 link busy for about 95 ms.
 """
 
 FEW_RUNS: Final = 2
 FEW_ROWS: Final = 8
-"""In a piece with more than FEW_RUNS runs, runs of up to FEW_ROWS rows are one batch: the link
-idles 5 us between commands.
+"""In a piece with more than FEW_RUNS runs, all runs of at most FEW_ROWS rows are copied as one
+batch, because the link is idle for 5 us between commands.
 """
 
 MIN_SLOT_BYTES: Final = 256 << 10
@@ -49,47 +50,50 @@ _ALIGN: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Parameters of copies on one device.
+    """Number and size of staging slots, and the number of CTAs per kernel.
 
-    Every piece is staged. Pages of 4 KiB to 2 MiB then reach 98 % of the rate of one large copy
-    (benches/results). A kernel that accesses frames directly was not faster in any measured case.
+    All pieces pass through a staging slot. With pages of 4 KiB to 2 MiB, copies reach 98 % of the
+    rate of one large copy (benches/results). A kernel that accesses frames directly was never
+    faster in measurements.
     """
 
     num_slots: int = 2
     slot_bytes: int = 40 << 20
-    """A kernel that fills the GPU delays the next gather, so the slots of a direction must hold the
-    bytes that the link moves meanwhile: an 8192^3 matmul takes 1.4 to 1.6 ms, and 80 MiB take 1.5
-    ms.
+    """Size of a slot. A kernel of the engine that fills the GPU delays the next gather, so the
+    slots of a direction must keep the link busy until that kernel is done: an 8192^3 matmul takes
+    1.4 to 1.6 ms, and 80 MiB take 1.5 ms to copy.
     """
     num_ctas: int = 66
-    """One CTA for half of the SMs, by default of an H200. A piece takes 35 us instead of 30, and
-    other kernels keep the other half: a matmul during a save takes 1.00 of its time alone, 1.13
-    with all SMs, and 1.10 with a quarter.
+    """Number of CTAs per kernel. The default is one CTA on half of an H200's SMs, which leaves the
+    other half to the engine. The kernel for a piece then takes 35 us instead of 30 us. A matmul
+    during a save takes as long as without a save (13 % longer if the kernel uses all SMs, 10 %
+    longer if it uses a quarter).
     """
 
     @classmethod
     def of(cls, staging_bytes: int, num_sms: int) -> Tuning:
-        """Return the tuning for ``staging_bytes`` per direction. Raises ValueError if slots would
-        be below MIN_SLOT_BYTES.
+        """Return the tuning for ``staging_bytes`` per direction.
+
+        Raises ValueError if a slot would be smaller than MIN_SLOT_BYTES.
         """
         return cls(slot_bytes=cls.slot_bytes_of(staging_bytes), num_ctas=max(1, num_sms // 2))
 
     @classmethod
     def slot_bytes_of(cls, staging_bytes: int) -> int:
-        """Return the bytes of a slot, before it is fitted to chunks. Raises as `of`."""
+        """Return the size of a slot before `fitted`. Raises the same errors as `of`."""
         slot_bytes = staging_bytes // cls().num_slots // _ALIGN * _ALIGN
         if slot_bytes < MIN_SLOT_BYTES:
             raise ValueError(
-                f"{staging_bytes} bytes of staging are too few; use at least "
-                f"{cls().num_slots * MIN_SLOT_BYTES}"
+                f"{staging_bytes} bytes are too few for staging slots; use at least "
+                f"{cls().num_slots * MIN_SLOT_BYTES} bytes"
             )
         return slot_bytes
 
     def fitted(self, chunk_bytes: int, least: int = 0) -> Tuning:
-        """Return a tuning whose slots hold a whole number of chunks and at least ``least`` bytes,
-        if one chunk fits.
+        """Return a tuning whose slots hold a whole number of chunks and at least ``least`` bytes.
 
-        A slot that is not full leaves the link idle.
+        The link is idle for longer if slots are not full. Returns this tuning if a chunk is larger
+        than a slot.
         """
         if chunk_bytes > self.slot_bytes:
             return self
@@ -98,7 +102,10 @@ class Tuning:
         )
 
     def halved(self, chunk_bytes: int) -> Tuning:
-        """Return a tuning with twice as many slots of half the size, if one chunk fits."""
+        """Return a tuning with twice as many slots of half the size.
+
+        Returns this tuning if a chunk is larger than half a slot.
+        """
         num_chunks = self.slot_bytes // 2 // chunk_bytes
         if not num_chunks:
             return self
@@ -107,41 +114,42 @@ class Tuning:
 
 @dataclass(slots=True)
 class _Slot:
-    """Device memory for one piece at a time, free once ``freed`` has passed.
+    """Device memory for one piece at a time. The slot is free after the event ``freed``.
 
-    Each slot has a stream for its copies. A copy engine stays with a stream while the stream has a
-    copy that can start. A slot's next copy cannot start before the kernel has used the slot, so
-    copies of other streams wait for at most one copy of each slot.
+    Each slot has a stream for copies. A copy engine serves one stream for as long as that stream
+    has a copy that can start. The next copy of a slot cannot start before the kernel for that slot
+    is done, so copies of other streams wait for at most one copy per slot.
     """
 
     address: int
     copy_stream: driver.Stream
     kernel_stream: driver.Stream
     params: Sequence[_Params]
-    """Of each kind of pages."""
+    """One entry for each kind of pages."""
     freed: driver.Event | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A submitted piece: its source has been read once ``read`` has passed; copy and ``tags`` are
-    complete after ``done``.
+    """Submitted piece. Its source is no longer used after the event ``read``; the copy and ``tags``
+    are complete after the event ``done``.
     """
 
     read: driver.Event
     done: driver.Event
     tags: npt.NDArray[np.uint64]
-    """[MAX_SEGMENTS]: the sum of each segment."""
-    used: npt.NDArray[np.uint64]
-    """[MAX_SEGMENTS]: for saves that encode, the size of each segment's records in units of 16
-    bytes.
+    """Shape [MAX_SEGMENTS]: the sum of each segment."""
+    record_units: npt.NDArray[np.uint64]
+    """Shape [MAX_SEGMENTS]: for saves that encode, the size of each segment's records, in units of
+    16 bytes.
     """
     tags_address: int
 
 
 class Lane:
-    """Copies of one direction. Saves: paged KV -> slot -> frames. Loads: frames -> slot -> paged
-    KV.
+    """One direction of copies.
+
+    Saves: paged KV -> slot -> frames. Loads: frames -> slot -> paged KV.
     """
 
     def __init__(
@@ -152,19 +160,20 @@ class Lane:
         *,
         to_host: bool,
     ) -> None:
-        """Allocate the slots, which pieces of all ``kinds`` of pages use. ``frames``: of each
-        kind.
+        """Allocate the slots, which all ``kinds`` of pages share.
+
+        ``frames`` has one entry for each of ``kinds``.
         """
         device, slot_bytes = kinds[0].tiles.device, tuning.slot_bytes
         self._to_host, self._frames = to_host, frames
         self._encodes = [kernels.encodes for kernels in kinds]
-        # Encoding and decoding use all SMs, with two CTAs each. With fewer CTAs, a piece is too
-        # slow between kernels that fill the GPU (docs/design/compression.md).
+        # Encoding and decoding use two CTAs on every SM. With fewer CTAs, a piece takes too long
+        # between the engine's kernels that fill the GPU (docs/design/compression.md).
         self._num_ctas = [
             4 * tuning.num_ctas if kernels.encodes else tuning.num_ctas for kernels in kinds
         ]
         self._functions = [kernels.gather if to_host else kernels.scatter for kernels in kinds]
-        # Zeroed, so that an error in copies cannot expose data of another process.
+        # Zeroed, so that a bug in copies cannot expose data of another process.
         self._staging = torch.zeros(
             tuning.num_slots * slot_bytes + _ALIGN, dtype=torch.uint8, device=device
         )
@@ -175,46 +184,46 @@ class Lane:
                 driver.Stream.create(),
                 driver.Stream.create(),
                 [
-                    _Params(each, memory.part_room)
+                    _Params(each, memory.part_capacity)
                     for each, memory in zip(kinds, frames, strict=True)
                 ],
             )
             for i in range(tuning.num_slots)
         )
-        """The slot of the next piece is first."""
+        """Staging slots. The first slot is used for the next piece."""
         self.copy_streams = tuple(slot.copy_stream for slot in self._slots)
         self.kernel_streams = tuple(slot.kernel_stream for slot in self._slots)
         self._tags_address = driver.host_alloc(MAX_PIECES * 2 * MAX_SEGMENTS * 8)
         raw = (ctypes.c_uint64 * (MAX_PIECES * 2 * MAX_SEGMENTS)).from_address(self._tags_address)
         rows = np.frombuffer(raw, dtype=np.uint64).reshape(MAX_PIECES, 2, MAX_SEGMENTS)
-        self._places = [
+        self._sent = [
             Sent(
                 driver.Event(), driver.Event(), row[0], row[1], self._tags_address + i * row.nbytes
             )
             for i, row in enumerate(rows)
         ]
-        self._next_place = cycle(self._places)
+        self._next_sent = cycle(self._sent)
 
     @property
     def num_slots(self) -> int:
         return len(self._slots)
 
     def next_kernel_stream(self, kind: int) -> driver.Stream:
-        """Return the stream of the next kernel, for pages of ``kind``.
+        """Return the stream on which the next kernel runs, for pages of ``kind``.
 
-        Kernels that encode or decode have a stream per slot. When a kernel that fills the GPU ends,
-        those of all free slots start before the next one of the engine. Others are fast enough to
-        follow each other.
+        Kernels that encode or decode use one stream per slot: when a kernel of the engine that
+        filled the GPU is done, the kernels of all free slots start before the engine's next kernel.
+        All other kernels are fast enough to share one stream.
         """
         return self._slots[0].kernel_stream if self._encodes[kind] else self.kernel_streams[0]
 
     def submit(self, piece: Piece, *, kind: int = 0, is_registered: bool = True) -> Sent:
-        """Queue one piece of pages of ``kind``. Its `Sent` is reused after MAX_PIECES pieces.
+        """Queue one piece with pages of ``kind``, after the previous piece in the same slot.
 
-        It follows the piece before it in its slot. Saves to frames that are not registered do
-        nothing.
+        The returned `Sent` is reused after MAX_PIECES pieces. A save to frames that are not
+        registered copies nothing.
         """
-        sent, slot, kernels = next(self._next_place), self._slots[0], self.next_kernel_stream(kind)
+        sent, slot, kernels = next(self._next_sent), self._slots[0], self.next_kernel_stream(kind)
         launch = partial(self._launch, piece, kind, sent, slot, kernels)
         copy = partial(self._copy, piece, self._frames[kind], slot, is_registered=is_registered)
         steps = ((kernels, launch), (slot.copy_stream, copy))
@@ -234,16 +243,16 @@ class Lane:
         return sent
 
     def stop(self) -> None:
-        """Wait until no work of this lane runs, including work that failed."""
+        """Wait until no work of this lane is running. Ignores errors of the work."""
         for stream in (*self.kernel_streams, *self.copy_streams):
             with contextlib.suppress(driver.CudaError):
                 stream.synchronize()
 
     def close(self) -> None:
-        """Wait as `stop` does, and release all resources."""
+        """Call `stop` and release all resources."""
         self.stop()
         driver.host_free(self._tags_address)
-        for sent in self._places:
+        for sent in self._sent:
             sent.read.destroy()
             sent.done.destroy()
         for stream in (*self.kernel_streams, *self.copy_streams):
@@ -252,14 +261,18 @@ class Lane:
     def _launch(
         self, piece: Piece, kind: int, sent: Sent, slot: _Slot, stream: driver.Stream
     ) -> None:
-        """Launch the kernel with at least one CTA, which writes sums of 0 if there are no pages."""
+        """Launch the kernel for ``piece``.
+
+        A piece without pages needs one CTA, too, which writes sums of 0.
+        """
         address = slot.params[kind].filled(piece, slot.address, sent.tags_address)
         num_ctas = max(1, min(self._num_ctas[kind], -(-piece.num_tiles // WARPS_PER_CTA)))
         stream.launch(self._functions[kind], num_ctas, CTA_THREADS, address)
 
     def _copy(self, piece: Piece, frames: FrameMemory, slot: _Slot, *, is_registered: bool) -> None:
-        """Copy the piece's runs between ``slot`` and the frames. The driver uses its buffers for
-        frames not registered.
+        """Copy the piece's runs between ``slot`` and the frames.
+
+        If the frames are not registered, the driver copies through its own staging buffers.
         """
         stream, pitch, stride = slot.copy_stream, frames.frame_bytes, piece.slot_stride
         host: list[int] = []
@@ -293,13 +306,15 @@ class Lane:
 
 
 class _Params:
-    """Parameters of one slot's launches, reused by each; a launch copies them before it returns."""
+    """Launch parameters of one slot. The slot's launches can share them, because the driver copies
+    the parameters before the launch call returns.
+    """
 
-    def __init__(self, kernels: Kernels, part_room: int) -> None:
+    def __init__(self, kernels: Kernels, part_capacity: int) -> None:
         self._sums = torch.zeros(
             2 * MAX_SEGMENTS + 1, dtype=torch.int64, device=kernels.tiles.device
         )
-        # Zeros before any launch; not in a step.
+        # The sums must be zero before the first launch. Runs at startup, never in a step.
         torch.cuda.current_stream(kernels.tiles.device).synchronize()
         self._tiles, sums = kernels.tiles, self._sums.data_ptr()
         self._params = PieceParams(
@@ -310,24 +325,23 @@ class _Params:
             block_bytes=kernels.block_tiles.block_bytes,
             tiles_per_block=kernels.block_tiles.tiles_per_block,
             num_used=sums + 8 * (MAX_SEGMENTS + 1),
-            part_room=part_room,
+            part_room=part_capacity,
         )
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
         self._address = ctypes.addressof(self._pointers)
         self._segments = np.frombuffer(self._params.segments, dtype=SEGMENT)
         self._written: npt.NDArray[Any] | None = None
-        """The segments at the start of ``_segments``. Pieces of full chunks share them, so they
-        must not be modified.
+        """Segments that are already in ``_segments``. Full pieces share one array of segments, so
+        this array must not be modified.
         """
         self._block_ids = np.frombuffer(self._params.block_ids, dtype=np.int32)
         self._parts = np.frombuffer(self._params.parts, dtype=PART)
 
     def filled(self, piece: Piece, base: int, tags_out: int) -> int:
-        """Fill in ``piece`` in the slot at ``base``; returns the address of the pointers to
-        parameters.
+        """Set the parameters for ``piece`` in the slot at ``base``.
 
-        The kernel writes sums to ``tags_out`` as u64, and the sizes of encoded records after
-        MAX_SEGMENTS of them.
+        Returns the address of the array of pointers to the parameters. At ``tags_out``, the kernel
+        writes one u64 sum per segment and, MAX_SEGMENTS words later, the sizes of encoded records.
         """
         if piece.segments is not self._written:
             self._segments[: len(piece.segments)] = self._written = piece.segments

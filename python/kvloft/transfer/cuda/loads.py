@@ -1,7 +1,7 @@
 """Loads of CudaMover: queued loads, their pieces, and their results.
 
-Chunks are cut into pieces when the link has room. A load is reported once, with every chunk that
-failed its check. A scatter waits for saves that still read its blocks.
+Chunks are split into pieces just before the pieces are submitted. Each load is reported once, with
+all chunks that failed their check. A scatter waits for saves that still read its blocks.
 """
 
 import logging
@@ -25,25 +25,23 @@ logger = logging.getLogger(__name__)
 
 
 class Loads(Direction):
-    """Copies chunks to the GPU, checks and scatters them, in the order of submission."""
+    """Copies chunks to the GPU, checks and scatters them, in the order in which loads arrive."""
 
     def __init__(
         self,
         shared: Shared,
         lane: Lane,
-        few_first: tuple[int, ...],
+        ramp_sizes: tuple[int, ...],
         *,
         order_after_saves: Callable[[driver.Stream, npt.NDArray[np.integer[Any]]], None],
     ) -> None:
-        super().__init__(shared, lane, few_first)
+        super().__init__(shared, lane, ramp_sizes)
         self._order_after_saves = order_after_saves
         self.waiting: deque[Waiting] = deque()
         self._num_since_idle = 0
         self._open: dict[Load, None] = {}
         self._before: Mark | None = None
-        """Mark after all work launched before this step. Recorded in steps with loads only: most
-        steps have none.
-        """
+        """Mark after all work that was launched before this step; None in steps without loads."""
 
     @property
     def is_behind(self) -> bool:
@@ -55,7 +53,7 @@ class Loads(Direction):
             self._mark_before()
 
     def submit(self, plans: Sequence[LoadPlan]) -> None:
-        """Queue loads. Those without chunks are reported at once."""
+        """Queue loads. Loads without chunks are reported immediately."""
         after = self._mark_before()
         for plan in plans:
             self._shared.done.bad_blocks.update(plan.lost)
@@ -72,16 +70,16 @@ class Loads(Direction):
                     else:
                         self.waiting.append(Waiting(load, kind, chunks, after))
 
-    def _send(self) -> None:
+    def _submit_queued(self) -> None:
         started: list[Job] = []
-        while self._has_room() and (following := self._next_piece()) is not None:
+        while self._has_capacity() and (following := self._next_piece()) is not None:
             job, piece = following
             self._order_after_saves(self.lane.next_kernel_stream(job.kind), piece.block_ids)
-            self._fly(job, piece)
+            self._submit_piece(job, piece)
             if piece is job.pieces[0]:
                 started.append(job)
         for job in started:
-            # The link copies meanwhile and need not wait for these scattered reads.
+            # Trailers are read while the link copies the pieces: these reads are slow.
             job.wanted_tags, job.problems = self._shared.trailers_of(job).read(
                 job.table.frames, job.table.keys, job.table.num_blocks
             )
@@ -93,7 +91,7 @@ class Loads(Direction):
         self.waiting.clear()
 
     def _mark_before(self) -> Mark | None:
-        """Return the mark that this step's loads start after; None if the mover is broken."""
+        """Return the mark after which this step's loads start; None if the mover is broken."""
         if self._before is None and self._shared.broken is None:
             with self._shared.guarded():
                 self._before = self._shared.mark()
@@ -106,30 +104,31 @@ class Loads(Direction):
         return self.queued.popleft() if self.queued else None
 
     def _take(self) -> tuple[int, ChunkBatch, Mark | None, list[tuple[Load, int]]]:
-        """Take chunks of one or more loads for one piece: their kind, chunks, mark, and (load,
-        number of chunks) in order.
+        """Take chunks of one or more loads for the next job.
+
+        Returns their kind, the chunks, their mark, and each load with its number of chunks.
         """
         queue, per_job = self.waiting, self._shared.chunks_per_load
-        room, after, kind = per_job, queue[0].after, queue[0].kind
+        capacity, after, kind = per_job, queue[0].after, queue[0].kind
         chunks: list[ChunkBatch] = []
         owners: list[tuple[Load, int]] = []
-        nth = self._num_since_idle = self._num_since_idle + 1 if self.flying else 0
+        nth = self._num_since_idle = self._num_since_idle + 1 if self.in_flight else 0
         if (
-            nth < len(self._few_first)
-            and sum(each.num_left for each in queue if each.after is after) > room
+            nth < len(self._ramp_sizes)
+            and sum(each.num_left for each in queue if each.after is after) > capacity
         ):
-            room = self._few_first[nth]
-        while queue and queue[0].after is after and queue[0].kind == kind and room:
+            capacity = self._ramp_sizes[nth]
+        while queue and queue[0].after is after and queue[0].kind == kind and capacity:
             first = queue[0]
-            chunks.append(first.take(room, per_piece=per_job, is_last=len(queue) == 1))
+            chunks.append(first.take(capacity, per_piece=per_job, is_last=len(queue) == 1))
             owners.append((first.load, len(chunks[-1])))
-            room = 0 if first.num_left else room - len(chunks[-1])
+            capacity = 0 if first.num_left else capacity - len(chunks[-1])
             if not first.num_left:
                 queue.popleft()
         taken = chunks[0] if len(chunks) == 1 else _core.ChunkBatch.concat(chunks)
         return kind, taken, after, owners
 
-    def _has_landed(self, job: Job, piece: Piece, seconds: float) -> None:
+    def _on_done(self, job: Job, piece: Piece, seconds: float) -> None:
         self._shared.done.seconds_loading += seconds
         self._shared.done.num_bytes_loaded += piece.num_bytes
         if piece is job.pieces[-1]:
@@ -149,7 +148,7 @@ class Loads(Direction):
             begin += count
 
     def _finish_load(self, load: Load, chunks: ChunkBatch, problems: dict[int, str]) -> None:
-        """Count chunks of ``load`` as loaded or bad. The load is reported with its last chunk."""
+        """Record the results of ``chunks``. Report the load after its last chunk."""
         for i, problem in problems.items():
             load.bad.append((chunks[i].key, problem))
             self._shared.done.bad_blocks.update(chunks[i].blocks)
@@ -161,7 +160,7 @@ class Loads(Direction):
         done = self._shared.done
         if load.bad:
             logger.warning(
-                "kvloft: %d chunks failed their check (%s); they are misses",
+                "kvloft: %d chunks could not be loaded (%s); treating them as misses",
                 len(load.bad),
                 load.bad[0][1],
             )

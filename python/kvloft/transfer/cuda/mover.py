@@ -1,16 +1,16 @@
-"""CudaMover: copies chunks between paged KV in HBM and registered host frames, on streams that no
-step waits for.
+"""CudaMover: copies chunks between paged KV in HBM and registered host frames, without blocking
+steps.
 
-- Saves (`saves`): a kernel gathers a piece to a staging slot once the forward that wrote it is
-  done, the copy engine copies the slot to the frames, and the host writes the trailer.
-- Loads (`loads`): the copy engine copies a piece to a slot, and a kernel scatters it and computes
-  its tag.
-- Order is kept on the GPU: `begin_step` makes the next forward wait for gathers that still read a
-  block it may write (I2), and loads wait for the work launched before the step.
-- A few pieces at a time are on the GPU; a `submitter` in each direction sends the next ones. While
-  host memory is being registered, saves to frames that are not registered yet wait.
+- Saves (`saves`): once the forward pass that wrote a piece is done, a kernel gathers the piece
+  into a staging slot. The copy engine copies the slot to the frames, and the host writes trailers.
+- Loads (`loads`): the copy engine copies a piece to a slot. A kernel scatters it to paged KV and
+  computes its tag.
+- Events order the work on the GPU: `begin_step` makes the next forward pass wait for gathers that
+  still read a block which the pass may write (I2). Loads wait for work launched before the step.
+- Only a few pieces per direction are on the GPU at a time. One thread per direction (`submitter`)
+  submits the rest. Saves to frames that are not registered yet wait for registration.
 
-No step allocates GPU memory or waits for the device. Must not depend on engines.
+No step allocates GPU memory or waits for the device.
 """
 
 import logging
@@ -44,11 +44,11 @@ from kvloft.transfer.movers import MoverSettings
 logger = logging.getLogger(__name__)
 
 FIRST_KIND: Final = MappingProxyType({(0, 0): 0})
-"""One KV cache group and one size of frames."""
+"""Default for ``kind_of``: one KV cache group and one size of frames."""
 SLOTS_AHEAD = 8
-"""Bytes of one direction on the GPU, in slots: 6 ms of the link with slots of 40 MiB. A submitter
-can wait up to 5 ms for the GIL; with 3 slots, loads took 4 to 6 % longer. Copies of the engine do
-not wait for all of them: see `lanes`.
+"""Limit of the bytes on the GPU per direction, in slots. 8 slots of 40 MiB keep the link busy for
+6 ms, and a submitter can wait up to 5 ms for the GIL; with 3 slots, loads took 4 to 6 % longer.
+Copies of the engine wait for at most one copy per slot (see `lanes`).
 """
 
 
@@ -65,13 +65,18 @@ class CudaMover:
         kind_of: Mapping[tuple[int, int], int] = FIRST_KIND,
         gathers_first: bool = False,
     ) -> None:
-        """Allocate staging and start to register the arena. Raises CudaError, or ValueError if
-        staging is too small.
+        """Allocate staging slots and start registering the arena.
 
-        ``frames`` and ``blocks_per_chunk``: frames, and blocks in a frame, for each of ``kinds``.
-        ``kind_of``: the kind of each KV cache group's pages; all kinds share streams, staging and
-        registered memory. With ``gathers_first``, the compute stream waits for the gathers of a
-        step's saves, for engines that write blocks before `begin_step` names them.
+        All kinds share streams, staging slots and registered memory.
+
+        Args:
+            frames: the frames of each of ``kinds``.
+            blocks_per_chunk: the number of blocks in a frame, for each of ``kinds``.
+            kind_of: the index in ``kinds``, by KV cache group and size class.
+            gathers_first: make the compute stream wait for the gathers of a step's saves. Required
+                for engines that write to blocks before they pass them to `begin_step`.
+
+        Raises CudaError, or ValueError if the staging slots are too small.
         """
         all_kernels = [kernels for _, kernels in kinds]
         self._device = all_kernels[0].tiles.device
@@ -92,19 +97,17 @@ class CudaMover:
         self._shared = shared = Shared(
             parts, kind_of, num_blocks, bytes_ahead, self._compute, self._break
         )
-        self.saves = Lane(all_kernels, save_tuning, frames, to_host=True)
-        self.loads = Lane(all_kernels, tuning, frames, to_host=False)
-        few_saved = ramp(shared.chunks_per_save, stride, SAVE_PREPARE_US)
-        few_loaded = ramp(shared.chunks_per_load, stride, LOAD_PREPARE_US)
-        self._saves = Saves(shared, self.saves, few_saved, gathers_first=gathers_first)
+        self.save_lane = Lane(all_kernels, save_tuning, frames, to_host=True)
+        self.load_lane = Lane(all_kernels, tuning, frames, to_host=False)
+        save_ramp = ramp(shared.chunks_per_save, stride, SAVE_PREPARE_US)
+        load_ramp = ramp(shared.chunks_per_load, stride, LOAD_PREPARE_US)
+        self._saves = Saves(shared, self.save_lane, save_ramp, gathers_first=gathers_first)
         self._loads = Loads(
-            shared, self.loads, few_loaded, order_after_saves=self._saves.order_after_gathers
+            shared, self.load_lane, load_ramp, order_after_saves=self._saves.order_after_gathers
         )
-        self._submitters = [
-            Submitter(name, shared.lock, direction)
-            for name, direction in (("kvloft-saves", self._saves), ("kvloft-loads", self._loads))
-        ]
-        # Ranks on two sockets would each place all pages on their node.
+        self._save_submitter = Submitter("kvloft-saves", shared.lock, self._saves)
+        self._load_submitter = Submitter("kvloft-loads", shared.lock, self._loads)
+        # Ranks that share the arena can use GPUs of different NUMA nodes.
         node = None if arena.is_shared else numa_node_of(self._device)
         shared.registered = RegisteredRange(
             arena.address,
@@ -115,28 +118,31 @@ class CudaMover:
         )
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
-        """See `Mover.begin_step`. ``rewritten`` are blocks that were saved for another request."""
+        """Implement `Mover.begin_step`.
+
+        ``rewritten`` lists blocks whose KV was saved and that now belong to a different request.
+        """
         with self._shared.lock:
             if self._shared.broken is None:
                 self._loads.begin_step(has_loads=has_loads)
             if rewritten and self._shared.broken is None:
-                # Without the order, a save could read rewritten blocks.
+                # Without this order, a gather could read blocks that are already rewritten.
                 with self._shared.guarded():
                     blocks = np.asarray(rewritten, dtype=np.int64)
                     self._saves.order_after_gathers(self._compute(), blocks)
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
-        """Queue gathers after the forward just launched. Saves without room are dropped."""
+        """Queue gathers after the forward pass just launched. Drop saves if the queue is full."""
         with self._shared.lock:
             self._saves.submit(plans)
-            self._submitters[0].wake()
+            self._save_submitter.wake()
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
-        """Queue loads. The next `poll` reports those without chunks."""
+        """Queue loads. The next `poll` reports loads without chunks."""
         with self._shared.lock:
             self._loads.submit(plans)
             self._loads.feed()
-            self._submitters[1].wake()
+            self._load_submitter.wake()
 
     def poll(self) -> Finished:
         with self._shared.lock:
@@ -144,11 +150,11 @@ class CudaMover:
             return self._shared.take_done()
 
     def drain(self) -> Finished:
-        """Wait on the host for all copies. Saves to frames not yet registered fail."""
+        """Block until all copies are done. Saves to frames that are not registered yet fail."""
         with self._shared.lock:
             self._saves.waits_for_registration = False
             while self._shared.broken is None and (
-                self.is_behind or self._saves.flying or self._loads.flying
+                self.is_behind or self._saves.in_flight or self._loads.in_flight
             ):
                 with self._shared.guarded():
                     self._saves.wait_for_first()
@@ -158,30 +164,33 @@ class CudaMover:
             return self._shared.take_done()
 
     def close(self) -> None:
-        """Drain and release all resources. The mover must not be used afterwards."""
+        """Wait for all copies and release all resources. The mover cannot be used afterwards."""
         self.drain()
         self._shared.broken = self._shared.broken or "closed"
-        for submitter in self._submitters:
-            submitter.close()
-        self.saves.close()
-        self.loads.close()
+        self._save_submitter.close()
+        self._load_submitter.close()
+        self.save_lane.close()
+        self.load_lane.close()
         self._shared.registered.close()
 
     @property
     def is_behind(self) -> bool:
-        """Return True if copies wait to be sent to the GPU."""
-        # A submitter may have taken the last piece and not have sent it yet.
+        """Return True if copies wait to be submitted to the GPU."""
+        # Locked, because a submitter may have taken the last piece without submitting it yet.
         with self._shared.lock:
             return self._saves.is_behind or self._loads.is_behind
 
     @property
     def usable_bytes(self) -> int | None:
-        """Return the number of registered bytes; None if all are."""
+        """Return the number of registered bytes; None if all host memory is registered."""
         registered = self._shared.registered
         return None if registered.is_complete else registered.num_registered_bytes
 
     def wait_registered(self, timeout_s: float | None = None) -> bool:
-        """Wait until all host memory is registered, or registration has failed."""
+        """Wait until registration of host memory has completed or failed.
+
+        Returns False after ``timeout_s``.
+        """
         return self._shared.registered.wait(timeout_s)
 
     def _feed(self) -> None:
@@ -189,31 +198,30 @@ class CudaMover:
         self._loads.feed()
 
     def _feed_saves(self) -> None:
-        """Send saves after more frames were registered, or registration ended."""
+        """Submit saves that waited for registration. Called when registration makes progress."""
         with self._shared.lock:
             self._saves.feed()
-            self._submitters[0].wake()
+            self._save_submitter.wake()
 
     def _break(self, reason: str) -> None:
-        """Fail all copies from now on, after a CUDA error. Waits until no copy runs."""
+        """Wait until no copy is running. All queued and future copies fail."""
         logger.error(
-            "kvloft: CUDA error; this worker no longer copies pages, so nothing is cached: %s",
-            reason,
+            "kvloft: CUDA error; this worker no longer copies KV, so nothing is cached: %s", reason
         )
         self._shared.broken = reason
         self._saves.stop()
         self._loads.stop()
 
     def _compute(self) -> driver.Stream:
-        """Return the current stream, which an engine can change between steps."""
+        """Return the stream of the engine's forward pass, which can change between steps."""
         return driver.Stream.view(_current_stream(self._device))
 
 
 def _kernels_of(layout: PagedLayout, device: torch.device, *, encodes: bool) -> Kernels:
-    """Return kernels that encode if ``encodes``; otherwise, or if these fail to compile, kernels
-    for raw parts.
+    """Return kernels that encode, or kernels for raw parts.
 
-    Raises as `Kernels`.
+    Returns kernels for raw parts if ``encodes`` is False or if the kernels that encode cannot be
+    compiled or loaded. Raises the same errors as `Kernels`.
     """
     cache_dir = default_cache_dir() / "kernels"
     if encodes:
@@ -221,24 +229,25 @@ def _kernels_of(layout: PagedLayout, device: torch.device, *, encodes: bool) -> 
             return Kernels(layout, device, cache_dir, encodes=True)
         except (KernelError, driver.CudaError) as error:
             logger.warning(
-                "kvloft: KV is not compressed: the kernels for it failed to compile or load (%s)",
+                "kvloft: storing KV uncompressed: the compression kernels cannot be compiled or "
+                "loaded (%s)",
                 error,
             )
     return Kernels(layout, device, cache_dir)
 
 
 def _device_encodes(device: torch.device) -> bool:
-    """Return True if ``device`` has what e348.cu uses, and reaches registered frames."""
+    """Return True if ``device`` can run the kernels of e348.cu and access registered memory."""
     if torch.cuda.get_device_capability(device) < (8, 0):
         return False
     with torch.cuda.device(device):
-        # Makes the context current on this thread; not in a step.
+        # Makes the context current on this thread. Runs at startup, never in a step.
         torch.cuda.current_stream(device).synchronize()
         return driver.kernels_reach_registered()
 
 
 def _current_stream(device: torch.device) -> int:
-    """Return the current stream 60 to 90 us faster than torch.cuda with cold caches."""
+    """Return the current stream. With cold caches, torch.cuda's call takes 60 to 90 us longer."""
     return int(torch._C._cuda_getCurrentRawStream(device.index))  # noqa: SLF001
 
 
@@ -249,7 +258,7 @@ def _kind(
     frames: FrameMemory,
     slabs_per_registration: int,
 ) -> PageKind:
-    """Return the kind of a layout with chunks of ``num_blocks``; the size of slots is set later."""
+    """Return the kind of a layout with chunks of ``num_blocks``. Its slot size is still unset."""
     frames_per_run = frames.per_slab * (slabs_per_registration if frames.is_dense else 1)
     limits = unregistered = PieceLimits(
         kernels.block_tiles, 0, frames.part_bytes, num_blocks, frames_per_run
@@ -260,7 +269,7 @@ def _kind(
         limits = replace(limits, encoding=PartEncoding.of(layout, frames))
         most = PartEncoding.of(layout, frames, everything=True)
         unregistered = replace(unregistered, encoding=most)
-    holds_raw = num_blocks * layout.block_bytes <= frames.part_room
+    holds_raw = num_blocks * layout.block_bytes <= frames.part_capacity
     trailers = Trailers(
         frames,
         layout=layout.digest,
@@ -275,12 +284,12 @@ def _kind(
 def prepare(
     layouts: Sequence[PagedLayout], blocks_per_chunk: Sequence[int], settings: MoverSettings
 ) -> Callable[[Sequence[GroupFrames]], CudaMover]:
-    """Compile the kernels of ``layouts``, one per KV cache group; returns the function that makes
-    the mover.
+    """Compile the kernels for ``layouts`` and return a function that creates the mover.
 
-    ``blocks_per_chunk``: blocks in a frame, for each group. Parts are encoded if settings, layout
-    and device allow it. Called at engine start, so that an engine without kernels does not start.
-    Raises UnsupportedError or CudaError.
+    ``layouts`` has one entry per KV cache group; ``blocks_per_chunk`` has the number of blocks in a
+    frame of each group. Parts are encoded if the settings, the layout and the device support it.
+    Called at startup, so that the engine does not start if the kernels are unavailable. Raises
+    UnsupportedError or CudaError.
     """
     device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
     kinds: dict[tuple[object, ...], tuple[PagedLayout, Kernels]] = {}
@@ -302,8 +311,8 @@ def prepare(
     tuning = Tuning.of(settings.staging_bytes, next(iter(kinds.values()))[1].num_sms)
     for layout, kernels in kinds.values():
         logger.info(
-            "kvloft: kernels of %d-byte accesses for %d planes, %d KiB a block, %s, on %s; %d x %d "
-            "MiB of staging each way",
+            "kvloft: kernels with %d-byte accesses for %d planes, %d KiB per block, %s, on %s; %d "
+            "staging slots of %d MiB per direction",
             kernels.vec_bytes,
             kernels.num_planes,
             layout.block_bytes >> 10,
@@ -314,7 +323,7 @@ def prepare(
         )
 
     def make(frames: Sequence[GroupFrames]) -> CudaMover:
-        # A kind has pages of one layout and frames of one size.
+        # A kind is a combination of one layout of pages and one frame size.
         distinct: dict[tuple[object, ...], tuple[int, FrameMemory]] = {}
         kind_of: dict[tuple[int, int], int] = {}
         for group, (where, own) in enumerate(zip(addresses, frames, strict=True)):

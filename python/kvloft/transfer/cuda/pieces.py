@@ -1,9 +1,8 @@
-"""Cuts a batch of chunks into pieces. A piece is the work of one kernel launch, and fits one
-staging slot.
+"""Splits a batch of chunks into pieces. A piece is the work of one kernel launch and fits a slot.
 
-A piece is whole chunks, or a run of tiles of one chunk that is larger than a slot. Chunks in a slot
-are equally spaced, like their parts in the arena, so that chunks in neighboring frames are one
-copy. Arithmetic only, without CUDA.
+A piece consists of whole chunks or, if a chunk is larger than a slot, of consecutive tiles of one
+chunk. Chunks in a slot are equally spaced, like their parts in the arena, so that one command can
+copy chunks in neighboring frames. This module only does arithmetic, without CUDA.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,15 +18,15 @@ from kvloft.transfer.cuda.encoding import PartEncoding, slot_stride
 from kvloft.transfer.cuda.kernels import MAX_BLOCKS, MAX_SEGMENTS, SEGMENT, BlockTiles
 
 MAX_FRAME = (1 << 28) - 1
-"""Limit of frame numbers; the bits above are the size class, equal in a batch."""
+"""Maximum frame number. Higher bits hold the size class, which is the same for a whole batch."""
 NOT_WANTED = -1
-"""Block id of a payload block that is tagged but not scattered."""
+"""Block id of a block of the payload that is included in the tag but not scattered."""
 _SLOT_ALIGN = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
-    """A batch: chunk c has ``frames[c]`` and ``block_ids[starts[c]:starts[c + 1]]``."""
+    """A batch as columns: chunk c has ``frames[c]`` and ``block_ids[starts[c]:starts[c + 1]]``."""
 
     frames: Sequence[int]
     num_blocks: Sequence[int]
@@ -38,7 +37,8 @@ class ChunkTable:
     @classmethod
     def of(cls, chunks: ChunkBatch) -> Self:
         ((_, frames, keys, blocks),) = chunks.columns()[0] or [(0, b"", b"", b"")]
-        # Lists, because the link waits for the first table, and numpy starts slowly.
+        # Lists, because the first calls of numpy are slow, and the link is idle until the first
+        # table is ready.
         numbers = memoryview(frames).cast("I").tolist()
         if numbers and numbers[0] > MAX_FRAME:
             numbers = [frame & MAX_FRAME for frame in numbers]
@@ -49,7 +49,7 @@ class ChunkTable:
 
 
 class Run(NamedTuple):
-    """One copy-engine command: ``num_rows`` of ``row_bytes``, a frame apart in the arena."""
+    """One copy-engine command: ``num_rows`` rows of ``row_bytes``, in consecutive frames."""
 
     frame: int
     part_offset: int
@@ -60,11 +60,11 @@ class Run(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """One launch: chunks [begin, end), or a part of one chunk.
+    """Work of one launch: the chunks [begin, end), or consecutive tiles of one chunk.
 
-    Segment s belongs to chunk ``begin + s``; its base is relative to the slot, where chunks are
-    ``slot_stride`` apart. ``segments`` can be longer than the piece. ``parts``: addresses of
-    encoded chunks in host memory; None: raw pages.
+    Segment s belongs to chunk ``begin + s``. Its base is relative to the slot, where chunks are
+    ``slot_stride`` apart. Only the first ``num_segments`` entries of ``segments`` belong to the
+    piece. ``parts`` describes the encoded parts in host memory; None if pages are raw.
     """
 
     begin: int
@@ -79,7 +79,7 @@ class Piece:
 
     @property
     def link_bytes(self) -> int:
-        """Return the bytes that the copy engine moves."""
+        """Return the number of bytes that the copy engine moves."""
         return sum(run.row_bytes * run.num_rows for run in self.runs)
 
     @property
@@ -89,11 +89,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PieceLimits:
-    """Limits of a piece: the size of a slot, and the layout of parts in frames. ``encoding`` None:
-    parts are raw.
+    """Size of a slot and layout of parts in frames, which limit the size of pieces.
 
-    A copy must not cross a multiple of ``frames_per_run``: memory is registered in pieces, and CUDA
-    refuses a copy across two of them; or frames of two slabs are not equally spaced.
+    ``encoding`` is None if parts are raw. A run must not cross a frame number that is a multiple of
+    ``frames_per_run``: CUDA rejects a copy across two separately registered ranges, and frames of
+    two slabs may not be equally spaced.
     """
 
     block_tiles: BlockTiles
@@ -103,7 +103,7 @@ class PieceLimits:
     frames_per_run: int
     encoding: PartEncoding | None = None
     full_segments: npt.NDArray[Any] = field(init=False, compare=False, repr=False)
-    """Segments of a piece of full chunks, which almost all pieces are."""
+    """Segments of a piece that has full chunks only, as almost all pieces do."""
 
     def __post_init__(self) -> None:
         blocks: npt.NDArray[np.int64] = np.full(
@@ -119,7 +119,7 @@ class PieceLimits:
 
     @property
     def chunks_per_piece(self) -> int:
-        """Return the number of chunks of a piece; 0 if chunks are cut."""
+        """Return the number of chunks per piece; 0 if a chunk does not fit a slot."""
         if not self.block_tiles.tiles_per_block:
             return MAX_SEGMENTS
         return min(
@@ -134,7 +134,7 @@ class PieceLimits:
         return slot_stride(self.encoding.width(self.blocks_per_chunk))
 
     def row_bytes(self, num_blocks: int) -> int:
-        """Return the bytes of a chunk that the copy engine moves."""
+        """Return the number of bytes that the copy engine moves for a chunk of ``num_blocks``."""
         if self.encoding is None:
             return num_blocks * self.block_tiles.block_bytes
         return self.encoding.width(num_blocks)
@@ -143,7 +143,11 @@ class PieceLimits:
 def split(
     table: ChunkTable, limits: PieceLimits, is_raw: npt.NDArray[np.bool_] | None = None
 ) -> Iterator[Piece]:
-    """Yield the pieces of ``table``. ``is_raw``: chunks with raw parts; None: as ``limits``."""
+    """Yield the pieces of ``table``.
+
+    ``is_raw`` marks the chunks with raw parts. If it is None, all parts are encoded if ``limits``
+    has an encoding, and raw otherwise.
+    """
     per_piece = limits.chunks_per_piece
     if not per_piece:
         for chunk in range(len(table.frames)):
@@ -197,10 +201,10 @@ def _segments(num_blocks: npt.NDArray[np.int64], limits: PieceLimits) -> npt.NDA
 def _runs(
     frames: Sequence[int], num_blocks: Sequence[int], limits: PieceLimits, *, are_full: bool
 ) -> Iterator[Run]:
-    """Yield one run for chunks in neighboring frames: rows with padding, trailers and other ranks'
-    parts in between.
+    """Yield one run for each sequence of chunks in neighboring frames.
 
-    Chunks of a run have equal lengths, because a slot has old bytes after a shorter payload.
+    The chunks of a run have equal lengths: bytes of a slot that follow a shorter payload are stale
+    and must not be copied.
     """
     stride, per_run = limits.slot_stride, limits.frames_per_run
     if not limits.block_tiles.block_bytes:
@@ -216,7 +220,7 @@ def _runs(
 
 
 def _parts_of_chunk(table: ChunkTable, chunk: int, limits: PieceLimits) -> Iterator[Piece]:
-    """Yield runs of tiles of one chunk that is larger than a slot."""
+    """Yield the pieces of one chunk that is larger than a slot."""
     tiles, first_id = limits.block_tiles, table.starts[chunk]
     num_tiles = table.num_blocks[chunk] * tiles.tiles_per_block
     tile = 0
@@ -243,11 +247,14 @@ def _parts_of_chunk(table: ChunkTable, chunk: int, limits: PieceLimits) -> Itera
 
 
 def _last_tile(tile: int, num_tiles: int, limits: PieceLimits) -> int:
-    """Return the end of the tiles that fit in a slot. Raises ValueError if none does."""
+    """Return the end of the range of tiles that fits a slot, starting at ``tile``.
+
+    Raises ValueError if no tile fits.
+    """
     tiles = limits.block_tiles
     begin = tiles.payload_offset(tile)
-    room = limits.slot_bytes - begin % _SLOT_ALIGN
-    block, rest = divmod(begin + room, tiles.block_bytes)
+    free_bytes = limits.slot_bytes - begin % _SLOT_ALIGN
+    block, rest = divmod(begin + free_bytes, tiles.block_bytes)
     last = int(np.searchsorted(tiles.tile_offsets, rest, side="right")) - 1
     last_block = tile // tiles.tiles_per_block + MAX_BLOCKS
     stop = block * tiles.tiles_per_block + last

@@ -1,8 +1,8 @@
-"""Registers the host arena with CUDA in the background, in pieces, so that the cache is usable from
-the start.
+"""Registers the host arena with CUDA in the background.
 
-Several threads first populate each piece, on the GPU's NUMA node and with huge pages if possible.
-They change no byte, because other ranks may be writing. Must not depend on the contents of frames.
+Memory is registered in pieces, so that the cache can be used before registration completes. For
+each piece, multiple threads first populate the pages, on the GPU's NUMA node and with huge pages if
+possible. They do not modify the memory, because other ranks may be writing to it.
 """
 
 import ctypes
@@ -21,14 +21,14 @@ from kvloft.transfer.cuda import driver
 logger = logging.getLogger(__name__)
 
 GOOD_PIECE_BYTES: Final = 256 << 20
-"""Size of a piece, well under 1 GiB: launches wait while the driver registers one."""
+"""Size of a piece. Well below 1 GiB, because launches block while the driver registers a piece."""
 _PAGE: Final = 4096
 _NUM_THREADS: Final = 8
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 
 
 class RegisteredRange:
-    """Memory whose first `num_registered_bytes`, which grow, are registered."""
+    """Memory that a thread registers in ascending order; `num_registered_bytes` are done."""
 
     def __init__(
         self,
@@ -39,10 +39,10 @@ class RegisteredRange:
         numa_node: int | None,
         on_progress: Callable[[], None],
     ) -> None:
-        """Start the thread. No copy may cross a multiple of ``piece_bytes``, which is a multiple of
-        the page size.
+        """Start the thread, which calls ``on_progress`` after each piece and before it exits.
 
-        The thread calls ``on_progress`` after each piece and at its end.
+        ``piece_bytes`` must be a multiple of the page size. No copy may cross a multiple of
+        ``piece_bytes``.
         """
         self._on_progress = on_progress
         self._piece_bytes = piece_bytes
@@ -50,7 +50,7 @@ class RegisteredRange:
         self.size_bytes = size_bytes
         self.num_registered_bytes = 0
         self.is_over = False
-        """True once the thread registers no further piece."""
+        """True once registration has completed, failed or been stopped."""
         self._numa_node = numa_node
         self._context = driver.current_context()
         self._pieces: list[int] = []
@@ -63,7 +63,7 @@ class RegisteredRange:
         return self.num_registered_bytes >= self.size_bytes
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end of registration; returns False at the deadline."""
+        """Wait until registration is over. Return False after ``timeout_s``."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -76,7 +76,7 @@ class RegisteredRange:
             try:
                 driver.host_unregister(piece)
             except driver.CudaError as error:
-                logger.warning("kvloft: host memory stays registered: %s", error)
+                logger.warning("kvloft: host memory cannot be unregistered: %s", error)
         self._pieces.clear()
 
     def _run(self) -> None:
@@ -93,8 +93,8 @@ class RegisteredRange:
                     self._on_progress()
         except (RuntimeError, OSError) as error:
             logger.error(
-                "kvloft: only %.1f of %.1f GiB of host memory could be registered (%s); saves use "
-                "these only. Lower host_size, or give the container more memory",
+                "kvloft: only %.1f of %.1f GiB of host memory could be registered (%s); saves only "
+                "use this memory. Lower host_size, or increase the container's memory limit",
                 self.num_registered_bytes / 2**30,
                 self.size_bytes / 2**30,
                 error,
@@ -105,8 +105,10 @@ class RegisteredRange:
 
 
 def pieces_of(size_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield offset and size of each piece. The last one includes the rest, as the last slab of an
-    arena does, so that no frame is in two pieces.
+    """Yield the offset and size of each piece.
+
+    The last piece includes the remainder, like the last slab of an arena, so that no frame spans
+    two pieces.
     """
     begin = 0
     while begin < size_bytes:
@@ -117,7 +119,7 @@ def pieces_of(size_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _touch(address: int, num_bytes: int, numa_node: int | None, pool: ThreadPoolExecutor) -> None:
-    """Populate the pages in parallel. After an error, registration does, more slowly."""
+    """Populate the pages in parallel. If this fails, registration populates them, more slowly."""
     libc = ctypes.CDLL(None, use_errno=True)
     begin, end = address & -_PAGE, -(-(address + num_bytes) // _PAGE) * _PAGE
     libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
@@ -133,7 +135,7 @@ def _touch(address: int, num_bytes: int, numa_node: int | None, pool: ThreadPool
 
 
 def numa_node_of(device: torch.device) -> int | None:
-    """Return the NUMA node of a GPU; None if the system does not report it."""
+    """Return the NUMA node of a GPU; None if the kernel does not report it."""
     properties = torch.cuda.get_device_properties(device)
     names = ("domain", "bus", "device")
     domain, bus, number = (int(getattr(properties, f"pci_{name}_id", 0)) for name in names)

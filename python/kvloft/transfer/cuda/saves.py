@@ -1,7 +1,7 @@
 """Saves of CudaMover: queued pieces, their order, and the results of tickets.
 
-A piece is sent once its frames are registered, and at the latest when its blocks may be written
-again (I2). It fails if its frames are not registered by then. Must not depend on loads.
+A piece is submitted once its frames are registered, and no later than when its blocks may be
+overwritten (I2). A save fails if its frames are not registered by then.
 """
 
 import logging
@@ -24,24 +24,25 @@ logger = logging.getLogger(__name__)
 
 
 class Saves(Direction):
-    """Gathers chunks and copies them to the host, in the order of submission."""
+    """Gathers chunks and copies them to the host, in the order in which saves arrive."""
 
     def __init__(
-        self, shared: Shared, lane: Lane, few_first: tuple[int, ...], *, gathers_first: bool
+        self, shared: Shared, lane: Lane, ramp_sizes: tuple[int, ...], *, gathers_first: bool
     ) -> None:
-        super().__init__(shared, lane, few_first)
+        super().__init__(shared, lane, ramp_sizes)
         self._gathers_first = gathers_first
         self._open: dict[Job, None] = {}
         self._num_pieces = 0
-        """Number of pieces queued so far, including sent ones."""
+        """Number of pieces queued so far, including pieces that are already submitted or done."""
         self._last_gather: npt.NDArray[np.int64] = np.full(shared.num_blocks, -1, dtype=np.int64)
-        """For each block, the number of the last piece that reads it."""
+        """For each block, the index of the last piece that reads it; -1 if no piece has read it."""
         self.waits_for_registration = True
-        """False while all saves must be sent: those whose frames are not registered then fail."""
+        """False while saves are submitted even if their frames are not registered, so they fail."""
 
     def submit(self, plans: Sequence[SavePlan]) -> None:
-        """Queue gathers after the forward just launched, and send the first ones. Saves without
-        room are dropped.
+        """Queue gathers after the forward pass just launched, and submit as many as allowed.
+
+        Saves that exceed MAX_PIECES are dropped.
         """
         for kind, chunks in self._shared.by_kind(plans):
             if self._shared.kinds[kind].fits:
@@ -57,15 +58,15 @@ class Saves(Direction):
         done, per_job = 0, self._shared.chunks_per_save
         with self._shared.guarded():
             mark = self._shared.mark()
-            is_long = len(chunks) > per_job
-            sizes = chain(self._few_first if is_long and not self.flying else (), repeat(per_job))
+            starts_idle = len(chunks) > per_job and not self.in_flight
+            sizes = chain(self._ramp_sizes if starts_idle else (), repeat(per_job))
             while done < len(chunks) and self._shared.broken is None:
                 batch = chunks[done : done + next(sizes)]
                 first_number = self._num_pieces
                 if (pieces := self._queue(kind, batch.by_frame(), mark)) is None:
                     break
                 done += len(batch)
-                self.feed()  # the link copies while the rest is prepared
+                self.feed()  # the link copies while the next batch is prepared
                 for number, piece in enumerate(pieces, first_number):
                     self._last_gather[piece.block_ids] = number
                     if self._gathers_first:
@@ -75,19 +76,21 @@ class Saves(Direction):
     def order_after_gathers(
         self, stream: driver.Stream, blocks: npt.NDArray[np.integer[Any]]
     ) -> None:
-        """Make ``stream`` wait until no save reads ``blocks``. Saves of these blocks that are
-        queued are sent first.
+        """Make ``stream`` wait until no save reads ``blocks``.
+
+        Queued saves of these blocks are submitted first.
         """
-        if not (self.flying or self.queued):
+        if not (self.in_flight or self.queued):
             return
         number = int(self._last_gather[blocks[blocks != NOT_WANTED]].max(initial=-1))
-        first_flying = self._num_pieces - len(self.queued) - len(self.flying)
-        while number >= first_flying + len(self.flying):
-            self._fly(*self.queued.popleft())
-        if (last := number - first_flying) >= 0:
-            # Pieces take turns on the slots, and earlier ones of a slot come before its last one.
+        first_in_flight = self._num_pieces - len(self.queued) - len(self.in_flight)
+        while number >= first_in_flight + len(self.in_flight):
+            self._submit_piece(*self.queued.popleft())
+        if (last := number - first_in_flight) >= 0:
+            # Pieces use the slots in turn, and pieces in one slot run in order, so waiting for the
+            # last piece of each slot is sufficient.
             for nth in range(max(0, last + 1 - self.lane.num_slots), last + 1):
-                stream.wait(self.flying[nth].sent.read)
+                stream.wait(self.in_flight[nth].sent.read)
 
     def stop(self) -> None:
         super().stop()
@@ -99,28 +102,27 @@ class Saves(Direction):
         self._shared.done.failed += chunks.tickets()
 
     def _queue(self, kind: int, chunks: ChunkBatch, after: Mark) -> Sequence[Piece] | None:
-        """Queue the pieces of ``chunks`` and return them; None if there is no room for all of
-        them.
-        """
+        """Queue the pieces of ``chunks`` and return them; None if they would exceed MAX_PIECES."""
         if (problem := self._shared.problem_of(kind, chunks)) is not None:
             logger.error("kvloft: saves dropped: %s", problem)
             self._drop(chunks)
             return ()
         job = self._shared.new_job(kind, chunks, after)
-        if len(self.flying) + len(self.queued) + len(job.pieces) > MAX_PIECES:
+        if len(self.in_flight) + len(self.queued) + len(job.pieces) > MAX_PIECES:
             return None
         self._open[job] = None
         self.queued.extend((job, piece) for piece in job.pieces)
         self._num_pieces += len(job.pieces)
         return job.pieces
 
-    def _send(self) -> None:
-        while self.queued and self._has_room() and not self._must_wait():
-            self._fly(*self.queued.popleft())
+    def _submit_queued(self) -> None:
+        while self.queued and self._has_capacity() and not self._must_wait():
+            self._submit_piece(*self.queued.popleft())
 
     def _must_wait(self) -> bool:
-        """Return True if frames of the next piece are not registered yet. The store uses the lowest
-        frames first, too.
+        """Return True if frames of the next piece are not registered yet.
+
+        Frames are registered in ascending order, and the store uses the lowest free frames first.
         """
         shared = self._shared
         return (
@@ -129,7 +131,7 @@ class Saves(Direction):
             and not shared.registered.is_over
         )
 
-    def _has_landed(self, job: Job, piece: Piece, seconds: float) -> None:
+    def _on_done(self, job: Job, piece: Piece, seconds: float) -> None:
         done = self._shared.done
         done.seconds_saving += seconds
         if job.is_all_registered:
@@ -139,7 +141,7 @@ class Saves(Direction):
         if job.is_all_registered:
             tickets, table = job.chunks.tickets(), job.table
             too_long = self._shared.trailers_of(job).seal(
-                table.frames, table.keys, job.tags, table.num_blocks, job.used
+                table.frames, table.keys, job.tags, table.num_blocks, job.record_units
             )
             misfits = [tickets[i] for i in too_long]
             done.saved += [ticket for ticket in tickets if ticket not in misfits]

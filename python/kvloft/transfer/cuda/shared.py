@@ -1,7 +1,6 @@
-"""State that saves and loads of CudaMover share, and `Direction`, the base of both: results, marks,
-registered memory.
+"""State shared by saves and loads of CudaMover, and `Direction`, the base class of both.
 
-All of it is used under one lock. Must not depend on the differences of saves and loads.
+One lock guards all of this state.
 """
 
 import logging
@@ -32,14 +31,16 @@ from kvloft.transfer.mover import Finished
 logger = logging.getLogger(__name__)
 
 NUM_MARKS = 8
-"""Events made at start. More are made if copies of more steps have not started, which is rare."""
+"""Number of events created at startup. More events are created if copies of more steps are waiting,
+which is rare.
+"""
 
 
 class PageKind(NamedTuple):
-    """Pages with one layout, in frames of one size: limits of their pieces, and the trailers of
-    their frames. KV cache groups can share a kind.
+    """Pages of one layout in frames of one size. KV cache groups can share a kind.
 
-    ``unregistered``: the limits of loads from frames that are not registered yet.
+    ``saves`` and ``loads`` are the limits of pieces. ``unregistered`` has the limits of pieces
+    loaded from frames that are not registered yet.
     """
 
     saves: PieceLimits
@@ -48,7 +49,7 @@ class PageKind(NamedTuple):
     trailers: Trailers
     memory: FrameMemory
     fits: bool = True
-    """False if frames are for compressed chunks, and these kernels compress nothing."""
+    """False if the frames are for compressed chunks but the kernels do not support compression."""
 
     def with_slots(self, save_bytes: int, load_bytes: int) -> Self:
         """Return this kind with staging slots of these sizes."""
@@ -63,50 +64,53 @@ class PageKind(NamedTuple):
 class Shared:
     """State that saves and loads share.
 
-    ``kind_of``: the kind of pages of each KV cache group and size class. ``num_blocks``: limit of
-    block ids, which name the same memory in all groups. ``compute`` returns the stream of forwards.
-    ``fail`` is called after a CUDA error.
+    Attributes:
+        kind_of: the kind of pages of each KV cache group and size class.
+        num_blocks: the number of blocks. A block id refers to the same memory in all groups.
+        compute: returns the stream of the forward pass.
+        fail: called with the reason after a CUDA error.
+        broken: the reason why the mover fails all copies; None while it works.
     """
 
     kinds: Sequence[PageKind]
     kind_of: Mapping[tuple[int, int], int]
     num_blocks: int
     bytes_ahead: int
-    """Bytes of one direction on the GPU above which no piece is sent."""
+    """No piece is submitted while a direction has more than this number of bytes on the GPU."""
     compute: Callable[[], driver.Stream]
     fail: Callable[[str], None]
     lock: threading.RLock = field(default_factory=threading.RLock)
-    """Guards all state: submitters and the thread that registers memory change it, too."""
+    """Guards all state, which the submitters and the registration thread modify, too."""
     done: Finished = field(default_factory=Finished)
     broken: str | None = None
     registered: RegisteredRange = field(init=False)
-    """Set last; nothing is submitted before."""
+    """Set at the end of initialization, before the first copy is submitted."""
     spare_marks: list[driver.Event] = field(
         default_factory=lambda: [driver.Event() for _ in range(NUM_MARKS)]
     )
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Break the mover on an error, which is suppressed: the submitter must not end."""
+        """Suppress any exception and fail all copies instead, so that submitter threads survive."""
         try:
             yield
         except Exception as error:
             if not isinstance(error, driver.CudaError):
-                logger.exception("kvloft: the mover failed")
+                logger.exception("kvloft: unexpected error while copying KV")
             self.fail(str(error))
 
     @property
     def chunks_per_save(self) -> int:
-        """Return the number of chunks of a job that saves."""
+        """Return the number of chunks of a full save job."""
         return max(1, min(kind.saves.chunks_per_piece for kind in self.kinds))
 
     @property
     def chunks_per_load(self) -> int:
-        """Return the number of chunks of a job that loads."""
+        """Return the number of chunks of a full load job."""
         return max(1, min(kind.loads.chunks_per_piece for kind in self.kinds))
 
     def by_kind(self, plans: Sequence[SavePlan | LoadPlan]) -> list[tuple[int, ChunkBatch]]:
-        """Return all chunks of ``plans``, as one batch for each kind of pages."""
+        """Return all chunks of ``plans`` as one batch per kind of pages."""
         found: dict[int, list[ChunkBatch]] = {}
         for plan in plans:
             for group, size_class, chunks in plan.chunks.by_size() if plan.chunks else ():
@@ -121,17 +125,20 @@ class Shared:
         return done
 
     def mark(self) -> Mark:
-        """Record a mark in the compute stream. Raises CudaError."""
+        """Record a mark in the compute stream and return it. Raises CudaError."""
         event = self.spare_marks.pop() if self.spare_marks else driver.Event()
         mark = Mark(event, self.spare_marks)
         event.record(self.compute())
         return mark
 
     def problem_of(self, kind: int, chunks: ChunkBatch) -> str | None:
-        """Return the problem if a copy would exceed the arena, its frame or the paged KV."""
+        """Return why ``chunks`` cannot be copied; None if they can.
+
+        A copy must stay within the arena, its frame and the paged KV.
+        """
         limits, memory = self.kinds[kind].loads, self.kinds[kind].memory
         if not self.kinds[kind].fits:
-            return LAYOUT  # other engines can read them
+            return LAYOUT  # a different engine may be able to load them
         try:
             chunks.check(
                 num_frames=memory.num_frames,
@@ -149,7 +156,10 @@ class Shared:
         after: Mark | None,
         owners: Sequence[tuple[Load, int]] = (),
     ) -> Job:
-        """Return a job of ``chunks``, which must have no problem. With ``owners``, it is a load."""
+        """Return a job for ``chunks``, which `problem_of` has checked.
+
+        The job is a load if ``owners`` are given, and a save otherwise.
+        """
         table, pages = ChunkTable.of(chunks), self.kinds[kind]
         limits, is_raw = pages.saves, None
         if owners:
@@ -159,8 +169,8 @@ class Shared:
                 is_raw = pages.trailers.are_raw(table.frames)
         pieces = tuple(split(table, limits, is_raw))
         tags: npt.NDArray[np.uint64] = np.zeros(len(chunks), np.uint64)
-        used = tags.copy()
-        return Job(kind, chunks, table, pieces, tags, used, after, owners)
+        record_units = tags.copy()
+        return Job(kind, chunks, table, pieces, tags, record_units, after, owners)
 
     def trailers_of(self, job: Job) -> Trailers:
         return self.kinds[job.kind].trailers
@@ -175,7 +185,7 @@ class Shared:
 
 
 class InFlight(NamedTuple):
-    """A piece on the GPU, with the time of its submission."""
+    """Piece on the GPU, with the time at which it was submitted."""
 
     job: Job
     piece: Piece
@@ -184,59 +194,62 @@ class InFlight(NamedTuple):
 
 
 class Direction(ABC):
-    """One direction of copies: queued pieces, and a few pieces on the GPU, oldest first."""
+    """One direction of copies: queued pieces, and pieces on the GPU, oldest first."""
 
-    def __init__(self, shared: Shared, lane: Lane, few_first: tuple[int, ...]) -> None:
-        """``few_first``: numbers of chunks of the first pieces on an idle link."""
-        self._shared, self.lane, self._few_first = shared, lane, few_first
+    def __init__(self, shared: Shared, lane: Lane, ramp_sizes: tuple[int, ...]) -> None:
+        """Create an idle direction.
+
+        ``ramp_sizes``: the sizes, in chunks, of the first pieces on an idle link.
+        """
+        self._shared, self.lane, self._ramp_sizes = shared, lane, ramp_sizes
         self.queued: deque[tuple[Job, Piece]] = deque()
-        self.flying: deque[InFlight] = deque()
+        self.in_flight: deque[InFlight] = deque()
         self.num_bytes = 0
-        """Bytes of the pieces on the GPU."""
+        """Size of all pieces on the GPU, in bytes."""
         self._busy_until = 0.0
 
     @property
     def is_behind(self) -> bool:
-        """Return True if copies wait to be sent."""
+        """Return True if copies wait to be submitted."""
         return bool(self.queued)
 
     def awaited(self) -> driver.Event | None:
-        """Return the event after which more can be sent; None if nothing waits to be sent."""
-        return self.flying[0].sent.done if self.flying and self.is_behind else None
+        """Return the event after which more copies can be submitted; None if no copies wait."""
+        return self.in_flight[0].sent.done if self.in_flight and self.is_behind else None
 
     def feed(self) -> None:
-        """Collect finished pieces, and send queued ones while there is room."""
+        """Collect finished pieces and submit queued pieces up to the limit."""
         if self._shared.broken is None:
             with self._shared.guarded():
-                self._land()
-                self._send()
+                self._collect_done()
+                self._submit_queued()
 
     def wait_for_first(self) -> None:
-        """Wait on the host for the oldest piece on the GPU."""
-        if self.flying:
-            self.flying[0].sent.done.synchronize()
+        """Block until the oldest piece on the GPU is done."""
+        if self.in_flight:
+            self.in_flight[0].sent.done.synchronize()
 
     def stop(self) -> None:
-        """Fail all copies, and wait until none runs."""
+        """Wait until no copy is running, and drop all copies."""
         self.lane.stop()
-        self.flying.clear()
+        self.in_flight.clear()
         self.queued.clear()
         self.num_bytes = 0
 
     @abstractmethod
-    def _send(self) -> None:
-        """Send queued pieces while there is room."""
+    def _submit_queued(self) -> None:
+        """Submit queued pieces up to the limit."""
 
     @abstractmethod
-    def _has_landed(self, job: Job, piece: Piece, seconds: float) -> None:
-        """Handle a finished piece, which used the link for ``seconds``."""
+    def _on_done(self, job: Job, piece: Piece, seconds: float) -> None:
+        """Handle a finished piece, whose copy took ``seconds``."""
 
-    def _has_room(self) -> bool:
-        """Return True if another piece can be sent."""
-        return self.num_bytes <= self._shared.bytes_ahead and len(self.flying) < MAX_PIECES
+    def _has_capacity(self) -> bool:
+        """Return True if a further piece can be submitted."""
+        return self.num_bytes <= self._shared.bytes_ahead and len(self.in_flight) < MAX_PIECES
 
-    def _fly(self, job: Job, piece: Piece) -> None:
-        """Send the piece, ordered after its job's mark."""
+    def _submit_piece(self, job: Job, piece: Piece) -> None:
+        """Submit the piece, to run after the mark of its job."""
         if job.after is not None:
             self.lane.next_kernel_stream(job.kind).wait(job.after.event)
             if piece is job.pieces[-1]:
@@ -245,14 +258,14 @@ class Direction(ABC):
         job.is_all_registered = job.is_all_registered and is_registered
         sent = self.lane.submit(piece, kind=job.kind, is_registered=is_registered)
         self.num_bytes += piece.link_bytes
-        self.flying.append(InFlight(job, piece, sent, time.perf_counter()))
+        self.in_flight.append(InFlight(job, piece, sent, time.perf_counter()))
 
-    def _land(self) -> None:
-        while self.flying and self.flying[0].sent.done.is_done():
-            job, piece, sent, submitted = self.flying.popleft()
+    def _collect_done(self) -> None:
+        while self.in_flight and self.in_flight[0].sent.done.is_done():
+            job, piece, sent, submitted = self.in_flight.popleft()
             self.num_bytes -= piece.link_bytes
             job.tags[piece.begin : piece.end] += sent.tags[: piece.num_segments]
-            job.used[piece.begin : piece.end] = sent.used[: piece.num_segments]
+            job.record_units[piece.begin : piece.end] = sent.record_units[: piece.num_segments]
             now = time.perf_counter()
             seconds, self._busy_until = now - max(submitted, self._busy_until), now
-            self._has_landed(job, piece, seconds)
+            self._on_done(job, piece, seconds)

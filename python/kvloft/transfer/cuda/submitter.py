@@ -1,10 +1,9 @@
-"""Submitter: a thread that submits the next copies of one direction when earlier ones are done, to
-keep queues short.
+"""Submitter: a thread that submits copies of one direction as earlier copies complete.
 
-A copy engine stays with a stream until its queue is empty, despite priorities: behind 48 copies of
-40 MiB, four bytes of another stream in the same direction waited 36 ms (H200; benches/results). The
-engine's copies in a step must wait for a piece or two, not for a whole prompt. Must not depend on
-pages or plans.
+Submitting copies late keeps the queues on the GPU short. A copy engine serves one stream until the
+stream's queue is empty, regardless of priorities: a copy of four bytes on a different stream waited
+36 ms behind 48 copies of 40 MiB in the same direction (H200; benches/results). Copies of the engine
+must wait for one or two pieces at most, not for a whole prompt.
 """
 
 import contextlib
@@ -15,10 +14,10 @@ from kvloft.transfer.cuda.shared import Direction
 
 
 class Submitter:
-    """Feeds ``direction`` when its awaited event has passed; sleeps without one."""
+    """Calls ``direction.feed`` after each awaited event. Sleeps while no event is awaited."""
 
     def __init__(self, name: str, lock: threading.RLock, direction: Direction) -> None:
-        """Start the thread, with the current CUDA context."""
+        """Start the thread. It uses the caller's current CUDA context."""
         self._changed = threading.Condition(lock)
         self._direction = direction
         self._context = driver.current_context()
@@ -27,11 +26,11 @@ class Submitter:
         self._thread.start()
 
     def wake(self) -> None:
-        """Wake the thread because copies were queued. The caller must hold the lock."""
+        """Wake the thread after copies were queued. The caller must hold the lock."""
         self._changed.notify()
 
     def close(self) -> None:
-        """End the thread once its awaited copy is done. The caller must not hold the lock."""
+        """Stop the thread and wait until it exits. The caller must not hold the lock."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -45,7 +44,7 @@ class Submitter:
                     self._changed.wait()
                 if event is None or self._closing:
                     return
-            with contextlib.suppress(driver.CudaError):  # `feed` meets the same error
+            with contextlib.suppress(driver.CudaError):  # `feed` handles the same error
                 event.synchronize()
             with self._changed:
                 self._direction.feed()

@@ -1,8 +1,7 @@
-"""Trailers of this rank's parts as a numpy column, written and read for many frames at once with
-tags from the GPU.
+"""Writes and checks the trailers of this rank's parts, for many frames in one call.
 
-docs/design/frames.md describes the format, and a test compares it with `_core.Arena`. Must not
-depend on streams or plans.
+The GPU computes the tags. docs/design/frames.md describes the format; a test compares this
+implementation with `_core.Arena`.
 """
 
 import ctypes
@@ -32,25 +31,26 @@ assert TRAILER.itemsize == 128
 
 
 class TrailerColumn:
-    """The trailers of this rank's parts in memory, as dtype `TRAILER`."""
+    """Numpy view of the trailers of this rank's parts, with dtype `TRAILER`."""
 
     def __init__(self, memory: FrameMemory) -> None:
         raw = (ctypes.c_uint8 * memory.size_bytes).from_address(memory.address)
         self._memory = memory
         self._offset = memory.part_offset + memory.part_bytes - TRAILER.itemsize
-        # A view of all positions at which a trailer can begin: frames are whole pages.
+        # One element per page of the arena: frames and parts are whole pages, so a trailer can
+        # start at this offset in any page.
         num_pages = (memory.size_bytes - self._offset - TRAILER.itemsize) // PART_ALIGN + 1
         self.pages: npt.NDArray[Any] = np.ndarray(
             (num_pages,), TRAILER, raw, self._offset, (PART_ALIGN,)
         )
 
     def at(self, frames: npt.ArrayLike) -> npt.NDArray[np.uint64]:
-        """Return the indices of the trailers of ``frames`` in ``pages``."""
+        """Return the indices in ``pages`` of the trailers of ``frames``."""
         return self._memory.starts(frames) // np.uint64(PART_ALIGN)
 
 
 class Trailers:
-    """Seals and checks frames of one layout. ``block_tiles``: None if all parts are raw."""
+    """Seals and checks frames of one layout."""
 
     def __init__(
         self,
@@ -61,10 +61,14 @@ class Trailers:
         block_tiles: int | None = None,
         holds_raw: bool = True,
     ) -> None:
-        """``holds_raw``: False if only encoded chunks fit the parts."""
+        """Prepare to write and check the trailers of ``memory``.
+
+        ``block_tiles`` is the number of tiles per block, or None if all parts are raw.
+        ``holds_raw`` is False if raw chunks do not fit the parts.
+        """
         self._column, self._holds_raw = TrailerColumn(memory), holds_raw
         self._block_bytes, self._block_tiles = block_bytes, block_tiles
-        self._room = memory.part_room
+        self._part_capacity = memory.part_capacity
         blank: npt.NDArray[Any] = np.zeros(1, TRAILER)
         blank["magic"] = np.frombuffer(MAGIC, dtype="V8")
         blank["layout"] = np.frombuffer(layout, dtype="V32")
@@ -77,42 +81,49 @@ class Trailers:
         keys: bytes,
         tags: npt.NDArray[np.uint64],
         num_blocks: npt.ArrayLike,
-        used: npt.NDArray[np.uint64] | None = None,
+        record_units: npt.NDArray[np.uint64] | None = None,
     ) -> list[int]:
-        """Write the trailers of ``frames``, whose payloads are complete; ``keys`` are 32 bytes
-        each.
+        """Write the trailers of ``frames`` after their payloads are complete.
 
-        ``used``: sizes of encoded records in units of 16 bytes. Returns the chunks that do not fit
-        their parts: they are incomplete and stay unsealed.
+        ``keys`` has 32 bytes per chunk. ``record_units`` has the size of each chunk's encoded
+        records, in units of 16 bytes. Returns the indices of the chunks that do not fit their
+        parts; their payloads are incomplete, so they stay unsealed.
         """
         pages, at = self._column.pages, self._column.at(frames)
         rows = self._rows(keys, tags, num_blocks)
-        if self._block_tiles is None or used is None:
+        if self._block_tiles is None or record_units is None:
             pages[at] = rows
             return []
         table_bytes = np.asarray(num_blocks) * self._block_tiles * TABLE_ENTRY_BYTES
         table_units = ((table_bytes + 15) // 16).astype(np.uint64)
         rows["encoding"] = E348
-        rows["encoded_bytes"] = (table_units + used) * np.uint64(16)
-        fits = rows["encoded_bytes"] <= self._room
+        rows["encoded_bytes"] = (table_units + record_units) * np.uint64(16)
+        fits = rows["encoded_bytes"] <= self._part_capacity
         pages[at[fits]] = rows[fits]
         pages["magic"][at[~fits]] = np.zeros(1, "V8")
         return [int(i) for i in np.flatnonzero(~fits)]
 
     def are_raw(self, frames: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Return which ``frames`` are raw, according to trailers not checked yet."""
+        """Return True for each frame whose trailer says that its part is raw.
+
+        The trailers are not checked, so the result may be wrong until `read` has checked them.
+        """
         encodings = self._column.pages["encoding"][self._column.at(frames)]
         return np.asarray((encodings != E348) & self._holds_raw)
 
     def read(
         self, frames: npt.ArrayLike, keys: bytes, num_blocks: npt.ArrayLike
     ) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
-        """Return the tags, and each problem: 'unsealed', 'key', 'layout' or 'shape'."""
+        """Return the tags of all chunks, and the problem of each invalid trailer by chunk index.
+
+        A problem is 'unsealed', 'key', 'layout' or 'shape'.
+        """
         rows = self._column.pages[self._column.at(frames)]
         tags = rows["tag"].astype(np.uint64)
         good = self._rows(keys, tags, num_blocks)
         if self._block_tiles is not None:
-            are_encoded = rows["encoding"] == E348  # any length: the decoder checks bounds
+            # An encoded part can have any length, because the decoder checks all bounds.
+            are_encoded = rows["encoding"] == E348
             good["encoding"] = np.where(are_encoded, E348, RAW if self._holds_raw else E348)
             good["encoded_bytes"] = np.where(
                 are_encoded, rows["encoded_bytes"], good["encoded_bytes"]
@@ -129,7 +140,7 @@ class Trailers:
     def _rows(
         self, keys: bytes, tags: npt.NDArray[np.uint64], num_blocks: npt.ArrayLike
     ) -> npt.NDArray[Any]:
-        """Return the expected trailers of chunks."""
+        """Return the expected trailers of the chunks with ``keys``."""
         rows: npt.NDArray[Any] = np.full(len(keys) // 32, self._blank, TRAILER)
         rows["key"] = np.frombuffer(keys, dtype="V32")
         rows["tag"] = tags
