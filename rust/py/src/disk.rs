@@ -1,4 +1,4 @@
-//! Python's view of a disk directory without an engine: `disk_inspect` and `DiskVerify`.
+//! Python bindings that read a disk directory without an engine: `disk_inspect` and `DiskVerify`.
 //! Conversions only.
 
 use std::path::PathBuf;
@@ -31,8 +31,8 @@ fn namespace_dict<'py>(py: Python<'py>, info: &NamespaceInfo) -> PyResult<Bound<
     Ok(dict)
 }
 
-/// Walks every chunk of one disk directory, checking key and checksum; a step at a time, for
-/// progress.
+/// Checks the key and checksum of every chunk in a disk directory, in steps between which the
+/// caller can report progress.
 #[pyclass(frozen, module = "kvloft._core", name = "DiskVerify")]
 pub(crate) struct DiskVerify {
     verifier: Mutex<Verifier>,

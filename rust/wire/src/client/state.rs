@@ -13,7 +13,7 @@ use kvloft_core::{ChunkKey, Event};
 use crate::client::connection::Connection;
 use crate::client::handshake::{ClientConfig, NewConnection};
 use crate::client::missed_calls::MissedCalls;
-use crate::protocol::{Answer, Keys, MAX_CHANGES, Request, SentChanges};
+use crate::protocol::{Keys, MAX_CHANGES, Request, Response, SentChanges};
 use crate::threads::locked;
 
 /// Shortest deadline of reservations and commits: a request waits for a lookup, but a save without
@@ -103,8 +103,8 @@ impl ClientState {
     pub(crate) fn call(
         &mut self,
         deadline: Instant,
-        request: impl FnOnce(&mut Connection) -> Option<Answer>,
-    ) -> Option<Answer> {
+        request: impl FnOnce(&mut Connection) -> Option<Response>,
+    ) -> Option<Response> {
         let answer = request(self.live_connection()?);
         if answer.is_none() && Instant::now() >= deadline {
             self.missed_calls.num += 1;
@@ -113,7 +113,7 @@ impl ClientState {
     }
 
     /// Sends a request and waits for its answer.
-    pub(crate) fn request(&mut self, request: &Request<'_>, deadline: Instant) -> Option<Answer> {
+    pub(crate) fn request(&mut self, request: &Request<'_>, deadline: Instant) -> Option<Response> {
         self.call(deadline, |connection| connection.call(request, deadline))
     }
 
