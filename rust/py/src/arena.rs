@@ -1,5 +1,5 @@
-//! Python bindings for `kvloft_core::io`: `Arena`, in which a worker maps the frames. Conversions
-//! only.
+//! Python binding for `kvloft_core::io::Arena`, a worker's mapping of the frames. This module only
+//! converts values.
 
 use kvloft_core::io::{self, PartSpec};
 use pyo3::prelude::*;
@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use crate::error::raise;
 use crate::key::KeyBytes;
 
-/// Frames in shared memory, mapped by a worker, which can run in a separate process.
+/// Frames in shared memory, mapped by a worker that can run in a separate process.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct Arena {
     inner: io::Arena,
@@ -20,7 +20,7 @@ pub(crate) struct Arena {
     id: u64,
 }
 
-/// A part of a frame, converted from a Python dict: its position and the fields of its trailer.
+/// The position of a part of a frame and the fields of its trailer, from a Python dict.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct FramePart {
@@ -46,8 +46,8 @@ impl Arena {
     }
 }
 
-/// Place pages that are not in memory yet on a NUMA node. Return False if they already have a NUMA
-/// policy or the system call fails.
+/// Place pages that are not in memory yet on a NUMA node. Return False if the pages already have a
+/// NUMA policy or the system call fails.
 #[pyfunction]
 pub(crate) fn prefer_numa_node(address: usize, num_bytes: usize, node: u32) -> bool {
     io::prefer_numa_node(address, num_bytes, node)

@@ -1,4 +1,4 @@
-//! Python bindings for `kvloft_core::chunk_batch`. Conversions only.
+//! Python bindings for `kvloft_core::chunk_batch`. This module only converts values.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ fn columns_of<'a>((group, frames, keys, blocks): &'a PyColumns<'_>) -> Columns<&
     }
 }
 
-/// Chunks to copy, stored in columns; see `kvloft.seam.batch`.
+/// A batch of chunks to copy, stored in columns; see `kvloft.seam.batch`.
 #[pyclass(frozen, eq, sequence, module = "kvloft._core")]
 #[derive(PartialEq)]
 pub(crate) struct ChunkBatch {
@@ -50,15 +50,15 @@ impl ChunkBatch {
 
 #[pymethods]
 impl ChunkBatch {
-    /// Create a batch from the tickets and each group's (group, frames, keys, blocks). Raises
-    /// `ConfigError` if the columns are inconsistent.
+    /// Create a batch from the columns of each group and the tickets. Raises `ConfigError` if the
+    /// columns are inconsistent.
     #[new]
     fn new(parts: Vec<PyColumns<'_>>, tickets: &[u8]) -> PyResult<Self> {
         let parts: Vec<_> = parts.iter().map(columns_of).collect();
         chunk_batch::ChunkBatch::from_columns(&parts, tickets).map(Self::from).map_err(raise)
     }
 
-    /// Return one batch with all chunks of `batches`, in the group of the first batch.
+    /// Return a batch of all chunks in `batches`. All chunks get the group of the first batch.
     #[staticmethod]
     fn concat(batches: Vec<PyRef<'_, Self>>) -> Self {
         chunk_batch::ChunkBatch::concat(batches.iter().map(|batch| &*batch.inner)).into()
@@ -75,8 +75,8 @@ impl ChunkBatch {
         sizes.map(|(group, class, batch)| (group, class.0, batch.into())).collect()
     }
 
-    /// Return ([(group, frames, keys, blocks)], tickets), one tuple per group. Frames are u32, keys
-    /// 32 bytes, blocks i32 and tickets u64, in little endian.
+    /// Return ([(group, frames, keys, blocks)], tickets), with one tuple per group. Each column is
+    /// bytes in little endian: u32 frames, 32-byte keys, i32 blocks and u64 tickets.
     fn columns<'py>(&self, py: Python<'py>) -> (Vec<PyColumns<'py>>, Bound<'py, PyBytes>) {
         let bytes = |column: Vec<u8>| PyBytes::new(py, &column);
         let part = |part: Columns<Vec<u8>>| {
@@ -93,7 +93,7 @@ impl ChunkBatch {
         Ok((slf.get_type(), slf.get().columns(slf.py()).into_pyobject(slf.py())?))
     }
 
-    /// Return the tickets of the reservations; empty for loads.
+    /// Return the tickets of the reservations, or an empty list for loads.
     pub(crate) fn tickets(&self) -> &[u64] {
         self.inner.tickets()
     }
@@ -108,8 +108,8 @@ impl ChunkBatch {
         self.inner.by_frame().into()
     }
 
-    /// Raise `ConfigError` if a copy would access memory outside the arena, its frame or the paged
-    /// KV.
+    /// Raise `ConfigError` if copying a chunk would access memory outside the arena, its frame or
+    /// the paged KV.
     #[pyo3(signature = (*, num_frames, num_blocks, blocks_per_chunk))]
     fn check(&self, num_frames: u32, num_blocks: u32, blocks_per_chunk: u32) -> PyResult<()> {
         self.inner.check(num_frames, num_blocks, blocks_per_chunk).map_err(raise)

@@ -1,5 +1,5 @@
 //! Python bindings that read a disk directory without an engine: `disk_inspect` and `DiskVerify`.
-//! Conversions only.
+//! This module only converts values.
 
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard};
@@ -31,7 +31,7 @@ fn namespace_dict<'py>(py: Python<'py>, info: &NamespaceInfo) -> PyResult<Bound<
     Ok(dict)
 }
 
-/// Checks the key and checksum of every chunk in a disk directory, in steps between which the
+/// Checks the key and checksum of every chunk in a disk directory. Works in steps, so that the
 /// caller can report progress.
 #[pyclass(frozen, module = "kvloft._core", name = "DiskVerify")]
 pub(crate) struct DiskVerify {

@@ -1,4 +1,4 @@
-//! Reads KV cache groups and block tables from Python objects. Conversions only.
+//! Reads KV cache groups and block tables from Python objects. This module only converts values.
 
 use std::ops::Range;
 
@@ -10,9 +10,9 @@ use pyo3::prelude::*;
 use crate::error::ConfigError;
 use crate::tokens::{append_block_ids, block_ids};
 
-/// A KV cache group, converted from (number in the keys, kind, tokens per block, blocks per unit,
-/// kept blocks, reach in tokens, size class of frames, size class of frames for compressed chunks
-/// or None).
+/// A KV cache group, extracted from a tuple (number in the keys, kind, tokens per block, blocks per
+/// unit, kept blocks, reach in tokens, size class of frames, size class of frames for compressed
+/// chunks or None).
 pub(crate) struct PyGroup(pub(crate) Group);
 
 impl<'py> FromPyObject<'_, 'py> for PyGroup {
@@ -46,7 +46,7 @@ impl<'py> FromPyObject<'_, 'py> for PyGroup {
     }
 }
 
-/// Appends the blocks of `units` in each saved group. A group that only keeps part of a prefix can
+/// Appends the blocks of `units` for each saved group. A group that only keeps part of a prefix can
 /// have fewer blocks; null blocks replace the missing blocks.
 pub(crate) fn append_saved_blocks(
     session: &EngineSession,

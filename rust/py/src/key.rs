@@ -1,5 +1,5 @@
-//! Python bindings for `kvloft_core::key`: `KeyChain`, `namespace_digest` and `root_key`.
-//! Conversions only.
+//! Python bindings for `kvloft_core::key`: `KeyChain`, `namespace_digest` and `root_key`. This
+//! module only converts values.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -10,12 +10,12 @@ use pyo3::types::PyBytes;
 use crate::error::{ConfigError, StoreError, raise};
 use crate::tokens::{RowBytes, token_ids};
 
-/// Minimum number of token ids for which hashing detaches from the interpreter (about 10 us).
+/// Minimum number of token ids for which hashing, about 10 us, detaches from the interpreter.
 const DETACH_TOKENS: usize = 4096;
-/// Minimum number of row bytes for which hashing detaches from the interpreter (about 20 us).
+/// Minimum number of row bytes for which hashing, about 20 us, detaches from the interpreter.
 const DETACH_BYTES: usize = 64 << 10;
 
-/// Keys of one request's prefix, one per block. Extended as tokens arrive.
+/// The keys of one request's prefix, one per block. The chain is extended as tokens arrive.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct KeyChain {
     // The lock's holder never waits for the interpreter, so waiting for the lock while attached is
@@ -78,8 +78,8 @@ impl KeyChain {
         Ok(self.lock()?.num_blocks())
     }
 
-    /// Declare a multimodal item that covers positions `[start, start + num_tokens)`. Must be
-    /// called before these positions are appended.
+    /// Declare a multimodal item that covers positions `[start, start + num_tokens)`. Declare an
+    /// item before its positions are appended.
     fn add_item(&self, identifier: &str, start: u32, num_tokens: u32) -> PyResult<()> {
         self.lock()?.add_item(identifier, start, num_tokens).map_err(raise)
     }
@@ -107,8 +107,8 @@ impl KeyChain {
         if rows.bytes().len() < DETACH_BYTES { append() } else { rows_py.detach(append) }
     }
 
-    /// Return the key of the prefix that ends with full block `block`, or the key of the chunk of
-    /// `group` that ends there.
+    /// Return the key of the prefix that ends with full block `block`, or the key of `group`'s
+    /// chunk that ends there.
     #[pyo3(signature = (block, group = None))]
     fn key<'py>(
         &self,
@@ -132,8 +132,8 @@ impl KeyChain {
     }
 }
 
-/// Return the 32-byte digest of (name, value) pairs. Their order does not matter, and names must be
-/// unique.
+/// Return the 32-byte digest of (name, value) pairs. The order of the pairs does not matter. Names
+/// must be unique.
 #[pyfunction]
 pub(crate) fn namespace_digest(
     py: Python<'_>,
@@ -144,8 +144,7 @@ pub(crate) fn namespace_digest(
     Ok(PyBytes::new(py, &key::namespace_digest(&fields).map_err(raise)?))
 }
 
-/// Return the 32-byte key of the empty prefix. `adapter` is the (name, path or id) of a `LoRA`
-/// adapter.
+/// Return the 32-byte key of the empty prefix. `adapter` is a `LoRA` adapter's (name, path or id).
 #[pyfunction]
 #[pyo3(signature = (namespace, adapter, cache_salt))]
 pub(crate) fn root_key<'py>(
@@ -160,7 +159,7 @@ pub(crate) fn root_key<'py>(
     Ok(PyBytes::new(py, &root.0))
 }
 
-/// Converts `bytes` to a 32-byte digest. The error message calls the argument `name`.
+/// Converts `bytes` to a 32-byte digest. `name` is the argument's name in the error message.
 pub(crate) fn digest(bytes: &[u8], name: &str) -> PyResult<[u8; 32]> {
     let len = bytes.len();
     bytes

@@ -1,4 +1,4 @@
-//! Python bindings for `kvloft_core::session`. Conversions only.
+//! Python bindings for `kvloft_core::session`. This module only converts values.
 //!
 //! Short calls stay attached to the interpreter, which is safe because the holder of a session's
 //! lock never waits for the interpreter. Long calls detach.
@@ -26,7 +26,7 @@ use crate::lease::ReadLease;
 use crate::settings::{PySizes, PyTenantLimits, disk_settings, tenant_limits, timeout};
 use crate::tokens::{append_token_ids, block_ids, number};
 
-/// A store, and one engine's loads and saves in flight.
+/// Gives one engine access to a store, and tracks its loads and saves in flight.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct Session {
     inner: Arc<EngineSession>,
@@ -49,8 +49,8 @@ impl Session {
     }
 }
 
-/// Initial capacity per row of `reserve`, in tokens: a generating request usually completes one
-/// block per step.
+/// Initial capacity per row of `reserve`, in tokens: a step rarely completes more than one block of
+/// a generating request.
 const ROW_TOKENS: usize = 32;
 /// Initial capacity per row of `reserve`, in blocks.
 const ROW_BLOCKS: usize = 8;
@@ -85,7 +85,7 @@ fn some(inner: Arc<chunk_batch::ChunkBatch>) -> Option<ChunkBatch> {
     (!inner.is_empty()).then_some(ChunkBatch { inner })
 }
 
-/// A chunk's key, and the bits of its tiers.
+/// A chunk's key and the bit mask of its tiers.
 type TierRow<'py> = (Bound<'py, PyBytes>, u8);
 
 #[pymethods]
@@ -159,14 +159,14 @@ impl Session {
         self.inner.session().arena().map(|arena| arena.path).unwrap_or_default()
     }
 
-    /// Number that identifies the arena's memory; 0 while there is no store.
+    /// Identifier of the arena's memory; 0 while there is no store.
     #[getter]
     fn arena_id(&self) -> u64 {
         self.inner.session().arena().map_or(0, |arena| arena.id)
     }
 
-    /// Path at which a worker opens the lifeline, and the lifeline's inode. None for an embedded
-    /// store, or while there is no store.
+    /// The path at which a worker opens the lifeline, and the lifeline's inode. None for an
+    /// embedded store or while there is no store.
     #[getter]
     fn lifeline(&self) -> Option<(String, u64)> {
         self.inner.session().arena()?.lifeline.map(|lifeline| (lifeline.path, lifeline.id))
@@ -178,15 +178,15 @@ impl Session {
         self.sizes.all().to_vec()
     }
 
-    /// Size of the arena and size of a slab, in bytes; 0 while there is no store.
+    /// Sizes of the arena and of a slab, in bytes; 0 while there is no store.
     #[getter]
     fn arena_sizes(&self) -> (u64, u64) {
         let arena = self.inner.session().arena();
         arena.map_or((0, 0), |arena| (arena.size_bytes, arena.slab_bytes))
     }
 
-    /// Switch to a new store if the old store is gone and a new store is available. Return True if
-    /// the store was switched. The new store has no chunks of the old store.
+    /// Switch to a new store, and return True, if the old store is gone and a new store is
+    /// available. The new store has no chunks of the old store.
     fn renew(&self) -> bool {
         self.inner.session().renew()
     }
@@ -210,8 +210,8 @@ impl Session {
         Ok((found.host_units, found.stored_units))
     }
 
-    /// Return the deepest hits in host memory and in any tier, of at most `host_units` and
-    /// `stored_units` units.
+    /// Return the lengths of the deepest hits in host memory and in any tier, in units. They do not
+    /// exceed `host_units` and `stored_units`.
     fn deepest_hit(
         &self,
         chain: &KeyChain,
@@ -235,7 +235,7 @@ impl Session {
     /// with one item per request: the chunks or None, and the number of units without a frame. On
     /// error, no frame is reserved.
     fn reserve(&self, rows: Vec<Due<'_>>) -> PyResult<(Vec<Option<ChunkBatch>>, Vec<u32>)> {
-        // Do everything that can run Python code first, while no chain is locked.
+        // Everything that can run Python code must happen first, while no chain is locked.
         let mut ids = Vec::with_capacity(rows.len() * ROW_TOKENS);
         let mut blocks = Vec::with_capacity(rows.len() * ROW_BLOCKS);
         let mut parts = Vec::with_capacity(rows.len());
@@ -290,13 +290,15 @@ impl Session {
         self.inner.settle(&saved, &failed, &misfits)
     }
 
-    /// Release reserved frames that no rank will report. None releases all reserved frames.
+    /// Release reserved frames that no rank will report. If `tickets` is None, release all reserved
+    /// frames.
     #[pyo3(signature = (tickets=None))]
     fn abort(&self, tickets: Option<Vec<u64>>) {
         tickets.map_or_else(|| self.inner.abort_all(), |tickets| self.inner.abort(&tickets));
     }
 
-    /// Return the blocks in `blocks`, or all blocks for None, that a save in flight reads.
+    /// Return the blocks that a save in flight reads. If `blocks` is not None, only return blocks
+    /// in `blocks`.
     #[pyo3(signature = (blocks=None))]
     fn being_read(&self, blocks: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<i32>> {
         let blocks = blocks.map(|blocks| block_ids(blocks, 0, None)).transpose()?;
@@ -315,7 +317,7 @@ impl Session {
         py.detach(|| self.inner.clear());
     }
 
-    /// Return counters and gauges by name; `rust/core/src/store/stats.rs` defines the names.
+    /// Return counters and gauges by name. `rust/core/src/store/stats.rs` defines the names.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.inner.session().stats().into_py_dict(py)?;
         stats.set_item("save_misfit_chunks", self.inner.num_misfits())?;
@@ -328,7 +330,7 @@ impl Session {
         self.inner.session().limit_memory(limit_bytes);
     }
 
-    /// Return new log lines as (line, True if it reports a problem).
+    /// Return each new log line, and whether it reports a problem.
     fn take_events(&self) -> Vec<(String, bool)> {
         let events = self.inner.session().take_events().into_iter();
         events.map(|event| (event.to_string(), event.is_problem())).collect()
@@ -340,9 +342,9 @@ impl Session {
         self.inner.session().watch(capacity);
     }
 
-    /// Return ([(key, tiers)], True if earlier reports may be outdated) for the chunks in `asked`
-    /// and up to `limit` changed chunks. The bits of `tiers` are 1 for host memory, 2 for disk, and
-    /// 4 for a chunk that is being filled.
+    /// Return the (key, tiers) of the chunks in `asked` and of up to `limit` changed chunks, and
+    /// whether earlier reports may be outdated. The bits of `tiers` are 1 for host memory, 2 for
+    /// disk, and 4 for a chunk that is being filled.
     fn changes<'py>(
         &self,
         py: Python<'py>,

@@ -57,8 +57,8 @@ pub(crate) fn tenant_limits(given: Option<PyTenantLimits>) -> Result<TenantLimit
     Ok(TenantLimits { unsalted: limits(&unsalted)?, salted: limits(&salted)?, by_salt })
 }
 
-/// Frame sizes in bytes, by size class. A single number means one size class. In a pair, the second
-/// number is the uncompressed size of a chunk of the class.
+/// Frame sizes in bytes, by size class. A single number is the size of the only class. In a pair,
+/// the second number is the uncompressed size of the class's chunks.
 #[derive(FromPyObject)]
 pub(crate) enum PySizes {
     One(u64),
@@ -76,7 +76,7 @@ impl From<PySizes> for FrameSizes {
     }
 }
 
-/// Returns the settings of the disk tier, or None without a path.
+/// Returns the settings of the disk tier, or None if there is no path.
 pub(crate) fn disk_settings(
     path: Option<PathBuf>,
     cap_bytes: u64,

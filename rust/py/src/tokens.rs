@@ -19,11 +19,11 @@ use pyo3::types::{PyByteArray, PyBytes, PyList, PySequence};
 
 use crate::error::ConfigError;
 
-/// Returns `sequence[start:stop]` as token ids. Raises `ConfigError` with the first element that is
-/// not an int in 0..2^32.
+/// Returns `sequence[start:stop]` as token ids. Raises `ConfigError` if an element is not an int in
+/// 0..2^32. The message has the first such element.
 ///
-/// Unlike with a slice, bounds outside the sequence raise, because fewer ids would be a different
-/// prefix.
+/// Unlike slicing, this function raises if a bound is outside the sequence, because fewer ids would
+/// be a different prefix.
 pub(crate) fn token_ids(
     sequence: &Bound<'_, PyAny>,
     start: i64,
@@ -89,7 +89,7 @@ fn append_ids<T: TryFrom<u32>>(
     Ok(())
 }
 
-/// Converts an id to u32 for token ids, or to i32 for block ids.
+/// Converts an id to its element type: u32 for token ids, i32 for block ids.
 fn fitting<T: TryFrom<u32>>(id: u32) -> PyResult<T> {
     T::try_from(id)
         .map_err(|_| ConfigError::new_err(format!("block id {id} is not an int in 0..2**31")))
@@ -106,7 +106,7 @@ pub(crate) fn number(item: Borrowed<'_, '_, PyAny>) -> PyResult<u32> {
         }
     };
     u32::try_from(value).or_else(|_| {
-        drop(PyErr::take(item.py())); // clears an OverflowError of PyLong_AsLong
+        drop(PyErr::take(item.py())); // clear PyLong_AsLong's OverflowError, if any
         item.extract()
     })
 }
@@ -146,7 +146,7 @@ fn append_list<T: TryFrom<u32>>(
         if let Ok(id) = u32::try_from(value) {
             ids.push(fitting(id)?);
         } else {
-            drop(PyErr::take(list.py())); // clears an OverflowError of PyLong_AsLong
+            drop(PyErr::take(list.py())); // clear PyLong_AsLong's OverflowError, if any
             ids.push(fitting(slow_id(name, &list.get_item(index)?, index)?)?);
         }
     }
@@ -169,7 +169,7 @@ fn slow_id(name: &str, item: &Bound<'_, PyAny>, index: usize) -> PyResult<u32> {
 /// Return `(key, value[0])` for each value that is neither None nor empty. Both lists must have the
 /// same length.
 ///
-/// Used for a scheduler's columns, in which only a few of hundreds of requests have a value.
+/// Made for a scheduler's columns of hundreds of requests. Only a few requests have a value.
 #[pyfunction]
 pub(crate) fn first_of_each<'py>(
     keys: &Bound<'py, PyList>,
@@ -206,8 +206,8 @@ pub(crate) fn first_of_each<'py>(
 pub(crate) struct RowBytes(PyUntypedBuffer);
 
 impl RowBytes {
-    /// Exports `rows`. Raises `ConfigError` if they are not C-contiguous, or if they are
-    /// two-dimensional and a row does not have `row_bytes` bytes.
+    /// Exports `rows`. Raises `ConfigError` if `rows` is not C-contiguous, or is two-dimensional
+    /// with a row size other than `row_bytes`.
     pub(crate) fn new(rows: &Bound<'_, PyAny>, row_bytes: usize) -> PyResult<Self> {
         let buffer = PyUntypedBuffer::get(rows)?;
         if !buffer.is_c_contiguous() {
@@ -230,10 +230,10 @@ impl RowBytes {
         if self.0.len_bytes() == 0 {
             return &[];
         }
-        // SAFETY: the buffer is C-contiguous, so its bytes are the len_bytes bytes at buf_ptr,
-        // which is not null because the buffer is not empty. The export, which self holds, keeps
-        // the memory allocated and in place. The caller of append_embeds ensures that no other
-        // thread writes to the buffer, as its documentation requires.
+        // SAFETY: the buffer is C-contiguous, so all len_bytes bytes start at buf_ptr, which is not
+        // null because the buffer is not empty. The export, which self holds, keeps the memory
+        // allocated and in place. The caller of append_embeds must ensure, as documented there,
+        // that no other thread writes to the buffer.
         unsafe { std::slice::from_raw_parts(self.0.buf_ptr().cast::<u8>(), self.0.len_bytes()) }
     }
 }

@@ -1,4 +1,4 @@
-//! Unix socket helpers: peer credentials, waits with a deadline, buffers, and descriptor passing.
+//! Unix socket helpers: peer credentials, waiting with a deadline, buffers and descriptor passing.
 //!
 //! Treats the content of messages as opaque bytes.
 
@@ -23,7 +23,7 @@ const BUFFER_BYTES: usize = 1 << 20;
 /// Minimum free space in a [`ReceiveBuffer`] before a read, in bytes.
 const READ_BYTES: usize = 64 << 10;
 
-/// Maximum number of sent bytes that stay in a [`SendBuffer`] with unsent bytes.
+/// Maximum number of sent bytes that a [`SendBuffer`] keeps in front of unsent bytes.
 const MAX_SENT_BYTES: usize = 1 << 20;
 
 /// Time to poll before sleeping. Waking a thread takes longer than most responses.
@@ -191,7 +191,7 @@ impl ReceiveBuffer {
         Ok(rights.flatten().collect())
     }
 
-    /// Returns the next message, or None if it has not arrived completely. Returns an error if the
+    /// Returns the next message, or None if part of it has not arrived yet. Returns an error if the
     /// message is longer than `max_bytes`.
     pub(crate) fn next(&mut self, max_bytes: usize) -> io::Result<Option<&[u8]>> {
         let received = &self.bytes[self.start..self.end];

@@ -21,19 +21,20 @@ pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {
 
 /// Removes every chunk of one namespace from every tier and returns the number of chunks.
 ///
-/// `namespace` is the namespace's first hex digits, and may be empty if the server has only one
-/// namespace. Returns the same errors as [`status`]. Also returns `InvalidConfig`, with a list of
-/// the server's namespaces, if none or more than one matches, and `InvalidConfig` if the disk does
-/// not respond.
+/// `namespace` is the beginning of the namespace's hex digest. It may be empty if the server has
+/// only one namespace. Returns the same errors as [`status`]. Also returns `InvalidConfig` if the
+/// disk does not respond, or if no namespace or more than one namespace matches. The message then
+/// lists the server's namespaces.
 pub fn clear(socket: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
     call(socket, &AdminRequest::Clear { namespace: namespace.to_owned() }, timeout)
 }
 
-/// Evicts the chunks of one tenant, or all chunks, from every tier or only from host memory.
+/// Evicts the chunks of one tenant or of all tenants, either from every tier or only from host
+/// memory.
 ///
-/// `namespace` is the first hex digits of the namespaces, and is empty for all namespaces. Returns
-/// the same errors as [`status`]. Also returns `InvalidConfig`, with a list of the server's
-/// namespaces, if none matches.
+/// `namespace` is the beginning of the namespaces' hex digests. If it is empty, all namespaces
+/// match. Returns the same errors as [`status`]. Also returns `InvalidConfig`, with a list of the
+/// server's namespaces, if no namespace matches.
 pub fn evict(
     socket: &Path,
     namespace: &str,

@@ -1,5 +1,5 @@
-//! Settings of a client, and the handshake of a connection to a server: hello, welcome, and the
-//! descriptors of the arena and the lifeline.
+//! Settings of a client, and the handshake with a server: hello, welcome, and the descriptors of
+//! the arena and the lifeline.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;

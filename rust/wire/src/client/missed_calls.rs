@@ -10,7 +10,7 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 #[derive(Debug, Default)]
 pub(crate) struct MissedCalls {
     pub(crate) num: u64,
-    /// Number of chunks without a frame because their reservation got no response.
+    /// Number of chunks that have no frame because their reservation got no response.
     pub(crate) num_chunks: u64,
     num_logged: u64,
     num_chunks_logged: u64,
@@ -20,8 +20,8 @@ pub(crate) struct MissedCalls {
 }
 
 impl MissedCalls {
-    /// Returns the numbers of missed calls and unsaved chunks since the previous call of this
-    /// function, for the server's counters.
+    /// Returns the numbers of missed calls and unsaved chunks since this function was last called,
+    /// for the server's counters.
     pub(crate) fn take_new(&mut self) -> [u64; 2] {
         let reported = std::mem::replace(&mut self.reported, [self.num, self.num_chunks]);
         [self.num - reported[0], self.num_chunks - reported[1]]

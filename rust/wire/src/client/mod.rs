@@ -1,9 +1,8 @@
 //! The client of a server's store. `session` implements `Session` for [`Client`].
 //!
-//! Each call returns by its deadline. A call without a connection, or without a response by its
-//! deadline, is a miss. A background thread reconnects. The next connection first resends a clear
-//! that the server has not confirmed: otherwise the disk could restore chunks that must not be
-//! used.
+//! Each call returns by its deadline. A call is a miss if there is no connection, or no response by
+//! the deadline. A background thread reconnects. A new connection first resends a clear that the
+//! server has not confirmed; otherwise, the disk could restore chunks that must not be used.
 
 pub(crate) mod admin;
 mod connection;
@@ -27,8 +26,8 @@ use crate::client::state::{ClientInner, ClientState};
 use crate::protocol::{Keys, MAX_KEYS, Request, Response, SentRange};
 use crate::threads::spawn;
 
-/// Maximum number of keys in a message with more than one item. Larger batches are split, so that
-/// the server handles one message while the client encodes the next.
+/// Maximum number of keys in a message with more than one item. Larger batches are split so that
+/// the server can handle one message while the client encodes the next.
 const KEYS_PER_MESSAGE: usize = 1024;
 
 /// A client of a server's store.
@@ -39,10 +38,9 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the server. If that fails, retries in the background; every lookup is a miss
-    /// until a connection is established. Also retries if the server rejects the engine, for
-    /// example at its connection limit. Returns `InvalidConfig` if the server belongs to a
-    /// different user.
+    /// Connects to the server. If that fails, or the server rejects the engine, for example at its
+    /// connection limit, retries in the background. Every lookup is a miss until a connection is
+    /// established. Returns `InvalidConfig` if the server belongs to a different user.
     pub fn open(config: ClientConfig) -> Result<Self> {
         let inner = Arc::new(ClientInner::new(config));
         let mut failures = ConnectFailures::default();
@@ -87,7 +85,7 @@ impl Client {
     }
 
     /// Sends the requests that `make` returns, and waits for the responses. Returns an empty list
-    /// without a connection, or if an earlier response is overdue.
+    /// if there is no connection or an earlier response is overdue.
     pub(crate) fn call_all<'a>(
         &self,
         make: impl FnOnce(&mut Connection) -> Vec<Request<'a>>,
@@ -106,7 +104,7 @@ impl Client {
         responses
     }
 
-    /// Looks up prefixes, in messages of limited size. Returns None for each prefix without a
+    /// Looks up prefixes in messages of limited size. Returns None for each prefix without a
     /// response.
     pub(crate) fn lookup_batches(
         &self,
@@ -128,8 +126,8 @@ impl Client {
         join_responses(&parts, responses, found).collect()
     }
 
-    /// Sends reservations, with the deadline of saves. If a response does not arrive in time, it is
-    /// None or missing at the end of the list.
+    /// Sends reservations with the deadline for saves. Responses that do not arrive in time are
+    /// None, or missing from the end of the list.
     pub(crate) fn call_for_saves(&self, requests: &[Request<'_>]) -> Vec<Option<Response>> {
         let deadline = self.inner.save_deadline();
         let mut state = self.state();
@@ -165,11 +163,11 @@ fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
     Prefix { keys: &prefix.keys[..prefix.keys.len().min(MAX_KEYS)], ..*prefix }
 }
 
-/// Returns the range to send, or None if the range ends after the last key that a server accepts.
+/// Returns the range to send, or None if the range ends after `MAX_KEYS` keys.
 fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
     asked.check()?;
     let SaveRequest { prefix, units, class, is_attached } = asked.clone();
-    // The parent of the first chunk is the only key needed from before the range.
+    // The only key needed from before the range is the parent of the first chunk.
     let first = units.start.saturating_sub(1);
     // An attached chunk may belong to the key after the range.
     let end = prefix.num_units().min(units.end.saturating_add(is_attached.into()));
@@ -184,7 +182,7 @@ fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
 fn split_batches<T>(asked: &[T], num_keys: impl Fn(&T) -> usize) -> Vec<&[T]> {
     let (mut parts, mut start, mut total) = (Vec::new(), 0, 0);
     for (at, item) in asked.iter().enumerate() {
-        let num = num_keys(item) + 1; // limits the number of items without keys
+        let num = num_keys(item) + 1; // plus one, to limit items without keys as well
         if at > start && total + num > KEYS_PER_MESSAGE {
             parts.push(&asked[start..at]);
             (start, total) = (at, 0);

@@ -90,7 +90,7 @@ impl<'a> Reader<'a> {
         Some(*value)
     }
 
-    /// Reads the number of items, and returns the bytes of all items.
+    /// Reads the number of items and returns the bytes of all items.
     fn slice(&mut self, item_bytes: usize) -> Option<&'a [u8]> {
         let num = usize::try_from(u32::read(self)?).ok()?;
         let (slice, rest) = self.rest.split_at_checked(num.checked_mul(item_bytes)?)?;

@@ -18,7 +18,7 @@ pub const MAX_CHANGES: u32 = 1 << 16;
 pub struct Hello {
     /// The client's [`VERSION`].
     pub version: u32,
-    /// Digest of everything that determines KV bytes, other than the tokens and other content.
+    /// Digest of everything that determines KV bytes, except content.
     pub namespace: [u8; 32],
     /// See `StoreConfig::frame_sizes`.
     pub frame_sizes: FrameSizes,
@@ -82,8 +82,8 @@ messages! {
         10 = Discard(keys: Keys<'a>),
         /// See `Session::clear`.
         11 = Clear,
-        /// See `Session::stats`. Carries the number of calls that got no response in time, and of
-        /// chunks not saved because of them, since the previous such request.
+        /// See `Session::stats`. Carries the number of calls that timed out since the previous such
+        /// request, and the number of chunks that were not saved because of these timeouts.
         12 = Stats(num_calls: u64, num_chunks: u64),
         /// One-way. See `Session::limit_memory`.
         13 = LimitMemory(limit_bytes: u64),
@@ -91,15 +91,15 @@ messages! {
         14 = IsSettled,
         /// One-way. The engine is shutting down.
         15 = Bye,
-        /// An admin request: the protocol version, and an `AdminRequest` in JSON. No hello is
-        /// required.
+        /// An admin request: the protocol version, and an `AdminRequest` in JSON. Does not require
+        /// a hello.
         16 = Admin(version: u32, json: &'a [u8]),
         /// See `Store::anchors`. The next prefix may omit its keys up to the last known anchor.
         18 = Anchors(anchors: SentAnchors<'a>),
-        /// See `Session::changes`. The first such request on a connection creates its listener.
+        /// See `Session::changes`. The first such request on a connection starts recording changes.
         19 = Changes(asked: SentChanges<'a>),
-        /// Like [`Self::Lookup`], but for prefixes with chunks that a reservation dropped. Not
-        /// included in the lookup counters.
+        /// Like [`Self::Lookup`], but for prefixes with chunks that a reservation dropped. These
+        /// lookups are not included in the counters.
         20 = LookupForSave(prefixes: SentPrefixes<'a>),
     }
 }
@@ -157,7 +157,7 @@ messages! {
         8 = Stats(stats: Vec<(String, u64)>),
         /// Result of an admin request, in JSON.
         9 = Admin(json: Vec<u8>),
-        /// Numbers of known and stored anchors.
+        /// Result of looking up anchors.
         10 = Anchors(anchors: Anchors),
         /// Changes in the store. The first such response on a connection has `lost` set.
         11 = Changes(changes: Changes),

@@ -19,16 +19,17 @@ const MIN_STRIDE: usize = 64;
 /// Anchors of a prefix: keys at the ends of chunks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SentAnchors<'a> {
-    /// Number of blocks from one anchor to the next. The last anchor is at `last` instead.
+    /// Distance between consecutive anchors, in blocks. Only the last anchor may be at a different
+    /// distance.
     pub stride: u32,
-    /// Number of blocks up to and including the last anchor.
+    /// Position of the last anchor: the number of blocks that it covers.
     pub last: u32,
     /// Keys of the anchors.
     pub keys: Keys<'a>,
 }
 
-/// Keys of the last long prefix, starting at block `first`. If `first` is above 0, its key is an
-/// anchor, which identifies all blocks before it.
+/// Keys of the last long prefix, starting at block `first`. If `first` is above 0, the first key is
+/// an anchor, which identifies all blocks before it.
 #[derive(Debug, Default)]
 pub(crate) struct PrefixCache {
     first: usize,
@@ -40,8 +41,8 @@ fields! {
 }
 
 impl SentAnchors<'_> {
-    /// Returns the end of each anchor, in blocks, and its key. Returns None if the anchors are out
-    /// of order or exceed [`MAX_KEYS`].
+    /// Returns each anchor's end in blocks and its key. Returns None if the anchors are out of
+    /// order or exceed [`MAX_KEYS`].
     pub(crate) fn all(&self) -> Option<Vec<(u32, ChunkKey)>> {
         let num_before = u32::try_from(self.keys.iter().len()).ok()?.checked_sub(1)?;
         let end = num_before.checked_mul(self.stride)?;
@@ -56,7 +57,8 @@ impl SentAnchors<'_> {
 /// Returns the ends of the anchors of a prefix with `num_keys` keys, in units. The last anchor is
 /// the end of the prefix.
 pub(crate) fn anchor_ends(num_keys: usize) -> Vec<u32> {
-    // With the square root as the stride, there are as many anchors as keys between two anchors.
+    // With a stride of the square root, the number of anchors equals the number of keys between
+    // them.
     let stride = num_keys.isqrt().max(MIN_STRIDE);
     let before = (stride..num_keys).step_by(stride);
     before
@@ -101,9 +103,9 @@ impl PrefixCache {
         self.keys.extend(anchor.map(|(_, key)| key));
     }
 
-    /// Caches the first prefix, and returns all prefixes without the keys of the first prefix that
-    /// were already cached. The caller must send the result, so that the server's cache gets the
-    /// same content.
+    /// Caches the first prefix, and returns the prefixes to send, omitting keys of the first prefix
+    /// that were already cached. The caller must send the result, so that both ends cache the same
+    /// keys.
     pub(crate) fn prefixes_to_send<'a>(&mut self, prefixes: &[Prefix<'a>]) -> SentPrefixes<'a> {
         let mut all: Vec<_> = prefixes.iter().map(|prefix| (prefix.root, prefix.keys)).collect();
         let num_same = all.first_mut().map_or(0, |(_, keys)| self.strip_cached(keys));
@@ -126,8 +128,8 @@ impl PrefixCache {
         num_same
     }
 
-    /// Clears the cache and returns true if the stored units end before the cache's anchor, whose
-    /// chunk was evicted.
+    /// Clears the cache and returns true if fewer units are stored than the anchor covers, because
+    /// the anchor's chunk was evicted.
     pub(crate) fn reset_if_lost(&mut self, num_units: u32) -> bool {
         let has_lost = self.first > 0 && num_units as usize <= self.first;
         if has_lost {

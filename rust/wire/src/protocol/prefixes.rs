@@ -1,4 +1,5 @@
-//! Encodes prefixes, each with a root key and keys. Consecutive equal root keys are sent once.
+//! Encodes prefixes in messages. A prefix consists of a root key and keys. A repeated root key is
+//! sent once.
 
 use std::ops::Range;
 
@@ -52,8 +53,8 @@ impl PartialEq for Keys<'_> {
     }
 }
 
-/// Prefixes. The receiver reads the first `num_same` keys of the first prefix from its prefix
-/// cache.
+/// A list of prefixes. The receiver reads the first `num_same` keys of the first prefix from its
+/// prefix cache.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SentPrefixes<'a> {
     /// Number of leading keys of the first prefix that are not sent.
@@ -67,7 +68,7 @@ pub struct SentPrefixes<'a> {
 pub struct SentRange<'a> {
     /// Root key.
     pub root: ChunkKey,
-    /// Position in the prefix of the first key that is sent.
+    /// Position of the first sent key in the prefix.
     pub first: u32,
     /// Keys of the prefix, starting at `first`.
     pub keys: Keys<'a>,

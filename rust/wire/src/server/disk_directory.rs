@@ -1,5 +1,5 @@
 //! Claims a server's disk directory at startup, so that a second server reports the conflict
-//! immediately instead of when its first engine connects. Then measures the directory's free space.
+//! immediately instead of when its first engine connects. Then measures the free disk space.
 //!
 //! Until the claim succeeds, the server only uses host memory and retries.
 
@@ -21,8 +21,8 @@ const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 /// Interval between measurements of the free space.
 const MEASURE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Waits for the first claim, or its timeout. Returns `InvalidConfig` if the directory can never be
-/// used.
+/// Waits for the result of the first claim or for the timeout. Returns `InvalidConfig` if the
+/// directory can never be used.
 pub(crate) fn await_first_claim(result: &Receiver<Option<Error>>) -> Result<()> {
     match result.recv_timeout(FIRST_TIMEOUT) {
         Ok(Some(error)) if error.kind() == ErrorKind::InvalidConfig => Err(error),

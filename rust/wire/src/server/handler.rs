@@ -24,13 +24,13 @@ const MAX_LEASES: usize = 1 << 16;
 /// Maximum number of prefixes in all leases of an engine. Each prefix takes about 50 bytes.
 const MAX_LEASED_PREFIXES: usize = 1 << 22;
 
-/// State of one engine's connection, except its membership.
+/// State of one engine's connection, excluding its membership.
 #[derive(Debug, Default)]
 pub(crate) struct EngineHandler {
     /// Read leases by the number that the engine chose, each with its number of prefixes.
     leases: HashMap<u64, (LeaseId, usize)>,
     num_leased: usize,
-    /// The last long prefix that was the first prefix of a message.
+    /// The last long prefix that came first in a message.
     prefix_cache: PrefixCache,
     /// Created by the first request for changes.
     listener: Option<Listener>,
@@ -38,7 +38,7 @@ pub(crate) struct EngineHandler {
     scratch: Vec<ChunkKey>,
     counters: Arc<Counters>,
     /// Number of units up to the last anchor that the client sent. The client may truncate this
-    /// prefix before it looks it up.
+    /// prefix before it looks up the prefix.
     num_anchored: u32,
 }
 

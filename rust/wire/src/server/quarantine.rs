@@ -45,8 +45,8 @@ impl Lifeline {
 pub(crate) struct ProcessWatch(Option<OwnedFd>);
 
 impl ProcessWatch {
-    /// Watches process `pid`. Process id 0 means a different PID namespace, in which a process
-    /// cannot be watched.
+    /// Watches process `pid`. A process in a different PID namespace has id 0 and cannot be
+    /// watched.
     pub(crate) fn new(pid: u32) -> Self {
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
         Self(pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()))
@@ -67,8 +67,8 @@ struct Quarantined {
 /// Memberships of disconnected engines.
 #[derive(Debug)]
 pub(crate) struct Quarantine {
-    /// Delay before a closed membership is released: the driver stops a dead process's GPU copies
-    /// shortly after its descriptors are closed.
+    /// Delay between the closing of a lifeline and the release of its membership: the driver stops
+    /// a dead process's GPU copies shortly after its descriptors are closed.
     gpu_settle: Duration,
     entries: Mutex<Vec<Quarantined>>,
 }
