@@ -1,8 +1,8 @@
-//! Emits `KVLOFT_REVISION`: the git revision this build was made from, or "unknown". Reads no
+//! Emits `KVLOFT_REVISION`: the git revision of this build, or "unknown". Does not access the
 //! network.
 //!
-//! An sdist has no repository, so `scripts/wheels.sh` puts the revision into `rust/py/REVISION`
-//! before it packs one.
+//! An sdist has no repository, so `scripts/wheels.sh` writes the revision to `rust/py/REVISION`
+//! before it builds the sdist.
 
 use std::path::Path;
 use std::process::Command;
@@ -16,7 +16,7 @@ fn from_file() -> Option<String> {
     let file = Path::new("REVISION");
     println!("cargo::rerun-if-changed=build.rs");
     if !file.exists() {
-        return None; // cargo would rerun this script in every build for a file that does not exist
+        return None; // cargo reruns this script in every build if a watched file does not exist
     }
     println!("cargo::rerun-if-changed=REVISION");
     std::fs::read_to_string(file).ok().and_then(|text| checked(&text))

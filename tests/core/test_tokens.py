@@ -29,7 +29,7 @@ def test_the_first_of_each_present_value_has_its_key(
 
 def test_columns_of_two_lengths_and_no_lists_are_refused() -> None:
     for keys in (["a"], ["a", "b", "c"]):
-        with pytest.raises(ConfigError, match=f"{len(keys)} keys of 2 values"):
+        with pytest.raises(ConfigError, match=f"{len(keys)} keys for 2 values"):
             _core.first_of_each(keys, [None, ([1],)])
     with pytest.raises(TypeError):
         _core.first_of_each(("a",), [None])  # type: ignore[arg-type]

@@ -61,7 +61,7 @@ libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     for bytes in [data.to_vec(), [&hello[..], &framed].concat()] {
         let mut stream = UnixStream::connect(&rig.socket).expect("a server");
         let _refused = stream.write_all(&bytes).and_then(|()| stream.shutdown(Shutdown::Write));
-        let _answers = stream.read_to_end(&mut Vec::new());
+        let _responses = stream.read_to_end(&mut Vec::new());
     }
     // Any engine may clear the store or discard chunks, so save them again.
     let found = rig.engine.lookup(Prefix::from(&rig.chain)).host_units;

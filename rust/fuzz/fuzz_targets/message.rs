@@ -3,7 +3,7 @@
 #![no_main]
 
 use kvloft_wire::protocol::admin::AdminRequest;
-use kvloft_wire::protocol::{Answer, LENGTH_BYTES, Request};
+use kvloft_wire::protocol::{LENGTH_BYTES, Request, Response};
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     let mut bytes = Vec::new();
@@ -13,8 +13,8 @@ libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     }
     let _none = AdminRequest::parse(data);
     bytes.clear();
-    if let Some((number, answer)) = Answer::decode(data) {
-        answer.encode(number, &mut bytes);
+    if let Some((number, response)) = Response::decode(data) {
+        response.encode(number, &mut bytes);
         assert_eq!(&bytes[LENGTH_BYTES..], data);
     }
 });

@@ -1,4 +1,5 @@
-//! `Arena`: a worker's view of the frames. Conversions only; the meaning is in `kvloft_core::io`.
+//! Python binding for `kvloft_core::io::Arena`, a worker's mapping of the frames. This module only
+//! converts values.
 
 use kvloft_core::io::{self, PartSpec};
 use pyo3::prelude::*;
@@ -6,7 +7,7 @@ use pyo3::prelude::*;
 use crate::error::raise;
 use crate::key::KeyBytes;
 
-/// Frames in shared memory, as a worker (maybe in another process) maps them.
+/// Frames in shared memory, mapped by a worker that can run in a separate process.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct Arena {
     inner: io::Arena,
@@ -14,12 +15,12 @@ pub(crate) struct Arena {
     address: usize,
     #[pyo3(get)]
     size_bytes: usize,
-    /// Which memory it is.
+    /// Identifies the shared memory.
     #[pyo3(get)]
     id: u64,
 }
 
-/// A part of a frame as a Python dict: its position and the fields of its trailer.
+/// The position of a part of a frame and the fields of its trailer, from a Python dict.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct FramePart {
@@ -45,7 +46,8 @@ impl Arena {
     }
 }
 
-/// Place pages that are not in memory yet on a NUMA node; returns whether they were placed.
+/// Place pages that are not in memory yet on a NUMA node. Return False if the pages already have a
+/// NUMA policy or the system call fails.
 #[pyfunction]
 pub(crate) fn prefer_numa_node(address: usize, num_bytes: usize, node: u32) -> bool {
     io::prefer_numa_node(address, num_bytes, node)
@@ -60,20 +62,20 @@ impl Arena {
         Ok(Self::of(py.detach(|| io::Arena::open(path, size_bytes)).map_err(raise)?))
     }
 
-    /// Memory that no other process maps.
+    /// Map memory that is not shared with other processes.
     #[staticmethod]
     fn private(size_bytes: u64) -> PyResult<Self> {
         Ok(Self::of(io::Arena::private(size_bytes).map_err(raise)?))
     }
 
-    /// Tag the payload of a part and write the trailer at the end of the part; returns the tag.
+    /// Tag the payload of a part, write the trailer at the end of the part, and return the tag.
     fn seal(&self, py: Python<'_>, part: FramePart) -> PyResult<u64> {
         let seal = || self.inner.seal(part.offset, part.part_bytes, &part.spec());
         py.detach(seal).map_err(raise)
     }
 
-    /// Return None if trailer and tag match; else one of 'unsealed', 'key', 'layout', 'shape',
-    /// 'tag'.
+    /// Return None if the trailer and the tag match, otherwise 'unsealed', 'key', 'layout', 'shape'
+    /// or 'tag'.
     fn check(&self, py: Python<'_>, part: FramePart) -> PyResult<Option<&'static str>> {
         let check = || self.inner.check(part.offset, part.part_bytes, &part.spec());
         Ok(py.detach(check).map_err(raise)?.map(io::Damage::as_str))

@@ -1,4 +1,4 @@
-//! `ChunkBatch`: conversions only; the meaning is in `kvloft_core::chunk_batch`.
+//! Python bindings for `kvloft_core::chunk_batch`. This module only converts values.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ fn columns_of<'a>((group, frames, keys, blocks): &'a PyColumns<'_>) -> Columns<&
     }
 }
 
-/// Chunks to copy, as columns: see `kvloft.seam.batch`.
+/// A batch of chunks to copy, stored in columns; see `kvloft.seam.batch`.
 #[pyclass(frozen, eq, sequence, module = "kvloft._core")]
 #[derive(PartialEq)]
 pub(crate) struct ChunkBatch {
@@ -50,33 +50,33 @@ impl ChunkBatch {
 
 #[pymethods]
 impl ChunkBatch {
-    /// Make a batch from (group, frames, keys, blocks) of each group, and tickets; `ConfigError` if
-    /// they do not fit together.
+    /// Create a batch from the columns of each group and the tickets. Raises `ConfigError` if the
+    /// columns are inconsistent.
     #[new]
     fn new(parts: Vec<PyColumns<'_>>, tickets: &[u8]) -> PyResult<Self> {
         let parts: Vec<_> = parts.iter().map(columns_of).collect();
         chunk_batch::ChunkBatch::from_columns(&parts, tickets).map(Self::from).map_err(raise)
     }
 
-    /// All chunks of `batches` as those of one group.
+    /// Return a batch of all chunks in `batches`. All chunks get the group of the first batch.
     #[staticmethod]
     fn concat(batches: Vec<PyRef<'_, Self>>) -> Self {
         chunk_batch::ChunkBatch::concat(batches.iter().map(|batch| &*batch.inner)).into()
     }
 
-    /// A batch for each KV cache group.
+    /// Return one (group, batch) per KV cache group.
     fn by_group(&self) -> Vec<(u32, Self)> {
         self.inner.by_group().into_iter().map(|(group, batch)| (group, batch.into())).collect()
     }
 
-    /// A batch for each KV cache group and size class of frames.
+    /// Return one (group, size class, batch) per KV cache group and size class of frames.
     fn by_size(&self) -> Vec<(u32, u8, Self)> {
         let sizes = self.inner.by_size().into_iter();
         sizes.map(|(group, class, batch)| (group, class.0, batch.into())).collect()
     }
 
-    /// Of each group (its number, frames (u32), keys (32 bytes), blocks (i32)), and tickets (u64),
-    /// little endian.
+    /// Return ([(group, frames, keys, blocks)], tickets), with one tuple per group. Each column is
+    /// bytes in little endian: u32 frames, 32-byte keys, i32 blocks and u64 tickets.
     fn columns<'py>(&self, py: Python<'py>) -> (Vec<PyColumns<'py>>, Bound<'py, PyBytes>) {
         let bytes = |column: Vec<u8>| PyBytes::new(py, &column);
         let part = |part: Columns<Vec<u8>>| {
@@ -93,22 +93,23 @@ impl ChunkBatch {
         Ok((slf.get_type(), slf.get().columns(slf.py()).into_pyobject(slf.py())?))
     }
 
-    /// Numbers of the reservations; none for loads.
+    /// Return the tickets of the reservations, or an empty list for loads.
     pub(crate) fn tickets(&self) -> &[u64] {
         self.inner.tickets()
     }
 
-    /// Paged blocks that are copied, of all chunks.
+    /// Return the ids of all paged blocks that are copied.
     fn block_ids(&self) -> Vec<i32> {
         self.inner.wanted_blocks().collect()
     }
 
-    /// In the order of frames.
+    /// Return a batch with each group's chunks sorted by frame.
     fn by_frame(&self) -> Self {
         self.inner.by_frame().into()
     }
 
-    /// `ConfigError` if a copy would reach outside the arena, its frame or the paged KV.
+    /// Raise `ConfigError` if copying a chunk would access memory outside the arena, its frame or
+    /// the paged KV.
     #[pyo3(signature = (*, num_frames, num_blocks, blocks_per_chunk))]
     fn check(&self, num_frames: u32, num_blocks: u32, blocks_per_chunk: u32) -> PyResult<()> {
         self.inner.check(num_frames, num_blocks, blocks_per_chunk).map_err(raise)
@@ -133,7 +134,7 @@ impl ChunkBatch {
         let index: isize = index.extract()?;
         let index = if index < 0 { index + len } else { index };
         if !(0..len).contains(&index) {
-            return Err(PyIndexError::new_err("no such chunk"));
+            return Err(PyIndexError::new_err("chunk index out of range"));
         }
         self.row(py, index.cast_unsigned())
     }

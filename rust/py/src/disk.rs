@@ -1,5 +1,5 @@
-//! Python's view of a disk directory without an engine: `disk_inspect` and `DiskVerify`.
-//! Conversions only.
+//! Python bindings that read a disk directory without an engine: `disk_inspect` and `DiskVerify`.
+//! This module only converts values.
 
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard};
@@ -31,8 +31,8 @@ fn namespace_dict<'py>(py: Python<'py>, info: &NamespaceInfo) -> PyResult<Bound<
     Ok(dict)
 }
 
-/// Walks every chunk of one disk directory, checking key and checksum; a step at a time, for
-/// progress.
+/// Checks the key and checksum of every chunk in a disk directory. Works in steps, so that the
+/// caller can report progress.
 #[pyclass(frozen, module = "kvloft._core", name = "DiskVerify")]
 pub(crate) struct DiskVerify {
     verifier: Mutex<Verifier>,

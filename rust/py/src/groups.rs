@@ -1,4 +1,4 @@
-//! KV cache groups and block tables out of Python objects: conversions only.
+//! Reads KV cache groups and block tables from Python objects. This module only converts values.
 
 use std::ops::Range;
 
@@ -10,8 +10,9 @@ use pyo3::prelude::*;
 use crate::error::ConfigError;
 use crate::tokens::{append_block_ids, block_ids};
 
-/// (number in the keys, kind, tokens per block, blocks per unit, blocks kept, reach in tokens, size
-/// class of frames, and that of frames for compressed chunks or None).
+/// A KV cache group, extracted from a tuple (number in the keys, kind, tokens per block, blocks per
+/// unit, kept blocks, reach in tokens, size class of frames, size class of frames for compressed
+/// chunks or None).
 pub(crate) struct PyGroup(pub(crate) Group);
 
 impl<'py> FromPyObject<'_, 'py> for PyGroup {
@@ -28,7 +29,7 @@ impl<'py> FromPyObject<'_, 'py> for PyGroup {
             "state" => GroupKind::State,
             _ => {
                 return Err(ConfigError::new_err(format!(
-                    "{kind:?} is not a kind of KV cache group"
+                    "unknown kind of KV cache group: {kind:?}"
                 )));
             }
         };
@@ -45,8 +46,8 @@ impl<'py> FromPyObject<'_, 'py> for PyGroup {
     }
 }
 
-/// Appends the blocks of `units` of each group that is saved. A group that keeps a part of a prefix
-/// can have fewer; null blocks replace the rest.
+/// Appends the blocks of `units` for each saved group. A group that only keeps part of a prefix can
+/// have fewer blocks; null blocks replace the missing blocks.
 pub(crate) fn append_saved_blocks(
     session: &EngineSession,
     tables: &Bound<'_, PyAny>,
@@ -66,7 +67,7 @@ pub(crate) fn append_saved_blocks(
     Ok(())
 }
 
-/// The blocks of each table in its range; None if a table is too short.
+/// Returns the blocks of each table in its range, or None if a table is too short.
 pub(crate) fn loaded_blocks(
     tables: &Bound<'_, PyAny>,
     ranges: &[Range<u32>],

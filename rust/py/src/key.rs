@@ -1,5 +1,5 @@
-//! `KeyChain`, `namespace_digest`, `root_key`: conversions only; the meaning is in
-//! `kvloft_core::key`.
+//! Python bindings for `kvloft_core::key`: `KeyChain`, `namespace_digest` and `root_key`. This
+//! module only converts values.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -10,40 +10,44 @@ use pyo3::types::PyBytes;
 use crate::error::{ConfigError, StoreError, raise};
 use crate::tokens::{RowBytes, token_ids};
 
-/// From this many ids on (about 10 us of hashing), other Python threads may run meanwhile.
+/// Minimum number of token ids for which hashing, about 10 us, detaches from the interpreter.
 const DETACH_TOKENS: usize = 4096;
-/// From this many row bytes on (about 20 us of hashing), other Python threads may run meanwhile.
+/// Minimum number of row bytes for which hashing, about 20 us, detaches from the interpreter.
 const DETACH_BYTES: usize = 64 << 10;
 
-/// Keys of one request's prefix, one per block, extended as tokens arrive.
+/// The keys of one request's prefix, one per block. The chain is extended as tokens arrive.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct KeyChain {
-    // Its holder never waits for the interpreter, so waiting for it while attached is safe.
+    // The lock's holder never waits for the interpreter, so waiting for the lock while attached is
+    // safe.
     inner: Mutex<key::KeyChain>,
 }
 
 impl KeyChain {
-    /// The core's chain; an error if a panic left it half changed.
+    /// Locks the core's chain. Returns an error if a panic interrupted an earlier change.
     pub(crate) fn lock(&self) -> PyResult<MutexGuard<'_, key::KeyChain>> {
-        self.inner
-            .lock()
-            .map_err(|_| StoreError::new_err("this KeyChain failed before; make a new one"))
+        self.inner.lock().map_err(|_| {
+            StoreError::new_err(
+                "this KeyChain is unusable after an internal error; create a new KeyChain",
+            )
+        })
     }
 
-    /// As `lock`; also an error if it is held, for example by another row of the same call, or if
-    /// the chain no longer has `num_tokens`.
+    /// Like `lock`, but does not wait. Also returns an error if the chain is locked, for example by
+    /// another row of the same call, or if it no longer has exactly `num_tokens` tokens.
     pub(crate) fn try_lock_at(&self, num_tokens: u32) -> PyResult<MutexGuard<'_, key::KeyChain>> {
         let chain = self.inner.try_lock();
-        let chain =
-            chain.map_err(|_| StoreError::new_err("this KeyChain is in use, or failed before"))?;
+        let chain = chain.map_err(|_| {
+            StoreError::new_err("this KeyChain is in use, or unusable after an internal error")
+        })?;
         let is_same = chain.num_tokens() == num_tokens;
         is_same
             .then_some(chain)
             .ok_or_else(|| StoreError::new_err("this KeyChain is in use by another thread"))
     }
 
-    /// Append the missing tokens of `token_ids[:stop]` if there are many; returns the new number of
-    /// tokens.
+    /// Appends the missing tokens of `token_ids[:stop]` if there are many. Returns the new number
+    /// of tokens.
     pub(crate) fn extend_if_long(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<u32> {
         let start = self.num_tokens()?;
         if (stop.saturating_sub(start) as usize) < DETACH_TOKENS {
@@ -74,8 +78,8 @@ impl KeyChain {
         Ok(self.lock()?.num_blocks())
     }
 
-    /// Declare a multimodal item covering positions `[start, start + num_tokens)`, before they are
-    /// appended.
+    /// Declare a multimodal item that covers positions `[start, start + num_tokens)`. Declare an
+    /// item before its positions are appended.
     fn add_item(&self, identifier: &str, start: u32, num_tokens: u32) -> PyResult<()> {
         self.lock()?.add_item(identifier, start, num_tokens).map_err(raise)
     }
@@ -93,7 +97,8 @@ impl KeyChain {
         if ids.len() < DETACH_TOKENS { append() } else { token_ids.py().detach(append) }
     }
 
-    /// Append embedding rows: a C-contiguous buffer of n x width elements of dtype, raw bytes.
+    /// Append embedding rows from a C-contiguous buffer of n x `width` elements of `dtype`. No
+    /// other thread may write to the buffer during the call.
     #[pyo3(signature = (rows, *, dtype, width))]
     fn append_embeds(&self, rows: &Bound<'_, PyAny>, dtype: &str, width: u32) -> PyResult<()> {
         let rows_py = rows.py();
@@ -102,8 +107,8 @@ impl KeyChain {
         if rows.bytes().len() < DETACH_BYTES { append() } else { rows_py.detach(append) }
     }
 
-    /// Key of the prefix that ends with full block `block`, or of the chunk that `group` keeps of
-    /// it.
+    /// Return the key of the prefix that ends with full block `block`, or the key of `group`'s
+    /// chunk that ends there.
     #[pyo3(signature = (block, group = None))]
     fn key<'py>(
         &self,
@@ -127,7 +132,8 @@ impl KeyChain {
     }
 }
 
-/// 32-byte fingerprint of (name, value) pairs; order does not matter, names must be unique.
+/// Return the 32-byte digest of (name, value) pairs. The order of the pairs does not matter. Names
+/// must be unique.
 #[pyfunction]
 pub(crate) fn namespace_digest(
     py: Python<'_>,
@@ -138,7 +144,7 @@ pub(crate) fn namespace_digest(
     Ok(PyBytes::new(py, &key::namespace_digest(&fields).map_err(raise)?))
 }
 
-/// The 32-byte key of the empty prefix. `adapter` is (name, path-or-id) of a `LoRA`.
+/// Return the 32-byte key of the empty prefix. `adapter` is a `LoRA` adapter's (name, path or id).
 #[pyfunction]
 #[pyo3(signature = (namespace, adapter, cache_salt))]
 pub(crate) fn root_key<'py>(
@@ -153,7 +159,7 @@ pub(crate) fn root_key<'py>(
     Ok(PyBytes::new(py, &root.0))
 }
 
-/// 32 bytes out of `bytes`, which the error calls `name`.
+/// Converts `bytes` to a 32-byte digest. `name` is the argument's name in the error message.
 pub(crate) fn digest(bytes: &[u8], name: &str) -> PyResult<[u8; 32]> {
     let len = bytes.len();
     bytes
@@ -161,7 +167,7 @@ pub(crate) fn digest(bytes: &[u8], name: &str) -> PyResult<[u8; 32]> {
         .map_err(|_| ConfigError::new_err(format!("{name} must be 32 bytes, not {len}")))
 }
 
-/// A chunk key, or another digest, out of 32 bytes.
+/// A chunk key or other 32-byte digest, converted from Python bytes.
 #[derive(Clone, Copy)]
 pub(crate) struct KeyBytes(pub(crate) ChunkKey);
 

@@ -1,4 +1,4 @@
-//! `ReadLease`: conversions only; the meaning is in `kvloft_core::engine`.
+//! Python bindings for `kvloft_core::engine::Lease`. This module only converts values.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::batch::ChunkBatch;
 use crate::error::raise;
 use crate::groups::loaded_blocks;
 
-/// Units by tier, of tiers that have any.
+/// Returns the number of units per tier, omitting tiers without units.
 fn by_tier(py: Python<'_>, from: UnitsByTier) -> PyResult<Bound<'_, PyDict>> {
     [("host", from.host), ("disk", from.disk)]
         .into_iter()
@@ -19,7 +19,8 @@ fn by_tier(py: Python<'_>, from: UnitsByTier) -> PyResult<Bound<'_, PyDict>> {
         .into_py_dict(py)
 }
 
-/// Pins the host part of prefixes; chunks after it are being read from disk. Dropping it unpins.
+/// Pins chunks in host memory while the chunks after them are read from disk. Dropping the lease
+/// unpins all chunks.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct ReadLease {
     pub(crate) session: Arc<EngineSession>,
@@ -28,12 +29,13 @@ pub(crate) struct ReadLease {
 
 #[pymethods]
 impl ReadLease {
-    /// (units ready to load, units still being read from disk).
+    /// Return (number of units ready to load, number of units still being read from disk).
     fn poll(&self) -> (u32, u32) {
         self.session.poll(&self.lease)
     }
 
-    /// Ready chunks of units `[begin, end)` with the blocks of `tables`, and units by tier.
+    /// Return the ready chunks of units `[begin, end)` and the number of units per tier. The
+    /// chunks' blocks are from `tables`.
     fn batch<'py>(
         &self,
         tables: &Bound<'py, PyAny>,
@@ -47,7 +49,7 @@ impl ReadLease {
         Ok((chunks.into(), by_tier(tables.py(), from)?))
     }
 
-    /// Unpin now.
+    /// Unpin all chunks immediately.
     fn release(&self) {
         self.session.release(&self.lease);
     }

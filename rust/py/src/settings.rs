@@ -1,5 +1,5 @@
-//! Settings out of Python values: limits of salts, which are hashed here, sizes of frames, the disk
-//! tier, and times.
+//! Converts settings from Python values: tenant limits, frame sizes, the disk tier and timeouts.
+//! Salts are hashed here.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -10,17 +10,18 @@ use kvloft_core::store::{DiskSettings, Limits, Quota, TenantLimits};
 use kvloft_core::{Error, Result};
 use pyo3::prelude::*;
 
-/// Bytes, or a part of the tier from 0.0 to 1.0.
+/// A number of bytes, or a fraction of the tier from 0.0 to 1.0.
 #[derive(FromPyObject)]
 pub(crate) enum PyQuota {
     Bytes(u64),
     Share(f64),
 }
 
-/// Limits of host memory and of the disk, and seconds until chunks expire; None for no limit.
+/// Limits of host memory and disk, and the number of seconds until chunks expire. None means no
+/// limit.
 type PyLimits = (Option<PyQuota>, Option<PyQuota>, Option<u32>);
 
-/// Limits of each salt, of requests without a salt, and of single salts.
+/// Limits for each salt, for requests without a salt, and for individual salts.
 pub(crate) type PyTenantLimits = (PyLimits, PyLimits, Vec<(String, PyLimits)>);
 
 fn quota(quota: &PyQuota) -> Result<Quota> {
@@ -29,14 +30,14 @@ fn quota(quota: &PyQuota) -> Result<Quota> {
         #[expect(
             clippy::cast_possible_truncation,
             clippy::cast_sign_loss,
-            reason = "it was compared"
+            reason = "the range is checked"
         )]
         PyQuota::Share(share) if (0.0..=1.0).contains(share) => {
             Ok(Quota::Share((share * 1e6).round() as u32))
         }
-        PyQuota::Share(share) => {
-            Err(Error::invalid(format!("a quota of {share} is no part of a tier, from 0.0 to 1.0")))
-        }
+        PyQuota::Share(share) => Err(Error::invalid(format!(
+            "a quota of {share} is not a fraction of a tier; use 0.0 to 1.0"
+        ))),
     }
 }
 
@@ -48,7 +49,7 @@ fn limits((host, disk, ttl_s): &PyLimits) -> Result<Limits> {
     })
 }
 
-/// `InvalidConfig` for an invalid part of a tier.
+/// Converts tenant limits. Returns `InvalidConfig` if a fraction is not in 0.0 to 1.0.
 pub(crate) fn tenant_limits(given: Option<PyTenantLimits>) -> Result<TenantLimits> {
     let Some((salted, unsalted, by_salt)) = given else { return Ok(TenantLimits::default()) };
     let own = |(salt, given): (String, PyLimits)| Ok((SaltTag::of(&salt), limits(&given)?));
@@ -56,8 +57,8 @@ pub(crate) fn tenant_limits(given: Option<PyTenantLimits>) -> Result<TenantLimit
     Ok(TenantLimits { unsalted: limits(&unsalted)?, salted: limits(&salted)?, by_salt })
 }
 
-/// Frame sizes in bytes by size class; a single number for one class. Pairs add the bytes that a
-/// chunk of the class takes uncompressed.
+/// Frame sizes in bytes, by size class. A single number is the size of the only class. In a pair,
+/// the second number is the uncompressed size of the class's chunks.
 #[derive(FromPyObject)]
 pub(crate) enum PySizes {
     One(u64),
@@ -75,7 +76,7 @@ impl From<PySizes> for FrameSizes {
     }
 }
 
-/// The settings of a disk tier, if there is a path.
+/// Returns the settings of the disk tier, or None if there is no path.
 pub(crate) fn disk_settings(
     path: Option<PathBuf>,
     cap_bytes: u64,
@@ -86,7 +87,7 @@ pub(crate) fn disk_settings(
     path.map(|dir| DiskSettings { dir, cap_bytes, num_threads, description })
 }
 
-/// Converts seconds: negative values and NaN count as 0, huge values as no limit.
+/// Converts seconds. Negative values and NaN become 0, and huge values mean no limit.
 pub(crate) fn timeout(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
 }

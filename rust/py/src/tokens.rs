@@ -1,12 +1,12 @@
-//! Token ids, block ids and row bytes out of Python objects, without a Python-level copy.
+//! Reads token ids, block ids and embedding rows from Python objects, without a Python-level copy.
 //!
-//! Reading a list of 100,000 ids is the slowest part of a scheduler hook here, so exact lists of
-//! exact ints are read through borrowed references; everything else uses slower, owned ones. A bad
-//! element always raises: no value is cut to fit. This is the one file of the extension with unsafe
-//! code.
+//! Reading a list of 100,000 ids is the slowest part of a scheduler hook, so exact lists of exact
+//! ints are read through borrowed references. All other objects are read through owned references,
+//! which is slower. An invalid element always raises; no value is truncated. This is the only file
+//! of the extension with unsafe code.
 #![expect(
     unsafe_code,
-    reason = "borrowed list items and buffer memory have no safe reader in the stable ABI"
+    reason = "the stable ABI has no safe way to read borrowed list items and buffer memory"
 )]
 
 use std::ops::Range;
@@ -19,10 +19,11 @@ use pyo3::types::{PyByteArray, PyBytes, PyList, PySequence};
 
 use crate::error::ConfigError;
 
-/// `sequence[start:stop]` as ids; `ConfigError` names the first element that is not an int in
-/// 0..2^32.
+/// Returns `sequence[start:stop]` as token ids. Raises `ConfigError` if an element is not an int in
+/// 0..2^32. The message has the first such element.
 ///
-/// Unlike a slice, bounds outside the sequence raise: fewer ids would be another prefix.
+/// Unlike slicing, this function raises if a bound is outside the sequence, because fewer ids would
+/// be a different prefix.
 pub(crate) fn token_ids(
     sequence: &Bound<'_, PyAny>,
     start: i64,
@@ -33,7 +34,7 @@ pub(crate) fn token_ids(
     Ok(ids)
 }
 
-/// The same behind those that are in `ids` already.
+/// Like [`token_ids`], but appends to `ids`.
 pub(crate) fn append_token_ids(
     sequence: &Bound<'_, PyAny>,
     start: u32,
@@ -43,8 +44,8 @@ pub(crate) fn append_token_ids(
     append_ids("token_ids", sequence, start.into(), Some(stop.into()), ids)
 }
 
-/// `sequence[start:stop]` as block ids; `ConfigError` for bounds outside the sequence or an item
-/// that is not an int in 0..2^31.
+/// Returns `sequence[start:stop]` as block ids. Raises `ConfigError` if a bound is outside the
+/// sequence, or an item is not an int in 0..2^31.
 pub(crate) fn block_ids(
     sequence: &Bound<'_, PyAny>,
     start: u32,
@@ -55,7 +56,7 @@ pub(crate) fn block_ids(
     Ok(ids)
 }
 
-/// The same behind those that are in `ids` already.
+/// Like [`block_ids`], but appends to `ids`.
 pub(crate) fn append_block_ids(
     sequence: &Bound<'_, PyAny>,
     start: u32,
@@ -88,12 +89,13 @@ fn append_ids<T: TryFrom<u32>>(
     Ok(())
 }
 
-/// Token ids are u32, block ids i32.
+/// Converts an id to its element type: u32 for token ids, i32 for block ids.
 fn fitting<T: TryFrom<u32>>(id: u32) -> PyResult<T> {
-    T::try_from(id).map_err(|_| ConfigError::new_err("a block id is not an int in 0..2**31"))
+    T::try_from(id)
+        .map_err(|_| ConfigError::new_err(format!("block id {id} is not an int in 0..2**31")))
 }
 
-/// An int in 0..2^32. Faster than extraction for an exact int.
+/// Returns an int in 0..2^32. Faster than `extract` for an exact int.
 pub(crate) fn number(item: Borrowed<'_, '_, PyAny>) -> PyResult<u32> {
     // SAFETY: `item` is alive while it is borrowed, and this thread is attached.
     let value = unsafe {
@@ -104,7 +106,7 @@ pub(crate) fn number(item: Borrowed<'_, '_, PyAny>) -> PyResult<u32> {
         }
     };
     u32::try_from(value).or_else(|_| {
-        drop(PyErr::take(item.py())); // PyLong_AsLong's OverflowError, if it set one
+        drop(PyErr::take(item.py())); // clear PyLong_AsLong's OverflowError, if any
         item.extract()
     })
 }
@@ -114,7 +116,7 @@ fn bounds(name: &str, len: usize, start: i64, stop: Option<i64>) -> PyResult<Ran
     match (usize::try_from(start), stop_at) {
         (Ok(start), Ok(stop)) if start <= stop && stop <= len => Ok(start..stop),
         _ => Err(ConfigError::new_err(format!(
-            "[{start}:{}] is not a part of {len} {name}",
+            "[{start}:{}] is out of range for {len} {name}",
             stop.unwrap_or(-1)
         ))),
     }
@@ -129,29 +131,29 @@ fn append_list<T: TryFrom<u32>>(
     ids.reserve(range.len());
     for index in range {
         // SAFETY: `list` is a live list and this thread is attached. The index fits isize because
-        // it is below a list's length; if the list has shrunk meanwhile (only slow_id runs Python
-        // code), the call returns null.
+        // it is below the list's earlier length. If the list has since shrunk (only slow_id runs
+        // Python code), the call returns null.
         let item = unsafe { ffi::PyList_GetItem(list.as_ptr(), index.cast_signed()) };
         if item.is_null() {
             return Err(PyErr::fetch(list.py()));
         }
         // SAFETY: `item` is not null, and the list keeps it alive: neither call runs Python code or
-        // detaches, and an abi3 extension runs under the interpreter's lock, so it cannot be taken
-        // out of the list meanwhile.
+        // detaches, and an abi3 extension runs under the interpreter's lock, so no other thread can
+        // remove the item from the list between the calls.
         let value = unsafe {
             if ffi::PyLong_CheckExact(item) == 1 { ffi::PyLong_AsLong(item) } else { -1 }
         };
         if let Ok(id) = u32::try_from(value) {
             ids.push(fitting(id)?);
         } else {
-            drop(PyErr::take(list.py())); // PyLong_AsLong's OverflowError, if it set one
+            drop(PyErr::take(list.py())); // clear PyLong_AsLong's OverflowError, if any
             ids.push(fitting(slow_id(name, &list.get_item(index)?, index)?)?);
         }
     }
     Ok(())
 }
 
-/// Any object with `__index__`, held by an owned reference.
+/// Returns the id of any object with `__index__`.
 #[cold]
 fn slow_id(name: &str, item: &Bound<'_, PyAny>, index: usize) -> PyResult<u32> {
     item.extract().map_err(|cause| {
@@ -164,9 +166,10 @@ fn slow_id(name: &str, item: &Bound<'_, PyAny>, index: usize) -> PyResult<u32> {
     })
 }
 
-/// `(key, value[0])` for each value that is neither None nor empty; the lists have the same length.
+/// Return `(key, value[0])` for each value that is neither None nor empty. Both lists must have the
+/// same length.
 ///
-/// For a scheduler's columns of hundreds of requests; few of them have a value.
+/// Made for a scheduler's columns of hundreds of requests. Only a few requests have a value.
 #[pyfunction]
 pub(crate) fn first_of_each<'py>(
     keys: &Bound<'py, PyList>,
@@ -174,18 +177,21 @@ pub(crate) fn first_of_each<'py>(
 ) -> PyResult<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
     let (len, py) = (values.len(), values.py());
     if keys.len() != len {
-        return Err(ConfigError::new_err(format!("{} keys of {len} values", keys.len())));
+        return Err(ConfigError::new_err(format!(
+            "{} keys for {len} values; pass lists of the same length",
+            keys.len()
+        )));
     }
     let mut found = Vec::new();
     for index in 0..len {
         // SAFETY: `values` is a live list and this thread is attached. The index fits isize because
-        // it is below the length that the list had; if it has shrunk meanwhile, the call returns
+        // it is below the list's earlier length. If the list has since shrunk, the call returns
         // null. Only the pointer is compared.
         let item = unsafe { ffi::PyList_GetItem(values.as_ptr(), index.cast_signed()) };
         if item.is_null() {
             return Err(PyErr::fetch(py));
         }
-        // SAFETY: None is alive as long as the interpreter.
+        // SAFETY: None lives as long as the interpreter.
         if item != unsafe { ffi::Py_None() } {
             let value = values.get_item(index)?;
             if value.is_truthy()? {
@@ -196,12 +202,12 @@ pub(crate) fn first_of_each<'py>(
     Ok(found)
 }
 
-/// The memory of a C-contiguous buffer, exported while this value lives.
+/// The memory of a C-contiguous buffer, which stays exported until this value is dropped.
 pub(crate) struct RowBytes(PyUntypedBuffer);
 
 impl RowBytes {
-    /// Exports `rows`; `ConfigError` if they are not C-contiguous, or have two dimensions and rows
-    /// not of `row_bytes`.
+    /// Exports `rows`. Raises `ConfigError` if `rows` is not C-contiguous, or is two-dimensional
+    /// with a row size other than `row_bytes`.
     pub(crate) fn new(rows: &Bound<'_, PyAny>, row_bytes: usize) -> PyResult<Self> {
         let buffer = PyUntypedBuffer::get(rows)?;
         if !buffer.is_c_contiguous() {
@@ -211,23 +217,23 @@ impl RowBytes {
             && width.checked_mul(buffer.item_size()) != Some(row_bytes)
         {
             return Err(ConfigError::new_err(format!(
-                "rows of {width} x {} bytes are not rows of {row_bytes} bytes",
+                "each row has {width} x {} bytes; it must have {row_bytes} bytes",
                 buffer.item_size()
             )));
         }
         Ok(Self(buffer))
     }
 
-    /// The bytes. The caller promises that nothing writes to them meanwhile, as for any hash of a
-    /// buffer.
+    /// Returns the bytes. The caller must ensure that nothing writes to the buffer while the bytes
+    /// are borrowed.
     pub(crate) fn bytes(&self) -> &[u8] {
         if self.0.len_bytes() == 0 {
             return &[];
         }
-        // SAFETY: the buffer is C-contiguous, so its bytes are one run of len_bytes from buf_ptr,
-        // which is not null since there are some; the export, held by self, keeps the memory in
-        // place and allocated. That no other thread writes to it is the documented duty of
-        // append_embeds' caller.
+        // SAFETY: the buffer is C-contiguous, so all len_bytes bytes start at buf_ptr, which is not
+        // null because the buffer is not empty. The export, which self holds, keeps the memory
+        // allocated and in place. The caller of append_embeds must ensure, as documented there,
+        // that no other thread writes to the buffer.
         unsafe { std::slice::from_raw_parts(self.0.buf_ptr().cast::<u8>(), self.0.len_bytes()) }
     }
 }

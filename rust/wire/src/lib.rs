@@ -1,8 +1,8 @@
-//! A store shared by several engines over a Unix socket: the protocol, the server that owns the
-//! store, and the client, which implements `Session`.
+//! Shares a store between engines over a Unix socket: the protocol, the server that owns the store,
+//! and the client, which implements `Session`.
 //!
 //! Only keys and numbers cross the socket. KV bytes do not: workers map the arena, whose descriptor
-//! comes with the first answer. Must not depend on Python, vLLM or the layout of KV.
+//! arrives with the first response. This crate must not depend on Python, vLLM or the layout of KV.
 
 mod client;
 pub mod protocol;

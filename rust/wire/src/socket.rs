@@ -1,6 +1,6 @@
-//! Unix socket helpers: peer credentials, waits with a deadline, buffers, and descriptor passing.
+//! Unix socket helpers: peer credentials, waiting with a deadline, buffers and descriptor passing.
 //!
-//! Must not depend on the content of messages.
+//! Treats the content of messages as opaque bytes.
 
 use std::io::{self, ErrorKind as IoKind, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -18,18 +18,19 @@ use rustix::net::{
 
 use crate::protocol::codec::LENGTH_BYTES;
 
-/// Requested size of a socket's buffers: enough for a long prefix. The system may grant less.
+/// Requested size of a socket's buffers, enough for a long prefix. The kernel may grant less.
 const BUFFER_BYTES: usize = 1 << 20;
-/// Bytes requested by each read.
+/// Minimum free space in a [`ReceiveBuffer`] before a read, in bytes.
 const READ_BYTES: usize = 64 << 10;
 
-/// Sent bytes kept at the front of a [`SendBuffer`] until the rest is sent.
+/// Maximum number of sent bytes that a [`SendBuffer`] keeps in front of unsent bytes.
 const MAX_SENT_BYTES: usize = 1 << 20;
 
-/// Time to poll before sleeping: a wakeup takes longer than most answers.
+/// Time to poll before sleeping. Waking a thread takes longer than most responses.
 pub(crate) const SPIN_TIME: Duration = Duration::from_micros(100);
 
-/// Returns the peer's user id and process id; process id 0 if it is in another PID namespace.
+/// Returns the peer's user id and process id. The process id is 0 if the peer is in a different PID
+/// namespace.
 pub(crate) fn peer_credentials(stream: &UnixStream) -> io::Result<(u32, u32)> {
     let peer = nix::sys::socket::getsockopt(stream, nix::sys::socket::sockopt::PeerCredentials)?;
     Ok((peer.uid(), u32::try_from(peer.pid()).unwrap_or(0)))
@@ -39,13 +40,13 @@ pub(crate) fn is_current_user(uid: u32) -> bool {
     uid == rustix::process::geteuid().as_raw()
 }
 
-/// Enlarges the socket's buffers, as far as the system allows.
+/// Enlarges the socket's buffers, up to the kernel's limit.
 pub(crate) fn enlarge_buffers(stream: &UnixStream) {
-    let _as_it_is = rustix::net::sockopt::set_socket_send_buffer_size(stream, BUFFER_BYTES);
-    let _as_it_is = rustix::net::sockopt::set_socket_recv_buffer_size(stream, BUFFER_BYTES);
+    let _best_effort = rustix::net::sockopt::set_socket_send_buffer_size(stream, BUFFER_BYTES);
+    let _best_effort = rustix::net::sockopt::set_socket_recv_buffer_size(stream, BUFFER_BYTES);
 }
 
-/// Waits for one of `flags` or the end of the connection; returns false at the deadline.
+/// Waits until `fd` reports one of `flags`, a hangup or an error. Returns false at the deadline.
 pub(crate) fn wait(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
     loop {
         let left =
@@ -64,13 +65,13 @@ pub(crate) fn wait(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
     }
 }
 
-/// As [`wait`], but polls for [`SPIN_TIME`] first.
+/// Like [`wait`], but polls for [`SPIN_TIME`] first.
 pub(crate) fn spin_then_wait(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
     spin(&fd, flags, deadline.min(Instant::now() + SPIN_TIME)) || wait(fd, flags, deadline)
 }
 
-/// As [`wait`], but polls without sleeping. Returns false at once on a single core, which the peer
-/// needs.
+/// Like [`wait`], but polls without sleeping. Returns false immediately on a single-core machine,
+/// where the peer needs the core.
 pub(crate) fn spin(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
     static HAS_CORES: LazyLock<bool> =
         LazyLock::new(|| thread::available_parallelism().is_ok_and(|num| num.get() > 1));
@@ -97,11 +98,11 @@ pub(crate) fn send_with_fds(
     stream.write_all(&bytes[sent..])
 }
 
-/// Bytes to send over a nonblocking stream.
+/// Buffers bytes to send over a nonblocking stream.
 #[derive(Debug, Default)]
 pub(crate) struct SendBuffer {
     bytes: Vec<u8>,
-    /// Bytes at the front that were sent.
+    /// Number of bytes at the front that were sent.
     num_sent: usize,
 }
 
@@ -114,7 +115,7 @@ impl SendBuffer {
         self.bytes.len() - self.num_sent
     }
 
-    /// Sends as much as the socket accepts. Err if the peer disconnected.
+    /// Sends as many bytes as the socket accepts. Returns an error if the peer disconnected.
     pub(crate) fn flush(&mut self, mut stream: &UnixStream) -> io::Result<()> {
         while self.num_unsent() > 0 {
             match stream.write(&self.bytes[self.num_sent..]) {
@@ -133,10 +134,10 @@ impl SendBuffer {
     }
 }
 
-/// Received bytes that are not consumed yet.
+/// Buffers received bytes until they are consumed.
 #[derive(Debug, Default)]
 pub(crate) struct ReceiveBuffer {
-    /// `start..end` holds the bytes not consumed; the rest is spare.
+    /// The unconsumed bytes are `start..end`; the rest is free space.
     bytes: Vec<u8>,
     start: usize,
     end: usize,
@@ -154,7 +155,8 @@ impl ReceiveBuffer {
         &mut self.bytes[self.end..]
     }
 
-    /// Reads everything available from a nonblocking stream. Err if the peer disconnected.
+    /// Reads everything available from a nonblocking stream. Returns an error if the peer
+    /// disconnected.
     pub(crate) fn fill(&mut self, mut stream: &UnixStream) -> io::Result<()> {
         let spare = self.spare();
         let num_bytes = spare.len();
@@ -171,7 +173,7 @@ impl ReceiveBuffer {
         }
     }
 
-    /// Reads once and returns the descriptors received.
+    /// Reads once and returns the received descriptors.
     pub(crate) fn fill_with_fds(&mut self, stream: &UnixStream) -> io::Result<Vec<OwnedFd>> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -189,7 +191,8 @@ impl ReceiveBuffer {
         Ok(rights.flatten().collect())
     }
 
-    /// Returns the next whole message. Err if it is longer than `max_bytes`.
+    /// Returns the next message, or None if part of it has not arrived yet. Returns an error if the
+    /// message is longer than `max_bytes`.
     pub(crate) fn next(&mut self, max_bytes: usize) -> io::Result<Option<&[u8]>> {
         let received = &self.bytes[self.start..self.end];
         let Some((length, rest)) = received.split_first_chunk::<LENGTH_BYTES>() else {

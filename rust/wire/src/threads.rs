@@ -10,7 +10,7 @@ use kvloft_core::{Error, Result};
 /// Stack size of each thread.
 const STACK_BYTES: usize = 512 << 10;
 
-/// Starts a thread named `kvloft-{name}`; `Io` if the system cannot start one.
+/// Starts a thread named `kvloft-{name}`. Returns `Io` if the operating system cannot start it.
 pub(crate) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
     let thread = std::thread::Builder::new().name(format!("kvloft-{name}")).stack_size(STACK_BYTES);
     thread.spawn(work).map_err(|error| Error::io("cannot start a kvloft thread", error))
@@ -28,7 +28,7 @@ pub(crate) struct TimedLock {
 pub(crate) struct TimedGuard(Arc<TimedLock>);
 
 impl TimedLock {
-    /// Takes the lock; returns None at the deadline.
+    /// Acquires the lock. Returns None at the deadline.
     pub(crate) fn lock(self: &Arc<Self>, deadline: Instant) -> Option<TimedGuard> {
         let is_locked = locked(&self.is_locked);
         let left = deadline.saturating_duration_since(Instant::now());

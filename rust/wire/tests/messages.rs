@@ -11,7 +11,7 @@ use kvloft_wire::protocol::admin::{
     AdminRequest, EngineStatus, EvictRequest, RefusalStatus, Stats,
 };
 use kvloft_wire::protocol::{
-    Answer, Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, ReservedRange,
+    Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, ReservedRange, Response,
     SentAnchors, SentChanges, SentPrefixes, SentRange, VERSION, Welcome,
 };
 use kvloft_wire::{NamespaceStatus, Status};
@@ -108,7 +108,7 @@ fn request(parts: &Parts) -> Request<'_> {
     }
 }
 
-fn answer(parts: &Parts) -> Answer {
+fn response(parts: &Parts) -> Response {
     let [one, two, ..] = parts.small;
     let key = ChunkKey(parts.root);
     let tier = if two.is_multiple_of(2) { TierName::Host } else { TierName::Disk };
@@ -117,26 +117,26 @@ fn answer(parts: &Parts) -> Answer {
     let stats: Vec<_> = parts.numbers.iter().map(|number| (parts.text.clone(), *number)).collect();
     let num_rows = parts.numbers.len();
     match parts.kind {
-        1 => Answer::Welcome(Welcome { size_bytes: one.into(), slab_bytes: two.into() }),
-        2 => Answer::Refused(parts.text.clone()),
-        3 => Answer::Found(vec![Lookup { host_units: one, stored_units: two }; num_rows]),
-        4 => Answer::Progress(Progress { ready_units: one, pending_units: two }),
-        5 => Answer::Frames(vec![leased; num_rows]),
+        1 => Response::Welcome(Welcome { size_bytes: one.into(), slab_bytes: two.into() }),
+        2 => Response::Refused(parts.text.clone()),
+        3 => Response::Found(vec![Lookup { host_units: one, stored_units: two }; num_rows]),
+        4 => Response::Progress(Progress { ready_units: one, pending_units: two }),
+        5 => Response::Frames(vec![leased; num_rows]),
         6 => {
             let range = |nth| ReservedRange { num_dropped: one, rows: vec![row; nth] };
-            Answer::Reserved((0..num_rows).map(range).collect())
+            Response::Reserved((0..num_rows).map(range).collect())
         }
-        7 => Answer::Count(parts.number),
-        8 => Answer::Stats(stats),
-        9 => Answer::Anchors(Anchors { num_known: one, num_stored: two }),
+        7 => Response::Count(parts.number),
+        8 => Response::Stats(stats),
+        9 => Response::Anchors(Anchors { num_known: one, num_stored: two }),
         10 => {
             let tiers =
                 |nth: u8| Tiers { host: nth.is_multiple_of(2), disk: nth > 1, coming: nth == 3 };
             let rows =
                 parts.keys.iter().zip(0..).map(|(key, nth)| (ChunkKey(*key), tiers(nth))).collect();
-            Answer::Changes(Changes { rows, lost: two.is_multiple_of(2) })
+            Response::Changes(Changes { rows, lost: two.is_multiple_of(2) })
         }
-        _ => Answer::Admin(parts.text.clone().into_bytes()),
+        _ => Response::Admin(parts.text.clone().into_bytes()),
     }
 }
 
@@ -218,10 +218,10 @@ proptest! {
     }
 
     #[test]
-    fn answers_round_trip(parts in parts(), number: u32) {
-        let (answer, mut bytes) = (answer(&parts), Vec::new());
-        answer.encode(number, &mut bytes);
-        prop_assert_eq!(Answer::decode(body(&bytes)), Some((number, answer)));
+    fn responses_round_trip(parts in parts(), number: u32) {
+        let (response, mut bytes) = (response(&parts), Vec::new());
+        response.encode(number, &mut bytes);
+        prop_assert_eq!(Response::decode(body(&bytes)), Some((number, response)));
     }
 
     #[test]
@@ -249,9 +249,9 @@ proptest! {
             prop_assert_eq!(Request::decode(&wrong), None);
         }
         bytes.clear();
-        answer(&parts).encode(1, &mut bytes);
+        response(&parts).encode(1, &mut bytes);
         for wrong in wrong(body(&bytes), cut, more) {
-            prop_assert_eq!(Answer::decode(&wrong), None);
+            prop_assert_eq!(Response::decode(&wrong), None);
         }
     }
 
@@ -262,7 +262,7 @@ proptest! {
             *at = kind;
         }
         let _none = Request::decode(&bytes);
-        let _none = Answer::decode(&bytes);
+        let _none = Response::decode(&bytes);
     }
 }
 
@@ -270,7 +270,7 @@ proptest! {
 fn false_counts_allocate_no_memory() {
     for kind in 0..26 {
         let bytes = [[1, 0, 0, 0, kind].as_slice(), &[0xff; 64]].concat();
-        assert_eq!(Answer::decode(&bytes), None, "kind {kind}");
+        assert_eq!(Response::decode(&bytes), None, "kind {kind}");
     }
 }
 

@@ -1,4 +1,4 @@
-//! Admin requests to a server, each over a connection of its own. Must not depend on engines.
+//! Sends admin requests to a server, each over a new connection.
 
 use std::path::Path;
 use std::time::Duration;
@@ -9,28 +9,32 @@ use serde::de::DeserializeOwned;
 
 use crate::client::connection::Connection;
 use crate::protocol::admin::{AdminRequest, EvictReport, EvictRequest, Status};
-use crate::protocol::{Answer, Request, VERSION};
+use crate::protocol::{Request, Response, VERSION};
 
 /// Returns the state of the server at `socket`.
 ///
-/// Errors: `Io` if no server answers within `timeout`, `InvalidConfig` if the server refuses.
+/// Returns `Io` if no server responds within `timeout`, and `InvalidConfig` if the server rejects
+/// the request.
 pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {
     call(socket, &AdminRequest::Status, timeout)
 }
 
 /// Removes every chunk of one namespace from every tier and returns the number of chunks.
 ///
-/// `namespace` is the namespace's first hex digits; it may be empty if the server has only one.
-/// Errors as [`status`]; also `InvalidConfig`, with the server's namespaces, if several or none
-/// match, or if the disk does not respond.
+/// `namespace` is the beginning of the namespace's hex digest. It may be empty if the server has
+/// only one namespace. Returns the same errors as [`status`]. Also returns `InvalidConfig` if the
+/// disk does not respond, or if no namespace or more than one namespace matches. The message then
+/// lists the server's namespaces.
 pub fn clear(socket: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
     call(socket, &AdminRequest::Clear { namespace: namespace.to_owned() }, timeout)
 }
 
-/// Evicts the chunks of one tenant, or every chunk, from all tiers or from host memory only.
+/// Evicts the chunks of one tenant or of all tenants, either from every tier or only from host
+/// memory.
 ///
-/// `namespace` is the first hex digits of the namespaces; empty for all. Errors as [`status`]; also
-/// `InvalidConfig`, with the server's namespaces, if none matches.
+/// `namespace` is the beginning of the namespaces' hex digests. If it is empty, all namespaces
+/// match. Returns the same errors as [`status`]. Also returns `InvalidConfig`, with a list of the
+/// server's namespaces, if no namespace matches.
 pub fn evict(
     socket: &Path,
     namespace: &str,
@@ -52,7 +56,7 @@ fn call<T: DeserializeOwned>(
     };
     let json = serde_json::to_vec(request).map_err(malformed)?;
     match Connection::connect(socket)?.open(&Request::Admin(VERSION, &json), timeout)? {
-        (Answer::Admin(json), _) => serde_json::from_slice(&json).map_err(malformed),
+        (Response::Admin(json), _) => serde_json::from_slice(&json).map_err(malformed),
         _ => Err(Error::new(ErrorKind::Io, "the kvloft server sent an unexpected response")),
     }
 }

@@ -17,7 +17,7 @@ use kvloft_core::{Error, Result};
 use rustix::event::PollFlags;
 
 use crate::protocol::prefix_cache::{PrefixCache, anchor_ends};
-use crate::protocol::{Answer, Keys, MAX_MESSAGE, Request, SentAnchors};
+use crate::protocol::{Keys, MAX_MESSAGE, Request, Response, SentAnchors};
 use crate::socket::{
     ReceiveBuffer, SendBuffer, enlarge_buffers, is_current_user, peer_credentials, spin_then_wait,
     wait,
@@ -84,7 +84,7 @@ impl Connection {
         &mut self,
         request: &Request<'_>,
         timeout: Duration,
-    ) -> Result<(Answer, Vec<OwnedFd>)> {
+    ) -> Result<(Response, Vec<OwnedFd>)> {
         let deadline = Instant::now() + timeout;
         let fail = |error| Error::io("the kvloft server does not answer", error);
         let late = || fail(IoKind::TimedOut.into());
@@ -103,8 +103,8 @@ impl Connection {
             }
             if let Some(bytes) = self.received.next(MAX_MESSAGE).map_err(fail)? {
                 self.unanswered.clear();
-                return match Answer::decode(bytes) {
-                    Some((_, Answer::Refused(text))) => Err(Error::invalid(text)),
+                return match Response::decode(bytes) {
+                    Some((_, Response::Refused(text))) => Err(Error::invalid(text)),
                     Some((_, answer)) => Ok((answer, found)),
                     None => Err(fail(IoKind::InvalidData.into())),
                 };
@@ -128,7 +128,7 @@ impl Connection {
 
     /// Sends a request and waits for its response. Returns None, a miss, at the deadline or if an
     /// earlier response is overdue.
-    pub(crate) fn call(&mut self, request: &Request<'_>, deadline: Instant) -> Option<Answer> {
+    pub(crate) fn call(&mut self, request: &Request<'_>, deadline: Instant) -> Option<Response> {
         if self.is_overdue() { None } else { self.call_always(request, deadline) }
     }
 
@@ -137,7 +137,7 @@ impl Connection {
         &mut self,
         request: &Request<'_>,
         deadline: Instant,
-    ) -> Option<Answer> {
+    ) -> Option<Response> {
         let is_overdue = self.is_overdue();
         if self.is_closed {
             return None;
@@ -153,7 +153,7 @@ impl Connection {
         &mut self,
         requests: &[Request<'_>],
         deadline: Instant,
-    ) -> Vec<Option<Answer>> {
+    ) -> Vec<Option<Response>> {
         if self.is_overdue() {
             return requests.iter().map(|_| None).collect();
         }
@@ -188,7 +188,7 @@ impl Connection {
         &mut self,
         requests: &[Request<'_>],
         deadline: Instant,
-    ) -> Vec<Option<Answer>> {
+    ) -> Vec<Option<Response>> {
         if !self.wait_for_overdue(deadline) {
             return Vec::new();
         }
@@ -216,7 +216,7 @@ impl Connection {
         let keys: Vec<_> = ends.iter().map(|end| prefix.keys[*end as usize - 1]).collect();
         let sent = SentAnchors { stride, last, keys: Keys::Own(&keys) };
         self.prefix_cache.reset(None);
-        if let Some(Answer::Anchors(found)) = self.call(&Request::Anchors(sent), deadline) {
+        if let Some(Response::Anchors(found)) = self.call(&Request::Anchors(sent), deadline) {
             let known = (found.num_known as usize).checked_sub(1);
             self.prefix_cache
                 .reset(known.and_then(|last| Some((*ends.get(last)?, *keys.get(last)?))));
@@ -254,7 +254,7 @@ impl Connection {
     }
 
     /// Sends and receives until the response to `wanted` arrives, or until the deadline.
-    fn exchange(&mut self, wanted: Option<u32>, deadline: Instant) -> Option<Answer> {
+    fn exchange(&mut self, wanted: Option<u32>, deadline: Instant) -> Option<Response> {
         let mut must_wait = wanted.is_some();
         loop {
             self.flush();
@@ -279,9 +279,9 @@ impl Connection {
 
     /// Processes received responses up to the response to `wanted`, and returns its content. Aborts
     /// the reservations in late responses.
-    fn take_answer(&mut self, wanted: Option<u32>) -> Option<Answer> {
+    fn take_answer(&mut self, wanted: Option<u32>) -> Option<Response> {
         loop {
-            let next = self.received.next(MAX_MESSAGE).map(|bytes| bytes.map(Answer::decode));
+            let next = self.received.next(MAX_MESSAGE).map(|bytes| bytes.map(Response::decode));
             let (number, answer) = match next {
                 Ok(None) => return None,
                 Ok(Some(Some(answer))) if self.unanswered.pop_front() == Some(answer.0) => answer,
@@ -294,7 +294,7 @@ impl Connection {
             if Some(number) == wanted {
                 return Some(answer);
             }
-            if let Answer::Reserved(ranges) = answer {
+            if let Response::Reserved(ranges) = answer {
                 let rows = ranges.iter().flat_map(|range| &range.rows);
                 self.send(&Request::Abort(rows.map(|row| row.ticket).collect()));
             }

@@ -1,5 +1,5 @@
-//! Settings of a client, and how it opens a connection to a server: hello, welcome, and the
-//! descriptors of the arena and lifeline.
+//! Settings of a client, and the handshake with a server: hello, welcome, and the descriptors of
+//! the arena and the lifeline.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
@@ -10,9 +10,9 @@ use kvloft_core::session::{ArenaInfo, LifelineInfo};
 use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::client::connection::Connection;
-use crate::protocol::{Answer, Hello, Request, VERSION, Welcome};
+use crate::protocol::{Hello, Request, Response, VERSION, Welcome};
 
-/// Longest wait for a welcome: the server may have to open its disk first.
+/// Timeout for the welcome. The server may have to open its disk first.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Settings of a client.
@@ -20,13 +20,13 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct ClientConfig {
     /// Path of the server's socket.
     pub socket: PathBuf,
-    /// Longest wait for the answer of a call.
+    /// Timeout for the response to a call.
     pub deadline: Duration,
-    /// As in `StoreConfig`.
+    /// See `StoreConfig::namespace`.
     pub namespace: [u8; 32],
-    /// As in `StoreConfig`.
+    /// See `StoreConfig::frame_sizes`.
     pub frame_sizes: FrameSizes,
-    /// As in `DiskSettings`.
+    /// See `DiskSettings::description`.
     pub description: String,
 }
 
@@ -35,13 +35,13 @@ pub struct ClientConfig {
 pub(crate) struct NewConnection {
     pub(crate) connection: Connection,
     pub(crate) arena: ArenaInfo,
-    /// The arena and the lifeline; they keep the paths in `arena` valid.
+    /// Descriptors of the arena and the lifeline, which keep the paths in `arena` valid.
     pub(crate) fds: [OwnedFd; 2],
 }
 
 impl NewConnection {
-    /// Connects. `Io` if no server answers, `Busy` if the server refuses this engine,
-    /// `InvalidConfig` if the server is another user's.
+    /// Connects to the server. Returns `Io` if no server responds, `Busy` if the server rejects
+    /// this engine, and `InvalidConfig` if the server belongs to a different user.
     pub(crate) fn open(config: &ClientConfig) -> Result<Self> {
         let mut connection = Connection::connect(&config.socket)?;
         let hello = Hello {
@@ -55,10 +55,10 @@ impl NewConnection {
             ErrorKind::InvalidConfig => Error::new(ErrorKind::Busy, error.to_string()),
             _ => error,
         };
-        let (answer, fds) =
+        let (response, fds) =
             connection.open(&Request::Hello(hello), HELLO_TIMEOUT).map_err(refused)?;
-        let (Answer::Welcome(Welcome { size_bytes, slab_bytes }), Ok(fds)) =
-            (answer, <[OwnedFd; 2]>::try_from(fds))
+        let (Response::Welcome(Welcome { size_bytes, slab_bytes }), Ok(fds)) =
+            (response, <[OwnedFd; 2]>::try_from(fds))
         else {
             return Err(Error::new(ErrorKind::Io, "the kvloft server sent an unexpected response"));
         };
@@ -72,7 +72,8 @@ impl NewConnection {
 
 /// Returns the path at which another process of this user can open `fd`, and its inode.
 fn path_and_inode(fd: &OwnedFd) -> Result<(String, u64)> {
-    let stat = rustix::fs::fstat(fd)
-        .map_err(|error| Error::io("cannot inspect the arena", error.into()))?;
+    let stat = rustix::fs::fstat(fd).map_err(|error| {
+        Error::io("cannot inspect a descriptor from the kvloft server", error.into())
+    })?;
     Ok((format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd()), stat.st_ino))
 }

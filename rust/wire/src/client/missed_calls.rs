@@ -1,26 +1,27 @@
-//! Counts calls without an answer before their deadline, and decides when to log them.
+//! Counts calls that got no response before their deadline, and decides when to log them.
 
 use std::time::{Duration, Instant};
 
-/// Least time between two log lines.
+/// Minimum interval between log lines.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Counters of missed calls and of the chunks not saved because of them. The first missed call is
-/// logged at once, later ones as a sum once per [`LOG_INTERVAL`].
+/// Counters of missed calls, and of the chunks not saved because of them. The first missed call is
+/// logged immediately. The number of later calls is logged at most once per [`LOG_INTERVAL`].
 #[derive(Debug, Default)]
 pub(crate) struct MissedCalls {
     pub(crate) num: u64,
-    /// Chunks that have no frame because their reservation got no answer.
+    /// Number of chunks that have no frame because their reservation got no response.
     pub(crate) num_chunks: u64,
     num_logged: u64,
     num_chunks_logged: u64,
     last_logged: Option<Instant>,
-    /// Calls and chunks that the server has counted.
+    /// Numbers of calls and chunks already reported to the server.
     reported: [u64; 2],
 }
 
 impl MissedCalls {
-    /// Returns calls and chunks since the last call of this function, for the server's counters.
+    /// Returns the numbers of missed calls and unsaved chunks since this function was last called,
+    /// for the server's counters.
     pub(crate) fn take_new(&mut self) -> [u64; 2] {
         let reported = std::mem::replace(&mut self.reported, [self.num, self.num_chunks]);
         [self.num - reported[0], self.num_chunks - reported[1]]
@@ -51,7 +52,7 @@ impl MissedCalls {
         (self.num_logged, self.num_chunks_logged, self.last_logged) =
             (self.num, self.num_chunks, Some(now));
         Some(format!(
-            "{num_new}{more} {calls} got no answer from {server} within {deadline:?} (server_timeout) and {were}{lost}"
+            "{num_new}{more} {calls} got no response from {server} within {deadline:?} (server_timeout) and {were}{lost}"
         ))
     }
 }

@@ -1,8 +1,8 @@
-//! The client of a server's store; `session` implements `Session` for it.
+//! The client of a server's store. `session` implements `Session` for [`Client`].
 //!
-//! Each call ends at its deadline; without an answer by then, or without a connection, it is a
-//! miss. A background thread reconnects. A clear that the server has not confirmed is sent again
-//! first on the next connection: otherwise the disk could bring back chunks that must not be used.
+//! Each call returns by its deadline. A call is a miss if there is no connection, or no response by
+//! the deadline. A background thread reconnects. A new connection first resends a clear that the
+//! server has not confirmed; otherwise, the disk could restore chunks that must not be used.
 
 pub(crate) mod admin;
 mod connection;
@@ -23,11 +23,11 @@ use crate::client::connection::Connection;
 use crate::client::handshake::{ClientConfig, NewConnection};
 use crate::client::reconnect::ConnectFailures;
 use crate::client::state::{ClientInner, ClientState};
-use crate::protocol::{Answer, Keys, MAX_KEYS, Request, SentRange};
+use crate::protocol::{Keys, MAX_KEYS, Request, Response, SentRange};
 use crate::threads::spawn;
 
-/// Maximum number of keys in a message with several items: the server handles one message while the
-/// client encodes the next.
+/// Maximum number of keys in a message with more than one item. Larger batches are split so that
+/// the server can handle one message while the client encodes the next.
 const KEYS_PER_MESSAGE: usize = 1024;
 
 /// A client of a server's store.
@@ -38,9 +38,9 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the server, or retries in the background; every lookup is a miss until then. A
-    /// server that refuses, for example at its connection limit, may accept the engine later.
-    /// `InvalidConfig` if the server is another user's.
+    /// Connects to the server. If that fails, or the server rejects the engine, for example at its
+    /// connection limit, retries in the background. Every lookup is a miss until a connection is
+    /// established. Returns `InvalidConfig` if the server belongs to a different user.
     pub fn open(config: ClientConfig) -> Result<Self> {
         let inner = Arc::new(ClientInner::new(config));
         let mut failures = ConnectFailures::default();
@@ -68,8 +68,7 @@ impl Client {
         self.inner.state()
     }
 
-    /// Returns whether a clear is still unconfirmed, after processing its answer if that has
-    /// arrived.
+    /// Processes the received responses, then returns whether a clear is still unconfirmed.
     pub(crate) fn is_clear_pending(&self) -> bool {
         let deadline = self.inner.deadline();
         let mut state = self.state();
@@ -80,17 +79,17 @@ impl Client {
         state.is_clear_pending
     }
 
-    pub(crate) fn call(&self, request: &Request<'_>) -> Option<Answer> {
+    pub(crate) fn call(&self, request: &Request<'_>) -> Option<Response> {
         let deadline = self.inner.deadline();
         self.state().request(request, deadline)
     }
 
-    /// Sends the requests that `make` returns and waits for their answers. Empty if an earlier
-    /// answer is overdue.
+    /// Sends the requests that `make` returns, and waits for the responses. Returns an empty list
+    /// if there is no connection or an earlier response is overdue.
     pub(crate) fn call_all<'a>(
         &self,
         make: impl FnOnce(&mut Connection) -> Vec<Request<'a>>,
-    ) -> Vec<Option<Answer>> {
+    ) -> Vec<Option<Response>> {
         let deadline = self.inner.deadline();
         let mut state = self.state();
         let Some(connection) = state.live_connection() else { return Vec::new() };
@@ -98,14 +97,15 @@ impl Client {
             return Vec::new();
         }
         let requests = make(connection);
-        let answers = connection.call_all(&requests, deadline);
-        if answers.iter().any(Option::is_none) && Instant::now() >= deadline {
+        let responses = connection.call_all(&requests, deadline);
+        if responses.iter().any(Option::is_none) && Instant::now() >= deadline {
             state.missed_calls.num += 1;
         }
-        answers
+        responses
     }
 
-    /// Looks prefixes up in messages of bounded size. None for each prefix without an answer.
+    /// Looks up prefixes in messages of limited size. Returns None for each prefix without a
+    /// response.
     pub(crate) fn lookup_batches(
         &self,
         prefixes: &[Prefix<'_>],
@@ -115,36 +115,37 @@ impl Client {
         self.state().trim_prefix(&mut prefixes, &self.inner);
         let parts = split_batches(&prefixes, |prefix| prefix.keys.len());
         let request = if is_for_save { Request::LookupForSave } else { Request::Lookup };
-        let answers = self.call_all(|connection| {
+        let responses = self.call_all(|connection| {
             parts
                 .iter()
                 .map(|part| request(connection.prefix_cache.prefixes_to_send(part)))
                 .collect()
         });
-        let found = |answer| if let Answer::Found(found) = answer { Some(found) } else { None };
-        join_answers(&parts, answers, found).collect()
+        let found =
+            |response| if let Response::Found(found) = response { Some(found) } else { None };
+        join_responses(&parts, responses, found).collect()
     }
 
-    /// Sends reservations, with the deadline of saves. Fewer answers than requests, or None among
-    /// them, if no answer arrives in time.
-    pub(crate) fn call_for_saves(&self, requests: &[Request<'_>]) -> Vec<Option<Answer>> {
+    /// Sends reservations with the deadline for saves. Responses that do not arrive in time are
+    /// None, or missing from the end of the list.
+    pub(crate) fn call_for_saves(&self, requests: &[Request<'_>]) -> Vec<Option<Response>> {
         let deadline = self.inner.save_deadline();
         let mut state = self.state();
         state.is_save_late = false;
         let Some(connection) = state.live_connection() else { return Vec::new() };
         let must_wait = !connection.is_unresponsive;
-        let answers = connection.call_for_saves(requests, deadline);
+        let responses = connection.call_for_saves(requests, deadline);
         let is_overdue = !connection.is_closed
-            && (answers.len() < requests.len() || answers.iter().any(Option::is_none));
+            && (responses.len() < requests.len() || responses.iter().any(Option::is_none));
         state.is_save_late = is_overdue;
         if is_overdue && must_wait {
             state.missed_calls.num += 1;
         }
-        answers
+        responses
     }
 
-    /// Sends a request even if an earlier answer is overdue.
-    pub(crate) fn call_always(&self, request: &Request<'_>, deadline: Instant) -> Option<Answer> {
+    /// Sends a request even if an earlier response is overdue.
+    pub(crate) fn call_always(&self, request: &Request<'_>, deadline: Instant) -> Option<Response> {
         self.state().call(deadline, |connection| connection.call_always(request, deadline))
     }
 }
@@ -157,18 +158,18 @@ impl Drop for Client {
     }
 }
 
-/// Truncates a prefix to the number of keys that a server accepts.
+/// Truncates a prefix to the maximum number of keys that a server accepts.
 fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
     Prefix { keys: &prefix.keys[..prefix.keys.len().min(MAX_KEYS)], ..*prefix }
 }
 
-/// Returns the range to send; None if it has more keys than a server accepts.
+/// Returns the range to send, or None if the range ends after `MAX_KEYS` keys.
 fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
     asked.check()?;
     let SaveRequest { prefix, units, class, is_attached } = asked.clone();
-    // Of the keys before the range only the parent of the first chunk is needed.
+    // The only key needed from before the range is the parent of the first chunk.
     let first = units.start.saturating_sub(1);
-    // The key that an attached chunk belongs to may follow the range.
+    // An attached chunk may belong to the key after the range.
     let end = prefix.num_units().min(units.end.saturating_add(is_attached.into()));
     let at = |unit: u32| unit.saturating_sub(prefix.first) as usize;
     let (root, keys) = (prefix.root, Keys::Own(&prefix.keys[at(first.min(end))..at(end)]));
@@ -176,11 +177,12 @@ fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
     Ok((end as usize <= MAX_KEYS).then_some(range))
 }
 
-/// Splits items into messages of at most `KEYS_PER_MESSAGE` keys, or of one item each.
+/// Splits items into messages of at most `KEYS_PER_MESSAGE` keys. An item with more keys is sent in
+/// a message without other items.
 fn split_batches<T>(asked: &[T], num_keys: impl Fn(&T) -> usize) -> Vec<&[T]> {
     let (mut parts, mut start, mut total) = (Vec::new(), 0, 0);
-    for (at, one) in asked.iter().enumerate() {
-        let num = num_keys(one) + 1; // an item without keys counts, too
+    for (at, item) in asked.iter().enumerate() {
+        let num = num_keys(item) + 1; // plus one, to limit items without keys as well
         if at > start && total + num > KEYS_PER_MESSAGE {
             parts.push(&asked[start..at]);
             (start, total) = (at, 0);
@@ -191,16 +193,17 @@ fn split_batches<T>(asked: &[T], num_keys: impl Fn(&T) -> usize) -> Vec<&[T]> {
     parts
 }
 
-/// Returns one answer for each item of each message; None for every item of a message without one.
-fn join_answers<Q, T>(
+/// Returns one result per item of each message, or None for each item of a message without a
+/// response.
+fn join_responses<Q, T>(
     parts: &[&[Q]],
-    answers: Vec<Option<Answer>>,
-    of: impl Fn(Answer) -> Option<Vec<T>>,
+    responses: Vec<Option<Response>>,
+    of: impl Fn(Response) -> Option<Vec<T>>,
 ) -> impl Iterator<Item = Option<T>> {
-    let mut answers = answers.into_iter();
+    let mut responses = responses.into_iter();
     let each = parts.iter().map(move |part| {
         let found =
-            answers.next().flatten().and_then(&of).filter(|found| found.len() == part.len());
+            responses.next().flatten().and_then(&of).filter(|found| found.len() == part.len());
         let missing = if found.is_some() { 0 } else { part.len() };
         found.into_iter().flatten().map(Some).chain((0..missing).map(|_| None))
     });

@@ -1,4 +1,4 @@
-//! Implements `Session` with requests to a server. Must not depend on the state of the connection.
+//! Implements `Session` by sending requests to a server.
 
 use std::borrow::Cow;
 use std::time::{Duration, Instant};
@@ -10,10 +10,10 @@ use kvloft_core::store::{
 use kvloft_core::{ChunkKey, Event, Result};
 
 use crate::client::state::ClientState;
-use crate::client::{Client, clamp_prefix, join_answers, sent_range, split_batches};
-use crate::protocol::{Answer, Keys, MAX_KEYS, MAX_PREFIXES, Request, ReservedRange};
+use crate::client::{Client, clamp_prefix, join_responses, sent_range, split_batches};
+use crate::protocol::{Keys, MAX_KEYS, MAX_PREFIXES, Request, ReservedRange, Response};
 
-/// Time between two checks of a flush or close.
+/// Interval between checks during a flush or close.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 impl Session for Client {
@@ -34,7 +34,7 @@ impl Session for Client {
         let found = self.lookup_batches(prefixes, is_for_save);
         let has_lost = |state: &mut ClientState| {
             let (first, connection) = (found.first()?.as_ref()?, state.connection.as_mut()?);
-            // A single key is an attached chunk, which is not part of the cached prefix.
+            // A single key belongs to an attached chunk, and is not part of the cached prefix.
             let is_known = prefixes.first()?.keys.len() > 1;
             Some(is_known && connection.prefix_cache.reset_if_lost(first.stored_units))
         };
@@ -54,19 +54,19 @@ impl Session for Client {
             state.trim_prefix(&mut prefixes, &self.inner);
         }
         let deadline = self.inner.deadline();
-        let answer = state.call(deadline, |connection| {
+        let response = state.call(deadline, |connection| {
             if connection.is_overdue() || !is_bounded {
                 return None;
             }
             let sent = connection.prefix_cache.prefixes_to_send(&prefixes);
-            let answer = connection.call(&Request::Acquire(id.0, sent), deadline);
-            if answer.is_none() {
+            let response = connection.call(&Request::Acquire(id.0, sent), deadline);
+            if response.is_none() {
                 // The server may still handle the request later.
                 connection.send(&Request::Release(id.0));
             }
-            answer
+            response
         });
-        if let Some(Answer::Progress(progress)) = answer {
+        if let Some(Response::Progress(progress)) = response {
             state.leases.insert(id, (progress.pending_units == 0).then_some(progress));
         }
         id
@@ -81,7 +81,7 @@ impl Session for Client {
             Some(_) => {}
         }
         match state.request(&Request::Poll(lease.0), deadline) {
-            Some(Answer::Progress(progress)) => {
+            Some(Response::Progress(progress)) => {
                 state.leases.insert(lease, (progress.pending_units == 0).then_some(progress));
                 progress
             }
@@ -96,7 +96,7 @@ impl Session for Client {
             return Vec::new();
         }
         match state.request(&Request::Frames(lease.0), deadline) {
-            Some(Answer::Frames(frames)) => frames,
+            Some(Response::Frames(frames)) => frames,
             _ => Vec::new(),
         }
     }
@@ -116,17 +116,18 @@ impl Session for Client {
         let sent: Vec<_> = ranges.iter().flatten().cloned().collect();
         let parts = split_batches(&sent, |range| range.keys.iter().len());
         let requests: Vec<_> = parts.iter().map(|part| Request::Reserve(part.to_vec())).collect();
-        let answers = self.call_for_saves(&requests);
-        let each_of =
-            |answer| if let Answer::Reserved(reserved) = answer { Some(reserved) } else { None };
-        let mut answers = join_answers(&parts, answers, each_of);
+        let responses = self.call_for_saves(&requests);
+        let each_of = |response| {
+            if let Response::Reserved(reserved) = response { Some(reserved) } else { None }
+        };
+        let mut responses = join_responses(&parts, responses, each_of);
         let (mut reserved, mut got) = (Vec::new(), Vec::with_capacity(asked.len()));
-        let mut num_unanswered = 0;
+        let mut num_missed = 0;
         for (range, each) in ranges.iter().zip(asked) {
-            let answer = range.as_ref().map(|_| answers.next().flatten());
-            num_unanswered += if matches!(answer, Some(None)) { each.num_units() } else { 0 };
+            let response = range.as_ref().map(|_| responses.next().flatten());
+            num_missed += if matches!(response, Some(None)) { each.num_units() } else { 0 };
             let nothing = || ReservedRange { num_dropped: each.num_units(), rows: Vec::new() };
-            let ReservedRange { num_dropped, rows } = answer.flatten().unwrap_or_else(nothing);
+            let ReservedRange { num_dropped, rows } = response.flatten().unwrap_or_else(nothing);
             reserved.extend_from_slice(&rows);
             got.push(SaveCounts { num_reserved: rows.len(), num_dropped });
         }
@@ -134,16 +135,16 @@ impl Session for Client {
             asked.iter().zip(&got).filter(|(each, got)| got.num_dropped > 0 && !each.is_attached);
         let mut state = self.state();
         if state.is_save_late {
-            state.missed_calls.num_chunks += u64::from(num_unanswered);
+            state.missed_calls.num_chunks += u64::from(num_missed);
         }
         state.dropped = dropped.filter_map(|(each, _)| each.prefix.keys.last().copied()).collect();
         Ok((reserved, got))
     }
 
     fn commit(&self, tickets: &[u64]) -> u32 {
-        let answer =
+        let response =
             self.call_always(&Request::Commit(tickets.to_vec()), self.inner.save_deadline());
-        if let Some(Answer::Count(number)) = answer {
+        if let Some(Response::Count(number)) = response {
             u32::try_from(number).unwrap_or(u32::MAX)
         } else {
             0
@@ -155,8 +156,8 @@ impl Session for Client {
     }
 
     fn discard(&self, keys: &[ChunkKey]) -> u64 {
-        let answer = self.call_always(&Request::Discard(Keys::Own(keys)), self.inner.deadline());
-        if let Some(Answer::Count(number)) = answer { number } else { 0 }
+        let response = self.call_always(&Request::Discard(Keys::Own(keys)), self.inner.deadline());
+        if let Some(Response::Count(number)) = response { number } else { 0 }
     }
 
     fn clear(&self) {
@@ -170,9 +171,9 @@ impl Session for Client {
 
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)> {
         let [num_calls, num_chunks] = self.state().missed_calls.take_new();
-        let answer = self.call(&Request::Stats(num_calls, num_chunks));
+        let response = self.call(&Request::Stats(num_calls, num_chunks));
         let mut state = self.state();
-        if let Some(Answer::Stats(stats)) = answer {
+        if let Some(Response::Stats(stats)) = response {
             state.stats = stats;
         }
         let own = [
@@ -208,9 +209,9 @@ impl Session for Client {
         let deadline = self.inner.deadline();
         let mut state = self.state();
         let sent = state.change_feed.request(asked, limit);
-        let answer = sent.and_then(|sent| state.request(&Request::Changes(sent), deadline));
+        let response = sent.and_then(|sent| state.request(&Request::Changes(sent), deadline));
         let changes =
-            if let Some(Answer::Changes(changes)) = answer { Some(changes) } else { None };
+            if let Some(Response::Changes(changes)) = response { Some(changes) } else { None };
         let is_connected = !state.is_clear_pending && state.is_connected();
         state.change_feed.apply(asked, changes, is_connected)
     }
@@ -219,7 +220,7 @@ impl Session for Client {
         let end = Instant::now().checked_add(timeout);
         loop {
             match self.call(&Request::IsSettled) {
-                Some(Answer::Count(1)) => return true,
+                Some(Response::Count(1)) => return true,
                 _ if end.is_some_and(|end| Instant::now() >= end) => return false,
                 _ => std::thread::sleep(POLL_INTERVAL),
             }
@@ -230,7 +231,7 @@ impl Session for Client {
         self.state().is_save_late
     }
 
-    /// Waits for a pending clear only: the server keeps running and writes its chunks to disk.
+    /// Only waits for a pending clear: the server keeps running, and writes its chunks to disk.
     fn close(&self, timeout: Duration) {
         let end = Instant::now().checked_add(timeout);
         while self.is_clear_pending() && end.is_none_or(|end| Instant::now() < end) {

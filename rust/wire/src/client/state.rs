@@ -14,7 +14,7 @@ use rustix::event::PollFlags;
 use crate::client::connection::Connection;
 use crate::client::handshake::{ClientConfig, NewConnection};
 use crate::client::missed_calls::MissedCalls;
-use crate::protocol::{Answer, Keys, MAX_CHANGES, Request, SentChanges};
+use crate::protocol::{Keys, MAX_CHANGES, Request, Response, SentChanges};
 use crate::socket::wait;
 use crate::threads::locked;
 
@@ -106,8 +106,8 @@ impl ClientState {
     pub(crate) fn call(
         &mut self,
         deadline: Instant,
-        request: impl FnOnce(&mut Connection) -> Option<Answer>,
-    ) -> Option<Answer> {
+        request: impl FnOnce(&mut Connection) -> Option<Response>,
+    ) -> Option<Response> {
         let answer = request(self.live_connection()?);
         if answer.is_none() && Instant::now() >= deadline {
             self.missed_calls.num += 1;
@@ -116,7 +116,7 @@ impl ClientState {
     }
 
     /// Sends a request and waits for its response.
-    pub(crate) fn request(&mut self, request: &Request<'_>, deadline: Instant) -> Option<Answer> {
+    pub(crate) fn request(&mut self, request: &Request<'_>, deadline: Instant) -> Option<Response> {
         self.call(deadline, |connection| connection.call(request, deadline))
     }
 

@@ -1,6 +1,6 @@
-//! Encodes messages as little-endian bytes: [`messages`] lists the messages of one direction, and a
-//! [`Field`] is a part of one. Reading never panics, and allocates memory only for bytes that were
-//! received.
+//! Encodes messages as little-endian bytes. [`messages`] defines the messages of one direction, and
+//! a [`Field`] is one field of a message. Decoding never panics, and only allocates memory for
+//! bytes that were received.
 
 use kvloft_core::ChunkKey;
 use kvloft_core::io::{FrameId, FrameSizes};
@@ -8,16 +8,16 @@ use kvloft_core::store::{
     Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, TierName, Tiers,
 };
 
-/// Bytes of the length before each message.
+/// Size of the length before each message, in bytes.
 pub const LENGTH_BYTES: usize = 4;
 
 /// Appends a message to a buffer.
 #[derive(Debug)]
 pub(crate) struct Writer<'a> {
     to: &'a mut Vec<u8>,
-    /// Where the message begins in the buffer.
+    /// Offset of the message in the buffer.
     start: usize,
-    /// The last root key written: one that repeats is written once.
+    /// The last root key that was written. A repeated root key is replaced by a flag.
     root: Option<ChunkKey>,
 }
 
@@ -25,12 +25,12 @@ impl<'a> Writer<'a> {
     pub(crate) fn begin(to: &'a mut Vec<u8>, number: u32) -> Self {
         let start = to.len();
         let mut writer = Self { to, start, root: None };
-        0_u32.write(&mut writer); // the length
+        0_u32.write(&mut writer); // placeholder for the length
         number.write(&mut writer);
         writer
     }
 
-    /// Writes the length of the message, which is complete.
+    /// Completes the message by writing its length.
     pub(crate) fn end(self) {
         let num_bytes = self.to.len() - self.start - LENGTH_BYTES;
         let length = u32::try_from(num_bytes).unwrap_or(u32::MAX).to_le_bytes();
@@ -41,7 +41,7 @@ impl<'a> Writer<'a> {
         self.to.extend_from_slice(bytes);
     }
 
-    /// Writes the number of items that follow. A message has room for fewer than `u32::MAX` items.
+    /// Writes the number of items that follow. A message always has fewer than `u32::MAX` items.
     pub(crate) fn count(&mut self, num: usize) {
         u32::try_from(num).unwrap_or(u32::MAX).write(self);
     }
@@ -52,7 +52,7 @@ impl<'a> Writer<'a> {
         keys.for_each(|key| self.bytes(key));
     }
 
-    /// Writes a root key, or a flag that it equals the one before.
+    /// Writes a root key, or only a flag if it equals the previous root key.
     pub(crate) fn root(&mut self, root: ChunkKey) {
         let is_same = self.root == Some(root);
         is_same.write(self);
@@ -79,7 +79,7 @@ impl<'a> Reader<'a> {
         self.rest.is_empty()
     }
 
-    /// Skips fields that another version may have.
+    /// Skips the remaining fields, which may differ in other protocol versions.
     pub(crate) fn skip_all(&mut self) {
         self.rest = &[];
     }
@@ -90,7 +90,7 @@ impl<'a> Reader<'a> {
         Some(*value)
     }
 
-    /// Reads a number of items and their bytes.
+    /// Reads the number of items and returns the bytes of all items.
     fn slice(&mut self, item_bytes: usize) -> Option<&'a [u8]> {
         let num = usize::try_from(u32::read(self)?).ok()?;
         let (slice, rest) = self.rest.split_at_checked(num.checked_mul(item_bytes)?)?;
@@ -110,9 +110,9 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// A part of a message.
+/// A field of a message.
 pub(crate) trait Field<'a>: Sized {
-    /// Most of them in a list.
+    /// Maximum number of items in a list of this type.
     const MAX_ITEMS: u32 = u32::MAX;
 
     fn write(&self, to: &mut Writer<'_>);
@@ -120,7 +120,7 @@ pub(crate) trait Field<'a>: Sized {
     fn read(from: &mut Reader<'a>) -> Option<Self>;
 }
 
-/// Implements [`Field`] for numbers.
+/// Implements [`Field`] for integers.
 macro_rules! numbers {
     ($($number:ty)+) => {$(
         impl<'a> Field<'a> for $number {
@@ -135,7 +135,7 @@ macro_rules! numbers {
     )+};
 }
 
-/// Implements [`Field`] for types with these fields, in this order.
+/// Implements [`Field`] for structs by encoding the given fields in order.
 macro_rules! fields {
     ($($name:ident$(<$life:lifetime>)? { $($field:tt),+ })+) => {$(
         impl<'a> Field<'a> for $name$(<$life>)? {
@@ -150,7 +150,7 @@ macro_rules! fields {
     )+};
 }
 
-/// Implements [`Field`] for types by the type that stands for them in messages.
+/// Implements [`Field`] for types that are sent as a different type.
 macro_rules! converted {
     ($($name:ty = $sent:ty: $to:expr, $from:expr;)+) => {$(
         impl<'a> Field<'a> for $name {
@@ -235,7 +235,7 @@ impl<'a, T: Field<'a>> Field<'a> for Vec<T> {
     }
 }
 
-/// Defines the messages of one direction: the number of each, and its fields in order.
+/// Defines the messages of one direction: the kind and the ordered fields of each message.
 macro_rules! messages {
     (
         $(#[$about:meta])*
@@ -250,7 +250,7 @@ macro_rules! messages {
         }
 
         impl<'a> $name$(<$life>)? {
-            /// Appends the message with its length to `to`.
+            /// Appends the message, preceded by its length, to `to`.
             pub fn encode(&self, number: u32, to: &mut Vec<u8>) {
                 let mut message = Writer::begin(to, number);
                 match self {
@@ -263,7 +263,7 @@ macro_rules! messages {
                 message.end();
             }
 
-            /// Decodes a message and its number; None if it is malformed.
+            /// Decodes a message and its number. Returns None if the message is malformed.
             pub fn decode(bytes: &'a [u8]) -> Option<(u32, Self)> {
                 let mut from = Reader::new(bytes);
                 let (number, kind) = (u32::read(&mut from)?, u8::read(&mut from)?);

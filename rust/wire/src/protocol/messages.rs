@@ -1,4 +1,4 @@
-//! Requests of engines, and answers of the server.
+//! Requests from engines, and responses from the server.
 
 use kvloft_core::io::FrameSizes;
 use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation};
@@ -7,22 +7,22 @@ use crate::protocol::codec::{Field, Reader, Writer, fields, messages};
 use crate::protocol::prefix_cache::SentAnchors;
 use crate::protocol::prefixes::{Keys, SentPrefixes, SentRange};
 
-/// Version of the protocol. A server refuses clients of any other version.
+/// Version of the protocol. A server rejects clients with a different version.
 pub const VERSION: u32 = 14;
-/// Maximum number of changes queued for a listener, of keys in a request, and of other rows in an
-/// answer.
+/// Maximum number of changes queued for a listener, of keys in a request for changes, and of
+/// additional rows in the response.
 pub const MAX_CHANGES: u32 = 1 << 16;
 
-/// First request of an engine.
+/// First request from an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {
     /// The client's [`VERSION`].
     pub version: u32,
-    /// Digest of everything except content that decides KV bytes.
+    /// Digest of everything that determines KV bytes, except content.
     pub namespace: [u8; 32],
-    /// As in `StoreConfig`.
+    /// See `StoreConfig::frame_sizes`.
     pub frame_sizes: FrameSizes,
-    /// One line about the namespace.
+    /// One-line description of the namespace.
     pub description: String,
 }
 
@@ -46,21 +46,21 @@ impl<'a> Field<'a> for Hello {
     }
 }
 
-/// Requests changes.
+/// A request for changes in the store.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SentChanges<'a> {
-    /// As in `Session::watch`.
+    /// See `Session::watch`.
     pub capacity: u32,
-    /// Maximum number of rows in addition to those of `asked`.
+    /// Maximum number of changed chunks to report in addition to the chunks in `asked`.
     pub limit: u32,
-    /// Keys of chunks to report in any case.
+    /// Keys of chunks to report even if they have not changed.
     pub asked: Keys<'a>,
 }
 
 messages! {
-    /// A request.
+    /// A request to the server.
     enum Request<'a> {
-        /// The first request of an engine.
+        /// The first request from an engine.
         1 = Hello(hello: Hello),
         /// See `Session::lookup_many`.
         2 = Lookup(prefixes: SentPrefixes<'a>),
@@ -82,49 +82,50 @@ messages! {
         10 = Discard(keys: Keys<'a>),
         /// See `Session::clear`.
         11 = Clear,
-        /// See `Session::stats`. Carries the calls without an answer in time, and the chunks not
-        /// saved because of them, since the last such request.
+        /// See `Session::stats`. Carries the number of calls that timed out since the previous such
+        /// request, and the number of chunks that were not saved because of these timeouts.
         12 = Stats(num_calls: u64, num_chunks: u64),
         /// One-way. See `Session::limit_memory`.
         13 = LimitMemory(limit_bytes: u64),
-        /// Returns whether every chunk that goes to disk is there.
+        /// See `Session::flush`. Asks whether no chunk is waiting to be written to disk.
         14 = IsSettled,
-        /// One-way. The engine shuts down.
+        /// One-way. The engine is shutting down.
         15 = Bye,
-        /// An admin request: the version, and an `AdminRequest` in JSON. Needs no hello.
+        /// An admin request: the protocol version, and an `AdminRequest` in JSON. Does not require
+        /// a hello.
         16 = Admin(version: u32, json: &'a [u8]),
-        /// See `Store::anchors`. The next prefix may continue after the last anchor that is stored.
+        /// See `Store::anchors`. The next prefix may omit its keys up to the last known anchor.
         18 = Anchors(anchors: SentAnchors<'a>),
-        /// See `Session::changes`. The first such request of a connection starts the change log.
+        /// See `Session::changes`. The first such request on a connection starts recording changes.
         19 = Changes(asked: SentChanges<'a>),
-        /// As [`Self::Lookup`], for prefixes whose chunks a reservation dropped. Not counted as a
-        /// lookup.
+        /// Like [`Self::Lookup`], but for prefixes with chunks that a reservation dropped. These
+        /// lookups are not included in the counters.
         20 = LookupForSave(prefixes: SentPrefixes<'a>),
     }
 }
 
 impl Request<'_> {
-    /// Returns whether the request gets no answer.
+    /// Returns whether the request gets no response.
     pub fn is_one_way(&self) -> bool {
         matches!(self, Self::Release(_) | Self::Abort(_) | Self::LimitMemory(_) | Self::Bye)
     }
 }
 
-/// Sizes of the memory that the server shares.
+/// Sizes of the server's arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Welcome {
-    /// Bytes of the arena.
+    /// Size of the arena, in bytes.
     pub size_bytes: u64,
-    /// Bytes of a slab.
+    /// Size of a slab, in bytes.
     pub slab_bytes: u64,
 }
 
-/// Reservations of one range.
+/// Reservations for one range of chunks.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ReservedRange {
-    /// Chunks without a frame.
+    /// Number of chunks that got no frame.
     pub num_dropped: u32,
-    /// Chunks to fill.
+    /// Reserved chunks, which the engine must fill.
     pub rows: Vec<Reservation>,
 }
 
@@ -135,29 +136,30 @@ fields! {
 }
 
 messages! {
-    /// An answer.
-    enum Answer {
-        /// Accepts an engine. The arena's and the lifeline's descriptors come with it.
+    /// A response from the server.
+    enum Response {
+        /// Accepts an engine. Carries the descriptors of the arena and the lifeline.
         1 = Welcome(sizes: Welcome),
-        /// Reason of a refusal, in one sentence. The server closes the connection.
+        /// Why the server rejected the request, in one sentence. The server then closes the
+        /// connection.
         2 = Refused(text: String),
-        /// Result of a lookup, one for each prefix.
+        /// Lookup results, one per prefix.
         3 = Found(found: Vec<Lookup>),
         /// Progress of a lease.
         4 = Progress(progress: Progress),
         /// Frames of a lease.
         5 = Frames(frames: Vec<LeasedFrame>),
-        /// Reservations of each range.
+        /// Reservations for each range.
         6 = Reserved(ranges: Vec<ReservedRange>),
-        /// Chunks committed or removed; 1 or 0 for yes or no.
+        /// Number of committed or removed chunks. For `IsSettled`, 1 means true and 0 means false.
         7 = Count(number: u64),
-        /// Counters of the store.
+        /// Counters and gauges of the store.
         8 = Stats(stats: Vec<(String, u64)>),
         /// Result of an admin request, in JSON.
         9 = Admin(json: Vec<u8>),
-        /// Anchors that are stored.
+        /// Result of looking up anchors.
         10 = Anchors(anchors: Anchors),
-        /// Changes of the store. The first such answer of a connection has `lost` set.
+        /// Changes in the store. The first such response on a connection has `lost` set.
         11 = Changes(changes: Changes),
     }
 }

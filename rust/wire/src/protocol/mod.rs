@@ -1,13 +1,13 @@
-//! The protocol: a length (u32), then one message, in little endian.
+//! The wire protocol. Each message is preceded by its length (u32). Integers are little endian.
 //!
-//! A request is `u32 number, u8 kind, fields`. Each request gets one answer `u32 number, u8 kind,
-//! fields`, in order, except one-way requests, which get none. The first request carries the
-//! version; the server refuses any other version. Messages of engines are binary; admin messages
-//! are JSON.
+//! A request is `u32 number, u8 kind, fields`. The response to a request is `u32 number, u8 kind,
+//! fields`. Responses are sent in the order of the requests. One-way requests get no response. The
+//! first request carries the protocol version, and the server rejects clients with a different
+//! version. Engine messages are binary, and admin messages contain JSON.
 //!
-//! A key stands for its whole prefix. The first prefix of a message is therefore sent without the
-//! keys that it shares with the last one; further prefixes are sent whole. Before a long new
-//! prefix, the client sends its anchors: see `prefix_cache`.
+//! A key identifies its whole prefix. The first prefix of a message is therefore sent without the
+//! keys that both ends have cached; further prefixes are sent in full. Before a long new prefix,
+//! the client sends its anchors (see `prefix_cache`).
 
 pub mod admin;
 pub(crate) mod codec;
@@ -17,12 +17,12 @@ pub(crate) mod prefixes;
 
 pub use self::codec::LENGTH_BYTES;
 pub use self::messages::{
-    Answer, Hello, MAX_CHANGES, Request, ReservedRange, SentChanges, VERSION, Welcome,
+    Hello, MAX_CHANGES, Request, ReservedRange, Response, SentChanges, VERSION, Welcome,
 };
 pub use self::prefix_cache::SentAnchors;
 pub use self::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
 
-/// Maximum size of a message.
+/// Maximum size of a message, in bytes.
 pub const MAX_MESSAGE: usize = 64 << 20;
-/// Maximum size of a message before the hello, and of an admin request.
+/// Maximum size of an admin request and of any message before the welcome, in bytes.
 pub const MAX_HELLO: usize = 64 << 10;

@@ -1,4 +1,5 @@
-//! Prefixes in messages: keys and root keys. A root key that repeats is sent once.
+//! Encodes prefixes in messages. A prefix consists of a root key and keys. A repeated root key is
+//! sent once.
 
 use std::ops::Range;
 
@@ -7,17 +8,17 @@ use kvloft_core::io::SizeClass;
 
 use crate::protocol::codec::{Field, Reader, Writer};
 
-/// Maximum number of keys of a prefix; the client ignores further keys.
+/// Maximum number of keys in a prefix. The client truncates longer prefixes.
 pub const MAX_KEYS: usize = 1 << 20;
-/// Maximum number of prefixes of a message.
+/// Maximum number of prefixes in a message.
 pub const MAX_PREFIXES: u32 = 1 << 16;
 
-/// Keys to send, or keys received.
+/// Keys to send, or received keys.
 #[derive(Debug, Clone, Copy)]
 pub enum Keys<'a> {
     /// Keys to send.
     Own(&'a [ChunkKey]),
-    /// Keys received.
+    /// Received keys.
     Bytes(&'a [[u8; 32]]),
 }
 
@@ -52,29 +53,30 @@ impl PartialEq for Keys<'_> {
     }
 }
 
-/// Prefixes. The receiver has the first `num_same` keys of the first one in its prefix cache.
+/// A list of prefixes. The receiver reads the first `num_same` keys of the first prefix from its
+/// prefix cache.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SentPrefixes<'a> {
-    /// Keys of the first prefix that are not sent.
+    /// Number of leading keys of the first prefix that are not sent.
     pub num_same: u32,
     /// Root key and keys of each prefix.
     pub all: Vec<(ChunkKey, Keys<'a>)>,
 }
 
-/// Chunks of a prefix to reserve. The keys before unit `first` are not sent.
+/// A range of chunks to reserve. Keys of the prefix before unit `first` are not sent.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SentRange<'a> {
     /// Root key.
     pub root: ChunkKey,
-    /// Position of the first key in the prefix.
+    /// Position of the first sent key in the prefix.
     pub first: u32,
-    /// Keys from `first` on.
+    /// Keys of the prefix, starting at `first`.
     pub keys: Keys<'a>,
-    /// Which units.
+    /// Units to reserve.
     pub units: Range<u32>,
-    /// As in `SaveRequest`.
+    /// See `SaveRequest::class`.
     pub class: SizeClass,
-    /// As in `SaveRequest`.
+    /// See `SaveRequest::is_attached`.
     pub is_attached: bool,
 }
 

@@ -16,7 +16,7 @@ use rustix::event::PollFlags;
 
 use crate::protocol::admin::AdminRequest;
 use crate::protocol::{
-    Answer, Hello, LENGTH_BYTES, MAX_HELLO, MAX_MESSAGE, Request, VERSION, Welcome,
+    Hello, LENGTH_BYTES, MAX_HELLO, MAX_MESSAGE, Request, Response, VERSION, Welcome,
 };
 use crate::server::handler::{Disconnect, EngineHandler, malformed};
 use crate::server::namespace::{Counters, Membership};
@@ -54,7 +54,7 @@ struct ServedConnection {
 pub(crate) fn refuse(state: &ServerState, mut stream: &UnixStream, text: &str) {
     state.num_refused.fetch_add(1, Ordering::Relaxed);
     let mut out = Vec::new();
-    Answer::Refused(text.to_owned()).encode(0, &mut out);
+    Response::Refused(text.to_owned()).encode(0, &mut out);
     let _unsent = stream.set_nonblocking(true).and_then(|()| stream.write_all(&out));
 }
 
@@ -175,7 +175,7 @@ impl ServedConnection {
             }
             (Request::Bye, _) => return Err(Disconnect::Closed),
             (_, None) => return Err(malformed()),
-            (request, Some(membership)) => self.handler.answer(request, &membership)?,
+            (request, Some(membership)) => self.handler.respond(request, &membership)?,
         };
         let Some(answer) = answer else { return Ok(()) };
         self.out.clear();
@@ -184,7 +184,7 @@ impl ServedConnection {
         Ok(())
     }
 
-    fn answer_admin(&mut self, version: u32, json: &[u8]) -> Result<Answer, Disconnect> {
+    fn answer_admin(&mut self, version: u32, json: &[u8]) -> Result<Response, Disconnect> {
         check_version(version)?;
         let request = AdminRequest::parse(json).ok_or_else(malformed)?;
         if request != AdminRequest::Status {
@@ -192,7 +192,7 @@ impl ServedConnection {
         }
         self.state
             .answer_admin(&request)
-            .map(Answer::Admin)
+            .map(Response::Admin)
             .map_err(|error| Disconnect::Refused(error.to_string()))
     }
 
@@ -205,7 +205,7 @@ impl ServedConnection {
         let fd = File::options().read(true).write(true).open(&arena.path)?;
         let mut out = Vec::new();
         let sizes = Welcome { size_bytes: arena.size_bytes, slab_bytes: arena.slab_bytes };
-        Answer::Welcome(sizes).encode(number, &mut out);
+        Response::Welcome(sizes).encode(number, &mut out);
         let (lifeline, engine_end) = Lifeline::new()?;
         self.lifeline = Some(lifeline);
         let membership = Arc::new(membership);

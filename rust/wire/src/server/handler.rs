@@ -1,7 +1,7 @@
-//! Handles the requests of one engine, with its read leases and prefix cache.
+//! Handles the requests of one engine, and stores its read leases and prefix cache.
 //!
-//! Every request is validated and bounded; an engine reaches only its leases and reservations. Must
-//! not depend on sockets.
+//! Every request is validated, and its size is limited. An engine can only access leases and
+//! reservations that it created. This module must not depend on sockets.
 
 use std::collections::HashMap;
 use std::io;
@@ -14,30 +14,31 @@ use kvloft_core::store::{Changes, Listener, Prefix, Progress, SaveCounts, SaveRe
 
 use crate::protocol::prefix_cache::PrefixCache;
 use crate::protocol::{
-    Answer, Keys, MAX_CHANGES, MAX_KEYS, Request, ReservedRange, SentAnchors, SentChanges,
+    Keys, MAX_CHANGES, MAX_KEYS, Request, ReservedRange, Response, SentAnchors, SentChanges,
     SentPrefixes, SentRange,
 };
 use crate::server::namespace::{Count, Counters, Membership};
 
-/// Maximum number of read leases of one engine.
+/// Maximum number of read leases per engine.
 const MAX_LEASES: usize = 1 << 16;
-/// Maximum number of prefixes of all leases of one engine, of about 50 bytes each.
+/// Maximum number of prefixes in all leases of an engine. Each prefix takes about 50 bytes.
 const MAX_LEASED_PREFIXES: usize = 1 << 22;
 
-/// State of one engine's connection, without its membership.
+/// State of one engine's connection, excluding its membership.
 #[derive(Debug, Default)]
 pub(crate) struct EngineHandler {
-    /// Leases by the engine's numbers, each with its number of prefixes.
+    /// Read leases by the number that the engine chose, each with its number of prefixes.
     leases: HashMap<u64, (LeaseId, usize)>,
     num_leased: usize,
-    /// The last long prefix that was the first of a message.
+    /// The last long prefix that came first in a message.
     prefix_cache: PrefixCache,
-    /// Set by the first request for changes.
+    /// Created by the first request for changes.
     listener: Option<Listener>,
-    /// Buffer for the keys of other prefixes, or of ranges to reserve.
+    /// Buffer for the keys of prefixes that are not cached, or of ranges to reserve.
     scratch: Vec<ChunkKey>,
     counters: Arc<Counters>,
-    /// Units of the next lookup's first prefix, which the client truncates after sending anchors.
+    /// Number of units up to the last anchor that the client sent. The client may truncate this
+    /// prefix before it looks up the prefix.
     num_anchored: u32,
 }
 
@@ -58,52 +59,52 @@ impl EngineHandler {
         Self { counters, ..Self::default() }
     }
 
-    /// Handles a request; None if it gets no answer.
-    pub(crate) fn answer(
+    /// Handles a request. Returns None if the request gets no response.
+    pub(crate) fn respond(
         &mut self,
         request: &Request<'_>,
         membership: &Membership,
-    ) -> Result<Option<Answer>, Disconnect> {
+    ) -> Result<Option<Response>, Disconnect> {
         let local = &membership.local;
         Ok(Some(match request {
             Request::Lookup(prefixes) => self.lookup(prefixes, membership, false)?,
             Request::LookupForSave(prefixes) => self.lookup(prefixes, membership, true)?,
             Request::Anchors(anchors) => self.anchors(anchors, local)?,
             Request::Acquire(lease, prefixes) => {
-                Answer::Progress(self.acquire(*lease, prefixes, local)?)
+                Response::Progress(self.acquire(*lease, prefixes, local)?)
             }
-            Request::Poll(lease) => {
-                Answer::Progress(self.lease(*lease).map(|own| local.poll(own)).unwrap_or_default())
-            }
+            Request::Poll(lease) => Response::Progress(
+                self.lease(*lease).map(|own| local.poll(own)).unwrap_or_default(),
+            ),
             Request::Frames(lease) => {
                 let frames = self.lease(*lease).map(|own| local.frames(own)).unwrap_or_default();
                 self.count([(Count::LoadChunks, frames.len() as u64)], membership);
-                Answer::Frames(frames)
+                Response::Frames(frames)
             }
             Request::Reserve(ranges) => self.reserve(ranges, local)?,
             Request::Commit(tickets) => {
                 let num_saved = local.commit(tickets).into();
                 self.count([(Count::SaveChunks, num_saved)], membership);
-                Answer::Count(num_saved)
+                Response::Count(num_saved)
             }
             Request::Discard(keys) => {
-                Answer::Count(local.discard(&keys.iter().collect::<Vec<_>>()))
+                Response::Count(local.discard(&keys.iter().collect::<Vec<_>>()))
             }
             Request::Clear => {
                 local.clear();
-                Answer::Count(0)
+                Response::Count(0)
             }
             Request::Stats(num_calls, num_chunks) => {
                 let late = [(Count::LateCalls, *num_calls), (Count::LateChunks, *num_chunks)];
                 self.count(late, membership);
                 let stats = local.stats().into_iter();
-                Answer::Stats(stats.map(|(name, value)| (name.into_owned(), value)).collect())
+                Response::Stats(stats.map(|(name, value)| (name.into_owned(), value)).collect())
             }
             Request::Changes(asked) => {
                 let store = membership.namespace.store().ok_or(Disconnect::Closed)?;
-                Answer::Changes(changes(asked, store, &mut self.listener).ok_or_else(malformed)?)
+                Response::Changes(changes(asked, store, &mut self.listener).ok_or_else(malformed)?)
             }
-            Request::IsSettled => Answer::Count(local.flush(Duration::ZERO).into()),
+            Request::IsSettled => Response::Count(local.flush(Duration::ZERO).into()),
             Request::Release(_) | Request::Abort(_) | Request::LimitMemory(_) => {
                 self.handle_one_way(request, local);
                 return Ok(None);
@@ -112,7 +113,7 @@ impl EngineHandler {
         }))
     }
 
-    /// Handles a request that gets no answer.
+    /// Handles a request that gets no response.
     fn handle_one_way(&mut self, request: &Request<'_>, local: &Local) {
         match request {
             Request::Release(lease) => self.release(*lease, local),
@@ -133,13 +134,13 @@ impl EngineHandler {
         self.leases.get(&lease).map(|(own, _)| *own)
     }
 
-    /// Looks prefixes up. A lookup that is part of a save is not counted.
+    /// Looks up prefixes. Lookups for saves are not included in the counters.
     fn lookup(
         &mut self,
         sent: &SentPrefixes<'_>,
         membership: &Membership,
         is_for_save: bool,
-    ) -> Result<Answer, Disconnect> {
+    ) -> Result<Response, Disconnect> {
         let num_anchored = std::mem::take(&mut self.num_anchored);
         let prefixes = self.prefixes(sent)?;
         let found = membership.local.lookup_many(&prefixes);
@@ -152,7 +153,7 @@ impl EngineHandler {
             let chunks = [(Count::LookupChunks, num_asked), (Count::LookupChunksFound, num_found)];
             self.count([(Count::Lookups, 1)].into_iter().chain(chunks), membership);
         }
-        Ok(Answer::Found(found))
+        Ok(Response::Found(found))
     }
 
     fn acquire(
@@ -175,7 +176,7 @@ impl EngineHandler {
         Ok(local.poll(own))
     }
 
-    fn reserve(&mut self, sent: &[SentRange<'_>], local: &Local) -> Result<Answer, Disconnect> {
+    fn reserve(&mut self, sent: &[SentRange<'_>], local: &Local) -> Result<Response, Disconnect> {
         let asked = self.ranges(sent)?;
         let (reserved, got) = local.reserve_many(&asked).map_err(|_| malformed())?;
         let mut reserved = reserved.into_iter();
@@ -183,7 +184,7 @@ impl EngineHandler {
             num_dropped,
             rows: reserved.by_ref().take(num_reserved).collect(),
         };
-        Ok(Answer::Reserved(got.into_iter().map(range).collect()))
+        Ok(Response::Reserved(got.into_iter().map(range).collect()))
     }
 
     fn release(&mut self, lease: u64, local: &Local) {
@@ -193,16 +194,16 @@ impl EngineHandler {
         }
     }
 
-    /// Looks anchors up; the prefix cache then starts at the last one that is stored.
-    fn anchors(&mut self, sent: &SentAnchors<'_>, local: &Local) -> Result<Answer, Disconnect> {
+    /// Looks up anchors, and resets the prefix cache to the last known anchor.
+    fn anchors(&mut self, sent: &SentAnchors<'_>, local: &Local) -> Result<Response, Disconnect> {
         let all = sent.all().ok_or_else(malformed)?;
         let found = local.anchors(&all);
         self.num_anchored = sent.last;
         self.prefix_cache.reset((found.num_known as usize).checked_sub(1).map(|last| all[last]));
-        Ok(Answer::Anchors(found))
+        Ok(Response::Anchors(found))
     }
 
-    /// Returns the prefixes of a message; completes the first one from the prefix cache.
+    /// Returns the prefixes of a message. Completes the first prefix from the prefix cache.
     fn prefixes(&mut self, sent: &SentPrefixes<'_>) -> Result<Vec<Prefix<'_>>, Disconnect> {
         let num_same = usize::try_from(sent.num_same).unwrap_or(usize::MAX);
         let num_sent: usize = sent.all.iter().map(|(_, keys)| keys.iter().len()).sum();
@@ -230,13 +231,14 @@ impl EngineHandler {
     }
 
     fn ranges(&mut self, sent: &[SentRange<'_>]) -> Result<Vec<SaveRequest<'_>>, Disconnect> {
-        let num_sent: usize = sent.iter().map(|one| one.keys.iter().len()).sum();
-        let is_long = |one: &SentRange<'_>| one.first as usize + one.keys.iter().len() > MAX_KEYS;
+        let num_sent: usize = sent.iter().map(|range| range.keys.iter().len()).sum();
+        let is_long =
+            |range: &SentRange<'_>| range.first as usize + range.keys.iter().len() > MAX_KEYS;
         if num_sent > MAX_KEYS || sent.iter().any(is_long) {
             return Err(malformed());
         }
         self.scratch.clear();
-        self.scratch.extend(sent.iter().flat_map(|one| one.keys.iter()));
+        self.scratch.extend(sent.iter().flat_map(|range| range.keys.iter()));
         let mut rest = self.scratch.as_slice();
         let range =
             |&SentRange { root, first, keys, ref units, class, is_attached }: &SentRange<'_>| {
@@ -248,11 +250,11 @@ impl EngineHandler {
     }
 }
 
-/// Returns the changes for `listener`, which the first request creates. None if there are too many
-/// keys.
+/// Returns the changes for `listener`, which the first request creates. Returns None if the request
+/// has too many keys.
 ///
-/// If an answer is late or the connection is lost, the next answer has `lost` set: earlier reports
-/// may be wrong.
+/// The first response on a connection has `lost` set, because reports on an earlier connection may
+/// be outdated.
 fn changes(
     sent: &SentChanges<'_>,
     store: &Store,

@@ -1,12 +1,13 @@
-//! Keeps the frames and leases of disconnected engines until no process can write to them.
+//! Holds the frames and leases of disconnected engines until no process can write to the frames.
 //!
 //! Workers and forked children can outlive the scheduler that reserved a frame. A membership
 //! therefore stays in quarantine until its lifeline is closed; no timeout releases it.
 //!
-//! A lifeline is a pipe. The engine receives its write end with the arena, and each worker opens
-//! that end again before it maps the arena. The kernel closes the ends of every process that exits,
-//! in any PID namespace, so the read end reports when the last one is closed. A forked child
-//! inherits both the mapping and the pipe, and counts.
+//! A lifeline is a pipe. The engine receives the write end with the arena, and each worker reopens
+//! the write end before it maps the arena. The kernel closes the write end in every process that
+//! exits, in any PID namespace, so the read end reports a hangup once no process has the write end
+//! open. A forked child inherits both the mapping and the write end, and therefore keeps the
+//! lifeline open.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -26,24 +27,26 @@ use crate::threads::locked;
 pub(crate) struct Lifeline(OwnedFd);
 
 impl Lifeline {
-    /// Creates a lifeline and the end that the engine receives.
+    /// Creates a lifeline, and the write end that the engine receives.
     pub(crate) fn new() -> io::Result<(Self, OwnedFd)> {
         let (read, write) = pipe_with(PipeFlags::CLOEXEC)?;
         Ok((Self(read), write))
     }
 
-    /// Returns whether every process has closed the engine's end.
+    /// Returns whether every process has closed the write end.
     pub(crate) fn is_closed(&self) -> bool {
         wait(&self.0, PollFlags::empty(), Instant::now())
     }
 }
 
-/// Watches the process of a client: a forked child can keep the connection open after it exits.
+/// Watches a client's process, because a forked child can keep the connection open after the
+/// process exits.
 #[derive(Debug)]
 pub(crate) struct ProcessWatch(Option<OwnedFd>);
 
 impl ProcessWatch {
-    /// Process 0 is in another PID namespace and cannot be watched.
+    /// Watches process `pid`. A process in a different PID namespace has id 0 and cannot be
+    /// watched.
     pub(crate) fn new(pid: u32) -> Self {
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
         Self(pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()))
@@ -64,7 +67,8 @@ struct Quarantined {
 /// Memberships of disconnected engines.
 #[derive(Debug)]
 pub(crate) struct Quarantine {
-    /// The driver stops a dead process's GPU copies shortly after its descriptors are closed.
+    /// Delay between the closing of a lifeline and the release of its membership: the driver stops
+    /// a dead process's GPU copies shortly after its descriptors are closed.
     gpu_settle: Duration,
     entries: Mutex<Vec<Quarantined>>,
 }
@@ -78,7 +82,7 @@ impl Quarantine {
         locked(&self.entries)
     }
 
-    /// Adds a membership that holds a reservation or a lease; drops any other.
+    /// Adds a membership if it holds a reservation or a lease, and drops it otherwise.
     pub(crate) fn add(&self, membership: Membership, lifeline: Lifeline) {
         if membership.local.num_open() != (0, 0) {
             self.entries().push(Quarantined { membership, lifeline, closed: None });

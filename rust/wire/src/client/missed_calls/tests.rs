@@ -4,7 +4,7 @@ use super::*;
 
 fn logged(missed: &mut MissedCalls, now: Instant) -> Option<String> {
     let line = missed.log_line(now, "the server", Duration::from_millis(5))?;
-    line.split(" got no answer from the server within 5ms").next().map(str::to_owned)
+    line.split(" got no response from the server within 5ms").next().map(str::to_owned)
 }
 
 #[test]
