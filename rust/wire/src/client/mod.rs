@@ -165,14 +165,14 @@ fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
 /// Returns the range to send; None if it has more keys than a server accepts.
 fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
     asked.check()?;
-    let SaveRequest { prefix, units, class, is_attached } = asked.clone();
+    let SaveRequest { prefix, units, class, is_independent } = asked.clone();
     // Of the keys before the range only the parent of the first chunk is needed.
     let first = units.start.saturating_sub(1);
     // The key that an attached chunk belongs to may follow the range.
-    let end = prefix.num_units().min(units.end.saturating_add(is_attached.into()));
+    let end = prefix.num_units().min(units.end.saturating_add(is_independent.into()));
     let at = |unit: u32| unit.saturating_sub(prefix.first) as usize;
     let (root, keys) = (prefix.root, Keys::Own(&prefix.keys[at(first.min(end))..at(end)]));
-    let range = SentRange { root, first, keys, units, class, is_attached };
+    let range = SentRange { root, first, keys, units, class, is_independent };
     Ok((end as usize <= MAX_KEYS).then_some(range))
 }
 

@@ -75,7 +75,7 @@ pub struct SentRange<'a> {
     /// As in `SaveRequest`.
     pub class: SizeClass,
     /// As in `SaveRequest`.
-    pub is_attached: bool,
+    pub is_independent: bool,
 }
 
 impl<'a> Field<'a> for SentPrefixes<'a> {
@@ -102,7 +102,7 @@ impl<'a> Field<'a> for SentRange<'a> {
 
     fn write(&self, to: &mut Writer<'_>) {
         to.root(self.root);
-        (self.class.0 << 1 | u8::from(self.is_attached)).write(to);
+        (self.class.0 << 1 | u8::from(self.is_independent)).write(to);
         for number in [self.first, self.units.start, self.units.end] {
             number.write(to);
         }
@@ -111,8 +111,8 @@ impl<'a> Field<'a> for SentRange<'a> {
 
     fn read(from: &mut Reader<'a>) -> Option<Self> {
         let (root, bits, first) = (from.root()?, u8::read(from)?, u32::read(from)?);
-        let (class, is_attached) = (SizeClass(bits >> 1), bits & 1 == 1);
+        let (class, is_independent) = (SizeClass(bits >> 1), bits & 1 == 1);
         let units = u32::read(from)?..u32::read(from)?;
-        Some(Self { root, first, units, keys: Field::read(from)?, class, is_attached })
+        Some(Self { root, first, units, keys: Field::read(from)?, class, is_independent })
     }
 }
