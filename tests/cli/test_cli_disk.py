@@ -245,10 +245,10 @@ def test_verify_of_an_older_format_is_status_3_with_an_explanation(
     out = capsys.readouterr().out
     assert "no damage" in out
     assert (
-        f"{NAMESPACE.hex()[:16]} is not damaged and was not checked: superblock.json is of format 1"
+        f"{NAMESPACE.hex()[:16]} is not damaged and was not checked: superblock.json is in format 1"
         in out
     )
-    assert "starts this namespace over" in out
+    assert "clears the namespace" in out
     assert main(["verify", "--json", str(folder)]) == 3
     shown = json.loads(capsys.readouterr().out)
     assert (shown["chunks"], shown["damage"], len(shown["other_format"])) == (0, [], 1)
@@ -295,7 +295,7 @@ def test_verify_of_a_directory_in_use_is_one_helpful_sentence(
     assert capsys.readouterr().err == (
         f"kvloft: {tmp_path} is in use by process {os.getpid()}: stop that process and verify "
         "again, "
-        "or use `kvloft inspect`, which needs no stop\n"
+        "or use `kvloft inspect`, which works while it is running\n"
     )
     assert main(["verify", str(tmp_path)]) == 0, "an empty directory is not damaged"
 
@@ -303,7 +303,7 @@ def test_verify_of_a_directory_in_use_is_one_helpful_sentence(
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("nothing", "is not there"),
+        ("nothing", "does not exist"),
         ("x" * 300, "cannot be opened (File name too long (os error 36))"),
     ],
 )
@@ -314,10 +314,7 @@ def test_a_wrong_directory_is_one_line_and_status_2(
     assert main([command, str(tmp_path / name)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    said = (
-        f"kvloft: {tmp_path / name} {why}: DIR must be what an engine or a server has as its "
-        "disk_path\n"
-    )
+    said = f"kvloft: {tmp_path / name} {why}: DIR must be the disk_path of an engine or a server\n"
     assert captured.err == said
 
 

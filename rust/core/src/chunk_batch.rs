@@ -1,9 +1,8 @@
-//! A list of chunks as columns, used from the store's answer to the kernel's table and back to the
-//! commit.
+//! A list of chunks as columns. One batch carries the chunks from the store's reservation or lease
+//! to the kernel's table, and back to the commit.
 //!
-//! A long prompt has thousands of chunks, and a forward pass or the first byte of a load waits for
-//! them, so there is no object per chunk. Must not depend on the store, Python or the contents of
-//! blocks.
+//! There is no object per chunk, because a long prompt has thousands of chunks, and a forward pass
+//! or the start of a load waits for them.
 
 mod part;
 
@@ -17,15 +16,14 @@ use crate::key::ChunkKey;
 use crate::store::{LeasedFrame, Reservation, TierName};
 use crate::{Error, Result};
 
-/// A block that belongs to no request. It is never saved.
+/// vLLM's null block, which belongs to no request. It is never saved.
 pub const NULL_BLOCK: i32 = 0;
 
-/// Frames, their keys, and the paged blocks on the other side of the copy, of one or more KV cache
-/// groups.
+/// Frames, their keys, and the paged blocks to copy from or to, for one or more KV cache groups.
 ///
-/// The chunks of a group have the same number of entries in `blocks`, one per block of their
-/// frames: a block id, or [`NOT_WANTED`] before and behind the blocks that are copied. Saves have
-/// tickets, loads have none.
+/// All chunks of a group have the same number of entries in `blocks`, one per block of the frame: a
+/// block id, or [`NOT_WANTED`] before and after the blocks that are copied. Only saves have
+/// tickets.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ChunkBatch {
     parts: Vec<Part>,
@@ -35,26 +33,26 @@ pub struct ChunkBatch {
 /// One chunk of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chunk<'a> {
-    /// The frame that its bytes are copied from or to.
+    /// The frame to copy from or to.
     pub frame: FrameId,
-    /// Its key.
+    /// The chunk's key.
     pub key: ChunkKey,
-    /// Blocks that the frame holds.
+    /// Number of blocks in the frame.
     pub num_blocks: usize,
     /// Index of the first copied block within the frame.
     pub first_block: usize,
-    /// Paged blocks, starting with that block.
+    /// Ids of the copied paged blocks, starting with `first_block`.
     pub blocks: &'a [i32],
-    /// Number of its reservation.
+    /// Ticket of the save; None for loads.
     pub ticket: Option<u64>,
 }
 
-/// Units that a load takes from each tier.
+/// Number of units that a load takes from each tier.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnitsByTier {
-    /// From chunks that were in host.
+    /// Units whose chunks were in host memory.
     pub host: u32,
-    /// From chunks that were on disk.
+    /// Units whose chunks were on disk.
     pub disk: u32,
 }
 
@@ -66,7 +64,8 @@ impl UnitsByTier {
         } += num;
     }
 
-    /// Adds units that need no chunk, up to `num_units`, to the tier that the others came from.
+    /// Raises the total to `num_units` by adding units that need no chunk: to the disk if it has
+    /// any units, otherwise to host memory.
     pub(crate) fn fill_up(&mut self, num_units: u32) {
         let missing = num_units.saturating_sub(self.host + self.disk);
         *if self.disk > 0 { &mut self.disk } else { &mut self.host } += missing;
@@ -74,8 +73,8 @@ impl UnitsByTier {
 }
 
 impl ChunkBatch {
-    /// `InvalidConfig` for columns that do not fit together; `tickets` are u64, one per chunk or
-    /// none.
+    /// Creates a batch from columns. `tickets` are little-endian u64, one per chunk, or empty.
+    /// Returns `InvalidConfig` if the lengths of the columns do not match.
     pub fn from_columns(parts: &[Columns<&[u8]>], tickets: &[u8]) -> Result<Self> {
         let parts = parts.iter().map(Part::from_columns).collect::<Result<Vec<_>>>()?;
         let batch = Self { parts, tickets: numbers(tickets, u64::from_le_bytes)? };
@@ -83,14 +82,14 @@ impl ChunkBatch {
         has_tickets.then_some(batch).ok_or_else(|| Error::invalid("columns of different lengths"))
     }
 
-    /// The opposite of [`Self::from_columns`], but for the tickets.
+    /// Inverse of [`Self::from_columns`], without the tickets.
     pub fn columns(&self) -> impl Iterator<Item = Columns<Vec<u8>>> + '_ {
         self.parts.iter().map(Part::columns)
     }
 
-    /// Adds reserved chunks of `group`, each with the blocks to gather from: `table` has
-    /// `num_blocks` of each unit from `first_unit` on. `InvalidConfig` for a chunk outside the
-    /// table, or a negative block in it.
+    /// Adds reserved chunks of `group`, each with the blocks to gather from. `table` contains
+    /// `num_blocks` blocks per unit, starting at `first_unit`. Returns `InvalidConfig` if a chunk
+    /// is outside the table, or if the table contains a negative block.
     ///
     /// Skips chunks with a null block and returns their tickets.
     pub fn add_saves(
@@ -104,10 +103,9 @@ impl ChunkBatch {
         check_table(table)?;
         let (mut part, mut without_kv) = (Part::new(group, reserved.len(), num_blocks), Vec::new());
         for chunk in reserved {
-            let unit = chunk
-                .unit
-                .checked_sub(first_unit)
-                .ok_or_else(|| Error::invalid("a chunk before the block table"))?;
+            let unit = chunk.unit.checked_sub(first_unit).ok_or_else(|| {
+                Error::invalid("a chunk is before the first unit of the block table")
+            })?;
             let from = unit.saturating_mul(num_blocks) as usize;
             let blocks = table.get(from..).and_then(|rest| rest.get(..num_blocks as usize));
             let blocks = blocks.ok_or_else(|| Error::invalid("the block table is too short"))?;
@@ -122,10 +120,10 @@ impl ChunkBatch {
         Ok(without_kv)
     }
 
-    /// Adds leased chunks of `group` for consecutive units from `first_unit` on, each with the
-    /// blocks to scatter to: `table` begins with block `begin` of the group. Chunks outside the
-    /// table are skipped. Returns the chunks added, by tier, and the number of blocks that they
-    /// fill. `InvalidConfig` for a negative block.
+    /// Adds leased chunks of `group` for consecutive units starting at `first_unit`, each with the
+    /// blocks to scatter to. `table` begins with block `begin` of the group. Skips chunks outside
+    /// the table. Returns the number of chunks added, by tier, and the number of blocks that they
+    /// fill. Returns `InvalidConfig` if the table contains a negative block.
     pub fn add_loads(
         &mut self,
         group: u32,
@@ -165,28 +163,29 @@ impl ChunkBatch {
         }
     }
 
-    /// Numbers the chunks with tickets from `first` on and returns their previous tickets.
+    /// Replaces the tickets with consecutive numbers starting at `first`. Returns the previous
+    /// tickets.
     pub(crate) fn number(&mut self, first: u64) -> Vec<u64> {
         let tickets = (first..).take(self.tickets.len()).collect();
         std::mem::replace(&mut self.tickets, tickets)
     }
 
-    /// Number of chunks.
+    /// Returns the number of chunks.
     pub fn len(&self) -> usize {
         self.parts.iter().map(|part| part.rows.len()).sum()
     }
 
-    /// True if there is no chunk.
+    /// Returns true if there are no chunks.
     pub fn is_empty(&self) -> bool {
         self.parts.is_empty()
     }
 
-    /// Numbers of the reservations; empty for loads.
+    /// Returns the tickets of all chunks; empty for loads.
     pub fn tickets(&self) -> &[u64] {
         &self.tickets
     }
 
-    /// The group of chunk `nth` and the chunk's index there.
+    /// Returns the group of chunk `nth` and the chunk's index in it.
     fn find(&self, nth: usize) -> (&Part, usize) {
         let mut at = nth;
         for part in &self.parts {
@@ -198,7 +197,7 @@ impl ChunkBatch {
         unreachable!("chunk {nth} of {}", self.len())
     }
 
-    /// Chunk `nth`, which must be below `len`.
+    /// Returns chunk `nth`, which must be below `len`.
     pub fn chunk(&self, nth: usize) -> Chunk<'_> {
         let (part, at) = self.find(nth);
         let every = part.blocks_of(at);
@@ -213,7 +212,7 @@ impl ChunkBatch {
         }
     }
 
-    /// The copied paged blocks of all chunks.
+    /// Returns the copied paged blocks of all chunks.
     pub fn wanted_blocks(&self) -> impl Iterator<Item = i32> + '_ {
         self.parts
             .iter()
@@ -222,7 +221,7 @@ impl ChunkBatch {
             .filter(|block| *block != NOT_WANTED)
     }
 
-    /// These chunks, each below `len`, in this order.
+    /// Returns a batch of the given chunks, in the given order. Each index must be below `len`.
     #[must_use]
     pub fn take(&self, chunks: impl IntoIterator<Item = usize>) -> Self {
         let mut taken = Self::default();
@@ -243,8 +242,7 @@ impl ChunkBatch {
         taken
     }
 
-    /// Sorts each group's chunks by frame, so that neighbors in the arena become one copy, in
-    /// whatever order they were reserved.
+    /// Sorts each group's chunks by frame, so that chunks in adjacent frames become one copy.
     #[must_use]
     pub fn by_frame(&self) -> Self {
         let (mut order, mut start) = (Vec::with_capacity(self.len()), 0);
@@ -257,7 +255,7 @@ impl ChunkBatch {
         self.take(order)
     }
 
-    /// A batch for each group.
+    /// Splits the batch by group.
     pub fn by_group(&self) -> Vec<(u32, Self)> {
         let mut tickets = self.tickets.as_slice();
         let mut batch = |part: &Part| {
@@ -268,7 +266,7 @@ impl ChunkBatch {
         self.parts.iter().map(&mut batch).collect()
     }
 
-    /// A batch for each group and size class of its frames.
+    /// Splits the batch by group and size class.
     pub fn by_size(&self) -> Vec<(u32, SizeClass, Self)> {
         let mut found = Vec::new();
         for (group, batch) in self.by_group() {
@@ -306,7 +304,8 @@ impl ChunkBatch {
         all
     }
 
-    /// `InvalidConfig` if a copy would reach outside the arena, its frame or the paged KV.
+    /// Returns `InvalidConfig` if a copy would access memory outside the arena, its frame or the
+    /// paged KV.
     pub fn check(&self, num_frames: u32, num_blocks: u32, blocks_per_chunk: u32) -> Result<()> {
         self.parts.iter().try_for_each(|part| part.check(num_frames, num_blocks, blocks_per_chunk))
     }

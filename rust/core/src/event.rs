@@ -1,10 +1,10 @@
-//! Log lines of the store and of a client for the operator.
+//! Log lines for the operator, from the store and from clients.
 
 use std::borrow::Borrow;
 use std::fmt;
 use std::ops::Deref;
 
-/// A log line, and whether it reports a problem. Any other reports that a problem has ended.
+/// A log line that reports either a problem or a recovery from it.
 #[derive(Debug, Clone)]
 pub struct Event {
     text: String,
@@ -12,17 +12,17 @@ pub struct Event {
 }
 
 impl Event {
-    /// A problem.
+    /// Creates a line that reports a problem.
     pub fn problem(text: impl Into<String>) -> Self {
         Self { text: text.into(), is_problem: true }
     }
 
-    /// The end of a problem.
+    /// Creates a line that reports a recovery.
     pub fn recovery(text: impl Into<String>) -> Self {
         Self { text: text.into(), is_problem: false }
     }
 
-    /// Returns true if it reports a problem.
+    /// Returns true if the line reports a problem.
     pub fn is_problem(&self) -> bool {
         self.is_problem
     }

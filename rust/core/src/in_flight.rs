@@ -1,9 +1,9 @@
-//! Saves in flight: the ranks that have not reported each save, the blocks it reads, and its
-//! outcome.
+//! Saves in flight: for each save, the number of ranks that have not reported it, the blocks that
+//! it reads, and its outcome.
 //!
-//! The reservations of one prefix have consecutive tickets and are one entry: a prompt of several
-//! KV cache groups has thousands of saves in a few rows. Must not depend on a store; it passes on
-//! the numbers that the store gave.
+//! The saves of one prefix have consecutive tickets and share one entry, because a prompt with
+//! multiple KV cache groups has thousands of saves. Reservation numbers of the store are opaque
+//! here.
 
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::numbered::Numbered;
 #[derive(Debug)]
 struct Plan {
     batch: Arc<ChunkBatch>,
-    /// One per chunk of the batch.
+    /// One save per chunk of the batch.
     saves: Vec<Save>,
     /// Number of saves that are not settled.
     num_left: usize,
@@ -27,9 +27,9 @@ struct Plan {
 /// The save of one chunk.
 #[derive(Debug, Clone, Copy)]
 struct Save {
-    /// The store's number of the reservation; None after the store was cleared or replaced.
+    /// The store's reservation number; None after the store was replaced.
     reservation: Option<u64>,
-    /// Ranks that have not reported the save; 0 once it is settled.
+    /// Number of ranks that have not reported the save; 0 once it is settled.
     num_ranks_left: u32,
     failed: bool,
     /// The chunk did not fit its frame.
@@ -39,18 +39,18 @@ struct Save {
 /// A settled save.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Settled {
-    /// As in `Save`.
+    /// The store's reservation number; None after the store was replaced.
     pub(crate) reservation: Option<u64>,
-    /// A rank failed to write it, or its reservation is void.
+    /// A rank failed to write the chunk, or the store was cleared.
     pub(crate) failed: bool,
     /// The chunk's key, if it did not fit its frame.
     pub(crate) misfit: Option<ChunkKey>,
 }
 
-/// Saves that some rank has not reported.
+/// Saves that at least one rank has not reported.
 #[derive(Debug)]
 pub(crate) struct InFlight {
-    /// By first ticket.
+    /// Keyed by the first ticket of each plan.
     all: Numbered<Plan>,
     num_saves: usize,
     next_ticket: u64,
@@ -66,12 +66,12 @@ impl InFlight {
         Self { all, num_saves: 0, next_ticket: 1, last_reservation: 0, readers }
     }
 
-    /// Saves that some rank has not reported.
+    /// Returns the number of saves that at least one rank has not reported.
     pub(crate) fn len(&self) -> usize {
         self.num_saves
     }
 
-    /// Assigns tickets to planned saves. Each of `num_ranks` reports each ticket once.
+    /// Assigns tickets to planned saves. Each of `num_ranks` ranks must report each ticket once.
     pub(crate) fn add(&mut self, mut batch: ChunkBatch, num_ranks: u32) -> Arc<ChunkBatch> {
         let first = self.next_ticket;
         let reservations = batch.number(first);
@@ -79,8 +79,8 @@ impl InFlight {
             return Arc::new(batch);
         };
         if *lowest <= self.last_reservation {
-            // The store restarted without the reservations in flight; their old numbers must not
-            // reach it.
+            // The store was replaced and its numbers restarted: it must not receive the old
+            // numbers.
             self.saves_mut().for_each(|save| save.reservation = None);
         }
         self.last_reservation = *highest;
@@ -107,12 +107,13 @@ impl InFlight {
         self.all.values_mut().flat_map(|plan| &mut plan.saves)
     }
 
-    /// Marks all saves in flight as not to be committed.
+    /// Marks all saves in flight as failed, so that none is committed.
     pub(crate) fn fail_all(&mut self) {
         self.saves_mut().for_each(|save| save.failed = true);
     }
 
-    /// Returns the `blocks` that a save in flight reads; every such block for None.
+    /// Returns the members of `blocks` that a save in flight reads; for None, all blocks that a
+    /// save in flight reads.
     pub(crate) fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
         let among = |blocks: &[i32]| {
             blocks.iter().copied().filter(|block| self.readers.contains_key(block)).collect()
@@ -128,7 +129,7 @@ impl InFlight {
         self.all.iter().flat_map(of).collect()
     }
 
-    /// The chunk of a failed save did not fit its frame on a rank.
+    /// Records that a failed save's chunk did not fit its frame on a rank.
     pub(crate) fn mark_misfit(&mut self, ticket: u64) {
         if let Some((_, plan, nth)) = find(&mut self.all, ticket) {
             plan.saves[nth].is_misfit = true;
@@ -141,7 +142,7 @@ impl InFlight {
         }
     }
 
-    /// Records a rank's report; returns the settled save if it was the last rank.
+    /// Records a rank's report. Returns the settled save if this was the last rank.
     pub(crate) fn report(&mut self, ticket: u64) -> Option<Settled> {
         let (_, plan, nth) = find(&mut self.all, ticket)?;
         let save = &mut plan.saves[nth];
@@ -174,7 +175,8 @@ impl InFlight {
     }
 }
 
-/// A save in flight: the first ticket of its row, the row, and the index in the row.
+/// Finds a save in flight. Returns the first ticket of its plan, the plan, and the save's index in
+/// it.
 fn find(all: &mut Numbered<Plan>, ticket: u64) -> Option<(u64, &mut Plan, usize)> {
     let (first, plan) = all.up_to(ticket)?;
     let nth = usize::try_from(ticket - first).ok()?;

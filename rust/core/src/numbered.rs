@@ -1,23 +1,22 @@
-//! A map from ascending numbers to values, removed mostly in insertion order: reservations and
-//! saves in flight.
+//! A map from ascending numbers to values that are removed mostly in insertion order. Holds
+//! reservations and saves in flight.
 //!
-//! A prompt of several KV cache groups has thousands of them at once. They are in one sorted row,
-//! in which consecutive numbers are neighbors; a hash map would scatter them. Must not depend on
-//! the type of the values.
+//! A prompt with multiple KV cache groups has thousands of entries. One sorted deque keeps
+//! consecutive numbers adjacent in memory; a hash map would scatter them.
 
 use std::collections::VecDeque;
 
-/// Empty places that the row may have in addition to one per value, before it is compacted.
+/// The deque is compacted when it has more than two slots per value plus this many.
 const SPARE: usize = 64;
 
-/// A sorted row of numbered values.
+/// A sorted deque of numbered values.
 #[derive(Debug)]
 pub(crate) struct Numbered<T> {
-    /// By number. None: removed. The first entry has a value.
+    /// Sorted by number. A removed value is None; the first entry always has a value.
     row: VecDeque<(u64, Option<T>)>,
     /// Number of values.
     len: usize,
-    /// Place of the last entry found.
+    /// Index of the entry that was found last.
     hand: usize,
 }
 
@@ -36,7 +35,7 @@ impl<T> Numbered<T> {
         self.row.reserve(num);
     }
 
-    /// Inserts or replaces a value. Fast if its number is the highest.
+    /// Inserts or replaces a value. Takes constant time if `number` is the highest.
     pub(crate) fn insert(&mut self, number: u64, value: T) {
         let value = Some(value);
         if self.row.back().is_none_or(|(last, _)| *last < number) {
@@ -53,8 +52,8 @@ impl<T> Numbered<T> {
         self.len += 1;
     }
 
-    /// Returns the highest number up to `number` that was inserted, and its value; None if the
-    /// value was removed.
+    /// Returns the entry with the highest number that is at most `number`; None if its value was
+    /// removed.
     pub(crate) fn up_to(&mut self, number: u64) -> Option<(u64, &mut T)> {
         let at = self.find(number)?;
         let (own, value) = self.row.get_mut(at)?;
@@ -77,8 +76,8 @@ impl<T> Numbered<T> {
         self.row.iter_mut().filter_map(|(_, value)| value.as_mut())
     }
 
-    /// Returns the last place with a number up to `number`. Checks the place found last and the
-    /// next one first.
+    /// Returns the index of the last entry whose number is at most `number`. Checks the entry found
+    /// last and its successor first.
     fn find(&mut self, number: u64) -> Option<usize> {
         let is_there = |at: usize| {
             let is_above = |at| self.row.get(at).map(|(other, _)| *other > number);
@@ -90,7 +89,7 @@ impl<T> Numbered<T> {
         Some(self.hand)
     }
 
-    /// Drops empty places: at the front always, elsewhere when there are many.
+    /// Drops removed entries: always at the front, and everywhere once there are many.
     fn tidy(&mut self) {
         while self.row.front().is_some_and(|(_, value)| value.is_none()) {
             self.row.pop_front();

@@ -1,12 +1,12 @@
-//! The memory of one or several stores: which store has which slab of the arena, and which store
-//! should release one.
+//! Memory shared by one or more stores: tracks which store owns each slab of the arena, and which
+//! store should release a slab.
 //!
 //! A store fills a slab with frames of one of its sizes. A free slab goes to the first store that
-//! requests one. If none is free, a store below its share is *hungry*: stores above their share are
-//! asked to release a slab. No call waits for that. If a store's workers can copy only to the first
-//! part of the arena, its share applies to that part too, so that other stores cannot take all of
-//! it. A store's lock may be held while the pool's is taken, never the reverse. Must not depend on
-//! chunks, frames in use or namespaces.
+//! requests it. If no slab is free, a requesting store below its share becomes *hungry*, and stores
+//! above their share should release a slab. No call waits for this. If a store's workers can only
+//! copy to the first part of the arena, its share also applies to that part, so that other stores
+//! cannot occupy all of it. The pool's lock may be taken while a store's lock is held, never the
+//! reverse.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -20,14 +20,15 @@ use crate::tier::disk::DiskRoot;
 use crate::units::size_text;
 use crate::{Error, Result};
 
-/// Minimum number of slabs in a large enough arena.
+/// Minimum number of slabs, if the arena is large enough.
 const NUM_SLABS: u64 = 64;
-/// Workers register memory with the GPU slab by slab, and launches wait for each call.
+/// Maximum size of a slab. Workers register memory with the GPU slab by slab, and kernel launches
+/// are blocked during each registration.
 const MAX_SLAB_BYTES: u64 = 256 << 20;
-/// Resolution, in parts of a slab, for comparing unused space.
+/// Resolution for comparing unused space, as fractions of a slab.
 const PRECISION: u64 = 1000;
-/// Minimum number of the first store's frames in a slab, if that leaves `MIN_SLABS`; space at the
-/// end of a slab is lost.
+/// Minimum number of the first store's frames per slab, unless that would leave fewer than
+/// `MIN_SLABS` slabs. With few frames per slab, the unused space at its end is relatively large.
 const MIN_FRAMES: u64 = 4;
 const MIN_SLABS: u64 = 8;
 
@@ -38,22 +39,23 @@ pub(crate) struct SlabId(pub(crate) u32);
 /// The pool's state of one store.
 #[derive(Debug, Default)]
 struct MemberState {
-    /// Slabs among them that the store has not collected yet.
+    /// Number of slabs that the store owns, including `arrived`.
     num_slabs: u32,
+    /// Slabs that the store has not collected yet.
     arrived: Vec<SlabId>,
-    /// Percent of the arena; None for an equal part of the rest.
+    /// Share in percent of the arena; None for an equal part of the remainder.
     percent: Option<u32>,
-    /// Whether it has a share at all.
+    /// False if the store has no share.
     is_active: bool,
-    /// Slabs that it may have while others want them too.
+    /// Number of slabs that it can keep while other stores need slabs.
     share: u32,
-    /// It needs a slab with a number below this one.
+    /// The store needs a slab whose number is below this value.
     hungry: Option<u32>,
 }
 
 #[derive(Debug, Default)]
 struct PoolState {
-    /// The member that has each slab.
+    /// The owner of each slab; None if the slab is free.
     slabs: Vec<Option<u32>>,
     num_free: u32,
     members: BTreeMap<u32, MemberState>,
@@ -64,7 +66,7 @@ struct PoolState {
 pub struct Pool {
     pub(crate) arena: HostArena,
     slab_bytes: u64,
-    /// Of their disk directory.
+    /// The disk directory that the stores share.
     pub(crate) disk: Arc<DiskRoot>,
     state: Mutex<PoolState>,
     wake: Box<dyn Fn() + Send + Sync>,
@@ -80,11 +82,11 @@ impl fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// Creates an arena of `host_bytes`, in slabs that suit frames of these sizes. `wake` is
-    /// called, maybe under a store's lock, when a store became hungry: then
-    /// [`crate::store::Store::give_way`] of the others should be.
+    /// Creates an arena of `host_bytes`, in slabs that suit frames of these sizes. `wake` is called
+    /// when a store becomes hungry, possibly under that store's lock; the caller should then call
+    /// [`crate::store::Store::release_slab`] on the other stores.
     ///
-    /// `InvalidConfig` if no frame fits; `Io` if the system refuses the memory.
+    /// Returns `InvalidConfig` if no frame fits, and `Io` if the memory cannot be allocated.
     pub fn create(
         disk: Arc<DiskRoot>,
         host_bytes: u64,
@@ -96,14 +98,14 @@ impl Pool {
         let frame_bytes = sizes.largest();
         if host_bytes < frame_bytes {
             return Err(Error::invalid(format!(
-                "host_size = {} holds no chunk of {frame_bytes} bytes",
+                "host_size = {} is too small for a chunk of {frame_bytes} bytes; increase it",
                 size_text(host_bytes)
             )));
         }
         Self::of_slabs(disk, host_bytes, slab_bytes(host_bytes, &sizes), Box::new(wake))
     }
 
-    /// The memory of one store alone.
+    /// Creates the memory of a single store.
     pub(crate) fn of_one(host_bytes: u64, sizes: &FrameSizes) -> Result<Arc<Self>> {
         let frame_bytes = sizes.largest();
         let host_bytes = if let [_] = sizes.all() {
@@ -131,8 +133,8 @@ impl Pool {
         Ok(Arc::new(Self { arena, slab_bytes, disk, state: Mutex::new(state), wake }))
     }
 
-    /// Places memory that is not in use yet on the NUMA nodes of the shards of `frame_bytes`
-    /// frames; returns the number of ranges. `Io` if the system refuses.
+    /// Places memory that has no pages yet on the NUMA nodes of the shards of `frame_bytes` frames.
+    /// Returns the number of placed ranges, or `Io` if the kernel rejects the placement.
     pub fn place(&self, frame_bytes: u64, nodes: &[u32]) -> Result<usize> {
         let num_frames = u32::try_from(self.size_bytes() / frame_bytes.max(1)).unwrap_or(u32::MAX);
         let places = numa::by_shard(frame_bytes, num_frames, nodes);
@@ -140,12 +142,13 @@ impl Pool {
         Ok(places.len())
     }
 
-    /// Bytes of the whole arena.
+    /// Returns the size of the whole arena, in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.arena.size_bytes()
     }
 
-    /// Bytes of a slab; the last one includes the remainder.
+    /// Returns the size of a slab, in bytes. The last slab also includes the remainder of the
+    /// arena.
     pub fn slab_bytes(&self) -> u64 {
         self.slab_bytes
     }
@@ -155,13 +158,13 @@ impl Pool {
         u32::try_from(self.size_bytes() / self.slab_bytes).unwrap_or(u32::MAX)
     }
 
-    /// Returns whether a store is hungry, so that others should release a slab.
+    /// Returns true if a store is hungry, so that other stores should release a slab.
     pub fn is_wanted(&self) -> bool {
         self.state().wanting().next().is_some()
     }
 
-    /// `InvalidConfig` unless every slab holds a frame of each size; otherwise a store could have
-    /// slabs without a frame.
+    /// Returns `InvalidConfig` unless a slab holds a frame of each size. Otherwise, a store could
+    /// own slabs without a single frame.
     pub fn check(&self, sizes: &FrameSizes) -> Result<()> {
         sizes.check()?;
         let (slab_bytes, frame_bytes) = (self.slab_bytes, sizes.largest());
@@ -180,7 +183,8 @@ impl Pool {
     }
 }
 
-/// Bytes of a slab: a multiple of the largest size that frames of other sizes fill almost fully.
+/// Returns the size of a slab, in bytes: a multiple of the largest frame size, chosen so that
+/// frames of the other sizes leave little space unused.
 fn slab_bytes(host_bytes: u64, sizes: &FrameSizes) -> u64 {
     let frame_bytes = sizes.largest();
     let num_frames = host_bytes / frame_bytes;
@@ -199,7 +203,7 @@ fn slab_bytes(host_bytes: u64, sizes: &FrameSizes) -> u64 {
 }
 
 impl PoolState {
-    /// Shares depend on which stores are active.
+    /// Recomputes the share of each store from the set of active stores.
     fn share_out(&mut self) {
         let num_slabs = self.slabs.len() as u64;
         let of = |percent: u32| (num_slabs * u64::from(percent) / 100).max(1);
@@ -207,7 +211,7 @@ impl PoolState {
         let fixed: u64 = active().filter_map(|member| member.percent).map(of).sum();
         let num_equal = active().filter(|member| member.percent.is_none()).count().max(1) as u64;
         let left = num_slabs.saturating_sub(fixed);
-        let equal = (left / num_equal).max(left.min(1)); // without any it would never save
+        let equal = (left / num_equal).max(left.min(1)); // a store without a slab would never save
         for member in self.members.values_mut() {
             let share = if member.is_active { member.percent.map_or(equal, of) } else { 0 };
             member.share = u32::try_from(share).unwrap_or(u32::MAX);
@@ -219,7 +223,7 @@ impl PoolState {
         u32::try_from(self.slabs.len()).unwrap_or(u32::MAX)
     }
 
-    /// Slabs before `end` that a store has.
+    /// Returns the number of slabs below `end` that a store owns.
     fn num_before(&self, end: u32, id: u32, member: &MemberState) -> u32 {
         if end >= self.num_slabs() {
             return member.num_slabs;
@@ -228,7 +232,7 @@ impl PoolState {
         u32::try_from(own.count()).unwrap_or(u32::MAX)
     }
 
-    /// Slabs before `end` that a store can keep while others need slabs.
+    /// Returns the number of slabs below `end` that a store can keep while other stores need slabs.
     fn share_before(&self, end: u32, member: &MemberState) -> u32 {
         let part = u64::from(member.share) * u64::from(end.min(self.num_slabs()))
             / u64::from(self.num_slabs().max(1));
@@ -239,7 +243,8 @@ impl PoolState {
         self.num_before(end, id, member) < self.share_before(end, member)
     }
 
-    /// Stores that need a slab, each with the slab number below which it must be.
+    /// Returns the stores that need a slab, each with the limit below which the slab's number must
+    /// be.
     fn wanting(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
         let end = |(id, member): (&u32, &MemberState)| {
             member.hungry.filter(|end| self.wants(*end, *id, member)).map(|end| (*id, end))
@@ -247,9 +252,9 @@ impl PoolState {
         self.members.iter().filter_map(end)
     }
 
-    /// Assigns the slab to the hungriest store that can use it, preferring stores with the fewest
-    /// choices; otherwise it is free.
-    fn give(&mut self, from: u32, slab: SlabId) {
+    /// Takes a slab from store `from`. Assigns it to the hungry store with the lowest limit, then
+    /// to the store that lacks the most slabs; without such a store, the slab becomes free.
+    fn reassign(&mut self, from: u32, slab: SlabId) {
         if let Some(member) = self.members.get_mut(&from) {
             member.num_slabs -= 1;
         }
@@ -270,7 +275,7 @@ impl PoolState {
     }
 }
 
-/// A store's part in a pool. Dropping it releases all its slabs.
+/// A store's membership in a pool. Dropping it releases all its slabs.
 #[derive(Debug)]
 pub(crate) struct Member {
     pub(crate) pool: Arc<Pool>,
@@ -278,7 +283,8 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    /// Adds a store without slabs; its share is `percent`, or an equal part.
+    /// Adds a store without slabs. Its share is `percent` of the arena, or an equal part of the
+    /// remainder.
     pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>) -> Self {
         let mut state = pool.state();
         let id = state.next_id;
@@ -301,13 +307,14 @@ impl Member {
         state.share_out();
     }
 
-    /// Slabs that it received because it was hungry.
+    /// Returns the slabs that were assigned to this store since the last call because it was
+    /// hungry.
     pub(crate) fn collect(&self) -> Vec<SlabId> {
         self.with(|own| std::mem::take(&mut own.arrived))
     }
 
-    /// Takes the lowest free slab before `end`. If there is none, the store becomes hungry while it
-    /// has less than its share there.
+    /// Takes the lowest free slab below `end`. If no slab is free and the store has less than its
+    /// share there, it becomes hungry.
     pub(crate) fn take(&self, end: u32) -> Option<SlabId> {
         let mut state = self.pool.state();
         let PoolState { slabs, num_free, members, .. } = &mut *state;
@@ -333,22 +340,23 @@ impl Member {
         None
     }
 
-    /// Releases one of its slabs, in which no frame is used.
-    pub(crate) fn give(&self, slab: SlabId) {
-        self.pool.state().give(self.id, slab);
+    /// Releases a slab without used frames.
+    pub(crate) fn release(&self, slab: SlabId) {
+        self.pool.state().reassign(self.id, slab);
     }
 
-    /// Slabs that it may have while others want them too.
+    /// Returns the number of slabs that it can keep while other stores need slabs.
     pub(crate) fn share(&self) -> u32 {
         self.with(|own| own.share)
     }
 
-    /// Returns the number of its slabs, and how many of them others can claim.
+    /// Returns the number of its slabs, and how many of them other stores can claim.
     pub(crate) fn num_slabs(&self) -> (u32, u32) {
         self.with(|own| (own.num_slabs, own.num_slabs.saturating_sub(own.share)))
     }
 
-    /// Returns the slab number below which this store should release a slab, if any.
+    /// If another store needs a slab that this store should release, returns the limit below which
+    /// the slab's number must be.
     pub(crate) fn asked(&self) -> Option<u32> {
         let state = self.pool.state();
         let own = state.members.get(&self.id)?;
@@ -368,7 +376,7 @@ impl Drop for Member {
         let slabs = (0..).map(SlabId).zip(&state.slabs);
         let own = slabs.filter(|(_, member)| **member == Some(self.id)).map(|(slab, _)| slab);
         for slab in own.collect::<Vec<_>>() {
-            state.give(self.id, slab);
+            state.reassign(self.id, slab);
         }
         state.members.remove(&self.id);
     }

@@ -1,8 +1,8 @@
-//! The store as the scheduler side uses it, in this process or on a server.
+//! The scheduler side's interface to a store, in this process or on a server.
 //!
-//! A session takes roots and keys and returns numbers, so that it can cross a socket. Leases and
-//! reservations belong to the session and end with it. Paged blocks and reports of ranks belong to
-//! the engine: see `engine`.
+//! A session takes root keys and keys and returns numbers, so that calls can cross a socket. Leases
+//! and reservations belong to the session and end with it. `engine` tracks paged blocks and the
+//! reports of ranks.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -28,65 +28,67 @@ pub struct LeaseId(pub u64);
 /// One engine's connection to a store. Dropping a session aborts its reservations and releases its
 /// leases (I5).
 ///
-/// A session without a store, for example after its server ended, answers with misses.
+/// While a session has no store, for example after its server exited, every lookup is a miss.
 pub trait Session: Send + Sync + fmt::Debug {
-    /// How a worker maps the frames; None while there is no store.
+    /// Returns how a worker maps the frames; None while there is no store.
     fn arena(&self) -> Option<ArenaInfo>;
-    /// Switches to a new store if the old one is gone and a new one was found; returns true if so.
-    /// The new store has no chunks of the old one, and `arena` can differ. A session switches
-    /// stores only here, so no plan mixes frames of two stores.
+    /// Switches to a new store if the old store is gone and a new store is available. Returns true
+    /// if it switched. The new store has none of the old chunks, and `arena` can differ. A session
+    /// only switches stores in this call, so no plan mixes frames of two stores.
     fn renew(&self) -> bool {
         false
     }
     /// Returns how many leading units of each prefix are stored. No side effect (I9).
     fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup>;
-    /// Pins the stored chunks of prefixes in host memory, as one lease, and starts reads of the
-    /// others, as far as frames are available.
+    /// Pins, as one lease, the chunks of prefixes that are in host memory, and queues reads of the
+    /// chunks that are only on disk.
     fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> LeaseId;
-    /// Returns how many chunks are ready and how many are being read, over all prefixes of the
-    /// lease. Zeros for a lease that ended.
+    /// Returns how many chunks are ready and how many are being read, across all prefixes of the
+    /// lease. Returns zeros for a lease that has ended.
     fn poll(&self, lease: LeaseId) -> Progress;
-    /// Returns all ready chunks, prefix by prefix.
+    /// Returns all ready chunks, in the order of the prefixes.
     fn frames(&self, lease: LeaseId) -> Vec<LeasedFrame>;
     /// Releases a lease; a second call does nothing.
     fn release(&self, lease: LeaseId);
-    /// Reserves frames for the missing chunks of ranges of prefixes. Returns the reservations in
-    /// order, and their number for each range. Reserves nothing if a prefix is shorter than its
-    /// range. Numbers ascend for the life of the store; a new store never reuses a number that this
-    /// session received before.
+    /// Reserves frames for the missing chunks of each request. Returns the reservations in order,
+    /// and the counts for each request. Reserves nothing if a prefix is shorter than its range of
+    /// units. Tickets ascend for the life of the store, and a new store never reuses a ticket that
+    /// this session has received.
     fn reserve_many(
         &self,
         asked: &[SaveRequest<'_>],
     ) -> Result<(Vec<Reservation>, Vec<SaveCounts>)>;
-    /// Commits reservations; returns how many chunks became visible.
+    /// Commits reservations. Returns the number of chunks that became visible.
     fn commit(&self, tickets: &[u64]) -> u32;
     /// Aborts reservations and frees their frames.
     fn abort(&self, tickets: &[u64]);
-    /// Removes chunks and all chunks below them from every tier; returns the number removed.
+    /// Removes chunks and their descendants from every tier. Returns the number of chunks removed
+    /// so far.
     fn discard(&self, keys: &[ChunkKey]) -> u64;
     /// Removes everything from every tier.
     fn clear(&self);
     /// Returns counters and gauges by name.
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)>;
-    /// Saves take frames in the first `limit_bytes` of the arena only from now on: workers cannot
-    /// copy to the others yet.
+    /// Restricts new reservations to frames in the first `limit_bytes` of the arena, because
+    /// workers cannot copy to the rest yet.
     fn limit_memory(&self, limit_bytes: u64);
     /// Returns the log lines since the last call.
     fn take_events(&self) -> Vec<Event>;
-    /// Records added and removed chunks from now on; see [`Store::watch`]. A second call does
-    /// nothing.
+    /// Starts recording added and removed chunks; see [`Store::watch`]. A second call does nothing.
     fn watch(&self, capacity: usize);
-    /// Returns recorded changes; see [`Listener::changes`]. If no store answered for a second, all
-    /// chunks in question count as removed; until then there are no rows. Then, and with the next
-    /// answer, every earlier report may be wrong (`lost`).
+    /// Returns recorded changes; see [`Listener::changes`]. While the store does not respond, there
+    /// are no rows; after one second without a response, all requested chunks are reported as
+    /// removed. That report, and the next report of a store, set `lost`: all earlier reports may be
+    /// outdated.
     fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes;
-    /// Waits until every visible chunk that will be written to disk is written; false at the
+    /// Waits until every visible chunk is written to disk or dropped. Returns false at the
     /// deadline.
     fn flush(&self, timeout: Duration) -> bool;
-    /// Aborts reservations and stops the store; leases end by themselves.
+    /// Aborts reservations and stops the store. Read leases stay valid until they are released.
     fn close(&self, timeout: Duration);
 
-    /// Returns true if the last reservation timed out: its chunks can be retried immediately.
+    /// Returns true if the last reservation timed out, so that its chunks can be retried
+    /// immediately.
     fn is_save_late(&self) -> bool {
         false
     }
@@ -105,8 +107,8 @@ struct Leases {
 pub struct Local {
     // Declared before the store, so that open leases are dropped first.
     leases: Mutex<Leases>,
-    /// Bytes of the arena that this engine's workers can copy to; others of the store may have
-    /// other limits.
+    /// Size of the first part of the arena that this engine's workers can copy to, in bytes. Other
+    /// sessions of the store may have different limits.
     limit_bytes: AtomicU64,
     listener: OnceLock<Listener>,
     store: Arc<Store>,
@@ -118,8 +120,8 @@ impl Local {
         Ok(Self::of(Arc::new(Store::open(config)?)))
     }
 
-    /// Opens one of several sessions of `store`. Closing it closes the store; dropping it ends only
-    /// its leases and reservations.
+    /// Opens a session of `store`, which can have more than one. Closing the session closes the
+    /// store; dropping it only ends its leases and reservations.
     pub fn of(store: Arc<Store>) -> Self {
         Self {
             leases: Mutex::default(),
@@ -129,7 +131,7 @@ impl Local {
         }
     }
 
-    /// Returns the numbers of open reservations and read leases.
+    /// Returns the number of open reservations and the number of read leases.
     pub fn num_open(&self) -> (usize, usize) {
         let leases = self.leases();
         (leases.writes.len(), leases.reads.len())
@@ -148,8 +150,8 @@ impl Local {
         self.leases().reads.get(&lease).cloned()
     }
 
-    /// Removes and returns the open reservations of `tickets`. Dropping one aborts it, so drop them
-    /// without the lock.
+    /// Removes and returns the open reservations of `tickets`. Dropping a reservation aborts it,
+    /// which the caller must do without holding the lock.
     fn take(&self, tickets: &[u64]) -> Vec<WriteLease> {
         let mut leases = self.leases();
         let mut taken = Vec::with_capacity(tickets.len());

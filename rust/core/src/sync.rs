@@ -1,5 +1,5 @@
-//! Locks, condition variables and threads: the standard library's, or with `--cfg shuttle` those of
-//! a model checker, which chooses the thread to run at each of them (`tests/models.rs`).
+//! Locks, condition variables and threads of the standard library; with `--cfg shuttle`, of a model
+//! checker, which chooses the next thread at each synchronization (`tests/models.rs`).
 
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
@@ -15,24 +15,26 @@ pub(crate) use std::{
     thread,
 };
 
-/// Locks a mutex, even if a thread panicked while it held it.
+/// Locks a mutex, even if it is poisoned.
 pub fn locked<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waits for threads that are stopping. Detaches a thread that hangs in the system at the deadline.
+/// Joins threads that are stopping. At the deadline, detaches threads that are still running, for
+/// example in a system call that hangs.
 pub fn join(threads: Vec<thread::JoinHandle<()>>, deadline: Instant) {
     for thread in threads {
         while !has_ended(&thread) && Instant::now() < deadline {
             thread::sleep(Duration::from_millis(1));
         }
         if has_ended(&thread) {
-            let _ended = thread.join(); // a panic was logged, and has poisoned its lock
+            let _ended = thread.join(); // a panic was logged and has poisoned the lock
         }
     }
 }
 
-/// Returns whether the thread has ended. Threads of a model never hang, so they are always joined.
+/// Returns true if the thread can be joined without waiting. Threads of the model checker never
+/// hang, so they are always joined.
 fn has_ended(thread: &thread::JoinHandle<()>) -> bool {
     #[cfg(shuttle)]
     return thread.thread().id() != thread::current().id();

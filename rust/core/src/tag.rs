@@ -1,40 +1,42 @@
-//! A 64-bit position-dependent tag of a chunk's pages: computed where bytes are produced, checked
-//! where they are used.
+//! A 64-bit position-dependent tag of a chunk's pages: computed when the bytes are produced, and
+//! checked before they are used.
 //!
 //! `tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C))` mod 2^64, with w[p, j] the j-th
 //! little-endian 64-bit word of page p (pages in payload order, each padded with zeros to whole
 //! words) and `mix(x): x ^= rotr(x, 17) ^ rotr(x, 36); x *= M1; x ^= x >> 29; x *= M2; x ^= x >>
-//! 32`. It is a sum, so threads can add their words in any order, and it needs only 64-bit
-//! multiplication, xor, shifts and addition, so a GPU computes it while it copies. `mix` is a
+//! 32`. The tag is a sum, so threads can add their words in any order. It only needs 64-bit
+//! multiplication, xor, shifts and addition, so a GPU can compute it during the copy. `mix` is a
 //! bijection: damage inside one word is always detected. The tag detects accidents (torn, stale,
-//! swapped or shifted pages), not adversaries. Must not depend on the contents of a page.
+//! swapped or shifted pages), not adversaries.
 
 use crate::{Error, Result};
 
-// Constants without hidden structure: the first 8 bytes (little endian) of BLAKE3("kvloft tag v1 "
-// + name), made odd.
-/// Factor of the page number.
+// Nothing-up-my-sleeve constants: the first 8 bytes (little endian) of BLAKE3("kvloft tag v1 " +
+// name), made odd.
+/// Multiplier of the page's index.
 pub const A: u64 = 0xb0a1_2ec3_a5fe_637d;
-/// Factor of the word number inside its page.
+/// Multiplier of the word's index in its page.
 pub const B: u64 = 0xf7c7_770c_c179_0db7;
-/// Offset of all positions, so that zeros at the start also count.
+/// Offset of all positions, so that leading zero words also contribute to the tag.
 pub const C: u64 = 0x8ced_aa81_95c7_5ecd;
-/// First factor of `mix`.
+/// First multiplier in `mix`.
 pub const M1: u64 = 0xaaa3_ec23_16f3_9b27;
-/// Second factor of `mix`.
+/// Second multiplier in `mix`.
 pub const M2: u64 = 0x6f8b_3af1_12db_4f79;
 
-/// The tag of a payload: for each of `num_blocks` blocks, one page of each of `page_bytes`, back to
-/// back.
+/// Returns the tag of a payload that contains, for each of `num_blocks` blocks, one page of each
+/// size in `page_bytes`, without gaps.
 ///
-/// `InvalidConfig` if the payload is not as long as its pages.
+/// Returns `InvalidConfig` if the length of the payload is not the sum of its pages.
 pub fn chunk_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> Result<u64> {
     let block_bytes = page_bytes.iter().map(|&bytes| u64::from(bytes)).sum::<u64>();
     if block_bytes.checked_mul(u64::from(num_blocks)) != u64::try_from(payload.len()).ok() {
-        return Err(Error::invalid("a payload must be num_blocks blocks of all page_bytes")
-            .with_context("payload_bytes", payload.len())
-            .with_context("block_bytes", block_bytes)
-            .with_context("num_blocks", num_blocks));
+        return Err(Error::invalid(
+            "the payload must have the length of num_blocks blocks with pages of page_bytes",
+        )
+        .with_context("payload_bytes", payload.len())
+        .with_context("block_bytes", block_bytes)
+        .with_context("num_blocks", num_blocks));
     }
     let mut rest = payload;
     let mut position = C;
@@ -50,9 +52,9 @@ pub fn chunk_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> Result<
     Ok(tag)
 }
 
-/// Returns the sum of one page, whose word 0 has the weight of `position`.
+/// Returns the sum of one page. `position` is the position value of its word 0.
 fn page_sum(page: &[u8], mut position: u64) -> u64 {
-    // Four sums, so that the additions do not wait for each other.
+    // Four independent sums, so that the additions can overlap.
     let mut sums = [0u64; 4];
     let (quads, rest) = page.as_chunks::<32>();
     for quad in quads {
@@ -73,13 +75,13 @@ fn page_sum(page: &[u8], mut position: u64) -> u64 {
     sum
 }
 
-/// A bijection of 64 bits whose every input bit reaches every output bit.
+/// Mixes 64 bits: a bijection in which each input bit affects all output bits.
 ///
-/// Multiplication does not spread the top bits, so a flip that changes only top bits changes the
-/// product by one of few values, and two such words can cancel out: with `x >> 32` as the first
-/// step, sign flips of both fp32 values of two words canceled out in one of 2^20 pairs. The two
-/// rotations lose no bit, and only a mask of 10 bits or more (20 or more) leaves nothing below the
-/// top 16 (top 8) bits.
+/// Multiplication does not spread the top bits. A change to the top bits alone therefore changes
+/// the product by one of only a few values, and the changes of two words can cancel out: with `x >>
+/// 32` as the first step, sign flips of both fp32 values in two words canceled out in one of 2^20
+/// pairs. The rotations prevent this: after them, only flips of at least 10 (20) input bits can be
+/// confined to the top 16 (8) bits.
 #[inline]
 fn mix(mut x: u64) -> u64 {
     x ^= x.rotate_right(17) ^ x.rotate_right(36);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// Bytes with a binary unit, exact where the number is: `32 GiB`, `1.5 MiB`, `4097 bytes`.
+/// Formats a size with a binary unit and at most two decimals: `32 GiB`, `1.50 MiB`, `1000 bytes`.
 pub fn size_text(bytes: u64) -> String {
     for (unit, shift) in [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)] {
         let hundredths = (u128::from(bytes) * 100) >> shift;

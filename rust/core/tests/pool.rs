@@ -135,7 +135,7 @@ impl World {
                 prefix: chain.into(),
                 units: unit..unit + each,
                 class: classes[unit as usize % classes.len()],
-                is_attached: false,
+                is_independent: false,
             })
             .collect();
         let (leases, got) = self.stores[nth].reserve_many(None, &asked).unwrap();

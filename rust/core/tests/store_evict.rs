@@ -76,8 +76,8 @@ impl Model {
         (host, leading(&|key| self.host.contains_key(key) || self.disk.contains_key(key)))
     }
 
-    fn save(&mut self, root: usize, keys: &[ChunkKey], is_attached: bool) {
-        if !is_attached {
+    fn save(&mut self, root: usize, keys: &[ChunkKey], is_independent: bool) {
+        if !is_independent {
             self.parents.extend(keys.windows(2).map(|pair| (pair[1], pair[0])));
         }
         for key in keys {
@@ -212,13 +212,13 @@ impl World {
     /// Adds chunks of a sliding-window group, whose parent is the group's root.
     fn attach(&mut self, root: usize, prompt: u32) {
         let chain = chain_of(root, prompt);
-        let (group_root, keys) = chain.attached(3, 0..chain.num_blocks()).unwrap();
+        let (group_root, keys) = chain.independent_keys(3, 0..chain.num_blocks()).unwrap();
         let prefix = Prefix::new(group_root, &keys);
         let asked = SaveRequest {
             prefix,
             units: 0..chain.num_blocks(),
             class: SizeClass(0),
-            is_attached: true,
+            is_independent: true,
         };
         let (leases, _) = self.store().reserve_many(None, &[asked]).unwrap();
         for lease in &leases {
@@ -256,7 +256,7 @@ impl World {
             for chain in (0..NUM_PROMPTS).map(|prompt| chain_of(root, prompt)) {
                 let found = self.store().lookup(&chain);
                 assert_eq!((found.host_units, found.stored_units), self.model.lookup(chain.keys()));
-                let (group_root, keys) = chain.attached(3, 0..chain.num_blocks()).unwrap();
+                let (group_root, keys) = chain.independent_keys(3, 0..chain.num_blocks()).unwrap();
                 for key in &keys {
                     let found =
                         self.store().lookup(Prefix::new(group_root, std::slice::from_ref(key)));
@@ -310,12 +310,12 @@ fn many_chunks_are_evicted_in_slices() {
         for salt in SALTS {
             save(&store, &arena, &deep(salt), 0..2000);
             let wide = deep(salt);
-            let (root, keys) = wide.attached(1, 0..1800).unwrap();
+            let (root, keys) = wide.independent_keys(1, 0..1800).unwrap();
             let asked = SaveRequest {
                 prefix: Prefix::new(root, &keys),
                 units: 0..1800,
                 class: SizeClass(0),
-                is_attached: true,
+                is_independent: true,
             };
             let (leases, _) = store.reserve_many(None, &[asked]).unwrap();
             store.commit(leases);

@@ -57,7 +57,7 @@ fn size(quota: Option<Quota>) -> u64 {
 
 #[derive(Debug, Clone)]
 enum Step {
-    Save { salt: usize, prompt: u32, len: u32, is_attached: bool },
+    Save { salt: usize, prompt: u32, len: u32, is_independent: bool },
     Reserve { salt: usize, prompt: u32, len: u32 },
     Commit(usize),
     Abort(usize),
@@ -74,7 +74,7 @@ fn step() -> impl Strategy<Value = Step> {
     let (salt, salted, prompt) = (0..SALTS.len(), 1..SALTS.len(), 0..NUM_PROMPTS);
     prop_oneof![
         12 => (salt.clone(), prompt.clone(), 1..=LEN, prop::bool::weighted(0.2))
-            .prop_map(|(salt, prompt, len, is_attached)| Step::Save { salt, prompt, len, is_attached }),
+            .prop_map(|(salt, prompt, len, is_independent)| Step::Save { salt, prompt, len, is_independent }),
         3 => (salt.clone(), prompt.clone(), 1..=LEN).prop_map(|(salt, prompt, len)| Step::Reserve { salt, prompt, len }),
         3 => (0..8_usize).prop_map(Step::Commit),
         1 => (0..8_usize).prop_map(Step::Abort),
@@ -117,7 +117,7 @@ impl World {
             (0..SALTS.len()).flat_map(|salt| (0..NUM_PROMPTS).map(move |prompt| (salt, prompt)));
         let of = |(salt, prompt): (usize, u32)| {
             let chain = chain_of(SALTS[salt], prompt, LEN);
-            let attached = chain.attached(1, 0..LEN).unwrap();
+            let attached = chain.independent_keys(1, 0..LEN).unwrap();
             Prompt { salt, chain, attached }
         };
         let mut world = Self {
@@ -212,12 +212,13 @@ impl World {
         salt: usize,
         prompt: u32,
         len: u32,
-        is_attached: bool,
+        is_independent: bool,
     ) -> Vec<WriteLease> {
         let Prompt { chain, attached, .. } = self.prompt(salt, prompt);
         let keys = &attached.1[..len as usize];
-        let prefix = if is_attached { Prefix::new(attached.0, keys) } else { Prefix::from(chain) };
-        let asked = SaveRequest { prefix, units: 0..len, class: SizeClass(0), is_attached };
+        let prefix =
+            if is_independent { Prefix::new(attached.0, keys) } else { Prefix::from(chain) };
+        let asked = SaveRequest { prefix, units: 0..len, class: SizeClass(0), is_independent };
         let (leases, _) = self.store().reserve_many(None, &[asked]).unwrap();
         let (now_s, on_disk) = (self.now_s(), self.disk.chunks());
         for key in leases.iter().map(|lease| lease.reservation().key) {
@@ -257,8 +258,8 @@ impl World {
     /// Returns the tenants whose chunks may be missing afterwards.
     fn step(&mut self, step: &Step) -> BTreeSet<usize> {
         match *step {
-            Step::Save { salt, prompt, len, is_attached } => {
-                let leases = self.reserve(salt, prompt, len, is_attached);
+            Step::Save { salt, prompt, len, is_independent } => {
+                let leases = self.reserve(salt, prompt, len, is_independent);
                 self.store().commit(leases);
                 return [salt].into();
             }

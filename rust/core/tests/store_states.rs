@@ -25,19 +25,19 @@ fn prompt(number: u32, num_blocks: u32) -> KeyChain {
 /// Saves a prompt of `num_blocks` and the state after it, with or without a link to its prefix.
 fn save_turn(store: &Store, number: u32, num_blocks: u32, has_prefix: bool, after: impl Fn()) {
     let own = prompt(number, num_blocks);
-    let (root, mut keys) = own.attached(GROUP, num_blocks - 1..num_blocks).unwrap();
+    let (root, mut keys) = own.independent_keys(GROUP, num_blocks - 1..num_blocks).unwrap();
     keys.extend(own.keys().last().filter(|_| has_prefix));
     let kv = SaveRequest {
         prefix: Prefix::from(&own),
         units: 0..num_blocks,
         class: SizeClass(0),
-        is_attached: false,
+        is_independent: false,
     };
     let state = SaveRequest {
         prefix: Prefix::new(root, &keys),
         units: 0..1,
         class: SizeClass(0),
-        is_attached: true,
+        is_independent: true,
     };
     for asked in [kv, state] {
         let (leases, _) = store.reserve_many(None, &[asked]).unwrap();
@@ -53,7 +53,7 @@ fn save_turn(store: &Store, number: u32, num_blocks: u32, has_prefix: bool, afte
 /// Returns true if a whole prompt and its state are found in any tier, and uses them.
 fn finds(store: &Store, number: u32, num_blocks: u32) -> bool {
     let own = prompt(number, num_blocks);
-    let (root, keys) = own.attached(GROUP, num_blocks - 1..num_blocks).unwrap();
+    let (root, keys) = own.independent_keys(GROUP, num_blocks - 1..num_blocks).unwrap();
     let needs = [Prefix::from(&own), Prefix::new(root, &keys)];
     let has = needs.map(|prefix| store.lookup(prefix).stored_units) == [num_blocks, 1];
     for prefix in needs.into_iter().filter(|_| has) {

@@ -26,7 +26,7 @@ struct Part {
     prompt: u32,
     start: u32,
     stop: u32,
-    is_attached: bool,
+    is_independent: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -40,9 +40,14 @@ enum Step {
 }
 
 fn part() -> impl Strategy<Value = Part> {
-    (0..3_u32, 0..8_u32, 0..8_u32, any::<bool>()).prop_map(|(prompt, one, other, is_attached)| {
-        Part { prompt, start: one.min(other), stop: one.max(other), is_attached }
-    })
+    (0..3_u32, 0..8_u32, 0..8_u32, any::<bool>()).prop_map(
+        |(prompt, one, other, is_independent)| Part {
+            prompt,
+            start: one.min(other),
+            stop: one.max(other),
+            is_independent,
+        },
+    )
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -60,37 +65,39 @@ struct Asked {
     root: ChunkKey,
     keys: Vec<ChunkKey>,
     units: Range<u32>,
-    is_attached: bool,
+    is_independent: bool,
 }
 
 impl Asked {
     fn new(part: &Part) -> Self {
-        let (own, is_attached) = (chain(part.prompt, part.stop), part.is_attached);
-        if !is_attached {
+        let (own, is_independent) = (chain(part.prompt, part.stop), part.is_independent);
+        if !is_independent {
             let units = part.start..part.stop;
-            return Self { root: own.root(), keys: own.keys().to_vec(), units, is_attached };
+            return Self { root: own.root(), keys: own.keys().to_vec(), units, is_independent };
         }
-        let (root, keys) =
-            own.attached(GROUP, part.start..part.stop).expect("the blocks of the part exist");
-        Self { root, keys, units: 0..(part.stop - part.start), is_attached }
+        let (root, keys) = own
+            .independent_keys(GROUP, part.start..part.stop)
+            .expect("the blocks of the part exist");
+        Self { root, keys, units: 0..(part.stop - part.start), is_independent }
     }
 
     fn to_save(&self) -> SaveRequest<'_> {
         let prefix = Prefix::new(self.root, &self.keys);
-        let (class, is_attached) = (SizeClass(0), self.is_attached);
-        SaveRequest { prefix, units: self.units.clone(), class, is_attached }
+        let (class, is_independent) = (SizeClass(0), self.is_independent);
+        SaveRequest { prefix, units: self.units.clone(), class, is_independent }
     }
 
     fn prefixes(&self) -> Vec<Prefix<'_>> {
-        let (root, length) = (self.root, if self.is_attached { 1 } else { self.keys.len().max(1) });
+        let (root, length) =
+            (self.root, if self.is_independent { 1 } else { self.keys.len().max(1) });
         let each = self.keys.chunks(length).map(|keys| Prefix::new(root, keys));
-        let none = (!self.is_attached && self.keys.is_empty()).then_some(Prefix::new(root, &[]));
+        let none = (!self.is_independent && self.keys.is_empty()).then_some(Prefix::new(root, &[]));
         each.chain(none).collect()
     }
 
     /// Makes the same reservations with one call for each attached chunk.
     fn reserve_one_by_one(&self, session: &dyn Session) -> (Vec<Reservation>, u32) {
-        if !self.is_attached {
+        if !self.is_independent {
             return session.reserve(self.prefixes()[0], self.units.clone()).expect("in range");
         }
         let (mut every, mut num_dropped) = (Vec::new(), 0);
@@ -240,7 +247,7 @@ fn large_batches_are_split_into_messages() {
         Server::open(ServerConfig { host_bytes: 20_000 * FRAME, ..server_config(dir.path()) });
     let engine = connect(dir.path());
     let parts: Vec<_> =
-        (0..3).map(|prompt| Part { prompt, start: 0, stop: 4000, is_attached: true }).collect();
+        (0..3).map(|prompt| Part { prompt, start: 0, stop: 4000, is_independent: true }).collect();
     let asked = asked(&parts);
     let to_save: Vec<_> = asked.iter().map(Asked::to_save).collect();
     let (reserved, _) = engine.reserve_many(&to_save).expect("in range");
@@ -282,7 +289,7 @@ fn found_by_chats(session: &dyn Session, has_prefix: bool) -> u32 {
     const TURN: u32 = 3;
     let state = |prompt, end: u32| {
         let own = chain(prompt, end);
-        let (root, mut keys) = own.attached(GROUP, end - 1..end).expect("the block exists");
+        let (root, mut keys) = own.independent_keys(GROUP, end - 1..end).expect("the block exists");
         keys.extend(own.keys().last().filter(|_| has_prefix));
         (root, keys)
     };
@@ -292,13 +299,13 @@ fn found_by_chats(session: &dyn Session, has_prefix: bool) -> u32 {
             prefix: Prefix::new(own.root(), own.keys()),
             units: 0..end,
             class: SizeClass(0),
-            is_attached: false,
+            is_independent: false,
         };
         let attached = SaveRequest {
             prefix: Prefix::new(root, &keys),
             units: 0..1,
             class: SizeClass(0),
-            is_attached: true,
+            is_independent: true,
         };
         for asked in [kv, attached] {
             let (reserved, _) = session.reserve_many(&[asked]).expect("in range");

@@ -86,7 +86,7 @@ fn request(parts: &Parts) -> Request<'_> {
                 keys,
                 units: units.clone(),
                 class: SizeClass(root.0[0] % 16),
-                is_attached: root.0[0] == 1,
+                is_independent: root.0[0] == 1,
             });
             Request::Reserve(ranges.collect())
         }

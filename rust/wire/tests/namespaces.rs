@@ -292,8 +292,8 @@ fn error_for_too_large_chunks_has_the_servers_option() {
     let said = refusal(large());
     assert_eq!(
         said,
-        "--host-size of this engine's kvloft server = 256 KiB holds no chunk, which is 524288 bytes here; make it at least \
-         that; running without the cache and retrying in the background"
+        "--host-size of this engine's kvloft server = 256 KiB is too small for a chunk of 524288 bytes; set it to at least \
+         that size; running without the cache and retrying in the background"
     );
     drop(server);
     let _server =

@@ -348,7 +348,7 @@ fn malformed_bytes_are_refused_without_effect_on_others() {
         keys,
         units: range,
         class: SizeClass(0),
-        is_attached: false,
+        is_independent: false,
     }])
     .encode(2, &mut huge);
     let mut without_keys = Vec::new();
@@ -359,7 +359,7 @@ fn malformed_bytes_are_refused_without_effect_on_others() {
         keys,
         units: range,
         class: SizeClass(0),
-        is_attached: false,
+        is_independent: false,
     }])
     .encode(2, &mut without_keys);
     let stored = chain(1, 3);

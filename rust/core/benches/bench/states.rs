@@ -61,7 +61,7 @@ fn replay(trace: &Trace, frames: usize, eviction: Eviction, has_prefix: bool) ->
         let mut chain = KeyChain::new(ChunkKey([7; 32]), 1).expect("a valid chain");
         chain.append_tokens(&ids[..ids.len() - 1]).expect("fewer than 2^32 tokens");
         let groups: Vec<_> = (2..2 + NUM_GROUPS)
-            .map(|group| chain.attached(group, 0..chain.num_blocks()).expect("its blocks"))
+            .map(|group| chain.independent_keys(group, 0..chain.num_blocks()).expect("its blocks"))
             .collect();
         let state = |(root, keys): &(ChunkKey, Vec<ChunkKey>), block: usize| {
             let end = chain.keys()[block];
@@ -92,7 +92,7 @@ fn replay(trace: &Trace, frames: usize, eviction: Eviction, has_prefix: bool) ->
         for (root, keys) in groups.iter().map(|group| state(group, chain.keys().len() - 1)) {
             let prefix = Prefix::new(root, &keys[..=usize::from(has_prefix)]);
             let asked =
-                SaveRequest { prefix, units: whole(1), class: SizeClass(0), is_attached: true };
+                SaveRequest { prefix, units: whole(1), class: SizeClass(0), is_independent: true };
             store.commit(store.reserve_many(None, &[asked]).expect("one chunk").0);
         }
     }

@@ -1,14 +1,14 @@
-//! One KV cache group's chunks of a batch, as columns. It must not know tickets.
+//! The chunks of one KV cache group in a batch, as columns without tickets.
 
 use std::ops::Range;
 
 use crate::io::FrameId;
 use crate::{Error, Result};
 
-/// In the blocks of a batch: this block of the chunk is not copied.
+/// Marks a block of a chunk that is not copied.
 pub const NOT_WANTED: i32 = -1;
 
-/// The chunks of one group; never none.
+/// The chunks of one group; at least one chunk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Part {
     pub(super) group: u32,
@@ -22,16 +22,16 @@ pub(super) struct Row {
     pub(super) key: [u8; 32],
 }
 
-/// One group's chunks as columns of little-endian bytes, as they cross between processes.
+/// One group's chunks as columns of little-endian bytes, for transfer between processes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Columns<T> {
     /// Number of the KV cache group.
     pub group: u32,
-    /// u32.
+    /// Frame ids, 4 bytes each.
     pub frames: T,
-    /// 32 bytes each.
+    /// Chunk keys, 32 bytes each.
     pub keys: T,
-    /// i32, the same number for each chunk.
+    /// Block ids, 4 bytes each; the same number for each chunk.
     pub blocks: T,
 }
 
@@ -44,14 +44,14 @@ pub(super) fn numbers<T, const N: usize>(bytes: &[u8], of: fn([u8; N]) -> T) -> 
     }
 }
 
-/// No block has a negative number; one of them means that a block is not copied.
+/// Checks that a block table has no negative numbers, which mark blocks that are not copied.
 pub(super) fn check_table(table: &[i32]) -> Result<()> {
     let is_right = table.iter().all(|block| *block >= 0);
-    is_right.then_some(()).ok_or_else(|| Error::invalid("a block table with a negative number"))
+    is_right.then_some(()).ok_or_else(|| Error::invalid("a block table contains a negative number"))
 }
 
-/// Where the run of wanted blocks is among those of one chunk; None if there is none, or if other
-/// blocks are wanted, too.
+/// Returns the range of a chunk's copied blocks; None if no block is copied, or if the copied
+/// blocks are not contiguous or are negative.
 pub(super) fn wanted(blocks: &[i32]) -> Option<Range<usize>> {
     let start = blocks.iter().position(|block| *block != NOT_WANTED)?;
     let stop = blocks.iter().rposition(|block| *block != NOT_WANTED)? + 1;
@@ -74,8 +74,8 @@ impl Part {
         &self.blocks[nth * num..(nth + 1) * num]
     }
 
-    /// `InvalidConfig` for columns that do not fit together, or a chunk whose wanted blocks are not
-    /// one run.
+    /// Returns `InvalidConfig` if the lengths of the columns do not match, or if the copied blocks
+    /// of a chunk are not contiguous.
     pub(super) fn from_columns(columns: &Columns<&[u8]>) -> Result<Self> {
         let frames = numbers(columns.frames, u32::from_le_bytes)?;
         let keys = numbers(columns.keys, |key: [u8; 32]| key)?;
@@ -89,7 +89,7 @@ impl Part {
         let rows = frames.into_iter().zip(keys).map(|(frame, key)| Row { frame, key }).collect();
         let part = Self { group: columns.group, rows, blocks };
         if (0..part.rows.len()).any(|nth| wanted(part.blocks_of(nth)).is_none()) {
-            return Err(Error::invalid("the blocks of a chunk are not one run"));
+            return Err(Error::invalid("the blocks of a chunk are not contiguous"));
         }
         Ok(part)
     }
@@ -113,15 +113,15 @@ impl Part {
             block == NOT_WANTED || u32::try_from(block).is_ok_and(|block| block < num_blocks)
         };
         if self.rows.iter().any(|row| FrameId(row.frame).number() >= num_frames) {
-            return Err(Error::invalid("a frame is not one of the arena's")
+            return Err(Error::invalid("a frame is outside the arena")
                 .with_context("num_frames", num_frames));
         }
         if self.blocks.len() != self.rows.len() * blocks_per_chunk as usize {
-            let error = Error::invalid("a chunk does not have as many blocks as a frame");
+            let error = Error::invalid("a chunk and its frame differ in the number of blocks");
             return Err(error.with_context("blocks_per_chunk", blocks_per_chunk));
         }
         if !self.blocks.iter().all(|block| is_block(*block)) {
-            return Err(Error::invalid("a block is not one of the paged KV")
+            return Err(Error::invalid("a block is outside the paged KV")
                 .with_context("num_blocks", num_blocks));
         }
         Ok(())

@@ -1,7 +1,7 @@
-//! The chunks of each KV cache group that a prefix needs: arithmetic only.
+//! Computes which chunks of each KV cache group a prefix needs.
 //!
-//! A prefix is a list of units with one chunk per group. A full-attention group needs all of its
-//! chunks, a sliding-window group those of the last tokens, a Mamba group one state.
+//! A prefix is a list of units with one chunk per group. It needs all chunks of a full-attention
+//! group, the chunks of the last tokens of a sliding-window group, and one state of a Mamba group.
 
 use std::ops::Range;
 
@@ -15,31 +15,32 @@ pub enum GroupKind {
     Full,
     /// The blocks of the last `reach` tokens.
     Window,
-    /// The blocks of the local chunk of `reach` tokens that the prefix ends in.
+    /// The blocks of the last local chunk, which spans `reach` tokens.
     Local,
-    /// The state after its last token.
+    /// The state after the last token of the prefix.
     State,
 }
 
 /// One KV cache group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Group {
-    /// Group number in the keys of its chunks; None for the keys of the prefix itself.
+    /// Group number that is hashed into the keys of its chunks; None if the chunks have the keys of
+    /// the prefix.
     pub number: Option<u32>,
     /// The part that a prefix needs.
     pub kind: GroupKind,
     /// Tokens per block.
     pub block_tokens: u32,
-    /// Blocks per unit; at least one.
+    /// Number of blocks per unit, at least one.
     pub blocks_per_unit: u32,
-    /// How many of the unit's last blocks per chunk keeps: no prefix needs the others, and vLLM may
-    /// have freed them.
+    /// Number of blocks per chunk: the last blocks of the unit. No prefix needs the others, and
+    /// vLLM may have freed them.
     pub kept_blocks: u32,
-    /// In tokens; only for windows and local chunks.
+    /// Size of the window or local chunk, in tokens; 0 for other kinds.
     pub reach: u32,
     /// The size class of its frames.
     pub class: SizeClass,
-    /// Size class of the smaller frames for compressed chunks; a chunk may not fit.
+    /// Size class of the smaller frames for compressed chunks, if any. A chunk may not fit.
     pub compact: Option<SizeClass>,
 }
 
@@ -56,7 +57,7 @@ impl Group {
         compact: None,
     };
 
-    /// `InvalidConfig` for a size of zero, or more blocks kept than there are.
+    /// Returns `InvalidConfig` if a size is zero, or if a chunk has more blocks than its unit.
     pub fn check(&self) -> Result<()> {
         let has_reach = self.reach > 0 || self.kind != GroupKind::Local;
         let has_blocks =
@@ -64,16 +65,17 @@ impl Group {
         if has_blocks && has_reach {
             return Ok(());
         }
-        Err(Error::invalid("a KV cache group of impossible sizes"))
+        Err(Error::invalid("the sizes of a KV cache group are invalid"))
     }
 
-    /// True if a prefix needs every chunk of the group, so that a chunk depends on those before it.
+    /// Returns true if a prefix needs every chunk of the group, so that each chunk depends on the
+    /// chunks before it.
     pub fn is_full(&self) -> bool {
         self.kind == GroupKind::Full
     }
 
-    /// Returns the first block that a prefix of `num_units` needs; it needs all blocks from there
-    /// on.
+    /// Returns the first block that a prefix of `num_units` needs. The prefix needs this block and
+    /// all blocks after it.
     pub fn first_block(&self, num_units: u32) -> u32 {
         let [units, each, block, reach] =
             [num_units, self.blocks_per_unit, self.block_tokens, self.reach].map(u64::from);
@@ -87,8 +89,8 @@ impl Group {
         u32::try_from(first).unwrap_or(u32::MAX)
     }
 
-    /// Returns the units that a prefix of `num_units` needs. The first needed block may be inside
-    /// the first of them.
+    /// Returns the units that a prefix of `num_units` needs. It may need only a part of the first
+    /// unit's blocks.
     pub fn units(&self, num_units: u32) -> Range<u32> {
         self.first_block(num_units) / self.blocks_per_unit..num_units
     }

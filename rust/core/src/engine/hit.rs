@@ -1,8 +1,8 @@
 //! The deepest hit: the last boundary between units at which every group has all needed chunks.
 //!
-//! Chunks of full-attention groups depend on those before them, so lookups find the end of the
-//! stored prefix. Chunks of other groups are saved and evicted one by one, so they are looked up
-//! backwards from that end.
+//! Chunks of full-attention groups depend on the chunks before them, so a lookup finds the end of
+//! the stored prefix. Chunks of other groups are saved and evicted individually, so they are looked
+//! up backwards from that end.
 
 use super::group::{Group, GroupKind};
 use crate::Result;
@@ -10,15 +10,16 @@ use crate::key::KeyChain;
 use crate::session::Session;
 use crate::store::{Lookup, Prefix};
 
-/// After a missing chunk, the next lookup covers this many units more, and this factor more each
-/// time. On a server each lookup is a round trip.
+/// After a missing chunk, the next lookup also covers `LOOK_BACK` earlier units. Each further
+/// lookup multiplies this number by `LOOK_FURTHER`, because every lookup on a server is a round
+/// trip.
 const LOOK_BACK: u32 = 64;
 const LOOK_FURTHER: u32 = 4;
 
-/// Chooses the tiers in which chunks count.
+/// Selects the tiers in which chunks are treated as stored.
 type Tiers = fn(&Lookup) -> u32;
 
-/// Lookup results of one group, for the units from `start` on.
+/// Lookup results of one group for consecutive units, starting at `start`.
 struct Column<'a> {
     group: &'a Group,
     number: u32,
@@ -31,14 +32,13 @@ impl Column<'_> {
         self.start + u32::try_from(self.found.len()).unwrap_or(u32::MAX)
     }
 
-    /// True if all chunks that a prefix of `num_units` needs were looked up.
+    /// Returns true if all chunks that a prefix of `num_units` needs were looked up.
     fn has(&self, num_units: u32) -> bool {
         let needed = self.group.units(num_units);
         needed.is_empty() || self.start <= needed.start && num_units <= self.end()
     }
 
-    /// Returns the units to look up for a prefix of `num_units`, extended by `further` units
-    /// before.
+    /// Returns the units to look up for a prefix of `num_units`, including `further` earlier units.
     fn missing(&self, num_units: u32, further: u32) -> std::ops::Range<u32> {
         let first = self.group.units(num_units).start.saturating_sub(further);
         first..if self.start < num_units && num_units <= self.end() {
@@ -59,8 +59,8 @@ impl Column<'_> {
         tiers(&self.found[(unit - self.start) as usize]) > 0
     }
 
-    /// Returns `num_units` if all chunks that a prefix of that length needs are stored; else a
-    /// smaller number, such that no number between the two is a hit.
+    /// Returns `num_units` if all chunks that a prefix of that length needs are stored. Otherwise
+    /// returns a smaller number of units such that no prefix with a length in between is a hit.
     fn nearest(&self, num_units: u32, tiers: Tiers) -> u32 {
         let Some(missing) =
             self.group.units(num_units).rev().find(|unit| !self.is_there(*unit, tiers))
@@ -77,22 +77,22 @@ impl Column<'_> {
     }
 }
 
-/// Returns the deepest hits of at most `most` units, in host memory and in any tier. `chain` has at
-/// least that many units.
+/// Returns the deepest hits of at most `most` units, in host memory and in any tier. `chain` must
+/// have at least `most.stored_units` units.
 pub(super) fn deepest(
     session: &dyn Session,
     groups: &[Group],
     chain: &KeyChain,
     most: Lookup,
 ) -> Result<Lookup> {
-    let attached = groups.iter().filter(|group| !group.is_full());
+    let independent = groups.iter().filter(|group| !group.is_full());
     let column = |group| Column {
         group,
         number: group.number.unwrap_or_default(),
         start: 0,
         found: Vec::new(),
     };
-    let mut columns: Vec<_> = attached.map(column).collect();
+    let mut columns: Vec<_> = independent.map(column).collect();
     let stored_units =
         search(session, chain, &mut columns, most.stored_units, |found| found.stored_units)?;
     let host_units =
@@ -140,7 +140,7 @@ fn look_up(
     let keys = columns
         .iter()
         .zip(&asked)
-        .map(|(column, units)| chain.attached(column.number, units.clone()));
+        .map(|(column, units)| chain.independent_keys(column.number, units.clone()));
     let keys = keys.collect::<Result<Vec<_>>>()?;
     let each =
         keys.iter().flat_map(|(root, keys)| keys.chunks(1).map(|key| Prefix::new(*root, key)));

@@ -1,12 +1,12 @@
-//! A store as one engine uses it: prefixes, block tables and reports of ranks, on top of a
-//! session's keys and numbers.
+//! One engine's view of a store: adds prefixes, block tables and reports of ranks to the keys and
+//! tickets of a session.
 //!
 //! A prefix has one chunk per unit and KV cache group. A ticket is settled once, by the last rank's
-//! report (I10), and committed only if no rank failed it (I3). A save reads its blocks after the
-//! step that planned it was launched; by then its request may have finished and a block may belong
-//! to another request, whose writer has to wait (I2). Tickets belong to the engine and ascend for
-//! its life, independently of the store's reservation numbers, so a late report never settles
-//! another save.
+//! report (I10), and is only committed if no rank reported a failure (I3). A save reads its blocks
+//! after the launch of the step that planned it. By then, its request may have finished and a block
+//! may belong to a different request, which must not write to the block until the save has read it
+//! (I2). Tickets are assigned per engine and ascend for its life, independently of the store's
+//! reservation numbers, so a late report never settles a different save.
 
 mod group;
 mod hit;
@@ -26,7 +26,7 @@ use crate::session::{LeaseId, Session};
 use crate::store::{Lookup, Prefix};
 use crate::{Error, Result};
 
-/// Pins the chunks that a prefix of `num_units` needs.
+/// A read lease that pins the chunks needed by a prefix of `num_units`.
 #[derive(Debug, Clone, Copy)]
 pub struct Lease {
     id: LeaseId,
@@ -40,7 +40,7 @@ pub struct EngineSession {
     session: Box<dyn Session>,
     num_ranks: u32,
     groups: Vec<Group>,
-    /// Indices of `groups`: full-attention groups first, because a server indexes their chunks as
+    /// Indices of `groups`, full-attention groups first, because a server indexes their chunks as
     /// prefixes.
     order: Vec<usize>,
     in_flight: Mutex<InFlight>,
@@ -48,11 +48,11 @@ pub struct EngineSession {
 }
 
 impl EngineSession {
-    /// Creates an engine's view of a session. Each of `num_ranks` reports every ticket once.
-    /// `InvalidConfig` for a group with a size of zero, or no group.
+    /// Creates an engine's view of a session. Each of `num_ranks` ranks must report every ticket
+    /// once. Returns `InvalidConfig` if there are no groups, or if a group's sizes are invalid.
     pub fn new(session: Box<dyn Session>, num_ranks: u32, groups: Vec<Group>) -> Result<Self> {
         if groups.is_empty() {
-            return Err(Error::invalid("a model without KV cache groups"));
+            return Err(Error::invalid("a model needs at least one KV cache group"));
         }
         groups.iter().try_for_each(Group::check)?;
         let mut order: Vec<_> = (0..groups.len()).collect();
@@ -67,7 +67,7 @@ impl EngineSession {
         })
     }
 
-    /// The session.
+    /// Returns the session.
     pub fn session(&self) -> &dyn Session {
         &*self.session
     }
@@ -84,15 +84,16 @@ impl EngineSession {
         self.groups.iter().filter(|group| group.is_full())
     }
 
-    /// True if a hit can be any part of the stored prefix: with a single full-attention group.
+    /// Returns true if every leading part of the stored prefix is a hit, which requires a single
+    /// full-attention group.
     fn is_divisible(&self) -> bool {
         self.groups.len() == 1 && self.groups[0].is_full()
     }
 
     // -- lookups and loads ----------------------------------------------------------------------
 
-    /// Returns the number of leading units that every full-attention group has stored: no hit is
-    /// deeper. Without such a group, all units that have keys.
+    /// Returns the number of leading units that are stored in every full-attention group. No hit is
+    /// deeper. Without a full-attention group, returns the number of units with keys.
     pub fn lookup(&self, chain: &mut KeyChain) -> Lookup {
         let prefixes = self.prefixes(chain, u32::MAX);
         let every = Lookup { host_units: u32::MAX, stored_units: u32::MAX };
@@ -109,19 +110,19 @@ impl EngineSession {
         }
     }
 
-    /// Returns the deepest hits of at most `most` units, the result of [`Self::lookup`], in host
-    /// memory and in any tier.
+    /// Returns the deepest hits in host memory and in any tier. `most`, the result of
+    /// [`Self::lookup`], limits the number of units.
     pub fn deepest_hit(&self, chain: &KeyChain, most: Lookup) -> Result<Lookup> {
         hit::deepest(&*self.session, &self.groups, chain, most)
     }
 
-    /// Hashes the keys of each full-attention group, as far as they are not known.
+    /// Computes the missing keys of each full-attention group.
     fn extend_groups(&self, chain: &mut KeyChain) {
         let numbers = self.full_groups().filter_map(|group| group.number);
         numbers.for_each(|number| chain.extend_group(number));
     }
 
-    /// The keys of the first `num_units` in each full-attention group.
+    /// Returns the keys of the first `num_units` units in each full-attention group.
     fn prefixes<'a>(&self, chain: &'a mut KeyChain, num_units: u32) -> Vec<Prefix<'a>> {
         self.extend_groups(chain);
         let prefix = |group: &Group| {
@@ -131,13 +132,14 @@ impl EngineSession {
         self.full_groups().map(prefix).collect()
     }
 
-    /// Pins the chunks of every group that a prefix of `num_units` needs, and starts to read those
-    /// that are only on disk.
+    /// Pins the chunks of every group that a prefix of `num_units` needs, and queues reads of the
+    /// chunks that are only on disk.
     pub fn acquire(&self, chain: &mut KeyChain, num_units: u32) -> Result<Lease> {
         let num_units = num_units.min(chain.num_blocks());
-        let attached = self.groups.iter().filter(|group| !group.is_full());
-        let keys = attached
-            .map(|group| chain.attached(group.number.unwrap_or_default(), group.units(num_units)));
+        let independent = self.groups.iter().filter(|group| !group.is_full());
+        let keys = independent.map(|group| {
+            chain.independent_keys(group.number.unwrap_or_default(), group.units(num_units))
+        });
         let keys = keys.collect::<Result<Vec<_>>>()?;
         let mut prefixes = self.prefixes(chain, num_units);
         prefixes.extend(
@@ -148,10 +150,11 @@ impl EngineSession {
         Ok(Lease { id, num_units, num_chunks: u32::try_from(num_chunks).unwrap_or(u32::MAX) })
     }
 
-    /// Returns how many units are ready to load, and how many after them are being read from disk.
+    /// Returns the number of units that are ready to load, and the number of units after them that
+    /// are being read from disk.
     ///
-    /// With several groups, or a group that needs only a part of a prefix, a hit is all or nothing:
-    /// (0, 0) if a chunk cannot be read.
+    /// A hit is all or nothing, unless the only group uses full attention: returns (0, 0) if a
+    /// chunk cannot be read.
     pub fn poll(&self, lease: &Lease) -> (u32, u32) {
         let progress = self.session.poll(lease.id);
         let (ready, pending) = (progress.ready_units, progress.pending_units);
@@ -171,9 +174,9 @@ impl EngineSession {
         self.session.release(lease.id);
     }
 
-    /// Returns, for each group, the blocks that units `[begin, end)` of a prefix that ends with
-    /// `end` are loaded to. vLLM has the blocks before them, or null blocks for those that the
-    /// group does not need.
+    /// Returns, for each group, the range of blocks to load for units `[begin, end)` of a prefix of
+    /// `end` units. vLLM already has the earlier blocks, or null blocks in their place if the group
+    /// does not need them.
     pub fn loaded_blocks(&self, begin: u32, end: u32) -> Vec<Range<u32>> {
         let blocks = |group: &Group| {
             let each = group.blocks_per_unit;
@@ -182,10 +185,10 @@ impl EngineSession {
         self.groups.iter().map(blocks).collect()
     }
 
-    /// Pairs the lease's chunks of units `[begin, end)` with blocks: `tables` has those of
-    /// [`Self::loaded_blocks`]. Returns the chunks, and units by tier. With one full-attention
-    /// group, returns the ready chunks; otherwise nothing unless all are ready. `InvalidConfig` for
-    /// a negative block.
+    /// Pairs the lease's chunks for units `[begin, end)` with blocks. `tables` contains the ids of
+    /// the [`Self::loaded_blocks`] of each group. Returns the chunks, and the number of units by
+    /// tier. With a single full-attention group, returns the ready chunks; otherwise returns
+    /// nothing unless all chunks are ready. Returns `InvalidConfig` if a block id is negative.
     pub fn load(
         &self,
         lease: &Lease,
@@ -216,16 +219,17 @@ impl EngineSession {
         }
         let mut by_tier = by_tier.unwrap_or_default();
         if self.full_groups().next().is_none() {
-            by_tier.fill_up(end.saturating_sub(begin)); // units before every window need no chunk
+            by_tier.fill_up(end.saturating_sub(begin)); // units before all windows need no chunk
         }
         Ok((batch, by_tier))
     }
 
     // -- saves ----------------------------------------------------------------------------------
 
-    /// Records one rank's report. Returns the number of chunks that became visible, and of those
-    /// that some rank could not write for another reason than their size. Ignores tickets that are
-    /// not in flight. `misfits` are those of `failed` whose chunks did not fit their frames.
+    /// Records one rank's report. `misfits` are the tickets in `failed` whose chunks did not fit
+    /// their frames. Ignores tickets that are not in flight. Returns the number of chunks that
+    /// became visible, and the number of chunks whose save failed for a reason other than their
+    /// size.
     pub fn settle(&self, saved: &[u64], failed: &[u64], misfits: &[u64]) -> (u32, usize) {
         let mut in_flight = self.in_flight();
         for ticket in failed {
@@ -240,7 +244,7 @@ impl EngineSession {
                 .push(save);
         }
         drop(in_flight);
-        self.give_back(aborted.iter().filter_map(|save| save.reservation));
+        self.abort_reservations(aborted.iter().filter_map(|save| save.reservation));
         let reservations: Vec<_> = written.iter().filter_map(|save| save.reservation).collect();
         let keys = aborted.iter().filter_map(|save| save.misfit);
         let num_misfits = keys.clone().count();
@@ -254,18 +258,18 @@ impl EngineSession {
         (num_visible, aborted.len() - num_misfits)
     }
 
-    /// Number of chunks that did not fit their frames.
+    /// Returns the number of chunks that did not fit their frames.
     pub fn num_misfits(&self) -> u64 {
         self.misfits().num_failed
     }
 
-    /// Aborts reservations that no rank will report.
+    /// Aborts saves that no rank will report.
     pub fn abort(&self, tickets: &[u64]) {
         let mut in_flight = self.in_flight();
         let known: Vec<_> =
             tickets.iter().filter_map(|ticket| in_flight.remove(*ticket)?.reservation).collect();
         drop(in_flight);
-        self.give_back(known);
+        self.abort_reservations(known);
     }
 
     /// Aborts all saves in flight.
@@ -274,25 +278,26 @@ impl EngineSession {
         self.abort(&every);
     }
 
-    fn give_back(&self, reservations: impl IntoIterator<Item = u64>) {
+    fn abort_reservations(&self, reservations: impl IntoIterator<Item = u64>) {
         let reservations: Vec<_> = reservations.into_iter().collect();
         if !reservations.is_empty() {
             self.session.abort(&reservations);
         }
     }
 
-    /// Removes every chunk, including saves in flight.
+    /// Removes all chunks from the store and fails all saves in flight.
     pub fn clear(&self) {
         self.in_flight().fail_all();
         self.session.clear();
     }
 
-    /// Returns the number of saves that some rank has not reported.
+    /// Returns the number of saves that at least one rank has not reported.
     pub fn num_in_flight(&self) -> usize {
         self.in_flight().len()
     }
 
-    /// Returns the `blocks` that a save in flight reads; every such block for None.
+    /// Returns the members of `blocks` that a save in flight reads; for None, all blocks that a
+    /// save in flight reads.
     pub fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
         self.in_flight().being_read(blocks)
     }

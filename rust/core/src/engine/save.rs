@@ -1,4 +1,4 @@
-//! Reserves frames for saves: chunks of units, and Mamba states.
+//! Reserves frames for saves of units and of Mamba states.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -11,23 +11,23 @@ use crate::chunk_batch::{ChunkBatch, NULL_BLOCK};
 use crate::key::{ChunkKey, KeyChain};
 use crate::store::{Prefix, Reservation, SaveCounts, SaveRequest};
 
-/// Units of one request to save, in every group that keeps KV of them.
+/// Units of one request to save, in every group that saves chunks of units.
 #[derive(Debug)]
 pub struct SaveRow<'a> {
     /// The request's prefix.
     pub chain: &'a mut KeyChain,
     /// The units to save.
     pub units: Range<u32>,
-    /// The blocks of those units, group after group, in the order of
-    /// [`EngineSession::saved_groups`]. 0 is the null block.
+    /// The blocks of these units, group by group, in the order of [`EngineSession::saved_groups`].
+    /// 0 is the null block.
     pub blocks: &'a [i32],
 }
 
-/// The state of a Mamba group at the end of a unit, to be saved.
+/// A state of a Mamba group at the end of a unit, to be saved.
 #[derive(Debug)]
 pub struct StateRow(Part<'static>);
 
-/// One group's chunks of one request's save.
+/// The chunks of one group in one request's save.
 #[derive(Debug)]
 struct Part<'a> {
     group: usize,
@@ -35,23 +35,24 @@ struct Part<'a> {
     keys: Cow<'a, [ChunkKey]>,
     units: Range<u32>,
     blocks: Cow<'a, [i32]>,
-    /// As in [`SaveRequest`].
-    is_attached: bool,
+    /// See [`SaveRequest::is_independent`].
+    is_independent: bool,
 }
 
 impl EngineSession {
-    /// Groups whose chunks [`Self::reserve`] saves: all but Mamba groups, whose states vLLM offers
-    /// one at a time.
+    /// Returns the groups whose chunks [`Self::reserve`] saves, with their indices. Excludes Mamba
+    /// groups, because vLLM provides their states one at a time.
     pub fn saved_groups(&self) -> impl Iterator<Item = (usize, &Group)> {
         let groups = self.order.iter().map(|nth| (*nth, &self.groups[*nth]));
         groups.filter(|(_, group)| group.kind != GroupKind::State)
     }
 
-    /// Reserves frames for the chunks of each row that are not stored yet, and puts the saves in
-    /// flight. Returns for each row its chunks and the number of units without a frame, counted in
-    /// full-attention groups if there are any. On an error nothing is reserved.
+    /// Reserves frames for the chunks of each row that are not stored yet, and adds the saves to
+    /// the saves in flight. Returns, for each row, its chunks and the number of units without a
+    /// frame. If there are full-attention groups, only their units are counted. On error, nothing
+    /// is reserved.
     ///
-    /// Skips a chunk of another group if vLLM has freed one of its blocks.
+    /// In groups without full attention, skips a chunk if vLLM has freed one of its blocks.
     pub fn reserve(&self, rows: &mut [SaveRow<'_>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
         for row in rows.iter_mut() {
             self.extend_groups(row.chain);
@@ -66,24 +67,24 @@ impl EngineSession {
             let num_blocks = row.units.len() * group.blocks_per_unit as usize;
             let own = rest.split_off(..num_blocks.min(rest.len())).unwrap_or_default();
             if !group.is_full() {
-                parts.push(attached_part(nth, group, row, own)?);
+                parts.push(independent_part(nth, group, row, own)?);
                 continue;
             }
             let (root, keys) = row.chain.kept_by(group.number);
             let (keys, units, blocks) = (keys.into(), row.units.clone(), own.into());
-            parts.push(Part { group: nth, root, keys, units, blocks, is_attached: false });
+            parts.push(Part { group: nth, root, keys, units, blocks, is_independent: false });
         }
         Ok(parts)
     }
 
-    /// Reserves frames for states. On an error nothing is reserved.
+    /// Reserves frames for states. On error, nothing is reserved.
     pub fn reserve_states(&self, rows: Vec<StateRow>) -> Result<Vec<Arc<ChunkBatch>>> {
         let parts: Vec<_> = rows.into_iter().map(|row| vec![row.0]).collect();
         Ok(self.reserve_parts(&parts)?.into_iter().map(|(batch, _)| batch).collect())
     }
 
-    /// The state of `group` at the end of `unit`, which will be in `block`. `InvalidConfig` if the
-    /// chain has no such unit.
+    /// Prepares to save the state of `group` at the end of `unit`. `block` is the block that will
+    /// contain the state. Returns `InvalidConfig` if the chain has no such unit.
     pub fn state_row(
         &self,
         chain: &KeyChain,
@@ -92,14 +93,15 @@ impl EngineSession {
         block: i32,
     ) -> Result<StateRow> {
         let number = self.groups.get(group).and_then(|group| group.number).unwrap_or_default();
-        let (root, mut keys) = chain.attached(number, [unit])?;
-        keys.extend(chain.keys().get(unit as usize)); // that of the prefix that ends with it
+        let (root, mut keys) = chain.independent_keys(number, [unit])?;
+        // The key of the prefix that ends with this unit.
+        keys.extend(chain.keys().get(unit as usize));
         let (keys, blocks) = (keys.into(), vec![block].into());
-        Ok(StateRow(Part { group, root, keys, units: 0..1, blocks, is_attached: true }))
+        Ok(StateRow(Part { group, root, keys, units: 0..1, blocks, is_independent: true }))
     }
 
     fn reserve_parts(&self, rows: &[Vec<Part<'_>>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
-        // Locked before the store assigns numbers, so that they arrive in order.
+        // Locked before the store assigns reservation numbers, so that they are added in order.
         let mut in_flight = self.in_flight();
         let (mut asked, mut nums_of_runs) = (Vec::new(), Vec::new());
         for part in rows.iter().flatten() {
@@ -113,27 +115,27 @@ impl EngineSession {
         let (mut batches, mut rest) = (Vec::new(), reserved.as_slice());
         for parts in rows {
             let joined = self.join(parts, &mut rest, &mut got);
-            batches.push(
-                joined
-                    .inspect_err(|_| self.give_back(reserved.iter().map(|chunk| chunk.ticket)))?,
-            );
+            batches.push(joined.inspect_err(|_| {
+                self.abort_reservations(reserved.iter().map(|chunk| chunk.ticket));
+            })?);
         }
         let mut added = Vec::with_capacity(batches.len());
         for (batch, without_kv, num_dropped) in batches {
-            self.give_back(without_kv);
+            self.abort_reservations(without_kv);
             added.push((in_flight.add(batch, self.num_ranks), num_dropped));
         }
         Ok(added)
     }
 
-    /// Appends `asked`, the runs of one group, split if chunks need frames of another size.
+    /// Appends the requests for the chunks of one group to `runs`: one request for each run of
+    /// chunks that need the same frame size.
     fn runs<'a>(&self, part: &'a Part<'_>, runs: &mut Vec<SaveRequest<'a>>) {
         let group = &self.groups[part.group];
         let asked = SaveRequest {
             prefix: Prefix::new(part.root, &part.keys),
             units: part.units.clone(),
             class: group.class,
-            is_attached: part.is_attached,
+            is_independent: part.is_independent,
         };
         let misfits = self.misfits();
         let compact = group.compact.filter(|_| !misfits.are_all());
@@ -151,16 +153,17 @@ impl EngineSession {
             let units = run[0]..run[0] + u32::try_from(run.len()).unwrap_or(u32::MAX);
             runs.push(SaveRequest { class: class(&run[0]), units, ..asked.clone() });
         }
-        if runs.len() - before > 1 && asked.is_attached {
-            // The key after a run is not the key after the range.
+        if runs.len() - before > 1 && asked.is_independent {
+            // The key after the range has a special meaning (see `SaveRequest`); the key after a
+            // run must not be mistaken for it.
             for run in &mut runs[before..] {
                 run.prefix.keys = &run.prefix.keys[..run.units.end as usize];
             }
         }
     }
 
-    /// One request's reservations as a batch, tickets of chunks that have no KV, and units without
-    /// a frame.
+    /// Combines the reservations of one request into a batch. Also returns the tickets of chunks
+    /// that have no KV, and the number of units without a frame.
     fn join(
         &self,
         parts: &[Part<'_>],
@@ -176,7 +179,7 @@ impl EngineSession {
             let group = &self.groups[part.group];
             let number = u32::try_from(part.group).unwrap_or(u32::MAX);
             let num_blocks =
-                if part.is_attached { group.kept_blocks } else { group.blocks_per_unit };
+                if part.is_independent { group.kept_blocks } else { group.blocks_per_unit };
             let first_unit = part.units.start;
             without_kv.extend(batch.add_saves(
                 number,
@@ -193,7 +196,7 @@ impl EngineSession {
     }
 }
 
-/// The reservations of all runs of a group.
+/// Returns the sum of the counts of all runs of a group.
 fn total<'a>(runs: impl Iterator<Item = &'a SaveCounts>) -> SaveCounts {
     runs.fold(SaveCounts::default(), |sum, got| SaveCounts {
         num_reserved: sum.num_reserved + got.num_reserved,
@@ -201,9 +204,9 @@ fn total<'a>(runs: impl Iterator<Item = &'a SaveCounts>) -> SaveCounts {
     })
 }
 
-/// Returns the chunks of a sliding-window or local group whose blocks vLLM still has. `blocks` are
-/// those of the row's units.
-fn attached_part<'a>(
+/// Returns the chunks of a sliding-window or local group whose blocks vLLM still has. `blocks`
+/// contains the blocks of the row's units.
+fn independent_part<'a>(
     nth: usize,
     group: &Group,
     row: &SaveRow<'_>,
@@ -219,7 +222,7 @@ fn attached_part<'a>(
         }
     }
     let num_units = u32::try_from(units.len()).unwrap_or(u32::MAX);
-    let (root, keys) = row.chain.attached(group.number.unwrap_or_default(), units)?;
+    let (root, keys) = row.chain.independent_keys(group.number.unwrap_or_default(), units)?;
     let (keys, blocks) = (keys.into(), kept_blocks.into());
-    Ok(Part { group: nth, root, keys, units: 0..num_units, blocks, is_attached: true })
+    Ok(Part { group: nth, root, keys, units: 0..num_units, blocks, is_independent: true })
 }

@@ -1,24 +1,24 @@
-//! LRU with slower aging of reused chunks; and plain LRU.
+//! Eviction policies: LRU in which reused chunks age more slowly, and plain LRU.
 //!
-//! Evictable chunks are in two queues by last use: chunks used once, and chunks used more than
-//! once, including those that were evicted and saved again. The victim is the older of the two
-//! heads, where the age of a reused chunk is divided by `credit`. The credit follows the workload,
-//! so there is no setting. It starts at 1, which is LRU. When an evicted chunk returns, chunks of
-//! its kind were evicted too soon: the credit grows if the chunk was reused and shrinks otherwise,
-//! until evictions of both kinds are regretted equally often. The credit is high where most chunks
-//! are never used again, and drops after a few returns when a new working set replaces the old one.
-//! Compare ARC (Megiddo and Modha, FAST 2003), which balances sizes; ages need no count of the
-//! chunks that are not leaves.
+//! Evictable chunks are in two queues, sorted by last use: chunks used once, and reused chunks,
+//! which were used more than once. A chunk that is saved again after its eviction is also reused.
+//! The victim is the older of the two heads, after the age of the reused chunk is divided by
+//! `credit`. The credit adapts to the workload, so there is no setting. It starts at 1, which is
+//! LRU. An evicted chunk that returns was evicted too early: the credit grows if the chunk was
+//! reused and shrinks otherwise, until both kinds return equally often. The credit is high if most
+//! chunks are never used again, and drops after a few returns when a new working set replaces the
+//! old one. In contrast to ARC (Megiddo and Modha, FAST 2003), which balances queue sizes, ages do
+//! not require counting chunks that are not leaves.
 //!
-//! A use of a chunk is a use of its ancestors, but only the deepest chunk is updated: an ancestor
-//! cannot be a victim before its descendants are removed, and a removed chunk passes its uses to
-//! its parent. A chunk that becomes a leaf is therefore at the same place in its queue as if each
-//! use had stamped the whole prefix, and a touch costs the same at any depth.
+//! Using a chunk also uses its ancestors, but only the deepest chunk is updated: an ancestor cannot
+//! be a victim before its descendants are removed, and a removed chunk passes its last use to its
+//! parent. A chunk that becomes a leaf therefore has the same position in its queue as if each use
+//! had updated the whole prefix, and a touch has the same cost at any depth.
 //!
-//! A chunk attached to a prefix (Mamba state, a draft model's KV) is new in each turn of a chat,
-//! while most of the prefix was reused. On its own it would always be evicted first, and the prefix
-//! cannot be loaded without it. If at least half of the prefix was reused, its last chunk and the
-//! chunks attached to it therefore count as reused (`is_mostly_reused`, `mark_reused`).
+//! An independent chunk (for example a Mamba state) is new in each turn of a chat, while most of
+//! the prefix before it was reused. It would therefore be evicted first, although the prefix cannot
+//! be loaded without it. If at least half of the prefix was reused, the store marks the independent
+//! chunk and the last chunk of the prefix as reused (`is_mostly_reused`, `mark_reused`).
 
 use std::collections::BTreeSet;
 
@@ -29,29 +29,31 @@ use crate::key::ChunkKey;
 use crate::{Error, Result};
 
 const NO_PARENT: u32 = u32::MAX;
-/// Touches of a chunk within this share of the capacity count as one use: a waiting request is
-/// looked up many times.
+/// A touch is ignored within `capacity / TOUCHES_APART` events of the chunk's last use, because a
+/// waiting request touches its chunks repeatedly.
 const TOUCHES_APART: u32 = 64;
-/// Returns of one kind that change the credit by e, as a share of the capacity, if half of the
-/// evicted chunks were reused.
+/// Number of returns of one kind that change the credit by a factor of e, as a fraction of the
+/// capacity, if half of the evicted chunks were reused.
 const RETURNS_PER_E: f64 = 1.0 / 12.0;
-/// A higher credit would keep reused chunks too long after their working set has changed.
+/// Upper limit of the credit. A higher credit would keep reused chunks too long after the working
+/// set has changed.
 const MAX_CREDIT: f64 = 256.0;
-/// Evictions after which `reused_share` has made two thirds of a change.
+/// Number of evictions after which `reused_share` has followed a change by two thirds.
 const SHARE_WEIGHT: f64 = 256.0;
 /// Maximum number of chunks that `is_mostly_reused` visits.
 const MAX_STEPS_UP: u32 = 1024;
 const MIN_SHARE: f64 = 1.0 / 50.0;
 
-/// State of a chunk: 24 bytes, and at most 32 in a queue while it is evictable.
+/// State of a chunk. It takes 24 bytes, plus up to 32 bytes in a queue while the chunk is
+/// evictable.
 #[derive(Debug, Clone, Copy)]
 struct Node {
     fingerprint: u64,
-    /// The last use of the chunk or a removed descendant, in events.
+    /// Time of the last use of the chunk or a removed descendant, in events.
     last: u64,
     parent: u32,
     evictable: bool,
-    /// Used more than once, including uses before an eviction.
+    /// The chunk was used more than once, including uses before its eviction.
     reused: bool,
     unwritten: bool,
 }
@@ -66,31 +68,31 @@ impl Node {
         unwritten: false,
     };
 
-    /// The queue that holds the chunk while it is evictable.
+    /// Returns the index of the queue that holds the chunk while it is evictable.
     fn row(&self) -> u8 {
         u8::from(self.reused) + 2 * u8::from(self.unwritten)
     }
 }
 
-/// Evictable chunks in order of their last use.
+/// LRU in which reused chunks age more slowly, or plain LRU; see the module documentation.
 #[derive(Debug)]
 pub struct Adaptive {
     nodes: Vec<Node>,
-    /// By `Node::row`.
+    /// Indexed by `Node::row`.
     queues: [BTreeSet<(u64, u32)>; NUM_ROWS],
     spares_unwritten: bool,
     /// Evictable chunks by group.
     groups: Groups,
-    /// Inserts, and touches that count.
+    /// Number of insertions, and of touches that were not ignored.
     events: u64,
     touches_apart: u64,
     pub(super) ghosts: Ghosts,
-    /// Divides the age of reused chunks.
+    /// Divisor of the age of reused chunks.
     pub(super) credit: f64,
-    /// How much a return changes the logarithm of the credit, if all evicted chunks are of its
-    /// kind.
+    /// Change of the logarithm of the credit per return, if all evicted chunks are of the same kind
+    /// as the returned chunk.
     step: f64,
-    /// Share of newly evicted chunks that were reused.
+    /// Fraction of recently evicted chunks that were reused.
     reused_share: f64,
 }
 
@@ -106,7 +108,7 @@ impl Adaptive {
         }
     }
 
-    /// Least recently used: only the last use counts, and there are no ghosts.
+    /// Creates a plain LRU policy, without ghosts.
     pub fn lru() -> Self {
         Self {
             nodes: Vec::new(),
@@ -126,9 +128,10 @@ impl Adaptive {
         f64::from(u32::try_from(self.events - last).unwrap_or(u32::MAX))
     }
 
-    /// Updates the credit: a recently evicted chunk returned.
+    /// Updates the credit after a recently evicted chunk has returned.
     fn regret(&mut self, reused: bool) {
-        // Per eviction of its kind, so that with equal rates the steps cancel out.
+        // Scaled by the evictions of each kind, so that the steps cancel out if both kinds return
+        // at the same rate.
         let share = self.reused_share.clamp(MIN_SHARE, 1.0 - MIN_SHARE);
         let step = if reused { self.step / share } else { -self.step / (1.0 - share) };
         self.credit = (self.credit * step.exp()).clamp(1.0, MAX_CREDIT);
@@ -158,7 +161,7 @@ impl Adaptive {
         self.colder(older(once, new), older(reused, new_reused))
     }
 
-    /// Returns the next victim of two heads: one of chunks used once, one of reused chunks.
+    /// Chooses between the heads of two queues: chunks used once, and reused chunks.
     fn colder(&self, once: Option<(u64, u32)>, reused: Option<(u64, u32)>) -> Option<ChunkId> {
         let id = match (once, reused) {
             (Some(once), Some(reused)) if self.age(reused.0) > self.age(once.0) * self.credit => {
@@ -255,19 +258,19 @@ impl Policy for Adaptive {
     }
 }
 
-/// Which policy a tier has.
+/// The eviction policy of a tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Eviction {
-    /// Least recently used, but reused chunks age more slowly; the rate follows from the evicted
-    /// chunks that return.
+    /// LRU in which reused chunks age more slowly. The rate adapts to the evicted chunks that
+    /// return.
     #[default]
     Adaptive,
-    /// Least recently used.
+    /// Plain LRU.
     Lru,
 }
 
 impl Eviction {
-    /// `adaptive` or `lru`; else `InvalidConfig`.
+    /// Parses `adaptive` or `lru`. Returns `InvalidConfig` for other names.
     pub fn parse(name: &str) -> Result<Self> {
         match name {
             "adaptive" => Ok(Eviction::Adaptive),
@@ -278,7 +281,7 @@ impl Eviction {
         }
     }
 
-    /// A policy for a tier that holds `capacity` chunks.
+    /// Creates a policy for a tier of `capacity` chunks.
     pub fn policy(self, capacity: usize) -> Box<dyn Policy> {
         match self {
             Eviction::Adaptive => Box::new(Adaptive::new(capacity)),

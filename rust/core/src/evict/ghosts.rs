@@ -1,44 +1,46 @@
-//! Ghosts: which chunks were evicted and whether they had been reused. A table of fixed size, 32
-//! bytes per chunk of capacity.
+//! Ghosts record which chunks were evicted and whether they were reused. The table has a fixed size
+//! of 32 bytes per chunk of capacity.
 //!
-//! A key belongs to one set of 16 ghosts, in which a new ghost replaces the oldest. Nothing grows
-//! or is rehashed, and each call reads 64 bytes. The table is zeroed memory, which the kernel
-//! allocates on the first write.
+//! A key belongs to one set of 16 ghosts, in which a new ghost replaces the oldest. The table never
+//! grows or rehashes, and each call reads 64 bytes. The table starts as zeroed memory, whose pages
+//! the kernel allocates on the first write.
 
 use crate::key::ChunkKey;
 
-/// Ghosts per chunk of capacity: chats come back long after they left a small tier.
+/// Number of ghosts per chunk of capacity. It is above 1 because chats return long after their
+/// eviction from a small tier.
 const PER_CHUNK: usize = 8;
 const WAYS: usize = 16;
-/// The newest ghosts of a set that count as recent: as old as the last `capacity` evictions.
+/// Number of the newest ghosts in a set that are treated as recent. They cover about the last
+/// `capacity` evictions.
 const RECENT: usize = WAYS / PER_CHUNK;
-/// 256 MiB: a tier of more than 8 million chunks has fewer ghosts per chunk.
+/// Limits the table to 256 MiB. A tier of more than 8 million chunks has fewer ghosts per chunk.
 const MAX_SETS: usize = 1 << 22;
 
 /// An evicted chunk.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Ghost {
-    /// Used more than once.
+    /// The chunk was used more than once.
     pub(super) reused: bool,
-    /// Evicted recently: the tier has since evicted at most about as many chunks as it holds.
+    /// Since the chunk's eviction, the tier has evicted at most about as many chunks as it holds.
     pub(super) recent: bool,
 }
 
-/// In a tag: the slot is in use.
+/// Bit of a tag: the slot is in use.
 const USED: u32 = 1;
-/// In a tag: `Ghost::reused`.
+/// Bit of a tag: `Ghost::reused`.
 const REUSED: u32 = 2;
 
 /// Ghosts by fingerprint.
 #[derive(Debug, Default)]
 pub(super) struct Ghosts {
-    /// Tags, the newest first.
+    /// The tags of each set, newest first.
     sets: Vec<[u32; WAYS]>,
     /// False before the first eviction: `take` then avoids a read of cold memory.
     has_any: bool,
 }
 
-/// Eight bytes of a key are enough for a hint.
+/// Returns the first 8 bytes of a key. Collisions are harmless, because ghosts are only a hint.
 pub(super) fn fingerprint(key: &ChunkKey) -> u64 {
     u64::from_le_bytes(*key.0.first_chunk().expect("keys have 32 bytes"))
 }

@@ -1,5 +1,5 @@
-//! Evictable chunks of each group in order of their last use. Without groups, a call checks one
-//! empty list.
+//! The evictable chunks of each group, sorted by last use. If no chunk has a group, each call only
+//! checks an empty list.
 
 use std::collections::BTreeSet;
 
@@ -7,15 +7,15 @@ use super::{ChunkId, GroupId};
 
 /// Number of queues per group; see `Node::row`.
 pub(super) const NUM_ROWS: usize = 4;
-/// Used once, and used again; unwritten ones used once, and used again.
+/// In order: used once, reused, unwritten and used once, unwritten and reused.
 const ROWS: [u8; NUM_ROWS] = [0, 1, 2, 3];
 
 /// Groups of chunks, and their evictable chunks.
 #[derive(Debug, Default)]
 pub(super) struct Groups {
-    /// By chunk; chunks past the end have no group.
+    /// Indexed by chunk. Chunks past the end have no group.
     of: Vec<Option<GroupId>>,
-    /// Group, row, last use, chunk.
+    /// (group, row, last use, chunk).
     queue: BTreeSet<(GroupId, u8, u64, u32)>,
 }
 

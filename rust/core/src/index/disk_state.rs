@@ -10,7 +10,7 @@
 //! | Evicting | - | - | - | - | - | - | - | - | Stored | Absent |
 //!
 //! A test compares this table with [`DiskState::after`]. `State::change_disk` is the only code that
-//! changes a chunk's state; it updates the counters and the eviction policies that follow from it.
+//! changes a chunk's state. It also updates the counters and the eviction policies.
 
 use crate::evict::Removal;
 use crate::tier::disk::SlotId;
@@ -18,39 +18,39 @@ use crate::tier::disk::SlotId;
 /// State of a chunk on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum DiskState {
-    /// It is not on disk and will not be written.
+    /// The chunk is not on disk and will not be written.
     #[default]
     Absent,
-    /// It is in the queue of writes.
+    /// It is queued for writing.
     Queued,
     /// It waits until its parent is on disk.
     Blocked,
     /// A disk thread is writing it.
     Writing,
-    /// It is in the slot.
+    /// The chunk is stored in the slot.
     Stored(SlotId),
-    /// A disk thread is freeing its slot. It is stored again if that fails.
+    /// A disk thread is freeing its slot. If that fails, the state returns to `Stored`.
     Evicting(SlotId),
 }
 
 /// Events of a chunk in the disk tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DiskEvent {
-    /// It became visible in host memory, or a descendant must be written.
+    /// The chunk became visible in host memory, or a descendant must be written.
     Want,
     /// Its parent is not on disk.
     Block,
     /// Its parent is on disk, or can be written now.
     Unblock,
-    /// It need not be written any longer.
+    /// It no longer needs to be written.
     Cancel,
-    /// A disk thread begins to write it.
+    /// A disk thread starts writing it.
     Write,
-    /// It is in the slot.
+    /// It was written to the slot.
     Written(SlotId),
     /// It was in the slot when the tier was opened.
     Found(SlotId),
-    /// A disk thread begins to free its slot.
+    /// A disk thread starts freeing its slot.
     Evict,
     /// Its slot could not be freed.
     Keep,
@@ -89,17 +89,17 @@ impl DiskState {
         matches!(self, Self::Stored(_))
     }
 
-    /// Returns true while it occupies a slot: it is stored, being written or being evicted.
+    /// Returns true if the chunk occupies a slot: it is stored, being written or being evicted.
     pub(crate) fn takes_slot(self) -> bool {
         matches!(self, Self::Writing | Self::Stored(_) | Self::Evicting(_))
     }
 
-    /// Returns true while it waits for a disk thread to write it.
+    /// Returns true if the chunk waits for a disk thread to write it.
     pub(crate) fn is_waiting(self) -> bool {
         matches!(self, Self::Queued | Self::Blocked)
     }
 
-    /// Returns true from the time it is wanted until it is written or dropped.
+    /// Returns true if the chunk waits to be written or is being written.
     pub(crate) fn is_unwritten(self) -> bool {
         matches!(self, Self::Queued | Self::Blocked | Self::Writing)
     }

@@ -11,8 +11,8 @@
 //! | Visible | - | - | - | - | - | - | Absent |
 //!
 //! A test compares this table with [`HostState::after`]. `State::change_host` is the only code that
-//! changes a chunk's state; it updates the frame, the counters, the eviction policy and the waiters
-//! that follow from it.
+//! changes a chunk's state. It also updates the frame, the counters, the eviction policy and the
+//! waiting chunks.
 
 use crate::evict::Removal;
 use crate::io::FrameId;
@@ -20,7 +20,7 @@ use crate::io::FrameId;
 /// State of a chunk in host memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum HostState {
-    /// It is not in host memory and no load waits for it.
+    /// The chunk is not in host memory, and no load waits for it.
     #[default]
     Absent,
     /// A load waits for a disk thread to read it. It has no frame yet.
@@ -29,9 +29,10 @@ pub(crate) enum HostState {
     Reading(FrameId),
     /// A worker is copying it to the frame, under a `WriteLease`.
     Saving(FrameId),
-    /// Its bytes are complete. It becomes visible with its parent.
+    /// Its bytes are complete. It becomes visible after its parent.
     Filled(FrameId),
-    /// Its bytes, or its parent's, cannot be read or saved. It is removed after its last child.
+    /// Its bytes, or an ancestor's bytes, cannot be read or saved. It is removed after its last
+    /// child.
     Failed(FrameId),
     /// Lookups find it and loads can use its frame.
     Visible(FrameId),
@@ -40,17 +41,17 @@ pub(crate) enum HostState {
 /// Events of a chunk in the host tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum HostEvent {
-    /// A load needs it from disk.
+    /// A load needs the chunk from disk.
     Want,
-    /// A disk thread begins to read it into the frame.
+    /// A disk thread starts reading it into the frame.
     Read(FrameId),
     /// A save reserves the frame for it.
     Reserve(FrameId),
     /// Its bytes are in the frame.
     Fill,
-    /// Its parent is visible, or it has none.
+    /// Its parent is visible, or it has no parent.
     Show,
-    /// It, or a chunk above it, will not be filled.
+    /// The chunk or an ancestor will not be filled.
     Fail,
     /// It leaves host memory; the policy receives the reason.
     Leave(Removal),
@@ -97,23 +98,23 @@ impl HostState {
         matches!(self, Self::Visible(_))
     }
 
-    /// Returns true while a disk thread reads it or will.
-    pub(crate) fn is_read(self) -> bool {
+    /// Returns true if a disk thread is reading the chunk or will read it.
+    pub(crate) fn awaits_read(self) -> bool {
         matches!(self, Self::Queued | Self::Reading(_))
     }
 
-    /// Returns true while a disk thread or a worker owns its frame.
+    /// Returns true if a disk thread or a worker owns the frame.
     pub(crate) fn is_filling(self) -> bool {
         matches!(self, Self::Reading(_) | Self::Saving(_))
     }
 
-    /// Returns true from its request or reservation until it is visible or removed.
+    /// Returns true if the chunk was requested or reserved, and is neither visible nor removed.
     pub(crate) fn is_pending(self) -> bool {
         !matches!(self, Self::Absent | Self::Visible(_))
     }
 
-    /// Returns true if children can get a frame: it has one, and its bytes are present or being
-    /// copied.
+    /// Returns true if children can get a frame: the chunk has a frame, and its bytes are present
+    /// or being copied.
     pub(crate) fn may_have_children(self) -> bool {
         self.frame().is_some() && !matches!(self, Self::Failed(_))
     }

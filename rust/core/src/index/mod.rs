@@ -1,9 +1,10 @@
-//! Index: key -> entry, with each chunk's state in each tier, its parent and its children.
+//! Maps keys to entries. An entry contains a chunk's state in each tier and links to its parent and
+//! children.
 //!
-//! Entries are stored in one vector and linked into trees. A *detached* entry has no key and is not
-//! in its parent's list; it keeps its link to the parent until its last user ends. The index
-//! maintains the links and the map only. The store decides what the counts in an entry mean and
-//! when an entry is freed.
+//! Entries are stored in one vector and linked into trees. A *detached* entry has left the map and
+//! its parent's list of children, but keeps its link to the parent until its last user has
+//! finished. The index only maintains the links and the map. The store maintains the counts in an
+//! entry and decides when an entry is freed.
 
 mod disk_state;
 mod entry;
@@ -22,15 +23,15 @@ use table::Table;
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
 
-/// A map and a vector of entries with links between parents and children.
+/// A map from keys to entries, which are linked into trees.
 #[derive(Debug, Default)]
 pub(crate) struct Index {
     map: Table,
     entries: Vec<Entry>,
     vacant: Vec<u32>,
-    /// The newest first chunk; the others are its siblings.
+    /// The newest chunk without a parent; the other chunks without parents are its siblings.
     first_root: Option<ChunkId>,
-    /// The same for each clear, which removed all keys at once.
+    /// The previous `first_root` of each [`Index::unmap_all`].
     old_roots: Vec<ChunkId>,
 }
 
@@ -56,8 +57,8 @@ impl Index {
         self.map.len()
     }
 
-    /// Reserves memory for `num` more entries, so that they are not moved under the lock. Unused
-    /// memory is not touched.
+    /// Reserves memory for `num` more entries, so that the vector is not reallocated under the
+    /// lock. Pages of unused memory are not allocated.
     pub(crate) fn reserve(&mut self, num: usize) {
         self.entries.reserve(num);
     }
@@ -67,7 +68,7 @@ impl Index {
         debug_assert!(self.get(&new.key).is_none(), "a key maps to one entry");
         debug_assert!(
             new.parent.is_none_or(|parent| !self[parent].detached),
-            "a new entry has an attached parent"
+            "the parent of a new entry is not detached"
         );
         let id = self.vacant.pop().map(ChunkId).unwrap_or_else(|| {
             self.entries.push(Entry::default());
@@ -88,25 +89,26 @@ impl Index {
         id
     }
 
-    /// Removes the entry's key from the map, unless a later entry uses it.
+    /// Removes the entry's key from the map, unless the key maps to a later entry.
     pub(crate) fn unmap(&mut self, id: ChunkId) {
         let key = self[id].key;
         self.map.remove(&key, id);
     }
 
-    /// Removes every key at once. The entries stay; `old_root` returns them.
+    /// Removes all keys in one call. The entries stay, and `old_root` returns the roots of their
+    /// trees.
     pub(crate) fn unmap_all(&mut self) {
         self.map.clear();
         self.old_roots.extend(self.first_root.take());
     }
 
-    /// Returns the first chunk of a tree that [`Self::unmap_all`] unmapped.
+    /// Returns the root of a tree that [`Self::unmap_all`] unmapped.
     pub(crate) fn old_root(&self) -> Option<ChunkId> {
         self.old_roots.last().copied()
     }
 
-    /// Detaches an entry without attached children. Its key is free, and its parent counts it but
-    /// does not list it.
+    /// Detaches an entry whose children, if any, are all detached. A new entry can then use its
+    /// key, and its parent counts it but no longer lists it.
     pub(crate) fn detach(&mut self, id: ChunkId) {
         self.unmap(id);
         let Entry { parent, first_child, prev_sibling, next_sibling, .. } = self[id];
@@ -130,7 +132,7 @@ impl Index {
         (entry.detached, entry.prev_sibling, entry.next_sibling) = (true, None, None);
     }
 
-    /// Frees a detached entry that has no children.
+    /// Frees a detached entry without children.
     pub(crate) fn remove(&mut self, id: ChunkId) {
         debug_assert!(
             self[id].detached && !self[id].has_children(),
@@ -143,26 +145,26 @@ impl Index {
         self.vacant.push(id.0);
     }
 
-    /// Returns true if `id` is an attached child of `parent`.
+    /// Returns true if `id` is a child of `parent` and not detached.
     pub(crate) fn is_child(&self, id: ChunkId, parent: ChunkId) -> bool {
         let entry = &self[id];
         entry.live && !entry.detached && entry.parent == Some(parent)
     }
 
-    /// Returns true if `id` is still the entry of that `generation`.
+    /// Returns true if `id` is live and still has this `generation`.
     pub(crate) fn is_same(&self, id: ChunkId, generation: u32) -> bool {
         self.entries
             .get(id.0 as usize)
             .is_some_and(|entry| entry.live && entry.generation == generation)
     }
 
-    /// Returns `id` and all its ancestors, children before parents.
+    /// Iterates over `id` and all its ancestors, children before parents.
     pub(crate) fn ancestry(&self, id: ChunkId) -> impl Iterator<Item = ChunkId> {
         std::iter::successors(Some(id), |&id| self[id].parent)
     }
 
-    /// Returns the number of places. A walk over all entries uses places, because an entry keeps
-    /// its place.
+    /// Returns the number of positions in the vector, including vacant positions. An entry never
+    /// moves, so a walk over all positions visits every entry.
     pub(crate) fn num_places(&self) -> u32 {
         u32::try_from(self.entries.len()).unwrap_or(u32::MAX)
     }

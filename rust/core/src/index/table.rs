@@ -1,25 +1,26 @@
-//! Hash table from keys to ids without pauses: a directory of small open-addressing tables without
-//! tombstones.
+//! A hash table from keys to ids that never rehashes all entries in one step. It is a directory of
+//! small open-addressing tables without tombstones.
 //!
-//! The standard map rehashes all entries when it grows or is full of tombstones, which takes tens
-//! of milliseconds under the store's lock for a million chunks. This table splits one segment of 64
-//! KiB at a time (extendible hashing), so memory and the cost of `clear` follow the number of keys,
-//! not the capacity. A slot takes 8 bytes; the caller stores the keys.
+//! The standard map rehashes all entries when it grows or is full of tombstones. For a million
+//! chunks, that takes tens of milliseconds, during which the store's lock is held. This table
+//! splits one segment of 64 KiB at a time (extendible hashing). Memory and the cost of `clear` are
+//! proportional to the number of keys, not to the capacity. A slot takes 8 bytes; the caller stores
+//! the keys.
 
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
 
-/// Part of the key, and the id plus one: 0 is a free slot. A tuple, so that `vec!` requests zeroed
-/// memory.
+/// The hash of the key, and the id plus one, which is 0 in a free slot. This is a tuple so that
+/// `vec!` requests zeroed memory.
 type Slot = (u32, u32);
 
-/// Slots of a new segment; a power of two.
+/// Number of slots in a new segment; a power of two.
 const SEGMENT_SLOTS: usize = 1 << 13;
-/// The directory has at most `2^MAX_DEPTH` places; then segments grow. With `SEGMENT_SLOTS` this
-/// fits the 32 bits of a hash.
+/// The directory has at most `2^MAX_DEPTH` positions; beyond that, segments grow. The bits used by
+/// the directory and by a segment of `SEGMENT_SLOTS` fit in the 32 bits of a hash.
 const MAX_DEPTH: u32 = 18;
 
-/// The entries whose hashes begin with the same `depth` bits.
+/// The entries whose hashes start with the same `depth` bits.
 #[derive(Debug)]
 struct Segment {
     slots: Vec<Slot>,
@@ -30,13 +31,14 @@ struct Segment {
 #[derive(Debug, Default)]
 pub(super) struct Table {
     segments: Vec<Segment>,
-    /// A segment by the first `depth` bits of a hash; empty without entries.
+    /// The segment for each value of the first `depth` bits of a hash; empty until the first entry.
     directory: Vec<u32>,
     depth: u32,
     len: usize,
 }
 
-/// Hashes all bytes. Keys are digests, but forged keys in a record file may share a prefix.
+/// Hashes all bytes of a key. Keys are digests, but forged keys in a record file may share a
+/// prefix.
 fn hash(key: &ChunkKey) -> u32 {
     let (words, _) = key.0.as_chunks::<8>();
     let mixed = words.iter().fold(0, |hash: u64, word| {
@@ -63,8 +65,8 @@ impl Segment {
         self.slots.len() - 1
     }
 
-    /// Returns the id with this hash that `is_it` accepts and its slot, or the free slot where it
-    /// belongs.
+    /// Returns the id with this hash that `is_it` accepts, and its slot; or None and the free slot
+    /// where the id belongs.
     fn find(&self, hash: u32, is_it: impl Fn(ChunkId) -> bool) -> (Option<ChunkId>, usize) {
         let mut at = hash as usize & self.mask();
         loop {
@@ -78,14 +80,14 @@ impl Segment {
         }
     }
 
-    /// Adds a new slot. The segment must have a free one.
+    /// Inserts an entry. The segment must have a free slot.
     fn add(&mut self, slot: Slot) {
         let at = self.find(slot.0, |_| false).1;
         self.slots[at] = slot;
         self.len += 1;
     }
 
-    /// Empties a slot, and moves up the slots after it that probing would no longer reach.
+    /// Empties a slot, and moves later entries forward that probing would no longer reach.
     fn remove(&mut self, mut gap: usize) {
         self.len -= 1;
         let mut at = gap;
@@ -136,7 +138,7 @@ impl Table {
             self.directory.push(0);
         }
         loop {
-            let segment = self.segment(hash).expect("the directory has a place for every hash");
+            let segment = self.segment(hash).expect("the directory covers every hash");
             if !self.segments[segment].is_full() {
                 return segment;
             }
@@ -148,7 +150,8 @@ impl Table {
         }
     }
 
-    /// Moves the entries whose next bit is set to a new segment. `hash` is a hash of the segment.
+    /// Splits a segment: moves the entries whose next hash bit is set to a new segment. `hash` is
+    /// any hash that belongs to the segment.
     fn split(&mut self, segment: usize, hash: u32) {
         let depth = self.segments[segment].depth + 1;
         if depth > self.depth {
@@ -168,7 +171,7 @@ impl Table {
         self.directory[first..first + num_places].fill(new);
     }
 
-    /// Doubles a segment whose hashes share a prefix that is too long to split.
+    /// Doubles a segment that cannot be split because the directory has its maximum size.
     fn enlarge(&mut self, segment: usize) {
         let old = &self.segments[segment];
         let mut new = Segment::new(2 * old.slots.len(), old.depth);
@@ -176,7 +179,7 @@ impl Table {
         self.segments[segment] = new;
     }
 
-    /// Removes an id, if the key has it.
+    /// Removes the key if it maps to `id`.
     pub(super) fn remove(&mut self, key: &ChunkKey, id: ChunkId) {
         let hash = hash(key);
         let Some(segment) = self.segment(hash) else { return };

@@ -9,7 +9,7 @@ impl Index {
         std::iter::successors(self.first_root, |&id| self[id].next_sibling)
     }
 
-    /// Returns all entries, including detached ones.
+    /// Returns all entries, including detached entries.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (ChunkId, &Entry)> {
         (0..).map(ChunkId).zip(&self.entries).filter(|(_, entry)| entry.live)
     }

@@ -1,11 +1,11 @@
-//! Frames in shared memory: one memfd, mapped by its owner and by workers of other processes.
+//! Frames in shared memory: one memfd, mapped by its owner and by workers in other processes.
 //!
-//! Three rules prevent a read during a write. In the owner's process, the borrow checker: a frame's
-//! bytes are accessible only through its single [`Frame`]. Between processes, leases: a worker maps
-//! the memory through [`Arena`], writes only frames reserved for it and reads only frames pinned
-//! for it. Between stores that share an arena, slabs: each store accesses only frames in its own
-//! slabs. Only this file, its tests and `numa` contain unsafe code. Must not depend on keys or
-//! leases.
+//! Three mechanisms prevent a read during a write. In the owner's process, the borrow checker: a
+//! frame's bytes are only accessible through its single [`Frame`]. Between processes, leases: a
+//! worker maps the memory through [`Arena`], only writes to frames that are reserved for it, and
+//! only reads frames that are pinned for it. Between stores that share an arena, slabs: each store
+//! only accesses frames in its own slabs. In this crate, only this file, its tests and `numa`
+//! contain unsafe code.
 #![expect(unsafe_code, reason = "mapping memory and viewing it as bytes has no safe form")]
 
 use std::fs::File;
@@ -25,7 +25,7 @@ use super::numa::{self, Place};
 use super::part::{Damage, PartSpec, TRAILER_BYTES};
 use crate::{Error, Result};
 
-/// The whole arena, mapped shared; unmapped when its last owner is dropped.
+/// A shared mapping of the whole arena. It is unmapped when its last owner is dropped.
 #[derive(Debug)]
 struct Mapping {
     start: NonNull<u8>,
@@ -39,7 +39,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `size_bytes` of `fd`; the caller guarantees that the file has that size and
+    /// Maps the first `size_bytes` of `fd`. The caller guarantees that the file has this size and
     /// cannot shrink.
     fn new(fd: impl AsFd, size_bytes: u64) -> Result<Self> {
         let size_bytes = checked_size(size_bytes)?;
@@ -56,7 +56,8 @@ impl Mapping {
         Ok(Self { start, size_bytes })
     }
 
-    /// Address of `bytes` bytes from `offset` on; `InvalidConfig` unless all of them lie inside.
+    /// Returns the address of `bytes` bytes at `offset`. Returns `InvalidConfig` unless all of them
+    /// are inside the mapping.
     fn at(&self, offset: u64, bytes: usize) -> Result<NonNull<u8>> {
         let offset_in = usize::try_from(offset).ok();
         let end = offset_in.and_then(|offset| offset.checked_add(bytes));
@@ -66,7 +67,7 @@ impl Mapping {
                 // (checked before mapping).
                 Ok(unsafe { self.start.add(offset) })
             }
-            _ => Err(Error::invalid("no such place in the arena")
+            _ => Err(Error::invalid("a range is outside the arena")
                 .with_context("offset", offset)
                 .with_context("bytes", bytes)
                 .with_context("arena_bytes", self.size_bytes)),
@@ -76,13 +77,14 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: start and size are those of the mapping made in new, and there is no reference
-        // into it: Frames and Arenas own a part of this Mapping, and slices borrow from them.
+        // SAFETY: start and size are the values from mmap in `new`, and there is no reference into
+        // the mapping: Frames and Arenas share ownership of this Mapping, and slices borrow from
+        // them.
         let _unmapped = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.size_bytes) };
     }
 }
 
-/// Checks a size; the store adds the name of the setting to the error.
+/// Checks the size of an arena.
 fn checked_size(size_bytes: u64) -> Result<usize> {
     let size = isize::try_from(size_bytes).ok().filter(|size| *size > 0);
     match size {
@@ -92,8 +94,8 @@ fn checked_size(size_bytes: u64) -> Result<usize> {
     }
 }
 
-/// Exclusive access to a frame's bytes in its owner's arena. It is never copied or created twice,
-/// so `&mut Frame` is unique.
+/// Exclusive access to a frame's bytes in its owner's arena. A `Frame` is never copied or created
+/// twice, so `&mut Frame` is unique.
 #[derive(Debug)]
 pub struct Frame {
     mapping: Arc<Mapping>,
@@ -103,7 +105,7 @@ pub struct Frame {
 }
 
 impl Frame {
-    /// Its place in the arena.
+    /// Returns the id of the frame.
     pub fn id(&self) -> FrameId {
         self.id
     }
@@ -112,25 +114,27 @@ impl Frame {
         self.mapping.at(self.offset, self.len).expect("frames are made inside the arena")
     }
 
-    /// Its bytes, while a lease keeps workers from writing to it.
+    /// Returns the frame's bytes. Leases must prevent workers from writing to the frame in the
+    /// meantime.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: the frame lies in the mapping, which self keeps; the only other way to these
-        // bytes is &mut self, which the borrow excludes: `Frames` lends no bytes twice, and another
-        // store lends only frames in slabs of its own (HostTier). Workers write only frames that
-        // are reserved for them, and the store reads a frame only once it is visible.
+        // SAFETY: the frame is inside the mapping, which self keeps alive. The only other access to
+        // these bytes in this process is through &mut self, which the borrow excludes: `Frames`
+        // never lends the same bytes twice, and other stores only lend frames in their own slabs
+        // (HostTier). Workers only write to frames that are reserved for them, and the store only
+        // reads a frame once it is visible.
         unsafe { slice::from_raw_parts(self.start().as_ptr(), self.len) }
     }
 
-    /// Its bytes, to be filled before any worker receives the frame.
+    /// Returns the frame's bytes for filling, before any worker receives the frame.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in bytes; &mut self excludes any other view in this process, and the store
-        // fills a frame only before it is visible and while it is reserved for no other writer.
+        // SAFETY: as in `bytes`; &mut self excludes any other view in this process, and the store
+        // only fills a frame before it is visible and while it is reserved for no other writer.
         unsafe { slice::from_raw_parts_mut(self.start().as_ptr(), self.len) }
     }
 }
 
-/// The frames of one store, of all sizes. Access to a frame's bytes is lent out, at most one frame
-/// per disk thread at a time.
+/// The frames of one store, of all sizes. Lends access to the bytes of frames; each disk thread
+/// borrows at most one frame at a time.
 #[derive(Debug)]
 pub struct Frames {
     mapping: Arc<Mapping>,
@@ -140,7 +144,7 @@ pub struct Frames {
 }
 
 impl Frames {
-    /// Where the frames of each size class lie.
+    /// Returns the positions of the frames of each size class.
     pub fn grids(&self) -> &[FrameGrid] {
         &self.grids
     }
@@ -150,8 +154,8 @@ impl Frames {
         self.lent.iter().any(|(lent, _)| *lent == id)
     }
 
-    /// Lends access to a frame's bytes; None while any of them are lent, or if there is no such
-    /// frame. A dropped `Frame` stays lent.
+    /// Lends access to a frame's bytes. Returns None if any of these bytes is already lent, or if
+    /// there is no such frame. A `Frame` that is dropped without `take_back` stays lent.
     pub fn lend(&mut self, id: FrameId) -> Option<Frame> {
         let grid = self.grids.get(id.class().index())?;
         if id.number() >= grid.num_frames() {
@@ -166,19 +170,19 @@ impl Frames {
         Some(Frame { mapping: Arc::clone(&self.mapping), id, offset, len })
     }
 
-    /// Takes a lent frame back. A frame of another arena is only dropped.
-    pub fn give_back(&mut self, frame: Frame) {
+    /// Takes back a lent frame. Drops a frame that belongs to a different arena.
+    pub fn take_back(&mut self, frame: Frame) {
         let Frame { mapping, id, .. } = frame;
         let is_own = Arc::ptr_eq(&self.mapping, &mapping);
-        debug_assert!(is_own, "frame {id:?} is another arena's");
+        debug_assert!(is_own, "frame {id:?} belongs to a different arena");
         if is_own {
             self.lent.retain(|(lent, _)| *lent != id);
         }
     }
 }
 
-/// The owner's side: the memory itself. It lives until this value, its frames and all mappings of
-/// other processes are gone.
+/// The owner's handle of an arena. The memory exists until this value, its frames and all mappings
+/// in other processes are gone.
 #[derive(Debug)]
 pub struct HostArena {
     fd: OwnedFd,
@@ -186,8 +190,8 @@ pub struct HostArena {
 }
 
 impl HostArena {
-    /// New zeroed memory, without frames yet. `InvalidConfig` if it is no positive multiple of
-    /// 4096; `Io` if the system refuses.
+    /// Allocates zeroed memory, without frames yet. Returns `InvalidConfig` if the size is not a
+    /// positive multiple of 4096, and `Io` if a system call fails.
     pub fn of_bytes(size_bytes: u64) -> Result<Self> {
         checked_size(size_bytes)?;
         let fail = |error: rustix::io::Errno| {
@@ -197,17 +201,17 @@ impl HostArena {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = rustix::fs::memfd_create("kvloft-arena", flags).map_err(fail)?;
         rustix::fs::ftruncate(&fd, size_bytes).map_err(fail)?;
-        // The file cannot be truncated under a mapping, which would kill the process that touches
-        // it next.
+        // Prevents truncation of the file, because access beyond the end of the file would kill a
+        // process that has mapped it.
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
             .map_err(fail)?;
         Ok(Self { fd, size_bytes })
     }
 
-    /// The frames of these sizes, in a separate mapping. If several stores share the arena, each
-    /// lends only frames in its own slabs.
+    /// Returns the frames of these sizes, in a separate mapping. If more than one store shares the
+    /// arena, each store must only lend frames in its own slabs.
     ///
-    /// `InvalidConfig` if a slab does not hold a frame of each size.
+    /// Returns `InvalidConfig` if a slab does not hold a frame of each size.
     pub fn frames(&self, slab_bytes: u64, sizes: &FrameSizes) -> Result<Frames> {
         let grid = |size: &u64| FrameGrid::new(self.size_bytes, slab_bytes, *size);
         let grids = sizes.all().iter().map(grid).collect::<Result<Vec<_>>>()?;
@@ -215,43 +219,44 @@ impl HostArena {
         Ok(Frames { mapping, grids, lent: Vec::new() })
     }
 
-    /// Bytes of all of it.
+    /// Returns the size of the arena, in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes
     }
 
-    /// Sets the NUMA nodes of pages that are not yet in memory, for every mapping; `places` are in
-    /// order. `Io` if the system refuses.
+    /// Sets the NUMA nodes of pages that are not allocated yet, for all mappings. `places` must be
+    /// in ascending order. Returns `Io` if the kernel rejects the placement.
     pub fn place(&self, places: &[Place]) -> Result<()> {
         numa::place(&self.fd, self.size_bytes, places).map_err(|error| {
-            Error::io("this system does not place memory on those NUMA nodes", error)
+            Error::io("memory cannot be placed on the requested NUMA nodes", error)
         })
     }
 
-    /// As [`Arena::id`].
+    /// Returns the same number as [`Arena::id`].
     pub fn id(&self) -> Result<u64> {
         let stat = rustix::fs::fstat(&self.fd);
         Ok(stat.map_err(|error| Error::io("the arena cannot be inspected", error.into()))?.st_ino)
     }
 
-    /// Path at which other processes of the same user can open it while this value lives.
+    /// Returns the path at which other processes of the same user can open the arena while this
+    /// value exists.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", rustix::process::getpid().as_raw_nonzero(), self.fd.as_raw_fd())
     }
 }
 
-/// A worker's view of the frames, possibly in another process. It checks bounds; plans respect the
-/// leases.
+/// A worker's view of the arena, possibly in another process. It only checks bounds; the caller
+/// must respect leases.
 #[derive(Debug)]
 pub struct Arena {
     mapping: Mapping,
     id: u64,
-    // Held while a trailer is written, so that threads of this process do not race.
+    // Held while a trailer is read or written, so that threads of this process do not race.
     trailers: Mutex<()>,
 }
 
 impl Arena {
-    /// Maps the arena at `path` (see [`HostArena::path`]), which must have `size_bytes`.
+    /// Maps the arena at `path` (see [`HostArena::path`]), which must have a size of `size_bytes`.
     pub fn open(path: &str, size_bytes: u64) -> Result<Self> {
         checked_size(size_bytes)?;
         let fail = |message: &str, error: std::io::Error| {
@@ -265,56 +270,61 @@ impl Arena {
         let metadata =
             file.metadata().map_err(|error| fail("the arena's size cannot be read", error))?;
         let len = metadata.len();
-        if !seals.contains(SealFlags::SHRINK) || len != size_bytes {
-            return Err(Error::invalid("the arena is not the one planned for")
-                .with_context("path", path)
-                .with_context("file_bytes", len)
-                .with_context("expected_bytes", size_bytes));
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(Error::invalid("the file is not an arena").with_context("path", path));
+        }
+        if len != size_bytes {
+            let message = format!(
+                "unexpected arena: the file has {len} bytes, expected {size_bytes}; was the server \
+                 restarted?"
+            );
+            return Err(Error::invalid(message).with_context("path", path));
         }
         let mapping = Mapping::new(&file, size_bytes)?;
         Ok(Self { mapping, id: metadata.ino(), trailers: Mutex::new(()) })
     }
 
-    /// Memory that only this process maps, for private copies from which parts are sealed and
+    /// Allocates memory that only this process maps, for private copies of parts that are sealed or
     /// checked.
     pub fn private(size_bytes: u64) -> Result<Self> {
         let memory = HostArena::of_bytes(size_bytes)?;
         Self::open(&memory.path(), size_bytes)
     }
 
-    /// Identifies the memory: no two live arenas on this machine have the same number.
+    /// Returns a number that identifies the memory: no two live arenas on this machine have the
+    /// same number.
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// Address of the first byte in this process.
+    /// Returns the address of the first byte in this process.
     pub fn address(&self) -> usize {
         self.mapping.start.as_ptr().addr()
     }
 
-    /// Bytes of all of it.
+    /// Returns the size of the arena, in bytes.
     pub fn size_bytes(&self) -> usize {
         self.mapping.size_bytes
     }
 
-    /// Tags the payload of the part of `part_bytes` at `offset` and writes its trailer; returns the
+    /// Computes the tag of the part of `part_bytes` at `offset` and writes its trailer. Returns the
     /// tag.
     ///
-    /// The frame must be reserved for the caller, whose writes to it are done. `InvalidConfig` if
-    /// anything lies outside.
+    /// The frame must be reserved for the caller, and the caller's writes to it must be complete.
+    /// Returns `InvalidConfig` if the part is outside the arena.
     pub fn seal(&self, offset: u64, part_bytes: usize, spec: &PartSpec<'_>) -> Result<u64> {
         let end = self.trailer_at(offset, part_bytes)?;
         let (trailer, tag) = spec.seal(self.payload(offset, spec.payload_bytes(part_bytes)?)?)?;
         let _alone = self.trailers.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the 128 bytes from `end` lie in the mapping (trailer_at), no slice covers them
-        // (payloads end before trailers, payload_bytes), other threads here are kept out by
-        // `trailers`, other processes by the reservation.
+        // SAFETY: the 128 bytes at `end` are inside the mapping (trailer_at), and no slice covers
+        // them (payloads end before trailers, payload_bytes). `trailers` excludes other threads of
+        // this process, and the reservation excludes other processes.
         unsafe { ptr::copy_nonoverlapping(trailer.as_ptr(), end.as_ptr(), TRAILER_BYTES) };
         Ok(tag)
     }
 
-    /// Returns None if the part matches `spec`, else the reason why it must not be used. The frame
-    /// must be pinned for the caller.
+    /// Returns None if the part matches `spec`, otherwise the reason why it must not be used. The
+    /// frame must be pinned for the caller.
     pub fn check(
         &self,
         offset: u64,
@@ -326,8 +336,8 @@ impl Arena {
         let mut trailer = [0; TRAILER_BYTES];
         {
             let _alone = self.trailers.lock().unwrap_or_else(PoisonError::into_inner);
-            // SAFETY: the 128 bytes from `end` lie in the mapping; writers in this process are kept
-            // out by `trailers`.
+            // SAFETY: the 128 bytes at `end` are inside the mapping, and `trailers` excludes
+            // writers in this process.
             unsafe { ptr::copy_nonoverlapping(end.as_ptr(), trailer.as_mut_ptr(), TRAILER_BYTES) };
         }
         Ok(spec.check(payload, &trailer))
@@ -336,7 +346,7 @@ impl Arena {
     fn trailer_at(&self, offset: u64, part_bytes: usize) -> Result<NonNull<u8>> {
         self.mapping.at(offset, part_bytes)?;
         if part_bytes < TRAILER_BYTES {
-            return Err(Error::invalid("a part must have room for its trailer of 128 bytes")
+            return Err(Error::invalid("a part must have at least the 128 bytes of its trailer")
                 .with_context("part_bytes", part_bytes));
         }
         self.mapping.at(offset + (part_bytes - TRAILER_BYTES) as u64, TRAILER_BYTES)
@@ -344,9 +354,9 @@ impl Arena {
 
     fn payload(&self, offset: u64, bytes: usize) -> Result<&[u8]> {
         let start = self.mapping.at(offset, bytes)?;
-        // SAFETY: the bytes lie in the mapping, which self keeps. Nothing writes them meanwhile:
-        // the frame is reserved for or pinned by the caller, whose copies are complete, as seal and
-        // check require.
+        // SAFETY: the bytes are inside the mapping, which self keeps alive. Nothing writes to them
+        // while the slice exists: the frame is reserved for or pinned by the caller, whose copies
+        // are complete, as `seal` and `check` require.
         Ok(unsafe { slice::from_raw_parts(start.as_ptr(), bytes) })
     }
 }

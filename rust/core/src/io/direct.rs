@@ -1,8 +1,7 @@
-//! Files of page-aligned frames, read and written without bounce copies if the file system supports
-//! it.
+//! Files of page-aligned frames, which are read and written with direct I/O if the file system
+//! supports it.
 //!
-//! Each method of [`RawFile`] is one system call, so that tests can substitute a failing file. Must
-//! not depend on slots, records or keys.
+//! Each method of [`RawFile`] is one system call, so that tests can substitute a failing file.
 
 use std::fmt;
 use std::fs::{File, Metadata, OpenOptions};
@@ -14,38 +13,38 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
 use rustix::io::Errno;
 
-/// Direct I/O requires memory, offset and length to be multiples of this; it is a multiple of every
-/// file system's requirement.
+/// Direct I/O requires that address, offset and length are multiples of this value, which satisfies
+/// all common file systems.
 pub const ALIGN_BYTES: usize = 4096;
 
-/// One open file; each method is one system call, so reads and writes can be short. The methods of
-/// std's trait complete them.
+/// An open file. Each method is one system call, so reads and writes can be short; `read_exact_at`
+/// and `write_all_at` of [`FileExt`] complete them.
 pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
-    /// The file's status, which has its device and its number of links.
+    /// Returns the file's metadata, for example its device and its number of links.
     fn metadata(&self) -> Result<Metadata>;
-    /// The file's length.
+    /// Returns the file's length.
     fn size(&self) -> Result<u64>;
-    /// Returns where data begin at or after `offset`; None if only a hole follows.
+    /// Returns the offset of the first data at or after `offset`; None if only a hole follows.
     fn next_data(&self, offset: u64) -> Result<Option<u64>>;
-    /// Cuts the file, or extends it with a hole of zeros.
+    /// Truncates the file, or extends it with a hole, which reads as zeros.
     fn set_len(&self, len: u64) -> Result<()>;
-    /// Allocates zeros for holes from `from` to `to`, and extends the file; `Unsupported`
-    /// if the file system cannot allocate.
+    /// Allocates zeroed blocks for the holes between `from` and `to`, and extends the file if
+    /// needed. Returns `Unsupported` if the file system cannot preallocate.
     fn allocate(&self, from: u64, to: u64) -> Result<()>;
-    /// Frees the blocks from `from` to `to` and keeps the length; they read as zeros. `Unsupported`
-    /// if the file system cannot.
+    /// Frees the blocks between `from` and `to`, which then read as zeros. The file keeps its
+    /// length. Returns `Unsupported` if the file system cannot punch holes.
     fn punch(&self, from: u64, to: u64) -> Result<()>;
-    /// Whether aligned transfers bypass the page cache.
+    /// Returns true if aligned transfers bypass the page cache.
     fn is_direct(&self) -> bool;
 }
 
-/// A file of the operating system: a buffered descriptor and, if requested and possible, one with
-/// `O_DIRECT`.
+/// A file of the operating system: a buffered descriptor and, if requested and supported, a second
+/// descriptor with `O_DIRECT`.
 #[derive(Debug)]
 pub struct OsFile {
     buffered: File,
     direct: Option<File>,
-    /// Set once the file system refused a direct transfer although `open` accepted the flag.
+    /// Set after a direct transfer was rejected although `open` accepted the flag.
     direct_refused: AtomicBool,
 }
 
@@ -57,20 +56,21 @@ impl OsFile {
         Self::with_options(path, &options, direct)
     }
 
-    /// Opens an existing file for reading only.
+    /// Opens an existing file read-only.
     pub fn open_read(path: &Path, direct: bool) -> Result<Self> {
         Self::with_options(path, OpenOptions::new().read(true), direct)
     }
 
     fn with_options(path: &Path, options: &OpenOptions, direct: bool) -> Result<Self> {
-        // Without O_NONBLOCK, opening a FIFO waits for its other end.
+        // Without O_NONBLOCK, opening a FIFO blocks until a process opens its other end.
         let flags =
             |extra: OFlags| (OFlags::NOFOLLOW | OFlags::NONBLOCK | extra).bits().cast_signed();
         let buffered = options.clone().custom_flags(flags(OFlags::empty())).open(path)?;
         if !buffered.metadata()?.is_file() {
-            return Err(Error::new(ErrorKind::InvalidInput, "it is not a regular file"));
+            return Err(Error::new(ErrorKind::InvalidInput, "not a regular file"));
         }
-        // A file system without O_DIRECT returns EINVAL here; other errors appear in use.
+        // A file system without O_DIRECT returns EINVAL here. Other errors recur when the file is
+        // used.
         let direct = direct
             .then(|| options.clone().custom_flags(flags(OFlags::DIRECT)).open(path).ok())
             .flatten();
@@ -84,8 +84,8 @@ impl OsFile {
         }
     }
 
-    /// One transfer at `offset`, without the page cache if everything is aligned and the file
-    /// system supports it.
+    /// Runs one transfer at `offset`, bypassing the page cache if everything is aligned and the
+    /// file system supports it.
     fn transfer(
         &self,
         memory: (usize, usize),
@@ -99,7 +99,7 @@ impl OsFile {
             self.direct.as_ref().filter(|_| is_aligned && len > 0 && self.is_direct())
         {
             match io(direct) {
-                // The file system accepted the flag but refuses the transfer.
+                // The file system accepted the flag but rejects the transfer.
                 Err(e)
                     if matches!(
                         Errno::from_io_error(&e),
@@ -140,7 +140,7 @@ impl RawFile for OsFile {
         match seek(&self.buffered, SeekFrom::Data(offset)) {
             Ok(at) => Ok(Some(at)),
             Err(Errno::NXIO) => Ok(None),
-            // A file system without holes has none.
+            // A file system that cannot report holes: treat everything as data.
             Err(Errno::INVAL) => Ok(Some(offset)),
             Err(e) => Err(e.into()),
         }

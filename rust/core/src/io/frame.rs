@@ -1,5 +1,4 @@
-//! Frame ids (a size class and a number), and the positions of the frames of each size. Must not
-//! depend on where memory is mapped.
+//! Frame ids (a size class and a number), and the positions of the frames of each size in an arena.
 
 use std::ops::Range;
 
@@ -15,33 +14,33 @@ pub const MAX_FRAMES: u64 = 1 << NUMBER_BITS;
 const CLASS_BITS: u32 = 4;
 const NUMBER_BITS: u32 = u32::BITS - CLASS_BITS;
 
-/// A frame size: its index in the sizes of the namespace.
+/// A frame size, as an index into the sizes of the namespace.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SizeClass(pub u8);
 
 impl SizeClass {
-    /// Returns it as an index.
+    /// Returns the class as an index.
     pub fn index(self) -> usize {
         self.0.into()
     }
 }
 
-/// A frame of the arena: its size class, and its number among the frames of that size.
+/// A frame of the arena: its size class and its number among the frames of that size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FrameId(pub u32);
 
 impl FrameId {
-    /// Frame `number`, below [`MAX_FRAMES`], of a size.
+    /// Creates the id of frame `number` of a size class. `number` must be below [`MAX_FRAMES`].
     pub fn new(class: SizeClass, number: u32) -> Self {
         Self(u32::from(class.0) << NUMBER_BITS | number)
     }
 
-    /// Its size class.
+    /// Returns the size class.
     pub fn class(self) -> SizeClass {
         SizeClass((self.0 >> NUMBER_BITS) as u8)
     }
 
-    /// Its number among the frames of its size.
+    /// Returns the frame's number among the frames of its size.
     pub fn number(self) -> u32 {
         self.0 & ((1 << NUMBER_BITS) - 1)
     }
@@ -66,7 +65,7 @@ impl From<Vec<u64>> for FrameSizes {
     }
 }
 
-/// Bytes of a frame, and bytes that its chunk would take uncompressed, by class.
+/// Creates sizes from (frame size, uncompressed size of a chunk) for each class, in bytes.
 impl From<Vec<(u64, u64)>> for FrameSizes {
     fn from(sizes: Vec<(u64, u64)>) -> Self {
         let (bytes, raw_bytes) = sizes.into_iter().unzip();
@@ -75,7 +74,8 @@ impl From<Vec<(u64, u64)>> for FrameSizes {
 }
 
 impl FrameSizes {
-    /// `InvalidConfig` unless these are 1 to [`MAX_SIZES`] different positive multiples of 4096.
+    /// Returns `InvalidConfig` unless there are 1 to [`MAX_SIZES`] distinct sizes that are positive
+    /// multiples of 4096.
     pub fn check(&self) -> Result<()> {
         let are_pages = self.bytes.iter().all(|size| *size > 0 && size.is_multiple_of(FRAME_ALIGN));
         let are_different =
@@ -84,57 +84,58 @@ impl FrameSizes {
             return Ok(());
         }
         Err(Error::invalid(format!(
-            "frame sizes {:?} must be 1 to {MAX_SIZES} different positive multiples of {FRAME_ALIGN}",
+            "frame sizes {:?} must be 1 to {MAX_SIZES} different positive multiples of \
+             {FRAME_ALIGN}",
             self.bytes
         )))
     }
 
-    /// All sizes, by class.
+    /// Returns all sizes, indexed by class.
     pub fn all(&self) -> &[u64] {
         &self.bytes
     }
 
-    /// Bytes that a chunk of each class would take uncompressed.
+    /// Returns the uncompressed size of a chunk of each class, in bytes.
     pub fn raw(&self) -> &[u64] {
         &self.raw_bytes
     }
 
-    /// All sizes, each with the bytes that its chunks would take uncompressed.
+    /// Returns (frame size, uncompressed size of a chunk) for each class, in bytes.
     pub fn with_raw(&self) -> Vec<(u64, u64)> {
         self.bytes.iter().copied().zip(self.raw_bytes.iter().copied()).collect()
     }
 
-    /// Bytes of a frame of `class`; 0 if there is no such class.
+    /// Returns the size of a frame of `class`, in bytes; 0 if there is no such class.
     pub fn bytes(&self, class: SizeClass) -> u64 {
         self.bytes.get(class.index()).copied().unwrap_or(0)
     }
 
-    /// The largest size.
+    /// Returns the largest size.
     pub fn largest(&self) -> u64 {
         self.bytes.iter().copied().max().unwrap_or(0)
     }
 
-    /// The smallest size.
+    /// Returns the smallest size.
     pub fn smallest(&self) -> u64 {
         self.bytes.iter().copied().min().unwrap_or(0)
     }
 
-    /// The average size.
+    /// Returns the average size, at least 1.
     pub fn average(&self) -> u64 {
         (self.bytes.iter().sum::<u64>() / (self.bytes.len() as u64).max(1)).max(1)
     }
 
-    /// All classes.
+    /// Iterates over all classes.
     pub fn classes(&self) -> impl Iterator<Item = SizeClass> + use<> {
         (0..u8::try_from(self.bytes.len()).unwrap_or(u8::MAX)).map(SizeClass)
     }
 }
 
-/// Positions of the frames of one size in an arena: adjacent, each within one slab. The last slab
-/// includes the remaining bytes.
+/// Positions of the frames of one size in an arena. Each slab contains adjacent frames, and no
+/// frame crosses a slab boundary. The last slab also includes the remaining bytes of the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameGrid {
-    /// Bytes of a frame.
+    /// Size of a frame, in bytes.
     pub frame_bytes: u64,
     arena_bytes: u64,
     slab_bytes: u64,
@@ -143,8 +144,8 @@ pub struct FrameGrid {
 }
 
 impl FrameGrid {
-    /// Frames of `frame_bytes`. `InvalidConfig` if a slab does not hold one, or if there are more
-    /// than [`MAX_FRAMES`].
+    /// Creates a grid of frames of `frame_bytes`. Returns `InvalidConfig` if a slab holds no such
+    /// frame, or if there are more than [`MAX_FRAMES`].
     pub fn new(arena_bytes: u64, slab_bytes: u64, frame_bytes: u64) -> Result<Self> {
         let num = |bytes: u64, of: u64| u32::try_from(bytes / of.max(1)).unwrap_or(0);
         let (per_slab, num_slabs) = (num(slab_bytes, frame_bytes), num(arena_bytes, slab_bytes));
@@ -159,17 +160,17 @@ impl FrameGrid {
         Ok(Self { frame_bytes, arena_bytes, slab_bytes, per_slab, num_slabs })
     }
 
-    /// Number of frames.
+    /// Returns the number of frames.
     pub fn num_frames(&self) -> u32 {
         self.frames_of(self.num_slabs - 1).end
     }
 
-    /// The slab of a frame.
+    /// Returns the slab of a frame.
     pub fn slab_of(&self, number: u32) -> u32 {
         (number / self.per_slab).min(self.num_slabs - 1)
     }
 
-    /// The frames of a slab.
+    /// Returns the numbers of the frames in a slab.
     pub fn frames_of(&self, slab: u32) -> Range<u32> {
         let start = u64::from(slab) * self.slab_bytes;
         let is_last = slab + 1 >= self.num_slabs;
@@ -178,7 +179,7 @@ impl FrameGrid {
         first..first + u32::try_from(bytes / self.frame_bytes).unwrap_or(0)
     }
 
-    /// Offset of a frame's first byte in the arena.
+    /// Returns the offset of a frame in the arena.
     pub fn start(&self, number: u32) -> u64 {
         let slab = self.slab_of(number);
         u64::from(slab) * self.slab_bytes

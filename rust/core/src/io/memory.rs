@@ -1,14 +1,15 @@
-//! Memory available to this process, as limited by the machine and its control groups.
+//! Memory available to this process, limited by the machine and by its control groups.
 //!
-//! The caller that opens a store reads it once and passes it in, so that the store has no
-//! environment. Must not depend on frame sizes.
+//! The caller that opens a store passes the value in, so that the store does not read the
+//! environment.
 
 use std::fs;
 use std::path::Path;
 
-/// Returns the available bytes: the least of the machine and each enclosing memory control group.
+/// Returns the available memory in bytes: the minimum of the machine and all enclosing memory
+/// control groups.
 ///
-/// None if nothing can be read (no /proc).
+/// Returns None if nothing can be read, for example without /proc.
 pub fn available_bytes() -> Option<u64> {
     let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| mem_available(&text));
     let groups =
@@ -22,7 +23,7 @@ fn mem_available(meminfo: &str) -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// The smallest remainder of any group up to the root. A group without a limit is skipped.
+/// Returns the smallest remainder of all groups up to the root. Skips groups without a limit.
 fn groups_available(cgroup: &str) -> Option<u64> {
     let left_of = |line: &str| {
         let mut fields = line.splitn(3, ':').skip(1);
@@ -40,8 +41,8 @@ fn groups_available(cgroup: &str) -> Option<u64> {
     cgroup.lines().filter_map(left_of).min()
 }
 
-/// Returns the limit less use; inactive pages of files can be reclaimed, so they do not count as
-/// used.
+/// Returns the limit minus the usage. Inactive file pages are not included in the usage, because
+/// the kernel can reclaim them.
 fn group_left(group: &Path, (limit, usage, inactive): (&str, &str, &str)) -> Option<u64> {
     let number = |name: &str| fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
     let (limit, usage) = (number(limit)?, number(usage)?);

@@ -1,8 +1,8 @@
-//! Memory and files: the only folder with unsafe code.
+//! Memory and files. This is the only module of the crate with unsafe code.
 //!
-//! `frame` numbers frames, `arena` maps them, `numa` places them on NUMA nodes,
-//! `part` writes and checks a part's trailer, `memory` reads how much memory is available. Must not
-//! depend on the meaning of keys, the index or leases; it only checks bounds.
+//! `frame` numbers frames, `arena` maps them, `numa` places them on NUMA nodes, `part` writes and
+//! checks the trailer of a part, `memory` reads the amount of available memory, and `direct`
+//! accesses files. The module only checks bounds; callers must respect leases.
 
 pub mod arena;
 pub mod direct;

@@ -1,5 +1,5 @@
-//! NUMA nodes for ranges of an arena's pages, for frames that consist of one part per shard; and
-//! the system calls that set and read them. This is advice: the system can place memory elsewhere.
+//! Assigns ranges of an arena's pages to NUMA nodes, so that each shard of a frame is on the node
+//! of its rank. The assignment is a preference: the kernel can place memory on other nodes.
 #![expect(unsafe_code, reason = "libc has no safe wrapper for these system calls")]
 
 use std::io::{Error, Result};
@@ -10,25 +10,26 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use super::frame::FRAME_ALIGN;
 
-/// The nodes of the system's first word of a mask.
+/// Number of nodes in the first word of the kernel's node mask.
 pub const MAX_NODES: u32 = 64;
-/// Maximum number of ranges; each takes 0.4 KiB of kernel memory and some microseconds when the
-/// arena is created.
+/// Maximum number of ranges. Each range takes 0.4 KiB of kernel memory and a few microseconds when
+/// the arena is created.
 const MAX_PLACES: u64 = 1 << 18;
 
-/// Bytes `start..end` of an arena, and a bit for each allowed node.
+/// The bytes `start..end` of an arena, with a mask of the allowed nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
-    /// The first byte: on a page.
+    /// Offset of the first byte; page-aligned.
     pub start: u64,
-    /// Behind the last byte.
+    /// Offset after the last byte.
     pub end: u64,
-    /// One bit: all pages are on that node. Several bits: pages alternate.
+    /// Mask of nodes. With one bit set, all pages prefer that node; with more bits, pages
+    /// alternate.
     pub nodes: u64,
 }
 
 impl Place {
-    /// Policy of the system call: preferred node (1) or interleaved (3).
+    /// Returns the kernel's memory policy: preferred node (1) or interleaved (3).
     pub(super) fn mode(&self) -> u32 {
         if self.nodes.is_power_of_two() { 1 } else { 3 }
     }
@@ -39,9 +40,10 @@ pub(super) fn bit(node: u32) -> u64 {
     1_u64.checked_shl(node).unwrap_or(0)
 }
 
-/// Ranges of `num_frames` frames of `frame_bytes`, in order and merged per node: part i of each
-/// frame is on `nodes[i]`, which is below `MAX_NODES`. A single range if all nodes are equal; also,
-/// with alternating pages, if parts are not whole pages or there are too many ranges.
+/// Returns the ranges of `num_frames` frames of `frame_bytes`, in order, with adjacent ranges on
+/// one node merged. Part i of each frame is on `nodes[i]`, which must be below `MAX_NODES`. Returns
+/// a single range if all nodes are equal. Also returns a single range, with alternating pages, if
+/// parts are not whole pages or if there would be more than `MAX_PLACES` ranges.
 pub fn by_shard(frame_bytes: u64, num_frames: u32, nodes: &[u32]) -> Vec<Place> {
     let all = nodes.iter().fold(0, |all, node| all | bit(*node));
     let (num_parts, end) = (nodes.len() as u64, frame_bytes * u64::from(num_frames));
@@ -67,17 +69,17 @@ pub fn by_shard(frame_bytes: u64, num_frames: u32, nodes: &[u32]) -> Vec<Place> 
     places
 }
 
-/// Ranges that are mapped together to be placed: each splits that mapping, and a process may have
-/// 65,530.
+/// Number of ranges that share a temporary mapping while they are placed. Each range splits the
+/// mapping, and Linux allows 65,530 mappings per process by default.
 pub(super) const PLACED_AT_ONCE: usize = 1024;
 
-/// Asks `get_mempolicy` for the policy of an address; not in libc.
+/// Flag of `get_mempolicy`: return the policy of an address. libc does not define it.
 pub(super) const MPOL_F_ADDR: u64 = 2;
 
 fn bind(address: usize, num_bytes: usize, place: &Place) -> Result<()> {
     let num_bits = u64::from(MAX_NODES) + 1;
-    // SAFETY: the call changes no byte and the system refuses addresses that are not mapped; the
-    // mask is one word, and the system reads one bit less than `num_bits`.
+    // SAFETY: the call changes no bytes, and the kernel rejects addresses that are not mapped. The
+    // mask is one word, and the kernel reads one bit less than `num_bits`.
     match unsafe {
         libc::syscall(
             libc::SYS_mbind,
@@ -94,20 +96,20 @@ fn bind(address: usize, num_bytes: usize, place: &Place) -> Result<()> {
     }
 }
 
-/// Sets the policies of ranges of a file of `size_bytes`, which are in order, for every mapping of
-/// the file.
+/// Sets the policies of ranges of a file of `size_bytes`, for all mappings of the file. The ranges
+/// must be in ascending order.
 pub(super) fn place(fd: impl AsFd, size_bytes: u64, places: &[Place]) -> Result<()> {
     places.chunks(PLACED_AT_ONCE).try_for_each(|some| place_some(&fd, size_bytes, some))
 }
 
-/// Policies are the file's, and hold for all mappings: the one here only says which bytes are
-/// meant.
+/// Sets the policies of ranges through a temporary mapping. Policies belong to the file and apply
+/// to all mappings.
 fn place_some(fd: impl AsFd, file_bytes: u64, places: &[Place]) -> Result<()> {
     let (Some(first), Some(last)) = (places.first(), places.last()) else { return Ok(()) };
     let size_bytes =
         usize::try_from(last.end.min(file_bytes).saturating_sub(first.start)).unwrap_or(0);
     let (access, flags) = (ProtFlags::empty(), MapFlags::SHARED);
-    // SAFETY: no address is asked for, and nothing reads or writes this mapping.
+    // SAFETY: no address is given, and nothing reads or writes this mapping.
     let start =
         unsafe { rustix::mm::mmap(ptr::null_mut(), size_bytes, access, flags, fd, first.start) }?;
     let within = |byte: u64| {
@@ -117,28 +119,30 @@ fn place_some(fd: impl AsFd, file_bytes: u64, places: &[Place]) -> Result<()> {
         let (from, to) = (within(place.start), within(place.end));
         bind(start.addr() + from, to - from, place)
     });
-    // SAFETY: start and size are those of the mapping above, into which nothing points.
+    // SAFETY: start and size belong to the mapping above, and no pointer into it exists.
     let _unmapped = unsafe { rustix::mm::munmap(start, size_bytes) };
     bound
 }
 
-/// Returns the policy of the page at `address`, which is 0 if none was set; None if the system does
-/// not report it.
+/// Returns the policy of the page at `address`, which is 0 if no policy was set; None if the kernel
+/// does not report it.
 fn policy_at(address: usize) -> Option<i32> {
     let mut mode = -1_i32;
     let no_mask: *const u64 = ptr::null();
-    // SAFETY: the mode is ours, no mask is returned, and the address is only looked up.
+    // SAFETY: `mode` is a local variable, no mask is returned, and the kernel does not access the
+    // memory at the address.
     let done = unsafe {
         libc::syscall(libc::SYS_get_mempolicy, &raw mut mode, no_mask, 0_u64, address, MPOL_F_ADDR)
     };
     (done == 0).then_some(mode)
 }
 
-/// Places whole pages at `address` that are not in memory yet on one NUMA node, for every process
-/// that maps them.
+/// Places whole pages at `address` that are not allocated yet on one NUMA node, for all processes
+/// that map them.
 ///
-/// Returns false, and changes nothing, if they were placed before: by the server, or by the first
-/// of its engines. Also false if the system refuses, in which case it chooses the node.
+/// Returns false and changes nothing if the server or an earlier engine has already placed the
+/// pages. Also returns false if the kernel rejects the placement; the kernel then chooses the
+/// nodes.
 pub fn prefer_numa_node(address: usize, num_bytes: usize, node: u32) -> bool {
     let place = Place { start: 0, end: num_bytes as u64, nodes: bit(node) };
     place.nodes != 0

@@ -1,18 +1,18 @@
-//! A frame's part: payload, padding, and the 128-byte trailer that identifies the payload.
+//! A part of a frame: payload, padding, and the 128-byte trailer that identifies the payload.
 //!
-//! The format is ARCHITECTURE.md's "Frames". A part is sealed after its bytes were gathered and
-//! checked before they are used; in doubt, the result is a [`Damage`], never bytes. Must not depend
-//! on where parts lie in memory.
+//! `docs/design/frames.md` defines the format. A part is sealed after its bytes were gathered, and
+//! checked before they are used. A part that does not match is reported as [`Damage`] and must not
+//! be used.
 
 use crate::key::ChunkKey;
 use crate::tag::chunk_tag;
 use crate::{Error, Result};
 
-/// Bytes at the end of each part.
+/// Size of the trailer at the end of each part, in bytes.
 pub const TRAILER_BYTES: usize = 128;
 
-/// How a trailer begins. The number also covers the tag's definition: a part of another format
-/// reads as unsealed.
+/// First bytes of a trailer. The number also covers the definition of the tag: a part in a
+/// different format is reported as unsealed.
 pub(crate) const MAGIC: [u8; 8] = *b"KVLOFT03";
 
 /// Expected content of a part: key, layout and shape.
@@ -20,11 +20,11 @@ pub(crate) const MAGIC: [u8; 8] = *b"KVLOFT03";
 pub struct PartSpec<'a> {
     /// Key of the chunk.
     pub key: ChunkKey,
-    /// Digest of the order and sizes of the pages of a block.
+    /// Digest of the layout of the worker's pages.
     pub layout: [u8; 32],
-    /// Bytes of each page of one block, in order.
+    /// Size of each page of a block, in bytes and in order.
     pub page_bytes: &'a [u32],
-    /// Blocks in the payload.
+    /// Number of blocks in the payload.
     pub num_blocks: u32,
     /// The rank that the part belongs to.
     pub rank: u32,
@@ -35,19 +35,19 @@ pub struct PartSpec<'a> {
 pub enum Damage {
     /// No trailer: the copy into the part never finished.
     Unsealed,
-    /// Another chunk's bytes.
+    /// The bytes belong to a different chunk.
     Key,
-    /// The right chunk in another layout.
+    /// The chunk is correct, but has a different layout.
     Layout,
-    /// Another number of blocks, payload bytes, or rank; or an encoded payload, which only the GPU
-    /// kernels read.
+    /// The number of blocks, the payload size or the rank differs, or the payload is encoded, which
+    /// only the GPU kernels can read.
     Shape,
     /// The payload changed after it was sealed.
     Tag,
 }
 
 impl Damage {
-    /// A word for logs and counters.
+    /// Returns the name of the damage in logs and counters.
     pub fn as_str(self) -> &'static str {
         match self {
             Damage::Unsealed => "unsealed",
@@ -60,8 +60,8 @@ impl Damage {
 }
 
 impl PartSpec<'_> {
-    /// Bytes of the payload; `InvalidConfig` if they and the trailer do not fit a part of
-    /// `part_bytes`.
+    /// Returns the size of the payload, in bytes. Returns `InvalidConfig` if the payload and the
+    /// trailer do not fit a part of `part_bytes`.
     pub fn payload_bytes(&self, part_bytes: usize) -> Result<usize> {
         let block_bytes: u64 = self.page_bytes.iter().map(|&bytes| u64::from(bytes)).sum();
         let payload = block_bytes
@@ -80,13 +80,13 @@ impl PartSpec<'_> {
         }
     }
 
-    /// The trailer of `payload`, and its tag.
+    /// Returns the trailer of `payload`, and its tag.
     pub fn seal(&self, payload: &[u8]) -> Result<([u8; TRAILER_BYTES], u64)> {
         let tag = chunk_tag(payload, self.page_bytes, self.num_blocks)?;
         Ok((self.trailer(payload.len(), tag), tag))
     }
 
-    /// Returns None if `trailer` and `payload` belong to this part.
+    /// Returns None if `trailer` and `payload` match this part, otherwise the damage.
     pub fn check(&self, payload: &[u8], trailer: &[u8; TRAILER_BYTES]) -> Option<Damage> {
         let expected = self.trailer(payload.len(), 0);
         let mut fields = [
@@ -108,8 +108,8 @@ impl PartSpec<'_> {
         }
     }
 
-    /// The trailer of a raw part: its encoding, bytes 104 to 108, is 0, and the encoded bytes are
-    /// the payload's.
+    /// Returns the trailer of a raw part: its encoding (bytes 104 to 107) is 0, and its encoded
+    /// size is the size of the payload.
     fn trailer(&self, payload_bytes: usize, tag: u64) -> [u8; TRAILER_BYTES] {
         let mut trailer = [0; TRAILER_BYTES];
         trailer[..8].copy_from_slice(&MAGIC);

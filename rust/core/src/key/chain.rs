@@ -1,8 +1,7 @@
-//! Keys of one request's prefix, extended as it grows.
+//! Keys of one request's prefix, extended as the prefix grows.
 //!
-//! Whole blocks are hashed once, from the caller's memory; positions after the last whole block are
-//! kept until it is complete. Only digests are chained, one compression per block. The chain must
-//! not depend on the number of blocks per chunk or on where chunks are stored.
+//! Whole blocks are hashed once, from the caller's memory. Positions after the last whole block are
+//! kept until their block is complete. Only digests are chained, with one compression per block.
 
 use rayon::prelude::*;
 
@@ -11,8 +10,8 @@ use super::content::{Item, Items, Kind, Pending, Row, Run, View};
 use super::mode::{CHAIN, Digest, GROUP, PARALLEL_BYTES, TOKENS};
 use crate::{Error, Result};
 
-/// `keyed(K("group"), key | group as u32 | zeros)`, 64 bytes in all: the keys of another KV cache
-/// group for the same prefixes.
+/// Returns the keys that `group` has for the same prefixes: `keyed(K("group"), key | group as u32 |
+/// zeros)`, with 64 bytes of input.
 fn of_group(keys: &[ChunkKey], group: u32) -> impl Iterator<Item = ChunkKey> + use<> {
     let mut inputs = vec![[0; 64]; keys.len()];
     for (input, key) in inputs.iter_mut().zip(keys) {
@@ -24,12 +23,12 @@ fn of_group(keys: &[ChunkKey], group: u32) -> impl Iterator<Item = ChunkKey> + u
     digests.into_iter().map(ChunkKey)
 }
 
-/// The root key of a group, with the same salt.
+/// Returns the root key of a group, with the same salt tag.
 fn root_of_group(root: ChunkKey, group: u32) -> ChunkKey {
     of_group(&[root], group).next().unwrap_or_default().with_salt_of(&root)
 }
 
-/// The keys of a group for a prefix.
+/// The keys of one group for the prefix.
 #[derive(Debug, Clone)]
 struct OfGroup {
     group: u32,
@@ -37,16 +36,18 @@ struct OfGroup {
     keys: Vec<ChunkKey>,
 }
 
-/// Token ids hashed per round: enough for all SIMD lanes, small enough for the first-level cache.
+/// Number of token ids hashed per round: enough for all SIMD lanes, and small enough for the L1
+/// cache.
 const BATCH_IDS: usize = 4 << 10;
-/// Blocks per round whose digests are chained afterwards.
+/// Number of blocks hashed per round, before their digests are chained.
 const BATCH_BLOCKS: usize = 64;
 
 /// Incremental keys of one prefix, one per block.
 ///
-/// With a `lookahead` of n positions a block's key also covers the n positions after it: the first
-/// block includes them, and each later block is hashed n positions further on. Every error is
-/// `InvalidConfig` and leaves the chain unchanged. Positions count from 0 and fit in 32 bits.
+/// With a `lookahead` of n positions, a block's key also covers the n positions after the block:
+/// the first digest covers n extra positions, and each later digest covers a whole block that
+/// starts n positions later. All errors are `InvalidConfig` and leave the chain unchanged.
+/// Positions start at 0 and fit in 32 bits.
 #[derive(Debug, Clone)]
 pub struct KeyChain {
     root: ChunkKey,
@@ -59,8 +60,9 @@ pub struct KeyChain {
 }
 
 impl KeyChain {
-    /// Creates an empty prefix under `root`. Blocks have `block_tokens` positions, at least one;
-    /// keys cover `lookahead` positions after each block, at most one block.
+    /// Creates an empty prefix under `root`. `block_tokens`, the number of positions per block,
+    /// must be at least 1. `lookahead`, the number of positions after each block that its key
+    /// covers, must be at most `block_tokens`.
     pub fn with_lookahead(root: ChunkKey, block_tokens: u32, lookahead: u32) -> Result<Self> {
         if block_tokens == 0 {
             return Err(Error::invalid("block_tokens must be at least 1"));
@@ -80,32 +82,34 @@ impl KeyChain {
         })
     }
 
-    /// The key of the empty prefix.
+    /// Returns the key of the empty prefix.
     pub fn root(&self) -> ChunkKey {
         self.root
     }
 
-    /// Positions per block.
+    /// Returns the number of positions per block.
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
     }
 
-    /// Positions appended so far.
+    /// Returns the number of positions appended so far.
     pub fn num_tokens(&self) -> u32 {
         self.hashed() + self.pending.len()
     }
 
-    /// Full blocks with keys: all positions that the key covers were appended.
+    /// Returns the number of blocks with keys: blocks for which all positions that the key covers
+    /// were appended.
     pub fn num_blocks(&self) -> u32 {
-        u32::try_from(self.keys.len()).unwrap_or(u32::MAX) // never: check_room keeps positions in u32
+        // Cannot overflow: check_room keeps positions within u32.
+        u32::try_from(self.keys.len()).unwrap_or(u32::MAX)
     }
 
-    /// Keys of all full blocks, from position 0.
+    /// Returns the keys of all full blocks, in order.
     pub fn keys(&self) -> &[ChunkKey] {
         &self.keys
     }
 
-    /// The key of full block `block`, that is, of the prefix that ends with it.
+    /// Returns the key of full block `block`, which identifies the prefix that ends with it.
     pub fn key(&self, block: u32) -> Result<ChunkKey> {
         self.keys.get(block as usize).copied().ok_or_else(|| {
             Error::invalid("no such full block")
@@ -114,13 +118,14 @@ impl KeyChain {
         })
     }
 
-    /// The key of the chunk that `group` stores for that block; None: the block's own key.
+    /// Returns the key of the chunk that `group` stores for a block; without a group, the key of
+    /// the block.
     pub fn key_of(&self, block: u32, group: Option<u32>) -> Result<ChunkKey> {
         let own = self.key(block)?;
         Ok(group.and_then(|group| of_group(&[own], group).next()).unwrap_or(own))
     }
 
-    /// Hashes the keys of KV cache group `group` for the part of the prefix not hashed before.
+    /// Computes the keys of KV cache group `group` that are still missing for the prefix.
     pub fn extend_group(&mut self, group: u32) {
         let known = self.groups.iter().position(|of| of.group == group).unwrap_or_else(|| {
             self.groups.push(OfGroup {
@@ -134,17 +139,17 @@ impl KeyChain {
         keys.extend(of_group(&self.keys[keys.len()..], group));
     }
 
-    /// The root key and block keys of `group`, as far as `extend_group` computed them; None: this
-    /// chain's own.
+    /// Returns the root key of `group` and the block keys that `extend_group` has computed; without
+    /// a group, the root key and block keys of the chain.
     pub fn kept_by(&self, group: Option<u32>) -> (ChunkKey, &[ChunkKey]) {
         let Some(group) = group else { return (self.root, &self.keys) };
         let known = self.groups.iter().find(|of| of.group == group);
         known.map_or((self.root, &[]), |of| (of.root, &of.keys))
     }
 
-    /// The keys of single chunks of `group`, valid at the ends of `blocks`: their common parent
-    /// key, and the key of each.
-    pub fn attached(
+    /// Returns the keys of independent chunks of `group`: the root key of the group, which is their
+    /// common parent, and the key of the chunk at the end of each of `blocks`.
+    pub fn independent_keys(
         &self,
         group: u32,
         blocks: impl IntoIterator<Item = u32>,
@@ -153,10 +158,10 @@ impl KeyChain {
         Ok((root_of_group(self.root, group), of_group(&own, group).collect()))
     }
 
-    /// Declares a multimodal item on positions [start, start + `num_tokens`), before any of them is
-    /// appended.
+    /// Declares a multimodal item on the positions [`start`, `start + num_tokens`), before any of
+    /// these positions is appended.
     ///
-    /// Declaring the same item again does nothing, at any time. Truncating keeps all items.
+    /// Declaring the same item again has no effect.
     pub fn add_item(&mut self, identifier: &str, start: u32, num_tokens: u32) -> Result<()> {
         let item = Item { identifier: identifier.into(), start, num_tokens };
         let fail = |message: &str| {
@@ -169,7 +174,7 @@ impl KeyChain {
             || start.checked_add(num_tokens).is_none()
             || u32::try_from(identifier.len()).is_err()
         {
-            return fail("an item covers at least one position and ends below 2^32");
+            return fail("an item must cover at least one position and end below 2^32");
         }
         if start < self.num_tokens() && !self.items.contains(&item) {
             return fail("an item must be declared before its positions are appended");
@@ -190,8 +195,8 @@ impl KeyChain {
         Ok(())
     }
 
-    /// Appends embedding rows of `width` elements of `dtype` (torch's name, such as `bfloat16`):
-    /// raw bytes, row after row.
+    /// Appends embedding rows with `width` elements of `dtype` (a torch name, such as `bfloat16`).
+    /// `rows` contains their raw bytes without gaps.
     pub fn append_embeds(&mut self, dtype: &str, width: u32, rows: &[u8]) -> Result<()> {
         let row = Row::new(dtype, width)?;
         if !rows.len().is_multiple_of(row.size_bytes) {
@@ -213,8 +218,8 @@ impl KeyChain {
         }
     }
 
-    /// Appends positions: they complete the pending block, make whole blocks, and the rest is
-    /// pending.
+    /// Appends positions: first completes the pending block, then hashes whole blocks, and keeps
+    /// the rest as the new pending block.
     fn append(&mut self, kind: Kind, bytes: &[u8]) {
         let (each, block_bytes) =
             (kind.size_bytes(), self.block_tokens as usize * kind.size_bytes());
@@ -232,7 +237,8 @@ impl KeyChain {
         self.push_pending(kind, rest);
     }
 
-    /// True if `num` token ids are all that the next key covers: one whole block without items.
+    /// Returns true if `num` token ids are exactly the content of the next key: one whole block
+    /// without items.
     pub(super) fn is_next_block(&self, num: usize) -> bool {
         let (start, len) = (self.block_start(), self.block_tokens);
         let is_whole = num == len as usize && self.pending.len() == 0 && self.next_len() == len;
@@ -243,17 +249,17 @@ impl KeyChain {
                 .is_none_or(|position| position >= start + u64::from(len))
     }
 
-    /// The key of all full blocks so far.
+    /// Returns the key of the last full block, or the root key.
     pub(super) fn last(&self) -> ChunkKey {
         self.keys.last().copied().unwrap_or(self.root)
     }
 
-    /// Adds the next block's key, computed by the caller.
+    /// Appends the key of the next block, which the caller computed.
     pub(super) fn push(&mut self, key: Digest) {
         self.keys.push(ChunkKey(key));
     }
 
-    /// Positions that the keys so far cover.
+    /// Returns the number of positions that the keys cover.
     fn hashed(&self) -> u32 {
         if self.keys.is_empty() {
             0
@@ -262,7 +268,7 @@ impl KeyChain {
         }
     }
 
-    /// Positions that the next key covers.
+    /// Returns the number of positions that the next key adds.
     fn next_len(&self) -> u32 {
         self.block_tokens + if self.keys.is_empty() { self.lookahead } else { 0 }
     }
@@ -271,8 +277,8 @@ impl KeyChain {
         u64::from(self.hashed())
     }
 
-    /// Returns the digest of the positions that the next key, or a later one, covers from `start`
-    /// on.
+    /// Returns the content digest of the positions in `view`, which start at `start` and belong to
+    /// the next key or a later key.
     fn digest(&self, view: &View<'_>, start: u64) -> Digest {
         view.digest(start, self.items.overlapping(start..start + u64::from(self.next_len())))
     }
@@ -297,8 +303,8 @@ impl KeyChain {
         }
     }
 
-    /// Appends whole blocks of token ids, with nothing pending. Hashes blocks in SIMD lanes up to
-    /// the next block that an item overlaps.
+    /// Appends whole blocks of token ids; no positions may be pending. Hashes runs of blocks
+    /// without items in SIMD lanes.
     fn push_token_blocks(&mut self, mut bytes: &[u8], block_bytes: usize) {
         while !bytes.is_empty() {
             let start = self.block_start();
@@ -319,8 +325,8 @@ impl KeyChain {
         }
     }
 
-    /// Appends whole blocks of embedding rows, with nothing pending. Hashes blocks in parallel
-    /// (rayon) if they are large.
+    /// Appends whole blocks of embedding rows; no positions may be pending. Hashes the blocks in
+    /// parallel (rayon) if they are large.
     fn push_embed_blocks(&mut self, kind: Kind, rows: &[u8], block_bytes: usize) {
         let runs = [Run { kind, num: self.block_tokens }];
         let digest_of = |(block, bytes): (usize, &[u8])| {

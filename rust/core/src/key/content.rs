@@ -1,9 +1,9 @@
 //! The content of one block (tokens, embedding rows, multimodal items) and its digest.
 //!
-//! A block is a list of runs: neighboring positions of one kind. Their bytes are contiguous and in
-//! order, so that a block is hashed without a copy. Items may overlap (audio inside video), so a
-//! block looks up all items that overlap it. An element type outside the list is rejected, because
-//! two names of one type would give two keys. Must not depend on chains or earlier blocks.
+//! A block is a list of runs, and a run is a sequence of positions of one kind. The bytes of all
+//! runs are contiguous and in order, so a block is hashed without a copy. Items may overlap (audio
+//! inside video), so a block looks up all items that overlap it. Element types outside the list are
+//! rejected, because two names for one type would give two keys.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use super::mode::{Digest, EMBEDS, MIXED, TOKENS};
 use super::root::put_str;
 use crate::{Error, Result};
 
-/// Element types by their torch names, without the `torch.` in front, and their bytes.
+/// Element types by their torch names, without the prefix `torch.`, and their sizes in bytes.
 const DTYPES: [(&str, u32); 9] = [
     ("bfloat16", 2),
     ("float16", 2),
@@ -27,15 +27,16 @@ const DTYPES: [(&str, u32); 9] = [
 /// The shape of an embedding row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Row {
-    /// Canonical name, which is part of keys.
+    /// Canonical name, which is hashed into keys.
     pub(super) dtype: &'static str,
-    /// Elements.
+    /// Number of elements.
     pub(super) width: u32,
     pub(super) size_bytes: usize,
 }
 
 impl Row {
-    /// A row of `width` elements of `dtype`; `InvalidConfig` if there is no such row.
+    /// Creates a row of `width` elements of `dtype`. Returns `InvalidConfig` if `dtype` is unknown,
+    /// or if `width` is 0 or too large.
     pub(super) fn new(dtype: &str, width: u32) -> Result<Self> {
         let bad = |message| Error::invalid(message);
         let (dtype, bytes) =
@@ -45,18 +46,18 @@ impl Row {
             })?;
         match usize::try_from(u64::from(bytes) * u64::from(width)) {
             Ok(size_bytes) if size_bytes > 0 => Ok(Self { dtype, width, size_bytes }),
-            _ => Err(bad(format!("an embedding row cannot be {width} wide"))),
+            _ => Err(bad(format!("an embedding row cannot have a width of {width}"))),
         }
     }
 }
 
-/// Bytes of one embedding row of `width` elements of `dtype` (torch's name); `InvalidConfig` if
-/// there is no such row.
+/// Returns the size of an embedding row of `width` elements of `dtype` (a torch name), in bytes.
+/// Returns `InvalidConfig` if `dtype` is unknown, or if `width` is 0 or too large.
 pub fn row_bytes(dtype: &str, width: u32) -> Result<usize> {
     Row::new(dtype, width).map(|row| row.size_bytes)
 }
 
-/// One item: `num_tokens` placeholder positions from `start` on.
+/// One multimodal item: `num_tokens` placeholder positions, starting at `start`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Item {
     pub(super) identifier: Box<str>,
@@ -70,17 +71,17 @@ impl Item {
     }
 }
 
-/// Items by start, then identifier: their order in keys.
+/// Items sorted by start, then by identifier, which is their order in keys.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Items {
     sorted: Vec<Item>,
-    /// `reach[i]` is the largest end of `sorted[..=i]`; it is monotone, for binary search.
+    /// `reach[i]` is the largest end in `sorted[..=i]`. It is monotone, which allows binary search.
     reach: Vec<u64>,
 }
 
 impl Items {
-    /// Adds an item, unless it is already present. `InvalidConfig` if it is present with another
-    /// length.
+    /// Adds an item, unless it is already present. Returns `InvalidConfig` if it is present with a
+    /// different length.
     pub(super) fn add(&mut self, item: Item) -> Result<()> {
         match self.sorted.binary_search_by(|have| {
             (have.start, &have.identifier).cmp(&(item.start, &item.identifier))
@@ -109,7 +110,7 @@ impl Items {
         self.sorted.contains(item)
     }
 
-    /// The first position at or after `position` that an item covers.
+    /// Returns the first position at or after `position` that an item covers.
     pub(super) fn next_covered(&self, position: u64) -> Option<u64> {
         let after = self.sorted.partition_point(|item| u64::from(item.start) <= position);
         if after > 0 && self.reach[after - 1] > position {
@@ -118,7 +119,7 @@ impl Items {
         self.sorted.get(after).map(|item| u64::from(item.start))
     }
 
-    /// The items that overlap `positions`, in order.
+    /// Returns the items that overlap `positions`, in order.
     pub(super) fn overlapping(&self, positions: Range<u64>) -> impl Iterator<Item = &Item> {
         let stop = self.sorted.partition_point(|item| u64::from(item.start) < positions.end);
         let start = self.reach[..stop].partition_point(|&reach| reach <= positions.start);
@@ -126,7 +127,7 @@ impl Items {
     }
 }
 
-/// What the model reads at a position.
+/// The kind of model input at a position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// A token id, as little-endian u32.
@@ -144,14 +145,14 @@ impl Kind {
     }
 }
 
-/// `num` neighboring positions of one kind.
+/// `num` consecutive positions of one kind.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Run {
     pub(super) kind: Kind,
     pub(super) num: u32,
 }
 
-/// A block's content, borrowed: the bytes of all runs in order.
+/// A borrowed view of a block's content: the bytes of all runs, in order.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct View<'a> {
     pub(super) runs: &'a [Run],
@@ -189,8 +190,8 @@ impl Pending {
 }
 
 impl View<'_> {
-    /// The content digest; `block_start` is the block's first position, `items` those that overlap
-    /// its positions.
+    /// Returns the content digest. `block_start` is the block's first position, and `items` are the
+    /// items that overlap the block.
     pub(super) fn digest<'i>(
         &self,
         block_start: u64,
@@ -210,7 +211,7 @@ impl View<'_> {
             let mode = match kind {
                 Kind::Tokens => &TOKENS,
                 Kind::Embeds(row) => {
-                    put_str(&mut out, row.dtype).expect("names of types are short");
+                    put_str(&mut out, row.dtype).expect("type names are short");
                     out.extend_from_slice(&row.width.to_le_bytes());
                     &EMBEDS
                 }

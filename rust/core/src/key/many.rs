@@ -1,13 +1,14 @@
-//! Extends many chains at once: hashes the blocks that running requests complete in a step
+//! Extends many chains in one call: hashes all blocks that running requests complete in a step
 //! together.
 //!
-//! One block uses one SIMD lane, and a forward pass waits for these keys.
+//! A single block uses only one SIMD lane, and the forward pass waits for these keys.
 
 use super::chain::KeyChain;
 use super::mode::{CHAIN, Digest, TOKENS};
 use crate::Result;
 
-/// Calls [`KeyChain::append_tokens`] for each chain. On an error no chain has changed.
+/// Appends token ids to each chain, like [`KeyChain::append_tokens`]. On error, no chain is
+/// modified.
 pub fn append_to_each(chains: &mut [(&mut KeyChain, &[u32])]) -> Result<()> {
     chains.iter().try_for_each(|(chain, ids)| chain.check_room(ids.len()))?;
     let block_tokens = chains.first().map_or(0, |(chain, _)| chain.block_tokens());

@@ -3,8 +3,8 @@
 //! `root_key(namespace_digest(..), adapter, salt)` is the key of the empty prefix; a [`KeyChain`]
 //! extends it by one block at a time from the model's input: token ids, embedding rows, multimodal
 //! items. The format is in `docs/design/keys.md`, with golden vectors in `tests/vectors/keys.json`.
-//! Nothing here depends on stores, chunk sizes or engines, and no process seed is hashed: the same
-//! prefix has the same keys on every machine, permanently.
+//! Keys do not depend on stores, chunk sizes, engines or a process seed: the same prefix always has
+//! the same keys, on every machine.
 
 mod chain;
 mod content;
@@ -21,10 +21,11 @@ pub use content::row_bytes;
 pub use many::append_to_each;
 pub use root::{SaltTag, namespace_digest, namespace_hex, namespace_id, root_key};
 
-/// Version of the key format; part of every mode's name, so two versions never share a key.
+/// Version of the key format. It is part of every hash key, so two versions never share a chunk
+/// key.
 pub const KEY_SCHEMA: u32 = 2;
 
-/// A chained hash of the whole prefix up to the chunk's end.
+/// A chained hash of the whole prefix that ends with the chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub struct ChunkKey(pub [u8; 32]);
 

@@ -1,16 +1,17 @@
-//! BLAKE3 in the modes of the key scheme, fast for many short inputs of one length.
+//! Keyed BLAKE3 hashes, with one fixed key (mode) per purpose. Optimized for many short inputs of
+//! equal length.
 //!
 //! Every digest is a plain keyed BLAKE3 hash. Inputs of at most one BLAKE3 chunk (1024 bytes) and a
-//! whole number of 64-byte blocks are hashed together in SIMD lanes by blake3's doc-hidden
-//! `platform` module. The crate's version is pinned for that, and tests compare the result with
-//! `keyed_hash` for every length. Must not depend on the meaning of the bytes.
+//! whole number of 64-byte blocks are hashed in SIMD lanes by blake3's doc-hidden `platform`
+//! module. The version of the crate is therefore pinned, and tests compare the results with
+//! `keyed_hash` for every length.
 
 use std::sync::LazyLock;
 
 use blake3::IncrementCounter;
 use blake3::platform::Platform;
 
-/// A 32-byte digest in any mode.
+/// A 32-byte digest.
 pub(super) type Digest = [u8; 32];
 
 pub(super) static NAMESPACE: LazyLock<Mode> = LazyLock::new(|| Mode::new("namespace"));
@@ -22,8 +23,9 @@ pub(super) static MIXED: LazyLock<Mode> = LazyLock::new(|| Mode::new("mixed"));
 pub(super) static CHAIN: LazyLock<Mode> = LazyLock::new(|| Mode::new("chain"));
 pub(super) static GROUP: LazyLock<Mode> = LazyLock::new(|| Mode::new("group"));
 
-/// Inputs of at least this size are hashed on rayon's threads; for smaller ones, waking the threads
-/// costs more. The pool starts with the first such hash, so a process must not hash after a fork.
+/// Inputs of at least this size are hashed on rayon's threads; for smaller inputs, waking the
+/// threads costs more. The first such hash starts the thread pool, so a process must not hash after
+/// a fork.
 pub(super) const PARALLEL_BYTES: usize = 512 << 10;
 
 // Domain flags of the BLAKE3 paper, section 2.2, table 3.
@@ -32,7 +34,7 @@ const FLAG_CHUNK_END: u8 = 1 << 1;
 const FLAG_ROOT: u8 = 1 << 3;
 const FLAG_KEYED_HASH: u8 = 1 << 4;
 
-/// Inputs per SIMD call: twice the lanes of AVX2, as many as those of AVX-512.
+/// Number of inputs per SIMD call: the number of AVX-512 lanes, and twice the number of AVX2 lanes.
 const LANES: usize = 16;
 
 /// A keyed hash with one fixed key.
@@ -56,7 +58,7 @@ impl Mode {
         }
     }
 
-    /// The keyed hash of `bytes`, on rayon's threads if the input is large.
+    /// Returns the keyed hash of `bytes`. Uses rayon's threads if the input is large.
     pub(super) fn hash(&self, bytes: &[u8]) -> Digest {
         if bytes.len() < PARALLEL_BYTES {
             return *blake3::keyed_hash(&self.key, bytes).as_bytes();
@@ -64,7 +66,7 @@ impl Mode {
         *blake3::Hasher::new_keyed(&self.key).update_rayon(bytes).finalize().as_bytes()
     }
 
-    /// The keyed hash of exactly one 64-byte block: one compression, without a hasher.
+    /// Returns the keyed hash of one 64-byte block, with one compression and without a hasher.
     pub(super) fn hash_pair(&self, left: &Digest, right: &Digest) -> Digest {
         let mut block = [0; 64];
         block[..32].copy_from_slice(left);
@@ -75,7 +77,8 @@ impl Mode {
         blake3::platform::le_bytes_from_words_32(&words)
     }
 
-    /// Writes the keyed hash of each whole `stride` bytes of `bytes` to `out`.
+    /// Writes the keyed hash of each `stride`-byte piece of `bytes` to `out`; ignores an incomplete
+    /// last piece.
     pub(super) fn hash_each(&self, bytes: &[u8], stride: usize, out: &mut [Digest]) {
         macro_rules! by_length {
             ($($blocks:literal)*) => {
@@ -92,8 +95,9 @@ impl Mode {
         by_length!(1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16);
     }
 
-    /// `hash_each` for inputs of N bytes, N a multiple of 64 and at most 1024: each input is one
-    /// BLAKE3 chunk that is its own root, so its chaining value under these flags is its hash.
+    /// Implements `hash_each` for inputs of N bytes, where N is a multiple of 64 and at most 1024.
+    /// Each input is a single BLAKE3 chunk and the root of its tree, so its chaining value under
+    /// these flags is its hash.
     fn lanes<const N: usize>(&self, bytes: &[u8], out: &mut [Digest]) {
         let (inputs, _) = bytes.as_chunks::<N>();
         for (inputs, out) in inputs.chunks(LANES).zip(out.chunks_mut(LANES)) {

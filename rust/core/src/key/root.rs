@@ -1,8 +1,9 @@
-//! The key of the empty prefix: everything except content that decides KV bytes.
+//! The key of the empty prefix: a hash of everything except content that decides KV bytes.
 //!
-//! Each string is hashed after its length, and each absent value as one byte, so different inputs
-//! never have the same bytes. The last bytes of a root identify its salt, so that a store can group
-//! chunks by tenant across adapters, restarts and directories.
+//! Each string is hashed with its length in front, and each optional value with a byte that shows
+//! whether it is present, so different inputs never have the same encoding. The last bytes of a
+//! root identify its salt, so that a store can group chunks by tenant across adapters, restarts and
+//! directories.
 
 use std::fmt;
 
@@ -20,18 +21,18 @@ const TAG_BYTES: usize = 8;
 pub struct SaltTag(pub [u8; TAG_BYTES]);
 
 impl SaltTag {
-    /// The id of a salt; an empty salt is also a salt.
+    /// Returns the tag of a salt, which may be empty.
     pub fn of(salt: &str) -> Self {
         Self::end(&SALT.hash(salt.as_bytes()))
     }
 
-    /// The id in a root key; None if the root has no salt.
+    /// Returns the tag in a root key; None if the root has no salt.
     pub fn of_root(root: &ChunkKey) -> Option<Self> {
         Some(Self::end(&root.0)).filter(|tag| tag.0 != [0; TAG_BYTES])
     }
 
     fn end(digest: &Digest) -> Self {
-        Self(*digest.last_chunk().expect("a digest is longer"))
+        Self(*digest.last_chunk().expect("a digest is longer than a tag"))
     }
 }
 
@@ -53,19 +54,21 @@ impl<'de> Deserialize<'de> for SaltTag {
         let text = String::deserialize(from)?;
         let tag = u64::from_str_radix(&text, 16).map(|number| Self(number.to_be_bytes())).ok();
         let is_same = |tag: &Self| tag.to_string() == text;
-        tag.filter(is_same).ok_or_else(|| de::Error::custom("not a salt's tag"))
+        tag.filter(is_same)
+            .ok_or_else(|| de::Error::custom("a salt tag has 16 lowercase hex digits"))
     }
 }
 
 impl ChunkKey {
-    /// Gives a root key the salt of another.
+    /// Replaces the salt tag with the tag of `root`.
     pub(super) fn with_salt_of(mut self, root: &Self) -> Self {
         self.0[32 - TAG_BYTES..].copy_from_slice(&root.0[32 - TAG_BYTES..]);
         self
     }
 }
 
-/// Fingerprint of (name, value) pairs, in any order. `InvalidConfig` if a name is given twice.
+/// Returns the fingerprint of (name, value) pairs, independent of their order. Returns
+/// `InvalidConfig` if a name occurs twice.
 pub fn namespace_digest(fields: &[(&str, &str)]) -> Result<[u8; 32]> {
     let mut sorted = fields.to_vec();
     sorted.sort_unstable();
@@ -82,19 +85,22 @@ pub fn namespace_digest(fields: &[(&str, &str)]) -> Result<[u8; 32]> {
     Ok(NAMESPACE.hash(&bytes))
 }
 
-/// A namespace in 64 lowercase hex digits.
+/// Formats a namespace as 64 lowercase hex digits.
 pub fn namespace_hex(namespace: &[u8; 32]) -> String {
     ChunkKey(*namespace).to_string()
 }
 
-/// A namespace's name in logs, in statuses and as directory name: its first 16 hex digits.
+/// Returns the first 16 hex digits of a namespace: its name in logs and status output, and the name
+/// of its directory.
 pub fn namespace_id(namespace: &[u8; 32]) -> String {
     namespace_hex(namespace)[..16].to_owned()
 }
 
-/// The key of the empty prefix in a namespace; `adapter` is (name, path or id) of a `LoRA`.
+/// Returns the key of the empty prefix in a namespace. `adapter` is the name of a `LoRA` adapter,
+/// with its path or id.
 ///
-/// No salt and an empty salt are different roots. `InvalidConfig` if a string is 4 GiB or longer.
+/// No salt and an empty salt give different roots. Returns `InvalidConfig` if a string is 4 GiB or
+/// longer.
 pub fn root_key(
     namespace: &[u8; 32],
     adapter: Option<(&str, &str)>,
@@ -116,7 +122,7 @@ pub fn root_key(
     Ok(ChunkKey(root))
 }
 
-/// Appends u32 length and UTF-8 bytes.
+/// Appends the length (u32) and the UTF-8 bytes of a string.
 pub(super) fn put_str(bytes: &mut Vec<u8>, text: &str) -> Result<()> {
     let len = u32::try_from(text.len())
         .map_err(|_| Error::invalid("a string in a key must be shorter than 4 GiB"))?;

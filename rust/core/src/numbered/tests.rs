@@ -10,7 +10,7 @@ use super::{Numbered, SPARE};
 enum Step {
     /// Adds entries: their number, and the distance between them.
     Enter(usize, u64),
-    /// Adds a number below the last one, as if another thread had been faster.
+    /// Adds a number below the last number, as if another thread had been faster.
     EnterBelow(u64),
     /// Removes (nth, num) entries, in order or in reverse.
     Leave(usize, usize, bool),

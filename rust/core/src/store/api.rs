@@ -1,4 +1,4 @@
-//! [`Store`]'s methods: lookup, acquire, reserve, commit, discard, clear, statistics and the list
+//! Methods of [`Store`]: lookup, acquire, reserve, commit, discard, clear, statistics and the list
 //! of tenants.
 
 use std::sync::Arc;
@@ -21,7 +21,8 @@ use crate::store::tenants::limits::Ceiling;
 use crate::store::tenants::table::TENANTS_PER_SLICE;
 use crate::{Event, Result};
 
-/// Longest time that `clear` waits for the disk, which is cleared later if that is not enough.
+/// Maximum time that `clear` waits for the disk. After that, a disk thread clears it in the
+/// background.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Usage and limits of one tenant.
@@ -29,9 +30,9 @@ const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 pub struct Tenant {
     /// None for requests without a salt.
     pub tag: Option<SaltTag>,
-    /// Bytes of its frames in host memory.
+    /// Size of its frames in host memory, in bytes.
     pub host_bytes: u64,
-    /// Bytes of its slots on disk.
+    /// Size of its slots on disk, in bytes.
     pub disk_bytes: u64,
     /// Its quota in host memory, in bytes.
     pub max_host_bytes: Option<u64>,
@@ -66,44 +67,47 @@ impl State {
 }
 
 impl Store {
-    /// Returns how another process of this user maps the frames.
+    /// Returns the information that another process of the same user needs to map the frames.
     pub fn arena(&self) -> &ArenaInfo {
         &self.inner.arena
     }
 
-    /// Returns how many leading units of each prefix are stored, at one moment. A paused disk
-    /// counts as empty. No side effect (I9).
+    /// Returns how many leading units of each prefix are stored, as a consistent snapshot. While
+    /// reads from the disk are paused, it is treated as empty. No side effect (I9).
     pub fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
         let find = |state: &mut State| prefixes.iter().map(|prefix| state.find(prefix)).collect();
         let found = self.inner.with_open_state(find);
         found.unwrap_or_else(|| vec![Lookup::default(); prefixes.len()])
     }
 
-    /// Returns how many of a prefix's `anchors` are stored, and how many of those are proven.
+    /// Returns how many of a prefix's `anchors` are stored, and how many of the stored anchors are
+    /// proven.
     ///
-    /// An anchor is a number of units and the key that ends them, in ascending order. A prefix that
-    /// starts at a proven anchor needs no earlier keys (see [`Prefix::first`]).
+    /// An anchor is a number of units and the key of the last of them. Anchors must be in ascending
+    /// order. A prefix that starts at a proven anchor needs no earlier keys (see
+    /// [`Prefix::first`]).
     pub fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
         self.inner.with_open_state(|state| state.anchors(anchors)).unwrap_or_default()
     }
 
-    /// Pins the stored parts of prefixes that are in host memory and starts reading the rest from
-    /// disk, as one lease that counts the units of all of them.
+    /// Pins the parts of prefixes that are in host memory and queues reads of the parts that are
+    /// only on disk. Returns one lease for all prefixes.
     ///
-    /// A read takes a frame when it begins. The lease of a prefix ends before the first chunk that
-    /// gets no frame or cannot be read.
+    /// A read takes a frame when it starts. The leased part of a prefix ends before the first chunk
+    /// that gets no frame or cannot be read.
     pub fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> ReadLease {
         let hold =
             |state: &mut State| prefixes.iter().map(|prefix| state.acquire(prefix)).collect();
         ReadLease::new(Arc::clone(&self.inner), self.inner.with_open_state(hold))
     }
 
-    /// Reserves frames for chunks that are neither in host memory nor being filled: returns the
-    /// leases of all saves in order, and the number of each. A save stops at the first chunk
-    /// without a frame.
+    /// Reserves frames for chunks that are neither in host memory nor being filled. Returns the
+    /// leases of all requests in order, and the counts of each request. A request for dependent
+    /// chunks stops at the first chunk that gets no frame; a request for independent chunks skips
+    /// it.
     ///
-    /// With a limit, saves take frames in the first `limit_bytes` only from now on. Reserves
-    /// nothing if a prefix is shorter than its units.
+    /// If `limit_bytes` is set, saves only take frames in the first `limit_bytes` of the arena,
+    /// starting with this call. Reserves nothing if a prefix is shorter than its range of units.
     pub fn reserve_many(
         &self,
         limit_bytes: Option<u64>,
@@ -131,10 +135,10 @@ impl Store {
         Ok((reserved.into_iter().map(lease).collect(), got))
     }
 
-    /// Makes filled chunks visible; returns the number of chunks that became visible.
+    /// Makes filled chunks visible. Returns the number of chunks that became visible.
     ///
-    /// A chunk whose parent is not visible yet becomes visible with it; one whose parent is gone is
-    /// aborted. Leases of another store are aborted.
+    /// A chunk whose parent is not visible yet becomes visible after its parent. A chunk whose
+    /// parent is gone is aborted, and so are leases of a different store.
     pub fn commit(&self, leases: impl IntoIterator<Item = WriteLease>) -> u32 {
         let leases = leases.into_iter();
         let mut ids = Vec::with_capacity(leases.size_hint().0);
@@ -142,20 +146,21 @@ impl Store {
         self.inner.with_state(|state| ids.into_iter().map(|id| state.commit(id)).sum()).unwrap_or(0)
     }
 
-    /// Removes chunks and all chunks below them from every tier. Returns the number of chunks
-    /// removed so far.
+    /// Removes chunks and their descendants from every tier. Returns the number of chunks removed
+    /// so far.
     ///
-    /// Lookups miss them from now on. Pinned chunks are freed with their last pin; large trees are
-    /// removed in slices.
+    /// Lookups miss these chunks immediately. Pinned chunks are freed with their last pin, and
+    /// large trees are removed in slices by later calls.
     pub fn discard(&self, keys: &[ChunkKey]) -> u64 {
         self.inner.with_state(|state| state.discard(keys)).unwrap_or(0)
     }
 
-    /// Removes everything from every tier. Pinned and reserved frames are freed when their leases
+    /// Removes all chunks from every tier. Pinned and reserved frames are freed when their leases
     /// end.
     ///
-    /// Lookups miss at once. Waits at most five seconds for the disk, so that a restart finds
-    /// nothing either. A disk that does not answer is cleared later, and an event reports that.
+    /// Lookups miss immediately. Waits up to five seconds for the disk to be cleared, so that a
+    /// restart finds no chunks either. A disk that does not respond is cleared later, which an
+    /// event reports.
     pub fn clear(&self) {
         self.inner.with_state(State::clear);
         let cleared = |state: &State| {
@@ -164,35 +169,39 @@ impl Store {
         };
         if !self.inner.wait(Instant::now() + CLEAR_TIMEOUT, cleared) {
             self.inner.with_state(|state| {
-                state.log(Event::problem("disk tier: not cleared yet; retrying, and until then a restart finds its chunks"));
+                state.log(Event::problem(
+                    "disk tier: not cleared yet; retrying in the background (a restart before that \
+                     would find the old chunks)",
+                ));
             });
         }
     }
 
-    /// Returns true if a clear has not reached the disk yet.
+    /// Returns true if a clear has not completed on the disk yet.
     pub fn is_clearing(&self) -> bool {
         self.inner.with_state(|state| state.disk.clearing != Clearing::No).unwrap_or(false)
     }
 
-    /// Sets whether the store has a share of its pool. Without one, it keeps its slabs until other
-    /// stores need them.
+    /// Sets whether the store has a share of its pool. Without a share, it keeps its slabs until
+    /// other stores need them.
     pub fn set_active(&self, is_active: bool) {
         self.inner.with_state(|state| state.host.member.set_active(is_active));
     }
 
-    /// Returns the number of slabs it has, and how many of them exceed its share.
+    /// Returns the number of slabs that the store owns, and how many of them exceed its share.
     pub fn num_slabs(&self) -> (u32, u32) {
         let state = self.inner.lock();
         state.map(|state| state.host.member.num_slabs()).unwrap_or_default()
     }
 
-    /// Releases memory beyond this store's share, if a store below its share needs it. Never waits;
-    /// each call does a slice.
+    /// Releases memory beyond this store's share if a store below its share needs it. Never waits;
+    /// each call does a limited amount of work.
     pub fn release_slab(&self) -> SlabRelease {
         self.inner.with_state(State::release_slab).unwrap_or(SlabRelease::NotNeeded)
     }
 
-    /// Returns the log lines for the operator since the last call, oldest first.
+    /// Returns the log lines for the operator since the last call, oldest first; lines of the disk
+    /// tier come last.
     pub fn take_events(&self) -> Vec<Event> {
         let mut events =
             self.inner.with_state(|state| std::mem::take(&mut state.events)).unwrap_or_default();

@@ -1,17 +1,18 @@
-//! The last keys of chunks that were added to a tier or left one. Data only; `listener` reads it.
+//! A log of the keys of chunks that were recently added to a tier or removed from it. `listener`
+//! reads it.
 
 use std::collections::VecDeque;
 
 use crate::key::ChunkKey;
 
-/// The tiers in which lookups find a chunk, if they find its parents.
+/// The tiers in which lookups find a chunk, provided that they find its ancestors.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Tiers {
     /// In host memory.
     pub host: bool,
     /// On disk.
     pub disk: bool,
-    /// Not in host memory yet, but being saved or read.
+    /// Being saved, or requested from disk, but not in host memory yet.
     pub coming: bool,
 }
 
@@ -36,28 +37,28 @@ impl Tiers {
 /// Result of [`Listener::changes`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Changes {
-    /// Requested chunks, then changed chunks, oldest first, with their tiers. A key may occur
-    /// twice.
+    /// The requested chunks and then the changed chunks, oldest change first, with their tiers. A
+    /// key may occur more than once.
     pub rows: Vec<(ChunkKey, Tiers)>,
-    /// Keys were dropped: any chunk that is not among the rows may have changed too.
+    /// Keys were dropped from the log: chunks that are not in `rows` may have changed too.
     pub lost: bool,
 }
 
 impl Changes {
-    /// The answer without a store: any chunk may have changed, and no tier has the requested
-    /// chunks.
+    /// Returns the result without a store: any chunk may have changed, and no tier has the
+    /// requested chunks.
     #[must_use]
     pub fn of_none(asked: &[ChunkKey]) -> Self {
         Self { rows: asked.iter().map(|key| (*key, Tiers::default())).collect(), lost: true }
     }
 }
 
-/// See the module. Keys are numbered, so a listener's position is a number.
+/// The log. Keys are numbered, and the position of a listener is the number of its next key.
 #[derive(Debug, Default)]
 pub(crate) struct ChangeLog {
     pub(crate) keys: VecDeque<ChunkKey>,
     pub(crate) capacity: usize,
-    /// Number of the first of `keys`.
+    /// Number of the first key in `keys`.
     pub(crate) first: u64,
     pub(crate) num_listeners: usize,
 }
@@ -75,16 +76,16 @@ impl ChangeLog {
         self.keys.push_back(key);
     }
 
-    /// Drops all keys; every listener has missed some from now on.
-    pub(crate) fn lose(&mut self) {
+    /// Drops all keys, and marks keys as lost for every listener.
+    pub(crate) fn drop_all(&mut self) {
         self.first = self.end() + 1;
         self.keys.clear();
     }
 
-    /// Returns up to `limit` keys from position `next` on, and advances it; and whether earlier
-    /// keys were dropped.
+    /// Returns up to `limit` keys starting at position `next`, and whether keys after that position
+    /// were dropped. Advances `next`.
     ///
-    /// If so, returns no keys, because the listener queries all its keys anyway.
+    /// If keys were dropped, returns no keys, because the listener must query all its keys anyway.
     pub(crate) fn take(
         &self,
         next: &mut u64,

@@ -1,4 +1,4 @@
-//! Settings of a store, and checks that need no I/O.
+//! Settings of a store, and checks of their values.
 
 use std::path::PathBuf;
 
@@ -9,65 +9,67 @@ use crate::tier::disk::DiskConfig;
 use crate::units::size_text;
 use crate::{Error, Result};
 
-/// More threads do not make any device faster.
+/// Maximum number of disk threads. More threads do not make any device faster.
 const MAX_DISK_THREADS: u32 = 64;
 
-/// Settings of a store. The caller reads the clock, the environment and the machine; the store does
-/// not.
+/// Settings of a store. The caller passes in the time and the available memory, so that the store
+/// does not read the environment.
 #[derive(Debug, Clone)]
 pub struct StoreConfig {
     /// Sizes of frames, by size class.
     pub frame_sizes: FrameSizes,
-    /// Bytes of host memory for frames (`host_size`); rounded down.
+    /// Size of host memory for frames, in bytes (`host_size`). It is rounded down to whole pages or
+    /// frames.
     pub host_bytes: u64,
-    /// Policy of each tier.
+    /// The eviction policy of each tier.
     pub eviction: Eviction,
-    /// Available bytes of memory, if known: see [`crate::io::available_bytes`]. Compared once.
-    /// Pages are allocated when frames are first used, so stores that open at the same time see the
-    /// same free memory. Allocating them all at the start would take seconds per 10 GiB.
+    /// Available memory in bytes, if known; see [`crate::io::available_bytes`]. It is only compared
+    /// when the store opens. Pages are allocated when frames are first used, so stores that open at
+    /// the same time see the same available memory. Allocating all pages at startup would take
+    /// seconds per 10 GiB.
     pub available_bytes: Option<u64>,
-    /// Fingerprint of everything except content that decides KV bytes.
+    /// The namespace: a fingerprint of everything except content that decides KV bytes.
     pub namespace: [u8; 32],
     /// The disk tier, if one is configured.
     pub disk: Option<DiskSettings>,
-    /// Current Unix time in seconds, for expiry over restarts.
+    /// Current Unix time in seconds, so that chunks also expire across restarts.
     pub now_s: u64,
     /// Limits of each tenant.
     pub limits: TenantLimits,
 }
 
-/// How another process of this user maps the frames.
+/// The information that another process of the same user needs to map the frames.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ArenaInfo {
     /// Path for [`crate::io::Arena::open`].
     pub path: String,
-    /// Identity as in [`crate::io::Arena::id`], because paths are reused.
+    /// The arena's number as in [`crate::io::Arena::id`], because paths are reused.
     pub id: u64,
-    /// Total bytes.
+    /// Size of the arena, in bytes.
     pub size_bytes: u64,
-    /// Bytes of a slab: see [`crate::io::FrameGrid`].
+    /// Size of a slab, in bytes; see [`crate::io::FrameGrid`].
     pub slab_bytes: u64,
-    /// Pipe that every process that maps a server's arena must hold open; None for an embedded
+    /// The pipe that every process that maps a server's arena must keep open; None for an embedded
     /// store.
     pub lifeline: Option<LifelineInfo>,
 }
 
-/// A pipe whose end-of-file shows a server that no process can write to an engine's frames any
-/// longer.
+/// A pipe that signals end-of-file to the server once no process can still write to an engine's
+/// frames.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LifelineInfo {
     /// Path at which a worker opens it for writing.
     pub path: String,
-    /// Its inode, because paths are reused.
+    /// The pipe's inode, because paths are reused.
     pub id: u64,
 }
 
 /// Settings of the disk tier.
 #[derive(Debug, Clone)]
 pub struct DiskSettings {
-    /// Its directory (`disk_path`).
+    /// The disk directory (`disk_path`).
     pub dir: PathBuf,
-    /// Its size limit in bytes (`disk_size`).
+    /// Maximum size of the directory, in bytes (`disk_size`).
     pub cap_bytes: u64,
     /// Number of threads that read and write (`disk_threads`).
     pub num_threads: u32,
@@ -76,11 +78,14 @@ pub struct DiskSettings {
 }
 
 impl DiskSettings {
-    /// Returns the settings of the tier. `InvalidConfig` names the wrong setting and the fix.
+    /// Returns the settings of the tier. The message of `InvalidConfig` names the invalid setting
+    /// and the fix.
     pub(crate) fn tier(&self, store: &StoreConfig) -> Result<DiskConfig> {
         if !(1..=MAX_DISK_THREADS).contains(&self.num_threads) {
-            let message =
-                format!("disk_threads = {} must be from 1 to {MAX_DISK_THREADS}", self.num_threads);
+            let message = format!(
+                "disk_threads = {} is out of range; use a number from 1 to {MAX_DISK_THREADS}",
+                self.num_threads
+            );
             return Err(Error::invalid(message));
         }
         Ok(DiskConfig {
@@ -94,27 +99,29 @@ impl DiskSettings {
 }
 
 impl StoreConfig {
-    /// Checks the settings. `InvalidConfig` names the wrong setting and the fix; `host_size` names
-    /// the memory setting.
+    /// Checks the settings. The message of `InvalidConfig` names the invalid setting and the fix,
+    /// with `host_size` as the name of the memory setting.
     pub fn check(&self, host_size: &str) -> Result<()> {
         self.num_frames(host_size).map(drop)
     }
 
-    /// Returns the number of frames of average size that fit. Errors as [`Self::check`].
+    /// Returns the number of frames of average size that fit in host memory. Returns the same
+    /// errors as [`Self::check`].
     pub(crate) fn num_frames(&self, host_size: &str) -> Result<u32> {
         let fail = |message: String| Err(Error::invalid(message));
         self.frame_sizes.check()?;
         let (frame_bytes, host_bytes) = (self.frame_sizes.largest(), self.host_bytes);
         if host_bytes < frame_bytes {
             return fail(format!(
-                "{host_size} = {} holds no chunk, which is {frame_bytes} bytes here; make it at least that",
+                "{host_size} = {} is too small for a chunk of {frame_bytes} bytes; set it to at \
+                 least that size",
                 size_text(host_bytes)
             ));
         }
         if let Some(available) = self.available_bytes.filter(|&available| host_bytes > available) {
             return fail(format!(
-                "{host_size} = {} is more than the {} of memory that this machine or container has left; lower it, or give \
-                 the machine or container more memory",
+                "{host_size} = {} is more than the {} of memory that this machine or container has \
+                 left; lower it, or give the machine or container more memory",
                 size_text(host_bytes),
                 size_text(available)
             ));
@@ -122,7 +129,8 @@ impl StoreConfig {
         let smallest = self.frame_sizes.smallest();
         if host_bytes / smallest > MAX_FRAMES {
             return fail(format!(
-                "{host_size} = {} makes more than {MAX_FRAMES} chunks of {smallest} bytes; lower it",
+                "{host_size} = {} is too large: it is more than {MAX_FRAMES} chunks of {smallest} \
+                 bytes; lower it",
                 size_text(host_bytes)
             ));
         }

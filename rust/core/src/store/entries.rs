@@ -1,24 +1,31 @@
-//! Adds chunks to the index, detaches them once no tier has them, and frees them once no user has
-//! them. Removes trees of chunks: at once for lookups, in slices for the index and the tiers.
+//! Adds chunks to the index, detaches chunks that no tier has, frees entries without users, and
+//! removes trees of chunks.
 //!
-//! The root of a tree that is being removed loses its key at once. The tree is then walked
-//! depth-first, children before parents as the policies require, one slice per call. Chunks below
-//! the root keep their keys until the walk reaches them, so lookups and reservations check all
-//! ancestors while trees are being removed. A clear removes all keys at once; the index keeps the
-//! roots of the remaining trees.
+//! | method | called after | effect |
+//! |---|---|---|
+//! | `settle` | a chunk left a tier | `detach` if no tier has it, otherwise `reap` |
+//! | `detach` | `settle`, tree removal | removes the key; frees slot and frame once unused |
+//! | `reap` | a user finished | frees a detached entry without users, then its ancestors |
+//! | `leave_failed` | a child left host memory | frees a failed chunk's frame, then its ancestors |
+//!
+//! Lookups miss a tree as soon as its removal starts, because its root loses its key immediately.
+//! The tree is then walked depth-first, children before parents as the policies require, one slice
+//! per call. Descendants keep their keys until the walk reaches them, so lookups check all
+//! ancestors while trees are being removed. A clear removes all keys in one step, and the index
+//! keeps the roots of the remaining trees.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{Entry, HostEvent, HostState};
 use crate::key::{ChunkKey, SaltTag};
-use crate::store::disk::work::{Attached, Clearing};
+use crate::store::disk::work::{Clearing, DiskOpening};
 use crate::store::state::{Cause, State, Subtree};
 
-/// Most keys that are kept until the chunks of the disk are indexed. With more, the disk is
-/// cleared.
+/// Maximum number of discarded keys that are remembered until the chunks on disk are indexed.
+/// Beyond that, the disk is cleared.
 const MAX_REJECTED: usize = 1 << 16;
 
 impl State {
-    /// Adds a chunk that no tier has yet. The caller sets `saved_s`.
+    /// Adds an entry for a chunk that no tier has yet. The caller sets `saved_s`.
     pub(crate) fn add(&mut self, new: Entry) -> ChunkId {
         let tenant = match new.parent {
             Some(parent) => self.index[parent].tenant,
@@ -31,7 +38,8 @@ impl State {
         id
     }
 
-    /// Detaches a chunk without attached children. It stays until its last user ends.
+    /// Detaches a chunk whose children, if any, are all detached. The entry stays until its last
+    /// user has finished.
     pub(crate) fn detach(&mut self, id: ChunkId) {
         let parent = self.index[id].parent;
         self.leave_host_policy(id, Removal::Dropped);
@@ -51,7 +59,7 @@ impl State {
         self.leave_failed(parent);
     }
 
-    /// Frees the frame that was filled for a detached chunk.
+    /// Frees the frame of a detached chunk after its fill has ended.
     pub(crate) fn drop_detached_fill(&mut self, id: ChunkId) {
         let parent = self.index[id].parent;
         self.change_host(id, HostEvent::Leave(Removal::Dropped));
@@ -60,6 +68,7 @@ impl State {
         self.leave_failed(parent);
     }
 
+    /// Detaches a chunk that no tier has; otherwise reaps it.
     pub(crate) fn settle(&mut self, id: ChunkId) {
         let entry = &self.index[id];
         if entry.host.is_absent() && !entry.disk.takes_slot() && !entry.detached {
@@ -69,8 +78,8 @@ impl State {
         }
     }
 
-    /// Frees a detached entry without users, and the detached entries above it that only waited for
-    /// it.
+    /// Frees a detached entry without users, and then its detached ancestors that have no other
+    /// users.
     pub(crate) fn reap(&mut self, id: ChunkId) {
         let mut next = Some(id);
         while let Some(id) = next {
@@ -93,7 +102,8 @@ impl State {
         self.leave_failed(next);
     }
 
-    /// Removes a failed chunk without children from host memory, and then its failed ancestors.
+    /// Removes a failed chunk from host memory if it has no children there, and then its failed
+    /// ancestors.
     pub(crate) fn leave_failed(&mut self, mut next: Option<ChunkId>) {
         while let Some(id) = next {
             let entry = &self.index[id];
@@ -109,7 +119,7 @@ impl State {
         }
     }
 
-    /// Removes chunks and all chunks below them; returns the number removed so far.
+    /// Removes chunks and their descendants. Returns the number of chunks removed so far.
     pub(crate) fn discard(&mut self, keys: &[ChunkKey]) -> u64 {
         if self.disk.is_recovering() {
             self.reject(keys);
@@ -122,7 +132,7 @@ impl State {
         self.remove_slice()
     }
 
-    /// Rejects chunks that the disk may hold and that are not indexed yet.
+    /// Remembers keys that must not be indexed, because chunks on disk are not indexed yet.
     fn reject(&mut self, keys: &[ChunkKey]) {
         let work = &mut self.disk;
         if work.clearing == Clearing::No {
@@ -131,20 +141,20 @@ impl State {
         if work.rejected.len() > MAX_REJECTED {
             work.rejected.clear();
             work.to_free.extend(work.found.drain(..).map(|entry| entry.slot));
-            if work.attached != Attached::Yes {
+            if work.opening != DiskOpening::Open {
                 work.clearing = Clearing::Wanted;
             }
         }
     }
 
-    /// Removes everything; lookups miss at once.
+    /// Removes all chunks. Lookups miss immediately.
     pub(crate) fn clear(&mut self) {
         self.index.unmap_all();
         self.note_all();
         self.removals.clear();
         self.disk.found.clear();
         self.disk.rejected.clear();
-        if self.disk.attached != Attached::Never {
+        if self.disk.opening != DiskOpening::NoTier {
             self.disk.clearing = Clearing::Wanted;
         }
         self.remove_slice();
@@ -154,7 +164,7 @@ impl State {
         !self.removals.is_empty() || self.index.old_root().is_some()
     }
 
-    /// Removes a chunk's key at once, and the chunk with all its descendants in slices.
+    /// Removes a chunk's key immediately, and the chunk with its descendants in slices.
     pub(crate) fn remove_tree(&mut self, id: ChunkId) {
         self.remove_tree_for(id, Cause::Discard);
     }
@@ -176,7 +186,8 @@ impl State {
         self.remove_some(self.slice)
     }
 
-    /// Removes up to `budget` chunks; returns the number removed.
+    /// Continues the removal of trees, in up to `budget` steps. Returns the number of removed
+    /// chunks.
     pub(crate) fn remove_some(&mut self, budget: usize) -> u64 {
         let mut removed = 0;
         for _ in 0..budget {

@@ -1,8 +1,10 @@
-//! Eviction by an operator: the chunks of one tenant, or all, in host memory only or in every tier.
+//! Eviction by an operator: evicts the chunks of one tenant, or all chunks, from host memory or
+//! from every tier.
 //!
-//! The walk visits the index in slices, one per lock. Chunks that are saved meanwhile may stay. In
-//! host memory, children leave before their parents. In every tier, the walk starts the removal of
-//! first chunks, and `remove` does the rest.
+//! A walk visits the index in slices and releases the lock between them. Chunks that are saved
+//! during the walk may stay. To evict from host memory, the walk evicts children before their
+//! parents. To evict from every tier, it starts the removal of chunks without parents, and
+//! `entries` removes their trees.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -19,17 +21,17 @@ use crate::store::state::{Cause, State};
 use crate::store::stats::Evicted;
 use crate::tier::disk::{self, DiskRoot, RemovedChunks};
 
-/// Entries visited by one call: some 0.2 ms.
+/// Number of entries that one call visits, in about 0.2 ms.
 const SLICE: u32 = 2048;
-/// Chunks evicted from host memory by one call.
+/// Maximum number of chunks that one call evicts from host memory.
 const MAX_EVICTED: u32 = 256;
 
-/// What to evict.
+/// Selects the chunks to evict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Evict {
-    /// The tenant with this salt; None for all chunks.
+    /// Only chunks of the tenant with this salt; None for all chunks.
     pub salt: Option<SaltTag>,
-    /// Keeps chunks on disk, and unwritten chunks in memory.
+    /// Evicts only from host memory, and keeps chunks that are not written to disk yet.
     pub is_host_only: bool,
 }
 
@@ -37,17 +39,17 @@ pub struct Evict {
 #[derive(Debug, Default)]
 struct Walk {
     next: u32,
-    /// The parent of the last evicted chunk, visited next if it is still the same entry.
+    /// The parent of the last evicted chunk, which is visited next unless its entry was freed.
     above: Option<(ChunkId, u32)>,
-    /// Chunks on disk were not indexed yet.
+    /// Chunks on disk were not indexed yet, so the walk may have missed some of them.
     is_blind: bool,
-    /// The walk is complete, and chunks in use are counted up to this place.
+    /// Set once the walk is complete: the position up to which chunks in use are counted.
     counted: Option<u32>,
 }
 
 impl Store {
-    /// Evicts chunks that were visible when it was called. Returns once neither a lookup nor a
-    /// restart finds them, or at the deadline.
+    /// Evicts the selected chunks. Returns once neither a lookup nor a restart finds them, or at
+    /// the deadline.
     pub fn evict(&self, what: Evict, deadline: Instant) -> Evicted {
         let (mut walk, mut before) = (Walk::default(), None);
         loop {
@@ -81,7 +83,7 @@ impl Store {
 }
 
 impl State {
-    /// Returns true if every chunk removed before `mark` is off the disk.
+    /// Returns true if every chunk that was removed before the ticket `mark` is off the disk.
     fn is_off_disk(&self, mark: u64) -> bool {
         let work = &self.disk;
         let nothing_to_free =
@@ -93,7 +95,7 @@ impl State {
         nothing_to_free && nothing_else && !work.in_flight.iter().any(is_written)
     }
 
-    /// Continues a walk; returns true at its end.
+    /// Continues a walk. Returns true once it is complete.
     fn evict_slice(&mut self, what: Evict, walk: &mut Walk) -> bool {
         if self.is_removing() || (!self.disk.found.is_empty() && self.recover_some()) {
             return false;
@@ -114,8 +116,8 @@ impl State {
         walk.counted.is_some_and(|from| self.count_in_use(tenant, from, walk))
     }
 
-    /// Starts the removal of first chunks; the trees of one slice are removed before the next
-    /// slice.
+    /// Starts the removal of chunks without parents. The trees of one slice are removed before the
+    /// next slice.
     fn remove_trees_slice(&mut self, tenant: Option<TenantId>, walk: &mut Walk) -> bool {
         let end = walk.next.saturating_add(SLICE).min(self.index.num_places());
         for place in walk.next..end {
@@ -130,7 +132,7 @@ impl State {
         end == self.index.num_places() && !self.is_removing()
     }
 
-    /// Evicts chunks from host memory; returns true at the end of the walk.
+    /// Evicts chunks from host memory. Returns true at the end of the walk.
     fn evict_from_host(&mut self, tenant: Option<TenantId>, walk: &mut Walk) -> bool {
         let mut budget = MAX_EVICTED;
         let end = walk.next.saturating_add(SLICE).min(self.index.num_places());
@@ -159,7 +161,7 @@ impl State {
         }
     }
 
-    /// Counts chunks that stay because they, or chunks below them, are in use; returns true at the
+    /// Counts chunks that stay because they or their descendants are in use. Returns true at the
     /// end.
     fn count_in_use(&mut self, tenant: Option<TenantId>, from: u32, walk: &mut Walk) -> bool {
         let end = from.saturating_add(SLICE).min(self.index.num_places());
@@ -173,7 +175,7 @@ impl State {
         end == self.index.num_places()
     }
 
-    /// Evicts a chunk from host memory if it is an unused leaf; returns whether it did.
+    /// Evicts a chunk from host memory if it is an unused leaf. Returns true if it was evicted.
     fn evict_if_unused(&mut self, id: ChunkId) -> bool {
         let entry = self.index[id];
         if !entry.is_in_host() || entry.is_in_use() {
@@ -187,10 +189,11 @@ impl State {
     }
 }
 
-/// Removes the chunks of one tenant, or all, in the closed namespaces of a disk directory whose hex
-/// names begin with `prefix`.
+/// Removes the chunks of one tenant, or all chunks, in the closed namespaces of a disk directory
+/// whose hex names start with `prefix`.
 ///
-/// `root` is that of the open stores. `Io` if the directory cannot be listed.
+/// `root` must be the [`DiskRoot`] of the open stores. Returns `Io` if the directory cannot be
+/// listed.
 pub fn remove_closed(
     settings: &DiskSettings,
     root: &Arc<DiskRoot>,

@@ -1,10 +1,12 @@
-//! [`Listener`]: reports which chunks were added to a tier or left one. KV events are made from it.
+//! [`Listener`] reports which chunks were added to a tier or removed from it. KV events are created
+//! from these reports.
 //!
-//! The change log holds keys, not events. A listener receives each key with the tiers that have its
-//! chunk at that moment, so the last answer for a key is always true, even if the chunk was added
-//! and removed again, and while trees are being removed. Keys are dropped if too many wait; a
-//! listener that missed some is informed and queries every key it knows. All listeners share one
-//! log, each with a position in it, so another listener costs no memory.
+//! The change log contains keys, not events. A listener receives each key with the tiers that have
+//! the chunk at the time of the call. The last report for a key is therefore always correct, even
+//! if the chunk was added and removed again, and while trees are being removed. If the log is full,
+//! the oldest keys are dropped; a listener that missed keys receives `lost` and must query all keys
+//! that it has stored. All listeners share one log and only keep a position in it, so additional
+//! listeners cost no memory.
 
 use std::sync::Arc;
 
@@ -37,12 +39,13 @@ impl State {
         Changes { rows, lost }
     }
 
-    /// Adds a listener; returns its position in the log.
+    /// Adds a listener. Returns its position in the log.
     fn listen(&mut self, capacity: usize) -> u64 {
         let log = self.change_log.get_or_insert_default();
         log.num_listeners += 1;
         log.capacity = log.capacity.max(capacity).max(1);
-        log.keys.reserve(log.capacity - log.keys.len()); // growing later would hold the lock for long
+        // Growing the log later would hold the lock for a long time.
+        log.keys.reserve(log.capacity - log.keys.len());
         log.end()
     }
 
@@ -63,8 +66,8 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Returns the tiers of the chunks `asked`, and of up to `limit` chunks that changed since the
-    /// last call.
+    /// Returns the tiers of the chunks in `asked`, and of up to `limit` chunks that changed since
+    /// the last call.
     pub fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes {
         let mut next = locked(&self.next);
         let last_event = self.store.with_state(|state| state.changes(asked, &mut next, limit));
@@ -79,10 +82,10 @@ impl Drop for Listener {
 }
 
 impl Store {
-    /// Logs changes from now on; the listener must query the chunks that are stored already.
+    /// Starts logging changes. The listener must query the chunks that are already stored.
     ///
-    /// The log keeps at least the last `capacity` keys, of 32 bytes each, and the most that any
-    /// listener requires.
+    /// The log keeps at least the last `capacity` keys, of 32 bytes each. The largest capacity of
+    /// all listeners applies.
     pub fn watch(&self, capacity: usize) -> Listener {
         let next = self.inner.with_state(|state| state.listen(capacity)).unwrap_or_default();
         Listener { store: Arc::clone(&self.inner), next: Mutex::new(next) }

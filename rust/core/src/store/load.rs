@@ -1,4 +1,5 @@
-//! Loads: pin the chunks in host memory, start reading the rest from disk, and report progress.
+//! Loads: pins chunks in host memory, queues reads of the other chunks from disk, and reports
+//! progress.
 
 use std::iter::Sum;
 
@@ -9,12 +10,12 @@ use crate::key::ChunkKey;
 use crate::store::lookup::{Lookup, Prefix};
 use crate::store::state::State;
 
-/// Where a chunk was when its lease was taken.
+/// The tier that had a chunk when its lease was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TierName {
     /// In host memory.
     Host,
-    /// On disk only.
+    /// Only on disk.
     Disk,
 }
 
@@ -23,18 +24,18 @@ pub enum TierName {
 pub struct LeasedFrame {
     /// The frame to copy from.
     pub frame: FrameId,
-    /// The chunk.
+    /// Key of the chunk.
     pub key: ChunkKey,
-    /// The tier it was in when the lease was taken.
+    /// The tier that had the chunk when the lease was taken.
     pub tier: TierName,
 }
 
 /// Progress of a read lease, in units.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// Leading units that are ready and pinned.
+    /// Number of leading units that are ready and pinned.
     pub ready_units: u32,
-    /// Units after those that are still being read.
+    /// Number of units after them that are still being read.
     pub pending_units: u32,
 }
 
@@ -47,15 +48,15 @@ impl Sum for Progress {
     }
 }
 
-/// The chunks of one prefix that a read lease holds: a visible part, and after it chunks that are
-/// being read.
+/// The chunks of one prefix that a read lease holds: chunks in host memory, followed by chunks that
+/// were only on disk.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
-    /// The last chunk that was in host memory. Holding it pins its whole prefix, of `num_host`
-    /// chunks.
+    /// The last chunk that was in host memory. Holding it pins its prefix of `num_host` chunks.
     host_end: Option<ChunkId>,
     num_host: u32,
-    /// Chunks after it, in order, each held. The first `ready` of them are visible.
+    /// The chunks after `host_end`, in order, each of them held. The first `ready` of them are
+    /// visible.
     loads: Vec<ChunkId>,
     ready: usize,
 }
@@ -70,12 +71,13 @@ impl Held {
     }
 }
 
-/// Ancestors visited to find one on disk whose use is reported to the disk policy.
+/// Maximum number of ancestors visited to find a chunk on disk, whose use is reported to the disk
+/// policy.
 const MAX_TOUCH_STEPS: usize = 64;
 
 impl State {
-    /// Holds the leading chunks in host memory, and queues reads of the chunks after them. Only
-    /// here is a chunk's ancestry verified.
+    /// Holds the leading chunks in host memory, and queues reads of the chunks after them. Chunks
+    /// are only compared with the prefix here.
     pub(crate) fn acquire(&mut self, prefix: &Prefix<'_>) -> Held {
         let Lookup { host_units, stored_units } = self.find_verified(prefix);
         let mut held = Held { host_end: self.visible(prefix, host_units), ..Held::default() };
@@ -93,28 +95,28 @@ impl State {
         held
     }
 
-    /// Queues reads of the units `from..to`, which were found; returns their chunks, each held, up
-    /// to the first refused.
+    /// Queues reads of the stored units `from..to`. Returns their chunks, each held, up to the
+    /// first chunk that cannot be read.
     fn want_reads(&mut self, prefix: &Prefix<'_>, from: u32, to: u32) -> Vec<ChunkId> {
         let end = self.index.get(&prefix.key_of(to));
         let above = end.into_iter().flat_map(|id| self.index.ancestry(id));
         let mut loads: Vec<_> = above.take_while(|id| self.index[*id].depth >= from).collect();
         loads.reverse();
-        let will_come = loads.iter().position(|&id| !self.want_read(id)).unwrap_or(loads.len());
-        loads.truncate(will_come);
+        let num_readable = loads.iter().position(|&id| !self.want_read(id)).unwrap_or(loads.len());
+        loads.truncate(num_readable);
         loads
     }
 
-    /// Queues the read of a chunk and holds it; returns false if it cannot be read. It gets a frame
-    /// when the read begins.
+    /// Queues the read of a chunk and holds the chunk. Returns false if it cannot be read. It gets
+    /// a frame when the read starts.
     fn want_read(&mut self, id: ChunkId) -> bool {
         let entry = self.index[id];
         let is_readable =
             entry.disk.is_stored() && self.now.as_secs() >= u64::from(entry.unreadable_until_s);
         let may_come = entry.parent.is_none_or(|parent| !self.index[parent].host.is_absent());
         let is_saving = matches!(entry.host, HostState::Saving(_));
-        let will_come = entry.host.is_visible() || entry.is_coming() && !is_saving;
-        if !will_come {
+        let is_expected = entry.host.is_visible() || entry.is_coming() && !is_saving;
+        if !is_expected {
             if !entry.host.is_absent() || !is_readable || !may_come {
                 return false;
             }
@@ -133,14 +135,15 @@ impl State {
         }
     }
 
-    /// Returns the progress. A failed read, or a paused disk, ends the lease before that chunk.
+    /// Returns the progress. A chunk whose read failed, or is paused, ends the leased part of the
+    /// prefix.
     pub(crate) fn poll(&mut self, held: &mut Held) -> Progress {
         while held.loads.get(held.ready).is_some_and(|&id| self.index[id].host.is_visible()) {
             held.ready += 1;
         }
-        let answers = self.disk.answers(self.now);
+        let accepts_reads = self.disk.accepts_reads(self.now);
         let comes = |&id: &ChunkId| {
-            self.index[id].is_coming() && (answers || !self.index[id].host.is_read())
+            self.index[id].is_coming() && (accepts_reads || !self.index[id].host.awaits_read())
         };
         if !held.loads.get(held.ready).is_some_and(comes) {
             self.release_loads(held, held.ready);
@@ -164,8 +167,8 @@ impl State {
         frames
     }
 
-    /// Releases the reads from the `keep`th on, deepest first. A read that has not begun is
-    /// cancelled with its last lease.
+    /// Keeps the first `keep` reads and releases the others, deepest first. A queued read is
+    /// canceled with its last lease.
     fn release_loads(&mut self, held: &mut Held, keep: usize) {
         let before = held.num_pins();
         for id in held.loads.split_off(keep).into_iter().rev() {
@@ -175,7 +178,7 @@ impl State {
         self.stats.pins -= before - held.num_pins();
     }
 
-    /// Ends a lease. Reads in flight continue, and later lookups find their chunks.
+    /// Ends a lease. Reads in flight continue, so later lookups find their chunks.
     pub(crate) fn release(&mut self, mut held: Held) {
         self.release_loads(&mut held, 0);
         self.stats.pins -= held.num_pins();

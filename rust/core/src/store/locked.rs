@@ -1,7 +1,7 @@
-//! The store's state behind its lock, with the condition variables, the clock and the disk tier;
-//! and the leases that share it, so that a lease may outlive its `Store`.
+//! The store's state behind its lock, with the condition variables, the clock and the disk tier.
+//! Also defines leases, which share this state, so that a lease may outlive its `Store`.
 //!
-//! Leases are guards: dropping a write lease aborts it, dropping a read lease unpins its frames
+//! Leases are guards: dropping a write lease aborts it, and dropping a read lease unpins its frames
 //! (I5).
 
 use std::fmt;
@@ -18,24 +18,24 @@ use crate::sync::{Condvar, Mutex, MutexGuard, locked};
 use crate::tier::LocalTier;
 use crate::tier::disk::DiskEntry;
 
-/// Longest sleep of a caller that waits for the disk.
+/// Maximum sleep of a caller that waits for the disk.
 const WAIT_SLICE: Duration = Duration::from_millis(20);
 
-/// Returns the time since a fixed moment; monotonic.
+/// A monotonic clock. Returns the time since a fixed moment.
 pub type Clock = Box<dyn Fn() -> Duration + Send + Sync>;
 
-/// Opens the disk tier; returns it and the chunks in it. It is called again if it fails.
+/// Opens the disk tier. Returns the tier and its chunks. It is called again after a failure.
 pub type Opener = Box<dyn Fn() -> Result<(Arc<dyn LocalTier>, Vec<DiskEntry>)> + Send + Sync>;
 
 pub(crate) struct Locked {
     pub(crate) state: Mutex<State>,
     /// Signaled when there are disk jobs.
     pub(crate) work: Condvar,
-    /// Signaled when a disk job ends.
+    /// Signaled when a disk job completes.
     pub(crate) idle: Condvar,
     /// Signaled when the store closes; the sweeper sleeps on it.
     pub(crate) sweep: Condvar,
-    /// None while the tier is not open. It changes only while no job is in flight. This lock is
+    /// None while the tier is not open. It only changes while no job is in flight. This lock is
     /// taken last.
     pub(crate) disk: Mutex<Option<Arc<dyn LocalTier>>>,
     pub(crate) opener: Option<Opener>,
@@ -43,7 +43,8 @@ pub(crate) struct Locked {
     pub(crate) arena: ArenaInfo,
 }
 
-/// Wakes the disk threads when a panic poisons the lock; they would wait for work that cannot come.
+/// Wakes the disk threads when a panic poisons the lock, because they would otherwise wait for work
+/// that never arrives.
 struct WakeOnPanic<'a>(&'a Condvar);
 
 impl Drop for WakeOnPanic<'_> {
@@ -66,7 +67,7 @@ impl Locked {
         std::mem::replace(&mut *locked(&self.disk), new)
     }
 
-    /// Locks the state and advances its clock; None after a panic under the lock.
+    /// Locks the state and advances its clock. Returns None after a panic under the lock.
     pub(crate) fn lock(&self) -> Option<MutexGuard<'_, State>> {
         let mut state = self.state.lock().ok()?;
         state.set_time((self.clock)());
@@ -74,7 +75,7 @@ impl Locked {
     }
 
     /// Calls `work` under the lock, then removes a slice of the trees to remove and wakes the disk
-    /// threads if there are jobs. None after a panic under the lock.
+    /// threads if there are jobs. Returns None after a panic under the lock.
     pub(crate) fn with_state<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
         let _wake = WakeOnPanic(&self.work);
         let mut state = self.lock()?;
@@ -93,15 +94,15 @@ impl Locked {
         Some(result)
     }
 
-    /// As [`Self::with_state`]; also None for a closed store.
+    /// Like [`Self::with_state`], but also returns None if the store is closed.
     pub(crate) fn with_open_state<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
         self.with_state(|state| (!state.closed).then(|| work(state))).flatten()
     }
 
-    /// Waits until `done` returns true (returns true) or None (it cannot be met), or until the
-    /// deadline.
+    /// Waits until `done` returns something other than `Some(false)`. Returns true for
+    /// `Some(true)`, and false for None, which means that the condition can no longer be met.
     ///
-    /// Returns false at once after a panic under the lock.
+    /// Also returns false at the deadline, and immediately after a panic under the lock.
     pub(crate) fn wait(&self, deadline: Instant, done: impl Fn(&State) -> Option<bool>) -> bool {
         loop {
             let Some(mut state) = self.lock() else { return false };
@@ -112,9 +113,9 @@ impl Locked {
             }
             match done(&state) {
                 Some(false) => {}
-                answer => return answer.is_some(),
+                outcome => return outcome.is_some(),
             }
-            // Only the end of a job is signaled; other changes are polled.
+            // Only the completion of a job is signaled; other changes are polled.
             if left.is_zero() || self.idle.wait_timeout(state, left.min(WAIT_SLICE)).is_err() {
                 return false;
             }
@@ -131,11 +132,12 @@ impl fmt::Debug for Locked {
     }
 }
 
-/// A frame reserved for one chunk, until [`crate::store::Store::commit`] takes it or it is dropped.
+/// A frame reserved for one chunk until the lease is passed to [`crate::store::Store::commit`] or
+/// dropped.
 #[derive(Debug)]
 #[must_use = "dropping a write lease aborts it"]
 pub struct WriteLease {
-    /// None once it is committed.
+    /// None once the lease is committed.
     store: Option<Arc<Locked>>,
     id: ChunkId,
     reservation: Reservation,
@@ -155,7 +157,7 @@ impl WriteLease {
         self.store.as_ref().is_some_and(|own| Arc::ptr_eq(own, store))
     }
 
-    /// Ends the lease without aborting it; the caller commits the chunk.
+    /// Ends the lease without aborting it. The caller must commit the chunk.
     pub(crate) fn disarm(mut self) -> ChunkId {
         self.store = None;
         self.id
@@ -170,12 +172,12 @@ impl Drop for WriteLease {
     }
 }
 
-/// Pins one or more prefixes. Chunks after a prefix's host part may still be being read from disk.
+/// Pins one or more prefixes. The last chunks of a prefix may still be read from disk.
 #[derive(Debug)]
 #[must_use = "dropping a read lease unpins its frames"]
 pub struct ReadLease {
     store: Arc<Locked>,
-    /// None once it is released, or if the store had failed when it was taken.
+    /// None once the lease is released, or if the store had failed or was closed when it was taken.
     held: Mutex<Option<Vec<Held>>>,
 }
 
@@ -189,10 +191,11 @@ impl ReadLease {
         self.with_held(|state, held| held.iter_mut().map(|held| state.poll(held)).sum())
     }
 
-    /// Returns the frames of every chunk that is ready now, prefix by prefix in order.
+    /// Returns the frames of all chunks that are ready, in the order of the prefixes.
     pub fn frames(&self) -> Vec<LeasedFrame> {
         self.with_held(|state, held| match held {
-            [only] => state.frames(only), // without the copy, which costs a quarter more for a long prompt
+            // Avoids a copy, which would take 25 % longer for a long prompt.
+            [only] => state.frames(only),
             many => many.iter_mut().flat_map(|held| state.frames(held)).collect(),
         })
     }
@@ -204,7 +207,7 @@ impl ReadLease {
             .unwrap_or_default()
     }
 
-    /// Unpins the frames, as dropping does. A second call does nothing.
+    /// Unpins the frames, like dropping the lease. A second call does nothing.
     pub fn release(&self) {
         let held = locked(&self.held).take();
         if let Some(held) = held {

@@ -1,21 +1,22 @@
 //! Finds how much of a prefix is stored. Presence is monotone in each tier, so a few probes find
-//! its end.
+//! the end of the stored part.
 //!
-//! While trees are being removed presence has gaps, so the ancestors of the chunk found are
-//! checked. A record on disk may also claim a wrong place: a lookup may then report more than a
-//! lease gets, because only a lease compares the chunks with the prefix, once per chunk.
+//! While trees are being removed, presence has gaps, so lookups also check the ancestors of the
+//! last chunk found. A record on disk may name a wrong parent or depth. A lookup may then report
+//! more units than a lease gets, because only leases compare chunks with the prefix, once per
+//! chunk.
 
 use crate::evict::ChunkId;
 use crate::index::Entry;
 use crate::key::{ChunkKey, KeyChain};
 use crate::store::state::State;
 
-/// Leading units of a prefix that are stored.
+/// Number of leading units of a prefix that are stored.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Lookup {
-    /// In host memory.
+    /// Units in host memory.
     pub host_units: u32,
-    /// In host memory or on disk.
+    /// Units in host memory or on disk.
     pub stored_units: u32,
 }
 
@@ -24,11 +25,11 @@ pub struct Lookup {
 pub struct Prefix<'a> {
     /// The key of the empty prefix.
     pub root: ChunkKey,
-    /// Keys of the units from `first` on; fewer than 2^32.
+    /// Keys of the units starting at `first`; fewer than 2^32.
     pub keys: &'a [ChunkKey],
-    /// Number of leading units whose keys are left out. A save needs the key before its units. For
-    /// lookups and leases, the first key must be one that [`Store::anchors`] reports as proven;
-    /// otherwise nothing of the prefix is found.
+    /// Number of leading units whose keys are omitted. A save needs the key before its units. For
+    /// lookups and leases, [`Store::anchors`] must report the first key as proven; otherwise no
+    /// unit of the prefix is found.
     ///
     /// [`Store::anchors`]: super::Store::anchors
     pub first: u32,
@@ -41,45 +42,46 @@ impl<'a> From<&'a KeyChain> for Prefix<'a> {
 }
 
 impl<'a> Prefix<'a> {
-    /// A prefix with all its keys.
+    /// Creates a prefix with all its keys.
     pub fn new(root: ChunkKey, keys: &'a [ChunkKey]) -> Self {
         Self { root, keys, first: 0 }
     }
 
-    /// Returns its number of units, including those without keys.
+    /// Returns the number of units, including units without keys.
     pub fn num_units(&self) -> u32 {
         u32::try_from(self.keys.len()).unwrap_or(u32::MAX).saturating_add(self.first)
     }
 
-    /// Returns the key of its first `num_units` units, which must not be left out; the root key for
-    /// 0.
+    /// Returns the key of the last of the first `num_units` units, which must not be omitted; the
+    /// root key for 0.
     pub(crate) fn key_of(&self, num_units: u32) -> ChunkKey {
         num_units.checked_sub(1).map_or(self.root, |last| self.keys[(last - self.first) as usize])
     }
 
-    /// Returns its first `num_units` units, more than are left out.
+    /// Returns the prefix of the first `num_units` units, which must include at least one unit with
+    /// a key.
     fn cut(self, num_units: u32) -> Self {
         Self { keys: &self.keys[..(num_units - self.first) as usize], ..self }
     }
 
-    /// Returns its first key and the number of units up to it, if keys are left out.
+    /// If keys are omitted, returns the number of units up to the first key, and the first key.
     fn base(&self) -> Option<(u32, ChunkKey)> {
         let key = self.keys.first().filter(|_| self.first > 0)?;
         Some((self.first.saturating_add(1), *key))
     }
 }
 
-/// How many of a prefix's anchors are stored; see [`Store::anchors`](super::Store::anchors).
+/// Result of [`Store::anchors`](super::Store::anchors).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Anchors {
-    /// Leading anchors that are proven: a prefix may start at the last of them.
+    /// Number of leading anchors that are proven. A prefix may start at the last of them.
     pub num_known: u32,
-    /// Leading anchors that are stored.
+    /// Number of leading anchors that are stored.
     pub num_stored: u32,
 }
 
 impl State {
-    /// Returns the chunk that ends the first `end` units, if it is visible in host memory.
+    /// Returns the chunk of the last of the first `end` units, if it is visible in host memory.
     pub(crate) fn visible(&self, prefix: &Prefix<'_>, end: u32) -> Option<ChunkId> {
         let is_here = |entry: &Entry| entry.host.is_visible();
         if end == 0 {
@@ -96,8 +98,8 @@ impl State {
         }
     }
 
-    /// Returns the chunk that ends the first `end` units with `key`, if it is `present`, not
-    /// expired and at that depth.
+    /// Returns the chunk with `key`, if it is the last chunk of `end` units, `present` and not
+    /// expired.
     fn get(&self, key: &ChunkKey, end: u32, present: impl Fn(&Entry) -> bool) -> Option<ChunkId> {
         let id = self.index.get(key)?;
         let entry = &self.index[id];
@@ -106,11 +108,11 @@ impl State {
 
     /// Returns a predicate for chunks in host memory or on a disk that accepts reads.
     fn is_stored(&self) -> impl Fn(&Entry) -> bool + Copy + use<> {
-        let answers = self.disk.answers(self.now);
-        move |entry| entry.host.is_visible() || answers && entry.disk.is_stored()
+        let accepts_reads = self.disk.accepts_reads(self.now);
+        move |entry| entry.host.is_visible() || accepts_reads && entry.disk.is_stored()
     }
 
-    /// Counts the leading anchors that are stored and those that are proven; see
+    /// Counts the leading anchors that are stored, and the leading anchors that are proven; see
     /// [`super::Store::anchors`].
     pub(crate) fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
         let num = u32::try_from(anchors.len()).unwrap_or(u32::MAX);
@@ -123,7 +125,7 @@ impl State {
         }
     }
 
-    /// Returns the chunk of an anchor, if it is stored and it and all chunks above it are proven.
+    /// Returns the chunk of an anchor, if it is stored, and it and all its ancestors are proven.
     fn find_proven(&self, (end, key): (u32, ChunkKey)) -> Option<ChunkId> {
         let is_proven = |entry: &Entry| entry.proven && !entry.removing && !entry.detached;
         let is_stored = self.is_stored();
@@ -133,25 +135,25 @@ impl State {
         self.get(&key, end, |entry| is_proven(entry) && is_stored(entry))
     }
 
-    /// Returns false if units before the first key are left out and cannot be compared.
+    /// Returns false if leading keys are omitted and the first key is not proven.
     fn has_proven_base(&self, prefix: &Prefix<'_>) -> bool {
         prefix.first == 0 || prefix.base().and_then(|base| self.find_proven(base)).is_some()
     }
 
-    /// Returns the leading units in host memory, and those stored in any tier.
+    /// Returns the number of leading units in host memory, and the number stored in any tier.
     pub(crate) fn find(&self, prefix: &Prefix<'_>) -> Lookup {
-        if self.has_proven_base(prefix) { self.find_attached(*prefix) } else { Lookup::default() }
+        if self.has_proven_base(prefix) { self.find_unremoved(*prefix) } else { Lookup::default() }
     }
 
-    /// As [`Self::find`], after comparing each chunk with the prefix. Removes chunks that are not
-    /// the prefix's; the others are proven and not compared again.
+    /// Like [`Self::find`], but compares each chunk with the prefix. Removes chunks that do not
+    /// belong to the prefix. Marks the others as proven, so that they are not compared again.
     pub(crate) fn find_verified(&mut self, prefix: &Prefix<'_>) -> Lookup {
         if !self.has_proven_base(prefix) {
             return Lookup::default();
         }
         let mut prefix = *prefix;
         loop {
-            let found = self.find_attached(prefix);
+            let found = self.find_unremoved(prefix);
             match self.remove_foreign(&prefix, found.stored_units) {
                 None => return found,
                 Some(depth) => prefix = prefix.cut(depth),
@@ -159,8 +161,9 @@ impl State {
         }
     }
 
-    /// Returns the units found whose ancestors are not being removed.
-    fn find_attached(&self, mut prefix: Prefix<'_>) -> Lookup {
+    /// Like [`Self::find`], without checking the first key. Ends before chunks that are being
+    /// removed.
+    fn find_unremoved(&self, mut prefix: Prefix<'_>) -> Lookup {
         loop {
             let stored_units = self.find_end(&prefix, prefix.num_units(), self.is_stored());
             let in_host = |entry: &Entry| entry.host.is_visible();
@@ -173,8 +176,8 @@ impl State {
         }
     }
 
-    /// Returns the depth of the highest chunk that is being removed, at or above the last of
-    /// `units`.
+    /// Returns the smallest depth of a chunk that is being removed, among the last of `units` and
+    /// its ancestors.
     fn first_removed(&self, prefix: &Prefix<'_>, units: u32) -> Option<u32> {
         if units == 0 || !self.is_removing() {
             return None;
@@ -184,7 +187,7 @@ impl State {
         ancestors.filter(|entry| entry.removing || entry.detached).last().map(|entry| entry.depth)
     }
 
-    /// Returns how many of the first `most` units are `present`.
+    /// Returns how many leading units, of the first `most`, are `present`.
     fn find_end(
         &self,
         prefix: &Prefix<'_>,
@@ -206,8 +209,9 @@ impl State {
         before + leading(most - before, is_present)
     }
 
-    /// Removes the deepest of the first `units` chunks whose parent is not the prefix's, because a
-    /// record on disk claims a wrong place; returns its depth. If there is none, all are proven.
+    /// Finds the deepest of the first `units` chunks whose parent key differs from the prefix,
+    /// because a record on disk is wrong. Removes it and returns its depth. If there is no such
+    /// chunk, marks all chunks as proven.
     fn remove_foreign(&mut self, prefix: &Prefix<'_>, units: u32) -> Option<u32> {
         if units == 0 {
             return None;
@@ -215,7 +219,8 @@ impl State {
         let end = self.index.get(&prefix.key_of(units))?;
         let is_unproven = |id: &ChunkId| !self.index[*id].proven;
         let unproven: Vec<_> = self.index.ancestry(end).take_while(is_unproven).collect();
-        // The first has its key. Each other one has the key that the one before it claims.
+        // The first chunk has the right key. The key of each ancestor is the parent key of the
+        // chunk before it.
         let is_foreign = |&id: &ChunkId| {
             let entry = &self.index[id];
             entry.parent_key != prefix.key_of(entry.depth)
@@ -232,13 +237,13 @@ impl State {
     }
 }
 
-/// Returns how many of `0..num` satisfy the predicate; none does after one that does not. Probes
-/// the last, then gallops and bisects.
+/// Returns how many leading numbers of `0..num` satisfy the predicate, which must be monotone.
+/// Probes the last number first, then gallops and bisects.
 pub(crate) fn leading(num: u32, mut holds: impl FnMut(u32) -> bool) -> u32 {
     if num == 0 || holds(num - 1) {
         return num;
     }
-    let (mut yes, mut no) = (0, num - 1); // the first `yes` hold, index `no` does not
+    let (mut yes, mut no) = (0, num - 1); // the predicate holds below `yes` and not at `no`
     let mut step = 1;
     while yes + step <= no && holds(yes + step - 1) {
         yes += step;

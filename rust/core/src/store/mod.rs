@@ -1,19 +1,18 @@
 //! The store: finds, pins, saves and evicts chunks in host memory and on disk, behind one lock.
 //!
-//! No call waits for a disk, except those whose documentation says so. After a panic under the
-//! lock, every call answers with misses. The store must not depend on Python, tokens or the
-//! contents of frames.
+//! No call waits for a disk, unless its documentation says so. After a panic under the lock, every
+//! lookup is a miss.
 //!
-//! From the ground up; each file uses only files above it:
+//! Each file only uses files above it in this table:
 //!
 //! | file | contents |
 //! |---|---|
 //! | `config`, `stats` | settings; counters and gauges |
-//! | `change_log` | keys of chunks that were added to a tier or left one |
+//! | `change_log` | keys of chunks that were added to a tier or removed from it |
 //! | `tenants/` | limits, quotas, expiry and usage of each `cache_salt` |
 //! | `state` | [`State`](state::State): everything the lock guards |
-//! | `host/`, `disk/` | a chunk's life in host memory and on disk |
-//! | `entries` | add a chunk to the index; free it once no tier and no user has it; remove trees |
+//! | `host/`, `disk/` | states of chunks in host memory and on disk |
+//! | `entries` | add, detach and free entries of the index; remove trees of chunks |
 //! | `lookup`, `load`, `save` | find a prefix; pin and read it; reserve, commit and abort frames |
 //! | `locked` | the lock, its condition variables and the clock; leases, which are guards |
 //! | `open` | [`Store`]: open, flush and close |

@@ -1,4 +1,4 @@
-//! [`Store`]: open, flush and close.
+//! [`Store`], with the methods that open, flush and close it.
 
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use crate::io::FRAME_ALIGN;
 use crate::pool::Pool;
 use crate::store::config::{ArenaInfo, StoreConfig};
 use crate::store::disk::threads;
-use crate::store::disk::work::Attached;
+use crate::store::disk::work::DiskOpening;
 use crate::store::locked::{Clock, Locked, Opener};
 use crate::store::state::State;
 use crate::store::tenants::limits::{Bases, Table};
@@ -18,20 +18,21 @@ use crate::tier::disk::{DiskRoot, DiskTier};
 use crate::tier::host::HostTier;
 use crate::{ErrorKind, Result};
 
-/// Longest wait for disk threads that are running a job when the store closes.
+/// Maximum wait for disk threads that are running a job when the store closes.
 const LAST_JOB_TIMEOUT: Duration = Duration::from_millis(800);
-/// Longest time that an engine waits for its disk to open before it starts with host memory only.
+/// Maximum time that an embedded store waits for the disk to open before it starts without the
+/// disk.
 const FIRST_TIMEOUT: Duration = Duration::from_secs(10);
-/// The same on a server, where calls of other namespaces wait meanwhile.
+/// Like `FIRST_TIMEOUT`, but on a server, where calls for other namespaces wait in the meantime.
 const FIRST_TIMEOUT_ON_SERVER: Duration = Duration::from_secs(1);
-/// Most chunks on disk for which the index reserves room when the store opens.
+/// Maximum number of chunks on disk for which the index reserves memory when the store opens.
 const MAX_RESERVED: usize = 1 << 24;
 
-/// Host arena, optional disk tier and index of one namespace. All methods may be called from any
+/// Host arena, optional disk tier and index of one namespace. All methods can be called from any
 /// thread.
 ///
-/// Dropping it stops the disk threads after their current job; chunks that were not written by then
-/// are lost.
+/// Dropping the store stops the disk threads after their current job. Chunks that are not on disk
+/// by then are lost.
 #[derive(Debug)]
 pub struct Store {
     pub(crate) inner: Arc<Locked>,
@@ -39,27 +40,27 @@ pub struct Store {
 }
 
 impl Store {
-    /// Allocates host memory and opens the disk tier, waiting at most ten seconds for the disk.
+    /// Allocates host memory and opens the disk tier. Waits up to ten seconds for the disk.
     ///
-    /// If the disk tier cannot be opened (another process has it, an I/O error), the store logs an
-    /// event, serves from host memory and retries. `InvalidConfig` names the wrong setting; `Io` if
-    /// the system refuses memory or threads.
+    /// If the disk tier cannot be opened (another process uses it, or an I/O error), the store logs
+    /// an event, serves from host memory and retries. Returns `InvalidConfig`, whose message names
+    /// the invalid setting, or `Io` if memory or threads cannot be allocated.
     pub fn open(config: &StoreConfig) -> Result<Self> {
         Self::with_tier(config, None, Self::opener(config, &Arc::default())?, Self::clock())
     }
 
-    /// As [`Self::open`], in a pool of several stores. This store's share is `percent` of it, or an
-    /// equal part.
+    /// Like [`Self::open`], but in a pool that more than one store can share. The store's share is
+    /// `percent` of the pool, or an equal part.
     ///
-    /// Ignores `config.host_bytes`. `InvalidConfig` also if its frames are too large for the pool's
-    /// slabs.
+    /// Ignores `config.host_bytes`. Also returns `InvalidConfig` if the frames are too large for
+    /// the pool's slabs. Waits for the disk for up to one second.
     pub fn open_in(config: &StoreConfig, pool: &Arc<Pool>, percent: Option<u32>) -> Result<Self> {
         let opener = Self::opener(config, &pool.disk)?;
         Self::with_tier(config, Some((pool, percent)), opener, Self::clock())
     }
 
-    /// Returns a clock that also counts while the machine is suspended, so that chunks expire
-    /// meanwhile.
+    /// Returns a clock that also advances while the machine is suspended, so that chunks expire
+    /// during that time.
     fn clock() -> Clock {
         let now = || {
             let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
@@ -82,8 +83,8 @@ impl Store {
         })))
     }
 
-    /// As [`Self::open`] or [`Self::open_in`], with a given clock and disk tier; `config.disk` sets
-    /// the tier's threads and capacity.
+    /// Like [`Self::open`] or [`Self::open_in`], but with the given clock and disk tier.
+    /// `config.disk` sets the number of disk threads and the capacity.
     #[doc(hidden)]
     pub fn with_tier(
         config: &StoreConfig,
@@ -93,7 +94,7 @@ impl Store {
     ) -> Result<Self> {
         let host_bytes = share.map_or(config.host_bytes, |(pool, _)| pool.size_bytes());
         let config = StoreConfig { host_bytes, ..config.clone() };
-        config.check("host_size")?; // an invalid store must not create a directory
+        config.check("host_size")?; // with invalid settings, no directory may be created
         let host = match share {
             None => HostTier::create(host_bytes, &config.frame_sizes)?,
             Some((pool, percent)) => HostTier::join(pool, percent, &config.frame_sizes)?,
@@ -118,7 +119,7 @@ impl Store {
             clock,
             arena,
         });
-        // If a thread does not start, dropping the store stops those that did.
+        // If a thread does not start, dropping the store stops the threads that did.
         let mut store = Self { inner, threads: Mutex::default() };
         let threads = store.threads.get_mut().unwrap_or_else(PoisonError::into_inner);
         for nth in 0..num_threads {
@@ -134,8 +135,8 @@ impl Store {
         Ok(store)
     }
 
-    /// Waits until a disk thread has opened the tier and its chunks are indexed, or could not open
-    /// it, or takes longer than `timeout`. `InvalidConfig` if these settings can never work.
+    /// Waits up to `timeout` for the first attempt to open the tier, then indexes the chunks found.
+    /// Returns `InvalidConfig` if the tier can never open with these settings.
     fn await_disk(&self, timeout: Duration) -> Result<()> {
         let is_over = |state: &State| Some(state.disk.first_opening.is_some());
         self.inner.wait(Instant::now() + timeout, is_over);
@@ -153,8 +154,8 @@ impl Store {
     /// Waits until every visible chunk is on disk or dropped, and every removed chunk is off the
     /// disk.
     ///
-    /// Returns false at the deadline, or as soon as the deadline cannot be met because the disk is
-    /// paused beyond it.
+    /// Returns false at the deadline, or earlier if the deadline cannot be met, for example because
+    /// the disk is paused beyond it.
     pub fn flush(&self, timeout: Duration) -> bool {
         let (start, start_time) = (Instant::now(), (self.inner.clock)());
         let deadline = start_time.saturating_add(timeout);
@@ -168,11 +169,11 @@ impl Store {
         )
     }
 
-    /// Stops serving (lookups miss, reservations fail), writes unwritten chunks until the timeout,
-    /// and stops the threads.
+    /// Stops serving (lookups miss, and reservations get no frames), writes the remaining chunks to
+    /// disk until the timeout, and stops the threads.
     ///
-    /// A disk thread that hangs is detached and ends by itself. Leases stay valid. A second call
-    /// does nothing.
+    /// A disk thread that hangs is detached and exits when its system call returns. Leases stay
+    /// valid. A second call does nothing.
     pub fn close(&self, timeout: Duration) {
         self.inner.with_state(|state| state.closed = true);
         self.flush(timeout);
@@ -198,7 +199,7 @@ fn configured(config: &StoreConfig, host: HostTier, has_disk: bool) -> Result<St
     state.index.reserve(num_frames + num_slots.min(MAX_RESERVED));
     state.disk.num_threads = disk.map_or(0, |disk| disk.num_threads) as usize;
     if disk.is_some() {
-        state.disk.attached = Attached::NotBefore(Duration::ZERO);
+        state.disk.opening = DiskOpening::NotBefore(Duration::ZERO);
     }
     state.opened_s = u32::try_from(config.now_s).unwrap_or(u32::MAX);
     let bases = Bases { host: 0, disk: cap_bytes / FRAME_ALIGN };

@@ -1,4 +1,4 @@
-//! Saves: reserve a frame, then commit or abort it.
+//! Saves: reserves frames for chunks, and commits or aborts the reservations.
 
 use std::ops::Range;
 
@@ -9,13 +9,13 @@ use crate::key::ChunkKey;
 use crate::store::lookup::Prefix;
 use crate::store::state::State;
 use crate::store::tenants::quota::FrameSource;
-use crate::tier::host::FrameFor;
+use crate::tier::host::FrameRequest;
 use crate::{Error, Result};
 
 /// A frame reserved for one chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reservation {
-    /// Number of this reservation, unique in this store.
+    /// Number of the reservation; unique in this store.
     pub ticket: u64,
     /// The frame to copy to.
     pub frame: FrameId,
@@ -25,17 +25,17 @@ pub struct Reservation {
     pub unit: u32,
 }
 
-/// How much of one [`SaveRequest`] was reserved.
+/// Result of one [`SaveRequest`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SaveCounts {
-    /// Chunks that have to be filled.
+    /// Number of reserved chunks, which the caller must fill.
     pub num_reserved: usize,
-    /// Chunks without a frame or a parent; unless chunks are attached, also all chunks after the
-    /// first of them.
+    /// Number of chunks that got no frame. In a request for dependent chunks, this includes all
+    /// chunks after the first of them.
     pub num_dropped: u32,
 }
 
-/// Which chunks of a prefix to save.
+/// The chunks of a prefix to save.
 #[derive(Debug, Clone)]
 pub struct SaveRequest<'a> {
     /// The prefix.
@@ -44,36 +44,37 @@ pub struct SaveRequest<'a> {
     pub units: Range<u32>,
     /// The size class of the frames.
     pub class: SizeClass,
-    /// Each chunk's parent is the root, as in sliding-window and Mamba groups. A chunk without a
-    /// frame does not end the save. A key after the range's is that of the chunk which ends the
-    /// same prefix in a full-attention group.
-    pub is_attached: bool,
+    /// The chunks are independent, as in sliding-window and Mamba groups: the parent of each chunk
+    /// is the root, and a chunk that gets no frame is skipped. If the prefix has a key after the
+    /// last unit, it is the key of the full-attention chunk that ends the same prefix.
+    pub is_independent: bool,
 }
 
 impl<'a> From<(Prefix<'a>, Range<u32>)> for SaveRequest<'a> {
     fn from((prefix, units): (Prefix<'a>, Range<u32>)) -> Self {
-        Self { prefix, units, class: SizeClass::default(), is_attached: false }
+        Self { prefix, units, class: SizeClass::default(), is_independent: false }
     }
 }
 
 impl SaveRequest<'_> {
-    /// `InvalidConfig` if the prefix lacks keys of the units, or the one before them.
+    /// Returns `InvalidConfig` if the prefix lacks the keys of the units, or the key before them.
     pub fn check(&self) -> Result<()> {
         let Range { start, end } = self.units;
         let has_parent = self.prefix.first <= start.saturating_sub(1);
         if has_parent && start <= end && end <= self.prefix.num_units() {
             return Ok(());
         }
-        let error = Error::invalid("no such units in this prefix").with_context("start", start);
+        let error = Error::invalid("the prefix lacks keys of the units to save")
+            .with_context("start", start);
         Err(error.with_context("end", end).with_context("num_units", self.prefix.num_units()))
     }
 
-    /// As [`Self::check`]; also `InvalidConfig` if there is no such size class.
+    /// Like [`Self::check`], but also returns `InvalidConfig` if there is no such size class.
     pub(crate) fn check_in(&self, num_classes: usize) -> Result<()> {
         if self.class.index() < num_classes {
             return self.check();
         }
-        let error = Error::invalid("no such size of frames");
+        let error = Error::invalid("unknown size class");
         Err(error.with_context("class", self.class.0).with_context("num_classes", num_classes))
     }
 
@@ -83,29 +84,30 @@ impl SaveRequest<'_> {
     }
 }
 
-/// Why a chunk gets no frame.
+/// The reason why a chunk gets no frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Refused {
-    /// No frame is available, or its parent has none.
-    NoPlace,
-    /// Its tenant is at its quota, and none of its chunks may be evicted.
+enum NoFrame {
+    /// No frame is available, or the chunk's parent has no frame.
+    Unavailable,
+    /// The chunk's tenant is at its quota, and none of the tenant's chunks can be evicted.
     Quota,
 }
 
 impl State {
-    /// Reserves frames for the missing chunks of a checked range and adds them to `reserved`.
+    /// Reserves frames for the missing chunks of a request that was checked, and appends the
+    /// reservations to `reserved`.
     pub(crate) fn reserve(
         &mut self,
         asked: &SaveRequest<'_>,
         reserved: &mut Vec<(ChunkId, Reservation)>,
     ) -> SaveCounts {
-        let SaveRequest { prefix, ref units, class, is_attached } = *asked;
+        let SaveRequest { prefix, ref units, class, is_independent } = *asked;
         let (before, mut num_dropped) = (reserved.len(), 0);
-        let with = prefix.keys.get((units.end - prefix.first) as usize).filter(|_| is_attached);
+        let with = prefix.keys.get((units.end - prefix.first) as usize).filter(|_| is_independent);
         let mut above = None; // the previous chunk, if it is in host memory
         for unit in units.clone() {
             let key = prefix.key_of(unit + 1);
-            let new = if is_attached {
+            let new = if is_independent {
                 Entry { key, parent_key: prefix.root, ..Entry::default() }
             } else {
                 Entry { key, parent_key: prefix.key_of(unit), depth: unit, ..Entry::default() }
@@ -114,12 +116,12 @@ impl State {
             debug_assert_eq!(parent, self.parent_of(&new), "found by its key too");
             let own = self.find_own(&new, parent);
             if let Some(id) = own.filter(|id| self.is_there(*id)) {
-                above = Some(id).filter(|_| !is_attached);
+                above = Some(id).filter(|_| !is_independent);
                 continue;
             }
             match self.reserve_one(new, class, parent, own) {
                 Ok((id, frame)) => {
-                    above = Some(id).filter(|_| !is_attached);
+                    above = Some(id).filter(|_| !is_independent);
                     if let Some(end) = with.and_then(|key| self.index.get(key)) {
                         self.keep_with(id, end);
                     }
@@ -127,11 +129,11 @@ impl State {
                     reserved.push((id, Reservation { ticket, frame, key, unit }));
                 }
                 Err(why) => {
-                    let num_lost = if is_attached { 1 } else { units.end - unit };
+                    let num_lost = if is_independent { 1 } else { units.end - unit };
                     self.stats.quota_dropped +=
-                        if why == Refused::Quota { num_lost.into() } else { 0 };
+                        if why == NoFrame::Quota { num_lost.into() } else { 0 };
                     num_dropped += num_lost;
-                    if !is_attached {
+                    if !is_independent {
                         break;
                     }
                 }
@@ -141,8 +143,8 @@ impl State {
         SaveCounts { num_reserved: reserved.len() - before, num_dropped }
     }
 
-    /// Loads the first entries of each save into the CPU cache. The saves' own reads would wait for
-    /// each other.
+    /// Loads the first entries of each request into the CPU cache. These reads overlap, whereas the
+    /// reads of the requests themselves would wait for each other.
     pub(crate) fn warm(&self, asked: &[SaveRequest<'_>]) {
         let found = asked.iter().filter(|each| !each.units.is_empty()).map(
             |SaveRequest { prefix, units, .. }| {
@@ -158,8 +160,8 @@ impl State {
         if new.depth == 0 { None } else { self.index.get(&new.parent_key) }
     }
 
-    /// Returns the chunk's entry, if it has one. An entry with its key in another place is being
-    /// removed, or was forged on disk, and is removed.
+    /// Returns the chunk's entry, if it has one. An entry with the same key but a different
+    /// position is being removed or was forged on disk; it is removed.
     fn find_own(&mut self, new: &Entry, parent: Option<ChunkId>) -> Option<ChunkId> {
         let id = self.index.get(&new.key)?;
         let entry = &self.index[id];
@@ -176,37 +178,37 @@ impl State {
         self.index[id].host.frame().is_some()
     }
 
-    /// Reserves a frame for a chunk whose parent has one. Replaces a read of the chunk that has not
-    /// begun.
+    /// Reserves a frame for a chunk whose parent has a frame. Replaces a queued read of the chunk.
     fn reserve_one(
         &mut self,
         new: Entry,
         class: SizeClass,
         parent: Option<ChunkId>,
         own: Option<ChunkId>,
-    ) -> std::result::Result<(ChunkId, FrameId), Refused> {
+    ) -> std::result::Result<(ChunkId, FrameId), NoFrame> {
         let fits = parent.map_or(new.depth == 0, |parent| {
             let parent = &self.index[parent];
             parent.host.may_have_children() && parent.depth + 1 == new.depth
         });
         if !fits {
-            return Err(Refused::NoPlace);
+            return Err(NoFrame::Unavailable);
         }
         let source = self.source_for(&new, parent, class);
-        let refused = if source == FrameSource::Any { Refused::NoPlace } else { Refused::Quota };
+        let reason = if source == FrameSource::Any { NoFrame::Unavailable } else { NoFrame::Quota };
         let frame =
-            self.take_frame_under(parent, source, (class, FrameFor::Save)).ok_or(refused)?;
+            self.take_frame_under(parent, source, FrameRequest::for_save(class)).ok_or(reason)?;
         let proven = parent.is_none_or(|parent| self.index[parent].proven);
         let saved_s = self.unix_s;
-        let own = own.and_then(|_| self.index.get(&new.key)); // the eviction may have removed it
+        // The eviction may have removed the entry.
+        let own = own.and_then(|_| self.index.get(&new.key));
         let id = own.unwrap_or_else(|| self.add(Entry { parent, proven, saved_s, ..new }));
         self.change_host(id, HostEvent::Reserve(frame));
         self.stats.write_leases += 1;
         Ok((id, frame))
     }
 
-    /// Keeps `id` as long as the prefix that ends with `end`, if that prefix is likely to be used
-    /// again.
+    /// If the prefix that ends with `end` is likely to be used again, marks `end` and `id` as
+    /// reused, so that neither is evicted much earlier than the other.
     fn keep_with(&mut self, id: ChunkId, end: ChunkId) {
         let num_chunks = self.index[end].depth + 1;
         if self.index[end].host_evictable.is_none()
@@ -223,7 +225,7 @@ impl State {
         }
     }
 
-    /// Ends a write lease; aborts it and returns false if its chunk was removed meanwhile.
+    /// Ends a write lease. Aborts it and returns false if its chunk was removed in the meantime.
     fn end_write_lease(&mut self, id: ChunkId) -> bool {
         self.stats.write_leases -= 1;
         if !self.index[id].detached {
@@ -234,7 +236,7 @@ impl State {
         false
     }
 
-    /// Commits a filled chunk; returns the number of chunks that became visible.
+    /// Commits a filled chunk. Returns the number of chunks that became visible.
     pub(crate) fn commit(&mut self, id: ChunkId) -> u32 {
         if !self.end_write_lease(id) {
             return 0;

@@ -1,5 +1,4 @@
-//! Everything that the store's lock guards, as data. The other files of the store add methods to
-//! [`State`].
+//! All data that the store's lock guards. The other files of the store add methods to [`State`].
 //!
 //! Invariant I8: `frames_reserved + frames_visible + frames_free = frames_total`.
 
@@ -17,9 +16,9 @@ use crate::store::tenants::table::TenantTable;
 use crate::tier::host::HostTier;
 use crate::units::micros;
 
-/// Chunks removed by one call: some 0.2 ms.
+/// Default of [`State::slice`], which takes about 0.2 ms.
 const SLICE: usize = 256;
-/// Most log lines that wait for [`super::Store::take_events`].
+/// Maximum number of log lines queued for [`super::Store::take_events`].
 const MAX_EVENTS: usize = 64;
 
 /// The root of a tree of chunks that is being removed.
@@ -30,7 +29,7 @@ pub(crate) struct Subtree {
     pub(crate) cause: Cause,
 }
 
-/// Why a chunk is removed: which counter it belongs to.
+/// Why a chunk is removed, which selects the counter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cause {
     Discard,
@@ -39,7 +38,8 @@ pub(crate) enum Cause {
     Age,
 }
 
-/// When trees of chunks expire: first chunks, and chunks that expire before their parents.
+/// Expiry times of trees of chunks: of chunks without parents, and of chunks that expire before
+/// their parents.
 #[derive(Debug, Default)]
 pub(crate) struct Expiries(pub(crate) BTreeSet<(u32, ChunkId)>);
 
@@ -52,33 +52,33 @@ pub(crate) struct State {
     pub(crate) disk: DiskWork,
     pub(crate) disk_policy: Box<dyn Policy>,
     pub(crate) stats: Stats,
-    /// Time since the store was opened, read by the last caller.
+    /// Time since the store was opened, as of the last call.
     pub(crate) now: Duration,
-    /// Unix time in seconds, now and when the store was opened.
+    /// Unix time in seconds, as of the last call and when the store was opened.
     pub(crate) unix_s: u32,
     pub(crate) opened_s: u32,
     pub(crate) closed: bool,
-    /// Log lines for the operator.
+    /// Queued log lines for the operator.
     pub(crate) events: Vec<Event>,
-    /// Keys of chunks that were added to a tier or left one; None without a listener.
+    /// Log of added and removed chunks; None without a listener.
     pub(crate) change_log: Option<ChangeLog>,
-    /// Children that were filled before their parent was visible.
+    /// Children whose parent was not visible when they entered host memory.
     pub(crate) waiters: Waiters,
-    /// Trees to remove: a stack, walked in slices.
+    /// Stack of the trees to remove, which is processed in slices.
     pub(crate) removals: Vec<Subtree>,
-    /// Chunks removed by one call.
+    /// Number of removal steps per call.
     pub(crate) slice: usize,
-    /// Result of all evictions by an operator so far.
+    /// Sum of all evictions by an operator.
     pub(crate) evicted: Evicted,
     pub(crate) tenants: TenantTable,
     pub(crate) expiries: Expiries,
-    /// Slabs that are being emptied for other stores.
+    /// Slabs that are being emptied.
     pub(crate) drains: Drains,
     next_ticket: u64,
 }
 
 impl State {
-    /// Returns an empty state, without a disk until one is attached.
+    /// Creates an empty state without a disk tier.
     pub(crate) fn new(
         host: HostTier,
         host_policy: Box<dyn Policy>,
@@ -113,14 +113,14 @@ impl State {
         self.next_ticket - 1
     }
 
-    /// Queues a line for the operator's log; drops it if too many wait.
+    /// Queues a line for the operator's log. Drops the line if the queue is full.
     pub(crate) fn log(&mut self, event: Event) {
         if self.events.len() < MAX_EVENTS {
             self.events.push(event);
         }
     }
 
-    /// Advances the clock; disk operations that hang open the breakers.
+    /// Advances the clock. Opens the breakers if a disk operation hangs.
     pub(crate) fn set_time(&mut self, now: Duration) {
         self.now = self.now.max(now);
         self.unix_s =
@@ -159,15 +159,16 @@ impl State {
         }
     }
 
-    /// Logs a key whose chunk was added to a tier or left one, or that no longer leads to its
-    /// chunk.
+    /// Logs the key of a chunk that was added to a tier or removed from it, or that lookups no
+    /// longer find.
     pub(crate) fn note_change(&mut self, id: ChunkId) {
         if let Some(log) = &mut self.change_log {
             log.push(self.index[id].key);
         }
     }
 
+    /// Marks all chunks as changed.
     pub(crate) fn note_all(&mut self) {
-        self.change_log.iter_mut().for_each(ChangeLog::lose);
+        self.change_log.iter_mut().for_each(ChangeLog::drop_all);
     }
 }

@@ -24,106 +24,111 @@ macro_rules! numbers {
 }
 
 numbers! {
-/// Counters since the store was opened, then gauges. Gauges that are counted elsewhere are filled
-/// in by `State::stats`. Invariant I8: `frames_reserved + frames_visible + frames_free =
+/// Counters since the store was opened, followed by gauges. `State::stats` fills in the gauges that
+/// are maintained elsewhere. Invariant I8: `frames_reserved + frames_visible + frames_free =
 /// frames_total`.
 struct Stats {
-    /// Chunks that became visible after a save.
+    /// Number of chunks that became visible after a save.
     commits,
-    /// Reservations that were aborted or dropped, or whose parent was gone.
+    /// Number of reservations that were aborted or dropped, or whose chunk was removed before the
+    /// commit.
     aborts,
-    /// Chunks that `reserve` refused because no frame or no parent was available, once per attempt.
+    /// Number of failed reservations of a chunk because no frame or no parent was available.
     reserve_dropped,
-    /// Chunks evicted from host memory.
+    /// Number of chunks evicted from host memory.
     host_evictions,
-    /// Chunks removed by `discard` or because of proven damage, with all chunks below them.
+    /// Number of chunks removed by `discard` or because of proven damage, including descendants.
     discards,
-    /// Chunks removed by `clear`.
+    /// Number of chunks removed by `clear`.
     cleared,
-    /// Chunks that an operator evicted from all tiers or from host memory.
+    /// Number of chunks that an operator evicted from all tiers or from host memory.
     evicted,
-    /// Chunks evicted from disk.
+    /// Number of chunks evicted from disk.
     disk_evictions,
-    /// The part of `host_evictions` for a tenant at its quota.
+    /// Number of `host_evictions` for a tenant at its quota.
     quota_evictions,
-    /// The part of `disk_evictions` for a tenant at its quota.
+    /// Number of `disk_evictions` for a tenant at its quota.
     quota_disk_evictions,
-    /// Attempts to save, load or write a chunk that failed because its tenant was at its quota and
-    /// none of its chunks could be evicted. Repeated attempts count again.
+    /// Number of failed attempts to save, load or write a chunk because its tenant was at its quota
+    /// and none of the tenant's chunks could be evicted.
     quota_dropped,
-    /// Chunks removed because they expired, including those found on disk.
+    /// Number of chunks removed because they expired.
     expired,
-    /// Chunks that were not written to disk: they were evicted first, their parent was not written,
-    /// no slot could be freed, or the file system was full.
+    /// Number of chunks that were not written to disk because they were evicted first, their parent
+    /// was not written, no slot could be freed, or the file system was full.
     disk_dropped,
-    /// The part of `disk_dropped` that was evicted before it was written.
+    /// Number of `disk_dropped` chunks that were evicted before they were written.
     disk_unwritten,
-    /// Chunks found on disk when the store was opened.
+    /// Number of chunks found on disk when the tier was opened.
     disk_recovered,
-    /// Chunks written to disk.
+    /// Number of chunks written to disk.
     disk_writes,
-    /// Bytes written to disk.
+    /// Number of bytes written to disk.
     disk_bytes_written,
-    /// Microseconds that disk threads spent writing.
+    /// Time that disk threads spent writing, in microseconds.
     disk_write_us,
-    /// Failed writes, except for lack of space, and slots that could not be freed.
+    /// Number of failed writes (except for lack of space), of jobs that could not free all slots,
+    /// and of failed clears.
     disk_write_errors,
-    /// Times the disk directory was removed or moved while it was open.
+    /// Number of times that the disk directory was removed or moved while it was open.
     disk_removals,
-    /// Chunks read from disk.
+    /// Number of chunks read from disk.
     disk_reads,
-    /// Bytes read from disk.
+    /// Number of bytes read from disk.
     disk_bytes_read,
-    /// Microseconds that disk threads spent reading.
+    /// Time that disk threads spent reading, in microseconds.
     disk_read_us,
-    /// Microseconds in which at least one read was wanted. With `disk_reads` it gives the rate of
-    /// reads that loads see, including the time taken by writes.
+    /// Time with at least one pending read, in microseconds. `disk_reads` divided by this time is
+    /// the read rate that loads experience, including delays by writes.
     disk_read_busy_us,
-    /// Failed attempts to read a chunk; each chunk is tried twice.
+    /// Number of failed attempts to read a chunk. A failed read is retried once.
     disk_read_errors,
-    /// Chunks on disk whose bytes, or whose place in their prefix, do not match their key.
+    /// Number of chunks on disk whose bytes, or whose position in their prefix, do not match their
+    /// key.
     disk_verify_failures,
-    /// Bytes of host memory that it may keep while other stores need memory; all, without a pool.
+    /// Size of the host memory that the store can keep while other stores need memory, in bytes;
+    /// all of it without a pool.
     host_share_bytes,
-    /// Bytes of frames that are not free.
+    /// Size of all frames that are not free, in bytes.
     host_used_bytes,
-    /// Bytes that the chunks in these frames would take uncompressed.
+    /// Uncompressed size of the chunks in these frames, in bytes.
     host_raw_bytes,
-    /// Frames in its part of host memory.
+    /// Number of frames in the store's slabs.
     frames_total,
-    /// Frames being filled, or filled and waiting for their parent.
+    /// Number of frames that are being filled, or that are filled and wait for their parent.
     frames_reserved,
-    /// Frames of visible chunks, including removed chunks that are pinned.
+    /// Number of frames of visible chunks, including removed chunks that are pinned.
     frames_visible,
-    /// Free frames.
+    /// Number of free frames.
     frames_free,
-    /// Chunks that lookups can find, in any tier.
+    /// Number of chunks that lookups can find, in any tier.
     entries,
-    /// Chunks pinned by read leases, counted once per lease.
+    /// Number of chunks pinned by read leases, counted once per lease.
     pins,
-    /// Read leases held.
+    /// Number of read leases.
     read_leases,
-    /// Write leases held.
+    /// Number of write leases.
     write_leases,
-    /// Chunks on disk.
+    /// Number of chunks on disk.
     disk_used,
-    /// Bytes of their slots.
+    /// Size of the slots of chunks on disk, in bytes.
     disk_used_bytes,
-    /// Bytes that they would take uncompressed.
+    /// Uncompressed size of the chunks on disk, in bytes.
     disk_raw_bytes,
-    /// Visible chunks that are queued for writing or being written.
+    /// Number of visible chunks that are queued for writing or being written.
     disk_pending,
-    /// Slots in the disk's files, as last read by a disk thread.
+    /// Number of slots in the tier's files, as last read by a disk thread.
     disk_slots,
-    /// Accounted bytes of the disk directory, as last read by a disk thread.
+    /// Accounted size of the disk directory in bytes, as last read by a disk thread.
     disk_bytes,
-    /// 1 while reads or writes of the disk tier are paused because it fails, hangs or is not open.
+    /// 1 while reads or writes of the disk tier are paused because the tier fails, hangs or is not
+    /// open.
     disk_broken,
-    /// Times that reads or writes were paused.
+    /// Number of times that reads or writes were paused.
     disk_trips,
-    /// Chunks that wait to be read from disk.
+    /// Number of chunks that wait to be read from disk.
     reads_pending,
-    /// Salts with at least one chunk.
+    /// Number of salts with at least one chunk.
     salts,
 }
 }
@@ -131,16 +136,16 @@ struct Stats {
 /// Result of an eviction by an operator.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Evicted {
-    /// Chunks removed, or evicted from host memory.
+    /// Number of chunks that were removed, or evicted from host memory.
     pub num_chunks: u64,
-    /// Bytes they had in host memory.
+    /// Size of their frames in host memory, in bytes.
     pub host_bytes: u64,
-    /// Bytes they had on disk.
+    /// Size of their slots on disk, in bytes.
     pub disk_bytes: u64,
-    /// Chunks in use. Removed chunks keep their frames until that ends; in host memory only, they
-    /// stay.
+    /// Number of selected chunks that are in use. If chunks are evicted from every tier, these
+    /// chunks are removed but keep their frames until they are no longer used; otherwise they stay.
     pub num_in_use: u64,
-    /// The deadline passed: lookups or a restart may still find some chunks.
+    /// True if the deadline passed, so that lookups or a restart may still find some chunks.
     pub is_cut_short: bool,
 }
 

@@ -1,83 +1,79 @@
-//! The host tier: tracks free frames of the arena and lends out access to their bytes.
+//! The host tier: tracks the used and free frames of the arena and lends access to their bytes.
 //!
-//! Frames have the sizes of the namespace. A slab of the arena holds frames of one size at a time:
-//! `grid` tracks the frames of one size, and this file assigns slabs. Must not depend on the
-//! contents or the purpose of a frame; the store does.
+//! A namespace can have multiple frame sizes, and a slab of the arena holds frames of one size at a
+//! time. `grid` tracks the frames of one size, and this file assigns slabs to sizes. The tier does
+//! not access the contents of frames.
 
 mod grid;
+mod request;
 
 use std::sync::Arc;
 
 use self::grid::Grid;
+use self::request::FrameFor;
+pub(crate) use self::request::FrameRequest;
 use crate::Result;
 use crate::evict::ChunkId;
 use crate::io::{FRAME_ALIGN, Frame, FrameId, FrameSizes, Frames, HostArena, SizeClass};
 use crate::pool::{Member, Pool, SlabId};
 
-/// Empty slabs that a store keeps for later frames; further ones are released.
+/// Number of empty slabs that a store keeps for later frames; further empty slabs are released.
 const MAX_EMPTY: u32 = 1;
 
-/// The purpose of a frame.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum FrameFor {
-    /// Workers copy to it.
-    Save,
-    /// A disk thread fills it.
-    Read,
-}
-
-/// The owner of a slab.
+/// Use of a slab by this tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SlabState {
+    /// The slab does not belong to this tier, or is not in use.
     Foreign,
-    /// It holds this tier's frames of one size.
+    /// The slab holds this tier's frames of one size.
     Own(SizeClass),
-    /// As `Own`, but its free frames are no longer handed out.
+    /// Like `Own`, but the slab is being emptied, so its free frames are not used.
     Draining(SizeClass),
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Slab {
     state: SlabState,
-    /// Used frames in it.
+    /// Number of used frames in the slab.
     num_used: u32,
 }
 
-/// Which slabs others need, of this store or in the pool.
+/// A need for a slab of this store, either by another store or by a size class of this store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Wanted {
-    /// Only slabs below this number help.
+    /// Only slabs below this number are suitable.
     pub(crate) end: u32,
-    /// The class that needs one, if it belongs to this store.
+    /// The size class of this store that needs the slab; None if another store needs it.
     class: Option<SizeClass>,
 }
 
-/// The frames of one store. Frames are lent to the threads that fill or copy them, one borrower at
-/// a time.
+/// The frames of one store. Frames are lent to the disk threads that fill or copy them, each to one
+/// thread at a time.
 #[derive(Debug)]
 pub(crate) struct HostTier {
     pub(crate) member: Member,
     frames: Frames,
-    /// By size class.
+    /// Indexed by size class.
     grids: Vec<Grid>,
     slabs: Vec<Slab>,
-    /// Number of own slabs without a used frame, and the number to keep.
+    /// Number of `Own` slabs without used frames, and the maximum number to keep.
     num_empty: u32,
     max_empty: u32,
-    /// Workers can copy to the first bytes of the arena only.
+    /// Workers can only copy to the first `limit_bytes` of the arena.
     limit_bytes: u64,
-    /// A class that found no frame while other classes have free frames.
+    /// The size class that needs a slab of another class.
     hungry: Option<SizeClass>,
 }
 
 impl HostTier {
-    /// Creates memory for a single store. `InvalidConfig` for sizes that do not fit; `Io` if the
-    /// system refuses memory.
+    /// Creates the memory of a single store. Returns `InvalidConfig` if the frame sizes are
+    /// unsuitable, and `Io` if the memory cannot be allocated.
     pub(crate) fn create(host_bytes: u64, sizes: &FrameSizes) -> Result<Self> {
         let mut tier = Self::join(&Pool::of_one(host_bytes, sizes)?, None, sizes)?;
         tier.max_empty = u32::MAX;
         if tier.grids.len() == 1 {
-            while tier.add_slab(SizeClass::default(), FrameFor::Read) {}
+            let request = FrameRequest::for_read(SizeClass::default());
+            while tier.add_slab(request) {}
         }
         Ok(tier)
     }
@@ -120,28 +116,29 @@ impl HostTier {
         u32::try_from(self.frame_bytes(class) / FRAME_ALIGN).unwrap_or(u32::MAX)
     }
 
-    /// Returns the numbers of all frames of this tier and of free ones.
+    /// Returns the number of all frames of this tier, and the number of free frames.
     pub(crate) fn num_frames(&self) -> (u64, u64) {
         let num_free: u64 = self.grids.iter().map(Grid::num_free).sum();
         (self.grids.iter().map(|grid| grid.num_taken).sum::<u64>() + num_free, num_free)
     }
 
-    /// Bytes of used frames.
+    /// Returns the size of all used frames, in bytes.
     pub(crate) fn used_bytes(&self) -> u64 {
         self.grids.iter().map(|grid| grid.num_taken * grid.frames.frame_bytes).sum()
     }
 
-    /// Bytes that the chunks in those frames would take uncompressed.
+    /// Returns the uncompressed size of the chunks in used frames, in bytes.
     pub(crate) fn raw_bytes(&self) -> u64 {
         self.grids.iter().map(|grid| grid.num_taken * grid.raw_bytes).sum()
     }
 
-    /// Bytes that a chunk of a class takes uncompressed.
+    /// Returns the uncompressed size of a chunk of a class, in bytes.
     pub(crate) fn raw_frame_bytes(&self, class: SizeClass) -> u64 {
         self.grid(class).raw_bytes
     }
 
-    /// Bytes that it can keep while other stores need memory.
+    /// Returns the size of the memory that the store can keep while other stores need memory, in
+    /// bytes.
     pub(crate) fn share_bytes(&self) -> u64 {
         let (share, pool) = (self.member.share(), &self.member.pool);
         if share >= pool.num_slabs() {
@@ -151,15 +148,17 @@ impl HostTier {
         }
     }
 
-    /// From now on, saves use only frames in the first `limit_bytes`: workers cannot copy to the
-    /// others yet.
+    /// Restricts saves to frames in the first `limit_bytes`, because workers cannot copy to the
+    /// rest yet.
     pub(crate) fn limit(&mut self, limit_bytes: u64) {
         self.limit_bytes = limit_bytes;
     }
 
-    /// The lowest free frame, if it will do. Its memory is likely to be touched already.
-    pub(crate) fn take(&mut self, class: SizeClass, what_for: FrameFor) -> Option<FrameId> {
-        if !self.has_free(class, what_for) {
+    /// Takes the lowest free frame of the class, if it is suitable. Low frames are preferred
+    /// because their memory is probably allocated already.
+    pub(crate) fn take(&mut self, request: FrameRequest) -> Option<FrameId> {
+        let FrameRequest { class, .. } = request;
+        if !self.has_free(request) {
             return None;
         }
         let number = self.grids[class.index()].take()?;
@@ -169,91 +168,96 @@ impl HostTier {
         Some(FrameId::new(class, number))
     }
 
-    /// Returns whether [`Self::take`] would return a frame.
-    pub(crate) fn has_free(&self, class: SizeClass, what_for: FrameFor) -> bool {
+    /// Returns true if [`Self::take`] would return a frame.
+    pub(crate) fn has_free(&self, request: FrameRequest) -> bool {
+        let FrameRequest { class, purpose } = request;
         let free = self.grid(class).first_free();
-        free.is_some_and(|number| self.is_reachable(FrameId::new(class, number), what_for))
+        free.is_some_and(|number| self.is_reachable(FrameId::new(class, number), purpose))
     }
 
-    /// Takes a frame after adding free slabs to this class.
-    pub(crate) fn grow(&mut self, class: SizeClass, what_for: FrameFor) -> Option<FrameId> {
+    /// Takes a frame, adding slabs to the class if needed.
+    pub(crate) fn grow(&mut self, request: FrameRequest) -> Option<FrameId> {
         self.collect();
         loop {
-            let frame = self.take(class, what_for);
-            if frame.is_some() || !self.add_slab(class, what_for) {
+            let frame = self.take(request);
+            if frame.is_some() || !self.add_slab(request) {
                 return frame;
             }
         }
     }
 
-    /// Returns whether evicting the chunk of a frame helps: not if workers cannot copy to the
-    /// frame, nor if it has another class while a slab is being emptied for this class.
-    pub(crate) fn is_fit(&self, frame: FrameId, class: SizeClass, what_for: FrameFor) -> bool {
+    /// Returns true if evicting the chunk in `frame` can help the request. It cannot if workers
+    /// cannot copy to the frame, or if the frame has a different class while a slab is being
+    /// emptied for the requested class.
+    pub(crate) fn is_fit(&self, frame: FrameId, request: FrameRequest) -> bool {
+        let FrameRequest { class, purpose } = request;
         let is_class = frame.class() == class || self.hungry != Some(class);
-        is_class && self.is_reachable(frame, what_for)
+        is_class && self.is_reachable(frame, purpose)
     }
 
-    fn is_reachable(&self, frame: FrameId, what_for: FrameFor) -> bool {
+    fn is_reachable(&self, frame: FrameId, purpose: FrameFor) -> bool {
         let grid = self.grid(frame.class());
-        what_for == FrameFor::Read || grid.frames.is_within(frame.number(), self.limit_bytes)
+        purpose == FrameFor::Read || grid.frames.is_within(frame.number(), self.limit_bytes)
     }
 
-    /// Records that no chunk could be evicted for a frame of this class, so another class must
-    /// release a slab.
+    /// Records that evictions freed no frame of this class, so that another class must release a
+    /// slab.
     pub(crate) fn set_hungry(&mut self, class: SizeClass) {
         if self.grids.len() > 1 {
             self.hungry = Some(class);
         }
     }
 
-    /// Assigns a taken frame to its chunk.
-    pub(crate) fn hand(&mut self, frame: FrameId, to: ChunkId) {
-        self.grids[frame.class().index()].hand(frame.number(), to);
+    /// Assigns a taken frame to a chunk.
+    pub(crate) fn assign(&mut self, frame: FrameId, to: ChunkId) {
+        self.grids[frame.class().index()].assign(frame.number(), to);
     }
 
-    /// Returns the chunk of the next frame that saves can use, in rounds.
+    /// Moves to the next frame that saves can use, in a circle, and returns its chunk.
     pub(crate) fn next_below_limit(&mut self, class: SizeClass) -> Option<ChunkId> {
         self.grids[class.index()].next_holder_within(self.limit_bytes)
     }
 
-    /// Takes back a frame that is no longer used.
-    pub(crate) fn give(&mut self, frame: FrameId) {
+    /// Releases a frame that is no longer used. Also releases its slab if the slab becomes empty
+    /// and is not needed.
+    pub(crate) fn release_frame(&mut self, frame: FrameId) {
         debug_assert!(!self.frames.is_lent(frame), "invariant I4: {frame:?} is lent");
         let (class, number) = (frame.class(), frame.number());
         let grid = &mut self.grids[class.index()];
         let at = grid.slab_of(number);
         let slab = &mut self.slabs[at];
         let is_own = slab.state == SlabState::Own(class);
-        grid.give(number, is_own);
+        grid.release(number, is_own);
         slab.num_used -= 1;
         if slab.num_used == 0 {
             self.num_empty += u32::from(is_own);
             if !is_own || self.num_empty > self.max_empty {
-                self.lose(at);
+                self.release_empty_slab(at);
             }
         }
     }
 
-    /// Lends access to a frame's bytes; None if it is lent already, or free: in shared memory,
-    /// another store may use the bytes.
+    /// Lends access to a frame's bytes. Returns None if the frame is already lent, or if it is
+    /// free, because another store may use the bytes of a free frame.
     pub(crate) fn lend(&mut self, frame: FrameId) -> Option<Frame> {
         let grid = self.grids.get(frame.class().index())?;
         if grid.is_taken(frame.number()) { self.frames.lend(frame) } else { None }
     }
 
-    pub(crate) fn give_back(&mut self, frame: Frame) {
-        self.frames.give_back(frame);
+    pub(crate) fn return_frame(&mut self, frame: Frame) {
+        self.frames.take_back(frame);
     }
 
     // -- slabs ----------------------------------------------------------------------------------
 
-    /// Uses the slabs received since a class was hungry.
+    /// Assigns slabs that the pool has given to this store to the hungry class, otherwise to the
+    /// class with the fewest free frames.
     pub(crate) fn collect(&mut self) {
         let arrived = self.member.collect();
         let class = self.hungry.or_else(|| self.fullest());
         for slab in arrived {
             if let Some(class) = class {
-                self.own(slab.0 as usize, class);
+                self.assign_slab(slab.0 as usize, class);
             }
         }
     }
@@ -262,30 +266,31 @@ impl HostTier {
         self.grids.iter().min_by_key(|grid| grid.num_free()).map(|grid| grid.class)
     }
 
-    /// Takes one more slab with a suitable frame, if there is one: a free slab, or an empty one of
-    /// another class.
-    fn add_slab(&mut self, class: SizeClass, what_for: FrameFor) -> bool {
-        let end = if what_for == FrameFor::Save { self.end_of_limit() } else { u32::MAX };
+    /// Adds a slab with a suitable frame to the class: an empty slab of another class, or a slab of
+    /// the pool. Returns false if there is no such slab.
+    fn add_slab(&mut self, request: FrameRequest) -> bool {
+        let FrameRequest { class, purpose } = request;
+        let end = if purpose == FrameFor::Save { self.end_of_limit() } else { u32::MAX };
         let is_spare = |slab: &Slab| {
             slab.num_used == 0 && matches!(slab.state, SlabState::Own(other) if other != class)
         };
         let spare = || self.slabs.iter().take(end as usize).position(is_spare);
         let at = if self.num_empty > 0 { spare() } else { None };
         if let Some(at) = at {
-            self.disown(at);
+            self.unassign_slab(at);
         }
         let at = at.or_else(|| self.member.take(end).map(|slab| slab.0 as usize));
-        at.map(|at| self.own(at, class)).is_some()
+        at.map(|at| self.assign_slab(at, class)).is_some()
     }
 
-    /// Returns the number of slabs with frames that workers can copy to.
+    /// Returns the number of leading slabs that workers can copy to, at least in part.
     fn end_of_limit(&self) -> u32 {
         let end = self.limit_bytes.div_ceil(self.member.pool.slab_bytes());
         u32::try_from(end).unwrap_or(u32::MAX)
     }
 
     /// Assigns the slab to frames of `class`.
-    fn own(&mut self, at: usize, class: SizeClass) {
+    fn assign_slab(&mut self, at: usize, class: SizeClass) {
         let Slab { state, num_used } = &mut self.slabs[at];
         *state = SlabState::Own(class);
         self.num_empty += u32::from(*num_used == 0);
@@ -293,8 +298,8 @@ impl HostTier {
         self.hungry = self.hungry.filter(|hungry| *hungry != class);
     }
 
-    /// Makes the slab foreign, so that none of its frames is free.
-    fn disown(&mut self, at: usize) {
+    /// Marks the slab as `Foreign`, so that its frames are no longer free.
+    fn unassign_slab(&mut self, at: usize) {
         let Slab { state, num_used } = &mut self.slabs[at];
         let (SlabState::Own(class) | SlabState::Draining(class)) = *state else { return };
         self.num_empty -= u32::from(*num_used == 0 && *state == SlabState::Own(class));
@@ -302,35 +307,36 @@ impl HostTier {
         self.grids[class.index()].remove_slab(at);
     }
 
-    /// Releases a slab without used frames: to a class of this store that needs a slab, or to the
-    /// pool.
-    fn lose(&mut self, at: usize) {
+    /// Releases a slab without used frames: to the pool if another store needs it, otherwise to the
+    /// hungry class, otherwise to the pool.
+    fn release_empty_slab(&mut self, at: usize) {
         debug_assert!(
             self.slabs[at].num_used == 0 && self.slabs[at].state != SlabState::Foreign,
             "invariant I4: slab {at} is used"
         );
-        self.disown(at);
+        self.unassign_slab(at);
         match self.hungry {
-            Some(class) if self.member.asked().is_none() => self.own(at, class),
-            _ => self.member.give(SlabId(u32::try_from(at).unwrap_or(u32::MAX))),
+            Some(class) if self.member.asked().is_none() => self.assign_slab(at, class),
+            _ => self.member.release(SlabId(u32::try_from(at).unwrap_or(u32::MAX))),
         }
     }
 
-    /// Returns whether another store, or a class of this store, needs one of its slabs.
+    /// Returns the most urgent need for one of this store's slabs, if any. Needs of other stores
+    /// come first.
     pub(crate) fn wanted(&self) -> Option<Wanted> {
         let asked = self.member.asked().map(|end| Wanted { end, class: None });
         let own = |class| Wanted { end: self.end_of_limit(), class: Some(class) };
         asked.or_else(|| self.hungry.map(own))
     }
 
-    /// Returns whether one of its own classes needs a slab.
+    /// Returns true if a class of this store needs a slab.
     pub(crate) fn is_hungry(&self) -> bool {
         self.hungry.is_some()
     }
 
-    /// Starts to empty a slab: the slab of `coldest`, unless another has far fewer frames in use.
-    /// For other stores, a slab that saves cannot use comes first. The slab is released with its
-    /// last used frame. None if there is no such slab.
+    /// Starts to empty a slab. Chooses the slab of `coldest`, unless another slab has at most half
+    /// as many frames in use. For other stores, prefers slabs that saves cannot use. The slab is
+    /// released with its last used frame. Returns None if there is no suitable slab.
     pub(crate) fn drain(&mut self, wanted: Wanted, coldest: Option<FrameId>) -> Option<SlabId> {
         let end = self.slabs.len().min(wanted.end as usize);
         let is_own = |at: &usize| {
@@ -357,26 +363,26 @@ impl HostTier {
         self.slabs[at].state = SlabState::Draining(class);
         self.grids[class.index()].remove_slab(at);
         if self.slabs[at].num_used == 0 {
-            self.lose(at);
+            self.release_empty_slab(at);
         }
         Some(id)
     }
 
-    /// The slab is used again, if it is still being emptied.
+    /// Stops emptying a slab, so that it is used again.
     pub(crate) fn keep(&mut self, slab: SlabId) {
         let at = slab.0 as usize;
         if let SlabState::Draining(class) = self.slabs[at].state {
-            self.own(at, class);
+            self.assign_slab(at, class);
         }
     }
 
-    /// True if the slab is to be released once its last frame is free.
+    /// Returns true if the slab is being emptied.
     pub(crate) fn is_draining(&self, slab: SlabId) -> bool {
         matches!(self.slabs[slab.0 as usize].state, SlabState::Draining(_))
     }
 
-    /// Returns the first chunk with a frame in a slab that is being emptied, from frame number
-    /// `from`, and the number of its frame.
+    /// Returns the first frame of a slab that has a chunk, starting at frame number `from`, and its
+    /// chunk.
     pub(crate) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
         match self.slabs[slab.0 as usize].state {
             SlabState::Foreign => None,

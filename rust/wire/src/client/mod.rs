@@ -166,14 +166,14 @@ fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
 /// Returns the range to send, or None if the range ends after `MAX_KEYS` keys.
 fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
     asked.check()?;
-    let SaveRequest { prefix, units, class, is_attached } = asked.clone();
+    let SaveRequest { prefix, units, class, is_independent } = asked.clone();
     // The only key needed from before the range is the parent of the first chunk.
     let first = units.start.saturating_sub(1);
-    // An attached chunk may belong to the key after the range.
-    let end = prefix.num_units().min(units.end.saturating_add(is_attached.into()));
+    // An independent chunk may belong to the key after the range.
+    let end = prefix.num_units().min(units.end.saturating_add(is_independent.into()));
     let at = |unit: u32| unit.saturating_sub(prefix.first) as usize;
     let (root, keys) = (prefix.root, Keys::Own(&prefix.keys[at(first.min(end))..at(end)]));
-    let range = SentRange { root, first, keys, units, class, is_attached };
+    let range = SentRange { root, first, keys, units, class, is_independent };
     Ok((end as usize <= MAX_KEYS).then_some(range))
 }
 

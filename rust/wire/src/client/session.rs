@@ -131,8 +131,10 @@ impl Session for Client {
             reserved.extend_from_slice(&rows);
             got.push(SaveCounts { num_reserved: rows.len(), num_dropped });
         }
-        let dropped =
-            asked.iter().zip(&got).filter(|(each, got)| got.num_dropped > 0 && !each.is_attached);
+        let dropped = asked
+            .iter()
+            .zip(&got)
+            .filter(|(each, got)| got.num_dropped > 0 && !each.is_independent);
         let mut state = self.state();
         if state.is_save_late {
             state.missed_calls.num_chunks += u64::from(num_missed);

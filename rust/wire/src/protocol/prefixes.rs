@@ -76,8 +76,8 @@ pub struct SentRange<'a> {
     pub units: Range<u32>,
     /// See `SaveRequest::class`.
     pub class: SizeClass,
-    /// See `SaveRequest::is_attached`.
-    pub is_attached: bool,
+    /// See `SaveRequest::is_independent`.
+    pub is_independent: bool,
 }
 
 impl<'a> Field<'a> for SentPrefixes<'a> {
@@ -104,7 +104,7 @@ impl<'a> Field<'a> for SentRange<'a> {
 
     fn write(&self, to: &mut Writer<'_>) {
         to.root(self.root);
-        (self.class.0 << 1 | u8::from(self.is_attached)).write(to);
+        (self.class.0 << 1 | u8::from(self.is_independent)).write(to);
         for number in [self.first, self.units.start, self.units.end] {
             number.write(to);
         }
@@ -113,8 +113,8 @@ impl<'a> Field<'a> for SentRange<'a> {
 
     fn read(from: &mut Reader<'a>) -> Option<Self> {
         let (root, bits, first) = (from.root()?, u8::read(from)?, u32::read(from)?);
-        let (class, is_attached) = (SizeClass(bits >> 1), bits & 1 == 1);
+        let (class, is_independent) = (SizeClass(bits >> 1), bits & 1 == 1);
         let units = u32::read(from)?..u32::read(from)?;
-        Some(Self { root, first, units, keys: Field::read(from)?, class, is_attached })
+        Some(Self { root, first, units, keys: Field::read(from)?, class, is_independent })
     }
 }

@@ -241,10 +241,10 @@ impl EngineHandler {
         self.scratch.extend(sent.iter().flat_map(|range| range.keys.iter()));
         let mut rest = self.scratch.as_slice();
         let range =
-            |&SentRange { root, first, keys, ref units, class, is_attached }: &SentRange<'_>| {
+            |&SentRange { root, first, keys, ref units, class, is_independent }: &SentRange<'_>| {
                 let keys = rest.split_off(..keys.iter().len()).unwrap_or_default();
                 let prefix = Prefix { root, keys, first };
-                SaveRequest { prefix, units: units.clone(), class, is_attached }
+                SaveRequest { prefix, units: units.clone(), class, is_independent }
             };
         Ok(sent.iter().map(range).collect())
     }

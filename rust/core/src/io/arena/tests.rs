@@ -33,7 +33,7 @@ fn system_places_memory() -> bool {
     let arena = HostArena::of_bytes(FRAME_ALIGN).unwrap();
     let page = Arena::open(&arena.path(), FRAME_ALIGN).unwrap();
     let (preferred, mask) = (1, 1_u64);
-    // SAFETY: one whole page of a mapping that outlives the call; the system writes 64 bits of the
+    // SAFETY: one whole page of a mapping that outlives the call; the kernel writes 64 bits of the
     // mask.
     let done = unsafe {
         libc::syscall(
@@ -93,7 +93,7 @@ fn a_frame_is_lent_to_one_at_a_time_and_no_other_arena_gives_it_back() {
     assert_eq!(held.len(), 130);
     assert!([0, 63, 64, 129, 130, u32::MAX].iter().all(|id| frames.lend(FrameId(*id)).is_none()));
     let frame = held.remove(64);
-    frames.give_back(frame);
+    frames.take_back(frame);
     assert!(
         !frames.is_lent(FrameId(64)) && [63, 65, 128].iter().all(|id| frames.is_lent(FrameId(*id)))
     );
@@ -104,7 +104,7 @@ fn a_frame_is_lent_to_one_at_a_time_and_no_other_arena_gives_it_back() {
     let mut others = arena.frames(FRAME_ALIGN, &FRAME_ALIGN.into()).unwrap();
     let foreign = others.lend(FrameId(3)).unwrap();
     let _debug =
-        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| frames.give_back(foreign)));
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| frames.take_back(foreign)));
     assert!(frames.lend(FrameId(3)).is_none());
 }
 
@@ -118,7 +118,7 @@ fn no_bytes_are_lent_twice_whatever_the_size() {
     let pair = frames.lend(large(1)).unwrap();
     assert!(frames.lend(small(2)).is_none() && frames.lend(small(3)).is_none());
     assert!(frames.lend(small(1)).is_some() && frames.lend(small(4)).is_some());
-    frames.give_back(pair);
+    frames.take_back(pair);
     assert!(frames.lend(small(3)).is_some() && frames.lend(large(1)).is_none());
     assert!(frames.lend(large(4)).is_none() && frames.lend(FrameId(2 << 28)).is_none());
 }

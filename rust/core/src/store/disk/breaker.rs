@@ -1,26 +1,43 @@
-//! Circuit breaker: pauses reads or writes of a tier that fails or hangs, and probes it with one
-//! operation at a time.
+//! Circuit breaker: pauses reads or writes of a tier that fails or hangs, and probes the tier with
+//! one operation at a time.
 //!
-//! Pure state: times are of the store's clock and passed in.
+//! Pure state: callers pass in the time of the store's clock.
 
 use std::time::Duration;
 
-/// Consecutive errors that open it.
+/// Number of consecutive errors that open the breaker.
 const MAX_ERRORS: u32 = 4;
-/// An operation that takes longer hangs.
+/// An operation that takes at least this long is treated as hanging.
 pub(crate) const HANG_AFTER: Duration = Duration::from_secs(5);
-/// Time until the first probe; each failed probe doubles it.
+/// Delay before the first probe. Each failed probe doubles it.
 const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(60);
+
+/// What an operation shows about the tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum IoOutcome {
+    /// The tier works. A read that finds damaged bytes also counts as success.
+    Succeeded,
+    /// The tier failed to do it.
+    Failed,
+    /// Nothing: the operation stopped for another reason, for example a full file system.
+    Neutral,
+}
+
+impl IoOutcome {
+    pub(crate) fn of(has_succeeded: bool) -> Self {
+        if has_succeeded { Self::Succeeded } else { Self::Failed }
+    }
+}
 
 #[derive(Debug, Default)]
 pub(crate) struct Breaker {
     num_errors: u32,
-    /// Zero while closed.
+    /// Current pause; zero while the breaker is closed.
     backoff: Duration,
-    /// When the next operation may begin.
+    /// Time at which the next operation may start.
     pub(crate) retry_at: Duration,
-    /// The operation that probes the tier.
+    /// Ticket of the operation that probes the tier.
     probe: Option<u64>,
     pub(crate) num_trips: u64,
 }
@@ -30,7 +47,7 @@ impl Breaker {
         !self.backoff.is_zero()
     }
 
-    /// Returns true if work may be queued: it is closed, or a probe is due.
+    /// Returns true if work may be queued: the breaker is closed, or a probe is due.
     pub(crate) fn accepts(&self, now: Duration) -> bool {
         now >= self.retry_at
     }
@@ -43,24 +60,23 @@ impl Breaker {
         self.probe = self.is_open().then_some(operation);
     }
 
-    /// Records the end of an operation: success, failure, or neither (None). The probe may be a
-    /// later operation.
-    pub(crate) fn end(&mut self, operation: u64, is_well: Option<bool>, now: Duration) {
+    /// Records the outcome of an operation, which may be older than the current probe.
+    pub(crate) fn end(&mut self, operation: u64, outcome: IoOutcome, now: Duration) {
         self.probe = self.probe.filter(|probe| *probe != operation);
-        match is_well {
-            Some(true) => *self = Self { num_trips: self.num_trips, ..Self::default() },
-            Some(false) => {
+        match outcome {
+            IoOutcome::Succeeded => *self = Self { num_trips: self.num_trips, ..Self::default() },
+            IoOutcome::Failed => {
                 self.num_errors += 1;
                 if self.is_open() || self.num_errors >= MAX_ERRORS {
                     self.trip(now);
                 }
             }
-            None => {}
+            IoOutcome::Neutral => {}
         }
     }
 
-    /// Opens it, or keeps it open for longer. Operations that began before it opened change nothing
-    /// until a probe is due.
+    /// Opens the breaker, or keeps it open for longer. Until a probe is due, operations that
+    /// started before it opened have no effect.
     pub(crate) fn trip(&mut self, now: Duration) {
         if self.accepts(now) {
             self.num_trips += u64::from(!self.is_open());

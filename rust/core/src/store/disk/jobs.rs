@@ -1,8 +1,8 @@
-//! Chooses the next job of a disk thread and applies its outcome. Runs under the lock, without I/O.
+//! Chooses the next job of a disk thread and applies its result. Runs under the lock, without I/O.
 //!
-//! Reads and writes share disk time fairly (`time_shares`). Among writes, slots are freed first,
-//! then chunks are written, oldest first. Slots are freed only while nothing is written, because a
-//! chunk that is being written may be a child of the removed chunk whose slot is freed.
+//! Reads and writes share disk time fairly (`time_shares`). Among writes, slots are freed first;
+//! then chunks are written, oldest first. Slots are only freed while no chunk is being written,
+//! because that chunk may be a child of the removed chunk.
 
 use std::time::Duration;
 
@@ -10,21 +10,23 @@ use crate::evict::{ChunkId, Removal};
 use crate::index::{DiskEvent, DiskState, Entry, HostEvent, HostState};
 use crate::io::Frame;
 use crate::key::ChunkKey;
+use crate::store::disk::breaker::IoOutcome;
 use crate::store::disk::time_shares::Direction;
-use crate::store::disk::work::{Attached, Clearing, JobInFlight};
+use crate::store::disk::work::{Clearing, DiskOpening, JobInFlight};
 use crate::store::state::State;
 use crate::store::tenants::quota::FrameSource;
 use crate::tier::disk::{DiskMeta, SlotId};
-use crate::tier::host::FrameFor;
+use crate::tier::host::FrameRequest;
 use crate::units::micros;
 use crate::{ErrorKind, Event, Result};
 
-/// Slots freed by one job: few, so that reads do not wait long for a thread.
+/// Maximum number of slots that one job frees. It is small, so that reads do not wait long for a
+/// thread.
 const FREE_BATCH: usize = 32;
-/// Time until a failed read or free is retried.
+/// Delay before a failed read or free is retried.
 const AGAIN_AFTER: Duration = Duration::from_secs(60);
 
-/// One piece of I/O, which owns its frame until it ends.
+/// An I/O job, which owns its frame until it completes.
 #[derive(Debug)]
 pub(crate) enum Job {
     Read {
@@ -39,28 +41,28 @@ pub(crate) enum Job {
         frame: Frame,
     },
     Free(Vec<SlotId>),
-    /// Frees all slots, and these.
+    /// Clears the tier, and frees these slots, which the store still has to free.
     Clear(Vec<SlotId>),
 }
 
-/// Outcome of a job.
+/// Result of a job.
 #[derive(Debug)]
-pub(crate) enum End {
-    /// `num_refused` attempts failed for reasons other than proven damage.
+pub(crate) enum JobResult {
+    /// `num_errors` attempts failed for reasons other than proven damage.
     Read {
         id: ChunkId,
         frame: Frame,
         outcome: Result<()>,
-        num_refused: u64,
+        num_errors: u64,
     },
     Write {
         id: ChunkId,
         frame: Frame,
         outcome: Written,
     },
-    /// Slots that could not be freed.
+    /// The slots that could not be freed.
     Free(Vec<SlotId>),
-    /// Slots that could not be freed, and whether the disk is empty.
+    /// The slots that could not be freed, and whether the tier was cleared.
     Clear(Vec<SlotId>, bool),
 }
 
@@ -69,20 +71,20 @@ pub(crate) enum End {
 pub(crate) enum Written {
     /// The chunk is in this slot.
     In(SlotId),
-    /// No slot is available: every chunk is in use, or the file system is full.
+    /// No slot is available: no chunk can be evicted, or the file system is full.
     NoRoom,
-    /// Its tenant is at its quota, and none of its chunks may be evicted.
+    /// The chunk's tenant is at its quota, and none of the tenant's chunks can be evicted.
     NoQuota,
-    /// The system refused. If a slot is given, it could not be freed either, and may hold the
+    /// The write failed. If there is a slot, it could not be freed either, and may contain the
     /// chunk's record.
     Failed(Option<SlotId>),
 }
 
 impl State {
-    /// Returns the next job that may run now, with its ticket. `end_job` must follow.
+    /// Returns the next job that can run now, with its ticket. The caller must then call `end_job`.
     pub(crate) fn next_job(&mut self) -> Option<(u64, Job)> {
         let now = self.now;
-        if self.disk.attached != Attached::Yes || self.disk.stopping {
+        if self.disk.opening != DiskOpening::Open || self.disk.stopping {
             return None;
         }
         let (direction, job) = match self.disk.clearing {
@@ -105,7 +107,7 @@ impl State {
         Some((ticket, job))
     }
 
-    /// Returns a job of the direction that is next, or else of the other one.
+    /// Returns a job of the direction whose turn it is, otherwise a job of the other direction.
     fn next_of_both(&mut self) -> Option<(Direction, Job)> {
         let first = self.disk.time_shares.first();
         if let Some(job) = self.next_of(first) {
@@ -125,8 +127,8 @@ impl State {
         }
     }
 
-    /// Applies the outcome of a job, and reports it to the breaker.
-    pub(crate) fn end_job(&mut self, ticket: u64, end: End) {
+    /// Applies the result of a job, and reports its outcome to the breaker.
+    pub(crate) fn end_job(&mut self, ticket: u64, result: JobResult) {
         let now = self.now;
         let Some(at) = self.disk.in_flight.iter().position(|job| job.ticket == ticket) else {
             return;
@@ -139,28 +141,27 @@ impl State {
         let took = now.saturating_sub(started);
         self.disk.time_shares.end(direction, charge, took);
         let micros = micros(took);
-        // Some(true): the tier did it. Some(false): it refused. None: neither.
-        let is_well = match end {
-            End::Read { id, frame, outcome, num_refused } => {
+        let outcome = match result {
+            JobResult::Read { id, frame, outcome, num_errors } => {
                 self.stats.disk_read_us += micros;
-                Some(self.end_read(id, frame, &outcome, num_refused))
+                self.end_read(id, frame, &outcome, num_errors)
             }
-            End::Write { id, frame, outcome } => {
+            JobResult::Write { id, frame, outcome } => {
                 self.stats.disk_write_us += micros;
                 self.end_write(id, frame, outcome)
             }
-            End::Free(not_freed) => Some(self.end_free(not_freed)),
-            End::Clear(not_freed, is_cleared) => {
+            JobResult::Free(not_freed) => self.end_free(not_freed),
+            JobResult::Clear(not_freed, is_cleared) => {
                 let is_cleared = is_cleared && not_freed.is_empty();
-                Some(self.end_clear(not_freed, is_cleared))
+                self.end_clear(not_freed, is_cleared)
             }
         };
-        if hangs && is_well == Some(true) {
+        if hangs && outcome == IoOutcome::Succeeded {
             return self.end_hang(ticket);
         }
         let breaker = self.disk.breaker(direction);
         let before = breaker.is_open();
-        breaker.end(ticket, is_well, now);
+        breaker.end(ticket, outcome, now);
         let after = breaker.is_open();
         if before != after {
             let what = if direction == Direction::Read { "reads" } else { "writes" };
@@ -175,8 +176,8 @@ impl State {
     }
 
     pub(crate) fn end_hang(&mut self, ticket: u64) {
-        self.disk.read_breaker.end(ticket, Some(true), self.now);
-        self.disk.write_breaker.end(ticket, Some(true), self.now);
+        self.disk.read_breaker.end(ticket, IoOutcome::Succeeded, self.now);
+        self.disk.write_breaker.end(ticket, IoOutcome::Succeeded, self.now);
         self.log(Event::recovery("disk tier: responding again"));
     }
 
@@ -189,13 +190,13 @@ impl State {
             let source = self.source_of(entry.tenant, class);
             if let (DiskState::Stored(slot), true) = (entry.disk, has_parent)
                 && let Some(place) =
-                    self.take_frame_under(entry.parent, source, (class, FrameFor::Read))
+                    self.take_frame_under(entry.parent, source, FrameRequest::for_read(class))
             {
                 self.change_host(id, HostEvent::Read(place));
-                let frame = self.host.lend(place).expect("a frame that was free is not lent (I4)");
+                let frame = self.host.lend(place).expect("a free frame is not lent (I4)");
                 return Some(Job::Read { id, slot, key: entry.key, frame });
             }
-            // No frame is available: the leases that wait for this chunk end before it.
+            // No frame is available: leases that wait for this chunk end before it.
             self.stats.quota_dropped += u64::from(source != FrameSource::Any);
             self.fail_host(id);
         }
@@ -237,7 +238,7 @@ impl State {
         None
     }
 
-    /// Returns true if a queued chunk may be written now. If not, it is blocked until its parent is
+    /// Returns true if a queued chunk can be written now. Otherwise, blocks it until its parent is
     /// written.
     fn parent_is_on_disk(&mut self, id: ChunkId) -> bool {
         let Some(parent) = self.index[id].parent else { return true };
@@ -255,18 +256,18 @@ impl State {
         false
     }
 
-    /// Ends a read. After an error, the chunk stays on disk and is retried later. A damaged chunk
-    /// is removed with all its descendants; none is visible in host memory.
+    /// Ends a read. After an error, the chunk stays on disk and can be read again later. A damaged
+    /// chunk is removed with all its descendants; no descendant is visible in host memory.
     fn end_read(
         &mut self,
         id: ChunkId,
         frame: Frame,
         outcome: &Result<()>,
-        num_refused: u64,
-    ) -> bool {
+        num_errors: u64,
+    ) -> IoOutcome {
         let num_bytes = frame.bytes().len() as u64;
-        self.host.give_back(frame);
-        self.stats.disk_read_errors += num_refused;
+        self.host.return_frame(frame);
+        self.stats.disk_read_errors += num_errors;
         self.stats.disk_read_busy_us += micros(self.now.saturating_sub(self.disk.reading_since));
         self.disk.reading_since = self.now;
         let is_damaged = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt);
@@ -288,12 +289,12 @@ impl State {
             }
             self.fail_host(id);
         }
-        outcome.is_ok() || is_damaged
+        IoOutcome::of(outcome.is_ok() || is_damaged)
     }
 
-    fn end_write(&mut self, id: ChunkId, frame: Frame, outcome: Written) -> Option<bool> {
+    fn end_write(&mut self, id: ChunkId, frame: Frame, outcome: Written) -> IoOutcome {
         let num_bytes = frame.bytes().len() as u64;
-        self.host.give_back(frame);
+        self.host.return_frame(frame);
         if let Written::In(slot) = outcome {
             self.stats.disk_writes += 1;
             self.stats.disk_bytes_written += num_bytes;
@@ -310,35 +311,35 @@ impl State {
         }
         self.unhold(id);
         match outcome {
-            Written::In(_) => Some(true),
+            Written::In(_) => IoOutcome::Succeeded,
             Written::NoRoom => {
                 self.stats.disk_dropped += 1;
-                None
+                IoOutcome::Neutral
             }
             Written::NoQuota => {
                 self.stats.disk_dropped += 1;
                 self.stats.quota_dropped += 1;
-                None
+                IoOutcome::Neutral
             }
             Written::Failed(slot) => {
                 self.stats.disk_write_errors += 1;
                 self.retry_free_later(slot);
-                Some(false)
+                IoOutcome::Failed
             }
         }
     }
 
-    /// Ends a job that freed slots; retries those that could not be freed.
-    fn end_free(&mut self, not_freed: Vec<SlotId>) -> bool {
-        let is_well = not_freed.is_empty();
+    /// Ends a job that freed slots. Slots that could not be freed are retried later.
+    fn end_free(&mut self, not_freed: Vec<SlotId>) -> IoOutcome {
+        let all_freed = not_freed.is_empty();
         self.disk.freeing -= 1;
-        self.stats.disk_write_errors += u64::from(!is_well);
+        self.stats.disk_write_errors += u64::from(!all_freed);
         self.retry_free_later(not_freed);
-        is_well
+        IoOutcome::of(all_freed)
     }
 
-    /// Keeps slots that could not be freed for another attempt, because a restart would find their
-    /// chunks.
+    /// Schedules another attempt for slots that could not be freed, because a restart would find
+    /// their chunks.
     fn retry_free_later(&mut self, slots: impl IntoIterator<Item = SlotId>) {
         if self.disk.unfreed.is_empty() {
             self.disk.unfreed_until = self.now + AGAIN_AFTER;
@@ -346,14 +347,17 @@ impl State {
         self.disk.unfreed.extend(slots);
     }
 
-    /// Ends a clear; it is retried if the disk is not empty.
-    fn end_clear(&mut self, not_freed: Vec<SlotId>, is_cleared: bool) -> bool {
+    /// Ends a clear, which is retried if it failed.
+    fn end_clear(&mut self, not_freed: Vec<SlotId>, is_cleared: bool) -> IoOutcome {
         self.retry_free_later(not_freed);
         self.disk.clearing = if is_cleared { Clearing::No } else { Clearing::Wanted };
         if !is_cleared {
             self.stats.disk_write_errors += 1;
-            self.log(Event::problem("disk tier: could not be cleared; retrying, and until then a restart finds its chunks"));
+            self.log(Event::problem(
+                "disk tier: could not be cleared; retrying in the background (a restart before \
+                 that would find the old chunks)",
+            ));
         }
-        is_cleared
+        IoOutcome::of(is_cleared)
     }
 }

@@ -1,18 +1,18 @@
 //! The disk side of the store: which chunks are read, written and freed, and what happens when the
 //! disk fails.
 //!
-//! Everything here decides under the store's lock. Only `threads` does I/O, without it.
-//! From the ground up:
+//! All decisions are made under the store's lock. Only `threads` does I/O, and it releases the lock
+//! first. Each file only uses files above it in this table:
 //!
 //! | file | contents |
 //! |---|---|
-//! | `breaker` | pure state: a circuit breaker |
-//! | `time_shares` | pure state: how reads and writes share disk time |
-//! | `work` | everything the lock guards for the disk tier: queues, jobs in flight, breakers |
-//! | `transitions` | changes a chunk's state, with everything that follows from it |
+//! | `breaker` | circuit breaker; pure state |
+//! | `time_shares` | shares of disk time for reads and writes; pure state |
+//! | `work` | data of the disk tier under the lock: queues, jobs in flight, breakers |
+//! | `transitions` | change a chunk's state and everything that depends on it |
 //! | `slots` | free a slot for a chunk that is about to be written |
-//! | `reopen` | index the chunks of a tier that was opened; drop them if its directory is removed |
-//! | `jobs` | choose the next read, write or free, and apply its outcome |
+//! | `reopen` | index the chunks of an opened tier; drop them if its directory is removed |
+//! | `jobs` | choose the next read, write or free, and apply its result |
 //! | `threads` | open the tier and run the jobs |
 
 pub(crate) mod breaker;

@@ -1,33 +1,33 @@
-//! Indexes the chunks that a disk tier held when it was opened, at the start or while the store
-//! serves; drops them if its directory is removed, and opens the tier again.
+//! Indexes the chunks that a disk tier contains when it is opened, which can happen while the store
+//! is serving. If the tier's directory is removed, drops the chunks and reopens the tier.
 //!
-//! A check once a second detects a removed directory. No job begins between that check and the new
-//! tier, so slots of the two tiers never mix. Without I/O: `threads` opens, checks and closes. A
-//! check that hangs opens the breakers, as a job does.
+//! A check detects a removed directory once a second. After that, no job starts until the new tier
+//! is open, so slots of the two tiers never mix. This file does no I/O; `threads` opens, checks and
+//! closes the tier. A check that hangs opens the breakers, like a job.
 
 use std::path::Path;
 use std::time::Duration;
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{DiskEvent, Entry, NEVER};
-use crate::store::disk::work::{Attached, Clearing};
+use crate::store::disk::work::{Clearing, DiskOpening};
 use crate::store::state::State;
 use crate::tier::disk::{DiskEntry, DiskMeta, SlotId};
 use crate::{Error, Event};
 
-/// Chunks indexed by one call: some 0.2 ms.
+/// Maximum number of chunks that one call indexes, in about 0.2 ms.
 pub(crate) const SLICE: usize = 512;
-/// Time between two checks.
+/// Interval between two checks.
 pub(crate) const CHECK_EVERY: Duration = Duration::from_secs(1);
-/// Least time between two reopenings, for a directory that is removed repeatedly.
+/// Minimum interval between two reopenings, in case the directory is removed repeatedly.
 const REOPEN_EVERY: Duration = Duration::from_secs(60);
-/// Chunks dropped by one call: some 0.2 ms.
+/// Maximum number of chunks that one call drops, in about 0.2 ms.
 const DROP_SLICE: usize = 256;
 
 /// Progress of `empty_removed`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Emptying {
-    /// Nothing to do: the tier was not removed, or its last jobs are still running.
+    /// Nothing to do: the tier was not removed, or jobs are still running.
     No,
     /// Some chunks remain for the next call.
     Working,
@@ -36,10 +36,10 @@ pub(crate) enum Emptying {
 }
 
 impl State {
-    /// Attaches an open tier that holds `found`, parents before children. Returns false if the
-    /// store is closing.
-    pub(crate) fn attach(&mut self, mut found: Vec<DiskEntry>) -> bool {
-        self.disk.attached = Attached::Yes;
+    /// Records that the tier is open and contains `found`, parents before children. Returns false
+    /// if the store is closing.
+    pub(crate) fn end_opening(&mut self, mut found: Vec<DiskEntry>) -> bool {
+        self.disk.opening = DiskOpening::Open;
         self.disk.first_opening.get_or_insert(Ok(()));
         self.disk.check_at = self.now + CHECK_EVERY;
         if !std::mem::take(&mut self.disk.last_event).is_empty() {
@@ -54,7 +54,7 @@ impl State {
 
     /// Schedules another attempt to open the tier after `wait`.
     pub(crate) fn postpone(&mut self, wait: Duration, error: Error) {
-        self.disk.attached = Attached::NotBefore(self.now + wait);
+        self.disk.opening = DiskOpening::NotBefore(self.now + wait);
         let why = error.to_string();
         if self.disk.last_event != why {
             self.log(Event::problem(format!(
@@ -65,7 +65,7 @@ impl State {
         self.disk.first_opening.get_or_insert(Err(error));
     }
 
-    /// Reports that the first attempt takes longer than `waited`.
+    /// Logs that the tier is not open after `waited`, unless the first attempt has completed.
     pub(crate) fn report_slow_opening(&mut self, waited: Duration) {
         if self.disk.first_opening.is_none() {
             let seconds = waited.as_secs();
@@ -75,17 +75,18 @@ impl State {
         }
     }
 
-    /// Returns true if the caller should open the tier now; `attach` or `postpone` must follow.
+    /// Returns true if the caller must open the tier now, and then call `end_opening` or
+    /// `postpone`.
     pub(crate) fn must_open(&mut self) -> bool {
-        let is_due = matches!(self.disk.attached, Attached::NotBefore(time) if self.now >= time);
+        let is_due = matches!(self.disk.opening, DiskOpening::NotBefore(time) if self.now >= time);
         if is_due {
-            self.disk.attached = Attached::Opening;
+            self.disk.opening = DiskOpening::Opening;
         }
         is_due
     }
 
-    /// Indexes some of the chunks found; returns false if none is left. Frees the slots of chunks
-    /// that do not fit.
+    /// Indexes some of the chunks found. Returns false if no chunks remain. Frees the slots of
+    /// chunks that cannot be indexed.
     pub(crate) fn recover_some(&mut self) -> bool {
         let mut ids: Vec<ChunkId> = Vec::new();
         for _ in 0..SLICE {
@@ -100,7 +101,7 @@ impl State {
             }
         }
         self.stats.disk_recovered += ids.len() as u64;
-        // Last, so that chains do not become and cease to be leaves link by link.
+        // Done last, so that each chunk of a chain does not briefly become an evictable leaf.
         for id in ids {
             self.sync_disk(id);
         }
@@ -110,7 +111,8 @@ impl State {
         !self.disk.found.is_empty()
     }
 
-    /// Indexes a chunk; None if its place is impossible, it was discarded, or another slot has it.
+    /// Indexes a chunk. Returns None if its position in the tree is invalid, if it was discarded,
+    /// or if it is already stored in or being written to another slot.
     fn recover(
         &mut self,
         found: DiskMeta,
@@ -131,7 +133,8 @@ impl State {
         }
         let id = if let Some(id) = self.index.get(&key) {
             let entry = &self.index[id];
-            let is_older = entry.expires_s != NEVER && saved_s < entry.saved_s; // chunks below it would be younger
+            // If the record is older, its descendants would be younger than their parent.
+            let is_older = entry.expires_s != NEVER && saved_s < entry.saved_s;
             if entry.parent != parent || entry.disk.takes_slot() || is_older {
                 return None;
             }
@@ -144,10 +147,10 @@ impl State {
         Some(id)
     }
 
-    /// Begins a check that the tier's directory is still there, if one is due; returns its ticket.
-    /// `end_check` must follow.
+    /// Starts a check that the tier's directory still exists, if a check is due. Returns its
+    /// ticket; the caller must then call `end_check`.
     pub(crate) fn begin_check(&mut self) -> Option<u64> {
-        let is_open = self.disk.attached == Attached::Yes && !self.disk.stopping;
+        let is_open = self.disk.opening == DiskOpening::Open && !self.disk.stopping;
         if !is_open || self.now < self.disk.check_at || self.disk.is_checking() {
             return None;
         }
@@ -156,7 +159,7 @@ impl State {
         Some(ticket)
     }
 
-    /// Ends a check. `removed` is the directory or file that was removed, if one was.
+    /// Ends a check. `removed` is the directory or file that was removed, if any.
     pub(crate) fn end_check(&mut self, ticket: u64, removed: Option<&Path>) {
         self.disk.check_at = self.now + CHECK_EVERY;
         let Some(at) = self.disk.in_flight.iter().position(|job| job.ticket == ticket) else {
@@ -165,9 +168,9 @@ impl State {
         if self.disk.in_flight.swap_remove(at).hangs {
             self.end_hang(ticket);
         }
-        let Some(path) = removed.filter(|_| self.disk.attached == Attached::Yes) else { return };
+        let Some(path) = removed.filter(|_| self.disk.opening == DiskOpening::Open) else { return };
         self.stats.disk_removals += 1;
-        self.disk.attached = Attached::Removed;
+        self.disk.opening = DiskOpening::Removed;
         self.disk.found.clear();
         let (path, num_chunks) = (path.display(), self.stats.disk_used);
         self.disk.last_event = format!(
@@ -176,10 +179,10 @@ impl State {
         self.log(Event::problem(self.disk.last_event.clone()));
     }
 
-    /// Removes some chunks of a removed tier from the disk once no job is running: children before
-    /// parents, as policies require.
+    /// Drops some chunks of a removed tier once no job is running, children before parents as the
+    /// policies require.
     pub(crate) fn empty_removed(&mut self) -> Emptying {
-        if self.disk.attached != Attached::Removed || !self.disk.in_flight.is_empty() {
+        if self.disk.opening != DiskOpening::Removed || !self.disk.in_flight.is_empty() {
             return Emptying::No;
         }
         for _ in 0..DROP_SLICE {
@@ -195,7 +198,7 @@ impl State {
         Emptying::Working
     }
 
-    /// Removes a chunk from the disk, and queues it for writing if it is in host memory.
+    /// Drops a chunk from the removed tier, and queues it for writing if it is in host memory.
     fn drop_removed(&mut self, id: ChunkId) {
         self.change_disk(id, DiskEvent::Leave(Removal::Dropped));
         self.unblock_children(id);
@@ -207,22 +210,22 @@ impl State {
 
     fn end_emptying(&mut self) {
         let work = &mut self.disk;
-        // A directory that was moved may return, with chunks that were removed from the index and
-        // not freed.
+        // A directory that was moved away may return with chunks that were removed from the index
+        // but not freed.
         if !(work.to_free.is_empty() && work.unfreed.is_empty()) {
             work.clearing = Clearing::Wanted;
         }
         work.to_free.clear();
         work.unfreed.clear();
-        work.attached = Attached::Opening;
+        work.opening = DiskOpening::Opening;
         (self.stats.disk_slots, self.stats.disk_bytes) = (0, 0);
     }
 
-    /// Schedules the opening after a removed tier was closed: at once, or a minute after the last
-    /// one.
+    /// Schedules the reopening after a removed tier was closed: immediately, but at least
+    /// `REOPEN_EVERY` after the previous reopening.
     pub(crate) fn reopen(&mut self) {
         let at = self.now.max(self.disk.reopen_at);
         self.disk.reopen_at = at + REOPEN_EVERY;
-        self.disk.attached = Attached::NotBefore(at);
+        self.disk.opening = DiskOpening::NotBefore(at);
     }
 }

@@ -1,5 +1,5 @@
 //! Chooses the chunk whose slot is freed for a chunk that is about to be written. `threads` frees
-//! it, without the lock.
+//! the slot without holding the lock.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{DiskEvent, DiskState};
@@ -10,17 +10,18 @@ use crate::tier::disk::SlotId;
 /// Whether a chunk that is about to be written fits its tenant's quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SlotFor {
-    /// It does.
+    /// The chunk fits.
     Fits,
-    /// After this chunk of its tenant was evicted from this slot; `end_disk_eviction` must follow.
+    /// The chunk fits once this chunk of its tenant is evicted from this slot. The caller must free
+    /// the slot and then call `end_disk_eviction`.
     After(ChunkId, SlotId),
-    /// No chunk of its tenant may be evicted.
+    /// The chunk does not fit, and no chunk of its tenant can be evicted.
     None,
 }
 
 impl State {
-    /// Returns whether a chunk, which is counted already, fits its tenant's quota. Begins to evict
-    /// another if not.
+    /// Returns whether a chunk, which is already included in the usage, fits its tenant's quota. If
+    /// not, starts to evict a different chunk of the tenant.
     pub(crate) fn slot_for(&mut self, id: ChunkId) -> SlotFor {
         let tenant = self.index[id].tenant;
         if !self.tenants.limits.has_quotas
@@ -35,7 +36,7 @@ impl State {
         }
     }
 
-    /// Begins to evict a chunk; returns it with its slot. None if all chunks are in use.
+    /// Starts to evict a chunk. Returns the chunk and its slot; None if all chunks are in use.
     pub(crate) fn begin_disk_eviction(&mut self) -> Option<(ChunkId, SlotId)> {
         let victim = self.disk_policy.victim()?;
         self.begin_evict(victim)
@@ -45,14 +46,14 @@ impl State {
         debug_assert_eq!(
             self.index[victim].disk_evictable,
             Some(true),
-            "a policy returns evictable chunks only"
+            "a policy only returns evictable chunks"
         );
         let slot = self.index[victim].disk.slot()?;
         self.change_disk(victim, DiskEvent::Evict);
         Some((victim, slot))
     }
 
-    /// Ends an eviction. If the slot was not freed, the chunk is stored as before.
+    /// Ends an eviction. If the slot could not be freed, the chunk is still stored.
     pub(crate) fn end_disk_eviction(&mut self, id: ChunkId, freed: bool) {
         if !matches!(self.index[id].disk, DiskState::Evicting(_)) {
             return;
@@ -70,7 +71,7 @@ impl State {
         self.settle(id);
     }
 
-    /// Evicts a chunk for its tenant's quota; its slot is freed later.
+    /// Evicts a chunk because of its tenant's quota. Its slot is freed later.
     pub(crate) fn drop_for_quota(&mut self, id: ChunkId) {
         self.stats.disk_evictions += 1;
         self.stats.quota_disk_evictions += 1;

@@ -1,7 +1,7 @@
 //! Disk threads: take jobs under the lock and do their I/O without it.
 //!
-//! A panic inside the disk tier counts as a failed job. A panic under the lock poisons it: the
-//! threads end, and the store answers with misses from then on.
+//! A panic inside the disk tier is treated as a failed job. A panic under the lock poisons it: the
+//! threads exit, and every later lookup is a miss.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::evict::ChunkId;
 use crate::io::{Frame, SizeClass};
 use crate::key::ChunkKey;
-use crate::store::disk::jobs::{End, Job, Written};
+use crate::store::disk::jobs::{Job, JobResult, Written};
 use crate::store::disk::reopen::Emptying;
 use crate::store::disk::slots::SlotFor;
 use crate::store::locked::Locked;
@@ -20,17 +20,18 @@ use crate::tier::LocalTier;
 use crate::tier::disk::{DiskMeta, SlotId};
 use crate::{Error, ErrorKind, Result};
 
-/// Attempts of a write to get a slot; another thread may take a slot that was just freed.
+/// Number of attempts to get a slot for a write, because another thread may take a slot that was
+/// just freed.
 const SLOT_TRIES: u32 = 4;
-/// Maximum number of chunks evicted for the slot of a larger one.
+/// Maximum number of chunks evicted for the slot of a larger chunk.
 const MAX_EVICTIONS: u32 = 64;
-/// Attempts to write a chunk; if the file system is full, the second one uses the slot of an
-/// evicted chunk.
+/// Number of attempts to write a chunk. If the file system is full, the second attempt uses the
+/// slot of an evicted chunk.
 const WRITE_TRIES: u32 = 2;
-/// Longest sleep of a thread. Work that becomes due with time (a probe, a tier to open) is not
-/// signaled.
+/// Maximum sleep of a thread. Work that becomes due at a certain time (a probe, a tier to open) is
+/// not signaled.
 const POLL_EVERY: Duration = Duration::from_millis(200);
-/// Time until the first attempt to reopen a tier; each failed attempt doubles it.
+/// Delay before the first retry of opening a tier. Each failed attempt doubles the delay.
 const FIRST_REOPEN: Duration = Duration::from_secs(1);
 const LONGEST_REOPEN: Duration = Duration::from_secs(60);
 
@@ -38,7 +39,7 @@ const LONGEST_REOPEN: Duration = Duration::from_secs(60);
 enum Work {
     /// Open the tier.
     Open,
-    /// Close a tier whose directory was removed and whose chunks are dropped.
+    /// Close a tier whose directory was removed and whose chunks were dropped.
     Close,
     /// Check that the tier's directory still exists.
     Check(u64, Arc<dyn LocalTier>),
@@ -52,7 +53,7 @@ pub(crate) fn spawn(inner: &Arc<Locked>, nth: usize) -> Result<JoinHandle<()>> {
     thread.spawn(work).map_err(|error| Error::io("a disk thread cannot be started", error))
 }
 
-/// Opens the tier, retrying until it is open. Returns false if the store closes.
+/// Opens the tier, retrying until it is open. Returns false if the store is closing.
 fn open(inner: &Locked) -> bool {
     let Some(opener) = &inner.opener else { return false };
     let mut wait = FIRST_REOPEN;
@@ -74,7 +75,7 @@ fn open(inner: &Locked) -> bool {
         match guarded(opener) {
             Ok((disk, found)) => {
                 inner.change_tier(Some(Arc::clone(&disk)));
-                let is_wanted = inner.with_state(|state| state.attach(found)).unwrap_or(false);
+                let is_wanted = inner.with_state(|state| state.end_opening(found)).unwrap_or(false);
                 inner.idle.notify_all();
                 if !is_wanted {
                     disk.close();
@@ -90,13 +91,13 @@ fn open(inner: &Locked) -> bool {
     }
 }
 
-/// Calls `work`, and turns a panic into an `Io` error.
+/// Calls `work` and converts a panic into an `Io` error.
 fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "the disk tier panicked")))
 }
 
-/// Waits for work and does it. Returns false if the store closes.
+/// Waits for work and does it. Returns false if the store is closing.
 fn do_next(inner: &Locked) -> bool {
     match wait_for_work(inner) {
         None => false,
@@ -110,8 +111,8 @@ fn do_next(inner: &Locked) -> bool {
     }
 }
 
-/// Closes a tier whose directory was removed, so that its space is free before a new tier claims
-/// any.
+/// Closes a tier whose directory was removed, so that its space is free before the new tier claims
+/// space.
 fn close_removed(inner: &Locked) -> bool {
     if let Some(disk) = inner.change_tier(None) {
         let _ = guarded(|| {
@@ -122,33 +123,35 @@ fn close_removed(inner: &Locked) -> bool {
     inner.with_state(State::reopen).is_some()
 }
 
-/// Runs a job and applies its outcome. Returns false after a panic under the lock.
+/// Runs a job and applies its result. Returns false after a panic under the lock.
 fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
-    let end = match job {
+    let result = match job {
         Job::Read { id, slot, key, mut frame } => {
-            let (outcome, num_refused) = read(disk, slot, &key, frame.bytes_mut());
-            End::Read { id, frame, outcome, num_refused }
+            let (outcome, num_errors) = read(disk, slot, &key, frame.bytes_mut());
+            JobResult::Read { id, frame, outcome, num_errors }
         }
         Job::Write { id, meta, frame } => {
             let outcome = write(inner, disk, id, &meta, &frame);
-            End::Write { id, frame, outcome }
+            JobResult::Write { id, frame, outcome }
         }
-        Job::Free(slots) => End::Free(free(disk, slots)),
+        Job::Free(slots) => JobResult::Free(free(disk, slots)),
         Job::Clear(mut slots) => {
-            let mut keep_stuck = || slots.retain(|&slot| guarded(|| disk.free(slot)).is_err());
-            keep_stuck();
-            let is_cleared = guarded(|| disk.clear()).is_ok(); // even if one slot cannot be freed, the others can be
-            keep_stuck(); // the clear may have freed them; no other job is in flight that could use them
-            End::Clear(slots, is_cleared)
+            let mut retain_unfreed = || slots.retain(|&slot| guarded(|| disk.free(slot)).is_err());
+            retain_unfreed();
+            // Cleared even if a slot could not be freed.
+            let is_cleared = guarded(|| disk.clear()).is_ok();
+            // Retried, because the clear may have helped; no other job uses these slots.
+            retain_unfreed();
+            JobResult::Clear(slots, is_cleared)
         }
     };
-    let entered = inner.with_state(|state| state.end_job(ticket, end));
+    let entered = inner.with_state(|state| state.end_job(ticket, result));
     inner.idle.notify_all();
     entered.is_some()
 }
 
-/// Waits until there is work; None if the store closes. Removes, indexes and drops chunks
-/// meanwhile.
+/// Waits until there is work, and removes, indexes and drops chunks until then. Returns None if the
+/// store is closing.
 fn wait_for_work(inner: &Locked) -> Option<Work> {
     let mut is_fresh = false;
     loop {
@@ -163,7 +166,7 @@ fn wait_for_work(inner: &Locked) -> Option<Work> {
         if emptying == Emptying::Done {
             return Some(Work::Close);
         }
-        // One slice per lock, so that other threads get it in between.
+        // Releases the lock after each slice, so that other threads can take it.
         if emptying == Emptying::Working || state.recover_some() || state.is_removing() {
             state.remove_slice();
             drop(state);
@@ -184,7 +187,7 @@ fn wait_for_work(inner: &Locked) -> Option<Work> {
             (state, _) = inner.work.wait_timeout(state, POLL_EVERY).ok()?;
             is_fresh = state.disk.has_jobs();
         } else {
-            // Idle: refresh the sizes of the files, without the lock.
+            // Idle: refresh the sizes of the files without holding the lock.
             drop(state);
             let seen = guarded(|| Ok(disk.stats())).unwrap_or_default();
             let gauges = &mut inner.lock()?.stats;
@@ -194,21 +197,22 @@ fn wait_for_work(inner: &Locked) -> Option<Work> {
     }
 }
 
-/// Reads a chunk, twice if the system refuses. Returns the last outcome and the number of refusals.
+/// Reads a chunk, and retries once after an error other than damage. Returns the last outcome and
+/// the number of such errors.
 fn read(disk: &dyn LocalTier, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> (Result<()>, u64) {
-    let is_refusal = |outcome: &Result<()>| {
+    let is_io_error = |outcome: &Result<()>| {
         outcome.as_ref().is_err_and(|error| error.kind() != ErrorKind::Corrupt)
     };
     let first = guarded(|| disk.read(slot, key, into));
-    if !is_refusal(&first) {
+    if !is_io_error(&first) {
         return (first, 0);
     }
     let second = guarded(|| disk.read(slot, key, into));
-    let num_refused = 1 + u64::from(is_refusal(&second));
-    (second, num_refused)
+    let num_errors = 1 + u64::from(is_io_error(&second));
+    (second, num_errors)
 }
 
-/// Frees slots from the last one on, until one fails; returns the rest.
+/// Frees slots in reverse order until a slot cannot be freed. Returns the remaining slots.
 fn free(disk: &dyn LocalTier, mut slots: Vec<SlotId>) -> Vec<SlotId> {
     while slots.last().is_some_and(|&slot| guarded(|| disk.free(slot)).is_ok()) {
         slots.pop();
@@ -216,7 +220,7 @@ fn free(disk: &dyn LocalTier, mut slots: Vec<SlotId>) -> Vec<SlotId> {
     slots
 }
 
-/// Writes a chunk to a free slot, evicting others if needed.
+/// Writes a chunk to a free slot, evicting other chunks if needed.
 fn write(
     inner: &Locked,
     disk: &dyn LocalTier,
@@ -248,9 +252,10 @@ fn write(
     Written::NoRoom
 }
 
-/// Makes room in the quota of a chunk's tenant. Returns false if none of its chunks may be evicted.
+/// Evicts chunks of a chunk's tenant until the chunk fits the tenant's quota. Returns false if no
+/// chunk of the tenant can be evicted.
 ///
-/// Err if the tier refused to free a slot; its chunk is stored as before.
+/// Returns an error if a slot could not be freed; the chunk in it is still stored.
 fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool> {
     for _ in 0..SLOT_TRIES {
         match inner.with_state(|state| state.slot_for(id)) {
@@ -269,10 +274,10 @@ fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool>
     Ok(false)
 }
 
-/// Returns a slot to write to, evicting chunks if needed: several if they are smaller. None if no
-/// chunk may be evicted, or evictions do not help.
+/// Returns a slot to write to, evicting chunks if needed, and more than one if they are smaller.
+/// Returns None if no chunk can be evicted, or if evictions do not help.
 ///
-/// Err if the tier refused to free a slot; its chunk is stored as before.
+/// Returns an error if a slot could not be freed; the chunk in it is still stored.
 fn find_slot(inner: &Locked, disk: &dyn LocalTier, class: SizeClass) -> Result<Option<SlotId>> {
     let enough = u64::from(SLOT_TRIES) * disk.frame_bytes(class);
     let mut freed_bytes = 0;

@@ -1,13 +1,14 @@
-//! Fair shares of disk time: which direction, reads or writes, gets the next disk thread.
+//! Fair shares of disk time: chooses the direction (reads or writes) that gets the next disk
+//! thread.
 //!
-//! Each direction is charged the time of its jobs: an estimate when one begins, the measured time
-//! when it ends. The direction with less time goes first. A direction without work forfeits its
-//! unused time, so it cannot accumulate time and later occupy every thread. Pure state: times are
-//! passed in.
+//! Each direction is charged the time of its jobs: an estimate when a job starts, and the measured
+//! time when it completes. The direction with less time goes first. A direction without work
+//! forfeits its unused time, so that it cannot accumulate time and later occupy every thread. Pure
+//! state: callers pass in times.
 
 use std::time::Duration;
 
-/// Direction of a job. Each has a breaker.
+/// Direction of a job. Each direction has a breaker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
     Read,
@@ -20,9 +21,9 @@ impl Direction {
     }
 }
 
-/// Charge of a job before any was measured. Not zero, so that the first jobs alternate.
+/// Estimate before the first job was measured. It is not zero, so that the first jobs alternate.
 const FIRST_CHARGE: Duration = Duration::from_millis(1);
-/// Number of jobs within which the estimate follows a new duration.
+/// Number of jobs over which the estimate adapts to a new duration.
 const JOBS_TO_FOLLOW: u32 = 8;
 
 /// Disk time used by reads and by writes.
@@ -45,21 +46,21 @@ impl TimeShares {
         if write < read { Direction::Write } else { Direction::Read }
     }
 
-    /// Takes the unused time of a direction without work.
+    /// Removes the unused time of a direction without work.
     pub(crate) fn forfeit(&mut self, direction: Direction) {
         let other = self.used[direction.other() as usize];
         let used = &mut self.used[direction as usize];
         *used = other.max(*used);
     }
 
-    /// Charges a job that begins; returns the charge, for `end`.
+    /// Charges a job that starts. Returns the charge, which the caller passes to `end`.
     pub(crate) fn begin(&mut self, direction: Direction) -> Duration {
         let charge = self.estimate[direction as usize];
         self.used[direction as usize] += charge;
         charge
     }
 
-    /// Replaces the charge of a job with the time that it took.
+    /// Replaces the charge of a completed job with the time that it took.
     pub(crate) fn end(&mut self, direction: Direction, charge: Duration, took: Duration) {
         let (used, estimate) =
             (&mut self.used[direction as usize], &mut self.estimate[direction as usize]);

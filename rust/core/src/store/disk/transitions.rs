@@ -1,28 +1,28 @@
-//! Changes a chunk's state on disk, with everything that follows from it. Without I/O.
+//! Changes a chunk's state on disk and updates everything that depends on it. Does no I/O.
 //!
 //! The states are in `index/disk_state.rs`. Invariants between two calls:
 //!
 //! - A chunk with a slot has a stored parent: it is written after its parent and removed before it.
-//! - The policy has each chunk that is in a slot and not detached, and may evict stored leaves that
-//!   are not being read.
+//! - The policy contains every chunk that has a slot and is not detached. Stored leaves that no
+//!   read uses or will use are evictable.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{DiskEvent, DiskState, Entry};
 use crate::io::FrameId;
-use crate::store::disk::work::Attached;
+use crate::store::disk::work::DiskOpening;
 use crate::store::state::State;
 use crate::tier::disk::SlotId;
 
 impl State {
-    /// Applies an event to a chunk. This is the only code that changes `Entry::disk`. It also
+    /// Applies an event to a chunk. This is the only code that changes `Entry::disk`. It also:
     ///
     /// - counts the chunk's slot for its tenant and among its parent's children,
     /// - inserts the chunk into the disk policy with its slot, and removes it with its slot,
     /// - reports to the host policy whether the chunk is unwritten,
     /// - updates the gauges and the change log,
     /// - updates which chunks the disk policy can evict. After `Found`, the caller calls
-    ///   [`State::sync_disk`], because chains are found link by link and each link would briefly be
-    ///   a leaf.
+    ///   [`State::sync_disk`], because chains are indexed chunk by chunk and each chunk would
+    ///   briefly be a leaf.
     ///
     /// The caller updates queues and frees the slot of a removed chunk.
     pub(crate) fn change_disk(&mut self, id: ChunkId, event: DiskEvent) {
@@ -120,25 +120,26 @@ impl State {
         }
     }
 
-    /// Takes a chunk off the disk; its slot is freed later.
+    /// Removes a chunk from the disk. Its slot is freed later.
     pub(crate) fn leave_slot(&mut self, id: ChunkId, removal: Removal) {
         let slot = self.index[id].disk.slot();
         self.change_disk(id, DiskEvent::Leave(removal));
         self.disk.to_free.extend(slot);
     }
 
-    /// Removes a detached chunk from the disk; if a job uses it, the end of that job removes it.
+    /// Removes a detached chunk from the disk, unless a job uses it; that job then removes it when
+    /// it completes.
     pub(crate) fn leave_slot_if_unused(&mut self, id: ChunkId) {
         let entry = &self.index[id];
-        if entry.disk.is_stored() && !entry.host.is_read() {
+        if entry.disk.is_stored() && !entry.host.awaits_read() {
             self.leave_slot(id, Removal::Dropped);
         }
     }
 
     /// Queues a chunk that became visible in host memory for writing, if there is a disk tier and
-    /// it is not there.
+    /// the chunk is not on it.
     pub(crate) fn want_on_disk(&mut self, id: ChunkId) {
-        if self.disk.attached != Attached::Never && self.index[id].disk == DiskState::Absent {
+        if self.disk.opening != DiskOpening::NoTier && self.index[id].disk == DiskState::Absent {
             self.change_disk(id, DiskEvent::Want);
             self.disk.write_queue.push(
                 &self.index,
@@ -149,7 +150,8 @@ impl State {
         }
     }
 
-    /// Cancels the write of a chunk that waits for one; returns whether it did.
+    /// Cancels the write of a chunk that waits to be written. Returns true if there was such a
+    /// write.
     pub(crate) fn cancel_write(&mut self, id: ChunkId) -> bool {
         let is_waiting = self.index[id].disk.is_waiting();
         if is_waiting {
@@ -159,18 +161,18 @@ impl State {
         is_waiting
     }
 
-    /// Returns the children that wait for a chunk to be written, and clears their list.
+    /// Clears and returns the list of children that wait for a chunk to be written.
     fn take_blocked(&mut self, id: ChunkId) -> Vec<ChunkId> {
         let mut children = self.disk.blocked.remove(&id).unwrap_or_default();
         let index = &self.index;
         children
             .retain(|&child| index.is_child(child, id) && index[child].disk == DiskState::Blocked);
         children.sort_unstable();
-        children.dedup(); // a child that was cancelled and wanted again is listed twice
+        children.dedup(); // a child whose write was canceled and requested again is listed twice
         children
     }
 
-    /// Queues the children that waited for a chunk to be written, before all others.
+    /// Queues the children that waited for a chunk to be written, ahead of all other chunks.
     pub(crate) fn unblock_children(&mut self, id: ChunkId) {
         for child in self.take_blocked(id) {
             self.change_disk(child, DiskEvent::Unblock);
@@ -178,7 +180,7 @@ impl State {
         }
     }
 
-    /// Cancels the writes of all chunks that waited for a chunk which will not be written.
+    /// Cancels the writes of all descendants that wait for a chunk that will not be written.
     pub(crate) fn drop_blocked(&mut self, id: ChunkId) {
         let mut blocked = self.take_blocked(id);
         while let Some(child) = blocked.pop() {

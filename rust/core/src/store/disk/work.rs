@@ -1,7 +1,7 @@
-//! Everything that the lock guards for the disk tier: queues, jobs in flight, breakers and whether
-//! the tier is open.
+//! The data of the disk tier that the lock guards: queues, jobs in flight, breakers and whether the
+//! tier is open.
 //!
-//! Data and predicates only.
+//! This file contains only data and predicates.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
@@ -16,12 +16,12 @@ use crate::store::disk::breaker::{Breaker, HANG_AFTER};
 use crate::store::disk::time_shares::{Direction, TimeShares};
 use crate::tier::disk::{DiskEntry, SlotId};
 
-/// Chunks with their generations. Chunks that are no longer wanted are skipped when popped.
+/// A queue of chunks with their generations. `pop` skips chunks that are no longer wanted.
 #[derive(Debug, Default)]
 pub(crate) struct Queue(VecDeque<(ChunkId, u32)>);
 
 impl Queue {
-    /// Appends a chunk. Drops chunks that are no longer wanted once the queue is far longer than
+    /// Appends a chunk. Drops chunks that are no longer wanted once the queue is much longer than
     /// `num_wanted`.
     pub(crate) fn push(
         &mut self,
@@ -49,7 +49,7 @@ impl Queue {
             .map(|(id, _)| id)
     }
 
-    /// Returns true if there is nothing in the queue, wanted or not.
+    /// Returns true if the queue has no entries, including chunks that are no longer wanted.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -60,61 +60,62 @@ impl Queue {
 pub(crate) enum Clearing {
     #[default]
     No,
-    /// It runs once no other job is in flight and everything is removed from host memory.
+    /// It runs once no other job is in flight and no tree is being removed.
     Wanted,
     Running,
 }
 
-/// Whether the disk tier is open.
+/// State of the disk tier: open, being opened, or the reason why it is not open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum Attached {
+pub(crate) enum DiskOpening {
     /// The store has no disk tier.
     #[default]
-    Never,
-    Yes,
-    /// Its directory was removed. No job begins; once those in flight end, its chunks are dropped
-    /// and it is reopened.
+    NoTier,
+    Open,
+    /// The tier's directory was removed. No job starts; once the jobs in flight have completed, its
+    /// chunks are dropped and it is reopened.
     Removed,
-    /// It could not be opened. A disk thread retries at this time.
+    /// A disk thread opens the tier at this time, for the first time or after a failure.
     NotBefore(Duration),
     Opening,
 }
 
-/// A job that a disk thread is running.
+/// A job or check that a disk thread is running.
 #[derive(Debug)]
 pub(crate) struct JobInFlight {
     pub(crate) ticket: u64,
     /// None for a check that the directory still exists, which takes no share of disk time.
     pub(crate) direction: Option<Direction>,
     pub(crate) started: Duration,
-    /// What `time_shares` charged for it.
+    /// The charge of `time_shares` for the job.
     pub(crate) charge: Duration,
-    /// It has opened the breakers.
+    /// The job hangs and has opened the breakers.
     pub(crate) hangs: bool,
 }
 
-/// See the module. Empty if the store has no disk tier.
+/// The data of the disk tier. Empty if the store has no disk tier.
 #[derive(Debug, Default)]
 pub(crate) struct DiskWork {
-    pub(crate) attached: Attached,
-    /// Outcome of the first attempt to open it.
+    pub(crate) opening: DiskOpening,
+    /// Outcome of the first attempt to open the tier.
     pub(crate) first_opening: Option<Result<()>>,
-    /// The last reported reason why it could not be opened.
+    /// The last reported reason why the tier is not open.
     pub(crate) last_event: String,
-    /// Chunks in state `Queued`.
+    /// Chunks in the state `Queued`.
     pub(crate) write_queue: Queue,
-    /// Chunks in state `Blocked`, by parent.
+    /// Chunks in the state `Blocked`, by parent.
     pub(crate) blocked: FxHashMap<ChunkId, Vec<ChunkId>>,
-    /// Chunks in state `Queued`, `Blocked` or `Writing`.
+    /// Number of chunks in the states `Queued`, `Blocked` and `Writing`.
     pub(crate) num_unwritten: u64,
     /// Chunks whose host state is `Queued`.
     pub(crate) read_queue: Queue,
     pub(crate) num_queued_reads: u64,
-    /// When reads were first wanted, or the last read ended; meaningless while none is wanted.
+    /// Time at which the first pending read was queued, or at which the last read completed,
+    /// whichever is later. Undefined while no reads are pending.
     pub(crate) reading_since: Duration,
     /// Slots to free next.
     pub(crate) to_free: Vec<SlotId>,
-    /// Slots that could not be freed; they are retried at `unfreed_until`.
+    /// Slots that could not be freed, to be retried at `unfreed_until`.
     pub(crate) unfreed: Vec<SlotId>,
     pub(crate) unfreed_until: Duration,
     pub(crate) clearing: Clearing,
@@ -122,26 +123,26 @@ pub(crate) struct DiskWork {
     pub(crate) num_threads: usize,
     pub(crate) in_flight: Vec<JobInFlight>,
     pub(crate) time_shares: TimeShares,
-    /// Chunks in state `Writing`, and jobs that free slots.
+    /// Number of chunks in the state `Writing`, and number of jobs that free slots.
     pub(crate) writing: u32,
     pub(crate) freeing: u32,
-    /// Detached chunks that stay in their slots until a job ends.
+    /// Number of detached chunks that stay in their slots until a job completes.
     pub(crate) num_detached_slots: u64,
-    /// The store is closing: no job begins, and leases that wait for reads end early.
+    /// The store is closing: no job starts, and leases that wait for reads end early.
     pub(crate) stopping: bool,
-    /// Chunks that the tier held when it was opened and that are not indexed yet, in reverse order;
-    /// and keys that were discarded meanwhile.
+    /// Chunks that the tier contained when it was opened and that are not indexed yet, in reverse
+    /// order; and the keys that must not be indexed because they were discarded in the meantime.
     pub(crate) found: Vec<DiskEntry>,
     pub(crate) rejected: HashSet<ChunkKey>,
     pub(crate) read_breaker: Breaker,
     pub(crate) write_breaker: Breaker,
-    /// When the directory is checked next, and the earliest time to reopen it after it was removed.
+    /// Time of the next check of the directory, and earliest time of the next reopening.
     pub(crate) check_at: Duration,
     pub(crate) reopen_at: Duration,
 }
 
 impl DiskWork {
-    /// Returns true if every wanted chunk is on disk and no removed chunk is.
+    /// Returns true if no chunk waits to be written and no removed chunk is still on disk.
     pub(crate) fn is_settled(&self) -> bool {
         let nothing_to_free =
             self.to_free.is_empty() && self.unfreed.is_empty() && self.freeing == 0;
@@ -150,13 +151,13 @@ impl DiskWork {
         self.num_unwritten == 0 && nothing_to_free && nothing_to_forget && nothing_to_index
     }
 
-    /// Returns true if it cannot settle by `deadline`: the tier is closing, closed, paused for
-    /// longer, or hangs.
+    /// Returns true if the tier cannot settle by `deadline`, because the store is closing, or the
+    /// tier hangs, or is not open or paused until after the deadline.
     pub(crate) fn cannot_settle_by(&self, deadline: Duration) -> bool {
         let is_stuck = !self.unfreed.is_empty()
             && self.unfreed_until > deadline
             && self.clearing == Clearing::No;
-        let is_absent = matches!(self.attached, Attached::NotBefore(time) if time > deadline);
+        let is_absent = matches!(self.opening, DiskOpening::NotBefore(time) if time > deadline);
         self.stopping
             || is_absent
             || is_stuck
@@ -172,17 +173,18 @@ impl DiskWork {
         wants
             || self.clearing == Clearing::Wanted
             || self.stopping
-            || self.attached == Attached::Removed
+            || self.opening == DiskOpening::Removed
     }
 
-    /// Returns true if the store has a disk tier that is not open.
+    /// Returns true if the store has a disk tier that is not open yet.
     pub(crate) fn is_closed(&self) -> bool {
-        matches!(self.attached, Attached::NotBefore(_) | Attached::Opening)
+        matches!(self.opening, DiskOpening::NotBefore(_) | DiskOpening::Opening)
     }
 
-    /// Returns true if the tier takes no jobs because it is not open, or its directory was removed.
+    /// Returns true if the tier accepts no jobs because it is not open, or because its directory
+    /// was removed.
     fn is_away(&self) -> bool {
-        self.is_closed() || self.attached == Attached::Removed
+        self.is_closed() || self.opening == DiskOpening::Removed
     }
 
     /// Returns true if chunks of the tier may not be indexed yet.
@@ -191,7 +193,7 @@ impl DiskWork {
     }
 
     /// Returns true if the tier accepts reads now.
-    pub(crate) fn answers(&self, now: Duration) -> bool {
+    pub(crate) fn accepts_reads(&self, now: Duration) -> bool {
         self.accepts(&self.read_breaker, now)
     }
 
@@ -201,17 +203,19 @@ impl DiskWork {
             || self.in_flight.iter().any(|job| job.direction == Some(Direction::Read))
     }
 
-    /// Returns true if the tier accepts writes now. Then unwritten chunks should stay in host
-    /// memory.
-    pub(crate) fn takes_writes(&self, now: Duration) -> bool {
+    /// Returns true if the tier accepts writes now.
+    pub(crate) fn accepts_writes(&self, now: Duration) -> bool {
         self.accepts(&self.write_breaker, now)
     }
 
     fn accepts(&self, breaker: &Breaker, now: Duration) -> bool {
-        self.attached == Attached::Yes && !self.stopping && breaker.accepts(now) && !self.all_hang()
+        self.opening == DiskOpening::Open
+            && !self.stopping
+            && breaker.accepts(now)
+            && !self.all_hang()
     }
 
-    /// Returns true if every disk thread hangs, so that no thread can probe the tier.
+    /// Returns true if all disk threads hang, so that no thread can probe the tier.
     fn all_hang(&self) -> bool {
         self.num_threads > 0
             && self.in_flight.iter().filter(|job| job.hangs).count() >= self.num_threads
@@ -244,7 +248,7 @@ impl DiskWork {
         self.in_flight.iter().any(|job| job.direction.is_none())
     }
 
-    /// Opens both breakers for each operation that newly hangs; returns true if there was one.
+    /// Opens both breakers if an operation has started to hang. Returns true in that case.
     pub(crate) fn find_hangs(&mut self, now: Duration) -> bool {
         let hangs =
             |job: &&mut JobInFlight| !job.hangs && now.saturating_sub(job.started) >= HANG_AFTER;

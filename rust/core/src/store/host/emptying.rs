@@ -1,8 +1,8 @@
 //! Empties slabs for other stores of the same pool, and for other size classes of the same store.
 //!
 //! A slab is emptied chunk by chunk, children before parents, a slice per call. Chunks that are
-//! pinned, reserved, read or written stay until that ends, and the slab with them. Meanwhile it
-//! takes no new chunks, and other slabs are emptied too.
+//! pinned, reserved, being read or being written stay until their use ends, and so does the slab.
+//! Until then, the slab takes no new chunks, and other slabs are emptied as well.
 
 use rustc_hash::FxHashSet;
 
@@ -12,15 +12,16 @@ use crate::store::host::{Drain, Drains, Next, Step};
 use crate::store::state::State;
 use crate::tier::host::Wanted;
 
-/// Chunks visited by one call: some 0.2 ms.
+/// Number of chunks that one call visits, in about 0.2 ms.
 const SLICE: usize = 256;
-/// Slabs that are emptied at the same time, if some of their frames must stay for now.
+/// Maximum number of slabs that are emptied at the same time, if some of their frames must stay for
+/// now.
 const MAX_DRAINS: usize = 4;
 
 /// Outcome of `Store::release_slab`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SlabRelease {
-    /// No other store needs memory of this store.
+    /// Neither another store nor another size class needs a slab.
     NotNeeded,
     /// A slab was released.
     Released,
@@ -78,7 +79,7 @@ impl State {
         self.host.is_draining(slab)
     }
 
-    /// Evicts the unused chunks of a slab and the chunks below them.
+    /// Evicts the unused chunks of a slab and their descendants.
     fn empty(
         &mut self,
         drain: &mut Drain,
@@ -110,8 +111,8 @@ impl State {
         }
     }
 
-    /// Evicts the last chunk of the path, or descends to its next child in host memory, or leaves
-    /// the chunk.
+    /// Evicts the last chunk of the path if possible. Otherwise descends to its next child in host
+    /// memory; without such a child, the chunk stays and leaves the path.
     fn step(&mut self, path: &mut Vec<Step>, stuck: &mut FxHashSet<(ChunkId, u32)>) {
         let Some(Step { id, generation, next }) = path.last_mut() else { return };
         let (id, entry) = (*id, &self.index[*id]);
@@ -127,7 +128,7 @@ impl State {
             {
                 Some(child)
             }
-            Next::First | Next::Child(..) => entry.first_child, // the child was removed meanwhile: start over
+            Next::First | Next::Child(..) => entry.first_child, // the child was removed: start over
             Next::None => None,
         };
         let Some(child) = child.filter(|_| !is_gone && entry.host_children > 0) else {

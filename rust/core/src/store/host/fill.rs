@@ -1,18 +1,18 @@
-//! Ends of a fill: a filled chunk becomes visible after its parent, a failed chunk also fails its
-//! waiting children, and a read without a holder is canceled.
+//! Ends fills: a filled chunk becomes visible after its parent, a failed chunk also fails its
+//! waiting children, and a queued read without holders is canceled.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{HostEvent, HostState};
 use crate::store::state::State;
 
 impl State {
-    /// Keeps a chunk, and so its whole prefix, in host memory.
+    /// Keeps a chunk, and therefore its whole prefix, in host memory.
     pub(crate) fn hold(&mut self, id: ChunkId) {
         self.index[id].holds += 1;
         self.sync_host(id);
     }
 
-    /// Ends one hold. Cancels a read that has not begun and has no holder left.
+    /// Ends one hold. Cancels a queued read without holders.
     pub(crate) fn unhold(&mut self, id: ChunkId) {
         self.index[id].holds -= 1;
         self.sync_host(id);
@@ -26,8 +26,8 @@ impl State {
         self.leave_failed(parent);
     }
 
-    /// Ends a fill: the chunk becomes visible with its parent, or fails with it. Returns how many
-    /// chunks became visible.
+    /// Ends a fill: the chunk becomes visible after its parent, or fails if its parent has failed.
+    /// Returns the number of chunks that became visible.
     pub(crate) fn fill(&mut self, id: ChunkId) -> u32 {
         let parent = self.index[id].parent;
         if parent.is_some_and(|parent| !self.index[parent].host.may_have_children()) {
@@ -38,8 +38,8 @@ impl State {
         self.show(id)
     }
 
-    /// Makes a filled chunk visible if its parent is, and then the filled children that waited;
-    /// returns how many.
+    /// Makes a filled chunk visible if its parent is visible, and then its filled children that
+    /// waited. Returns the number of chunks that became visible.
     fn show(&mut self, id: ChunkId) -> u32 {
         let mut shown = 0;
         let (mut next, mut ready) = (Some(id), Vec::new());
@@ -58,8 +58,8 @@ impl State {
         shown
     }
 
-    /// Returns the children in `wanted` that were filled while `id` was not visible, and clears the
-    /// list of all such children.
+    /// Clears the list of children that wait for `id`. Returns the children whose state satisfies
+    /// `wanted`.
     fn take_waiters(
         &mut self,
         id: ChunkId,
@@ -69,10 +69,10 @@ impl State {
         children.filter(move |&child| index.is_child(child, id) && wanted(index[child].host))
     }
 
-    /// Fails a chunk that cannot be filled, and all chunks that only wait for it.
+    /// Fails a chunk that cannot be filled, and all descendants that wait for it.
     ///
-    /// A chunk whose frame a worker or a disk thread owns fails when that ends. Chunks above it
-    /// wait for that.
+    /// A descendant whose frame a worker or a disk thread owns only fails once its fill has ended,
+    /// and its ancestors stay until then.
     pub(crate) fn fail_host(&mut self, id: ChunkId) {
         let mut all = vec![id];
         let mut at = 0;
@@ -83,7 +83,7 @@ impl State {
         for &next in all.iter().rev() {
             let entry = &self.index[next];
             if entry.host.is_absent() || entry.detached {
-                continue; // it was removed with its last child, or is listed twice
+                continue; // already removed with its last child, or listed twice
             }
             let (parent, is_filling) = (entry.parent, next != id && entry.host.is_filling());
             if !is_filling {
@@ -95,7 +95,8 @@ impl State {
             } else if !is_filling {
                 self.leave_failed(if entry.host.is_absent() { parent } else { Some(next) });
             } else if let Some(parent) = parent {
-                self.waiters.push(parent, next); // the parent may fail again, after this chunk is filled
+                // The chunk fails again with the parent once its fill has ended.
+                self.waiters.push(parent, next);
             }
         }
     }

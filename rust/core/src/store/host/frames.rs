@@ -1,39 +1,38 @@
-//! Finds a frame for a chunk: a free one, or one freed by evicting chunks.
+//! Finds a frame for a chunk: a free frame, or a frame freed by evicting chunks.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{HostEvent, TenantId};
-use crate::io::{FrameId, SizeClass};
+use crate::io::FrameId;
 use crate::store::state::State;
 use crate::store::tenants::quota::{FrameSource, group};
-use crate::tier::host::FrameFor;
+use crate::tier::host::FrameRequest;
 
-/// Maximum number of chunks evicted for one frame, and of chunks skipped because their frames do
-/// not fit its purpose.
+/// Maximum number of chunks evicted for one frame, and of chunks spared because their frames are
+/// unsuitable.
 const MAX_VICTIMS: usize = 64;
 
-/// Many chunks were spared because their frames do not fit.
+/// The search was stopped: too many chunks were spared because their frames are unsuitable.
 struct TooManySpared;
 
 impl State {
-    /// Takes a frame of `class` from `source` for a child of `parent`, which is not evicted
-    /// meanwhile.
+    /// Takes a frame from `source` for a child of `parent`, which is not evicted in the process.
     pub(crate) fn take_frame_under(
         &mut self,
         parent: Option<ChunkId>,
         source: FrameSource,
-        (class, what_for): (SizeClass, FrameFor),
+        request: FrameRequest,
     ) -> Option<FrameId> {
         if source == FrameSource::Any
-            && let Some(frame) = self.host.take(class, what_for)
+            && let Some(frame) = self.host.take(request)
         {
-            return Some(frame); // nothing is evicted for it
+            return Some(frame); // no eviction is needed
         }
         if let Some(parent) = parent {
             self.hold(parent);
         }
         let frame = match source {
-            FrameSource::Any => self.take_frame(class, what_for),
-            FrameSource::Own(tenant) => self.take_own_frame(tenant, class, what_for),
+            FrameSource::Any => self.take_frame(request),
+            FrameSource::Own(tenant) => self.take_own_frame(tenant, request),
             FrameSource::None => None,
         };
         if let Some(parent) = parent {
@@ -42,30 +41,31 @@ impl State {
         frame
     }
 
-    /// Takes a free frame, evicting chunks if needed; None if every frame that fits is in use. The
-    /// caller pins the chunks that must stay.
+    /// Takes a free frame, evicting chunks if needed. Returns None if every suitable frame is in
+    /// use. The caller must pin chunks that must stay.
     ///
-    /// Chunks are evicted in the policy's order, whatever their size. If that frees no frame of
-    /// this class, a slab of another class is emptied for it, a slice per call.
-    fn take_frame(&mut self, class: SizeClass, what_for: FrameFor) -> Option<FrameId> {
-        if let frame @ Some(_) = self.host.take(class, what_for) {
+    /// Chunks of any size are evicted in the policy's order. If that frees no frame of the
+    /// requested class, a slab of a different class is emptied for it, a slice per call.
+    fn take_frame(&mut self, request: FrameRequest) -> Option<FrameId> {
+        if let frame @ Some(_) = self.host.take(request) {
             return frame;
         }
-        let mut frame = self.host.grow(class, what_for);
+        let mut frame = self.host.grow(request);
         if frame.is_none() {
-            let is_useful = |state: &Self, id| state.is_frame_fit(id, class, what_for);
-            let take = |state: &mut Self| state.host.grow(class, what_for);
+            let is_useful = |state: &Self, id| state.is_frame_fit(id, request);
+            let take = |state: &mut Self| state.host.grow(request);
             let evicted = self.evict_until(None, is_useful, take);
-            frame = evicted.unwrap_or_else(|TooManySpared| self.take_frame_below_limit(class));
+            frame = evicted.unwrap_or_else(|TooManySpared| self.take_frame_below_limit(request));
         }
         if frame.is_none() {
-            self.host.set_hungry(class);
+            self.host.set_hungry(request.class);
         }
         frame
     }
 
-    /// Evicts chunks, of all tenants or of one, until `take` returns a frame. Spares chunks whose
-    /// eviction would not be useful; Err if there were many.
+    /// Evicts chunks of one tenant, or of all tenants, until `take` returns a frame. Spares chunks
+    /// whose eviction would not be useful. Returns `TooManySpared` once `MAX_VICTIMS` chunks are
+    /// spared.
     fn evict_until(
         &mut self,
         tenant: Option<TenantId>,
@@ -81,7 +81,7 @@ impl State {
             debug_assert_eq!(
                 self.index[victim].host_evictable,
                 Some(true),
-                "a policy returns evictable chunks only"
+                "a policy only returns evictable chunks"
             );
             if is_useful(self, victim) {
                 self.stats.quota_evictions += u64::from(tenant.is_some());
@@ -100,43 +100,37 @@ impl State {
         if is_many { Err(TooManySpared) } else { Ok(frame) }
     }
 
-    fn is_frame_fit(&self, id: ChunkId, class: SizeClass, what_for: FrameFor) -> bool {
+    fn is_frame_fit(&self, id: ChunkId, request: FrameRequest) -> bool {
         let frame = self.index[id].host.frame();
-        frame.is_none_or(|frame| self.host.is_fit(frame, class, what_for))
+        frame.is_none_or(|frame| self.host.is_fit(frame, request))
     }
 
-    /// Takes a frame for saves from any chunk that may be evicted; the policy would propose many
-    /// others first.
-    fn take_frame_below_limit(&mut self, class: SizeClass) -> Option<FrameId> {
+    /// Takes a frame for saves by evicting any evictable chunk below the limit. The policy would
+    /// propose too many unsuitable chunks first.
+    fn take_frame_below_limit(&mut self, request: FrameRequest) -> Option<FrameId> {
         for _ in 0..MAX_VICTIMS {
-            if let Some(id) = self.host.next_below_limit(class)
+            if let Some(id) = self.host.next_below_limit(request.class)
                 && self.index[id].host_evictable == Some(true)
             {
                 self.evict(id);
-                return self.host.take(class, FrameFor::Save);
+                return self.host.take(request);
             }
         }
         None
     }
 
     /// Takes a frame for a tenant at its quota, evicting some of its chunks.
-    fn take_own_frame(
-        &mut self,
-        tenant: TenantId,
-        class: SizeClass,
-        what_for: FrameFor,
-    ) -> Option<FrameId> {
+    fn take_own_frame(&mut self, tenant: TenantId, request: FrameRequest) -> Option<FrameId> {
         let quota = self.tenants.ceiling(tenant).host;
         if self.tenants.host_pages(tenant) > quota {
-            return None; // its quota was lowered: `trim` comes first
+            return None; // its quota was lowered: the sweeper must evict the excess first
         }
-        let pages = self.host.pages(class);
-        let is_useful = |state: &Self, id| {
-            state.host.has_free(class, what_for) || state.is_frame_fit(id, class, what_for)
-        };
+        let pages = self.host.pages(request.class);
+        let is_useful =
+            |state: &Self, id| state.host.has_free(request) || state.is_frame_fit(id, request);
         let take = |state: &mut Self| {
             let fits = state.tenants.host_pages(tenant) + pages <= quota;
-            if fits { state.host.take(class, what_for) } else { None }
+            if fits { state.host.take(request) } else { None }
         };
         self.evict_until(Some(tenant), is_useful, take).unwrap_or(None)
     }

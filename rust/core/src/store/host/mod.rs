@@ -1,10 +1,10 @@
-//! The host side of the store: which chunks have a frame, and which of them a load may use. This
-//! file has the data of `fill` and `emptying`.
+//! The host side of the store: which chunks have a frame, and which of them loads can use. This
+//! file contains the data of `fill` and `emptying`.
 //!
 //! | file | contents |
 //! |---|---|
-//! | `transitions` | changes a chunk's state, with everything that follows from it |
-//! | `fill` | a filled chunk becomes visible, or fails with the chunks that wait for it |
+//! | `transitions` | change a chunk's state and everything that depends on it |
+//! | `fill` | make filled chunks visible; fail chunks that cannot be filled |
 //! | `frames` | find or free a frame for a chunk |
 //! | `emptying` | empty slabs for other stores of the same pool, and for other size classes |
 
@@ -18,20 +18,20 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use crate::evict::ChunkId;
 use crate::pool::SlabId;
 
-/// Children that were filled before their parent was visible.
+/// Children that wait for their parent to become visible.
 ///
-/// A prompt is saved chunk by chunk, so nearly every parent has one waiting child: the first child
-/// of a parent costs no allocation.
+/// A prompt is saved chunk by chunk, so nearly every parent has exactly one waiting child. The
+/// first child of a parent therefore needs no allocation.
 #[derive(Debug, Default)]
 pub(crate) struct Waiters {
-    /// By parent.
+    /// Keyed by parent.
     first: FxHashMap<ChunkId, ChunkId>,
-    /// Children after the first, in order.
+    /// Further children, keyed by parent, in order of insertion.
     others: FxHashMap<ChunkId, Vec<ChunkId>>,
 }
 
 impl Waiters {
-    /// Adds `child` to those that wait for `parent`. It may be listed twice.
+    /// Adds `child` to the children that wait for `parent`. A child may be listed more than once.
     pub(crate) fn push(&mut self, parent: ChunkId, child: ChunkId) {
         if *self.first.entry(parent).or_insert(child) != child {
             self.others.entry(parent).or_default().push(child);
@@ -46,12 +46,12 @@ impl Waiters {
     }
 }
 
-/// Slabs that are being emptied, in rounds of many calls. A chunk that must stay is visited once
-/// per round.
+/// Slabs that are being emptied. A round spans many calls and visits a chunk that must stay only
+/// once.
 #[derive(Debug, Default)]
 pub(crate) struct Drains {
     pub(crate) all: Vec<Drain>,
-    /// Chunks that had to stay in this round because they, or chunks below them, are in use.
+    /// Chunks that had to stay in this round because they or their descendants are in use.
     pub(crate) stuck: FxHashSet<(ChunkId, u32)>,
 }
 
@@ -59,7 +59,7 @@ pub(crate) struct Drains {
 #[derive(Debug)]
 pub(crate) struct Drain {
     pub(crate) slab: SlabId,
-    /// The next frame to visit in this round.
+    /// Number of the next frame to visit in this round.
     pub(crate) next: u32,
     /// The path from a chunk of the slab down to the chunk to evict next.
     pub(crate) path: Vec<Step>,

@@ -1,11 +1,11 @@
-//! Changes a chunk's state in host memory, with everything that follows from it.
+//! Changes a chunk's state in host memory and updates everything that depends on it.
 //!
 //! The states are in `index/host_state.rs`. Invariants between two calls:
 //!
 //! - A chunk that is not absent has a parent that is not absent, unless the chunk is detached.
 //! - A chunk with a frame has a parent with a frame; a visible chunk has a visible parent.
-//! - The policy has each chunk with a frame that is not detached, and may evict visible leaves
-//!   without users.
+//! - The policy contains every chunk that has a frame and is not detached. Visible leaves without
+//!   users are evictable.
 
 use crate::evict::{ChunkId, GroupId, Removal};
 use crate::index::{Entry, HostEvent, HostState};
@@ -13,7 +13,7 @@ use crate::io::FrameId;
 use crate::store::state::State;
 
 impl State {
-    /// Applies an event to a chunk. This is the only code that changes `Entry::host`. It also
+    /// Applies an event to a chunk. This is the only code that changes `Entry::host`. It also:
     ///
     /// - counts the chunk among its parent's children, and as a waiter of a parent that is not
     ///   visible,
@@ -39,7 +39,7 @@ impl State {
         match (before.frame(), after.frame()) {
             (None, Some(frame)) => self.take_frame_for(id, frame),
             (Some(frame), None) => {
-                self.host.give(frame);
+                self.host.release_frame(frame);
                 let pages = self.host.pages(frame.class());
                 self.tenants.count_host(self.index[id].tenant, pages, false);
             }
@@ -59,7 +59,7 @@ impl State {
         }
     }
 
-    /// A child is in host memory or will be.
+    /// Records a child that is in host memory or will be.
     fn enter_host(&mut self, id: ChunkId, parent: Option<ChunkId>) {
         let Some(parent) = parent else { return };
         self.index[parent].host_children += 1;
@@ -69,7 +69,7 @@ impl State {
         }
     }
 
-    /// A child was removed from host memory, or will not be filled.
+    /// Records a child that left host memory, or that will not be filled.
     fn exit_host(&mut self, id: ChunkId, parent: Option<ChunkId>) {
         drop(self.waiters.take(id));
         if let Some(parent) = parent {
@@ -82,13 +82,13 @@ impl State {
         let entry = &mut self.index[id];
         entry.host_evictable = Some(false);
         let (parent, key, tenant) = (entry.parent, entry.key, entry.tenant);
-        self.host.hand(frame, id);
+        self.host.assign(frame, id);
         self.tenants.count_host(tenant, self.host.pages(frame.class()), true);
         self.host_policy.insert(id, parent, &key);
         self.group_in_host(id);
     }
 
-    /// Counts reads that wait, and protects a chunk that is read from eviction on disk.
+    /// Counts queued reads, and protects a chunk from eviction on disk while it is being read.
     fn count_read(&mut self, id: ChunkId, before: HostState, after: HostState) {
         if after == HostState::Queued {
             if !self.disk.wants_reads() {
@@ -104,7 +104,7 @@ impl State {
         } else if before == HostState::Queued {
             self.disk.num_queued_reads -= 1;
         }
-        if before.is_read() != after.is_read() {
+        if before.awaits_read() != after.awaits_read() {
             self.sync_disk(id);
         }
     }
@@ -126,13 +126,13 @@ impl State {
         }
     }
 
-    /// Returns the chunk to evict next, of all or of one group.
+    /// Returns the next chunk to evict, from one group or from all chunks.
     ///
-    /// Unwritten chunks are last while the disk accepts writes and they are at most half of the
-    /// frames. With more of them, recently used chunks would be evicted instead.
+    /// Unwritten chunks come last while the disk accepts writes and they occupy at most half of the
+    /// frames. With more unwritten chunks, this rule would evict recently used chunks instead.
     pub(crate) fn host_victim(&mut self, group: Option<GroupId>) -> Option<ChunkId> {
         let are_few = 2 * self.disk.num_unwritten <= self.host.num_frames().0;
-        self.host_policy.spare_unwritten(are_few && self.disk.takes_writes(self.now));
+        self.host_policy.spare_unwritten(are_few && self.disk.accepts_writes(self.now));
         match group {
             Some(group) => self.host_policy.victim_of(group),
             None => self.host_policy.victim(),

@@ -1,10 +1,9 @@
-//! Expiry: lookups miss a chunk once its TTL has passed since it was saved, and the sweeper removes
-//! it soon after.
+//! Expiry: lookups miss a chunk once its TTL has passed, and the sweeper removes it soon after.
 //!
-//! The TTL starts when a chunk is reserved, and continues over restarts, because records on disk
-//! hold that time. Using a chunk does not extend it. `expires_s` never grows from parent to child,
-//! so presence stays monotone while chunks expire. Times are Unix time in seconds: the time when
-//! the store was opened, plus what its clock has counted since.
+//! The TTL starts when a chunk is reserved, and continues across restarts, because records on disk
+//! contain that time. Using a chunk does not extend its TTL. A child never expires after its
+//! parent, so presence stays monotone while chunks expire. Times are Unix times in seconds: the
+//! time when the store was opened plus the elapsed time of its clock.
 
 use std::sync::Arc;
 
@@ -17,10 +16,11 @@ use crate::store::state::State;
 use crate::store::tenants::limits::{Bases, Ceiling, Table, TenantLimits};
 use crate::tier::disk::{self, DiskRoot, RemovedChunks};
 
-/// A chunk saved further in the future than this has an unknown age and counts as expired.
+/// A chunk whose save time is further in the future than this has an unknown age and is treated as
+/// expired.
 const MAX_SKEW_S: u32 = 60;
 
-/// Returns when a chunk saved at `saved_s` expires, as seen at `now_s`.
+/// Returns the expiry time of a chunk saved at `saved_s`, as computed at `now_s`.
 fn expiry(ttl_s: u32, saved_s: u32, now_s: u32) -> u32 {
     match ttl_s {
         Ceiling::NONE => NEVER,
@@ -31,7 +31,8 @@ fn expiry(ttl_s: u32, saved_s: u32, now_s: u32) -> u32 {
 
 /// Removes expired chunks in the closed namespaces of a disk directory.
 ///
-/// `root` is that of the open stores. `Io` if the directory cannot be listed.
+/// `root` must be the [`DiskRoot`] of the open stores. Returns `Io` if the directory cannot be
+/// listed.
 pub fn remove_expired(
     settings: &DiskSettings,
     root: &Arc<DiskRoot>,
@@ -47,7 +48,8 @@ pub fn remove_expired(
 }
 
 impl State {
-    /// Returns when a chunk saved at `saved_s` expires: not after its parent.
+    /// Returns the expiry time of a chunk saved at `saved_s`, which is at most the expiry time of
+    /// its parent.
     pub(crate) fn expiry(&self, ttl_s: u32, parent: Option<ChunkId>, saved_s: u32) -> u32 {
         let own = expiry(ttl_s, saved_s, self.unix_s);
         parent.map_or(own, |parent| own.min(self.index[parent].expires_s))
@@ -57,7 +59,7 @@ impl State {
         entry.expires_s <= self.unix_s
     }
 
-    /// Returns true if the chunk expires before its parent, or has none.
+    /// Returns true if the chunk expires before its parent, or expires and has no parent.
     pub(crate) fn expires_alone(&self, entry: &Entry) -> bool {
         entry.expires_s != NEVER
             && entry.parent.is_none_or(|parent| entry.expires_s < self.index[parent].expires_s)

@@ -1,42 +1,42 @@
 //! Tenant limits: how much of each tier a tenant may use and how long its chunks live, as
-//! configured and in pages of 4096 bytes.
+//! configured and converted to pages of 4096 bytes.
 //!
-//! A *class* is a row of the table: requests without a salt, with a salt, and each salt with
-//! individual limits.
+//! A *class* is a row of the table. There is one class for requests without a salt, one for
+//! requests with a salt, and one for each salt with individual limits.
 
 use rustc_hash::FxHashMap;
 
 use crate::io::FRAME_ALIGN;
 use crate::key::SaltTag;
 
-/// Upper limit for a part of a tier.
+/// Maximum usage of a tier by a tenant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Quota {
-    /// Bytes.
+    /// Size in bytes.
     Bytes(u64),
-    /// Millionths of the tier; at least one frame of each size, unless it is 0.
+    /// Millionths of the tier. Unless it is 0, the quota is at least the largest frame.
     Share(u32),
 }
 
 /// Limits of one tenant.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Limits {
-    /// Of host memory; in a pool, of the store's share.
+    /// Quota in host memory; in a pool, relative to the store's share.
     pub host: Option<Quota>,
-    /// Of the disk.
+    /// Quota on disk.
     pub disk: Option<Quota>,
-    /// Time to live of a chunk, in seconds since it was saved.
+    /// Time to live of a chunk after it was saved, in seconds.
     pub ttl_s: Option<u32>,
 }
 
 /// The limits of all tenants of a store.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TenantLimits {
-    /// Of all requests without a salt, together.
+    /// Limits of all requests without a salt, combined.
     pub unsalted: Limits,
-    /// Of each salt without individual limits.
+    /// Limits of each salt without individual limits.
     pub salted: Limits,
-    /// Of individual salts.
+    /// Limits of individual salts.
     pub by_salt: Vec<(SaltTag, Limits)>,
 }
 
@@ -65,7 +65,7 @@ pub(crate) struct Class(u32);
 pub(crate) const UNSALTED: Class = Class(0);
 const SALTED: Class = Class(1);
 
-/// The limits of a class in pages and seconds; [`Ceiling::NONE`] for no limit.
+/// The limits of a class in pages and seconds; [`Ceiling::NONE`] if there is no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ceiling {
     pub(crate) host: u32,
@@ -77,27 +77,27 @@ impl Ceiling {
     pub(crate) const NONE: u32 = u32::MAX;
 }
 
-/// Sizes of the tiers that percentages refer to, in pages.
+/// Sizes of the tiers to which shares refer, in pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Bases {
     pub(crate) host: u64,
     pub(crate) disk: u64,
 }
 
-/// Limits by class.
+/// The limits of each class.
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     limits: Vec<Limits>,
     ceilings: Vec<Ceiling>,
     by_salt: FxHashMap<SaltTag, Class>,
-    /// Of the largest frame.
+    /// Number of pages of the largest frame.
     frame_pages: u64,
     pub(crate) bases: Bases,
     pub(crate) has_quotas: bool,
 }
 
 impl Table {
-    /// Returns the table for `of`; empty if no limit is set.
+    /// Creates the table for `of`; empty if no limit is set.
     pub(crate) fn new(of: &TenantLimits, frame_pages: u64, bases: Bases) -> Self {
         if !of.is_set() {
             return Self::default();

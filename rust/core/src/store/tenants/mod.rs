@@ -1,12 +1,12 @@
-//! Tenants: how much of each tier a `cache_salt` can use and for how long, and its current use.
+//! Tenants: how much of each tier a `cache_salt` can use and for how long, and its current usage.
 //!
 //! | file | contents |
 //! |---|---|
-//! | `limits` | configured limits, and the same as numbers of frames and seconds |
-//! | `table` | what each tenant uses now |
-//! | `quota` | where the frame or slot for a tenant's chunk may come from |
-//! | `expiry` | when a chunk expires |
-//! | `sweeper` | a thread that removes expired chunks and evicts what exceeds a lowered quota |
+//! | `limits` | configured limits, and their values in pages and seconds |
+//! | `table` | current usage of each tenant |
+//! | `quota` | where a frame for a tenant's chunk may come from |
+//! | `expiry` | expiry times of chunks |
+//! | `sweeper` | thread that removes expired chunks and evicts chunks above a quota |
 
 pub(crate) mod expiry;
 pub(crate) mod limits;

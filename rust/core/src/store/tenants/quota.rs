@@ -1,7 +1,8 @@
-//! Quotas: a tenant at its quota gets a frame or slot only by evicting its coldest chunk.
+//! Quotas: a tenant at its quota only gets a frame or slot by evicting its coldest chunk.
 //!
-//! A frame counts from the moment it is taken, so no tenant exceeds its quota, unless the quota was
-//! lowered or the disk held more when it was opened. Then the sweeper evicts the excess.
+//! A frame is included in the usage as soon as it is taken, so no tenant exceeds its quota. The
+//! exceptions are a quota that was lowered and a disk that held more when it was opened; the
+//! sweeper then evicts the excess.
 
 use crate::evict::{ChunkId, GroupId};
 use crate::index::{Entry, TenantId};
@@ -10,14 +11,14 @@ use crate::key::SaltTag;
 use crate::store::state::State;
 use crate::store::tenants::limits::{Bases, Ceiling};
 
-/// Where the frame or slot for a chunk may come from.
+/// Where the frame for a chunk may come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FrameSource {
-    /// From the whole tier: its tenant is below its quota.
+    /// The whole tier: the chunk's tenant is below its quota.
     Any,
-    /// From this tenant's chunks: it is at its quota.
+    /// Only this tenant's chunks: the tenant is at its quota.
     Own(TenantId),
-    /// Nowhere: its quota is 0.
+    /// Nowhere: the frame is larger than the tenant's quota.
     None,
 }
 
@@ -49,7 +50,7 @@ impl State {
         }
     }
 
-    /// Returns where another frame of `class` for a tenant may come from.
+    /// Returns where an additional frame of `class` for a tenant may come from.
     pub(crate) fn source_of(&self, tenant: TenantId, class: SizeClass) -> FrameSource {
         if !self.tenants.limits.has_quotas {
             return FrameSource::Any;
@@ -62,7 +63,7 @@ impl State {
         }
     }
 
-    /// Groups a chunk by tenant in the host policy, if the tenant has a quota there.
+    /// Sets the chunk's group in the host policy, if its tenant has a quota in host memory.
     pub(crate) fn group_in_host(&mut self, id: ChunkId) {
         let tenant = self.index[id].tenant;
         if self.tenants.limits.has_quotas && self.tenants.ceiling(tenant).host != Ceiling::NONE {
@@ -70,7 +71,7 @@ impl State {
         }
     }
 
-    /// Groups a chunk by tenant in the disk policy, if the tenant has a quota there.
+    /// Sets the chunk's group in the disk policy, if its tenant has a quota on disk.
     pub(crate) fn group_on_disk(&mut self, id: ChunkId) {
         let tenant = self.index[id].tenant;
         if self.tenants.limits.has_quotas && self.tenants.ceiling(tenant).disk != Ceiling::NONE {
@@ -78,8 +79,8 @@ impl State {
         }
     }
 
-    /// Updates the sizes that percentages refer to. A store without a share of the pool keeps its
-    /// last one.
+    /// Updates the sizes to which shares refer. A store without a share of the pool keeps its last
+    /// size.
     pub(crate) fn update_bases(&mut self) {
         let host = self.host.share_bytes() / FRAME_ALIGN;
         let host = if host > 0 { host } else { self.tenants.limits.bases.host };

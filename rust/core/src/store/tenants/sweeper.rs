@@ -1,7 +1,6 @@
-//! Sweeper: removes expired chunks, and evicts what exceeds a quota that was lowered, once a
-//! second.
+//! Sweeper: once a second, removes expired chunks and evicts chunks of tenants above their quota.
 //!
-//! It has a separate thread, so that it depends neither on the disk nor on calls of engines.
+//! It runs in a separate thread, so that it depends neither on the disk nor on calls from engines.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,15 +12,15 @@ use crate::store::tenants::table::TENANTS_PER_SLICE;
 use crate::sync::thread::{self, JoinHandle};
 use crate::{Error, Result};
 
-/// Time between two rounds.
+/// Interval between two rounds.
 const SWEEP_EVERY: Duration = Duration::from_secs(1);
-/// Trees whose removal one call starts.
+/// Maximum number of trees whose removal one call starts.
 const MAX_EXPIRED: usize = 64;
-/// Chunks evicted by one call of `trim`: some 0.2 ms.
+/// Maximum number of chunks that one call of `trim` evicts, in about 0.2 ms.
 const MAX_TRIMMED: u32 = 128;
 
 impl State {
-    /// Continues a round at the tenant `next`; returns true at its end.
+    /// Continues a round at the tenant `next`. Returns true at the end of the round.
     fn sweep(&mut self, next: &mut usize) -> bool {
         if *next == 0 {
             self.update_bases();
@@ -30,7 +29,7 @@ impl State {
         has_expired && !self.is_removing() && self.trim(next)
     }
 
-    /// Starts the removal of some expired chunks; returns true if none is left.
+    /// Starts the removal of some expired chunks. Returns true if no expired chunks remain.
     fn expire_some(&mut self) -> bool {
         for _ in 0..MAX_EXPIRED {
             match self.expiries.0.first().copied() {
@@ -44,8 +43,8 @@ impl State {
         false
     }
 
-    /// Evicts chunks of tenants above their quota, from the `next` tenant on; returns true at the
-    /// end.
+    /// Evicts chunks of tenants above their quota, starting at the tenant `next`. Returns true at
+    /// the end.
     fn trim(&mut self, next: &mut usize) -> bool {
         let mut budget = MAX_TRIMMED;
         for _ in 0..TENANTS_PER_SLICE {
@@ -79,7 +78,8 @@ impl State {
 }
 
 impl Locked {
-    /// Runs one round, a slice per lock. Returns false if the store closes.
+    /// Runs one round, in slices between which the lock is released. Returns false if the store is
+    /// closing.
     pub(crate) fn sweep(&self) -> bool {
         let mut next = 0;
         loop {
@@ -105,7 +105,5 @@ pub(crate) fn spawn(inner: &Arc<Locked>) -> Result<JoinHandle<()>> {
         }
     };
     let thread = thread::Builder::new().name("kvloft-sweep".to_owned()).spawn(work);
-    thread.map_err(|error| {
-        Error::io("the thread that enforces tenant limits cannot be started", error)
-    })
+    thread.map_err(|error| Error::io("cannot start the thread that enforces tenant limits", error))
 }

@@ -1,9 +1,9 @@
-//! Current use of each tenant. Chunks under roots with one `cache_salt` belong to one tenant,
-//! whatever their adapter.
+//! Current usage of each tenant. All chunks under roots with the same `cache_salt` belong to one
+//! tenant, regardless of their adapter.
 //!
-//! An entry has its parent's tenant, and a first chunk that of its root, so no lookup walks a tree.
-//! A tenant whose last chunk is gone is removed. Salts appear here only as the tags at the end of
-//! root keys.
+//! An entry inherits the tenant of its parent or, without a parent, the tenant of its root, so
+//! finding a tenant does not walk a tree. A tenant without chunks is removed. Salts only appear as
+//! the tags at the end of root keys.
 
 use rustc_hash::FxHashMap;
 
@@ -13,18 +13,18 @@ use crate::store::tenants::limits::{Ceiling, Class, Table};
 
 /// The tenant of requests without a salt.
 const NO_SALT: TenantId = TenantId(0);
-/// Tenants visited by one call: some 0.2 ms.
+/// Number of tenants that one call visits, in about 0.2 ms.
 pub(crate) const TENANTS_PER_SLICE: usize = 4096;
 
-/// Use of one tenant.
+/// Usage of one tenant.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct TenantCounts {
     /// None if the id is vacant, or for requests without a salt.
     tag: Option<SaltTag>,
     num_entries: u32,
-    /// Pages of its chunks' frames, including those being filled.
+    /// Number of pages of its frames, including frames that are being filled.
     host_pages: u32,
-    /// Pages of its chunks that are on disk, being written or being freed.
+    /// Number of pages of its slots on disk, including slots that are being written or freed.
     disk_pages: u32,
     class: Class,
 }
@@ -50,12 +50,12 @@ impl Default for TenantTable {
 }
 
 impl TenantTable {
-    /// Returns the tenant of roots with that tag, if it has an entry.
+    /// Returns the tenant with this tag, if it has chunks.
     pub(crate) fn find(&self, tag: SaltTag) -> Option<TenantId> {
         self.by_tag.get(&tag).copied()
     }
 
-    /// As [`Self::find`]; without a tag, the tenant of requests without a salt.
+    /// Like [`Self::find`], but without a tag, returns the tenant of requests without a salt.
     pub(crate) fn find_any(&self, tag: Option<SaltTag>) -> Option<TenantId> {
         tag.map_or(Some(NO_SALT), |tag| self.find(tag))
     }
@@ -68,7 +68,7 @@ impl TenantTable {
                 all.push(TenantCounts::default());
                 TenantId(
                     u32::try_from(all.len() - 1)
-                        .expect("each has an entry, and entries are counted in u32"),
+                        .expect("each tenant has an entry, and the number of entries fits in u32"),
                 )
             });
             let tenant = &mut all[id.0 as usize];
@@ -77,7 +77,8 @@ impl TenantTable {
         })
     }
 
-    /// Adds one entry to a tenant or takes one away; a tenant whose last entry is gone is removed.
+    /// Increments or decrements the number of entries of a tenant. Removes a tenant without
+    /// entries.
     pub(crate) fn count_entry(&mut self, id: TenantId, is_more: bool) {
         let tenant = &mut self.all[id.0 as usize];
         count(&mut tenant.num_entries, 1, is_more);
@@ -88,12 +89,13 @@ impl TenantTable {
         }
     }
 
-    /// Adds the pages of a frame or takes them away, in any state of its chunk.
+    /// Adds or subtracts the pages of a frame, in any state of its chunk.
     pub(crate) fn count_host(&mut self, id: TenantId, pages: u32, is_more: bool) {
         count(&mut self.all[id.0 as usize].host_pages, pages, is_more);
     }
 
-    /// Adds the pages of a slot on disk or takes them away, including those being written or freed.
+    /// Adds or subtracts the pages of a slot on disk, including slots that are being written or
+    /// freed.
     pub(crate) fn count_disk(&mut self, id: TenantId, pages: u32, is_more: bool) {
         count(&mut self.all[id.0 as usize].disk_pages, pages, is_more);
     }
@@ -110,7 +112,7 @@ impl TenantTable {
         self.limits.ceiling(self.all[id.0 as usize].class)
     }
 
-    /// Returns the `nth` id, which may be vacant; None behind the last one.
+    /// Returns the `nth` id, which may be vacant; None after the last id.
     pub(crate) fn nth(&self, nth: usize) -> Option<TenantId> {
         u32::try_from(nth).ok().filter(|_| nth < self.all.len()).map(TenantId)
     }

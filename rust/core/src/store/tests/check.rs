@@ -157,7 +157,7 @@ fn check_attached(
     let may_go = entry.host.is_visible() && entry.host_children == 0 && entry.holds == 0;
     let known = entry.host.frame().map(|_| may_go);
     ensure!(entry.host_evictable == known, "the host policy was not last_event about {entry:?}");
-    let may_go = entry.disk.is_stored() && entry.disk_children == 0 && !entry.host.is_read();
+    let may_go = entry.disk.is_stored() && entry.disk_children == 0 && !entry.host.awaits_read();
     ensure!(
         entry.disk_evictable == entry.disk.slot().map(|_| may_go),
         "the disk policy was not notified about {entry:?}"

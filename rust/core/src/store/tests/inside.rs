@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::super::disk::jobs::Job;
 use super::super::disk::time_shares::Direction;
-use super::super::disk::work::{Attached, Clearing, DiskWork};
+use super::super::disk::work::{Clearing, DiskOpening, DiskWork};
 use super::super::state::State;
 use super::super::{Changes, DiskSettings, Lookup, Prefix, Progress, Store, StoreConfig, Tiers};
 use crate::evict::Eviction;
@@ -116,12 +116,12 @@ fn disk_threads_end_when_the_lock_is_poisoned() {
 fn a_discard_while_the_tier_is_opened_holds() {
     let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
     let mut state = State::new(host, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
-    state.disk.attached = Attached::Opening;
+    state.disk.opening = DiskOpening::Opening;
     let (key, parent) = (ChunkKey([1; 32]), ChunkKey([0; 32]));
     state.discard(&[key]);
     assert!(!state.recover_some(), "no tier was attached yet");
     let slot = SlotId(0);
-    assert!(state.attach(vec![DiskEntry {
+    assert!(state.end_opening(vec![DiskEntry {
         slot,
         meta: DiskMeta { key, parent, depth: 0, saved_s: 0 },
         sequence: 0
@@ -143,12 +143,12 @@ fn found(number: u32) -> DiskEntry {
 fn too_many_discards_before_the_disk_is_opened_clear_it() {
     let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
     let mut state = State::new(host, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
-    state.disk.attached = Attached::Opening;
+    state.disk.opening = DiskOpening::Opening;
     for number in 0..200_000 {
         state.discard(&[found(number).meta.key]);
     }
     assert!(state.disk.rejected.len() < 100_000, "the list grows with every discard");
-    assert!(state.attach((0..4).map(found).collect()));
+    assert!(state.end_opening((0..4).map(found).collect()));
     while state.recover_some() {}
     assert_eq!((0..4).find_map(|number| state.index.get(&found(number).meta.key)), None);
     assert!(
@@ -161,7 +161,7 @@ fn too_many_discards_before_the_disk_is_opened_clear_it() {
 fn too_many_discards_while_chunks_are_entered_free_the_others() {
     let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
     let mut state = State::new(host, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
-    assert!(state.attach((0..600).map(found).collect()));
+    assert!(state.end_opening((0..600).map(found).collect()));
     assert!(state.recover_some(), "one slice is indexed, and some chunks are left");
     for number in 1000..200_000 {
         state.discard(&[found(number).meta.key]);
@@ -199,18 +199,18 @@ fn a_check_that_hangs_pauses_the_tier_until_it_ends() {
         Eviction::Lru.policy(4),
     );
     state.disk.num_threads = 1;
-    assert!(state.attach(Vec::new()));
+    assert!(state.end_opening(Vec::new()));
     assert_eq!(state.begin_check(), None, "the tier was just opened");
     state.set_time(second);
     let look = state.begin_check().expect("a check is due");
     state.set_time(4 * second);
     assert_eq!(state.begin_check(), None, "only one check may run at a time");
-    assert!(state.disk.answers(state.now));
+    assert!(state.disk.accepts_reads(state.now));
     state.set_time(6 * second);
-    assert!(!state.disk.answers(state.now) && state.disk.cannot_settle_by(60 * second));
+    assert!(!state.disk.accepts_reads(state.now) && state.disk.cannot_settle_by(60 * second));
     state.end_check(look, None);
-    assert!(state.disk.answers(state.now) && !state.disk.is_broken());
-    assert_eq!(state.disk.attached, Attached::Yes);
+    assert!(state.disk.accepts_reads(state.now) && !state.disk.is_broken());
+    assert_eq!(state.disk.opening, DiskOpening::Open);
 }
 
 /// The tier's directory can come back with a chunk that was queued for writing again in the
@@ -224,7 +224,7 @@ fn a_chunk_that_is_found_on_disk_unblocks_its_children() {
     );
     let mut chain = KeyChain::new(ChunkKey([9; 32]), 1).unwrap();
     chain.append_tokens(&[1, 2]).unwrap();
-    state.disk.attached = Attached::Opening;
+    state.disk.opening = DiskOpening::Opening;
     let mut reserved = Vec::new();
     state.reserve(&(Prefix::from(&chain), 0..2).into(), &mut reserved);
     for (id, _) in &reserved {
@@ -234,7 +234,7 @@ fn a_chunk_that_is_found_on_disk_unblocks_its_children() {
     state.change_disk(child, DiskEvent::Block);
     state.disk.blocked.insert(parent, vec![child]);
     let meta = DiskMeta { key: chain.keys()[0], parent: chain.root(), depth: 0, saved_s: 0 };
-    assert!(state.attach(vec![DiskEntry { slot: SlotId(0), meta, sequence: 0 }]));
+    assert!(state.end_opening(vec![DiskEntry { slot: SlotId(0), meta, sequence: 0 }]));
     while state.recover_some() {}
     assert_eq!(state.index[parent].disk, DiskState::Stored(SlotId(0)));
     assert!(matches!(state.next_job(), Some((_, Job::Write { id, .. })) if id == child));

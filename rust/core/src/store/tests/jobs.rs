@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::super::disk::jobs::{End, Job, Written};
+use super::super::disk::jobs::{Job, JobResult, Written};
 use super::super::disk::reopen::Emptying;
 use super::super::load::Held;
 use super::super::lookup::Prefix;
@@ -86,7 +86,7 @@ impl Run {
         let host = HostTier::create(u64::from(num_frames) * 4096, &4096_u64.into()).unwrap();
         let policies = (eviction.policy(num_frames as usize), eviction.policy(num_slots as usize));
         let mut state = State::new(host, policies.0, policies.1);
-        assert!(state.attach(Vec::new()));
+        assert!(state.end_opening(Vec::new()));
         Self {
             state,
             num_slots,
@@ -191,7 +191,7 @@ impl Run {
                 .lend(reservation.frame)
                 .expect("a reserved frame has one owner (I4)");
             frame.bytes_mut()[..32].copy_from_slice(&reservation.key.0);
-            self.state.host.give_back(frame);
+            self.state.host.return_frame(frame);
         }
         reserved.into_iter().map(|(id, reservation)| (id, Some(reservation.key))).collect()
     }
@@ -207,7 +207,7 @@ impl Run {
             }
         }
         if self.state.must_open() {
-            assert!(self.state.attach(Vec::new()));
+            assert!(self.state.end_opening(Vec::new()));
             self.state.recover_some();
         }
         let Some((ticket, job)) = self.state.next_job() else { return };
@@ -246,10 +246,10 @@ impl Run {
             }
             Under::Read { id, frame, outcome: Some(outcome), .. } => {
                 let is_refused = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Io);
-                Err(End::Read { id, frame, outcome, num_refused: 2 * u64::from(is_refused) })
+                Err(JobResult::Read { id, frame, outcome, num_errors: 2 * u64::from(is_refused) })
             }
             Under::Write { id, frame, place: WriteStep::Over(outcome), .. } => {
-                Err(End::Write { id, frame, outcome })
+                Err(JobResult::Write { id, frame, outcome })
             }
             Under::Write { id, meta, frame, tries, place } => {
                 let place = self.write_on(meta, tries, &place, io);
@@ -263,7 +263,7 @@ impl Run {
                     }
                     Ok(Under::Free { slots, failed: !freed })
                 }
-                _ => Err(End::Free(slots)),
+                _ => Err(JobResult::Free(slots)),
             },
             Under::Clear { mut slots, is_cleared: None } => {
                 if io == Io::Works {
@@ -281,7 +281,7 @@ impl Run {
                 Ok(Under::Clear { slots, is_cleared: Some(io == Io::Works) })
             }
             Under::Clear { slots, is_cleared: Some(is_cleared) } => {
-                Err(End::Clear(slots, is_cleared))
+                Err(JobResult::Clear(slots, is_cleared))
             }
         };
         match next {
@@ -395,7 +395,7 @@ impl Run {
     fn check_frame(&mut self, frame: FrameId, key: ChunkKey) {
         if let Some(frame) = self.state.host.lend(frame) {
             assert_eq!(frame.bytes()[..32], key.0, "a leased frame changed");
-            self.state.host.give_back(frame);
+            self.state.host.return_frame(frame);
         }
     }
 
@@ -452,7 +452,7 @@ impl Run {
         let counters = self.state.stats();
         let had_room = counters.disk_evictions == 0 && counters.disk_dropped == 0;
         for (_, entry) in self.state.index.iter() {
-            assert!(!entry.host.is_read(), "a read never completes");
+            assert!(!entry.host.awaits_read(), "a read never completes");
             assert!(
                 !matches!(entry.host, HostState::Failed(_)) || self.writes.iter().any(|_| true),
                 "a failed chunk was not removed"

@@ -1,24 +1,25 @@
-//! Space that a directory takes on disk, computed before a byte is written, so that its limit is
-//! never exceeded.
+//! Computes the space that a directory takes on disk before anything is written, so that its size
+//! limit is never exceeded.
 //!
-//! Pure arithmetic. File data counts in whole pages. Each slot also includes the file system's
-//! extent metadata, which `du` counts as well.
+//! File data is counted in whole pages. Each slot also includes the file system's extent metadata,
+//! which `du` counts as well.
 
 pub(crate) const PAGE_BYTES: u64 = 4096;
-/// `lock`, `superblock.json` with its successor, and the directories themselves.
+/// Size of `lock`, of `superblock.json` with its temporary file, and of the directories themselves.
 pub(crate) const FIXED_BYTES: u64 = 64 * 1024;
-/// One record, plus two extents of 12 bytes (a frame written amid unwritten ones splits its
-/// extent), rounded up.
+/// Size of one record, plus two extents of 12 bytes (a frame that is written between unwritten
+/// frames splits their extent), rounded up.
 const SLOT_OVERHEAD_BYTES: u64 = super::record::RECORD_BYTES as u64 + 32;
 
 /// The slots of one size class.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SlotCount {
-    /// Bytes of a frame.
+    /// Size of a frame, in bytes.
     pub(crate) frame_bytes: u64,
-    /// Slots within the length of the files.
+    /// Number of slots within the length of the files.
     pub(crate) slots: u32,
-    /// Slots with blocks, or that can receive some by a write. The others are punched.
+    /// Number of slots that have blocks or get blocks when they are written. The other slots are
+    /// punched.
     pub(crate) filled: u32,
 }
 
@@ -30,7 +31,7 @@ impl SlotCount {
             .saturating_add(overhead.next_multiple_of(PAGE_BYTES))
     }
 
-    /// The usage with `more` filled slots: punched ones first, then new ones.
+    /// Returns the count with `more` additional filled slots: first punched slots, then new slots.
     pub(crate) fn with(self, more: u32) -> Self {
         let refilled = more.min(self.slots - self.filled);
         let slots = self.slots.saturating_add(more - refilled);
@@ -43,19 +44,19 @@ pub(crate) fn namespace_bytes(classes: &[SlotCount]) -> u64 {
     classes.iter().map(|class| class.bytes()).fold(maps, u64::saturating_add)
 }
 
-/// A page for the maps of the files of each class after the first.
+/// Returns the size of the block maps of the files: one page for each class after the first.
 pub(crate) fn map_bytes(num_classes: usize) -> u64 {
     num_classes.saturating_sub(1) as u64 * PAGE_BYTES
 }
 
-/// Bytes of a directory with this number of slots of one class and `foreign_bytes` of other
-/// classes.
+/// Returns the size of a directory with `slots` slots of one class and `foreign_bytes` of other
+/// data, in bytes.
 pub(crate) fn dir_bytes(slots: u32, frame_bytes: u64, foreign_bytes: u64) -> u64 {
     let class = SlotCount { frame_bytes, slots, filled: slots };
     class.bytes().saturating_add(FIXED_BYTES).saturating_add(foreign_bytes)
 }
 
-/// Returns the largest number up to `most` that fits; 0 if none does. `fits` must be monotone.
+/// Returns the largest number up to `most` that fits, or 0. `fits` must be monotone.
 pub(crate) fn largest_fit(most: u32, fits: impl Fn(u32) -> bool) -> u32 {
     let (mut low, mut high) = (0, most);
     while low < high {

@@ -1,9 +1,8 @@
-//! The two files of one size class of a namespace, as slots: records and frames; their lengths and
-//! blocks.
+//! The two files of one size class of a namespace (records and frames): reads and writes slots, and
+//! changes the lengths and blocks of the files.
 //!
-//! Only this file defines the order of a write: clear the record, write the frame, write the
-//! record. At whatever point the process dies, a valid record therefore has a complete frame (I3).
-//! Must not depend on which chunk uses a slot.
+//! This file defines the order of a write: clear the record, write the frame, write the record.
+//! Regardless of when the process dies, a valid record therefore has a complete frame (I3).
 
 use std::io::{self, ErrorKind};
 use std::ops::Range;
@@ -18,9 +17,9 @@ use crate::ChunkKey;
 use crate::io::direct::{OsFile, RawFile};
 use crate::io::{MAX_FRAMES, SizeClass};
 
-/// The source of the tier's files; tests use one that fails on purpose.
+/// Opens the tier's files. Tests inject implementations that fail.
 pub trait OpenFiles: std::fmt::Debug + Send + Sync {
-    /// Opens `path` for reading and writing and creates it if it is missing; `direct` requests
+    /// Opens `path` for reading and writing, and creates it if it is missing. `direct` requests
     /// `O_DIRECT` if supported.
     fn open(&self, path: &Path, direct: bool) -> io::Result<Box<dyn RawFile>>;
 }
@@ -37,17 +36,18 @@ impl OpenFiles for OsFiles {
 
 const DIFFERS: &str = "its checksum differs";
 
-/// An error for stored bytes that are not the bytes written; `how` is a clause with the evidence.
+/// Creates an error for stored bytes that differ from the bytes written. `how` is a clause with the
+/// evidence.
 fn damage(how: &'static str) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, how)
 }
 
-/// True if the bytes read are wrong; false if the system refused.
+/// Returns true if the error proves that stored bytes are wrong, and false if a system call failed.
 pub(super) fn is_damage(error: &io::Error) -> bool {
     error.kind() == ErrorKind::InvalidData
 }
 
-/// Fills `into`; it is damage if the file ends early.
+/// Fills `into`. A file that ends early is treated as damage.
 pub(super) fn read_exact(file: &dyn RawFile, into: &mut [u8], offset: u64) -> io::Result<()> {
     file.read_exact_at(into, offset).map_err(|error| match error.kind() {
         ErrorKind::UnexpectedEof => damage("the file ends before it"),
@@ -79,8 +79,8 @@ impl SlotFiles {
         Ok(Self { frames, index, class, frame_bytes, seed })
     }
 
-    /// Opens both files of an existing namespace for reading only; None if they never held a chunk.
-    /// The error is one clause.
+    /// Opens both files of an existing namespace read-only. Returns None if they never contained a
+    /// chunk. The error is a clause.
     pub(super) fn open_read(
         dir: &Path,
         (class, frame_bytes): (SizeClass, u64),
@@ -106,7 +106,8 @@ impl SlotFiles {
         }
     }
 
-    /// Whether a file was removed, or moved away from `dir`. False if the system cannot report it.
+    /// Returns true if a file was removed, or moved away from `dir`. Returns false if that is
+    /// unknown.
     pub(super) fn are_removed_from(&self, dir: &Path) -> bool {
         let (index, frames) = (index_name(self.frame_bytes), frames_name(self.frame_bytes));
         [(&self.index, index), (&self.frames, frames)].into_iter().any(|(file, name)| {
@@ -129,8 +130,8 @@ impl SlotFiles {
         self.frames.is_direct()
     }
 
-    /// Writes a chunk. Until `at_record` is called, the slot's record is unchanged or empty;
-    /// afterwards it may be present.
+    /// Writes a chunk. The slot's record is unchanged or empty until `at_record` is called; after
+    /// that, the new record may be present.
     pub(super) fn write(
         &self,
         slot: SlotId,
@@ -147,7 +148,7 @@ impl SlotFiles {
             .write_all_at(&record.encode(slot.number(), self.seed), index_offset(slot.number()))
     }
 
-    /// Reads the frame of `key` and proves it, record first.
+    /// Reads the frame of `key`, and verifies its record and its checksum.
     pub(super) fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> io::Result<()> {
         let record = self.read_record(slot)?;
         if record.meta.key != *key {
@@ -157,7 +158,7 @@ impl SlotFiles {
         if record::payload_checksum(into) == record.payload { Ok(()) } else { Err(damage(DIFFERS)) }
     }
 
-    /// Reads the record of a slot that should have one.
+    /// Reads the record of a slot that should contain a chunk.
     pub(super) fn read_record(&self, slot: SlotId) -> io::Result<Record> {
         let mut bytes = EMPTY;
         read_exact(&*self.index, &mut bytes, index_offset(slot.number()))?;
@@ -168,8 +169,8 @@ impl SlotFiles {
         }
     }
 
-    /// Compares a frame's checksum with its record's, a buffer at a time, so that a forged frame
-    /// size allocates no memory. Returns the last piece.
+    /// Compares a frame's checksum with the checksum in its record. Reads one buffer at a time, so
+    /// that a forged frame size does not allocate memory. Returns the last piece of the frame.
     pub(super) fn check<'b>(
         &self,
         slot: SlotId,
@@ -200,24 +201,25 @@ impl SlotFiles {
         self.index.write_all_at(&EMPTY, index_offset(slot.number()))
     }
 
-    /// Offset of a slot in the file of frames.
+    /// Returns the offset of a slot's frame in the file of frames.
     pub(super) fn frame_offset(&self, slot: u32) -> u64 {
         u64::from(slot) * self.frame_bytes
     }
 
-    /// Number of complete slots in each file: (records, frames).
+    /// Returns the number of complete slots in each file: (records, frames).
     pub(super) fn lens(&self) -> io::Result<(u32, u32)> {
         let whole =
             |len: u64, each: u64| u32::try_from((len / each).min(MAX_FRAMES)).unwrap_or(u32::MAX);
-        // Frames first: an engine that grows its files meanwhile extends the index first.
+        // Frames first, because an engine that grows the files concurrently extends the index
+        // first.
         let frames = whole(self.frames.size()?, self.frame_bytes);
         let records = whole(self.index.size()?, RECORD_BYTES as u64);
         Ok((records, frames))
     }
 
     /// Reads all records in order, a megabyte at a time, and passes each nonempty record, or its
-    /// defect as a clause, to `show`. Holes are skipped, so a forged length costs no time. Returns
-    /// the slots of each file, as `lens`.
+    /// defect as a clause, to `show`. Skips holes, so that a forged length takes no time. Returns
+    /// the number of slots in each file, like `lens`.
     pub(super) fn for_each_record(
         &self,
         mut show: impl FnMut(SlotId, Result<Record, &'static str>),
@@ -246,8 +248,8 @@ impl SlotFiles {
         Ok((records, frames))
     }
 
-    /// Cuts or extends both files to exactly `slots`; records are cut first, so that no record is
-    /// without a frame.
+    /// Truncates or extends both files to exactly `slots` slots. Records are truncated first, so
+    /// that no record is without a frame.
     pub(super) fn set_slots(&self, slots: u32) -> io::Result<()> {
         for (file, len) in
             [(&self.index, index_offset(slots)), (&self.frames, self.frame_offset(slots))]
@@ -259,35 +261,35 @@ impl SlotFiles {
         Ok(())
     }
 
-    /// Extends both files from `from` to `to` slots; returns whether their blocks are allocated, or
-    /// the slots are holes because the file system cannot allocate ahead. On an error the files are
-    /// `from` long again.
+    /// Extends both files from `from` to `to` slots. Returns true if their blocks are allocated,
+    /// and false if the new slots are holes because the file system cannot preallocate. After an
+    /// error, the files have `from` slots again.
     pub(super) fn grow(&self, from: u32, to: u32) -> io::Result<bool> {
         let result = extend(&*self.index, index_offset(from), index_offset(to)).and_then(|index| {
             let frames = extend(&*self.frames, self.frame_offset(from), self.frame_offset(to))?;
             Ok(index && frames)
         });
         if result.is_err() {
-            // A failed allocation may have allocated a part.
+            // A failed allocation may have extended a file.
             let _ = self.set_slots(from);
         }
         result
     }
 
-    /// Allocates the blocks of punched slots; returns true if they are allocated, false if the file
-    /// system cannot allocate ahead.
+    /// Allocates the blocks of punched slots. Returns true if they are allocated, and false if the
+    /// file system cannot preallocate.
     pub(super) fn refill(&self, slots: &Range<u32>) -> io::Result<bool> {
         extend(&*self.frames, self.frame_offset(slots.start), self.frame_offset(slots.end))
     }
 
-    /// Frees the blocks of slots; the file keeps its length. Their records must be empty (I3).
+    /// Frees the blocks of slots, whose records must be empty (I3). The file keeps its length.
     pub(super) fn punch(&self, slots: &Range<u32>) -> io::Result<()> {
         self.frames.punch(self.frame_offset(slots.start), self.frame_offset(slots.end))
     }
 }
 
-/// Extends a file with allocated blocks, or with a hole if the file system cannot preallocate;
-/// returns whether blocks were allocated. Fills holes if the file is longer.
+/// Allocates the blocks between `from` and `to`, extending the file if needed. If the file system
+/// cannot preallocate, extends the file with a hole. Returns true if blocks were allocated.
 fn extend(file: &dyn RawFile, from: u64, to: u64) -> io::Result<bool> {
     match file.allocate(from, to) {
         Err(e) if e.kind() == ErrorKind::Unsupported => {

@@ -1,8 +1,7 @@
-//! Fits the files of a namespace under its cap when it is opened.
+//! Shrinks the files of a namespace to its size limit when it is opened.
 //!
-//! With one size class, the highest slots are freed. With several, free slots come first, whose
-//! blocks may be punched already. Then each class releases its highest slots, in proportion to its
-//! bytes.
+//! With one size class, the highest slots are freed. With more size classes, the blocks of free
+//! slots are released first. Then each class frees its highest slots, in proportion to its size.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -15,10 +14,10 @@ use super::root::{Claim, OpenNamespace};
 use super::tier::TierState;
 use super::types::{DiskConfig, DiskEntry, SlotId};
 
-/// Contents of the files of a size class.
+/// The contents of a size class's files.
 #[derive(Debug, Default)]
 pub(super) struct ClassIndex {
-    /// Slots of both files.
+    /// Number of slots in both files.
     len: u32,
     /// Valid records, in the order of their slots.
     pub(super) entries: Vec<DiskEntry>,
@@ -26,7 +25,7 @@ pub(super) struct ClassIndex {
     pub(super) unsound: Vec<SlotId>,
     /// Slots with a record, in ascending order.
     recorded: Vec<u32>,
-    /// True if the blocks of all slots without a record were punched.
+    /// True if the blocks of all slots without a record are punched.
     is_punched: bool,
 }
 
@@ -56,15 +55,15 @@ impl ClassIndex {
         SlotCount { frame_bytes, slots, filled: if self.is_punched { recorded } else { slots } }
     }
 
-    /// Slots whose blocks were punched.
+    /// Returns the slots whose blocks are punched.
     pub(super) fn punched(&self) -> BTreeSet<u32> {
         let mut recorded = self.recorded.iter().peekable();
         let is_free = |slot: &u32| recorded.next_if_eq(&slot).is_none();
         (0..if self.is_punched { self.len } else { 0 }).filter(is_free).collect()
     }
 
-    /// Frees the blocks of its free slots: cuts slots at the end and punches the others, if the
-    /// file system supports it.
+    /// Frees the blocks of free slots: truncates the files after the last record, and punches the
+    /// other free slots if the file system supports it.
     fn release_free(&mut self, files: &SlotFiles) -> io::Result<()> {
         let end = self.recorded.iter().rev().find(|slot| **slot < self.len);
         self.cut(end.map_or(0, |last| last + 1), files)?;
@@ -74,7 +73,7 @@ impl ClassIndex {
         Ok(())
     }
 
-    /// Cuts the files to this number of slots; returns the number of chunks beyond.
+    /// Truncates the files to this number of slots. Returns the number of chunks that were cut off.
     fn cut(&mut self, slots: u32, files: &SlotFiles) -> io::Result<u64> {
         files.set_slots(slots)?;
         self.len = slots;
@@ -86,7 +85,7 @@ impl ClassIndex {
     }
 }
 
-/// Makes room if the directory exceeds its limit, and cuts the files accordingly.
+/// Claims space for the namespace, and shrinks its files to the space that it gets.
 pub(super) fn fit_cap(
     config: &DiskConfig,
     owner: &OpenNamespace,

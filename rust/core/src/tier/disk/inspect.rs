@@ -1,7 +1,7 @@
-//! Contents of a disk directory, for `kvloft inspect`: read without the lock and without changing
-//! anything.
+//! Reports the contents of a disk directory for `kvloft inspect`, without the lock and without
+//! changing anything.
 //!
-//! If an engine is writing, numbers may be slightly old; damage is reported in `problem`.
+//! While an engine is writing, numbers may be slightly outdated. Damage is reported in `problem`.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -16,62 +16,60 @@ use crate::io::FrameSizes;
 use crate::key::namespace_id;
 use crate::{Error, Result};
 
-/// One namespace directory as found.
+/// Contents of one namespace directory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NamespaceInfo {
     /// The directory's name: the namespace's first 16 hex digits.
     pub name: String,
-    /// The description in its superblock; empty if that is unreadable.
+    /// The description in the superblock; empty if the superblock is unreadable.
     pub description: String,
-    /// Bytes of a frame, by size class; empty where unknown.
+    /// Size of a frame of each size class, in bytes; empty if unknown.
     pub frame_sizes: Vec<u64>,
-    /// Slots of all sizes in its files.
+    /// Number of slots of all sizes in its files.
     pub slots: u64,
-    /// Slots with a readable record.
+    /// Number of slots with a readable record.
     pub chunks: u64,
-    /// Bytes of the directory on disk.
+    /// Size of the directory on disk, in bytes.
     pub bytes: u64,
-    /// When its oldest chunk was saved, in seconds of Unix time.
+    /// Unix time at which its oldest chunk was saved, in seconds.
     pub oldest_s: Option<u64>,
-    /// When its newest chunk was saved, in seconds of Unix time.
+    /// Unix time at which its newest chunk was saved, in seconds.
     pub newest_s: Option<u64>,
-    /// Its defect, or None.
+    /// A defect of the namespace, if any.
     pub problem: Option<String>,
 }
 
-/// All namespaces under `dir`, most recently used first. Errors: `InvalidConfig` where `dir` is not
-/// a disk directory, `Io`.
+/// Returns all namespaces in `dir`, most recently used first. Returns `InvalidConfig` if `dir` is
+/// not a disk directory, and `Io` if it cannot be listed.
 pub fn inspect(dir: &Path) -> Result<Vec<NamespaceInfo>> {
     let mut infos: Vec<_> = list(dir)?.iter().map(inspect_one).collect();
     infos.reverse();
     Ok(infos)
 }
 
-/// The namespaces under a path that the user named.
+/// Lists the namespaces in a directory that the user named.
 pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
     let not_ours = |why: &str| {
-        let message = format!(
-            "{} {why}: DIR must be what an engine or a server has as its disk_path",
-            dir.display()
-        );
+        let message =
+            format!("{} {why}: DIR must be the disk_path of an engine or a server", dir.display());
         Error::invalid(message)
     };
     match fs::metadata(dir) {
         Ok(meta) if meta.is_dir() => {}
         Ok(_) => return Err(not_ours("is not a directory")),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(not_ours("is not there")),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(not_ours("does not exist")),
         Err(e) => return Err(not_ours(&format!("cannot be opened ({e})"))),
     }
     let found = namespaces::scan(dir, &BTreeSet::new())
         .map_err(|e| Error::io(format!("cannot list {}", dir.display()), e))?;
     if found.is_empty() && !dir.join(super::owner::FILE_NAME).exists() {
-        return Err(not_ours("is not a disk directory of kvloft"));
+        return Err(not_ours("is not a kvloft disk directory"));
     }
     Ok(found)
 }
 
-/// A namespace's superblock and the files of each size that held a chunk, each with an error if it
-/// cannot be read; or the reason why nothing can be read.
+/// Returns a namespace's superblock and the files of each size class that has files, or the damage
+/// of these files. Returns the damage of the namespace if its superblock is unusable.
 pub(super) fn open_namespace(
     found: &namespaces::Found,
 ) -> Result<(Superblock, Vec<Result<SlotFiles, Damage>>), Damage> {
@@ -80,7 +78,8 @@ pub(super) fn open_namespace(
         Ok(Some(Ok(superblock))) => superblock,
         Ok(Some(Err(why @ Refusal::OtherFormat(_)))) => {
             let problem = format!(
-                "superblock.json is {why}: an engine of this version starts this namespace over"
+                "superblock.json is {why}: this version of kvloft clears the namespace when \
+                 it opens it"
             );
             return Err(Damage { is_other_format: true, ..fail(problem) });
         }
@@ -89,7 +88,7 @@ pub(super) fn open_namespace(
         Err(e) => return Err(fail(format!("superblock.json cannot be read ({e})"))),
     };
     let Some(namespace) = superblock.namespace().filter(|n| namespace_id(n) == found.name) else {
-        return Err(fail("superblock.json is another namespace's".to_owned()));
+        return Err(fail("superblock.json belongs to a different namespace".to_owned()));
     };
     let sizes = FrameSizes::from(superblock.frame_sizes.clone());
     let open = |class| SlotFiles::open_read(&found.path, (class, sizes.bytes(class)), &namespace);
@@ -97,18 +96,17 @@ pub(super) fn open_namespace(
     Ok((superblock, files.collect()))
 }
 
-/// The chunks lost by an index shorter than the frames, as one clause. The tier keeps a record for
-/// every frame: it extends the index first. Only a kill between the two steps of shrinking leaves
-/// such an index, and those chunks were evicted.
+/// Describes, as one clause, the chunks that are lost because the index is shorter than the frames.
+/// The tier keeps a record for every frame, because it extends the index first. Apart from damage,
+/// such an index only results from a kill between the two steps of shrinking, and then the lost
+/// chunks were evicted.
 pub(super) fn lost_records(frame_bytes: u64, records: u32, frames: u32) -> Option<String> {
     let name = namespaces::index_name(frame_bytes);
     match records {
         _ if records >= frames => None,
-        0 => Some(format!(
-            "{name} is empty but there are {frames} frames: the chunks in them are lost"
-        )),
+        0 => Some(format!("{name} is empty, but there are {frames} frames: their chunks are lost")),
         _ => Some(format!(
-            "{name} has records for {records} of {frames} frames: those without a record are lost"
+            "{name} has records for {records} of {frames} frames: the other chunks are lost"
         )),
     }
 }
@@ -133,7 +131,7 @@ fn inspect_one(found: &namespaces::Found) -> NamespaceInfo {
     info
 }
 
-/// Adds the chunks of a size; returns the defect of its files, if any.
+/// Adds the chunks of a size class to `info`. Returns the defect of its files, if any.
 fn count_records(files: &SlotFiles, info: &mut NamespaceInfo) -> Option<String> {
     let mut bad = 0_u64;
     let walked = files.for_each_record(|_, found| match found {

@@ -1,7 +1,7 @@
 //! Operations on an open directory: reserving, writing, reading and freeing slots.
 //!
-//! No lock is held while the system works. Callers follow the contract of `LocalTier`; only writes
-//! to free slots are checked.
+//! No lock is held during system calls. Callers must follow the contract of `LocalTier`; only
+//! writes to slots that are not reserved are detected.
 
 use std::path::PathBuf;
 
@@ -17,7 +17,7 @@ use crate::tier::LocalTier;
 use crate::{ChunkKey, Error, ErrorKind, Result};
 
 impl DiskTier {
-    /// Frees a slot; does nothing if no caller has it.
+    /// Frees a slot. Does nothing if no caller owns it.
     fn leave(&self, slot: SlotId) -> Result<()> {
         let class = slot.class();
         let leaving = self.state().of(class).and_then(|slots| slots.leaving(slot));
@@ -31,33 +31,32 @@ impl DiskTier {
         cleared.map_err(|error| self.io_error("free", slot, error))
     }
 
-    /// Returns the sequence number of a write that can begin.
+    /// Checks that the slot is reserved, and returns the sequence number of the write.
     fn begin_write(&self, slot: SlotId) -> Result<u64> {
         let mut state = self.state();
         if !state.of(slot.class()).is_some_and(|slots| slots.may_write(slot)) {
-            let message = "a disk slot was written that was not reserved";
+            let message = "a write to a disk slot that is not reserved was rejected";
             return Err(Error::new(ErrorKind::Io, message).with_context("slot", slot.number()));
         }
         state.next_sequence = state.next_sequence.saturating_add(1);
         Ok(state.next_sequence - 1)
     }
 
-    /// The files of a slot, if a frame of `len` bytes is of its size.
+    /// Returns the files of a slot. Returns `InvalidConfig` unless its frames have `len` bytes.
     fn files_for(&self, slot: SlotId, len: usize) -> Result<&SlotFiles> {
         let files = self.files_of(slot.class())?;
         let expected = files.frame_bytes;
         if len as u64 == expected {
             return Ok(files);
         }
-        let message =
-            format!("a frame of {len} bytes was given to a disk tier with frames of {expected}");
+        let message = format!("a frame has {len} bytes, but the disk slot has {expected} bytes");
         Err(Error::invalid(message))
     }
 }
 
 impl LocalTier for DiskTier {
-    /// May grow the files and delete other namespaces, so it belongs on a disk thread, not in a
-    /// step. If another thread takes long to do that, this one does not wait and returns None.
+    /// May grow the files and delete other namespaces, so it must be called on a disk thread, not
+    /// in a step. Returns None without waiting if another thread takes too long to grow the files.
     fn reserve(&self, class: SizeClass) -> Option<SlotId> {
         let _inside = self.enter().ok()?;
         let slot = self.state().take(class);
@@ -68,7 +67,7 @@ impl LocalTier for DiskTier {
         self.config.frame_sizes.bytes(class)
     }
 
-    /// Once it returns Ok the chunk survives the process. Frames aligned to 4096 in memory are
+    /// After success, the chunk survives the process. Frames aligned to 4096 bytes in memory are
     /// written without a copy.
     fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()> {
         let _inside = self.enter()?;
@@ -96,7 +95,7 @@ impl LocalTier for DiskTier {
                 return self.io_error("read", slot, error);
             }
             let dir = namespaces::dir_of(&self.config);
-            let message = format!("{} holds another chunk than requested: {error}", dir.display());
+            let message = format!("{} contains a damaged chunk: {error}", dir.display());
             Error::new(ErrorKind::Corrupt, message).with_context("slot", slot.number())
         })
     }

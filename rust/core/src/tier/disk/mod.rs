@@ -1,9 +1,9 @@
-//! The disk tier: frames of one size in one file, a 128-byte record per frame in another, one owner
-//! per directory.
+//! The disk tier: for each frame size, one file with frames and one file with a 128-byte record per
+//! frame. A directory has one owner at a time.
 //!
-//! It stores bytes in slots and verifies them on reads. Must not depend on eviction (`evict`), on
-//! waiting reads (`store`) or on the contents of a frame. It never calls fsync: after a power loss,
-//! checksums turn lost writes into counted misses.
+//! The tier stores frames in slots and verifies them when they are read. The store chooses chunks
+//! to evict and queues reads. The tier never calls fsync: after a power loss, checksums turn lost
+//! writes into misses that are counted.
 
 pub(crate) mod budget;
 mod files;

@@ -1,10 +1,9 @@
-//! One owner per disk directory, over all its namespaces; checks of the owners of files, and the
-//! meaning of errors.
+//! Ensures that a disk directory has one owner for all its namespaces. Also checks the ownership of
+//! files and explains errors.
 //!
-//! An exclusive `flock`, which the kernel releases when the owner dies: on the directory itself,
-//! because a file in it can be deleted, and on `DIR/lock`, for file systems that cannot lock
-//! directories. The file's text (the owner's pid) is only for the other's error message. Must not
-//! depend on the contents of the directory.
+//! The owner holds an exclusive `flock`, which the kernel releases when the owner dies. It locks
+//! the directory, because a file in it can be deleted, and `DIR/lock`, for file systems that cannot
+//! lock directories. The file contains the owner's pid, for the error message of another process.
 
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind as Io, Read};
@@ -16,29 +15,33 @@ use rustix::io::Errno;
 
 use crate::{Error, ErrorKind, Result};
 
-/// The file's name in the directory.
+/// Name of the lock file in the directory.
 pub(super) const FILE_NAME: &str = "lock";
 
 /// The action of [`dir_error`] that creates the directory.
 pub(super) const MAKE: &str = "make";
 
-/// The kind of caller: its name in errors, and the advice if another process has the directory.
+/// The kind of caller: the setting that errors name, and the advice if another process uses the
+/// directory.
 type Asker = [&'static str; 2];
 const OWNER: Asker = ["disk_path ", "stop it, or set another disk_path"];
-const READER: Asker =
-    ["", "stop that process and verify again, or use `kvloft inspect`, which needs no stop"];
+const READER: Asker = [
+    "",
+    "stop that process and verify again, or use `kvloft inspect`, which works while it is running",
+];
 
-/// The directory is ours until this is dropped.
+/// A lock on a disk directory, which dropping releases.
 #[derive(Debug)]
 pub(super) struct DirLock {
     files: Vec<File>,
-    /// A forked child has the same open files; its drop must not unlock the parent's directory.
+    /// A forked child shares the open files; dropping its copy must not unlock the parent's
+    /// directory.
     owner_pid: u32,
 }
 
 impl DirLock {
-    /// Locks the directory for writing; creates the lock file if it is missing. `Busy` if another
-    /// owner is alive, `Io` if another user can write to it.
+    /// Locks the directory for writing, and creates the lock file if it is missing. Returns `Busy`
+    /// if another owner is alive, and `Io` if another user can write to the directory.
     pub(super) fn acquire(dir: &Path) -> Result<Self> {
         let failed = |e| failed("open the lock file of", dir, OWNER, e);
         let mut lock = Self::lock_dir(dir, OWNER)?;
@@ -54,14 +57,14 @@ impl DirLock {
             .open(&path)
             .map_err(failed)?;
         lock.add(file, dir, OWNER)?;
-        // The text is optional: a full disk must not prevent a good cache from opening.
+        // Writing the pid is optional: a full disk must not prevent an intact cache from opening.
         let text = format!("{}\n", lock.owner_pid);
         let _ = lock.files[1].set_len(0);
         let _ = lock.files[1].write_all_at(text.as_bytes(), 0);
         Ok(lock)
     }
 
-    /// Locks the directory for reading only, without creating or changing anything.
+    /// Locks the directory for reading, without creating or changing anything.
     pub(super) fn acquire_existing(dir: &Path) -> Result<Self> {
         let mut lock = Self::lock_dir(dir, READER)?;
         match open_options(OFlags::NOFOLLOW).open(dir.join(FILE_NAME)) {
@@ -72,8 +75,8 @@ impl DirLock {
         Ok(lock)
     }
 
-    /// Returns true if the locked directory is still the one at `dir`, which can be deleted and
-    /// recreated meanwhile.
+    /// Returns true if the locked directory is still at `dir`, because it can be deleted and
+    /// recreated.
     pub(super) fn is_of(&self, dir: &Path) -> bool {
         let (own, there) = (self.files[0].metadata(), dir.metadata());
         own.is_ok_and(|own| {
@@ -85,7 +88,8 @@ impl DirLock {
         let file =
             open_options(OFlags::DIRECTORY).open(dir).map_err(|e| failed("open", dir, asker, e))?;
         let result = flock(&file, FlockOperation::NonBlockingLockExclusive);
-        // Some network file systems lock only files open for writing; the lock file covers those.
+        // Some network file systems only lock files that are open for writing; the lock file covers
+        // them.
         if result == Err(Errno::WOULDBLOCK) {
             return Err(busy(dir, asker));
         }
@@ -103,7 +107,7 @@ impl DirLock {
 }
 
 impl Drop for DirLock {
-    /// Unlocks the directory now, even if a forked child still has the files open.
+    /// Unlocks the directory immediately, even if a forked child still has the files open.
     fn drop(&mut self) {
         if self.owner_pid == std::process::id() {
             for file in &self.files {
@@ -113,14 +117,16 @@ impl Drop for DirLock {
     }
 }
 
-/// For reading; without `O_NONBLOCK`, opening a FIFO waits for its other end.
+/// Returns options for reading. Without `O_NONBLOCK`, opening a FIFO blocks until a process opens
+/// its other end.
 fn open_options(flags: OFlags) -> OpenOptions {
     let mut options = OpenOptions::new();
     options.read(true).custom_flags((OFlags::NONBLOCK | flags).bits().cast_signed());
     options
 }
 
-/// A reader's directory is not a setting.
+/// Creates an error. For a reader, it does not mention `disk_path`, because the directory is not a
+/// setting.
 fn failed(action: &str, dir: &Path, asker: Asker, error: io::Error) -> Error {
     if asker == READER {
         return Error::io(format!("cannot {action} {}", dir.display()), error);
@@ -135,15 +141,15 @@ fn busy(dir: &Path, [name, advice]: Asker) -> Error {
     }
     let owner = match text.trim().parse::<u32>() {
         Ok(pid) if Path::new("/proc").join(pid.to_string()).exists() => format!("process {pid}"),
-        Ok(pid) => format!("a process that was started by process {pid}, which has exited"),
+        Ok(pid) => format!("a child of process {pid}, which has exited"),
         Err(_) => "another process".to_owned(),
     };
     Error::new(ErrorKind::Busy, format!("{name}{} is in use by {owner}: {advice}", dir.display()))
 }
 
 /// Checks that only this user and root can write the file of `meta`. A file that another user can
-/// change is not trusted: the writer of an index chooses which chunk is served under which key.
-/// `Io`, because the operator can fix it while the engine runs.
+/// change is not trusted, because the writer of an index decides which chunk is served for a key.
+/// Returns `Io`, because the operator can fix the problem while the engine is running.
 pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Result<()> {
     let me = rustix::process::geteuid().as_raw();
     let (is_ours, mode) = (meta.uid() == me, meta.mode() & 0o7777);
@@ -185,19 +191,20 @@ pub(super) fn missing_parent(path: &Path, error: &io::Error) -> Option<Error> {
     Some(Error::new(ErrorKind::Io, message))
 }
 
-/// As `check_owner`, for the file at `path`. A missing file passes, and so does a link, which is
-/// never followed.
+/// Like `check_owner`, but for the file at `path`. A missing file passes, and so does a symbolic
+/// link, which is never followed.
 pub(super) fn check_owner_at(disk_path: &Path, path: &Path) -> Result<()> {
     match fs::symlink_metadata(path) {
         Ok(meta) if meta.is_symlink() => Ok(()),
         Ok(meta) => check_owner(disk_path, path, &meta),
         Err(e) if e.kind() == Io::NotFound => Ok(()),
-        Err(e) => Err(Error::io(format!("cannot look at {}", path.display()), e)),
+        Err(e) => Err(Error::io(format!("cannot inspect {}", path.display()), e)),
     }
 }
 
-/// Returns whether nothing is at `path` and its nearest existing ancestor is on the device `dev`.
-/// An ancestor on another device means that the file system was unmounted: nothing was removed.
+/// Returns true if nothing is at `path` and its nearest existing ancestor is on the device `dev`.
+/// An ancestor on a different device means that the file system was unmounted, so nothing was
+/// removed.
 pub(super) fn is_missing(path: &Path, dev: u64) -> bool {
     let is_absent = |error: &io::Error| matches!(error.kind(), Io::NotFound | Io::NotADirectory);
     if !fs::symlink_metadata(path).is_err_and(|error| is_absent(&error)) {
@@ -207,14 +214,14 @@ pub(super) fn is_missing(path: &Path, dev: u64) -> bool {
     there.is_some_and(|meta| meta.dev() == dev)
 }
 
-/// Returns the disk directory if it is missing, else the namespace's directory in it.
+/// Returns the disk directory if it is missing, otherwise the namespace's directory.
 pub(super) fn first_missing<'a>(disk_path: &'a Path, namespace: &'a Path) -> &'a Path {
     if disk_path.exists() { namespace } else { disk_path }
 }
 
 /// Returns the error of an operation on the directory itself: `InvalidConfig` if this `disk_path`
-/// can never work; else `Io`, because permissions, mounts and free space can change while an engine
-/// runs.
+/// can never work, otherwise `Io`, because permissions, mounts and free space can change while an
+/// engine is running.
 pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {
     let advice = |problem| {
         format!(
@@ -224,10 +231,12 @@ pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {
     };
     let never = match error.kind() {
         Io::NotADirectory | Io::AlreadyExists => {
-            "is, or leads through, something that is not a directory"
+            "is not a directory, or a parent of it is not a directory"
         }
-        Io::NotFound => "cannot be created there, because its file system accepts no new directory",
-        Io::InvalidFilename => "is not a possible file name",
+        Io::NotFound => {
+            "cannot be created, because its file system does not support new directories"
+        }
+        Io::InvalidFilename => "is not a valid path",
         Io::Unsupported => "is on a file system without flock, which the disk tier needs",
         Io::PermissionDenied if action == MAKE => {
             let parent = path.parent().unwrap_or(path).display();

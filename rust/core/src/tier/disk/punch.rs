@@ -1,8 +1,8 @@
-//! Moves room from one size class to another: frees the blocks of free slots (punches them), and
+//! Moves space from one size class to another: punches free slots, which frees their blocks, and
 //! allocates blocks for punched slots.
 //!
-//! Only the thread that grows files does this (`growth`), so no slot is punched and refilled at the
-//! same time. A slot that is punched is free, with an empty record (I3).
+//! Only the thread that grows files does this (`growth`), so no slot is punched and refilled
+//! concurrently. Only free slots with an empty record are punched (I3).
 
 use std::io;
 use std::ops::Range;
@@ -12,14 +12,14 @@ use super::tier::DiskTier;
 use super::types::SlotId;
 use crate::io::SizeClass;
 
-/// Time until punching is retried after the file system refused it.
+/// Delay before punching is retried after it failed.
 const RETRY_AFTER: Duration = Duration::from_secs(2);
 
 impl DiskTier {
-    /// Gives back the blocks of other classes' free slots until they are `bytes` or more. Returns
-    /// false if there are fewer; then none is punched, unless the file system refuses some.
+    /// Punches free slots of other classes with at least `bytes` in total. Returns false if there
+    /// are not enough free slots, in which case no slot is punched, or if punching failed.
     ///
-    /// If the file system is full, only slots with blocks make room.
+    /// If the file system `is_full`, only punches slots that are known to have blocks.
     pub(super) fn punch_spare(&self, class: SizeClass, bytes: u64, is_full: bool) -> bool {
         let is_recent = |at: Instant| at.elapsed() < RETRY_AFTER;
         if self.growth().punch_refused_at.is_some_and(is_recent) {
@@ -35,7 +35,8 @@ impl DiskTier {
         given >= bytes
     }
 
-    /// Takes free slots of other classes with `bytes` in total, or none.
+    /// Takes free slots of other classes with at least `bytes` in total, or no slots if there are
+    /// not enough.
     fn take_spare(
         &self,
         class: SizeClass,
@@ -61,8 +62,8 @@ impl DiskTier {
         plan.into_iter().filter_map(&mut take).collect()
     }
 
-    /// Punches slots that were taken for it; returns their bytes, or 0 if the file system refuses,
-    /// and then they are free again.
+    /// Punches slots that `take_spare` took. Returns their size in bytes. If punching fails, the
+    /// slots become free again and the result is 0.
     fn punch(&self, class: SizeClass, run: &Range<u32>) -> u64 {
         let Ok(files) = self.files_of(class) else { return 0 };
         match files.punch(run) {
@@ -86,11 +87,11 @@ impl DiskTier {
         growth.punch_refused_at = Some(Instant::now());
         let is_news = !std::mem::replace(&mut growth.is_punch_refused, true);
         drop(growth);
-        let what = "use the room of evicted chunks for chunks of another size";
+        let what = "reuse the space of evicted chunks for chunks of a different size";
         self.count_refusal(is_news.then(|| format!("{what}: {error}")));
     }
 
-    /// Cuts punched slots off the end of the files.
+    /// Truncates the files to remove punched slots at their end.
     fn cut(&self, class: SizeClass) {
         let mut state = self.state();
         let (Ok(files), Some(slots)) = (self.files_of(class), state.of(class)) else { return };
@@ -101,7 +102,7 @@ impl DiskTier {
         }
     }
 
-    /// Allocates blocks for punched slots, as far as the file system has space.
+    /// Allocates blocks for up to `num` punched slots, while the file system has space.
     pub(super) fn refill(&self, class: SizeClass, num: u32) {
         let punched = self.state().of(class).map_or_else(Vec::new, |slots| {
             slots.punched.iter().copied().take(num as usize).collect()
@@ -117,7 +118,7 @@ impl DiskTier {
                         break;
                     }
                     Err(error) => {
-                        let _ = files.punch(&part); // some may have blocks
+                        let _ = files.punch(&part); // some of the slots may have blocks
                         self.note_refusal(part.end - part.start, &error);
                         part.end = part.start + (part.end - part.start) / 2;
                     }
@@ -130,7 +131,7 @@ impl DiskTier {
     }
 }
 
-/// Ranges of adjacent numbers among ascending ones.
+/// Splits ascending numbers into ranges of consecutive numbers.
 pub(super) fn runs(slots: &[u32]) -> impl Iterator<Item = Range<u32>> {
     slots.chunk_by(|a, b| a + 1 == *b).map(|run| run[0]..run[run.len() - 1] + 1)
 }

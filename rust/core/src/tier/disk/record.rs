@@ -1,17 +1,18 @@
-//! The 128-byte record of a slot in its class's index: identifies the chunk in the slot's frame and
-//! verifies itself. `recover` turns the records of an index into a consistent set of entries.
+//! The 128-byte record of a slot in the index of its class. It identifies the chunk in the slot's
+//! frame and contains checksums of the frame and of the record. `recover` turns the records of an
+//! index into a consistent set of entries.
 //!
 //! Layout, little endian: magic `KVLREC01` (8), key (32), parent (32), payload checksum (u128),
 //! sequence (u64), time of the save (u64, Unix seconds; the time of the write in early versions),
 //! number of units (u32, 1), depth (u32), number of the slot (u32), zeros (4), checksum of these
-//! 120 bytes (u64). An empty slot is all zeros. Both checksums are XXH3. The seed of the record's
-//! is the first 8 bytes of the namespace (u64) XOR the frame size, so that a record of another
-//! namespace, size or slot is invalid. Must not do I/O or panic on any bytes.
+//! 120 bytes (u64). The record of an empty slot is all zeros. Both checksums are XXH3. The seed of
+//! the record checksum is the first 8 bytes of the namespace (u64) XOR the frame size, so that a
+//! record of a different namespace, size or slot is invalid. Parsing never panics.
 
 use std::collections::HashMap;
 
 use twox_hash::XxHash3_64;
-/// The checksum of a frame that is read in pieces.
+/// Computes the checksum of a frame that is read in pieces.
 pub(crate) use twox_hash::XxHash3_128 as PayloadHasher;
 
 use super::types::{DiskEntry, DiskMeta, SlotId};
@@ -19,15 +20,15 @@ use crate::ChunkKey;
 
 /// Size of a record.
 pub(crate) const RECORD_BYTES: usize = 128;
-/// A record's bytes.
+/// The bytes of a record.
 pub(crate) type RecordBytes = [u8; RECORD_BYTES];
 /// The record of an empty slot.
 pub(crate) const EMPTY: RecordBytes = [0; RECORD_BYTES];
 
 const MAGIC: [u8; 8] = *b"KVLREC01";
 const CHECKED_BYTES: usize = 120;
-/// Units of a chunk. Earlier versions had chunks of several blocks; their records with other
-/// numbers are not valid.
+/// Number of units per chunk. In earlier versions, a chunk could have more units; such records are
+/// invalid.
 const NUM_UNITS: u32 = 1;
 
 /// A slot's chunk and the checksum of its frame.
@@ -37,7 +38,7 @@ pub(crate) struct Record {
     pub(crate) meta: DiskMeta,
     /// XXH3-128 of the whole frame.
     pub(crate) payload: u128,
-    /// Order of writing.
+    /// Position in the order of writes.
     pub(crate) sequence: u64,
 }
 
@@ -48,11 +49,11 @@ pub(crate) enum Parsed {
     Empty,
     /// A valid record of this namespace and slot.
     Valid(Record),
-    /// Anything else: torn, flipped, foreign or misplaced.
+    /// Anything else: a torn, corrupt, foreign or misplaced record.
     Bad,
 }
 
-/// Offset of a slot's record in the index.
+/// Returns the offset of a slot's record in the index.
 pub(crate) fn index_offset(slot: u32) -> u64 {
     u64::from(slot) * RECORD_BYTES as u64
 }
@@ -61,13 +62,13 @@ pub(crate) fn payload_checksum(frame: &[u8]) -> u128 {
     PayloadHasher::oneshot(frame)
 }
 
-/// The seed of the record checksums of a namespace's frames of one size.
+/// Returns the seed of the record checksums for one frame size of a namespace.
 pub(crate) fn record_seed(namespace: &[u8; 32], frame_bytes: u64) -> u64 {
     u64::from_le_bytes(take(&mut namespace.as_slice())) ^ frame_bytes
 }
 
 impl Record {
-    /// The record's bytes at slot number `slot` of its class.
+    /// Encodes the record for slot number `slot` of its class.
     pub(crate) fn encode(&self, slot: u32, seed: u64) -> RecordBytes {
         let mut out = EMPTY;
         let mut at = 0;
@@ -90,7 +91,7 @@ impl Record {
     }
 }
 
-/// Reads the record at slot number `slot` of its class.
+/// Parses the record of slot number `slot` of its class.
 pub(crate) fn parse(bytes: &RecordBytes, slot: u32, seed: u64) -> Parsed {
     if *bytes == EMPTY {
         return Parsed::Empty;
@@ -103,11 +104,12 @@ pub(crate) fn parse(bytes: &RecordBytes, slot: u32, seed: u64) -> Parsed {
     let _num_units: [u8; 4] = take(&mut rest);
     let depth = u32::from_le_bytes(take(&mut rest));
     let record = Record { meta: DiskMeta { key, parent, depth, saved_s }, payload, sequence };
-    // Magic, slot, zeros and checksum are right if writing the parsed record gives the same bytes.
+    // Magic, slot, zeros and checksum are valid if encoding the parsed record gives the same bytes.
     if record.encode(slot, seed) == *bytes { Parsed::Valid(record) } else { Parsed::Bad }
 }
 
-/// The next N bytes; the callers' sizes add up to a record, which the round-trip tests prove.
+/// Removes and returns the next N bytes. The sizes of all calls add up to a record, which the
+/// round-trip tests prove.
 fn take<const N: usize>(rest: &mut &[u8]) -> [u8; N] {
     let (head, tail) = rest.split_first_chunk::<N>().unwrap_or((&[0; N], &[]));
     *rest = tail;
@@ -117,7 +119,7 @@ fn take<const N: usize>(rest: &mut &[u8]) -> [u8; N] {
 /// Chunks that a recovery keeps, and slots that it drops.
 #[derive(Debug, Default)]
 pub(crate) struct Recovered {
-    /// Parents before children, otherwise in order of writing.
+    /// Kept chunks: parents before children, otherwise in the order of writes.
     pub entries: Vec<DiskEntry>,
     /// Slots of older copies of a chunk.
     pub duplicates: Vec<SlotId>,
@@ -136,12 +138,13 @@ enum Fate {
 struct Places<'a> {
     found: &'a [DiskEntry],
     fates: Vec<Fate>,
-    /// Positions by key. Keys are digests, but an index can be forged, so this is std's map, which
-    /// hashes with a random seed.
+    /// Positions by key. Keys are digests, but an index can be forged, so this is the standard map,
+    /// which hashes with a random seed.
     by_key: HashMap<&'a ChunkKey, usize>,
 }
 
-/// Orders and prunes the entries of an index: one per slot, in order of slots.
+/// Sorts the entries of an index and drops duplicates and orphans. `found` has at most one entry
+/// per slot.
 pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
     let mut order: Vec<usize> = (0..found.len()).collect();
     order.sort_by_key(|&at| found[at].sequence);
@@ -149,7 +152,7 @@ pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
     let by_key = HashMap::with_capacity(found.len());
     let mut places = Places { found, fates: vec![Fate::Unknown; found.len()], by_key };
     for &at in &order {
-        // In order of writing, so a newer copy of a chunk replaces the older one.
+        // In the order of writes, so that a newer copy of a chunk replaces an older copy.
         if let Some(older) = places.by_key.insert(&found[at].meta.key, at) {
             places.fates[older] = Fate::Dropped;
             out.duplicates.push(found[older].slot);
@@ -160,7 +163,7 @@ pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
     for &at in &order {
         let fate = places.climb(at, before, &mut path);
         before = Some(at);
-        // From the highest unplaced ancestor down to the entry itself.
+        // From the highest ancestor without a fate down to the entry itself.
         for at in path.drain(..).rev() {
             places.fates[at] = fate;
             match fate {
@@ -173,11 +176,12 @@ pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
 }
 
 impl Places<'_> {
-    /// Collects the entry and its ancestors without a fate, and returns their common fate.
+    /// Collects the entry and its ancestors without a fate in `path`, and returns their common
+    /// fate.
     ///
-    /// Depth decreases by one in each step, so a forged cycle of parents ends as well. `before` is
-    /// a guess of the parent that saves most lookups, because chunks of a prefix are written one
-    /// after the other.
+    /// Depth decreases by one in each step, so the walk terminates even for a forged cycle of
+    /// parents. `before` is a guess for the parent. It saves most lookups, because the chunks of a
+    /// prefix are usually written in sequence.
     fn climb(&self, start: usize, before: Option<usize>, path: &mut Vec<usize>) -> Fate {
         let mut at = start;
         loop {

@@ -1,6 +1,7 @@
-//! Erases chunks of closed namespaces, selected by their first chunks.
+//! Removes chunks of closed namespaces, selected by the first chunk of each prefix.
 //!
-//! A namespace is opened only if one of its records must be erased, because opening counts as use.
+//! A namespace is only opened if one of its chunks must be removed, because opening it counts as
+//! use.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
@@ -20,22 +21,22 @@ use crate::{Error, Result};
 /// Result of a removal.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RemovedChunks {
-    /// Namespaces that were searched.
+    /// Number of namespaces that were searched.
     pub num_namespaces: u64,
-    /// Chunks that were removed.
+    /// Number of chunks that were removed.
     pub num_chunks: u64,
-    /// Bytes of their frames.
+    /// Size of their frames, in bytes.
     pub num_bytes: u64,
-    /// A namespace is in use, or an I/O error occurred: matching chunks may remain.
+    /// True if matching chunks may remain, because a namespace is in use or an I/O error occurred.
     pub is_cut_short: bool,
-    /// Names of matching namespaces that were skipped because this process has them open; their
-    /// tier must remove the chunks.
+    /// Names of matching namespaces that were skipped because this process has opened them. Their
+    /// own tier must remove the chunks.
     pub open: BTreeSet<String>,
 }
 
-/// Frees the first chunks that match `meant`, and their descendants, in all namespaces of `dir`
-/// whose names begin with `prefix`, except those that `root` has open. A missing directory contains
-/// nothing. `Io` if it cannot be listed.
+/// Removes the first chunks that match `is_meant`, and their descendants, in all namespaces of
+/// `dir` whose names start with `prefix`, except namespaces that `root` has opened. A missing
+/// directory is treated as empty. Returns `Io` if the directory cannot be listed.
 pub(crate) fn remove_closed(
     dir: &Path,
     cap_bytes: u64,
@@ -125,8 +126,8 @@ fn remove_in(
     Ok(removed)
 }
 
-/// Returns whether the error can pass, for example if the system has no free descriptors. A damaged
-/// namespace is recreated before it is used.
+/// Returns true if the namespace may be intact and the error temporary, for example because no file
+/// descriptor is free. A damaged namespace is ignored, because it is recreated before it is used.
 fn is_whole(found: &Found) -> bool {
     let is_there = |name: String| found.path.join(name).is_file();
     let is_whole = |size: &u64| {

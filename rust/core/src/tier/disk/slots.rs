@@ -1,10 +1,10 @@
 //! States of the slots of one size class. Pure state, no I/O.
 //!
-//! Invariant: free + punched + reserved + used = slots, and only a free slot is ever handed out.
-//! Slots with blocks come first: a full file system still accepts writes there. The others can be
-//! holes, or refused a write. Each kind is handed out in the order of becoming free, so a slot that
-//! refuses writes is not retried at once. A punched slot has no blocks and counts no bytes;
-//! `refill` makes it free.
+//! Invariant: free + punched + reserved + used = slots, and only free slots are reserved. Free
+//! slots with blocks are reserved first, because a full file system still accepts writes to them.
+//! The other free slots may be holes, or a write to them has failed. Both kinds are reserved in the
+//! order in which they became free, so that a slot with a failed write is not retried immediately.
+//! A punched slot has no blocks and uses no bytes; `refill` makes it free.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -12,14 +12,14 @@ use super::budget::SlotCount;
 use super::types::SlotId;
 use crate::io::SizeClass;
 
-/// What a slot is.
+/// State of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SlotState {
-    /// True if its record on disk may not be empty.
+    /// Free; true if its record on disk may not be empty.
     Free(bool),
-    /// The caller's, not written; `true` as for `Free`.
+    /// Owned by a caller but not written; true if its record on disk may not be empty.
     Reserved(bool),
-    /// The caller's, with a chunk in it.
+    /// Owned by a caller; contains a chunk.
     Used,
     /// Its record is being cleared, or its blocks are being punched.
     Leaving,
@@ -28,7 +28,7 @@ pub(super) enum SlotState {
 }
 
 impl SlotState {
-    /// Whether the record must be cleared before the slot is free.
+    /// Returns true if the record must be cleared before the slot is free.
     pub(super) fn may_have_record(self) -> bool {
         matches!(self, SlotState::Used | SlotState::Reserved(true))
     }
@@ -40,21 +40,21 @@ pub(super) struct Slots {
     class: SizeClass,
     frame_bytes: u64,
     states: Vec<SlotState>,
-    /// Whether the file system is known to have blocks for a slot; slots without come last.
+    /// Whether the file system is known to have blocks for each slot.
     pub(super) has_blocks: Vec<bool>,
     /// Free slots that have blocks.
     free: VecDeque<u32>,
     /// Free slots that may be holes.
     holes: VecDeque<u32>,
     pub(super) punched: BTreeSet<u32>,
-    /// No hole is handed out, because the file system had no block for one.
+    /// Holes are not reserved, because the file system had no block for a hole.
     pub(super) are_holes_held: bool,
     pub(super) used: u64,
 }
 
 impl Slots {
-    /// At open: `entries` hold a chunk, `unsure` have a record that could not be cleared, and
-    /// `punched` have no blocks.
+    /// Creates the states of slots when a directory is opened: `entries` contain a chunk, `unsure`
+    /// have a record that could not be cleared, and `punched` have no blocks.
     pub(super) fn found(
         class: SizeClass,
         count: SlotCount,
@@ -82,25 +82,25 @@ impl Slots {
         Self { class, frame_bytes, states, has_blocks, holes, punched, used, ..Self::default() }
     }
 
-    /// Bytes of its slots on disk.
+    /// Returns the numbers of slots from which their size on disk is computed.
     pub(super) fn count(&self) -> SlotCount {
         let num_punched = u32::try_from(self.punched.len()).unwrap_or(u32::MAX);
         let frame_bytes = self.frame_bytes;
         SlotCount { frame_bytes, slots: self.len(), filled: self.len() - num_punched }
     }
 
-    /// Slots within the length of the files.
+    /// Returns the number of slots within the length of the files.
     pub(super) fn len(&self) -> u32 {
         u32::try_from(self.states.len()).unwrap_or(u32::MAX)
     }
 
-    /// Slots reserved by callers and not yet written.
+    /// Returns the number of slots that are reserved by callers and not written, or being freed.
     pub(super) fn reserved(&self) -> u64 {
         let num_free = self.free.len() + self.holes.len() + self.punched.len();
         (self.states.len() - num_free) as u64 - self.used
     }
 
-    /// Adds free slots up to `len`, with blocks or as holes.
+    /// Extends the slots to `len`. The new slots are free, with blocks or as holes.
     pub(super) fn grow(&mut self, len: u32, have_blocks: bool) {
         let new = self.len()..len;
         if have_blocks {
@@ -113,14 +113,14 @@ impl Slots {
         self.has_blocks.resize(len, have_blocks);
     }
 
-    /// Cuts the slots to `len`; all beyond are punched.
+    /// Truncates the slots to `len`. All slots beyond must be punched.
     pub(super) fn cut(&mut self, len: u32) {
         self.states.truncate(len as usize);
         self.has_blocks.truncate(len as usize);
         self.punched.split_off(&len);
     }
 
-    /// The smallest number of slots after which all slots are punched.
+    /// Returns the smallest number of slots such that all later slots are punched.
     pub(super) fn end(&self) -> u32 {
         let is_punched = |slot: &u32| self.punched.contains(&(slot - 1));
         (1..=self.len()).rev().find(|slot| !is_punched(slot)).unwrap_or(0)
@@ -135,14 +135,14 @@ impl Slots {
         }
     }
 
-    /// Free slots whose blocks `take_for_punch` may take.
+    /// Returns the number of free slots that `take_for_punch` may take.
     pub(super) fn num_spare(&self, with_holes: bool) -> u32 {
         let len = self.free.len() + if with_holes { self.holes.len() } else { 0 };
         u32::try_from(len).unwrap_or(u32::MAX)
     }
 
-    /// Takes up to `most` free slots with empty records, in ascending order; the caller ends this
-    /// with `punched` or `left`.
+    /// Takes up to `most` free slots with empty records, in ascending order. The caller must then
+    /// call `punched` or `left` for them.
     pub(super) fn take_for_punch(&mut self, most: u32, with_holes: bool) -> Vec<u32> {
         let (mut taken, mut skipped) = (Vec::new(), Vec::new());
         while taken.len() < most as usize {
@@ -168,7 +168,7 @@ impl Slots {
         }
     }
 
-    /// Reserves a free slot, one with blocks if possible.
+    /// Reserves a free slot, preferably with blocks.
     pub(super) fn take(&mut self) -> Option<SlotId> {
         let holes = (!self.are_holes_held).then_some(&mut self.holes);
         let number = self.free.pop_front().or_else(|| holes?.pop_front())?;
@@ -178,12 +178,12 @@ impl Slots {
         Some(slot)
     }
 
-    /// Returns whether a caller can write the slot.
+    /// Returns true if the slot is reserved, so that its caller can write it.
     pub(super) fn may_write(&self, slot: SlotId) -> bool {
         matches!(self.states.get(slot.number() as usize), Some(SlotState::Reserved(_)))
     }
 
-    /// Records that a write of the record begins: it may be present from now on.
+    /// Records that a write of the record starts, so that the record may be present.
     pub(super) fn unsure(&mut self, slot: SlotId) {
         self.set(slot, SlotState::Reserved(true));
     }
@@ -194,8 +194,8 @@ impl Slots {
         self.has_blocks[slot.number() as usize] = true;
     }
 
-    /// Begins to take the slot from its caller, which ends with `left` or `stays`. None if no
-    /// caller has it.
+    /// Starts to free a slot, and returns its state. The caller must then call `left` or `stays`.
+    /// Returns None if no caller owns the slot.
     pub(super) fn leaving(&mut self, slot: SlotId) -> Option<SlotState> {
         let before = self.states.get(slot.number() as usize).copied();
         let before =
@@ -205,7 +205,7 @@ impl Slots {
         Some(before)
     }
 
-    /// The slot is free; its record is empty.
+    /// Records that the slot is free and its record is empty.
     pub(super) fn left(&mut self, slot: SlotId) {
         self.set(slot, SlotState::Free(false));
         let queue =
@@ -213,13 +213,13 @@ impl Slots {
         queue.push_back(slot.number());
     }
 
-    /// Leaves the slot with its caller, unchanged.
+    /// Returns the slot to its caller in its previous state.
     pub(super) fn stays(&mut self, slot: SlotId, before: SlotState) {
         self.set(slot, before);
         self.used += u64::from(before == SlotState::Used);
     }
 
-    /// Every slot that holds a chunk, in ascending order.
+    /// Returns all slots that contain a chunk, in ascending order.
     pub(super) fn all_used(&self) -> Vec<SlotId> {
         (0..)
             .zip(&self.states)

@@ -1,7 +1,6 @@
 //! `superblock.json`: identifies a namespace directory before any other byte of it is trusted.
 //!
-//! A small JSON object that an operator can read, with a checksum that detects a flipped digit.
-//! Must not decide what happens to a directory with a wrong superblock.
+//! The file is a small JSON object that an operator can read, with a checksum that detects changes.
 
 use std::fmt;
 use std::fs;
@@ -16,44 +15,44 @@ use twox_hash::XxHash3_64;
 use crate::io::FrameSizes;
 use crate::key::namespace_hex;
 
-/// Version of the formats of superblock, index and frames together.
+/// Common version of the formats of superblock, index and frames.
 pub(crate) const FORMAT: u32 = 4;
-/// The file's name in a namespace directory.
+/// Name of the file in a namespace directory.
 pub(crate) const FILE_NAME: &str = "superblock.json";
-/// Temporary name of the next superblock.
+/// Name of a superblock while it is being written.
 pub(crate) const TEMP_NAME: &str = "superblock.json.tmp";
-/// No superblock is longer; a longer file is not read.
+/// Maximum size of a superblock. A longer file is not read.
 const MAX_BYTES: u64 = 64 * 1024;
-/// Longest description, so that the superblock stays within its part of the budget.
+/// Maximum length of the description, so that the superblock stays within its part of the budget.
 const MAX_DESCRIPTION_CHARS: usize = 1000;
 
-/// Why a superblock is not believed. Displayed, it completes "superblock.json is ...".
+/// Why a superblock is rejected. Its text completes "superblock.json is ...".
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// Another program or a torn write left it.
+    /// Another program wrote it, or a write was torn.
     NotOurs,
-    /// Its defect.
+    /// It is damaged; the text describes the defect.
     Damaged(&'static str),
-    /// Whole, and of another version.
+    /// It is intact, but has a different format version.
     OtherFormat(u32),
 }
 
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NotOurs => f.write_str("not one that kvloft wrote"),
+            Self::NotOurs => f.write_str("not a kvloft superblock"),
             Self::Damaged(how) => write!(f, "damaged ({how})"),
             Self::OtherFormat(format) => {
-                write!(f, "of format {format} where this version has {FORMAT}")
+                write!(f, "in format {format} (expected {FORMAT})")
             }
         }
     }
 }
 
-/// Largest frame size, so that reading one always ends.
+/// Maximum frame size, so that reading a frame always terminates.
 const MAX_FRAME_BYTES: u64 = 16 << 30;
 
-/// Returns whether this is a valid frame size.
+/// Returns true if `bytes` is a valid frame size.
 pub(crate) fn is_frame_size(bytes: u64) -> bool {
     bytes > 0
         && bytes.is_multiple_of(4096)
@@ -61,7 +60,7 @@ pub(crate) fn is_frame_size(bytes: u64) -> bool {
         && usize::try_from(bytes).is_ok()
 }
 
-/// Reads a number as a list of one.
+/// Deserializes a list of numbers, or a single number.
 fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u64>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged)]
@@ -75,12 +74,13 @@ fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u64>, D
     })
 }
 
-/// A namespace directory's identity.
+/// The identity of a namespace directory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Superblock {
     pub(crate) format: u32,
-    /// Bytes of a frame, by size class. Earlier versions had a single size under another name.
+    /// Size of a frame of each size class, in bytes. Earlier versions had a single size, under the
+    /// name `frame_bytes`.
     #[serde(alias = "frame_bytes", deserialize_with = "one_or_more")]
     pub(crate) frame_sizes: Vec<u64>,
     namespace: String,
@@ -90,7 +90,7 @@ pub(crate) struct Superblock {
 }
 
 impl Superblock {
-    /// The superblock of `namespace` with frames of `frame_sizes`.
+    /// Creates the superblock of `namespace` with frames of `frame_sizes`.
     pub(crate) fn new(namespace: &[u8; 32], frame_sizes: &[u64], description: &str) -> Self {
         let description = description.chars().take(MAX_DESCRIPTION_CHARS).collect();
         let mut made = Self {
@@ -127,7 +127,7 @@ impl Superblock {
         Ok(parsed)
     }
 
-    /// Reads `dir/superblock.json`; None if there is none.
+    /// Reads `dir/superblock.json`. Returns None if it does not exist.
     pub(crate) fn read(dir: &Path) -> io::Result<Option<Result<Self, Refusal>>> {
         let path = dir.join(FILE_NAME);
         match fs::symlink_metadata(&path) {
@@ -144,21 +144,22 @@ impl Superblock {
         }
     }
 
-    /// Replaces `dir/superblock.json` atomically. A failure leaves no file.
+    /// Replaces `dir/superblock.json` atomically. After an error, the previous file is unchanged
+    /// and the temporary file is removed.
     pub(crate) fn write(&self, dir: &Path) -> io::Result<()> {
         let temp = dir.join(TEMP_NAME);
         let text = serde_json::to_string_pretty(self)? + "\n";
         let _ = fs::remove_file(&temp);
         let put = || {
-            // Creates a new file, so that it never writes to a link or to a file that another
-            // process has open.
+            // Always creates a new file, so that it never writes to a link or to a file that
+            // another process has open.
             open_options().write(true).create_new(true).open(&temp)?.write_all(text.as_bytes())?;
             fs::rename(&temp, dir.join(FILE_NAME))
         };
         put().inspect_err(|_| drop(fs::remove_file(&temp)))
     }
 
-    /// The full fingerprint; None if the text is not 64 hex digits (`parse` refuses that).
+    /// Returns the full namespace; None if the text is not 64 hex digits, which `parse` rejects.
     pub(crate) fn namespace(&self) -> Option<[u8; 32]> {
         blake3::Hash::from_hex(&self.namespace).ok().map(Into::into)
     }
@@ -171,7 +172,7 @@ impl Superblock {
     }
 }
 
-/// Follows no link and does not block on a FIFO.
+/// Returns options that do not follow links and do not block on a FIFO.
 fn open_options() -> fs::OpenOptions {
     let mut options = fs::OpenOptions::new();
     options.mode(0o600).custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed());

@@ -1,6 +1,6 @@
-//! An open disk directory: its parts, and the state that changes while it is open: the state of
-//! each slot, the counters, the lines to log, and the thread that grows the files. `open` creates
-//! it; `growth` and `local` use it.
+//! An open disk directory: its files, and the data that changes while it is open (slot states,
+//! counters, queued log lines, and growth of the files). `open` creates it; `growth` and `local`
+//! use it.
 
 use std::io;
 use std::sync::Arc;
@@ -16,17 +16,18 @@ use crate::io::SizeClass;
 use crate::sync::{Condvar, Mutex, MutexGuard, locked};
 use crate::{Error, ErrorKind, Result};
 
-/// Limits of pending events, and of events remembered as logged.
+/// Maximum number of queued log lines.
 const MAX_EVENTS: usize = 64;
 
-/// The whole state; the tier keeps it behind one lock, and does no I/O under it.
+/// The data that changes while the tier is open. One lock guards it, and no I/O is done under this
+/// lock.
 #[derive(Debug, Default)]
 pub(super) struct TierState {
-    /// By size class.
+    /// Indexed by size class.
     pub(super) slots: Vec<Slots>,
-    /// The counters; gauges are left at zero.
+    /// The counters; gauges stay zero.
     pub(super) stats: DiskStats,
-    /// Bytes of other namespaces at the last measurement.
+    /// Size of the other namespaces at the last measurement, in bytes.
     pub(super) foreign_bytes: u64,
     pub(super) next_sequence: u64,
     waiting: Vec<String>,
@@ -34,19 +35,19 @@ pub(super) struct TierState {
 }
 
 impl TierState {
-    /// The slots of a size class, if there is one.
+    /// Returns the slots of a size class, if it exists.
     pub(super) fn of(&mut self, class: SizeClass) -> Option<&mut Slots> {
         self.slots.get_mut(class.index())
     }
 
-    /// Changes the slots of a size class that exists.
+    /// Changes the slots of a size class, if it exists.
     pub(super) fn with(&mut self, class: SizeClass, change: impl FnOnce(&mut Slots)) {
         if let Some(slots) = self.of(class) {
             change(slots);
         }
     }
 
-    /// A free slot of a class, now reserved.
+    /// Reserves a free slot of a class.
     pub(super) fn take(&mut self, class: SizeClass) -> Option<SlotId> {
         self.of(class)?.take()
     }
@@ -55,12 +56,12 @@ impl TierState {
         self.slots.iter().map(Slots::count).collect()
     }
 
-    /// Bytes of the namespace on disk.
+    /// Returns the size of the namespace on disk, in bytes.
     pub(super) fn num_bytes(&self) -> u64 {
         budget::namespace_bytes(&self.counts())
     }
 
-    /// Queues a line for the log, up to a limit; skips lines that were logged recently.
+    /// Queues a log line, up to a limit. Skips lines that the last nonempty `take_events` returned.
     pub(super) fn event(&mut self, line: String) {
         if self.waiting.len() < MAX_EVENTS
             && !self.waiting.contains(&line)
@@ -70,7 +71,7 @@ impl TierState {
         }
     }
 
-    /// The events noted since the last call.
+    /// Returns the log lines queued since the last call.
     pub(super) fn take_events(&mut self) -> Vec<String> {
         let taken = std::mem::take(&mut self.waiting);
         if !taken.is_empty() {
@@ -80,17 +81,17 @@ impl TierState {
     }
 }
 
-/// Whether a thread grows the files now.
+/// Whether a thread is growing the files.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Grower {
     #[default]
     None,
     Busy,
-    /// It takes longer than callers wait; until it ends, the files count as full.
+    /// The thread takes longer than callers wait. Until it is done, the files are treated as full.
     Slow,
 }
 
-/// Who grows the files, and how that went.
+/// State of the growth of the files.
 #[derive(Debug, Default)]
 pub(super) struct Growth {
     pub(super) grower: Grower,
@@ -98,7 +99,7 @@ pub(super) struct Growth {
     pub(super) is_refused: bool,
     pub(super) num_to_reject: u32,
     pub(super) refused_at: Option<Instant>,
-    /// The file system refused it, not the cap.
+    /// The last growth failed because of the file system, not because of the size limit.
     pub(super) is_full: bool,
     /// The last punch failed and was logged.
     pub(super) is_punch_refused: bool,
@@ -108,21 +109,21 @@ pub(super) struct Growth {
 /// Number of reservations rejected after a failed growth before the next attempt.
 const REJECTIONS_BEFORE_RETRY: u32 = 256;
 
-/// An open disk directory of one namespace. All methods take `&self` and may be called from any
+/// An open disk directory of one namespace. All methods take `&self` and can be called from any
 /// thread.
 ///
-/// No lock is held during system calls, so a slow or hung call delays no other.
+/// No lock is held during system calls, so a slow or hanging call does not delay other calls.
 #[derive(Debug)]
 pub struct DiskTier {
     pub(super) config: DiskConfig,
-    /// By size class.
+    /// Indexed by size class.
     pub(super) files: Vec<SlotFiles>,
     pub(super) state: Mutex<TierState>,
     pub(super) growth: Mutex<Growth>,
     pub(super) grown: Condvar,
-    /// None once closed. Each call in progress shares ownership, and the last one to return
-    /// releases the directory: a hung call keeps it, so there are never two owners. Declared last,
-    /// so that it is dropped last.
+    /// None once the tier is closed. Each call in progress shares ownership, and the last call to
+    /// return releases the directory. A hanging call keeps it, so there are never two owners. This
+    /// field is declared last, so that it is dropped last.
     pub(super) owner: Mutex<Option<Arc<OpenNamespace>>>,
 }
 
@@ -132,10 +133,10 @@ impl DiskTier {
         owner.ok_or_else(|| Error::new(ErrorKind::Closed, "the disk tier was closed"))
     }
 
-    /// The files of a size class. Err if there is no such class.
+    /// Returns the files of a size class. Returns `InvalidConfig` if there is no such class.
     pub(super) fn files_of(&self, class: SizeClass) -> Result<&SlotFiles> {
         self.files.get(class.index()).ok_or_else(|| {
-            let message = format!("a disk tier has no frames of size class {}", class.0);
+            let message = format!("the disk tier has no size class {}", class.0);
             Error::invalid(message)
         })
     }
@@ -154,20 +155,20 @@ impl DiskTier {
         Error::io(message, error).with_context("slot", slot.number())
     }
 
-    /// Rejects growth for a while, because the file system or the limit refused it.
+    /// Rejects growth for a while after it failed because of the file system or the size limit.
     pub(super) fn skip_growth(&self, is_full: bool) {
         let mut growth = self.growth();
         growth.is_full = is_full;
         (growth.num_to_reject, growth.refused_at) = (REJECTIONS_BEFORE_RETRY, Some(Instant::now()));
     }
 
-    /// Counts failures to add slots; logs the first one until slots are added again.
+    /// Counts a failure to add slots. Logs the first failure since slots were last added.
     pub(super) fn note_refusal(&self, num_slots: u32, error: &io::Error) {
         let is_news = !std::mem::replace(&mut self.growth().is_refused, true);
         self.count_refusal(is_news.then(|| format!("grow by {num_slots} chunks: {error}")));
     }
 
-    /// Counts a failure to grow or to punch; logs what the tier cannot do, if that is news.
+    /// Counts a failure to grow or to punch. Logs `news`, the operation that failed, if any.
     pub(super) fn count_refusal(&self, news: Option<String>) {
         let mut state = self.state();
         state.stats.grow_errors += 1;

@@ -1,29 +1,28 @@
-//! The disk tier's values: settings, chunks, statistics and damage.
-//!
-//! Nothing here does I/O. Sizes are bytes, counts are slots or chunks as named.
+//! Data types of the disk tier: settings, chunks, statistics and damage.
 
 use std::path::PathBuf;
 
 use crate::ChunkKey;
 use crate::io::{FrameId, FrameSizes, SizeClass};
 
-/// Room for one frame in a class's file of frames, with its record in the class's index. Class and
-/// number are packed as those of a [`FrameId`].
+/// Space for one frame in a class's file of frames, with a record in the class's index. Class and
+/// number are packed as in a [`FrameId`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SlotId(pub u32);
 
 impl SlotId {
-    /// Slot `number`, below [`crate::io::MAX_FRAMES`], of a size.
+    /// Creates the id of slot `number` of a size class. `number` must be below
+    /// [`crate::io::MAX_FRAMES`].
     pub fn new(class: SizeClass, number: u32) -> Self {
         Self(FrameId::new(class, number).0)
     }
 
-    /// Its size class.
+    /// Returns the size class.
     pub fn class(self) -> SizeClass {
         FrameId(self.0).class()
     }
 
-    /// Its number among the slots of its size.
+    /// Returns the slot's number among the slots of its size.
     pub fn number(self) -> u32 {
         FrameId(self.0).number()
     }
@@ -34,88 +33,89 @@ impl SlotId {
 pub struct DiskConfig {
     /// The directory (`disk_path`); created if it is missing. It has one owner at a time.
     pub dir: PathBuf,
-    /// Maximum size of the whole directory on disk, over all namespaces (`disk_size`).
+    /// Maximum size of the whole directory on disk, across all namespaces, in bytes (`disk_size`).
     pub cap_bytes: u64,
-    /// Sizes of frames, by size class.
+    /// Frame sizes, indexed by size class.
     pub frame_sizes: FrameSizes,
     /// The namespace whose chunks are served.
     pub namespace: [u8; 32],
-    /// One line for `kvloft inspect`: the model and the shape of this namespace.
+    /// One line for `kvloft inspect` that describes the model and the shape of this namespace.
     pub description: String,
 }
 
-/// A chunk as it is written.
+/// Metadata of a chunk, which is written to its record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DiskMeta {
-    /// The chunk.
+    /// Key of the chunk.
     pub key: ChunkKey,
-    /// The chunk before it; the root if `depth` is 0.
+    /// Key of the previous chunk; the root key if `depth` is 0.
     pub parent: ChunkKey,
-    /// Chunks before it in its prefix: 0 is the first chunk.
+    /// Number of chunks before it in its prefix.
     pub depth: u32,
-    /// When it was saved, in seconds of Unix time.
+    /// Unix time at which it was saved, in seconds.
     pub saved_s: u64,
 }
 
-/// A chunk found at opening.
+/// A chunk found when the directory was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DiskEntry {
-    /// The slot of its frame.
+    /// The slot of the chunk.
     pub slot: SlotId,
-    /// What it is.
+    /// Metadata of the chunk.
     pub meta: DiskMeta,
-    /// Order of writes, over restarts: a smaller number was written earlier.
+    /// Position in the order of writes, across restarts: a chunk with a smaller number was written
+    /// earlier.
     pub sequence: u64,
 }
 
-/// Gauges and counters since open.
+/// Gauges, and counters since the directory was opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DiskStats {
-    /// Slots in the files (free, reserved and used, of all sizes), except free ones whose blocks
-    /// are punched.
+    /// Number of slots of all sizes in the files, except punched slots.
     pub slots: u64,
-    /// Slots that hold a chunk.
+    /// Number of slots that contain a chunk.
     pub slots_used: u64,
-    /// Slots reserved and not yet written or freed.
+    /// Number of slots that are reserved but not yet written or freed.
     pub slots_reserved: u64,
-    /// Accounted bytes of the whole directory, or of this namespace if several are open.
+    /// Accounted size of the whole directory, in bytes; of this namespace, if more than one
+    /// namespace is open.
     pub bytes: u64,
-    /// The cap on `bytes`.
+    /// Maximum value of `bytes`.
     pub cap_bytes: u64,
-    /// Whether frames bypass the page cache (`O_DIRECT`).
+    /// True if frames bypass the page cache (`O_DIRECT`).
     pub direct: bool,
-    /// Chunks found at open.
+    /// Number of chunks found when the directory was opened.
     pub recovered: u64,
-    /// Records dropped at open: parent missing.
+    /// Number of records dropped at opening because their parent was missing.
     pub dropped_orphans: u64,
-    /// Records dropped at open: an older copy of the same chunk.
+    /// Number of records dropped at opening because a newer copy of the chunk exists.
     pub dropped_duplicates: u64,
-    /// Records dropped at open: not readable as a record of this namespace.
+    /// Number of records dropped at opening because they are not valid in this namespace.
     pub dropped_records: u64,
-    /// Chunks dropped at open because the cap became smaller.
+    /// Number of chunks dropped at opening because the size limit was lowered.
     pub dropped_over_cap: u64,
-    /// 1 if the namespace was recreated because its superblock was wrong, foreign or corrupt.
+    /// 1 if the namespace was recreated because its superblock was invalid.
     pub fresh_starts: u64,
-    /// Failures to grow or punch the files, and writes without space in the file system; reaching
-    /// the limit does not count.
+    /// Number of failures to grow or punch the files, and of writes without space in the file
+    /// system. Reaching the size limit is not included.
     pub grow_errors: u64,
 }
 
-/// One defect.
+/// A defect in a disk directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Damage {
-    /// The namespace directory's name.
+    /// Name of the namespace directory.
     pub namespace: String,
-    /// The slot's number among those of its size, if the defect concerns a slot.
+    /// Number of the slot among the slots of its size, if the defect concerns a slot.
     pub slot: Option<u32>,
-    /// Bytes of the slot's frame.
+    /// Size of the slot's frame, in bytes.
     pub frame_bytes: Option<u64>,
-    /// The key in hex, if the record still has one.
+    /// The key in hex, if the record is readable.
     pub key: Option<String>,
-    /// The damage, in a few words.
+    /// A short description of the damage.
     pub problem: String,
-    /// True if nothing is known to be damaged: another version created the namespace, so nothing
-    /// was checked.
+    /// True if a different version created the namespace, so that nothing was checked and no damage
+    /// is known.
     pub is_other_format: bool,
 }
 

@@ -1,8 +1,9 @@
-//! Verifies every chunk of a disk directory, for `kvloft verify`: all namespaces, a few chunks at a
-//! time.
+//! Verifies every chunk in all namespaces of a disk directory, a few chunks at a time, for `kvloft
+//! verify`.
 //!
-//! It owns the directory meanwhile (an engine's writes would look like damage) and changes nothing.
-//! Damaged superblocks, records and frames are findings, never errors.
+//! The verifier holds the lock of the directory, because an engine's writes would look like damage,
+//! and changes nothing. Damaged superblocks, records and frames are reported as [`Damage`], not as
+//! errors.
 
 use std::path::Path;
 
@@ -14,29 +15,29 @@ use crate::io::part::{MAGIC, TRAILER_BYTES};
 use crate::io::{Frame, FrameId, HostArena};
 use crate::{Error, ErrorKind, Result};
 
-/// Frames are read in pieces of this size.
+/// Size of the pieces in which frames are read.
 const PIECE_BYTES: u64 = 1024 * 1024;
-/// Damaged records of one namespace that are listed one by one.
+/// Maximum number of damaged records that are listed individually, per size class of a namespace.
 const MAX_BAD_RECORDS: u64 = 1000;
 
-/// A walk over every chunk; see `step`.
+/// Progress of a verification; see [`Verifier::step`].
 #[derive(Debug)]
 pub struct Verifier {
-    /// The files of each size class, with the namespace's name.
+    /// The files of each size class of each namespace, with the name of the namespace.
     files: Vec<(String, SlotFiles)>,
-    /// All chunks, each with the position of its files.
+    /// All chunks, each with the index of its files.
     chunks: Vec<(usize, SlotId)>,
     num_checked: usize,
-    /// Damage found before the first chunk is read.
+    /// Damage found while opening.
     early: Vec<Damage>,
-    /// One frame of memory that is aligned as direct reads need it.
+    /// Read buffer, aligned for direct reads.
     buffer: Frame,
     _lock: DirLock,
 }
 
 impl Verifier {
-    /// Takes the directory and reads its records. Errors: `Busy` while an engine owns it,
-    /// `InvalidConfig` where `dir` is not a disk directory, `Io`.
+    /// Locks the directory and reads its records. Returns `Busy` if an engine uses the directory,
+    /// `InvalidConfig` if `dir` is not a disk directory, and `Io` if it cannot be read.
     pub fn open(dir: &Path) -> Result<Self> {
         let found = list(dir)?;
         let lock = DirLock::acquire_existing(dir)?;
@@ -59,18 +60,18 @@ impl Verifier {
         Ok(verifier)
     }
 
-    /// Chunks to check in all.
+    /// Returns the total number of chunks to check.
     pub fn num_chunks(&self) -> u64 {
         self.chunks.len() as u64
     }
 
-    /// Chunks checked so far.
+    /// Returns the number of chunks checked so far.
     pub fn num_checked(&self) -> u64 {
         self.num_checked as u64
     }
 
     /// Checks up to `max_chunks` more chunks and returns the damage found. The first call also
-    /// returns what opening found (superblocks, records), so call it at least once.
+    /// returns the damage found while opening (superblocks, records), so call it at least once.
     pub fn step(&mut self, max_chunks: u64) -> Vec<Damage> {
         let mut damage = std::mem::take(&mut self.early);
         let max_chunks = usize::try_from(max_chunks).unwrap_or(usize::MAX);
@@ -125,7 +126,8 @@ fn check(name: &str, files: &SlotFiles, slot: SlotId, buffer: &mut [u8]) -> Opti
     Some(Damage { key, ..files.damage(name, slot, problem) })
 }
 
-/// Returns whether the frame ends in a trailer of another chunk; a frame without a trailer passes.
+/// Returns true if the frame ends with the trailer of a different chunk. A frame without a trailer
+/// passes.
 fn names_another_key(frame: &[u8], key: &[u8; 32]) -> bool {
     let trailer = &frame[frame.len().saturating_sub(TRAILER_BYTES)..];
     trailer.strip_prefix(&MAGIC).is_some_and(|rest| !rest.starts_with(key))

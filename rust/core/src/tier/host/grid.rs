@@ -1,5 +1,4 @@
-//! The frames of one size: free frames, and the chunk of each used frame. Must not depend on the
-//! owner of a slab.
+//! The frames of one size: free frames, and the chunk of each used frame.
 
 use std::collections::BTreeSet;
 
@@ -7,25 +6,27 @@ use crate::evict::ChunkId;
 use crate::io::{FrameGrid, SizeClass};
 use crate::pool::SlabId;
 
-/// In `holders`: no chunk. Zero, so that `vec!` requests zeroed memory, which takes no pages for
-/// frames that are never used.
+/// Value in `holders`: the frame is free. It is zero so that `vec!` requests zeroed memory, which
+/// takes no pages for frames that are never used.
 const FREE: u32 = 0;
+/// Value in `holders`: the frame is used, but not assigned to a chunk yet.
 const TAKEN: u32 = 1;
+/// Value in `holders`: added to the id of the frame's chunk.
 const FIRST_CHUNK: u32 = 2;
 
-/// The frames of one size in slabs of one store.
+/// The frames of one size in the slabs of one store.
 #[derive(Debug)]
 pub(super) struct Grid {
     pub(super) class: SizeClass,
     pub(super) frames: FrameGrid,
-    /// Bytes that a chunk of this class takes uncompressed.
+    /// Uncompressed size of a chunk of this class, in bytes.
     pub(super) raw_bytes: u64,
-    /// The lowest are handed out first.
+    /// Free frames; the lowest frame is taken first.
     free: BTreeSet<u32>,
     pub(super) num_taken: u64,
-    /// The chunk that has each frame.
+    /// State of each frame, indexed by number; see `FREE`, `TAKEN` and `FIRST_CHUNK`.
     holders: Vec<u32>,
-    /// The last frame examined for its chunk.
+    /// The last frame that `next_holder_within` examined.
     hand: u32,
 }
 
@@ -58,12 +59,12 @@ impl Grid {
         Some(number)
     }
 
-    pub(super) fn hand(&mut self, number: u32, to: ChunkId) {
+    pub(super) fn assign(&mut self, number: u32, to: ChunkId) {
         self.holders[number as usize] = to.0 + FIRST_CHUNK;
     }
 
-    /// Takes a frame back, which is free then if its slab `is_own`.
-    pub(super) fn give(&mut self, number: u32, is_own: bool) {
+    /// Releases a frame. It becomes free if its slab `is_own`.
+    pub(super) fn release(&mut self, number: u32, is_own: bool) {
         debug_assert!(self.is_taken(number), "invariant I8: frame {number} returned twice");
         self.holders[number as usize] = FREE;
         self.num_taken -= 1;
@@ -77,14 +78,15 @@ impl Grid {
         self.free.extend(frames.filter(|number| self.holders[*number as usize] == FREE));
     }
 
-    /// Takes the free frames of a slab away.
+    /// Removes the free frames of a slab.
     pub(super) fn remove_slab(&mut self, slab: usize) {
         for number in self.frames.frames_of(u32::try_from(slab).unwrap_or(u32::MAX)) {
             self.free.remove(&number);
         }
     }
 
-    /// The first chunk with a frame in the slab, from the `from`th frame on; and its frame.
+    /// Returns the first frame of the slab that has a chunk, starting at frame number `from`, and
+    /// its chunk.
     pub(super) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
         let frames = self.frames.frames_of(slab.0);
         let mut left = frames.start.max(from)..frames.end;
@@ -95,7 +97,7 @@ impl Grid {
         self.holders[number as usize].checked_sub(FIRST_CHUNK).map(ChunkId)
     }
 
-    /// Returns the chunk of the next frame within the first `bytes`, in rounds.
+    /// Moves to the next frame within the first `bytes`, in a circle, and returns its chunk.
     pub(super) fn next_holder_within(&mut self, bytes: u64) -> Option<ChunkId> {
         self.hand += 1;
         if self.hand >= self.frames.num_frames() || !self.frames.is_within(self.hand, bytes) {

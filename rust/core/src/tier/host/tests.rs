@@ -9,21 +9,23 @@ const ONE: SizeClass = SizeClass(0);
 const TWO: SizeClass = SizeClass(1);
 
 fn taken(tier: &mut HostTier) -> Vec<u32> {
-    std::iter::from_fn(|| tier.take(ONE, FrameFor::Save)).map(|frame| frame.0).collect()
+    std::iter::from_fn(|| tier.take(FrameRequest::for_save(ONE))).map(|frame| frame.0).collect()
 }
 
 /// Takes frames of a class until the pool has none left.
 fn grown(tier: &mut HostTier, class: SizeClass) -> Vec<FrameId> {
-    std::iter::from_fn(|| tier.grow(class, FrameFor::Save)).collect()
+    std::iter::from_fn(|| tier.grow(FrameRequest::for_save(class))).collect()
 }
 
 #[test]
 fn frames_from_the_limit_on_are_held_back_until_it_rises() {
     let mut tier = HostTier::create(8 * PAGE, &PAGE.into()).unwrap();
-    let high: Vec<_> =
-        (0..8).filter_map(|_| tier.take(ONE, FrameFor::Save)).filter(|frame| frame.0 > 4).collect();
+    let high: Vec<_> = (0..8)
+        .filter_map(|_| tier.take(FrameRequest::for_save(ONE)))
+        .filter(|frame| frame.0 > 4)
+        .collect();
     tier.limit(3 * PAGE + 100);
-    (0..5).rev().map(FrameId).chain(high).for_each(|frame| tier.give(frame));
+    (0..5).rev().map(FrameId).chain(high).for_each(|frame| tier.release_frame(frame));
     assert_eq!(tier.num_frames().1, 8);
     assert_eq!(taken(&mut tier), [0, 1, 2]);
     assert_eq!(tier.num_frames().1, 5);
@@ -31,7 +33,7 @@ fn frames_from_the_limit_on_are_held_back_until_it_rises() {
     let mut more = taken(&mut tier);
     more.sort_unstable();
     assert_eq!(more, [3, 4, 5]);
-    tier.give(FrameId(1));
+    tier.release_frame(FrameId(1));
     tier.limit(PAGE);
     assert_eq!((taken(&mut tier), tier.num_frames().1), (vec![], 3));
     tier.limit(u64::MAX);
@@ -43,8 +45,8 @@ fn a_slab_that_is_emptied_hands_out_no_frame_and_goes_with_its_last() {
     let pool = Pool::create(DiskRoot::shared(), 64 * PAGE, PAGE, || {}).unwrap();
     let mut tier = HostTier::join(&pool, None, &PAGE.into()).unwrap();
     let wanted = Wanted { end: u32::MAX, class: None };
-    let first = tier.grow(ONE, FrameFor::Save).unwrap();
-    assert!(tier.grow(ONE, FrameFor::Save).is_some() && tier.num_frames() == (4, 2));
+    let first = tier.grow(FrameRequest::for_save(ONE)).unwrap();
+    assert!(tier.grow(FrameRequest::for_save(ONE)).is_some() && tier.num_frames() == (4, 2));
     assert!(
         tier.lend(FrameId(3)).is_none(),
         "free frames must not be lent: another store may get them"
@@ -54,9 +56,9 @@ fn a_slab_that_is_emptied_hands_out_no_frame_and_goes_with_its_last() {
     tier.keep(slab);
     assert_eq!(taken(&mut tier), [2, 3]);
     let slab = tier.drain(wanted, Some(first)).unwrap();
-    tier.give(FrameId(0));
+    tier.release_frame(FrameId(0));
     assert_eq!(taken(&mut tier), [0; 0], "frames returned to the tier must stay there");
-    (1..4).for_each(|frame| tier.give(FrameId(frame)));
+    (1..4).for_each(|frame| tier.release_frame(FrameId(frame)));
     assert!(!tier.is_draining(slab));
     assert_eq!((tier.num_frames(), tier.member.num_slabs().0), ((0, 0), 0));
 }
@@ -66,9 +68,9 @@ fn frames_of_all_sizes_fill_the_arena() {
     let sizes = vec![PAGE, 10 * PAGE].into();
     let mut tier = HostTier::create(2000 * PAGE, &sizes).unwrap();
     let (mut small, mut large) = (0, 0);
-    while tier.grow(TWO, FrameFor::Save).is_some() {
+    while tier.grow(FrameRequest::for_save(TWO)).is_some() {
         large += 1;
-        small += (0..5).filter(|_| tier.grow(ONE, FrameFor::Save).is_some()).count() as u64;
+        small += (0..5).filter(|_| tier.grow(FrameRequest::for_save(ONE)).is_some()).count() as u64;
     }
     assert!(10 * large + small >= 1900, "{large} {small}");
     assert_eq!(tier.used_bytes(), (10 * large + small) * PAGE);
@@ -84,13 +86,13 @@ fn an_empty_slab_serves_another_class_and_a_full_one_after_it_was_emptied() {
     let own = |frame: &&FrameId| tier.grid(ONE).slab_of(frame.number()) == slab.0 as usize;
     let own: Vec<_> = small.iter().filter(own).copied().collect();
     for frame in &own {
-        tier.give(*frame);
+        tier.release_frame(*frame);
     }
     assert!(!tier.is_hungry(), "the other class must get the slab immediately");
     let large = grown(&mut tier, TWO);
     assert_eq!(large.len() * 4, own.len());
     for frame in &large {
-        tier.give(*frame);
+        tier.release_frame(*frame);
     }
     assert_eq!(grown(&mut tier, ONE).len(), own.len(), "an empty slab must not need draining");
 }
@@ -98,8 +100,11 @@ fn an_empty_slab_serves_another_class_and_a_full_one_after_it_was_emptied() {
 #[test]
 fn a_frame_of_another_class_does_not_fit_while_a_slab_is_emptied() {
     let mut tier = HostTier::create(64 * PAGE, &vec![PAGE, 4 * PAGE].into()).unwrap();
-    let small = tier.grow(ONE, FrameFor::Save).unwrap();
-    assert!(tier.is_fit(small, TWO, FrameFor::Save));
+    let small = tier.grow(FrameRequest::for_save(ONE)).unwrap();
+    assert!(tier.is_fit(small, FrameRequest::for_save(TWO)));
     tier.set_hungry(TWO);
-    assert!(!tier.is_fit(small, TWO, FrameFor::Save) && tier.is_fit(small, ONE, FrameFor::Save));
+    assert!(
+        !tier.is_fit(small, FrameRequest::for_save(TWO))
+            && tier.is_fit(small, FrameRequest::for_save(ONE))
+    );
 }

@@ -69,7 +69,7 @@ fn test_a_file_system_that_cannot_punch_keeps_each_size_its_slots_and_says_so_on
     assert!((0..20).all(|_| tier.reserve(LARGE).is_none()));
     assert_eq!(tier.stats().grow_errors, 1, "growing must not be retried at every call");
     let events = tier.take_events();
-    assert!(events.len() == 1 && events[0].contains("chunks of another size"), "{events:?}");
+    assert!(events.len() == 1 && events[0].contains("chunks of a different size"), "{events:?}");
     assert_eq!(fill_up(&tier, SMALL, 600).len(), 50, "free slots of their own size");
     assert!(are_whole(&tier, &small));
     small.drain(..30).for_each(|(_, slot)| tier.free(slot).unwrap());

@@ -128,13 +128,9 @@ fn problems_of(dir: &Path) -> Vec<String> {
 
 #[test]
 fn test_verify_and_inspect_report_frames_whose_records_are_gone() {
-    let lost = "those without a record are lost";
+    let lost = "the other chunks are lost";
     for (records, problem) in [
-        (
-            0,
-            "index-8192.dat is empty but there are 8 frames: the chunks in them are lost"
-                .to_owned(),
-        ),
+        (0, "index-8192.dat is empty, but there are 8 frames: their chunks are lost".to_owned()),
         (2, format!("index-8192.dat has records for 2 of 8 frames: {lost}")),
         (7, format!("index-8192.dat has records for 7 of 8 frames: {lost}")),
     ] {
@@ -227,12 +223,12 @@ fn test_a_foreign_superblock_is_told_in_plain_words() {
     let path = file(&config, "superblock.json");
     for foreign in ["{\"a\": 1}", "hello", ""] {
         fs::write(&path, foreign).unwrap();
-        assert_eq!(problems_of(dir.path()), ["superblock.json is not one that kvloft wrote"]);
+        assert_eq!(problems_of(dir.path()), ["superblock.json is not a kvloft superblock"]);
     }
     let (tier, _) = open(&config);
     let event = &tier.take_events()[0];
     assert!(
-        event.ends_with("is recreated: its superblock.json is not one that kvloft wrote"),
+        event.ends_with("is recreated: its superblock.json is not a kvloft superblock"),
         "{event}"
     );
 }
@@ -246,7 +242,7 @@ fn test_verify_of_a_busy_directory_names_the_owner_and_what_to_do() {
     assert_eq!(
         text,
         format!(
-            "{} is in use by process {pid}: stop that process and verify again, or use `kvloft inspect`, which needs no stop",
+            "{} is in use by process {pid}: stop that process and verify again, or use `kvloft inspect`, which works while it is running",
             dir.path().display()
         )
     );
@@ -282,7 +278,10 @@ fn test_verify_sees_superblocks_that_are_damaged_or_in_the_wrong_place() {
     fs::create_dir(config.dir.join("00112233445566bb")).unwrap();
     let mut problems: Vec<_> = verify(dir.path()).into_iter().map(|d| d.problem).collect();
     problems.sort();
-    assert_eq!(problems, ["superblock.json is another namespace's", "superblock.json is missing"]);
+    assert_eq!(
+        problems,
+        ["superblock.json belongs to a different namespace", "superblock.json is missing"]
+    );
     assert_eq!(inspect(dir.path()).unwrap().iter().filter(|n| n.problem.is_some()).count(), 2);
 }
 
@@ -296,7 +295,7 @@ fn test_a_namespace_of_another_format_is_not_damage_unless_a_digit_flipped() {
         let damage = verify(dir.path());
         assert!(damage.len() == 1 && damage[0].is_other_format, "{damage:?}");
         let told = format!(
-            "superblock.json is of format {format} where this version has 4: an engine of this version starts this namespace over"
+            "superblock.json is in format {format} (expected 4): this version of kvloft clears the namespace when it opens it"
         );
         assert_eq!(
             (&damage[0].problem, inspect(dir.path()).unwrap()[0].problem.as_ref()),
