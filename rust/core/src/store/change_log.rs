@@ -34,7 +34,7 @@ impl Tiers {
     }
 }
 
-/// Result of [`Listener::changes`].
+/// Result of [`Listener::changes`](super::Listener::changes).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Changes {
     /// The requested chunks and then the changed chunks, oldest change first, with their tiers. A

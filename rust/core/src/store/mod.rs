@@ -10,7 +10,7 @@
 //! | `config`, `stats` | settings; counters and gauges |
 //! | `change_log` | keys of chunks that were added to a tier or removed from it |
 //! | `tenants/` | limits, quotas, expiry and usage of each `cache_salt` |
-//! | `state` | [`State`](state::State): everything the lock guards |
+//! | `state` | `State`: all data that the lock guards |
 //! | `host/`, `disk/` | states of chunks in host memory and on disk |
 //! | `entries` | add, detach and free entries of the index; remove trees of chunks |
 //! | `lookup`, `load`, `save` | find a prefix; pin and read it; reserve, commit and abort frames |

@@ -213,7 +213,7 @@ impl HostTier {
         self.grids[frame.class().index()].assign(frame.number(), to);
     }
 
-    /// Moves to the next frame that saves can use, in a circle, and returns its chunk.
+    /// Advances cyclically to the next frame that saves can use. Returns its chunk, if any.
     pub(crate) fn next_below_limit(&mut self, class: SizeClass) -> Option<ChunkId> {
         self.grids[class.index()].next_holder_within(self.limit_bytes)
     }

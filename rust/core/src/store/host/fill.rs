@@ -6,7 +6,7 @@ use crate::index::{HostEvent, HostState};
 use crate::store::state::State;
 
 impl State {
-    /// Keeps a chunk, and therefore its whole prefix, in host memory.
+    /// Keeps a chunk, and therefore its whole prefix, in host memory until `unhold`.
     pub(crate) fn hold(&mut self, id: ChunkId) {
         self.index[id].holds += 1;
         self.sync_host(id);

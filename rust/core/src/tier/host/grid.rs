@@ -97,7 +97,7 @@ impl Grid {
         self.holders[number as usize].checked_sub(FIRST_CHUNK).map(ChunkId)
     }
 
-    /// Moves to the next frame within the first `bytes`, in a circle, and returns its chunk.
+    /// Advances cyclically to the next frame within the first `bytes`. Returns its chunk, if any.
     pub(super) fn next_holder_within(&mut self, bytes: u64) -> Option<ChunkId> {
         self.hand += 1;
         if self.hand >= self.frames.num_frames() || !self.frames.is_within(self.hand, bytes) {
