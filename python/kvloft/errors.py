@@ -1,8 +1,7 @@
-"""Exceptions of kvloft and exit statuses of its commands. The extension raises these exceptions,
-too.
+"""Exceptions of kvloft and its Rust extension, and exit statuses of its commands.
 
-Wrong settings are raised at start only: inside a step, an error is a miss and is counted. Every
-module may import this one, so it must not import anything of kvloft.
+Invalid settings only raise at startup: inside a step, an error is a miss and is counted. Every
+module may import this module, so it must not import any module of kvloft.
 """
 
 import errno
@@ -12,22 +11,22 @@ MAY_PASS: Final = {
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EMFILE", "ENFILE", "ENOMEM")
 }
-"""Errors of the machine that can pass: an engine starts despite them."""
+"""System errors that can be temporary: an engine starts despite them."""
 
 NOT_WRITTEN: Final = 4
 """Exit status of a command that could not write its output."""
 
 
 class ConfigError(ValueError):
-    """A setting or an argument is wrong; the message names it, its value and the fix."""
+    """A setting or an argument is invalid; the message contains its name, its value and the fix."""
 
 
 class UnsupportedError(ConfigError):
-    """kvloft does not support what vLLM runs, so the engine does not start."""
+    """kvloft does not support the model or configuration, so the engine does not start."""
 
 
 class StoreError(RuntimeError):
-    """The store or the server failed: an I/O error, a damaged file, no answer, or it is closed."""
+    """The store or server failed: an I/O error, a damaged file, no response, or it is closed."""
 
 
 class DeniedError(StoreError):
@@ -35,7 +34,7 @@ class DeniedError(StoreError):
 
 
 class LateError(StoreError):
-    """The server did not answer in time. It may still execute the request."""
+    """The server did not respond in time. It may still execute the request."""
 
 
 class BusyError(StoreError):

@@ -1,6 +1,6 @@
-"""Limits of tenants: the YAML file of ``salt_limits``, and the values that a store is opened with.
+"""Tenant limits: reads the YAML file of ``salt_limits`` and returns the limits for the store.
 
-Salts are secrets: they are read here and hashed by the store, and must not be in messages or logs.
+Salts are secrets: the store hashes them, and messages and logs must not contain them.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ WANTED: Final = (
 
 
 class Limits(NamedTuple):
-    """Limits of host memory and of the disk, and time to live in seconds; None: no limit."""
+    """Limits of host memory and disk, and time to live in seconds; None: no limit."""
 
     quota: Quota | None = None
     disk_quota: Quota | None = None
@@ -34,7 +34,7 @@ class Limits(NamedTuple):
 
 
 class TenantLimits(NamedTuple):
-    """Limits of each salt, of requests without a salt, and of single salts."""
+    """Limits for each salt, for requests without a salt, and for individual salts."""
 
     salted: Limits
     unsalted: Limits
@@ -42,7 +42,7 @@ class TenantLimits(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A value in the file of ``salt_limits``, its place, and the setting for all salts."""
+    """A value in the file of ``salt_limits``, its location, and the setting for all salts."""
 
     blame: str
     setting: str
@@ -52,7 +52,7 @@ class Given(NamedTuple):
 
 
 def tenant_limits(config: Config) -> TenantLimits | None:
-    """Return the limits in ``config``; None without any. Raises ConfigError for an invalid file."""
+    """Return the limits, or None if there are none. Raises ConfigError if the file is invalid."""
     salted = Limits(config.salt_quota, config.salt_disk_quota, config.salt_ttl)
     own = _from_file(config.salt_limits, salted) if config.salt_limits is not None else {}
     by_salt = tuple((salt, each) for salt, each in own.items() if salt is not None)
@@ -71,7 +71,7 @@ def given_limits(config: Config) -> Iterator[Given]:
 
 
 def read_salt(raw: bytes, source: str) -> str:
-    """Return the salt in a file without one newline at its end. Raises ConfigError."""
+    """Return a file's salt without the final newline. Raises ConfigError if it is invalid."""
     try:
         salt = raw.decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError:
@@ -92,7 +92,7 @@ def _from_file(path: str, salted: Limits) -> dict[str | None, Limits]:
 
 
 def _entries(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield each entry of the file with its name for messages."""
+    """Yield each entry of the file, after its name for error messages."""
     blame = f"salt_limits = {path}"
     entries, node = read_yaml(path, blame, f"{WANTED}.")
     if not isinstance(entries, list):

@@ -1,7 +1,7 @@
 """Checks of settings against this machine before the model is known: errors if they cannot work,
 otherwise warnings.
 
-Changes nothing and creates no directory. Must not depend on vLLM or the store.
+Changes nothing and creates no directory. This module must not import vLLM or the store.
 """
 
 import math
@@ -17,14 +17,14 @@ from kvloft.errors import ConfigError
 from kvloft.limits import given_limits, tenant_limits
 
 SMALL: Final = 1 << 20
-"""A smaller size without a unit is probably not meant in bytes."""
+"""A smaller size without a unit is probably not in bytes."""
 SHORT_S: Final = 3600
-"""A shorter time without a unit is probably not meant in seconds."""
+"""A shorter time without a unit is probably not in seconds."""
 MAX_BARE_TIMEOUT_S: Final = 0.9
-"""A longer server_timeout without a unit is probably meant in milliseconds."""
+"""A longer server_timeout without a unit is probably in milliseconds."""
 PROC: Final = Path("/proc")
 MAX_LOCK_BYTES: Final = 32
-"""Size limit of the file that marks a disk directory and contains its owner's process id."""
+"""Maximum size of the lock file of a disk directory, which contains its owner's process id."""
 
 
 def refuse_impossible(config: Config) -> None:
@@ -47,8 +47,8 @@ def refuse_impossible(config: Config) -> None:
 
 
 def refuse_here(config: Config, available_bytes: int | None = None) -> None:
-    """Raise ConfigError if no engine can start with these settings on this machine, which has
-    ``available_bytes`` of memory left, if known.
+    """Raise ConfigError if no engine can start with these settings on this machine.
+    ``available_bytes``: the memory left, if known.
 
     A disk_path without write permission is not an error: permissions, free space and mounts can
     change while the engine runs with host memory.
@@ -70,7 +70,7 @@ def refuse_here(config: Config, available_bytes: int | None = None) -> None:
 
 
 def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status")) -> None:
-    """Raise ConfigError for NUMA nodes that this process must not use, as in ``status``."""
+    """Raise ConfigError for NUMA nodes that ``status`` does not allow for this process."""
     try:
         lines = status.read_text().splitlines()
         lists = [line.split()[1] for line in lines if line.startswith("Mems_allowed_list:")]
@@ -87,9 +87,9 @@ def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status"))
 
 
 def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
-    """Return one sentence for each setting for which this machine may lack space or permissions.
+    """Return a sentence for each setting for which this machine may lack space or permissions.
 
-    ``opens_disk``: the caller opens the disk directory next, and then reports its owner.
+    ``opens_disk``: the caller opens the disk directory next, which checks its owner.
     """
     if config.server is not None:  # the server checks its memory and disk
         return _bare(config)
@@ -129,9 +129,7 @@ def _shown(number: float) -> str:
 
 
 def _meant(key: str, number: float) -> tuple[str, str, float, float]:
-    """Return the unit of a bare number, the unit that is probably meant, and the range in which it
-    is.
-    """
+    """Return a bare number's unit, the unit probably meant, and the suspicious range."""
     if key == "salt_ttl":
         return "seconds", "h", 0, SHORT_S
     if key == "server_timeout":
@@ -140,8 +138,8 @@ def _meant(key: str, number: float) -> tuple[str, str, float, float]:
 
 
 def _in_vain(config: Config) -> Iterator[str]:
-    """Yield a warning for each quota that limits nothing, and for one that stores nothing."""
-    # With salt_limits, only its salts are stored.
+    """Yield a warning for each quota that has no effect or prevents all saves."""
+    # With salt_limits, a quota of 0 is valid: only the salts in the file are stored.
     if config.salt_quota == 0 and config.salt_limits is None:
         given = f"salt_quota = {format_quota(config.salt_quota)} ({config.origin('salt_quota')})"
         yield f"{given} stores nothing of requests with a cache_salt; remove it for no limit."
@@ -176,8 +174,8 @@ def _in_vain(config: Config) -> Iterator[str]:
 
 
 def _nearest(path: Path) -> Path:
-    """Return the closest existing parent, or the path, as far as this user can see."""
-    # Path.exists raises for hidden paths.
+    """Return the path or its closest parent that exists and is visible to this user."""
+    # Path.exists raises for a path in an unreadable directory.
     return next((place for place in (path, *path.parents) if os.path.exists(place)), path)  # noqa: PTH110
 
 
@@ -245,8 +243,8 @@ def _room(path: Path, disk_size: int) -> str | None:
         return None
     return (
         f"disk_size = {format_size(disk_size)} is more than the {size_text(free + ours)} available "
-        f"to disk_path = {path}; when the disk is full, new chunks replace old ones or are dropped "
-        "and counted (disk_dropped)."
+        f"to disk_path = {path}; when the disk is full, new chunks replace old chunks or are "
+        "dropped and counted (disk_dropped)."
     )
 
 

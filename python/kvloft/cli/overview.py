@@ -1,4 +1,4 @@
-"""The first lines of `kvloft status`: health, use of host memory and disk, engines and hit rate.
+"""The first lines of `kvloft status`: health, host memory and disk usage, engines and hit rate.
 
 All figures come from one call of `_core.server_status`. The server measures the free space of the
 file system every few seconds.
@@ -12,13 +12,13 @@ from kvloft.cli.tables import Status, broken, disk_unused, hit_rate, rejected
 from kvloft.config.units import size_text
 
 GROWTH_BYTES: Final = 64 << 20
-"""Files on disk grow in steps of about this size."""
+"""Approximate size of the steps in which files on disk grow."""
 
 
 def figures(status: Status) -> dict[str, Any]:
-    """Return the figures for --json: bytes of chunks in host memory and of files on disk, the
-    limits of both, the disk's path, free bytes of its file system (None if unknown, or without a
-    disk), engines, the total hit rate, and a sentence per problem.
+    """Return the figures for --json: size of the chunks in host memory and of the files on disk,
+    both limits, the disk's path, free bytes of its file system (None if unknown or without a disk),
+    number of engines, total hit rate, and a sentence for each problem.
     """
     stats, spaces = status["stats"], [space for space in status["namespaces"] if space["stats"]]
     path = status["settings"].get("disk_path", NONE)
@@ -42,7 +42,7 @@ def figures(status: Status) -> dict[str, Any]:
 
 
 def as_json(status: Status, tag: str | None = None) -> dict[str, Any]:
-    """Return the output of --json: status, `figures`, hit rates, and a given salt's tag."""
+    """Return the output of --json: status, `figures`, hit rates, and the salt's tag, if any."""
     spaces = [
         space | {"namespace": space["namespace"].hex(), "hit_rate": hit_rate(space["stats"])}
         for space in status["namespaces"]
@@ -69,13 +69,13 @@ def lines(status: Status, socket: str) -> list[str]:
 
 
 def disk_full(status: Status, found: dict[str, Any] | None = None) -> list[str]:
-    """Return a line if the disk directory is below its limit, but its file system is full."""
+    """Return a line if the file system is full although the directory is below its limit."""
     found = found or figures(status)
     free, left = found["disk_free_bytes"], found["disk_size_bytes"] - found["disk_files_bytes"]
     if free is None or free >= min(left, GROWTH_BYTES):
         return []
     what = f"The file system of {found['disk_path'] or 'the disk'} is full ({size_text(free)} free)"
-    return [f"{what}: new chunks replace old ones there, or are dropped."]
+    return [f"{what}: new chunks replace old chunks there, or are dropped."]
 
 
 def disk_problems(space: Status, status: Status) -> list[str]:

@@ -1,9 +1,9 @@
-"""WorkerCore: runs the plan of each step through a mover, and reports the results. One method per
-worker hook.
+"""WorkerCore: submits each step's plan to a mover and reports the results. Each worker hook calls
+one method.
 
 The connector calls `begin` with a StepPlan, then `run_loads` and `run_saves`, then takes the
 report. Each call is idempotent within a step, because vLLM releases differ in the hooks that they
-call. Must not depend on engines.
+call.
 """
 
 import logging
@@ -22,7 +22,7 @@ from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover
 logger = logging.getLogger(__name__)
 
 ALL_BYTES = (1 << 63) - 1
-"""More bytes than any arena has."""
+"""A number of bytes larger than any arena."""
 
 
 class WorkerCore:
@@ -36,7 +36,7 @@ class WorkerCore:
         settings: MoverSettings | None = None,
         make_mover: MakeMover | None = None,
     ) -> None:
-        """Without ``make_mover``, `register` chooses the mover by the device of the KV."""
+        """Without ``make_mover``, `register` chooses the mover by the device of the KV cache."""
         self._settings = settings or MoverSettings()
         self._shape = shape
         self._rank = rank
@@ -47,30 +47,31 @@ class WorkerCore:
         self._make: Callable[[Sequence[GroupFrames]], Mover] | None = None
         self._payload_bytes: list[int] = []
         self._mover: Mover | None = None
-        """None before the first plan, and once copies must fail."""
+        """None before the first plan, and while copies must fail."""
         self._could_be_made = True
         self._is_asleep = self._is_stopped = False
         self._plan = StepPlan(0)
         self._arena: ArenaSpec | None = None
-        """The arena of the mover, or of the failed attempt to make one."""
+        """The arena of the mover, or of the failed attempt to create the mover."""
         self._lifeline: Lifeline | None = None
-        """Open while the mover can write to frames of a server."""
+        """Open while the mover can write to a server's frames."""
         self._loads_run = self._saves_run = True
         self._pending = Finished()
         self._num_announced = 0
         self._lost: set[int] = set()
-        """Loads whose plan has lost blocks."""
+        """IDs of loads whose plan has lost blocks."""
         self.failed_loads: set[ReqId] = set()
-        """Requests of the last `take_finished_loads` whose load was incomplete."""
+        """Requests whose load was incomplete, from the last call of `take_finished_loads`."""
         self._totals = Finished()
 
     def register(
         self, groups: Sequence[Mapping[str, Any]], num_blocks: int, fingerprint: str
     ) -> PagedLayout:
-        """Read the layouts of the KV cache groups; returns the first that has pages.
+        """Read the layouts of the KV cache groups. Return the first layout that has pages.
 
-        A pipeline stage can have no layer of a group: its part of the group's frames has a trailer
-        only. Raises LayoutError for unsupported layouts, and UnsupportedError for unsupported GPUs.
+        A pipeline stage can lack a group's layers: its part of the group's frames only has a
+        trailer. Raises LayoutError for an unsupported layout, UnsupportedError for an unsupported
+        GPU.
         """
         self.shutdown()
         self._could_be_made, self._is_asleep = True, False
@@ -88,7 +89,7 @@ class WorkerCore:
         return first
 
     def begin(self, plan: StepPlan) -> None:
-        """Start a step, before its forward. Saves of the last plan that did not run fail."""
+        """Start a step before its forward pass. Saves of the last plan that were not run fail."""
         if not self._saves_run:
             self._fail_saves()
         self._plan = plan
@@ -103,10 +104,9 @@ class WorkerCore:
                 mover.begin_step(plan.rewritten, has_loads=bool(plan.loads))
 
     def _enter_arena(self, new: ArenaSpec) -> None:
-        """Use the frames of ``new`` from this plan on. Waits for copies in flight, and reports them
-        as usual.
+        """Wait for copies in flight, then switch to the frames of ``new``.
 
-        After a reconnect, ``new`` can be the same memory with another lifeline. The mover and the
+        After a reconnect, ``new`` can be the same memory with a new lifeline. The mover and the
         registered memory are then kept.
         """
         self.drain()
@@ -127,11 +127,10 @@ class WorkerCore:
         self._replace_lifeline(lifeline)
 
     def _release_lost_arena(self) -> None:
-        """Unmap the arena of a server that has exited: its memory stays allocated while a process
-        maps it, and a restarted server needs as much. Waits for copies in flight, and reports them
-        as usual.
+        """Wait for copies in flight, then unmap the arena of a server that has exited. Until then,
+        its memory stays allocated, and a restarted server needs the same amount.
 
-        Copies of later plans that name this arena fail.
+        Later copies that name this arena fail.
         """
         if self._lifeline is not None and self._lifeline.is_server_gone():
             self.drain()
@@ -145,13 +144,13 @@ class WorkerCore:
             mover.close()
 
     def _replace_lifeline(self, new: Lifeline | None) -> None:
-        """Close the lifeline, after ``new`` was opened."""
+        """Close the old lifeline. The caller has opened ``new``."""
         old, self._lifeline = self._lifeline, new
         if old is not None:
             old.close()
 
     def run_loads(self) -> None:
-        """Start this step's loads. Their blocks belong to requests that wait for them."""
+        """Start this step's loads, whose requests do not run until the loads finish."""
         if not self._loads_run:
             self._loads_run = True
             if plans := self._plan.loads:
@@ -159,18 +158,17 @@ class WorkerCore:
                 self._hand_over(lambda mover: mover.submit_loads(plans), self._fail_loads)
 
     def run_saves(self) -> None:
-        """Start this step's saves, after the forward that writes the blocks was launched."""
+        """Start this step's saves. The forward pass that writes the blocks was already launched."""
         if not self._saves_run:
             self._saves_run = True
             if not self._is_writer:
-                # Another rank writes the same bytes; a ticket is committed once all ranks have
-                # reported it.
+                # Another rank writes the same bytes, but a ticket needs the reports of all ranks.
                 self._pending.saved += self._tickets()
             elif plans := self._plan.saves:
                 self._hand_over(lambda mover: mover.submit_saves(plans), self._fail_saves)
 
     def take_finished_loads(self) -> tuple[set[ReqId], set[BlockId]]:
-        """Return requests whose load finished, and their blocks that were not loaded."""
+        """Return the requests whose load finished, and their blocks that were not loaded."""
         self._collect()
         results = self._pending.loads[self._num_announced :]
         self.failed_loads = {
@@ -184,7 +182,7 @@ class WorkerCore:
         return {result.req_id for result in results}, bad
 
     def take_report(self) -> StepReport | None:
-        """Return results. It has loads only once `take_finished_loads` returned them."""
+        """Return new results; only includes loads that `take_finished_loads` has returned."""
         self._collect()
         done = self._pending
         loads = done.loads[: self._num_announced]
@@ -200,14 +198,14 @@ class WorkerCore:
         return report
 
     def _usable_bytes(self) -> tuple[int, int] | None:
-        """Return the bytes that this rank can copy to, if that changed since the last report."""
+        """Return (rank, bytes that it can copy to), if they changed since the last report."""
         if self._mover is None or (usable := self._mover.usable_bytes) == self._told_usable:
             return None
         self._told_usable = usable
         return self._rank, ALL_BYTES if usable is None else usable
 
     def take_totals(self) -> Finished:
-        """Return bytes and seconds since the last call."""
+        """Return the bytes copied and seconds spent since the last call."""
         totals, self._totals = self._totals, Finished()
         return totals
 
@@ -223,29 +221,27 @@ class WorkerCore:
             self._is_asleep = True
 
     def resume(self) -> None:
-        """Use the pages again, at their previous addresses. Idempotent."""
+        """Allow copies again; the pages have their previous addresses. Idempotent."""
         self._is_asleep = False
 
     def stop(self, reason: str) -> None:
-        """Fail every save and load from now on, after copies in flight are done and reported."""
+        """Wait for copies in flight, then fail every later save and load."""
         if self._is_stopped:
             return
-        logger.error(
-            "kvloft: this worker moves no pages from now on, so nothing is cached: %s", reason
-        )
+        logger.error("kvloft: this worker no longer moves pages, so nothing is cached: %s", reason)
         self._is_stopped = True
         self.drain()
         self._close_mover()
         self._replace_lifeline(None)
 
     def shutdown(self) -> None:
-        """Wait for copies in flight; do not write to frames until a plan names an arena again."""
+        """Wait for copies in flight. Do not write to frames until a plan names an arena again."""
         self._close_mover()
         self._arena = None
         self._replace_lifeline(None)
 
     def _ready_mover(self) -> Mover | None:
-        """Return the mover, made with the arena of the first plan; None if copies must fail."""
+        """Return the mover, created for the current plan's arena; None if copies must fail."""
         if self._is_asleep or self._is_stopped:
             return None
         if self._mover is None and self._could_be_made:
@@ -263,7 +259,7 @@ class WorkerCore:
         return self._mover
 
     def _hand_over(self, submit: Callable[[Mover], None], fail: Callable[[], None]) -> None:
-        """Submit copies. If that raises, collect those taken, and ``fail`` the rest."""
+        """Submit copies. If that raises, collect the accepted copies and ``fail`` the rest."""
         mover: Mover | None = None
         is_taken = False
         try:
@@ -278,9 +274,7 @@ class WorkerCore:
                 fail()
 
     def _fail_loads(self) -> None:
-        """Report loads of this step that the mover did not accept as failed. Their requests would
-        wait permanently.
-        """
+        """Report this step's unaccepted loads as failed; otherwise, their requests would hang."""
         done = {result.load_id for result in self._pending.loads}
         plans = [plan for plan in self._plan.loads if plan.load_id not in done]
         results = [LoadResult(plan.req_id, plan.load_id, failed=True) for plan in plans]
@@ -289,9 +283,7 @@ class WorkerCore:
         )
 
     def _fail_saves(self) -> None:
-        """Report saves of this step that the mover did not accept as failed. Their frames would
-        stay reserved.
-        """
+        """Report this step's unaccepted saves as failed; otherwise, frames would stay reserved."""
         done = {*self._pending.saved, *self._pending.failed}
         self._note(Finished(failed=[ticket for ticket in self._tickets() if ticket not in done]))
 

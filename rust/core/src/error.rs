@@ -1,4 +1,4 @@
-//! The error type of the core: a kind, a message and context. Independent of Python.
+//! The error type of the core.
 
 use std::fmt;
 
@@ -6,19 +6,19 @@ use std::fmt;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// A setting is out of range or contradicts another; the message names it and the fix.
+    /// A setting is out of range or contradicts another; the message has its name and the fix.
     InvalidConfig,
-    /// Another owner has the resource (a second opener of a disk directory).
+    /// The resource is in use, for example a disk directory with another owner.
     Busy,
     /// Bytes on disk or in a frame do not match their key.
     Corrupt,
-    /// The operating system refused (EIO, ENOSPC, EACCES, ...).
+    /// A system call failed (EIO, ENOSPC, EACCES, ...).
     Io,
     /// The object was closed.
     Closed,
 }
 
-/// A kind to match on, one sentence for users, and named context for logs.
+/// An error: a kind to match on, one sentence for users, and named context for logs.
 #[derive(Debug)]
 pub struct Error {
     kind: ErrorKind,
@@ -28,18 +28,17 @@ pub struct Error {
 }
 
 impl Error {
-    /// Creates an error of `kind`; `message` is one sentence that names the setting or file and the
-    /// fix.
+    /// Creates an error. `message` is one sentence with the setting or file, and the fix.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into(), context: Vec::new(), source: None }
     }
 
-    /// A setting or an argument that can never work.
+    /// Creates an error for a setting or an argument that can never work.
     pub fn invalid(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::InvalidConfig, message)
     }
 
-    /// An I/O error with the operation that failed.
+    /// Creates an error for a failed operation, described by `message`.
     pub fn io(message: impl Into<String>, source: std::io::Error) -> Self {
         Self { source: Some(source), ..Self::new(ErrorKind::Io, message) }
     }
@@ -51,17 +50,17 @@ impl Error {
         self
     }
 
-    /// The kind to match on.
+    /// Returns the kind to match on.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
 
-    /// Returns whether an answer did not arrive in time.
+    /// Returns true if a response did not arrive in time.
     pub fn is_late(&self) -> bool {
         self.source.as_ref().is_some_and(|error| error.kind() == std::io::ErrorKind::TimedOut)
     }
 
-    /// Returns whether this user lacks a permission.
+    /// Returns true if this user lacks a permission.
     pub fn is_denied(&self) -> bool {
         let denied = std::io::ErrorKind::PermissionDenied;
         self.source.as_ref().is_some_and(|error| error.kind() == denied)

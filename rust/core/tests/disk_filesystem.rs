@@ -250,7 +250,7 @@ fn full_of_another_size(kind: &'static str, size_mib: u64) {
             write(&tier, slot, 10_000 + u32::try_from(large.len()).unwrap()).unwrap();
             large.push(slot);
         } else {
-            tier.free(small.pop_front().expect("space of small frames for large ones")).unwrap();
+            tier.free(small.pop_front().expect("space of small frames for large frames")).unwrap();
         }
     }
     assert!((10_000..).zip(&large).all(|(i, slot)| is_whole(&tier, *slot, i)));

@@ -2,8 +2,8 @@
 //! store sees another store's bytes.
 //!
 //! The oracle is the arena's bytes: which of them are reserved or pinned, and their expected
-//! content. Frames in use never overlap those of other stores and always hold what their owner
-//! wrote.
+//! content. Frames in use never overlap frames of other stores and always hold the bytes that their
+//! owner wrote.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::{BTreeMap, BTreeSet};

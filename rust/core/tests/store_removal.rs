@@ -168,7 +168,7 @@ fn test_a_disk_that_is_removed_again_and_again_is_opened_once_a_minute() {
     save_all(&store, &prompt(0, 4));
     assert!(store.flush(LONG));
     disks.remove(0);
-    until("it is opened at once", || disks.num_opened() == 2 && stat(&store, "disk_broken") == 0);
+    until("it is opened again", || disks.num_opened() == 2 && stat(&store, "disk_broken") == 0);
     disks.remove(1);
     until("the removal is noticed", || stat(&store, "disk_removals") == 2);
     disks.wait(50);

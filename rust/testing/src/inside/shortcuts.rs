@@ -24,8 +24,8 @@ impl FrameSizes {
 impl HostArena {
     /// Creates zeroed frames of one size. The kernel allocates each page at its first write.
     ///
-    /// `InvalidConfig` if `frame_bytes` is not a multiple of 4096 or nothing would be mapped; `Io`
-    /// if the system refuses.
+    /// Returns `InvalidConfig` if `frame_bytes` is not a multiple of 4096 or nothing would be
+    /// mapped, and `Io` if a system call fails.
     pub fn create(frame_bytes: u64, num_frames: u32) -> Result<(Self, Frames)> {
         let arena = Self::of_bytes(frame_bytes.saturating_mul(num_frames.into()))?;
         let frames = arena.frames(frame_bytes, &frame_bytes.into())?;

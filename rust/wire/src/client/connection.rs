@@ -1,4 +1,4 @@
-//! The client's end of a connection: sends requests and waits for responses until a deadline.
+//! The client side of a connection: sends requests and waits for responses until a deadline.
 //!
 //! Responses arrive in the order of the requests. While a response is overdue, lookups return
 //! misses without sending a request, so a stopped server costs one deadline, not one per call.
@@ -34,7 +34,7 @@ pub(crate) struct Connection {
     next_number: u32,
     /// Numbers of the requests that have no response yet.
     unanswered: VecDeque<u32>,
-    /// The keys of the last long prefix that the server has cached.
+    /// Keys of the last long prefix that the server has cached.
     pub(crate) prefix_cache: PrefixCache,
     pub(crate) is_closed: bool,
     /// True if a save has reached its deadline and no response has arrived since: later saves do
@@ -91,7 +91,7 @@ impl Connection {
         self.enqueue(request);
         let mut found = Vec::new();
         loop {
-            // On an error, read first: the server may have sent the reason of a rejection.
+            // On an error, read first: the server may have sent the reason for a rejection.
             let sent = self.unsent.flush(&self.stream);
             if !wait(&*self.stream, self.poll_flags(), deadline) {
                 return Err(late());
@@ -132,7 +132,8 @@ impl Connection {
         if self.is_overdue() { None } else { self.call_always(request, deadline) }
     }
 
-    /// Sends a request even if an earlier response is overdue, but then does not wait.
+    /// Like [`Self::call`], but sends the request even if an earlier response is overdue. Does not
+    /// wait in this case.
     pub(crate) fn call_always(
         &mut self,
         request: &Request<'_>,
@@ -164,7 +165,7 @@ impl Connection {
                 answers.push(self.exchange(Some(numbers[answers.len()]), deadline));
             }
             numbers.push(self.enqueue(request));
-            self.flush(); // the server works on this request while the next one is encoded
+            self.flush(); // the server handles this request while the next request is encoded
         }
         let rest = &numbers[answers.len()..];
         answers.extend(rest.iter().map(|number| self.exchange(Some(*number), deadline)));

@@ -18,7 +18,7 @@ use crate::protocol::{Keys, MAX_CHANGES, Request, Response, SentChanges};
 use crate::socket::wait;
 use crate::threads::locked;
 
-/// Minimum deadline of reservations and commits. A lookup can have a shorter deadline, because a
+/// Minimum timeout for reservations and commits. A lookup can have a shorter timeout, because a
 /// request waits for it; a save without a response is lost.
 const MIN_SAVE_DEADLINE: Duration = Duration::from_millis(100);
 /// Maximum number of log lines that wait for `take_events`.
@@ -34,7 +34,7 @@ pub(crate) struct ClientState {
     pub(crate) next: Option<NewConnection>,
     /// The arena of the last connection, and its descriptors until the server has exited.
     pub(crate) arena: Option<(ArenaInfo, Option<[OwnedFd; 2]>)>,
-    /// Leases of this connection, each with its progress once that is final.
+    /// Leases of this connection, each with its progress once the progress is final.
     pub(crate) leases: HashMap<LeaseId, Option<Progress>>,
     pub(crate) next_lease: u64,
     pub(crate) limit_bytes: Option<u64>,
@@ -102,7 +102,7 @@ impl ClientState {
         Some(connection)
     }
 
-    /// Makes a call over the connection and counts a missed deadline.
+    /// Makes a call over the connection. Counts the call if it misses the deadline.
     pub(crate) fn call(
         &mut self,
         deadline: Instant,

@@ -89,14 +89,14 @@ pub struct RefusalStatus {
 pub struct NamespaceStatus {
     /// The namespace's digest.
     pub namespace: [u8; 32],
-    /// One line about the namespace.
+    /// One-line description of the namespace.
     pub description: String,
     /// Frame sizes in bytes, by size class.
     pub frame_sizes: Vec<u64>,
     /// Number of slabs that hold frames of this namespace.
     #[serde(rename = "slabs")]
     pub num_slabs: u32,
-    /// Counters and gauges of its store; empty before the store is open.
+    /// Counters and gauges of the store; empty before the store is open.
     pub stats: Stats,
     /// The tenants with the most chunks.
     pub tenants: Vec<Tenant>,

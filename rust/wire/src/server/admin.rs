@@ -103,8 +103,8 @@ impl ServerState {
         Ok(BTreeSet::new())
     }
 
-    /// Removes every chunk of the namespace that starts with the hex digits `prefix`, open or
-    /// closed, and returns the number of chunks. Returns `InvalidConfig` unless exactly one
+    /// Removes every chunk of the open or closed namespace that starts with the hex digits
+    /// `prefix`, and returns the number of chunks. Returns `InvalidConfig` unless exactly one
     /// namespace matches, and `Busy` if some chunks may still be on disk.
     pub(crate) fn clear(&self, prefix: &str) -> Result<u64> {
         let deadline = Instant::now() + CLEAR_TIMEOUT;
@@ -199,8 +199,8 @@ impl ServerState {
         self.run_within(deadline, remove)?.unwrap_or_else(cut_short)
     }
 
-    /// Runs `work` on the disk in another thread, one at a time; returns None at the deadline. The
-    /// thread continues while the disk hangs.
+    /// Runs `work` in another thread, one call at a time. Returns None at the deadline; the thread
+    /// continues even if the disk hangs.
     fn run_within<T: Send + 'static>(
         &self,
         deadline: Instant,

@@ -1,4 +1,4 @@
-//! Settings of a server.
+//! The settings of a server.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -20,10 +20,10 @@ pub struct ServerConfig {
     pub available_bytes: fn() -> Option<u64>,
     /// The disk tier, if any; engines set its description.
     pub disk: Option<DiskSettings>,
-    /// Percent of host memory by the namespace's first hex digits; other namespaces with engines
+    /// Percent of host memory, by first hex digits of a namespace. Other namespaces with engines
     /// share the rest equally.
     pub shares: Vec<(String, u32)>,
-    /// NUMA node of each shard, in order, or one node for all. Empty if the kernel chooses.
+    /// NUMA node of each shard, in order, or one node for all. Empty to let the kernel choose.
     pub numa: Vec<u32>,
     /// Limits of each tenant, in each namespace.
     pub limits: TenantLimits,

@@ -1,4 +1,4 @@
-//! The server's end of a connection: peer checks, framing, hello, and cleanup.
+//! The server side of a connection: peer checks, framing, hello, and cleanup.
 //!
 //! Validates everything that it receives. `handler` handles the requests of engines.
 
@@ -50,7 +50,7 @@ struct ServedConnection {
     is_counted: bool,
 }
 
-/// Sends the reason of a rejection without waiting for space in the socket's buffer.
+/// Sends the reason for a rejection without waiting for space in the socket's buffer.
 pub(crate) fn refuse(state: &ServerState, mut stream: &UnixStream, text: &str) {
     state.num_refused.fetch_add(1, Ordering::Relaxed);
     let mut out = Vec::new();
@@ -58,7 +58,7 @@ pub(crate) fn refuse(state: &ServerState, mut stream: &UnixStream, text: &str) {
     let _unsent = stream.set_nonblocking(true).and_then(|()| stream.write_all(&out));
 }
 
-/// Serves a connection of this user in a new thread.
+/// Serves a connection in a new thread, or rejects it if it belongs to another user.
 pub(crate) fn start(state: &Arc<ServerState>, stream: UnixStream, number: u64) {
     let Ok((uid, pid)) = peer_credentials(&stream) else { return };
     if !is_current_user(uid) {
@@ -231,8 +231,8 @@ impl Drop for ServedConnection {
         self.handler = EngineHandler::default();
         let membership = self.membership.take();
         self.state.remove_peer(self.number);
-        // The last reference: `remove_peer` dropped the other handle, which a status request uses
-        // under the peers' lock.
+        // This is the last reference: `remove_peer` dropped the other reference, which status
+        // requests only use under the peers' lock.
         if let (Some(membership), Some(lifeline)) =
             (membership.and_then(Arc::into_inner), self.lifeline.take())
         {

@@ -1,7 +1,7 @@
 //! The server: accepts engines of its own user and owns the stores that they share.
 //!
-//! Runs one thread for each connection, up to a limit, and a thread for housekeeping. The caller
-//! handles signals and settings files.
+//! Runs one thread per connection, up to a limit, and threads for the disk and housekeeping. The
+//! caller handles signals and settings files.
 
 mod admin;
 pub(crate) mod config;
@@ -35,10 +35,10 @@ use crate::threads::{locked, spawn};
 const HOUSEKEEPING_INTERVAL: Duration = Duration::from_millis(100);
 /// Timeout for threads, and for connections, when the server closes.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Time until the first search for expired chunks of closed namespaces.
+/// Delay before the first search for expired chunks of closed namespaces.
 const FIRST_EXPIRY: Duration = Duration::from_secs(30);
 
-/// A server; listens until it is closed or dropped.
+/// A server, which listens until it is closed or dropped.
 #[derive(Debug)]
 pub struct Server {
     pub(crate) state: Arc<ServerState>,
@@ -86,8 +86,7 @@ impl Server {
         self.state.status()
     }
 
-    /// Returns why the server cannot use its disk directory and uses host memory only; None if it
-    /// uses the directory or has none.
+    /// Returns why the server cannot use its disk directory; None if it can or has none.
     pub fn disk_trouble(&self) -> Option<String> {
         self.state.disk_trouble()
     }
@@ -152,9 +151,9 @@ fn accept(state: &Arc<ServerState>, listener: &SocketListener) {
     }
 }
 
-/// Removes expired chunks of closed namespaces; for open namespaces, their stores do this.
+/// Removes expired chunks of closed namespaces. The stores of open namespaces do this themselves.
 fn run_expiry(state: &ServerState, interval: Duration) {
-    // Not immediately: an engine that starts now would find its namespace in use.
+    // Delayed, because an engine that starts now would find its namespace in use.
     let mut next = Instant::now() + FIRST_EXPIRY;
     while !state.is_stopping.load(Ordering::SeqCst) {
         let left = next.saturating_duration_since(Instant::now());

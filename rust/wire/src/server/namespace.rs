@@ -1,5 +1,5 @@
-//! One namespace of a server: its store, which is opened when the first engine connects, its
-//! engines, and counters of their lookups, loads and saves.
+//! A namespace of a server: its store, which is opened when the first engine connects, its engines,
+//! and counters of their lookups, loads and saves.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -16,7 +16,7 @@ use crate::protocol::admin::Stats;
 use crate::server::config::ServerConfig;
 use crate::threads::locked;
 
-/// One namespace of a server.
+/// A namespace of a server.
 #[derive(Debug)]
 pub(crate) struct Namespace {
     pub(crate) hello: Hello,
@@ -28,7 +28,7 @@ pub(crate) struct Namespace {
     pub(crate) counters: Counters,
 }
 
-/// Number of engines of a namespace, and when it changed last.
+/// Number of engines of a namespace, and the time of its last change.
 #[derive(Debug)]
 struct EngineCount {
     num: usize,
@@ -66,8 +66,8 @@ impl Namespace {
         locked(&self.engines).num > 0
     }
 
-    /// Returns when the namespace became idle. Returns None if it has an engine, or if a clear is
-    /// incomplete on disk: closing the store would bring cleared chunks back.
+    /// Returns the time since which the namespace is idle. Returns None if it has an engine, or if
+    /// a clear is incomplete on disk, because closing the store would bring cleared chunks back.
     pub(crate) fn idle_since(&self) -> Option<Instant> {
         let changed = Some(locked(&self.engines))
             .filter(|engines| engines.num == 0)
@@ -121,7 +121,7 @@ impl Namespace {
     }
 }
 
-/// Unix time in seconds.
+/// Returns the Unix time in seconds.
 pub fn unix_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
@@ -148,11 +148,11 @@ pub(crate) fn store_config(hello: &Hello, config: &ServerConfig) -> StoreConfig 
 pub(crate) enum Count {
     Lookups,
     LookupChunks,
-    /// Found in any tier.
+    /// Chunks found in any tier.
     LookupChunksFound,
     LoadChunks,
     SaveChunks,
-    /// Calls without a response in time.
+    /// Calls that got no response in time.
     LateCalls,
     /// Chunks not saved because of late calls.
     LateChunks,

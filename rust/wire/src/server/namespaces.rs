@@ -117,8 +117,7 @@ impl OpenNamespaces {
 
 impl Namespaces {
     /// Adds an engine to its namespace. Returns `Busy` or `InvalidConfig` if the server cannot
-    /// serve chunks of its sizes. The pool calls `wake` when a namespace needs slabs; `log` takes
-    /// log lines.
+    /// serve chunks of the engine's sizes. The pool calls `wake` when a namespace needs slabs.
     pub(crate) fn join(
         &self,
         hello: &Hello,
@@ -205,8 +204,8 @@ impl Namespaces {
         Error::invalid(message)
     }
 
-    /// Releases slabs for namespaces that need them, first from the namespace most above its share.
-    /// Returns true if there is more to do immediately.
+    /// Releases slabs for namespaces that need them, first from the namespace that exceeds its
+    /// share most. Returns true if the caller should immediately call this again.
     pub(crate) fn release_slabs(&self) -> bool {
         let mut stores: Vec<_> =
             self.all().iter().filter_map(|namespace| namespace.store().cloned()).collect();
@@ -216,8 +215,8 @@ impl Namespaces {
         })
     }
 
-    /// Removes the idle namespaces without memory. If another namespace needs disk space, removes
-    /// one more idle namespace, because the files of a closed namespace can be deleted.
+    /// Removes and returns the idle namespaces without memory. If a namespace needs disk space,
+    /// also removes another idle namespace, because a closed namespace's files can be deleted.
     pub(crate) fn remove_idle(&self) -> Vec<Arc<Namespace>> {
         let mut open = locked(&self.open);
         let mut is_short = self.disk.take_short();

@@ -13,7 +13,7 @@ use crate::protocol::admin::RefusalStatus;
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// An engine that has not retried for this time has exited.
 const FORGET_AFTER: Duration = Duration::from_secs(150);
-/// Maximum number of namespaces, and of reasons.
+/// Maximum number of listed namespaces, and of logged reasons.
 const MAX_ENTRIES: usize = 64;
 
 #[derive(Debug)]
@@ -33,12 +33,12 @@ struct Logged {
 #[derive(Debug, Default)]
 pub(crate) struct Refusals {
     by_namespace: HashMap<String, Refused>,
-    /// By reason without its digits, because sizes in a reason change.
+    /// By reason without digits, because the sizes in a reason vary.
     logged: HashMap<String, Logged>,
 }
 
 impl Refusals {
-    /// Counts a rejected connection of an engine of a namespace.
+    /// Counts a rejected connection of a namespace's engine.
     pub(crate) fn add(&mut self, namespace: &str, reason: &str, now: Instant) {
         self.by_namespace.retain(|_, each| now.duration_since(each.last) < FORGET_AFTER);
         let count = self.by_namespace.get(namespace).map_or(0, |each| each.count) + 1;

@@ -21,7 +21,7 @@ use crate::threads::{TimedLock, locked};
 /// Maximum number of log lines that wait for `take_events`.
 const MAX_EVENTS: usize = 256;
 
-/// One connection, as other threads see it.
+/// The part of a connection that other threads use.
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) stream: UnixStream,
@@ -33,12 +33,12 @@ pub(crate) struct Peer {
     pub(crate) counters: Arc<Counters>,
 }
 
-/// Disk space as of the last successful measurement: a disk may hang.
+/// Disk space at the last successful measurement. A disk may hang, so this can be old.
 #[derive(Debug, Clone)]
 pub(crate) struct DiskSpace {
     /// Bytes that this user can still write to the file system.
     pub(crate) free_bytes: u64,
-    /// Bytes used by each namespace that was closed then, by the name of its directory.
+    /// Bytes used by each namespace that was closed at that time, by directory name.
     pub(crate) closed: BTreeMap<String, u64>,
 }
 
@@ -48,9 +48,9 @@ pub(crate) struct ServerState {
     pub(crate) config: ServerConfig,
     pub(crate) namespaces: Namespaces,
     pub(crate) quarantine: Quarantine,
-    /// Held by an eviction, which counts its chunks.
+    /// Held during an eviction, so that each eviction only counts its own chunks.
     pub(crate) evict_lock: Arc<TimedLock>,
-    /// Held during work on the disk of closed namespaces, which may hang.
+    /// Held during disk I/O on closed namespaces, which may hang.
     pub(crate) closed_lock: Arc<TimedLock>,
     peers: Mutex<HashMap<u64, Peer>>,
     pub(crate) peer_left: Condvar,
@@ -59,7 +59,7 @@ pub(crate) struct ServerState {
     /// The housekeeping thread.
     pub(crate) housekeeper: Arc<OnceLock<Thread>>,
     pub(crate) num_accepted: AtomicU64,
-    /// Engines accepted so far.
+    /// Number of engines accepted so far.
     pub(crate) num_joined: AtomicU64,
     pub(crate) num_refused: AtomicU64,
     pub(crate) refusals: Mutex<Refusals>,
@@ -112,7 +112,7 @@ impl ServerState {
         self.peer_left.notify_all();
     }
 
-    /// Closes connections whose process has exited: a forked child would keep the socket open.
+    /// Closes connections whose process has exited, because a forked child keeps the socket open.
     pub(crate) fn disconnect_dead_peers(&self) {
         for peer in self.peers().values().filter(|peer| peer.watch.has_ended()) {
             let _gone = peer.stream.shutdown(std::net::Shutdown::Both);
@@ -161,7 +161,7 @@ impl ServerState {
     }
 
     /// Moves slabs to the namespaces that need them and closes idle namespaces without memory.
-    /// Returns true if there is more to do immediately.
+    /// Returns true if the caller should immediately call this again.
     pub(crate) fn rebalance(&self) -> bool {
         if self.namespaces.release_slabs() {
             return true;

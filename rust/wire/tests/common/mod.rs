@@ -92,13 +92,13 @@ pub(crate) fn stat(stats: &Stats, name: &str) -> u64 {
     *stats.get(name).expect("a counter of that name")
 }
 
-/// Returns the server's counters and those of its only namespace.
+/// Returns the counters of the server and of its only namespace.
 pub(crate) fn numbers(status: &Status) -> Stats {
     let of_namespaces = status.namespaces.iter().flat_map(|namespace| &namespace.stats);
     status.stats.iter().chain(of_namespaces).map(|(name, value)| (name.clone(), *value)).collect()
 }
 
-/// Returns once the test that started this child process has exited. Usually the test kills the
+/// Returns when the test that started this child process has exited. Usually, the test kills the
 /// child first.
 pub(crate) fn outlive_no_test() {
     let test = std::os::unix::process::parent_id();

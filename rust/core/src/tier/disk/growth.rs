@@ -1,8 +1,8 @@
-//! Grows the files: how far they can grow, and which namespaces are deleted to make room.
+//! Grows the files within the size limit, and deletes closed namespaces to make room.
 //!
-//! The cap holds at every instant because the files only grow here, one thread at a time, to a size
-//! that was claimed first, while the directory has one owner (`root`). No lock is held while files
-//! grow or namespaces are deleted.
+//! The size limit always holds: the directory has one owner (`root`), files only grow in this
+//! module, in one thread at a time, and to a size that was claimed first. No lock is held while
+//! files grow or namespaces are deleted.
 
 use std::sync::PoisonError;
 use std::time::Duration;
@@ -15,10 +15,10 @@ use super::types::SlotId;
 use crate::error::is_no_space;
 use crate::io::{MAX_FRAMES, SizeClass};
 
-/// After a failed growth, reservations are rejected for at most this time, even if there are few.
+/// Maximum time without another attempt after a failed growth, even if there are few reservations.
 const RETRY_AFTER: Duration = Duration::from_secs(2);
-/// Longest wait for another thread that grows the files. An extent usually takes a few
-/// milliseconds; without the wait, a chunk is evicted for the slot.
+/// Timeout for another thread that grows the files. An extent usually takes a few milliseconds;
+/// at the timeout, a chunk is evicted for the slot.
 const MAX_WAIT: Duration = Duration::from_millis(100);
 
 /// The exclusive right to grow the files. Dropping it wakes the waiting threads, also on a panic.
@@ -32,7 +32,8 @@ impl Drop for Turn<'_> {
 }
 
 impl DiskTier {
-    /// Returns a slot if none is free: waits for another thread's growth, or grows the files.
+    /// Returns a slot, although no slot was free: waits for another thread that grows the files, or
+    /// grows them.
     pub(super) fn reserve_more(&self, class: SizeClass) -> Option<SlotId> {
         let _turn = self.turn()?;
         let is_pointless = self.is_pointless();
@@ -41,7 +42,7 @@ impl DiskTier {
         if !is_pointless {
             state.slots.iter_mut().for_each(|slots| slots.are_holes_held = false);
         }
-        // A hole is allowed, or another thread has grown the files or freed a slot meanwhile.
+        // Holes may be taken again, or another thread has added or freed a slot.
         let taken = state.take(class);
         if taken.is_some() || is_pointless && self.files.len() == 1 {
             return taken;
@@ -51,8 +52,8 @@ impl DiskTier {
         self.state().take(class)
     }
 
-    /// Records that the file system had no space for a write: until the next attempt, only slots
-    /// with blocks are written.
+    /// Records that the file system had no space for a write. Until the next attempt to grow, only
+    /// slots with blocks are written.
     pub(super) fn hold_growth(&self) {
         if self.delete_closed() {
             return; // there is space for the next write
@@ -63,12 +64,12 @@ impl DiskTier {
         state.slots.iter_mut().for_each(|slots| slots.are_holes_held = true);
         let dir = self.config.dir.display();
         state.event(format!(
-            "disk tier: the file system of {dir} is full; evicting chunks from disk for new ones"
+            "disk tier: the file system of {dir} is full; evicting chunks from disk for new chunks"
         ));
     }
 
-    /// Waits for a thread that grows the files, if that does not take long. None if growing would
-    /// be useless now.
+    /// Waits up to [`MAX_WAIT`] for a thread that grows the files. Returns None if that thread is
+    /// slow.
     fn turn(&self) -> Option<Turn<'_>> {
         let waited = self
             .grown
@@ -80,9 +81,9 @@ impl DiskTier {
         is_mine.then(|| Turn(self))
     }
 
-    /// Creates free slots of a class, within the bytes that it can claim; if these do not suffice
-    /// for one slot, with the room of other classes' free slots. If `is_full`, the file system has
-    /// no space for more.
+    /// Creates free slots of a class within the bytes that the namespace can claim. If these are
+    /// too few for one slot, punches free slots of other classes. If `is_full`, the file system has
+    /// no space for larger files.
     fn make_slots(&self, class: SizeClass, is_full: bool) {
         let (Ok(owner), counts) = (self.enter(), self.state().counts()) else { return };
         let (num_bytes, Some(count)) =
@@ -108,7 +109,7 @@ impl DiskTier {
         owner.settle(self.state().num_bytes());
     }
 
-    /// Adds slots: punched ones first, then new ones.
+    /// Adds slots: refills punched slots first, then grows the files.
     fn add(&self, class: SizeClass, count: SlotCount, more: u32) {
         let punched = more.min(count.slots - count.filled);
         self.refill(class, punched);
@@ -141,7 +142,7 @@ impl DiskTier {
         (have, false)
     }
 
-    /// Deletes a closed namespace, because the file system is full. Returns false if there is none.
+    /// Deletes a closed namespace, because the file system is full. Returns false if it cannot.
     fn delete_closed(&self) -> bool {
         let note = |line| self.state().event(line);
         self.enter().is_ok_and(|owner| owner.delete_closed(&self.config, note))
@@ -155,9 +156,8 @@ impl DiskTier {
         skip
     }
 
-    /// Returns the bytes that the namespace can claim, up to the second number; closed namespaces
-    /// are deleted only if the first number would not fit otherwise. None if the system does not
-    /// report it.
+    /// Returns the bytes that the namespace can claim, up to the second number. Closed namespaces
+    /// are only deleted if the first number would not fit otherwise. Returns None on an I/O error.
     fn claim(&self, owner: &OpenNamespace, bytes: [u64; 2]) -> Option<u64> {
         let room = owner.claim(&self.config, bytes, |line| self.state().event(line));
         let Claim { bytes, foreign_bytes } = room.ok()?;

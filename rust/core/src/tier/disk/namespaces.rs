@@ -1,8 +1,7 @@
-//! The namespace directories under one disk directory: found, measured, and deleted when room is
-//! needed.
+//! Finds, measures and deletes the namespace directories in a disk directory.
 //!
-//! Deletes only files that this tier creates, in directories named like namespaces; other files
-//! stay. Must not read the contents of files.
+//! Only deletes files that this tier creates, in directories named like namespaces. Never reads the
+//! contents of files.
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, Metadata};
@@ -15,21 +14,21 @@ use super::superblock;
 use super::types::DiskConfig;
 use crate::key::namespace_id;
 
-/// Prefixes of slot file names, in the order of deletion: an interrupted deletion leaves no record
-/// without its frame.
+/// Prefixes of slot file names, in the order of deletion, so that an interrupted deletion leaves no
+/// record without its frame.
 const SLOT_FILES: [&str; 2] = ["index", "frames"];
 
-/// The name of the file of records of frames of this size.
+/// Returns the name of the index file for frames of a size.
 pub(crate) fn index_name(frame_bytes: u64) -> String {
     format!("{}-{frame_bytes}.dat", SLOT_FILES[0])
 }
 
-/// The name of the file of frames of this size.
+/// Returns the name of the file of frames of a size.
 pub(crate) fn frames_name(frame_bytes: u64) -> String {
     format!("{}-{frame_bytes}.dat", SLOT_FILES[1])
 }
 
-/// Returns whether a file holds frames or records; earlier versions had no size in the name.
+/// Returns true for a file of frames or records. Earlier versions had no size in the name.
 fn is_slot_file(name: &str) -> bool {
     SLOT_FILES.iter().any(|kind| {
         let rest = name.strip_prefix(kind).and_then(|rest| rest.strip_suffix(".dat"));
@@ -38,7 +37,7 @@ fn is_slot_file(name: &str) -> bool {
     })
 }
 
-/// The names of our files in a namespace directory, in the order of their deletion.
+/// Returns the names of kvloft's files in a namespace directory, in the order of deletion.
 pub(crate) fn file_names(path: &Path) -> io::Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in fs::read_dir(path)? {
@@ -55,23 +54,24 @@ pub(crate) fn file_names(path: &Path) -> io::Result<Vec<String>> {
 /// One namespace directory.
 #[derive(Debug, Clone)]
 pub(crate) struct Found {
-    /// Its name: 16 hex digits.
+    /// Name of the directory: 16 hex digits.
     pub(crate) name: String,
-    /// Where it is.
+    /// Path of the directory.
     pub(crate) path: PathBuf,
-    /// Bytes on disk.
+    /// Size on disk, in bytes.
     pub(crate) bytes: u64,
-    /// When it was last opened or written (seconds, nanoseconds of Unix time).
+    /// Time of the last open or write, as Unix time (seconds, nanoseconds).
     pub(crate) last_used: (i64, i64),
 }
 
-/// Where the files of the namespace that is to be served are.
+/// Returns the directory of the configured namespace.
 pub(crate) fn dir_of(config: &DiskConfig) -> PathBuf {
     config.dir.join(namespace_id(&config.namespace))
 }
 
-/// Creates a directory, accessible to this user only, unless it exists: on a frozen file system,
-/// even the attempt would hang. Its parent must exist, except for a data-parallel engine.
+/// Creates a directory that only this user can access. Checks first whether it exists: on a
+/// frozen file system, an attempt to create it hangs. The parent must exist, except for a
+/// data-parallel engine.
 pub(crate) fn make_dir(path: &Path) -> io::Result<()> {
     if path.is_dir() {
         return Ok(());
@@ -91,7 +91,7 @@ pub(crate) fn make_dir(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Returns true for a directory `dpN` in a `disk_path`.
+/// Returns true for a directory named `dpN`.
 fn is_of_data_parallel_engine(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str());
     let number = name.and_then(|name| name.strip_prefix("dp"));
@@ -100,7 +100,7 @@ fn is_of_data_parallel_engine(path: &Path) -> bool {
     })
 }
 
-/// All namespace directories under `dir` except those in `open`, the least recently used first.
+/// Returns the namespace directories in `dir` that are not in `open`, least recently used first.
 pub(crate) fn scan(dir: &Path, open: &BTreeSet<String>) -> io::Result<Vec<Found>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(dir)? {
@@ -114,8 +114,8 @@ pub(crate) fn scan(dir: &Path, open: &BTreeSet<String>) -> io::Result<Vec<Found>
     Ok(found)
 }
 
-/// Deletes closed namespaces, the least recently used first, until `is_enough` accepts the
-/// remaining bytes. Returns those bytes; `note` receives a line for each deletion.
+/// Deletes closed namespaces, least recently used first, until `is_enough` returns true for the
+/// remaining bytes. Returns the remaining bytes, and calls `note` with a line for each deletion.
 pub(crate) fn make_room(
     config: &DiskConfig,
     open: &BTreeSet<String>,
@@ -149,7 +149,7 @@ pub(crate) fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether something that is not a regular file has the name of records or frames.
+/// Returns true if an entry with the name of a slot file is not a regular file.
 pub(crate) fn has_strange_files(path: &Path) -> bool {
     file_names(path).unwrap_or_default().iter().any(|name| {
         let meta = fs::symlink_metadata(path.join(name));
@@ -157,15 +157,14 @@ pub(crate) fn has_strange_files(path: &Path) -> bool {
     })
 }
 
-/// Deletes the slot files of all other frame sizes.
+/// Deletes the slot files of frame sizes that are not in `sizes`.
 pub(crate) fn remove_other_sizes(path: &Path, sizes: &[u64]) -> io::Result<()> {
     let kept: Vec<_> =
         sizes.iter().flat_map(|size| [index_name(*size), frames_name(*size)]).collect();
     remove_files(path, |name| is_slot_file(name) && !kept.iter().any(|kept| kept == name)).map(drop)
 }
 
-/// Deletes kvloft's files in a namespace directory that match `meant`; returns whether there were
-/// any.
+/// Deletes kvloft's files that match `is_meant`. Returns true if it deleted a file.
 pub(crate) fn remove_files(path: &Path, is_meant: impl Fn(&str) -> bool) -> io::Result<bool> {
     let mut any = false;
     for name in file_names(path)?.iter().filter(|name| is_meant(name)) {
@@ -182,10 +181,10 @@ fn is_namespace_name(name: &str) -> bool {
     name.len() == 16 && name.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// Entries that vanish or cannot be read count as nothing.
+/// Measures a namespace directory. Ignores entries that vanish or cannot be read.
 ///
-/// A sparse file can still fill up, so its length counts. With several sizes, files are punched to
-/// make room for others, so blocks count.
+/// The size of a file is its length, because a sparse file can still fill up. With multiple frame
+/// sizes, files can be punched to make room, so the size of their frames is the allocated blocks.
 pub(crate) fn measure(name: String, path: PathBuf) -> Found {
     let mut found = Found { name, bytes: 0, path, last_used: (0, 0) };
     found.bytes = fs::symlink_metadata(&found.path).map_or(0, |meta| disk_bytes(&meta));
@@ -206,7 +205,7 @@ pub(crate) fn measure(name: String, path: PathBuf) -> Found {
     found
 }
 
-/// The larger of length (in pages) and blocks.
+/// Returns the length, rounded up to pages, or the size of the blocks, whichever is larger.
 fn disk_bytes(meta: &Metadata) -> u64 {
     meta.len().next_multiple_of(PAGE_BYTES).max(meta.blocks() * 512)
 }

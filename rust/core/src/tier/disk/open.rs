@@ -1,7 +1,7 @@
-//! Opening a disk directory: owner, superblock, cap, recovery; in that order.
+//! Opens a disk directory: claims it, checks the superblock, applies the size limit and recovers
+//! chunks.
 //!
-//! Damaged contents of a namespace's files cost chunks, which are counted, but never the open. A
-//! directory that cannot be used, or a path that is not a file, is a configuration error.
+//! Damaged files lose chunks, which are counted, but never prevent the open.
 
 use std::collections::HashSet;
 use std::fs;
@@ -27,19 +27,19 @@ use crate::units::size_text;
 use crate::{Error, Result};
 
 impl DiskTier {
-    /// Opens or creates the directory, in which this process can have other namespaces open, and
-    /// returns the chunks of this namespace: parents before children, oldest first.
+    /// Opens or creates a namespace in the directory. Returns its chunks, parents before children
+    /// and oldest first.
     ///
-    /// Chunks whose parent is missing (and is not a root: `depth` > 0) are dropped, as are
-    /// unreadable records; a namespace with a wrong superblock is recreated. Errors:
-    /// `InvalidConfig` if these settings can never work; `Busy` if another owner is alive, and `Io`
-    /// if the system refused or another user can write here. The last two can pass, so the caller
-    /// retries later. A failed open leaves nothing that prevents the next one.
+    /// Drops chunks without a parent (if `depth` > 0) and unreadable records. Recreates a namespace
+    /// whose superblock does not match. Returns `InvalidConfig` if these settings can never work,
+    /// `Busy` if another owner is alive, and `Io` if a system call fails or another user can write
+    /// to the directory. `Busy` and `Io` can be temporary, so the caller retries later. A failed
+    /// open does not prevent a later open.
     pub fn open_in(config: &DiskConfig, root: &Arc<DiskRoot>) -> Result<(Self, Vec<DiskEntry>)> {
         Self::open_with_files(config, root, &OsFiles)
     }
 
-    /// As [`Self::open_in`], with another source of files, such as one that fails on purpose.
+    /// Like [`Self::open_in`], but with a different source of files, for example to inject faults.
     #[doc(hidden)]
     pub fn open_with_files(
         config: &DiskConfig,
@@ -125,7 +125,7 @@ fn open_files(
     sizes.classes().map(open).collect()
 }
 
-/// Creates the namespace's directory; replaces a file or link of that name.
+/// Creates the namespace's directory. Replaces a file or link with the same name.
 fn make_namespace(dir: &Path, state: &mut TierState) -> io::Result<()> {
     if fs::symlink_metadata(dir).is_ok_and(|meta| !meta.is_dir()) {
         fs::remove_file(dir)?;
@@ -134,7 +134,7 @@ fn make_namespace(dir: &Path, state: &mut TierState) -> io::Result<()> {
     namespaces::make_dir(dir)
 }
 
-/// Writes this namespace's superblock; deletes the files if there was another one.
+/// Writes this namespace's superblock. Deletes the files if they have a different superblock.
 fn claim_namespace(config: &DiskConfig, dir: &Path, state: &mut TierState) -> io::Result<()> {
     let ours = Superblock::new(&config.namespace, config.frame_sizes.all(), &config.description);
     let why = match Superblock::read(dir)? {
@@ -150,7 +150,7 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, state: &mut TierState) -> io
                 let message = "another namespace, whose name begins with the same 16 digits, has this directory: set another disk_path";
                 return Err(io::Error::other(message));
             }
-            "its superblock.json is another namespace's".to_owned()
+            "its superblock.json belongs to another namespace".to_owned()
         }
         Some(Ok(found)) if !found.has_sizes_of(&ours) => {
             format!("its frames have {:?} bytes", found.frame_sizes)
@@ -166,7 +166,7 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, state: &mut TierState) -> io
             return ours.write(dir);
         }
         Some(Ok(_)) => {
-            // Only the description changed; a full disk can keep the old one.
+            // Only the description changed, so a failed write is not an error.
             let _ = ours.write(dir);
             return Ok(());
         }
@@ -184,17 +184,17 @@ fn start_afresh(dir: &Path, why: &str, state: &mut TierState) {
     state.event(format!("{} is recreated: {why}", dir.display()));
 }
 
-/// Marks the namespace as used now; the least recently used one is deleted first.
+/// Marks the namespace as used now: the least recently used namespace is deleted first.
 fn touch(dir: &Path) -> io::Result<()> {
     let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
     let times = Timestamps { last_access: now, last_modification: now };
     Ok(utimensat(CWD, dir.join(superblock::FILE_NAME), &times, AtFlags::SYMLINK_NOFOLLOW)?)
 }
 
-/// Orders the entries, clears all other records, and creates the slots' states.
+/// Sorts the entries, clears all other records, and creates the slots' states.
 ///
-/// A dropped chunk whose record cannot be cleared would be found by a later open, so it is appended
-/// to the entries for the caller to free.
+/// A later open would find a dropped chunk whose record cannot be cleared, so the chunk is appended
+/// to the entries, and the caller frees it.
 fn settle(files: &[SlotFiles], found: Vec<ClassIndex>, state: &mut TierState) -> Vec<DiskEntry> {
     let all: Vec<_> = found.iter().flat_map(|index| &index.entries).copied().collect();
     let Recovered { mut entries, duplicates, orphans } = record::recover(&all);

@@ -1,5 +1,5 @@
-//! Ensures that a disk directory has one owner for all its namespaces. Also checks the ownership of
-//! files and explains errors.
+//! Ensures that a disk directory has one owner for all its namespaces, checks the ownership of
+//! files, and creates error messages.
 //!
 //! The owner holds an exclusive `flock`, which the kernel releases when the owner dies. It locks
 //! the directory, because a file in it can be deleted, and `DIR/lock`, for file systems that cannot
@@ -21,7 +21,7 @@ pub(super) const FILE_NAME: &str = "lock";
 /// The action of [`dir_error`] that creates the directory.
 pub(super) const MAKE: &str = "make";
 
-/// The kind of caller: the setting that errors name, and the advice if another process uses the
+/// The kind of caller: the setting named in errors, and the advice if another process uses the
 /// directory.
 type Asker = [&'static str; 2];
 const OWNER: Asker = ["disk_path ", "stop it, or set another disk_path"];
@@ -30,7 +30,7 @@ const READER: Asker = [
     "stop that process and verify again, or use `kvloft inspect`, which works while it is running",
 ];
 
-/// A lock on a disk directory, which dropping releases.
+/// A lock on a disk directory; dropping it unlocks the directory.
 #[derive(Debug)]
 pub(super) struct DirLock {
     files: Vec<File>,
@@ -75,8 +75,7 @@ impl DirLock {
         Ok(lock)
     }
 
-    /// Returns true if the locked directory is still at `dir`, because it can be deleted and
-    /// recreated.
+    /// Returns true if `dir` is still the locked directory, which can be deleted and recreated.
     pub(super) fn is_of(&self, dir: &Path) -> bool {
         let (own, there) = (self.files[0].metadata(), dir.metadata());
         own.is_ok_and(|own| {
@@ -156,7 +155,7 @@ pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Res
     let (is_shared, is_public) = (mode & 0o022 != 0, mode & 0o002 != 0);
     let shown = path.display();
     let problem = if path == disk_path && is_shared && (is_ours || is_public) {
-        // Another permission of a directory such as /tmp would break other programs.
+        // Different permissions of a directory such as /tmp would break other programs.
         format!(
             "{shown} is writable by other users (mode {mode:o}): set disk_path = {}, which kvloft creates for this user only",
             path.join("kvloft").display()

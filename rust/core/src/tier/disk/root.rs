@@ -1,11 +1,10 @@
-//! A disk directory and its namespaces that are open in this process, with one owner and one size
-//! limit.
+//! A disk directory, with one owner and one size limit, and the namespaces that this process has
+//! open in it.
 //!
 //! Each open namespace claims bytes before its files grow, so that the total never exceeds the
-//! limit. Closed namespaces are measured and can be deleted to make room; open ones never are.
-//! While several are open, each leaves room for equal parts; a namespace keeps space that it
-//! claimed alone until it is closed. No lock is held during system calls, except one for the first
-//! to open.
+//! limit. Closed namespaces are measured and can be deleted to make room; open namespaces cannot.
+//! While multiple namespaces are open, each leaves space for equal parts, but keeps what it claimed
+//! earlier until it is closed. Only the lock for opening is held during system calls.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,16 +20,16 @@ use crate::key::namespace_id;
 use crate::sync::{Mutex, MutexGuard, locked};
 use crate::{Error, ErrorKind, Result};
 
-/// A namespace's directory and superblock, counted if several namespaces are open.
+/// Size of a namespace's directory and superblock, added for every other open namespace.
 const NAMESPACE_BYTES: u64 = 4 * budget::PAGE_BYTES;
-/// The files grow by about this much at a time: few allocations, little unused space.
+/// Approximate growth of the files per allocation.
 const EXTENT_BYTES: u64 = 64 * 1024 * 1024;
-/// If other namespaces may be opened, at most this part of the cap.
+/// Minimum number of extents in the size limit if multiple namespaces may be open.
 const MAX_EXTENTS: u64 = 16;
-/// Attempts to find room if a namespace is opened or closed meanwhile.
+/// Maximum number of attempts to claim bytes while namespaces are opened and closed.
 const TRIES: usize = 16;
-/// Longest wait of a namespace for others that lock the directory; an engine can start with host
-/// memory instead.
+/// Timeout for threads that hold the lock for opening; at the timeout, an engine starts with host
+/// memory.
 const OPENING_TIMEOUT: Duration = Duration::from_secs(1);
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
@@ -39,26 +38,26 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 pub struct DiskRoot {
     state: Mutex<RootState>,
     opening: Mutex<()>,
-    /// Whether several namespaces may be open.
+    /// True if multiple namespaces may be open.
     is_shared: bool,
 }
 
 #[derive(Debug, Default)]
 struct RootState {
     lock: Weak<DirLock>,
-    /// The lock, while this process keeps the directory even without an open namespace.
+    /// Keeps the directory locked while no namespace is open.
     kept: Option<Arc<DirLock>>,
-    /// Bytes that each open namespace may take, by its directory's name.
+    /// Bytes claimed by each open namespace, by directory name.
     open: BTreeMap<String, u64>,
-    /// Names that are being deleted.
+    /// Names of namespaces that are being deleted.
     leaving: BTreeSet<String>,
-    /// Namespaces opened and closed so far.
+    /// Number of times that a namespace was opened or closed.
     changes: u64,
-    /// A namespace had no room since the last check.
+    /// True if a namespace has lacked space since the last check.
     is_short: bool,
 }
 
-/// Ownership of one namespace's files and, shared, of the directory; released with its last clone.
+/// Exclusive ownership of a namespace's files, and shared ownership of the directory.
 #[derive(Debug)]
 pub(super) struct OpenNamespace {
     root: Arc<DiskRoot>,
@@ -66,16 +65,16 @@ pub(super) struct OpenNamespace {
     _lock: Arc<DirLock>,
 }
 
-/// Bytes that can be claimed.
+/// Result of a claim.
 pub(super) struct Claim {
     /// Bytes that the namespace can claim.
     pub(super) bytes: u64,
-    /// Bytes of all other namespaces; 0 if those report their own.
+    /// Bytes of all other namespaces; 0 if they report their bytes themselves.
     pub(super) foreign_bytes: u64,
 }
 
 impl DiskRoot {
-    /// For several namespaces; the default is for one.
+    /// Creates the state for multiple namespaces; `default` is for a single namespace.
     pub fn shared() -> Arc<Self> {
         Arc::new(Self { is_shared: true, ..Self::default() })
     }
@@ -85,7 +84,7 @@ impl DiskRoot {
     }
 
     /// Locks the directory for this process until [`Self::release`], even without an open
-    /// namespace; creates it if it is missing. Same errors as [`super::DiskTier::open_in`].
+    /// namespace. Creates a missing directory. Has the errors of [`super::DiskTier::open_in`].
     pub fn hold(&self, dir: &Path) -> Result<()> {
         let _alone = locked(&self.opening);
         let lock = self.lock(dir)?;
@@ -93,14 +92,14 @@ impl DiskRoot {
         Ok(())
     }
 
-    /// Keeps the directory no longer than namespaces are open.
+    /// Unlocks the directory, or if namespaces are open, as soon as they are closed.
     pub fn release(&self) {
         let kept = self.state().kept.take();
-        drop(kept); // and with it, maybe, the lock: not under ours
+        drop(kept); // may unlock the directory, so `state` must not be locked
     }
 
-    /// Returns the closed namespaces on disk by directory name, with the bytes of each; does I/O. A
-    /// missing directory has none. Errors of the system.
+    /// Returns the size of each closed namespace on disk in bytes, by directory name; none for a
+    /// missing directory. Does I/O.
     pub fn closed(&self, dir: &Path) -> io::Result<BTreeMap<String, u64>> {
         match namespaces::scan(dir, &self.open_names()) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(BTreeMap::new()),
@@ -108,7 +107,7 @@ impl DiskRoot {
         }
     }
 
-    /// Bytes of those in `measured` that are still closed.
+    /// Returns the total size of the `measured` namespaces that are still closed.
     pub fn bytes_closed(&self, measured: &BTreeMap<String, u64>) -> u64 {
         let open = self.open_names();
         measured
@@ -118,8 +117,7 @@ impl DiskRoot {
             .fold(0, |sum, of| sum.saturating_add(*of))
     }
 
-    /// Returns the directory's lock and takes it if necessary; only one thread can call this at a
-    /// time.
+    /// Returns the directory's lock; acquires it if necessary. The caller holds `opening`.
     fn lock(&self, dir: &Path) -> Result<Arc<DirLock>> {
         namespaces::make_dir(dir).map_err(|e| {
             owner::missing_parent(dir, &e).unwrap_or_else(|| owner::dir_error(owner::MAKE, dir, e))
@@ -141,8 +139,8 @@ impl DiskRoot {
         Ok(lock)
     }
 
-    /// Returns whether a namespace had no room since the last call, so that closing another would
-    /// help.
+    /// Returns true if a namespace has lacked space since the last call, so that closing another
+    /// namespace would help.
     pub fn take_short(&self) -> bool {
         std::mem::take(&mut self.state().is_short)
     }
@@ -151,8 +149,7 @@ impl DiskRoot {
         self.state().open.keys().cloned().collect()
     }
 
-    /// Locks opening and closing of the directory. `Busy` if another thread holds the lock past
-    /// the timeout.
+    /// Acquires the lock for opening. Returns `Busy` at the timeout.
     fn alone(&self, dir: &Path) -> Result<MutexGuard<'_, ()>> {
         let deadline = Instant::now() + OPENING_TIMEOUT;
         loop {
@@ -170,14 +167,14 @@ impl DiskRoot {
         }
     }
 
-    /// Makes the directory where missing, locks it for this process and opens the namespace. `Busy`
-    /// if another process has the directory, or if this process has the namespace open, is deleting
-    /// it, or cannot lock the directory in time.
+    /// Creates a missing directory, locks it for this process and opens the namespace. Returns
+    /// `Busy` if another process uses the directory, or if this process has opened the namespace,
+    /// is deleting it, or cannot lock the directory in time.
     pub(super) fn enter(self: &Arc<Self>, config: &DiskConfig) -> Result<Arc<OpenNamespace>> {
         let _alone = self.alone(&config.dir)?;
         let lock = self.lock(&config.dir)?;
         let name = namespace_id(&config.namespace);
-        // Until it claims its bytes, others must not grow into them.
+        // Other namespaces must not use these bytes before this namespace claims them.
         let found = namespaces::measure(name.clone(), config.dir.join(&name));
         let mut state = self.state();
         if state.open.contains_key(&name) || state.leaving.contains(&name) {
@@ -194,22 +191,21 @@ impl DiskRoot {
 }
 
 impl OpenNamespace {
-    /// Maximum growth of a file at once.
+    /// Returns the maximum growth of a file per allocation.
     pub(super) fn extent_bytes(&self, cap_bytes: u64) -> u64 {
         let share = if self.root.is_shared { cap_bytes / MAX_EXTENTS } else { cap_bytes };
         share.min(EXTENT_BYTES)
     }
 
-    /// Bytes of other open namespaces, which are not measured on disk: their claims, or their
-    /// parts.
+    /// Returns the bytes to leave for other open namespaces: for each, its claim or an equal part.
     fn open_bytes(&self, state: &RootState, cap_bytes: u64) -> u64 {
         let part = cap_bytes.saturating_sub(budget::FIXED_BYTES) / state.open.len().max(1) as u64;
         let others = state.open.iter().filter(|(name, _)| **name != self.name);
         others.map(|(_, bytes)| part.max(bytes + NAMESPACE_BYTES)).fold(0, u64::saturating_add)
     }
 
-    /// Claims `want` bytes or fewer in addition to its own; closed namespaces are deleted only if
-    /// `enough` would not fit otherwise.
+    /// Claims up to `want` bytes in total. Only deletes closed namespaces if `enough` bytes would
+    /// not fit otherwise.
     pub(super) fn claim(
         &self,
         config: &DiskConfig,
@@ -258,12 +254,12 @@ impl OpenNamespace {
         is_deleted.get()
     }
 
-    /// Reduces its claim to these bytes.
+    /// Sets the namespace's claim to `bytes`.
     pub(super) fn settle(&self, bytes: u64) {
         self.root.state().open.insert(self.name.clone(), bytes);
     }
 
-    /// Deletes a closed namespace, which cannot be opened meanwhile.
+    /// Deletes a closed namespace, which cannot be opened during the deletion.
     pub(super) fn remove(&self, found: &namespaces::Found) -> io::Result<()> {
         let mut state = self.root.state();
         if state.open.contains_key(&found.name) || !state.leaving.insert(found.name.clone()) {

@@ -250,7 +250,7 @@ fn test_a_full_file_system_costs_closed_namespaces_first() {
     assert!(second.take_events().iter().any(|line| line.contains("was deleted to make room")));
 }
 
-/// Attempts of a growth that gets no slot: each has half of the slots of the one before.
+/// Number of attempts to grow without success: each attempt halves the number of slots.
 fn second_steps(tier: &DiskTier) -> u64 {
     let extent = tier.enter().unwrap().extent_bytes(tier.config.cap_bytes) / FRAME;
     u64::from(extent.max(1).ilog2()) + 1
