@@ -90,11 +90,11 @@ def test_the_command_applies_strict_rules_to_strict_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(PROSE, "ROOT", tmp_path)
-    for name in ("csrc/a.cu", "rust/a.rs"):
+    for name in ("csrc/a.cu", "tests/a.rs"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("// Waits for those.\n")  # prose: ignore
     assert PROSE.main([]) == 1
     found = capsys.readouterr().out.splitlines()
     assert [re.match(r"[^ ]+", line)[0] for line in found] == ["csrc/a.cu:1:"]  # type: ignore[index]
-    assert PROSE.main(["rust"]) == 0
-    assert PROSE.main(["--strict", "rust"]) == 1
+    assert PROSE.main(["tests"]) == 0
+    assert PROSE.main(["--strict", "tests"]) == 1
