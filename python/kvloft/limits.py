@@ -150,7 +150,7 @@ def _parsed(parse: Any, value: object, blame: str) -> Any:
     except HintError as e:
         raise ConfigError(f"{blame} = {value} {e}") from None
     except (ValueError, TypeError, ArithmeticError):
-        wanted = 'a part such as "10%", or a size'
+        wanted = 'a percentage such as "10%", or a size'
         if parse is parse_ttl:
             wanted = 'a time from 1s to 3650d, such as "24h" or "7d"'
         raise ConfigError(

@@ -80,7 +80,7 @@ def test_a_wrong_answer_is_status_1_with_its_place_in_the_last_line(
 ) -> None:
     assert main(["check", "wrong"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("kvloft does NOT support wrong")
+    assert last.startswith("With these flags, kvloft does NOT support wrong")
     assert "kvloft, disk, new engine: 1 of 1 outputs differ" in last
 
 

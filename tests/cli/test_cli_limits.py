@@ -160,9 +160,13 @@ def test_status_shows_usage_of_tenants_without_salts(
     [
         (
             ["--salt-quota", "110%"],
-            'salt_quota = "110%" (command line) is not allowed; it must be a part such as "10%"',
+            'salt_quota = "110%" (command line) is not allowed; it must be a percentage such as '
+            '"10%"',
         ),
-        (["--salt-quota", "null"], 'it must be a part such as "10%", or a size such as "8GiB".\n'),
+        (
+            ["--salt-quota", "null"],
+            'it must be a percentage such as "10%", or a size such as "8GiB".\n',
+        ),
         (
             ["--salt-ttl", "0s"],
             'salt_ttl = "0s" (command line) is not allowed; it must be a time from 1s to 3650d',

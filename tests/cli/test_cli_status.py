@@ -133,8 +133,8 @@ def test_rejected_engines_are_a_problem_with_count_and_reason(socket: str) -> No
     assert shown_first(status)[:2] == [
         "The kvloft server at unix:/kv.sock has 1 problem:",
         (
-            "The server rejected 14 connections of engines in namespace 3f9a; they retry: "
-            "--host-size is too large."
+            "The server rejected 14 connections from engines in namespace 3f9a: --host-size is too "
+            "large. These engines keep retrying."
         ),
     ]
 

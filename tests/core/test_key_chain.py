@@ -74,7 +74,7 @@ def test_chunks_of_groups_have_separate_keys(
 
 
 class Index:
-    """An integer that implements only __index__, like numpy's scalars."""
+    """Convertible to an integer with ``__index__``, as numpy's integer scalars are."""
 
     def __index__(self) -> int:
         return 7

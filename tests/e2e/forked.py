@@ -1,5 +1,5 @@
 """Replaces `kvloft.vllm.check` with an engine that the zygote forks, so that vLLM is not imported
-again (half a minute).
+again, which would take half a minute.
 
 ``python -m e2e.forked JOB.json``, as started by kvloft.cli.check_engine, is a stub that runs as
 long as the engine. The engine runs `kvloft.vllm.check.run`.

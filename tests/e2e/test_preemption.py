@@ -39,8 +39,8 @@ SHORT = {("v1", False), ("v2", False), ("v2-async", True)}
 def test_two_requests_in_seven_blocks(
     truth: Truth, start: Callable[..., Engine], shape: str, caching: bool
 ) -> None:
-    """Request 1 is preempted, request 0 takes its blocks, request 1 resumes with kvloft's
-    chunks.
+    """Request 1 is preempted, request 0 takes its blocks, and request 1 resumes with chunks of
+    kvloft.
     """
     requests = [Req(random_ids(2000 + i, 2 * BLOCK - 2), max_tokens=3 * BLOCK) for i in range(2)]
     engine = start(

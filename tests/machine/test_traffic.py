@@ -64,8 +64,8 @@ class Traffic:
         kind = pick.random()
         if (
             self._shape.num_drafts or kind >= 0.25
-            # vLLM does not support embeddings with draft tokens, and keeps KV of truncated draft
-            # tokens
+            # With draft tokens, vLLM does not support embeddings, and it keeps the KV of truncated
+            # draft tokens under a session's next input.
         ):
             return flavoured(plain, "adapter", (1,)) if pick.random() < 0.25 else plain
         if kind < 0.15:

@@ -75,7 +75,9 @@ def add_parser(subparsers: Any) -> None:
         usage="kvloft check MODEL [OPTIONS] [-- FLAGS OF VLLM]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="a model name or directory, as for vLLM")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a model name or directory, as passed to vLLM"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
         "--extra", metavar="JSON", default="{}", help="kv_connector_extra_config, as for vLLM"

@@ -252,6 +252,6 @@ def verdict(report: dict[str, Any]) -> str:
             "from disk."
         )
     return (
-        f"kvloft does NOT support {report['model']} with these flags: "
+        f"With these flags, kvloft does NOT support {report['model']}: "
         f"{'; '.join(report['missing'])}."
     )

@@ -44,7 +44,7 @@ OPTIONS: Final = {
     "eviction": "adaptive or lru",
     "salt_quota": "limit of host memory for one cache_salt in a namespace, such as 10%% or 8GiB",
     "salt_disk_quota": "limit of disk space for one cache_salt in a namespace",
-    "salt_ttl": "time from the save to the expiry of a cache_salt's chunks, such as 24h or 7d",
+    "salt_ttl": "how long chunks of a cache_salt are kept after they are saved, such as 24h or 7d",
     "salt_limits": "a YAML file with limits for individual salts",
 }
 DESCRIPTION: Final = """\

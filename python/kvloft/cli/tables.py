@@ -81,8 +81,8 @@ def disk_unused(status: Status) -> list[str]:
 def rejected(status: Status) -> list[str]:
     """Return a line for each namespace whose engines the server does not accept."""
     return [
-        f"The server rejected {counted(each['count'], 'connection')} of engines in namespace "
-        f"{each['namespace']}; they retry: {each['reason']}."
+        f"The server rejected {counted(each['count'], 'connection')} from engines in namespace "
+        f"{each['namespace']}: {each['reason']}. These engines keep retrying."
         for each in status["refusals"]
     ]
 

@@ -140,7 +140,7 @@ _TEXT: Final = Setting(_parse_text, "text", lambda v: repr(v) if v else "(empty)
 _THREADS: Final = Setting(partial(_parse_count, low=1, high=64), "a number from 1 to 64")
 _FILE: Final = Setting(_parse_path, "the path of a YAML file", lambda v: v or "(none)", "none")
 _QUOTA: Final = _or_none(
-    Setting(parse_quota, 'a part such as "10%", or a size such as "8GiB"', format_quota)
+    Setting(parse_quota, 'a percentage such as "10%", or a size such as "8GiB"', format_quota)
 )
 _TTL: Final = _or_none(
     Setting(parse_ttl, 'a time from 1s to 3650d, such as "24h" or "7d"', format_ttl)

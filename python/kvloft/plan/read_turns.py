@@ -1,8 +1,9 @@
 """Decides which waiting requests may pin frames and start disk reads: in vLLM's order, up to half
 of the memory.
 
-In every step, vLLM asks in the order of its queue, and passes over requests that wait. The order of
-the calls in one step is therefore the order of turns, and no queue is stored here.
+In every step, vLLM asks kvloft about the waiting requests in queue order, and skips requests that
+kvloft lets wait. The order of the calls in one step is therefore the order of turns, and no
+queue is stored here.
 """
 
 from kvloft.plan.leases import PinnedFrames

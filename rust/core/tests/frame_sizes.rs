@@ -102,7 +102,7 @@ fn two_models_fill_their_shares_of_one_arena() {
     assert!(used as f64 >= 0.95 * host as f64, "{used} of {host}");
 }
 
-/// The share of each size follows the saves after a bounded number of them.
+/// After a bounded number of saves, each frame size's share of memory matches the saved sizes.
 #[test]
 fn memory_follows_the_size_that_is_saved() {
     let store = Store::open(&open(&[20, 2], 1)).unwrap();

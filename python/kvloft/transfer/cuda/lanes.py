@@ -314,7 +314,7 @@ class _Params:
         self._sums = torch.zeros(
             2 * MAX_SEGMENTS + 1, dtype=torch.int64, device=kernels.tiles.device
         )
-        # The sums must be zero before the first launch. Runs at startup, never in a step.
+        # The sums must be zero before the first launch. Steps never wait here.
         torch.cuda.current_stream(kernels.tiles.device).synchronize()
         self._tiles, sums = kernels.tiles, self._sums.data_ptr()
         self._params = PieceParams(

@@ -38,9 +38,9 @@ pub(crate) enum DiskState {
 pub(crate) enum DiskEvent {
     /// The chunk became visible in host memory, or a descendant must be written.
     Want,
-    /// Its parent is not on disk.
+    /// The chunk's parent is not on disk.
     Block,
-    /// Its parent is on disk, or can be written now.
+    /// The chunk's parent is on disk, or can be written now.
     Unblock,
     /// It no longer needs to be written.
     Cancel,

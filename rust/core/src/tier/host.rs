@@ -336,7 +336,7 @@ impl HostTier {
 
     /// Starts to empty a slab. Chooses the slab of `coldest`, unless another slab has at most half
     /// as many frames in use. For other stores, prefers slabs that saves cannot use. The slab is
-    /// released with its last used frame. Returns None if there is no suitable slab.
+    /// released when its last frame in use is freed. Returns None if there is no suitable slab.
     pub(crate) fn drain(&mut self, wanted: Wanted, coldest: Option<FrameId>) -> Option<SlabId> {
         let end = self.slabs.len().min(wanted.end as usize);
         let is_own = |at: &usize| {

@@ -15,9 +15,9 @@ use crate::io::SizeClass;
 /// State of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SlotState {
-    /// Free; true if its record on disk may not be empty.
+    /// Free. The flag is true if the slot's record on disk might not be empty.
     Free(bool),
-    /// Owned by a caller but not written; true if its record on disk may not be empty.
+    /// Owned by a caller but not yet written. The flag is as for `Free`.
     Reserved(bool),
     /// Owned by a caller; contains a chunk.
     Used,
