@@ -161,8 +161,8 @@ def test_status_shows_usage_of_tenants_without_salts(
         (
             ["--salt-quota", "110%"],
             (
-                'salt_quota = "110%" (command line) is not allowed; it must be a percentage such as '
-                '"10%"'
+                'salt_quota = "110%" (command line) is not allowed; '
+                'it must be a percentage such as "10%"'
             ),
         ),
         (

@@ -45,7 +45,7 @@ def settings(args: argparse.Namespace) -> Config:
     config = load_config(given, extra_origin=COMMAND_LINE)
     if config.server is None:
         raise ConfigError(
-            "the socket is missing; use --socket PATH, or set KVLOFT_SERVER=unix:PATH."
+            "no socket path was given; use --socket PATH, or set KVLOFT_SERVER=unix:PATH."
         )
     return config
 
