@@ -111,16 +111,28 @@ def long_files() -> Iterator[str]:
                 yield f"{name}: {count} lines, more than {limit}"
 
 
-def long_documents() -> Iterator[str]:
-    """No document may exceed its maximum length."""
+def documents() -> dict[str, str]:
+    """Return the text of each Markdown file outside RESULTS."""
     listed = subprocess.run(
         ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    texts = {
+    return {
         name: (ROOT / name).read_text(encoding="utf-8")
         for name in listed.stdout.split()
         if not name.startswith(RESULTS)
     }
+
+
+def cut_tables() -> Iterator[str]:
+    """No blank line may separate rows of a table: the rows after it are not in the table."""
+    for name, text in documents().items():
+        for match in re.finditer(r"\|\n\n+(?=\|)(?!.*\n\|[ :|-]+\n)", text):
+            yield f"{name}:{text.count(chr(10), 0, match.start()) + 2}: blank line in a table"
+
+
+def long_documents() -> Iterator[str]:
+    """No document may exceed its maximum length."""
+    texts = documents()
     readme, architecture = texts["README.md"], texts["ARCHITECTURE.md"]
     sizes = [
         ("all Markdown: words", sum(len(text.split()) for text in texts.values()), MAX_WORDS),
@@ -159,6 +171,7 @@ RULES = (
     extension_elsewhere,
     hidden_imports,
     long_files,
+    cut_tables,
     long_documents,
     circles,
     heavy_import,
