@@ -100,6 +100,24 @@ def test_break_even_of_disk_and_prefill(
     assert figures["disk_is_faster"] is is_faster
 
 
+@pytest.mark.parametrize(
+    ("disk_read", "verdict"),
+    [
+        ("2GB", "computing is faster"),
+        ("3GB", "reading is faster with compression"),
+        ("4GB", "reading is faster"),
+    ],
+)
+def test_the_verdict_includes_compression(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], disk_read: str, verdict: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    assert main(["size", str(tmp_path), "--prefill", "27000", "--disk-read", disk_read]) == 0
+    out = capsys.readouterr().out
+    assert verdict in out
+    assert ("with compression" in out) == verdict.endswith("with compression")
+
+
 def test_table_says_how_many_tokens_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert main(["size", str(tmp_path), "--host-size", "1GiB"]) == 0

@@ -241,7 +241,10 @@ def _figures(size: KvSize, args: argparse.Namespace) -> dict[str, Any]:
         figures["host_tokens_compressed"] = args.host_size // stored
         if args.disk_size:
             figures["disk_tokens_compressed"] = args.disk_size // stored
+        if args.disk_read:
+            figures["disk_tokens_per_second_compressed"] = args.disk_read // stored
     if args.prefill:
+        figures["prefill"] = args.prefill
         figures["break_even_bytes_per_second"] = args.prefill * size.token_bytes
     if args.disk_read and size.token_bytes:
         figures["disk_tokens_per_second"] = args.disk_read // size.token_bytes
@@ -271,8 +274,14 @@ def _rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if (least := figures.get("break_even_bytes_per_second")) is not None:
         yield "disk speed at which reading equals computing", f"{size_text(least)}/s"
     if "disk_tokens_per_second" in figures:
-        yield "tokens read from disk", f"{figures['disk_tokens_per_second']:,} per second"
+        yield (
+            "tokens read from disk per second",
+            _with_compressed(figures, "disk_tokens_per_second"),
+        )
+    prefill, compressed = figures.get("prefill"), figures.get("disk_tokens_per_second_compressed")
     if figures.get("disk_is_faster") is True:
         yield "verdict", "reading is faster"
+    elif prefill is not None and compressed is not None and compressed > prefill:
+        yield "verdict", "reading is faster with compression, on a GPU; otherwise computing is"
     elif "disk_is_faster" in figures:
         yield "verdict", "computing is faster: a disk hit helps only while the GPU is busy"
