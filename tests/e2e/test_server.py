@@ -56,6 +56,12 @@ def until_full(truth: Truth, engine: Engine) -> None:
     until(lambda: ask_all(truth, engine) == FULL, "hits do not return")
 
 
+def has_disk_chunks(server: CacheServer) -> bool:
+    """Return True once an engine is connected and its chunks on disk were found."""
+    spaces = server.namespaces()
+    return any(s["engines"] and (s["stats"] or {}).get("disk_used") for s in spaces)
+
+
 def test_an_engine_loads_chunks_of_another(
     truth: Truth, start: Callable[..., Engine], server: CacheServer
 ) -> None:
@@ -81,6 +87,8 @@ def test_a_server_that_was_stopped_has_everything_on_disk(
     assert server.end(signal.SIGTERM) == 0
     assert ask_all(truth, engine) == 0
     server.start(host_size="32MiB")
+    # Prompts that are sent earlier are computed and saved, and then found in host memory.
+    until(lambda: has_disk_chunks(server), "the engine does not reconnect")
     until_full(truth, engine)
     assert engine.metrics()["vllm:kvloft_load_tokens_disk_total"] > 0
     assert "lost the connection" in engine.log.read_text()
