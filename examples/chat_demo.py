@@ -405,9 +405,9 @@ def explain_misses(turns: list[Turn]) -> str:
     dropped, late = sum(turn.dropped for turn in turns), sum(turn.late for turn in turns)
     if not dropped and not late:
         return ""
-    losses = [f"{dropped} chunks were not saved"] * bool(dropped)
-    losses += [f"the server responded too late to {late} calls"] * bool(late)
-    return f"On this busy machine, {' and '.join(losses)}; vLLM computed the tokens instead."
+    losses = [f"chunks not saved: {dropped}"] * bool(dropped)
+    losses += [f"calls that the server answered too late: {late}"] * bool(late)
+    return f"This machine is busy ({', '.join(losses)}): vLLM computed the tokens instead."
 
 
 def main() -> int:
