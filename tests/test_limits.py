@@ -150,7 +150,7 @@ def test_individual_limits_override_common_limits(tmp_path: Path) -> None:
         (f"- {{{SECRET}: 1, {SECRET}: 2}}", "entry 1: expected one of salt and salt_file"),
         (
             f"- {{salt: {SECRET}, quota: {SECRET}}}",
-            "entry 1: quota is not allowed; it must be a part",
+            "entry 1: quota is not allowed; it must be a percentage",
         ),
         (f"- {{salt: {SECRET}, ttl: 5y}}", "entry 1: ttl is not allowed; it must be a time"),
         (
