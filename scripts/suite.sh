@@ -86,15 +86,10 @@ all() {
   wait $! || return
   GROUPS_TO_END=()
   in_group without_engines >build/logs/without_engines.log 2>&1
-  in_group with_engines
+  in_group phase "Python tests with engines on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e
   wait || true
   cat build/logs/without_engines.log
   [ -e "$REPORT/without-engines" ] || tell "tests without engines: FAILED (did not finish)"
-}
-
-with_engines() {
-  phase "Python tests with engines on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e
-  phase "kvloft check of all tiny models on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e/zoo/test_checks.py
 }
 
 without_engines() {
@@ -109,6 +104,7 @@ without_engines() {
   wait # if an environment failed, the phases below fail again and report it
   KV_STORE=server phase "short form over a server on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e -m short
   for version in $OTHERS; do short "$version"; done
+  phase "kvloft check of all tiny models on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e/zoo/test_checks.py
   touch "$REPORT/without-engines"
 }
 
