@@ -16,7 +16,9 @@ use kvloft_core::KeyChain;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::Arena;
 use kvloft_core::key::ChunkKey;
-use kvloft_core::store::{Progress, ReadLease, Store, StoreConfig, TierName, WriteLease};
+use kvloft_core::store::{
+    Lookup, Prefix, Progress, ReadLease, Store, StoreConfig, TierName, WriteLease,
+};
 use kvloft_testing::one_prefix::StoreExt;
 use proptest::prelude::*;
 use store_common::{
@@ -345,6 +347,51 @@ fn a_read_that_fails_and_then_finds_damage_is_a_miss() {
     assert!(store.flush(LONG), "the disk thread is free again");
     assert_eq!((stat(&store, "disk_read_errors"), store.lookup(&wanted).stored_units), (1, 0));
     store.check().unwrap();
+}
+
+/// A save under a read that fails, while its own children failed earlier and all of them left the
+/// disk: the chunk fails with its children still in the tree.
+#[test]
+fn a_save_that_fails_after_its_children_leaves_the_tree_after_them() {
+    let disk = MemoryDisk::new(16);
+    let store = open(12, Eviction::Lru, &disk, 2);
+    let (arena, wanted) = (arena_of(&store), chain(&[0, 1, 2, 3]));
+    assert_eq!(save(&store, &arena, &wanted, 0..4), 4);
+    assert!(store.flush(LONG));
+    let other = chain(&(100..112).collect::<Vec<_>>());
+    assert_eq!(save(&store, &arena, &other, 0..12), 12);
+    assert!(store.flush(LONG));
+    assert_eq!(store.lookup(&wanted), Lookup { host_units: 0, stored_units: 4 });
+    let gate = disk.read_gate.lock().unwrap();
+    let first = store.acquire(Prefix::new(wanted.root(), &wanted.keys()[..1]));
+    let deadline = Instant::now() + LONG;
+    while disk.num_reads.load(Ordering::SeqCst) == 0 {
+        assert!(Instant::now() < deadline, "no thread reads");
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    let mut saves = store.reserve(&wanted, 1..4).unwrap().leases;
+    assert_eq!(saves.len(), 3, "the parent is being read");
+    saves.iter().for_each(|save| fill(&arena, save.reservation()));
+    // The last chunk is still being saved when the first cannot be read; the chunk between is
+    // complete.
+    let last = saves.pop().unwrap();
+    let middle = saves.pop().unwrap();
+    assert_eq!(store.commit([middle]), 0, "its parent is not visible");
+    disk.fail_reads.store(true, Ordering::SeqCst);
+    drop(gate);
+    assert_eq!(settled(&first), Progress::default());
+    drop(first);
+    disk.fail_reads.store(false, Ordering::SeqCst);
+    // New chunks evict the old chain from disk, leaves first.
+    for token in 200..216 {
+        assert_eq!(save(&store, &arena, &chain(&[token]), 0..1), 1);
+        assert!(store.flush(LONG));
+    }
+    assert_eq!(store.lookup(&wanted), Lookup::default());
+    assert_eq!(store.commit(saves), 0);
+    assert_eq!(store.commit([last]), 0);
+    store.check().unwrap();
+    assert_eq!((stat(&store, "pins"), stat(&store, "frames_reserved")), (0, 0));
 }
 
 #[test]

@@ -90,7 +90,8 @@ impl State {
                 self.change_host(next, HostEvent::Fail);
             }
             let entry = &self.index[next];
-            if !entry.disk.takes_slot() {
+            // A child can still be in the tree: it failed earlier, with children being filled.
+            if !entry.disk.takes_slot() && entry.first_child.is_none() {
                 self.detach(next);
             } else if !is_filling {
                 self.leave_failed(if entry.host.is_absent() { parent } else { Some(next) });
