@@ -371,7 +371,9 @@ fn a_save_that_fails_after_its_children_leaves_the_tree_after_them() {
     }
     let mut saves = store.reserve(&wanted, 1..4).unwrap().leases;
     assert_eq!(saves.len(), 3, "the parent is being read");
-    saves.iter().for_each(|save| fill(&arena, save.reservation()));
+    for save in &saves {
+        fill(&arena, save.reservation());
+    }
     // The last chunk is still being saved when the first cannot be read; the chunk between is
     // complete.
     let last = saves.pop().unwrap();
