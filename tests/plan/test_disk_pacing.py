@@ -60,6 +60,11 @@ def test_a_disk_faster_than_the_engine_is_waited_for_and_a_slower_one_is_not() -
     assert not waits(pacing(read_s=0.03, tokens_per_s=5000))
 
 
+def test_a_check_waits_for_any_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DiskPacing, "always_pays", True)
+    assert waits(pacing(read_s=3.0, tokens_per_s=5000), ahead=100)
+
+
 def test_chunks_of_others_ahead_count() -> None:
     assert not waits(pacing(read_s=0.01, tokens_per_s=5000), ahead=20)
 

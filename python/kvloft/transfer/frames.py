@@ -200,9 +200,9 @@ class PrivatePart:
         """Seal the payload in ``bytes``, and write payload and trailer to ``copy.frame``."""
         self._arena.seal(self._describe(copy, layout, page_bytes))
         num_bytes = sum(page_bytes) * copy.num_blocks
-        part = self._frames.part(copy.frame)
+        part, private = self._frames.part(copy.frame).numpy(), self.bytes.numpy()
         for begin, end in ((0, num_bytes), (len(part) - _core.TRAILER_BYTES, len(part))):
-            part[begin:end] = self.bytes[begin:end]
+            part[begin:end] = private[begin:end]
 
     def fetch(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> str | None:
         """Copy this rank's part of ``copy.frame`` to ``bytes``, and check it.
@@ -210,10 +210,10 @@ class PrivatePart:
         Returns None if the part belongs to the chunk with ``copy.key``, or else the problem.
         """
         num_bytes = sum(page_bytes) * copy.num_blocks
-        part = self._frames.part(copy.frame)
+        part, private = self._frames.part(copy.frame).numpy(), self.bytes.numpy()
         if num_bytes + _core.TRAILER_BYTES <= len(part):
             for begin, end in ((0, num_bytes), (len(part) - _core.TRAILER_BYTES, len(part))):
-                self.bytes[begin:end] = part[begin:end]
+                private[begin:end] = part[begin:end]
         return self._arena.check(self._describe(copy, layout, page_bytes))
 
     def _describe(

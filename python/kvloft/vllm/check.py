@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloft.errors import ConfigError
+from kvloft.plan.disk_pacing import DiskPacing
 from kvloft.vllm.check_prompts import choose_prompts
 from kvloft.vllm.shape import KIND_OF_SPEC, group_layers, group_shape, layer_specs
 
@@ -210,6 +211,7 @@ def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=extra,
         )
+    DiskPacing.always_pays = True  # a computed chunk would not be checked
     engine = Engine(LLMEngine.from_engine_args(args))
     engine.watch()
     return engine, ignored
