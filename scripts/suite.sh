@@ -69,6 +69,8 @@ full() {
 }
 short() { in_time "environment with vLLM $1" scripts/env.sh "$1" && phase "short form on vLLM $1" pytest_on "$1" tests/e2e tests/vllm/test_patches.py -m short; }
 
+check_half() { phase "kvloft check of tiny models, $1 half" pytest_on "$NEWEST" tests/e2e/zoo/test_checks.py; }
+
 # in_group COMMAND...: runs a command in the background, in a process group that is killed when this script exits. In the foreground, bash
 # would only run traps once the command exits.
 GROUPS_TO_END=()
@@ -86,10 +88,15 @@ all() {
   wait $! || return
   GROUPS_TO_END=()
   in_group without_engines >build/logs/without_engines.log 2>&1
-  in_group phase "Python tests with engines on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e
+  in_group with_engines
   wait || true
   cat build/logs/without_engines.log
   [ -e "$REPORT/without-engines" ] || tell "tests without engines: FAILED (did not finish)"
+}
+
+with_engines() {
+  phase "Python tests with engines on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e
+  KV_SHARD=0/2 check_half first
 }
 
 without_engines() {
@@ -104,7 +111,7 @@ without_engines() {
   wait # if an environment failed, the phases below fail again and report it
   KV_STORE=server phase "short form over a server on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e -m short
   for version in $OTHERS; do short "$version"; done
-  phase "kvloft check of all tiny models on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e/zoo/test_checks.py
+  KV_SHARD=1/2 check_half second
   touch "$REPORT/without-engines"
 }
 

@@ -1,6 +1,7 @@
 """Checks with `kvloft check` which tiny models are supported, and that docs/models.md agrees."""
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ WITHOUT_GROUPS = (
     [name for name, model in sorted(ZOO.items()) if len(model.kinds) > 1] if IS_WHOLE else ["lfm2"]
 )
 """Models with multiple groups, which are also checked with kv_groups=one."""
-TRIED = [*((name, "auto") for name in sorted(ZOO)), *((name, "one") for name in WITHOUT_GROUPS)]
+SHARD, NUM_SHARDS = map(int, os.environ.get("KV_SHARD", "0/1").split("/"))
+TRIED = [*((name, "auto") for name in sorted(ZOO)), *((name, "one") for name in WITHOUT_GROUPS)][
+    SHARD::NUM_SHARDS
+]
+"""With KV_SHARD=0/2 or 1/2, half of the models, so that the halves can run at the same time."""
 
 
 @pytest.fixture(scope="module", autouse=True)
