@@ -292,7 +292,6 @@ def test_a_failed_step_aborts_its_reservations(
     with pytest.raises(RuntimeError, match="store"):
         engine.schedule()
     plan = engine.core.plan_loads_only()
-    assert plan.step == 1, "the same step is planned again"
     assert not plan.saves
     assert not engine.store.tickets
     assert not engine.core.has_work_in_flight

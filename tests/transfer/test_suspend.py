@@ -16,8 +16,8 @@ def store() -> _core.Session:
     return _core.Session(frame_bytes=PART_BYTES, host_bytes=PART_BYTES * 4, namespace=bytes(32))
 
 
-def run(worker: WorkerCore, store: _core.Session, step: int) -> None:
-    worker.begin(plan_of(store, step))
+def run(worker: WorkerCore, store: _core.Session) -> None:
+    worker.begin(plan_of(store))
     worker.run_saves()
     worker.run_loads()
 
@@ -31,14 +31,14 @@ def test_no_page_is_touched_between_suspend_and_resume(store: _core.Session) -> 
     report = worker.take_report()
     assert report is not None and report.saved == (11,), "saves in flight must be reported as usual"
     pages = [tensor.clone() for tensor in CACHES.values()]
-    run(worker, store, 2)
+    run(worker, store)
     assert_all_failed(worker)
     assert all(
         (a == b).all() or a.isnan().any() for a, b in zip(pages, CACHES.values(), strict=True)
     )
     for _ in range(2):
         worker.resume()
-    worker.begin(plan_of(store, 3)._replace(loads=()))
+    worker.begin(plan_of(store)._replace(loads=()))
     worker.run_saves()
     report = worker.take_report()
     assert report is not None and report.saved == (11,)
@@ -57,7 +57,7 @@ def test_copies_in_flight_end_first(store: _core.Session) -> None:
 
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Watched())
     worker.register([CACHES], 7, "test")
-    run(worker, store, 1)
+    run(worker, store)
     worker.suspend()
     assert log == ["drained"], "the mover and its pinned memory must be kept"
     worker.resume()
@@ -68,10 +68,10 @@ def test_copies_in_flight_end_first(store: _core.Session) -> None:
 def test_an_engine_that_never_moved_a_page_can_sleep_too(store: _core.Session) -> None:
     worker = worker_for()
     worker.suspend()
-    run(worker, store, 1)
+    run(worker, store)
     assert_all_failed(worker)
     worker.resume()
-    worker.begin(plan_of(store, 2)._replace(loads=()))
+    worker.begin(plan_of(store)._replace(loads=()))
     worker.run_saves()
     report = worker.take_report()
     assert report is not None and report.saved == (11,)
@@ -87,7 +87,7 @@ def test_the_mover_stays_closed_during_sleep(store: _core.Session, how: str) -> 
 
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Watched())
     worker.register([CACHES], 7, "test")
-    run(worker, store, 1)
+    run(worker, store)
     worker.suspend()
     if how == "shutdown":
         worker.shutdown()
@@ -96,7 +96,7 @@ def test_the_mover_stays_closed_during_sleep(store: _core.Session, how: str) -> 
     else:
         worker.stop("other weights")
         worker.resume()
-        run(worker, store, 2)
+        run(worker, store)
         worker.take_report()
     assert closed == ["mine"]
 
@@ -124,7 +124,7 @@ def test_a_sleeping_worker_reports_no_frame_as_usable_before_it_is_registered(
     mover.usable_bytes = 2  # registration continues
     hear()
     worker.resume()
-    worker.begin(plan_of(store, 2)._replace(saves=(), loads=()))
+    worker.begin(plan_of(store)._replace(saves=(), loads=()))
     hear()
     assert told == [(0, 1), (0, 2)]
 
@@ -140,7 +140,7 @@ def test_frames_that_need_no_pinning_stay_usable_through_a_sleep(
     worker.suspend()
     assert worker.take_report() is None
     worker.resume()
-    worker.begin(plan_of(store, 2)._replace(saves=(), loads=()))
+    worker.begin(plan_of(store)._replace(saves=(), loads=()))
     assert worker.take_report() is None
 
 

@@ -46,11 +46,11 @@ def copy_of(frame: int, block: int, ticket: int = -1) -> ChunkCopy:
     return ChunkCopy(frame, ChunkKey(bytes([frame]) * 32), 1, 0, (BlockId(block),), Ticket(ticket))
 
 
-def plan_of(store: _core.Session, step: int = 1) -> StepPlan:
+def plan_of(store: _core.Session) -> StepPlan:
     """Return a plan that saves block 1 and loads frame 0 into block 2."""
     arena = arena_of(store, SHAPE)
     loads = (LoadPlan(ReqId("l"), 5, batch_of([copy_of(0, 2)])),)
-    return StepPlan(step, arena, loads, (SavePlan(ReqId("s"), batch_of([copy_of(0, 1, 11)])),))
+    return StepPlan(arena, loads, (SavePlan(ReqId("s"), batch_of([copy_of(0, 1, 11)])),))
 
 
 def test_each_hook_may_be_called_again_within_a_step(store: _core.Session) -> None:
@@ -112,7 +112,7 @@ def test_saves_skipped_by_a_step_fail_in_the_next(
 ) -> None:
     worker = worker_for()
     worker.begin(plan_of(store)._replace(loads=()))
-    worker.begin(StepPlan(2))
+    worker.begin(StepPlan())
     worker.run_saves()
     report = worker.take_report()
     assert report is not None
@@ -123,7 +123,7 @@ def test_steps_without_a_plan_do_nothing(store: _core.Session) -> None:
     worker = worker_for()
     worker.run_loads()
     worker.run_saves()
-    worker.begin(StepPlan(1))
+    worker.begin(StepPlan())
     worker.run_loads()
     worker.run_saves()
     assert worker.take_report() is None
@@ -149,8 +149,8 @@ def test_a_mover_that_cannot_be_created_fails_copies_only(
     worker = worker_for()
     plan = plan_of(store)
     assert plan.arena is not None
-    for step in (1, 2):
-        worker.begin(plan._replace(step=step, arena=replace(plan.arena, path="/nowhere")))
+    for _ in range(2):
+        worker.begin(plan._replace(arena=replace(plan.arena, path="/nowhere")))
         worker.run_loads()
         worker.run_saves()
         assert_all_failed(worker)
@@ -327,7 +327,7 @@ def test_a_stopped_worker_moves_nothing(store: _core.Session) -> None:
     assert report is not None
     assert report.saved == (11,), "saves in flight must be reported as usual"
     worker.register([CACHES], 7, "test")
-    worker.begin(plan_of(store, 2))
+    worker.begin(plan_of(store))
     worker.run_saves()
     worker.run_loads()
     assert_all_failed(worker)
@@ -399,14 +399,14 @@ class TestLifeline:
         self.begin(worker, store, lifeline)
         os.close(write)
         arena = worker._plan.arena
-        worker.begin(StepPlan(2, arena))
+        worker.begin(StepPlan(arena))
         assert num_mappings() > num_before, "the server runs"
         os.close(read)
         self.begin(worker, store, lifeline)
         assert num_mappings() > num_before, "copies of this plan can still succeed"
-        worker.begin(StepPlan(3, arena))
+        worker.begin(StepPlan(arena))
         assert num_mappings() == num_before
-        worker.begin(plan_of(store, 4)._replace(arena=arena))
+        worker.begin(plan_of(store)._replace(arena=arena))
         worker.run_saves()
         worker.run_loads()
         assert_all_failed(worker)

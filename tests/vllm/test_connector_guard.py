@@ -12,6 +12,8 @@ from kvloft.seam.plan import StepPlan
 from kvloft.vllm.connector import KVLoftConnector
 from kvloft.vllm.scheduler_half import SchedulerHalf
 
+LOADS_ONLY = StepPlan()
+
 
 class PanicLike(BaseException):
     """Like pyo3's PanicException, which is not derived from Exception."""
@@ -30,7 +32,7 @@ def broken(error: type[BaseException]) -> KVLoftConnector:
         close=fail,
         hook_errors=0,
         core=SimpleNamespace(
-            plan_loads_only=lambda: StepPlan(7),
+            plan_loads_only=lambda: LOADS_ONLY,
             plan_step=fail,
             finish=fail,
             reset=fail,
@@ -48,7 +50,7 @@ def test_any_error_in_a_hook_is_a_counted_miss(error: type[BaseException]) -> No
     blocks = SimpleNamespace(get_block_ids=lambda: ([1],))
     assert connector.get_num_new_matched_tokens(None, 0) == (0, False)
     connector.update_state_after_alloc(None, blocks, 16)
-    assert connector.build_connector_meta(None).plan == StepPlan(7)
+    assert connector.build_connector_meta(None).plan is LOADS_ONLY
     assert connector.request_finished(None, []) == (False, None)
     assert connector.reset_cache() is False
     assert connector.get_kv_connector_stats() is None
@@ -66,9 +68,9 @@ def test_a_failure_of_kv_events_costs_no_plan_and_no_other_requests_events(
         raise error
 
     half: Any = connector._scheduler
-    half.renew, half.plan_step = lambda: None, lambda _: StepPlan(3)
+    half.renew, half.plan_step = lambda: None, lambda _: LOADS_ONLY
     half.core.take_notes = lambda: [fail, lambda: told.append("a"), fail, lambda: told.append("b")]
-    assert connector.build_connector_meta(None).plan == StepPlan(3)
+    assert connector.build_connector_meta(None).plan == LOADS_ONLY
     assert told == ["a", "b"] and half.hook_errors == 2
     assert [record.message.partition(";")[0] for record in caplog.records] == [
         "kvloft: error in _note_for_events"

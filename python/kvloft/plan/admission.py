@@ -103,7 +103,7 @@ class Admission:
             has_reason = self.gates.still_comes(awaited) and request.local_tokens == local_tokens
         else:
             assert lease is not None
-            has_reason = self.disk.pays_for_rest(request, *lease.poll(), now)
+            has_reason = self.disk.pays_for_rest(request, *lease.frames.poll(), now)
         since = request.waiting_since
         return has_reason and since is not None and now - since < self._wait_s
 
@@ -199,14 +199,14 @@ class Admission:
     def _pin(self, request: RequestState, stored_units: int) -> Lease:
         pinned = self.turns.waiting
         lease = self._store.acquire(request.chain, stored_units)
-        strides = pinned.strides(request.chain, stored_units)
+        strides = pinned.counts.strides(request.chain, stored_units)
         request.lease = Lease(request.req_id, lease, pinned, strides, request.num_confirmed)
         request.reads_end = self.disk.pacing.observe_reads_wanted(request.num_on_disk)
         return request.lease
 
     def _offer(self, request: RequestState, lease: Lease, now: float, *, may_wait: bool) -> Answer:
         """Return the answer for a request with a lease."""
-        ready_units, pending_units = lease.poll()
+        ready_units, pending_units = lease.frames.poll()
         if pending_units:
             self.turns.note_pinned(request)
             pays = not self._is_crowded(request)

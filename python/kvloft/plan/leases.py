@@ -69,21 +69,20 @@ class PinnedFrames:
     """A set of leases, and the number of units that they pin, each counted once."""
 
     def __init__(self, max_units: int) -> None:
-        self._counts = StrideCounts(max_units)
-        self.strides, self.num_with = self._counts.strides, self._counts.total_with
+        self.counts = StrideCounts(max_units)
         self.leases: dict[Lease, None] = {}
 
     @property
     def num_units(self) -> int:
-        return self._counts.total
+        return self.counts.total
 
     def add(self, lease: Lease) -> None:
         self.leases[lease] = None
-        self._counts.add(lease.strides)
+        self.counts.add(lease.strides)
 
     def remove(self, lease: Lease) -> None:
         del self.leases[lease]
-        self._counts.remove(lease.strides)
+        self.counts.remove(lease.strides)
 
 
 class Lease:
@@ -101,9 +100,7 @@ class Lease:
         num_tokens: int,
     ) -> None:
         self.req_id, self.num_tokens, self.strides = req_id, num_tokens, strides
-        self.poll = lease.poll
-        self.batch = lease.batch
-        self._lease, self._pinned = lease, pinned
+        self.frames, self._pinned = lease, pinned
         pinned.add(self)
 
     def move_to(self, pinned: PinnedFrames) -> None:
@@ -115,4 +112,4 @@ class Lease:
     def release(self) -> None:
         """Unpin the frames. Must be called once."""
         self._pinned.remove(self)
-        self._lease.release()
+        self.frames.release()

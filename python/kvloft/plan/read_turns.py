@@ -63,8 +63,8 @@ class ReadTurns:
         if self.is_behind(request):
             return False
         if self._first not in (None, request.req_id):
-            strides = self.waiting.strides(request.chain, stored_units)
-            if self.waiting.num_with(strides) > self.max_waiting:
+            strides = self.waiting.counts.strides(request.chain, stored_units)
+            if self.waiting.counts.total_with(strides) > self.max_waiting:
                 return False
         self._blocked = None
         return True

@@ -189,7 +189,7 @@ class SchedulerCore:
         self._admitted.clear()
         self._saves.end_plan()
         loads = self._loads.take_queued()
-        return StepPlan(self._admission.step, self._arena, loads, saves, rewritten)
+        return StepPlan(self._arena, loads, saves, rewritten)
 
     def take_notes(self) -> list[Callable[[], None]]:
         """Return the queued calls to the announcer, to be made after the plan is complete."""

@@ -42,7 +42,6 @@ class StepPlan(NamedTuple):
     earlier step still reads them.
     """
 
-    step: int
     arena: ArenaSpec | None = None
     loads: tuple[LoadPlan, ...] = ()
     saves: tuple[SavePlan, ...] = ()

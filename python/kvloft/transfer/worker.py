@@ -50,7 +50,7 @@ class WorkerCore:
         """None before the first plan, and while copies must fail."""
         self._could_be_made = True
         self._is_asleep = self._is_stopped = False
-        self._plan = StepPlan(0)
+        self._plan = StepPlan()
         self._arena: ArenaSpec | None = None
         """The arena of the mover, or of the failed attempt to create the mover."""
         self._lifeline: Lifeline | None = None
