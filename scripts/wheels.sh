@@ -6,15 +6,25 @@
 #
 # Requires Python, Rust and the Rust target of the other architecture (`rustup target add`). A missing
 # target is skipped; the exit status is then 1 unless ALLOW_MISSING=1. maturin and zig (the linker)
-# are installed from PyPI.
+# are installed from PyPI. The script prints at least one line every 15 s.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
 ARCHES=${*:-x86_64 aarch64}
 TOOLS=.venv-wheels
 missing=()
+ticker=
 
-say() { printf '[%4ds] %s\n' "$SECONDS" "$*"; }
+# say STEP: prints the step's name, and a progress line every 15 s until the next step.
+say() {
+  stop_ticker
+  printf '[%4ds] %s\n' "$SECONDS" "$*"
+  (while sleep 15 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do printf '[%4ds]   still running: %s\n' "$SECONDS" "$*"; done) &
+  ticker=$!
+  disown "$ticker" # bash does not report its end
+}
+stop_ticker() { [ -z "$ticker" ] || kill "$ticker" 2>/dev/null || true; }
+trap stop_ticker EXIT
 has_target() { [ -d "$(rustc --print target-libdir --target "$1-unknown-linux-gnu" 2>/dev/null)" ]; }
 
 [ -x "$TOOLS/bin/maturin" ] && "$TOOLS/bin/python" -c 'import ziglang, twine' 2>/dev/null || {
@@ -25,7 +35,7 @@ has_target() { [ -d "$(rustc --print target-libdir --target "$1-unknown-linux-gn
 PATH="$PWD/$TOOLS/bin:$PATH"
 rm -rf dist
 REVISION=rust/py/REVISION # git revision for the sdist; see rust/py/build.rs
-trap 'rm -f "$REVISION"' EXIT
+trap 'stop_ticker; rm -f "$REVISION"' EXIT
 git rev-parse --short=12 HEAD >"$REVISION" 2>/dev/null || echo unknown >"$REVISION"
 
 say "sdist"
