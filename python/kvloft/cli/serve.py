@@ -79,8 +79,9 @@ for individual salts:
   - {salt_file: acme.salt, quota: 25%, disk_quota: 40%, ttl: 7d}
   - {salt: null, ttl: 30d}    # requests without a salt
 
-On SIGTERM, Ctrl-C or SIGHUP, the server writes remaining chunks to disk and
-exits. `kvloft status --socket PATH` shows its state.
+On SIGTERM, Ctrl-C or SIGHUP, a server with a disk tier writes remaining chunks
+to disk and exits; without one, it exits immediately. `kvloft status --socket
+PATH` shows its state.
 """
 
 
@@ -249,10 +250,7 @@ def _serve(options: _Options, begun: Callable[[], None]) -> int:
     if end_metrics is not None:
         log.tell(f"metrics at {url}")
     _wait(is_over, server, options.linger_s, log)
-    log.tell(
-        f"stopping; writing pending chunks to disk for up to {CLOSE_TIMEOUT_S:g} s (a second "
-        "signal stops immediately)"
-    )
+    log.tell(_stop_line(options.config))
     server.close(CLOSE_TIMEOUT_S)
     if end_metrics is not None:
         end_metrics()
@@ -294,6 +292,16 @@ def _log_start(options: _Options, server: Any, log: Log, begun: Callable[[], Non
     host = size_text(config.host_size)
     disk = _disk(config, trouble, is_told=warned_at == _place(sys.stdout))
     log.tell(f"kvloft {BUILD} serves at unix:{config.socket}: host {host}, {disk}{bounds}")
+
+
+def _stop_line(config: Config) -> str:
+    """Return the log line of a stop. Only a server with a disk tier has pending writes."""
+    if config.disk_path is None:
+        return "stopping; chunks in memory are lost, because the server has no disk"
+    return (
+        f"stopping; writing pending chunks to disk for up to {CLOSE_TIMEOUT_S:g} s (a second "
+        "signal stops immediately)"
+    )
 
 
 def _place(stream: IO[str]) -> tuple[int, int] | None:
