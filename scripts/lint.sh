@@ -39,8 +39,8 @@ check "dependabot: schema" check-jsonschema --builtin-schema vendor.dependabot .
 check "container image" hadolint examples/deploy/Dockerfile
 check "workflows: actionlint" actionlint .github/workflows/*.yml
 if command -v promtool >/dev/null; then
-  check "alert rules" promtool check rules examples/deploy/alerts.yaml
+  check "Prometheus configuration and alert rules" promtool check config examples/deploy/prometheus.yaml
 else
-  echo "skipped alert rules: promtool is not installed (apt-get install prometheus)"
+  echo "skipped Prometheus configuration and alert rules: promtool is not installed (apt-get install prometheus)"
 fi
 exit $FAILED

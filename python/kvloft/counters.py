@@ -106,6 +106,7 @@ METRICS: Final = (
         "Number of chunks not saved because of late responses of the server",
     ),
     _counter("server_lost", _ENGINE, "Number of lost connections to the server"),
+    _gauge("server_connected", _ENGINE, "1 while the engine is connected to the server"),
     # Counted by each store: an engine's own, or a namespace of a server.
     _counter("commits", _SPACE, "Number of chunks saved and published"),
     _counter("aborts", _SPACE, "Number of failed saves"),

@@ -282,6 +282,22 @@ def test_the_units_command_starts_in_the_directories_that_systemd_makes() -> Non
                 server.kill()
 
 
+def test_prometheus_scrapes_composes_services_and_loads_the_alert_rules() -> None:
+    config = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
+    assert [(DEPLOY / name).is_file() for name in config["rule_files"]] == [True]
+    scraped = {
+        job["job_name"]: [target for each in job["static_configs"] for target in each["targets"]]
+        for job in config["scrape_configs"]
+    }
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    published = {
+        name: f"localhost:{service['ports'][0].split(':')[-2]}"
+        for name, service in services.items()
+    }
+    assert scraped["kvloft"] == [published.pop("kvloft")]
+    assert scraped["vllm"] == list(published.values())
+
+
 def test_the_image_installs_this_version() -> None:
     (version,) = re.findall(
         r'^ARG KVLOFT="kvloft\[cu13\]==(.*)"$', (DEPLOY / "Dockerfile").read_text(), re.MULTILINE

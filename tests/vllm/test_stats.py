@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from kvloft.version import BUILD_LABELS
 from kvloft.vllm.connector import KVLoftConnector
 from kvloft.vllm.scheduler_half import SchedulerHalf
-from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
+from kvloft.vllm.stats import CONNECTED, COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.store_log import StoreLog
 
 
@@ -111,15 +111,20 @@ def test_tokens_left_on_a_slow_disk_are_logged_once(
     assert "64 tokens" in record.getMessage() and record.levelno == logging.INFO
 
 
-def test_every_name_reaches_prometheus() -> None:
-    registry = CollectorRegistry()
+def exporter(registry: CollectorRegistry) -> Any:
+    """Return the exporter of one engine's metrics."""
 
     def bound(cls: type) -> object:
         return lambda **settings: cls(**settings, registry=registry)
 
     types = {Counter: bound(Counter), Gauge: bound(Gauge), Histogram: bound(Histogram)}
     config = SimpleNamespace(kv_transfer_config=None)
-    metrics = KVLoftConnector.build_prom_metrics(config, types, ["engine"], {0: ["0"]})
+    return KVLoftConnector.build_prom_metrics(config, types, ["engine"], {0: ["0"]})
+
+
+def test_every_name_reaches_prometheus() -> None:
+    registry = CollectorRegistry()
+    metrics = exporter(registry)
     metrics.observe(dict.fromkeys((*COUNTERS, *GAUGES), 3))
     metrics.observe({"saved_chunks": 4, "pins": 1, "no_such_name": 9})
     value = registry.get_sample_value
@@ -128,3 +133,17 @@ def test_every_name_reaches_prometheus() -> None:
     assert all(value(f"vllm:kvloft_{name}_total", {"engine": "0"}) for name in COUNTERS)
     assert all(value(f"vllm:kvloft_{name}", {"engine": "0"}) for name in GAUGES)
     assert value("vllm:kvloft_build_info", {"engine": "0", **BUILD_LABELS}) == 1
+
+
+def test_an_embedded_engine_exports_no_connection() -> None:
+    registry = CollectorRegistry()
+    metrics = exporter(registry)
+
+    def connected() -> float | None:
+        return registry.get_sample_value("vllm:kvloft_server_connected", {"engine": "0"})
+
+    metrics.observe({"saved_chunks": 1, "pins": 0})
+    assert connected() is None, "a 0 would raise the alert for a lost server"
+    for value in (1, 0):
+        metrics.observe({CONNECTED: value})
+        assert connected() == value

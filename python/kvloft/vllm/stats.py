@@ -17,6 +17,8 @@ from kvloft.version import BUILD_INFO_HELP, BUILD_LABELS
 
 COUNTERS: Final = tuple(metric.name for metric in exported(Scope.ENGINE) if not metric.is_gauge)
 GAUGES: Final = tuple(metric.name for metric in exported(Scope.ENGINE) if metric.is_gauge)
+CONNECTED: Final = "server_connected"
+"""A gauge without a sample in embedded mode: a 0 would mean that the server is lost."""
 
 
 @dataclass
@@ -50,6 +52,7 @@ class KVLoftPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, dict[int, Any]] = {}
+        self._label_values = per_engine_labelvalues
         # With multiple API servers, every process exports a copy of each gauge, and only the newest
         # value is current.
         newest = {"multiprocess_mode": "mostrecent"}
@@ -61,6 +64,9 @@ class KVLoftPromMetrics(KVConnectorPromMetrics):
                 labelnames=labelnames,
                 **more,
             )
+            if metric.name == CONNECTED:
+                self._connected = family
+                continue
             self._metrics[metric.name] = {
                 engine: family.labels(*values) for engine, values in per_engine_labelvalues.items()
             }
@@ -74,6 +80,9 @@ class KVLoftPromMetrics(KVConnectorPromMetrics):
             build.labels(*values, *BUILD_LABELS.values()).set(1)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        if CONNECTED in transfer_stats_data and engine_idx in self._label_values:
+            labels = self._label_values[engine_idx]
+            self._connected.labels(*labels).set(transfer_stats_data[CONNECTED])
         for name, value in transfer_stats_data.items():
             metric = self._metrics.get(name, {}).get(engine_idx)
             if metric is None:

@@ -128,8 +128,28 @@ fn close_waits_until_a_clear_is_confirmed() {
     });
 }
 
+fn stat(engine: &Client, wanted: &str) -> Option<u64> {
+    engine.stats().into_iter().find(|(name, _)| name == wanted).map(|(_, num)| num)
+}
+
 fn num_late(engine: &Client) -> Option<u64> {
-    engine.stats().into_iter().find(|(name, _)| name == "server_late").map(|(_, num)| num)
+    stat(engine, "server_late")
+}
+
+#[test]
+fn stats_report_whether_the_server_is_connected() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let engine = connect(dir.path());
+    let state = || (stat(&engine, "server_connected"), stat(&engine, "server_lost"));
+    assert_eq!(state(), (Some(0), Some(0)));
+    let server = serve(dir.path());
+    until("connected", || engine.renew());
+    assert_eq!(state(), (Some(1), Some(0)));
+    drop(server);
+    until("lost", || state() == (Some(0), Some(1)));
+    let _server = serve(dir.path());
+    until("connected again", || engine.renew());
+    assert_eq!(state(), (Some(1), Some(1)));
 }
 
 /// Returns a client that has saved `chain` and whose server was never late.

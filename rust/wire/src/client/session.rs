@@ -182,6 +182,7 @@ impl Session for Client {
             ("server_late", state.missed_calls.num),
             ("server_late_chunks", state.missed_calls.num_chunks),
             ("server_lost", state.num_lost),
+            ("server_connected", state.is_connected().into()),
         ];
         let of_store = state.stats.iter().map(|(name, value)| (Cow::Owned(name.clone()), *value));
         of_store.chain(own.map(|(name, value)| (Cow::Borrowed(name), value))).collect()
