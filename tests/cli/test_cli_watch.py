@@ -640,14 +640,20 @@ def test_dashboard_and_alerts_use_existing_metrics(socket: str) -> None:
         of_server = set(scrape(url))
     finally:
         end()
-    of_engine = {
+    of_engine = {"vllm:kvloft_build_info"} | {
         f"vllm:kvloft_{metric.name}{'' if metric.is_gauge else '_total'}"
         for metric in exported(Scope.ENGINE)
     }
-    panels = json.loads((DEPLOY / "grafana.json").read_text())["panels"]
+    dashboard = json.loads((DEPLOY / "grafana.json").read_text())
+    panels = dashboard["panels"]
     alerts = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"][0]["rules"]
     asked = [target["expr"] for panel in panels for target in panel.get("targets", ())]
     asked += [rule["expr"] for rule in alerts]
+    asked += [
+        variable["query"]
+        for variable in dashboard["templating"]["list"]
+        if variable["type"] == "query"
+    ]
     assert len(asked) > 40
     for expression in asked:
         names = set(re.findall(r"vllm:\w+|(?<!:)\bkvloft_\w+", expression))
