@@ -121,22 +121,6 @@ def test_each_signal_that_ends_it_leaves_the_last_writes_on_disk(
     assert _core.disk_inspect(str(folder / "disk"))[0]["chunks"] == 200
 
 
-def test_a_server_without_a_disk_reports_no_writes(folder: Path) -> None:
-    socket = str(folder / "run" / "kv.sock")
-    argv = [sys.executable, "-m", "kvloft.cli", "serve", "--socket", socket, "--host-size", "1MiB"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            first = process.stdout.readline()
-            assert first.endswith(f"serves at unix:{socket}: host 1 MiB, no disk\n")
-            process.send_signal(signal.SIGTERM)
-            stopping, stopped = process.communicate(timeout=120)[0].splitlines()
-        finally:
-            process.kill()
-    assert "no disk" in stopping and "writing" not in stopping
-    assert stopped.endswith("stopped")
-
-
 def test_a_closing_terminal_ends_the_server_after_its_last_writes(folder: Path) -> None:
     """The kernel then sends SIGHUP, and writing output fails."""
     ours, its = pty.openpty()
@@ -407,7 +391,8 @@ def test_a_background_server_is_reported_with_process_socket_and_log(folder: Pat
     )
     assert said is not None and done.returncode == 0, done.stdout
     with ended(int(said[1])):
-        assert "serves at" in log.read_text() and _core.server_status(str(socket))
+        assert "host 1 MiB, no disk" in log.read_text() and _core.server_status(str(socket))
+    assert "stopping; chunks in memory are lost, because the server has no disk" in log.read_text()
 
 
 @contextlib.contextmanager
