@@ -418,6 +418,8 @@ def test_a_typo_is_answered_with_the_nearest_key(key: str, data: st.DataObject) 
         ("local_disk", "file:///mnt/c", 'use disk_path = "/mnt/c".'),
         ("local_disk", True, "use disk_path, for example"),
         ("blocking_timeout_secs", 10, 'use load_timeout = "10s".'),
+        ("use_layerwise", True, "kvloft does not need it, because copies run in the background"),
+        ("LMCACHE_ENABLE_P2P", True, "an LMCache setting; kvloft serves one host and does not"),
         ("save_decode_cache", False, 'use save = "prompt".'),
         ("reserve_local_cpu_size", 1, "an LMCache setting; kvloft does not need it; remove it."),
         ("cpu_bytes_to_use", 32 << 30, 'OffloadingConnector; use host_size = "32GiB".'),

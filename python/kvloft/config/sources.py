@@ -43,7 +43,7 @@ _LMCACHE: Final = {
     "chunk_size": _NOT_NEEDED,
     "save_decode_cache": _SAVE,
     "save_unfull_chunk": _NOT_NEEDED,
-    "use_layerwise": _NOT_NEEDED,
+    "use_layerwise": "kvloft does not need it, because copies run in the background; remove it",
     "pre_caching_hash_algorithm": _NOT_NEEDED,
     "cache_policy": 'use eviction = "adaptive" or "lru"',
     "instance_id": "kvloft does not need it; namespace separates engines",
