@@ -209,6 +209,7 @@ def test_an_engine_that_starts_before_its_server_connects_later(
     engine = start(kv_transfer_config=shared(server), num_blocks=120)
     assert "no kvloft server answers" in engine.log.read_text()
     assert ask_all(truth, engine) == 0
+    assert engine.metrics()["vllm:kvloft_server_connected"] == 0
     server.start()
 
     def has_connected() -> bool:
@@ -219,6 +220,7 @@ def test_an_engine_that_starts_before_its_server_connects_later(
 
     until(has_connected, "an idle engine does not report the connection")
     until_full(truth, engine)
+    assert engine.metrics()["vllm:kvloft_server_connected"] == 1
 
 
 def test_another_shape_of_a_namespace_is_refused_in_one_sentence(
