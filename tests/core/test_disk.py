@@ -94,8 +94,8 @@ def test_verify_of_a_sound_directory_is_silent_and_zero(
 @pytest.mark.parametrize(
     ("name", "offset", "problem"),
     [
-        (f"frames-{FRAME}.dat", 2 * FRAME + 9, "its checksum differs"),
-        (f"index-{FRAME}.dat", 128 + 20, "record damaged"),
+        (f"frames-{FRAME}.dat", 2 * FRAME + 9, "its checksum does not match"),
+        (f"index-{FRAME}.dat", 128 + 20, "its record is damaged"),
     ],
 )
 def test_verify_finds_a_flipped_bit_and_exits_1(

@@ -213,7 +213,7 @@ def test_arguments_of_another_shape_raise() -> None:
         _core.root_key(bytes(33), None, None)
     with pytest.raises(ConfigError, match="twice"):
         _core.namespace_digest([("a", "1"), ("a", "1")])
-    with pytest.raises(ConfigError, match="no such full block"):
+    with pytest.raises(ConfigError, match="block has no key yet"):
         _core.KeyChain(ROOT, block_tokens=4).key(0)
 
 

@@ -104,7 +104,7 @@ def test_missing_states_are_reserved_for_many_requests() -> None:
     assert [chunks and chunks.block_ids() for chunks in found] == [[7], [8], None, [10], None], (
         "the first chunk belongs to another save, the last has no frame"
     )
-    with pytest.raises(ConfigError, match="no such full block"):
+    with pytest.raises(ConfigError, match="block has no key yet"):
         store.reserve_states([(one, 2, 0, 7), (one, 2, 2, 8)])
     assert store.num_in_flight == 3
 

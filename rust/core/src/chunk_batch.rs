@@ -1,8 +1,8 @@
-//! A list of chunks as columns. One batch carries the chunks from the store's reservation or lease
-//! to the kernel's table, and back to the commit.
+//! A list of chunks in columns. A batch carries chunks from the store's reservation or lease to the
+//! table of the copy kernel, and back to the commit.
 //!
-//! There is no object per chunk, because a long prompt has thousands of chunks, and a forward pass
-//! or the start of a load waits for them.
+//! There is no object per chunk: a long prompt has thousands of chunks, and forward passes and
+//! loads wait while their batches are built.
 
 mod part;
 
@@ -16,13 +16,13 @@ use crate::key::ChunkKey;
 use crate::store::{LeasedFrame, Reservation, TierName};
 use crate::{Error, Result};
 
-/// vLLM's null block, which belongs to no request. It is never saved.
+/// vLLM's null block, which belongs to no request and is never saved.
 pub const NULL_BLOCK: i32 = 0;
 
-/// Frames, their keys, and the paged blocks to copy from or to, for one or more KV cache groups.
+/// Frames with their keys and the paged blocks to copy, for one or more KV cache groups.
 ///
-/// All chunks of a group have the same number of entries in `blocks`, one per block of the frame: a
-/// block id, or [`NOT_WANTED`] before and after the blocks that are copied. Only saves have
+/// All chunks of a group have the same number of entries in `blocks`, one per block of the frame.
+/// An entry is a block id, or [`NOT_WANTED`] before and after the blocks to copy. Only saves have
 /// tickets.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ChunkBatch {
@@ -39,20 +39,20 @@ pub struct Chunk<'a> {
     pub key: ChunkKey,
     /// Number of blocks in the frame.
     pub num_blocks: usize,
-    /// Index of the first copied block within the frame.
+    /// Index within the frame of the first block to copy.
     pub first_block: usize,
-    /// Ids of the copied paged blocks, starting with `first_block`.
+    /// Ids of the paged blocks to copy, starting with `first_block`.
     pub blocks: &'a [i32],
-    /// Ticket of the save; None for loads.
+    /// Ticket of the save, or None for loads.
     pub ticket: Option<u64>,
 }
 
-/// Number of units that a load takes from each tier.
+/// Number of units that a load reads from each tier.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnitsByTier {
-    /// Units whose chunks were in host memory.
+    /// Number of units whose chunks were in host memory.
     pub host: u32,
-    /// Units whose chunks were on disk.
+    /// Number of units whose chunks were on disk.
     pub disk: u32,
 }
 
@@ -64,8 +64,8 @@ impl UnitsByTier {
         } += num;
     }
 
-    /// Raises the total to `num_units` by adding units that need no chunk: to the disk if it has
-    /// any units, otherwise to host memory.
+    /// Raises the total to `num_units` by adding units that need no chunk. These units are added to
+    /// the disk if any unit is on disk, and otherwise to host memory.
     pub(crate) fn fill_up(&mut self, num_units: u32) {
         let missing = num_units.saturating_sub(self.host + self.disk);
         *if self.disk > 0 { &mut self.disk } else { &mut self.host } += missing;
@@ -73,25 +73,25 @@ impl UnitsByTier {
 }
 
 impl ChunkBatch {
-    /// Creates a batch from columns. `tickets` are little-endian u64, one per chunk, or empty.
-    /// Returns `InvalidConfig` if the lengths of the columns do not match.
+    /// Creates a batch from columns. `tickets` contains one little-endian u64 per chunk, or is
+    /// empty. Returns `InvalidConfig` if the lengths of the columns do not match.
     pub fn from_columns(parts: &[Columns<&[u8]>], tickets: &[u8]) -> Result<Self> {
         let parts = parts.iter().map(Part::from_columns).collect::<Result<Vec<_>>>()?;
         let batch = Self { parts, tickets: numbers(tickets, u64::from_le_bytes)? };
         let has_tickets = batch.tickets.is_empty() || batch.tickets.len() == batch.len();
-        has_tickets.then_some(batch).ok_or_else(|| Error::invalid("columns of different lengths"))
+        has_tickets.then_some(batch).ok_or_else(|| Error::invalid("columns of unequal length"))
     }
 
-    /// Inverse of [`Self::from_columns`], without the tickets.
+    /// Converts the batch to columns, without tickets. Inverse of [`Self::from_columns`].
     pub fn columns(&self) -> impl Iterator<Item = Columns<Vec<u8>>> + '_ {
         self.parts.iter().map(Part::columns)
     }
 
-    /// Adds reserved chunks of `group`, each with the blocks to gather from. `table` contains
-    /// `num_blocks` blocks per unit, starting at `first_unit`. Returns `InvalidConfig` if a chunk
-    /// is outside the table, or if the table contains a negative block.
+    /// Adds reserved chunks of `group` with the blocks to gather. `table` contains `num_blocks`
+    /// blocks per unit, starting at `first_unit`. Returns `InvalidConfig` if a chunk is outside the
+    /// table or the table contains a negative block id.
     ///
-    /// Skips chunks with a null block and returns their tickets.
+    /// Skips chunks that contain a null block and returns their tickets.
     pub fn add_saves(
         &mut self,
         group: u32,
@@ -120,10 +120,10 @@ impl ChunkBatch {
         Ok(without_kv)
     }
 
-    /// Adds leased chunks of `group` for consecutive units starting at `first_unit`, each with the
-    /// blocks to scatter to. `table` begins with block `begin` of the group. Skips chunks outside
-    /// the table. Returns the number of chunks added, by tier, and the number of blocks that they
-    /// fill. Returns `InvalidConfig` if the table contains a negative block.
+    /// Adds leased chunks of `group` for consecutive units, starting at `first_unit`, with the
+    /// blocks to scatter. `table` starts with block `begin` of the group; chunks outside the table
+    /// are skipped. Returns the number of chunks added, by tier, and the number of blocks they
+    /// fill. Returns `InvalidConfig` if the table contains a negative block id.
     pub fn add_loads(
         &mut self,
         group: u32,
@@ -163,8 +163,7 @@ impl ChunkBatch {
         }
     }
 
-    /// Replaces the tickets with consecutive numbers starting at `first`. Returns the previous
-    /// tickets.
+    /// Renumbers the tickets consecutively, starting at `first`. Returns the previous tickets.
     pub(crate) fn number(&mut self, first: u64) -> Vec<u64> {
         let tickets = (first..).take(self.tickets.len()).collect();
         std::mem::replace(&mut self.tickets, tickets)
@@ -180,12 +179,12 @@ impl ChunkBatch {
         self.parts.is_empty()
     }
 
-    /// Returns the tickets of all chunks; empty for loads.
+    /// Returns the tickets of all chunks. Loads have no tickets.
     pub fn tickets(&self) -> &[u64] {
         &self.tickets
     }
 
-    /// Returns the group of chunk `nth` and the chunk's index in it.
+    /// Returns the group of the `nth` chunk and the chunk's index in the group.
     fn find(&self, nth: usize) -> (&Part, usize) {
         let mut at = nth;
         for part in &self.parts {
@@ -197,7 +196,7 @@ impl ChunkBatch {
         unreachable!("chunk {nth} of {}", self.len())
     }
 
-    /// Returns chunk `nth`, which must be below `len`.
+    /// Returns the `nth` chunk. `nth` must be less than `len`.
     pub fn chunk(&self, nth: usize) -> Chunk<'_> {
         let (part, at) = self.find(nth);
         let every = part.blocks_of(at);
@@ -212,7 +211,7 @@ impl ChunkBatch {
         }
     }
 
-    /// Returns the copied paged blocks of all chunks.
+    /// Returns the ids of all paged blocks to copy.
     pub fn wanted_blocks(&self) -> impl Iterator<Item = i32> + '_ {
         self.parts
             .iter()
@@ -221,7 +220,7 @@ impl ChunkBatch {
             .filter(|block| *block != NOT_WANTED)
     }
 
-    /// Returns a batch of the given chunks, in the given order. Each index must be below `len`.
+    /// Returns a batch of the given chunks, in the given order. Each index must be less than `len`.
     #[must_use]
     pub fn take(&self, chunks: impl IntoIterator<Item = usize>) -> Self {
         let mut taken = Self::default();
@@ -242,7 +241,8 @@ impl ChunkBatch {
         taken
     }
 
-    /// Sorts each group's chunks by frame, so that chunks in adjacent frames become one copy.
+    /// Sorts the chunks of each group by frame, so that chunks in adjacent frames become a single
+    /// copy.
     #[must_use]
     pub fn by_frame(&self) -> Self {
         let (mut order, mut start) = (Vec::with_capacity(self.len()), 0);
@@ -285,8 +285,8 @@ impl ChunkBatch {
         found
     }
 
-    /// Joins all chunks of `batches` as chunks of the first batch's group. All batches must have
-    /// the same number of blocks per chunk, and either all or no tickets.
+    /// Concatenates the chunks of all `batches` into the group of the first batch. All batches must
+    /// have the same number of blocks per chunk, and either all or none of them have tickets.
     pub fn concat<'a>(batches: impl IntoIterator<Item = &'a Self>) -> Self {
         let mut all = Self::default();
         for batch in batches {

@@ -1,14 +1,15 @@
-//! The error type of the core.
+//! The error type of the core crate.
 
 use std::fmt;
 
-/// Kinds of errors that a caller can match on.
+/// Kinds of errors for callers to match on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// A setting is out of range or contradicts another; the message has its name and the fix.
+    /// A setting is out of range or conflicts with another setting. The message names the setting
+    /// and the fix.
     InvalidConfig,
-    /// The resource is in use, for example a disk directory with another owner.
+    /// The resource is in use. For example, a disk directory has another owner.
     Busy,
     /// Bytes on disk or in a frame do not match their key.
     Corrupt,
@@ -18,7 +19,7 @@ pub enum ErrorKind {
     Closed,
 }
 
-/// An error: a kind to match on, one sentence for users, and named context for logs.
+/// An error: a kind to match on, a one-sentence message for users, and named values for logs.
 #[derive(Debug)]
 pub struct Error {
     kind: ErrorKind,
@@ -28,17 +29,17 @@ pub struct Error {
 }
 
 impl Error {
-    /// Creates an error. `message` is one sentence with the setting or file, and the fix.
+    /// Creates an error. `message` is one sentence that names the setting or file, and the fix.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into(), context: Vec::new(), source: None }
     }
 
-    /// Creates an error for a setting or an argument that can never work.
+    /// Creates an error for a setting or argument that can never work.
     pub fn invalid(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::InvalidConfig, message)
     }
 
-    /// Creates an error for a failed operation, described by `message`.
+    /// Creates an error for a failed operation. `message` describes the operation.
     pub fn io(message: impl Into<String>, source: std::io::Error) -> Self {
         Self { source: Some(source), ..Self::new(ErrorKind::Io, message) }
     }
@@ -55,12 +56,12 @@ impl Error {
         self.kind
     }
 
-    /// Returns true if a response did not arrive in time.
+    /// Returns true if the error is a timeout.
     pub fn is_late(&self) -> bool {
         self.source.as_ref().is_some_and(|error| error.kind() == std::io::ErrorKind::TimedOut)
     }
 
-    /// Returns true if this user lacks a permission.
+    /// Returns true if the error is a missing permission.
     pub fn is_denied(&self) -> bool {
         let denied = std::io::ErrorKind::PermissionDenied;
         self.source.as_ref().is_some_and(|error| error.kind() == denied)
@@ -71,7 +72,7 @@ impl Error {
     }
 }
 
-/// Returns true if an I/O error means a lack of space.
+/// Returns true if an I/O error was caused by a lack of space.
 pub(crate) fn is_no_space(error: &std::io::Error) -> bool {
     matches!(error.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded)
 }

@@ -1,4 +1,4 @@
-//! Log lines for the operator, from the store and from clients.
+//! Log lines for the operator, reported by the store and by clients.
 
 use std::borrow::Borrow;
 use std::fmt;

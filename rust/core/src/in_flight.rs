@@ -1,9 +1,9 @@
-//! Saves in flight: for each save, the number of ranks that have not reported it, the blocks that
-//! it reads, and its outcome.
+//! Saves in flight. Tracks how many ranks have yet to report each save, which blocks it reads, and
+//! its outcome.
 //!
 //! The saves of one prefix have consecutive tickets and share one entry, because a prompt with
-//! multiple KV cache groups has thousands of saves. Reservation numbers of the store are opaque
-//! here.
+//! multiple KV cache groups has thousands of saves. The store's reservation numbers are opaque to
+//! this module.
 
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
@@ -14,47 +14,47 @@ use crate::chunk_batch::ChunkBatch;
 use crate::key::ChunkKey;
 use crate::numbered::Numbered;
 
-/// Chunks being saved, with consecutive tickets.
+/// Chunks that are being saved, with consecutive tickets.
 #[derive(Debug)]
 struct Plan {
     batch: Arc<ChunkBatch>,
     /// One save per chunk of the batch.
     saves: Vec<Save>,
-    /// Number of saves that are not settled.
+    /// Number of saves that have not been settled.
     num_left: usize,
 }
 
 /// The save of one chunk.
 #[derive(Debug, Clone, Copy)]
 struct Save {
-    /// The store's reservation number; None after the store was replaced.
+    /// The store's reservation number, or None if the store has been replaced.
     reservation: Option<u64>,
-    /// Number of ranks that have not reported the save; 0 once it is settled.
+    /// Number of ranks that have not reported the save yet. 0 once the save is settled.
     num_ranks_left: u32,
     failed: bool,
-    /// The chunk did not fit its frame.
+    /// True if the chunk did not fit its frame.
     is_misfit: bool,
 }
 
 /// A settled save.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Settled {
-    /// The store's reservation number; None after the store was replaced.
+    /// The store's reservation number, or None if the store has been replaced.
     pub(crate) reservation: Option<u64>,
-    /// A rank failed to write the chunk, or the store was cleared.
+    /// True if a rank failed to write the chunk or the store was cleared.
     pub(crate) failed: bool,
     /// The chunk's key, if it did not fit its frame.
     pub(crate) misfit: Option<ChunkKey>,
 }
 
-/// Saves that at least one rank has not reported.
+/// Saves that have not been reported by all ranks.
 #[derive(Debug)]
 pub(crate) struct InFlight {
     /// Keyed by the first ticket of each plan.
     all: Numbered<Plan>,
     num_saves: usize,
     next_ticket: u64,
-    /// The highest reservation number so far.
+    /// The highest reservation number seen so far.
     last_reservation: u64,
     /// Number of saves in flight that read each block.
     readers: FxHashMap<i32, u32>,
@@ -66,7 +66,7 @@ impl InFlight {
         Self { all, num_saves: 0, next_ticket: 1, last_reservation: 0, readers }
     }
 
-    /// Returns the number of saves that at least one rank has not reported.
+    /// Returns the number of saves that have not been reported by all ranks.
     pub(crate) fn len(&self) -> usize {
         self.num_saves
     }
@@ -79,8 +79,8 @@ impl InFlight {
             return Arc::new(batch);
         };
         if *lowest <= self.last_reservation {
-            // The store was replaced and its numbers restarted: it must not receive the old
-            // numbers.
+            // The store was replaced and its reservation numbers restarted, so old numbers must not
+            // be passed to the new store.
             self.saves_mut().for_each(|save| save.reservation = None);
         }
         self.last_reservation = *highest;
@@ -107,13 +107,13 @@ impl InFlight {
         self.all.values_mut().flat_map(|plan| &mut plan.saves)
     }
 
-    /// Marks all saves in flight as failed, so that none is committed.
+    /// Marks all saves in flight as failed, so that none of them is committed.
     pub(crate) fn fail_all(&mut self) {
         self.saves_mut().for_each(|save| save.failed = true);
     }
 
-    /// Returns the members of `blocks` that a save in flight reads; for None, all blocks that a
-    /// save in flight reads.
+    /// Returns the blocks that saves in flight read. If `blocks` is given, returns only blocks
+    /// among these.
     pub(crate) fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
         let among = |blocks: &[i32]| {
             blocks.iter().copied().filter(|block| self.readers.contains_key(block)).collect()
@@ -129,7 +129,7 @@ impl InFlight {
         self.all.iter().flat_map(of).collect()
     }
 
-    /// Records that a failed save's chunk did not fit its frame on a rank.
+    /// Records that the chunk of a failed save did not fit its frame on a rank.
     pub(crate) fn mark_misfit(&mut self, ticket: u64) {
         if let Some((_, plan, nth)) = find(&mut self.all, ticket) {
             plan.saves[nth].is_misfit = true;
@@ -142,7 +142,7 @@ impl InFlight {
         }
     }
 
-    /// Records a rank's report. Returns the settled save if this was the last rank.
+    /// Records the report of a rank. Returns the settled save if this was the last rank to report.
     pub(crate) fn report(&mut self, ticket: u64) -> Option<Settled> {
         let (_, plan, nth) = find(&mut self.all, ticket)?;
         let save = &mut plan.saves[nth];
@@ -175,8 +175,8 @@ impl InFlight {
     }
 }
 
-/// Finds a save in flight. Returns the first ticket of its plan, the plan, and the save's index in
-/// it.
+/// Finds a save in flight. Returns the first ticket of its plan, the plan, and the index of the
+/// save in the plan.
 fn find(all: &mut Numbered<Plan>, ticket: u64) -> Option<(u64, &mut Plan, usize)> {
     let (first, plan) = all.up_to(ticket)?;
     let nth = usize::try_from(ticket - first).ok()?;

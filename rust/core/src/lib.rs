@@ -1,9 +1,9 @@
-//! kvloft's core: prefix keys, and the store and tiers that hold the chunks.
+//! The core of kvloft: prefix keys, and the store and tiers that hold chunks.
 //!
 //! Data flow: `key` (content -> `ChunkKey`) -> `index` (key -> entry) -> `store` (lookup, lease,
-//! reserve, commit) -> `tier` (host frames, disk slots). `evict` chooses victims and `tag` checks
-//! bytes. An engine uses a store through a `session`; `engine` collects the reports of its ranks.
-//! Nothing here depends on Python, CUDA, vLLM, the clock or the environment.
+//! reserve, commit) -> `tier` (host frames, disk slots). `evict` chooses victims and `tag` verifies
+//! bytes. An engine accesses a store through a `session`, and `engine` collects the reports of the
+//! engine's ranks. This crate does not depend on Python, CUDA, vLLM or the environment.
 
 pub mod chunk_batch;
 pub mod engine;
@@ -27,8 +27,8 @@ pub mod units;
 #[doc(hidden)]
 #[path = "../../testing/src/inside/mod.rs"]
 pub mod testing;
-// Unit tests of private items need rust/testing compiled against this build of the crate. A
-// dev-dependency would compile the crate a second time, with distinct types.
+// Unit tests of private items need rust/testing compiled against this build of the crate. As a
+// dev-dependency, it would compile the crate a second time, with distinct types.
 #[cfg(test)]
 extern crate self as kvloft_core;
 #[cfg(test)]

@@ -1,22 +1,22 @@
-//! A map from ascending numbers to values that are removed mostly in insertion order. Holds
-//! reservations and saves in flight.
+//! A map from ascending numbers to values that are mostly removed in insertion order. The map
+//! stores reservations and saves in flight.
 //!
-//! A prompt with multiple KV cache groups has thousands of entries. One sorted deque keeps
-//! consecutive numbers adjacent in memory; a hash map would scatter them.
+//! A prompt with multiple KV cache groups has thousands of entries. A sorted deque keeps
+//! consecutive numbers adjacent in memory, whereas a hash map would scatter them.
 
 use std::collections::VecDeque;
 
-/// The deque is compacted when it has more than two slots per value plus this many.
+/// The deque is compacted when its length exceeds twice the number of values plus this number.
 const SPARE: usize = 64;
 
 /// A sorted deque of numbered values.
 #[derive(Debug)]
 pub(crate) struct Numbered<T> {
-    /// Sorted by number. A removed value is None; the first entry always has a value.
+    /// Sorted by number. Removed values are None, except that the first entry always has a value.
     row: VecDeque<(u64, Option<T>)>,
     /// Number of values.
     len: usize,
-    /// Index of the entry that was found last.
+    /// Index of the most recently found entry.
     hand: usize,
 }
 
@@ -35,7 +35,7 @@ impl<T> Numbered<T> {
         self.row.reserve(num);
     }
 
-    /// Inserts or replaces a value. Takes constant time if `number` is the highest.
+    /// Inserts or replaces a value. Takes constant time if `number` is the highest number.
     pub(crate) fn insert(&mut self, number: u64, value: T) {
         let value = Some(value);
         if self.row.back().is_none_or(|(last, _)| *last < number) {
@@ -52,8 +52,8 @@ impl<T> Numbered<T> {
         self.len += 1;
     }
 
-    /// Returns the entry with the highest number that is at most `number`; None if its value was
-    /// removed.
+    /// Returns the entry with the highest number that does not exceed `number`. Returns None if the
+    /// value of that entry was removed.
     pub(crate) fn up_to(&mut self, number: u64) -> Option<(u64, &mut T)> {
         let at = self.find(number)?;
         let (own, value) = self.row.get_mut(at)?;
@@ -76,8 +76,8 @@ impl<T> Numbered<T> {
         self.row.iter_mut().filter_map(|(_, value)| value.as_mut())
     }
 
-    /// Returns the index of the last entry whose number is at most `number`. Checks the entry found
-    /// last and its successor first.
+    /// Returns the index of the last entry whose number does not exceed `number`. Checks the most
+    /// recently found entry and its successor first.
     fn find(&mut self, number: u64) -> Option<usize> {
         let is_there = |at: usize| {
             let is_above = |at| self.row.get(at).map(|(other, _)| *other > number);
@@ -89,7 +89,7 @@ impl<T> Numbered<T> {
         Some(self.hand)
     }
 
-    /// Drops removed entries: always at the front, and everywhere once there are many.
+    /// Drops removed entries at the front, and all removed entries once there are many.
     fn tidy(&mut self) {
         while self.row.front().is_some_and(|(_, value)| value.is_none()) {
             self.row.pop_front();

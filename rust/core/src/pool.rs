@@ -1,12 +1,12 @@
-//! Memory shared by one or more stores: tracks which store owns each slab of the arena, and which
+//! Memory shared by one or more stores. Tracks which store owns each slab of the arena and which
 //! store should release a slab.
 //!
 //! A store fills a slab with frames of one of its sizes. A free slab goes to the first store that
 //! requests it. If no slab is free, a requesting store below its share becomes *hungry*, and stores
-//! above their share should release a slab. No call waits for this. If a store's workers can only
-//! copy to the first part of the arena, its share also applies to that part, so that other stores
-//! cannot occupy all of it. The pool's lock may be taken while a store's lock is held, never the
-//! reverse.
+//! above their share should release a slab. No call waits for a slab to be released. If a store's
+//! workers can only copy to the first part of the arena, the store's share also applies to that
+//! part, so that other stores cannot occupy all of it. The lock of the pool may be acquired while a
+//! store's lock is held, never the other way around.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -20,53 +20,53 @@ use crate::tier::disk::DiskRoot;
 use crate::units::size_text;
 use crate::{Error, Result};
 
-/// Minimum number of slabs, if the arena is large enough.
+/// Minimum number of slabs if the arena is large enough.
 const NUM_SLABS: u64 = 64;
-/// Maximum size of a slab. Workers register memory with the GPU slab by slab, and kernel launches
-/// are blocked during each registration.
+/// Maximum size of a slab. Workers register memory with the GPU slab by slab, and each registration
+/// blocks kernel launches.
 const MAX_SLAB_BYTES: u64 = 256 << 20;
-/// Resolution for comparing unused space, as fractions of a slab.
+/// Unused space is compared in fractions of a slab with this denominator.
 const PRECISION: u64 = 1000;
-/// Minimum number of the first store's frames per slab, unless that would leave fewer than
-/// `MIN_SLABS` slabs. With few frames per slab, the unused space at its end is relatively large.
+/// Minimum number of the first store's frames per slab, unless there would be fewer than `MIN_SLABS`
+/// slabs. With too few frames per slab, too much space at the end of the slab is unused.
 const MIN_FRAMES: u64 = 4;
 const MIN_SLABS: u64 = 8;
 
-/// One slab of the arena.
+/// Number of a slab in the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct SlabId(pub(crate) u32);
 
-/// The pool's state of one store.
+/// The state of one store in the pool.
 #[derive(Debug, Default)]
 struct MemberState {
-    /// Number of slabs that the store owns, including `arrived`.
+    /// Number of slabs owned by the store, including `arrived`.
     num_slabs: u32,
-    /// Slabs that the store has not collected yet.
+    /// Slabs that were assigned to the store but that it has not collected yet.
     arrived: Vec<SlabId>,
-    /// Share in percent of the arena; None for an equal part of the remainder.
+    /// Share in percent of the arena. None for an equal part of the remainder.
     percent: Option<u32>,
-    /// False if the store has no share.
+    /// False if the store is not entitled to a share.
     is_active: bool,
-    /// Number of slabs that it can keep while other stores need slabs.
+    /// Number of slabs that the store can keep when other stores need slabs.
     share: u32,
-    /// The store needs a slab whose number is below this value.
+    /// If set, the store needs a slab with a number below this limit.
     hungry: Option<u32>,
 }
 
 #[derive(Debug, Default)]
 struct PoolState {
-    /// The owner of each slab; None if the slab is free.
+    /// Owner of each slab, or None if the slab is free.
     slabs: Vec<Option<u32>>,
     num_free: u32,
     members: BTreeMap<u32, MemberState>,
     next_id: u32,
 }
 
-/// The arena and its slabs.
+/// An arena and its slabs.
 pub struct Pool {
     pub(crate) arena: HostArena,
     slab_bytes: u64,
-    /// The disk directory that the stores share.
+    /// The disk directory shared by the stores.
     pub(crate) disk: Arc<DiskRoot>,
     state: Mutex<PoolState>,
     wake: Box<dyn Fn() + Send + Sync>,
@@ -82,11 +82,11 @@ impl fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// Creates an arena of `host_bytes`, in slabs that suit frames of these sizes. `wake` is called
-    /// when a store becomes hungry, possibly under that store's lock; the caller should then call
-    /// [`crate::store::Store::release_slab`] on the other stores.
+    /// Creates an arena of `host_bytes` with slabs suited to frames of these sizes. `wake` is
+    /// called when a store becomes hungry, possibly under that store's lock. The owner of the pool
+    /// should then call [`crate::store::Store::release_slab`] on all other stores.
     ///
-    /// Returns `InvalidConfig` if no frame fits, and `Io` if the memory cannot be allocated.
+    /// Returns `InvalidConfig` if no frame fits, and `Io` if memory cannot be allocated.
     pub fn create(
         disk: Arc<DiskRoot>,
         host_bytes: u64,
@@ -105,7 +105,7 @@ impl Pool {
         Self::of_slabs(disk, host_bytes, slab_bytes(host_bytes, &sizes), Box::new(wake))
     }
 
-    /// Creates the memory of a single store.
+    /// Allocates the memory of a single store.
     pub(crate) fn of_one(host_bytes: u64, sizes: &FrameSizes) -> Result<Arc<Self>> {
         let frame_bytes = sizes.largest();
         let host_bytes = if let [_] = sizes.all() {
@@ -133,8 +133,9 @@ impl Pool {
         Ok(Arc::new(Self { arena, slab_bytes, disk, state: Mutex::new(state), wake }))
     }
 
-    /// Places memory that has no pages yet on the NUMA nodes of the shards of `frame_bytes` frames.
-    /// Returns the number of placed ranges, or `Io` if the kernel rejects the placement.
+    /// Places memory that has not been allocated on the NUMA nodes of the shards of frames with
+    /// `frame_bytes` bytes. Returns the number of ranges placed, or `Io` if the kernel rejects the
+    /// placement.
     pub fn place(&self, frame_bytes: u64, nodes: &[u32]) -> Result<usize> {
         let num_frames = u32::try_from(self.size_bytes() / frame_bytes.max(1)).unwrap_or(u32::MAX);
         let places = numa::by_shard(frame_bytes, num_frames, nodes);
@@ -142,12 +143,12 @@ impl Pool {
         Ok(places.len())
     }
 
-    /// Returns the size of the whole arena, in bytes.
+    /// Returns the size of the arena, in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.arena.size_bytes()
     }
 
-    /// Returns the size of a slab, in bytes. The last slab also includes the remainder of the
+    /// Returns the size of a slab, in bytes. The last slab also includes the remaining bytes of the
     /// arena.
     pub fn slab_bytes(&self) -> u64 {
         self.slab_bytes
@@ -158,13 +159,13 @@ impl Pool {
         u32::try_from(self.size_bytes() / self.slab_bytes).unwrap_or(u32::MAX)
     }
 
-    /// Returns true if a store is hungry, so that other stores should release a slab.
+    /// Returns true if a store is hungry, in which case other stores should release a slab.
     pub fn is_wanted(&self) -> bool {
         self.state().wanting().next().is_some()
     }
 
-    /// Returns `InvalidConfig` unless a slab holds a frame of each size. Otherwise, a store could
-    /// own slabs without a single frame.
+    /// Returns `InvalidConfig` if a slab is too small for a frame of any of the sizes. Otherwise, a
+    /// store could own slabs without having a frame.
     pub fn check(&self, sizes: &FrameSizes) -> Result<()> {
         sizes.check()?;
         let (slab_bytes, frame_bytes) = (self.slab_bytes, sizes.largest());
@@ -173,7 +174,7 @@ impl Pool {
         }
         Err(Error::invalid(format!(
             "chunks of {frame_bytes} bytes are too large for this server's slabs of {slab_bytes} \
-             bytes, which follow from its --host-size and its first engine; raise that, use a \
+             bytes, which depend on --host-size and the first engine; raise --host-size, use a \
              smaller vLLM block size, or start the engine with the larger chunks first"
         )))
     }
@@ -183,8 +184,8 @@ impl Pool {
     }
 }
 
-/// Returns the size of a slab, in bytes: a multiple of the largest frame size, chosen so that
-/// frames of the other sizes leave little space unused.
+/// Returns the slab size in bytes, which is a multiple of the largest frame size. The multiple is
+/// chosen so that frames of other sizes leave little space unused.
 fn slab_bytes(host_bytes: u64, sizes: &FrameSizes) -> u64 {
     let frame_bytes = sizes.largest();
     let num_frames = host_bytes / frame_bytes;
@@ -203,7 +204,7 @@ fn slab_bytes(host_bytes: u64, sizes: &FrameSizes) -> u64 {
 }
 
 impl PoolState {
-    /// Recomputes the share of each store from the set of active stores.
+    /// Recomputes the shares of all stores from the set of active stores.
     fn share_out(&mut self) {
         let num_slabs = self.slabs.len() as u64;
         let of = |percent: u32| (num_slabs * u64::from(percent) / 100).max(1);
@@ -211,7 +212,7 @@ impl PoolState {
         let fixed: u64 = active().filter_map(|member| member.percent).map(of).sum();
         let num_equal = active().filter(|member| member.percent.is_none()).count().max(1) as u64;
         let left = num_slabs.saturating_sub(fixed);
-        let equal = (left / num_equal).max(left.min(1)); // a store without a slab would never save
+        let equal = (left / num_equal).max(left.min(1)); // without a slab, a store could never save
         for member in self.members.values_mut() {
             let share = if member.is_active { member.percent.map_or(equal, of) } else { 0 };
             member.share = u32::try_from(share).unwrap_or(u32::MAX);
@@ -223,7 +224,7 @@ impl PoolState {
         u32::try_from(self.slabs.len()).unwrap_or(u32::MAX)
     }
 
-    /// Returns the number of slabs below `end` that a store owns.
+    /// Returns the number of slabs below `end` that belong to a store.
     fn num_before(&self, end: u32, id: u32, member: &MemberState) -> u32 {
         if end >= self.num_slabs() {
             return member.num_slabs;
@@ -232,7 +233,7 @@ impl PoolState {
         u32::try_from(own.count()).unwrap_or(u32::MAX)
     }
 
-    /// Returns the number of slabs below `end` that a store can keep while other stores need slabs.
+    /// Returns the number of slabs below `end` that a store can keep when other stores need slabs.
     fn share_before(&self, end: u32, member: &MemberState) -> u32 {
         let part = u64::from(member.share) * u64::from(end.min(self.num_slabs()))
             / u64::from(self.num_slabs().max(1));
@@ -243,8 +244,7 @@ impl PoolState {
         self.num_before(end, id, member) < self.share_before(end, member)
     }
 
-    /// Returns the stores that need a slab, each with the limit below which the slab's number must
-    /// be.
+    /// Returns the stores that need a slab, each with the limit for the slab's number.
     fn wanting(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
         let end = |(id, member): (&u32, &MemberState)| {
             member.hungry.filter(|end| self.wants(*end, *id, member)).map(|end| (*id, end))
@@ -252,8 +252,9 @@ impl PoolState {
         self.members.iter().filter_map(end)
     }
 
-    /// Takes a slab from store `from`. Assigns it to the hungry store with the lowest limit, then
-    /// to the store that lacks the most slabs; without such a store, the slab becomes free.
+    /// Takes a slab from store `from`. Assigns it to a hungry store: to the store with the lowest
+    /// limit, or among these, to the store that lacks the most slabs. Without a hungry store, the
+    /// slab becomes free.
     fn reassign(&mut self, from: u32, slab: SlabId) {
         if let Some(member) = self.members.get_mut(&from) {
             member.num_slabs -= 1;
@@ -275,7 +276,7 @@ impl PoolState {
     }
 }
 
-/// A store's membership in a pool. Dropping it releases all its slabs.
+/// A store's membership in a pool. Dropping the membership releases all slabs of the store.
 #[derive(Debug)]
 pub(crate) struct Member {
     pub(crate) pool: Arc<Pool>,
@@ -283,8 +284,8 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    /// Adds a store without slabs. Its share is `percent` of the arena, or an equal part of the
-    /// remainder.
+    /// Adds a store without any slabs. The store's share is `percent` of the arena, or an equal
+    /// part of the remainder if `percent` is None.
     pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>) -> Self {
         let mut state = pool.state();
         let id = state.next_id;
@@ -307,14 +308,13 @@ impl Member {
         state.share_out();
     }
 
-    /// Returns the slabs that were assigned to this store since the last call because it was
-    /// hungry.
+    /// Returns the slabs assigned to this store since the last call because it was hungry.
     pub(crate) fn collect(&self) -> Vec<SlabId> {
         self.with(|own| std::mem::take(&mut own.arrived))
     }
 
-    /// Takes the lowest free slab below `end`. If no slab is free and the store has less than its
-    /// share there, it becomes hungry.
+    /// Takes the lowest free slab below `end`. If no slab is free and the store owns less than its
+    /// share there, the store becomes hungry.
     pub(crate) fn take(&self, end: u32) -> Option<SlabId> {
         let mut state = self.pool.state();
         let PoolState { slabs, num_free, members, .. } = &mut *state;
@@ -340,23 +340,23 @@ impl Member {
         None
     }
 
-    /// Releases a slab without used frames.
+    /// Releases a slab that has no frames in use.
     pub(crate) fn release(&self, slab: SlabId) {
         self.pool.state().reassign(self.id, slab);
     }
 
-    /// Returns the number of slabs that it can keep while other stores need slabs.
+    /// Returns the number of slabs that the store can keep when other stores need slabs.
     pub(crate) fn share(&self) -> u32 {
         self.with(|own| own.share)
     }
 
-    /// Returns the number of its slabs, and how many of them other stores can claim.
+    /// Returns the number of slabs of the store, and how many of them other stores can claim.
     pub(crate) fn num_slabs(&self) -> (u32, u32) {
         self.with(|own| (own.num_slabs, own.num_slabs.saturating_sub(own.share)))
     }
 
-    /// If another store needs a slab that this store should release, returns the limit below which
-    /// the slab's number must be.
+    /// Returns the limit for the slab's number if another store needs a slab that this store should
+    /// release.
     pub(crate) fn asked(&self) -> Option<u32> {
         let state = self.pool.state();
         let own = state.members.get(&self.id)?;

@@ -1,8 +1,8 @@
-//! The scheduler side's interface to a store, in this process or on a server.
+//! The scheduler side's interface to a store in this process or on a server.
 //!
-//! A session takes root keys and keys and returns numbers, so that calls can cross a socket. Leases
-//! and reservations belong to the session and end with it. `engine` tracks paged blocks and the
-//! reports of ranks.
+//! A session receives keys and returns numbers, so that calls can cross a socket. Leases and
+//! reservations belong to the session and end with it. `engine` tracks paged blocks and the reports
+//! of ranks.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -21,39 +21,41 @@ use crate::store::{
 pub use crate::store::{ArenaInfo, LifelineInfo};
 use crate::{Event, Result};
 
-/// The number of a read lease. A session never reuses it.
+/// Number of a read lease. A session never reuses a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LeaseId(pub u64);
 
-/// One engine's connection to a store. Dropping a session aborts its reservations and releases its
+/// An engine's connection to a store. Dropping a session aborts its reservations and releases its
 /// leases (I5).
 ///
-/// While a session has no store, for example after its server exited, every lookup is a miss.
+/// While a session has no store, for example because its server exited, every lookup is a miss.
 pub trait Session: Send + Sync + fmt::Debug {
-    /// Returns how a worker maps the frames; None while there is no store.
+    /// Returns the information that a worker needs to map the frames, or None if there is no store.
     fn arena(&self) -> Option<ArenaInfo>;
     /// Switches to a new store if the old store is gone and a new store is available. Returns true
-    /// if it switched. The new store has none of the old chunks, and `arena` can differ. A session
-    /// only switches stores in this call, so no plan mixes frames of two stores.
+    /// if the session switched. The new store has none of the old chunks, and its `arena` may
+    /// differ. A session only switches stores in this call, so a plan never mixes frames of two
+    /// stores.
     fn renew(&self) -> bool {
         false
     }
-    /// Returns how many leading units of each prefix are stored. No side effect (I9).
+    /// Returns the number of leading units that are stored, for each prefix. Has no side effects
+    /// (I9).
     fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup>;
-    /// Pins, as one lease, the chunks of prefixes that are in host memory, and queues reads of the
-    /// chunks that are only on disk.
+    /// Pins the chunks of all prefixes that are in host memory, and queues reads of chunks that are
+    /// only on disk. Returns a single lease.
     fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> LeaseId;
-    /// Returns how many chunks are ready and how many are being read, across all prefixes of the
-    /// lease. Returns zeros for a lease that has ended.
+    /// Returns how many chunks of a lease are ready and how many are being read, across all its
+    /// prefixes. Returns zeros if the lease has ended.
     fn poll(&self, lease: LeaseId) -> Progress;
     /// Returns all ready chunks, in the order of the prefixes.
     fn frames(&self, lease: LeaseId) -> Vec<LeasedFrame>;
-    /// Releases a lease; a second call does nothing.
+    /// Releases a lease. A second call has no effect.
     fn release(&self, lease: LeaseId);
     /// Reserves frames for the missing chunks of each request. Returns the reservations in order,
     /// and the counts for each request. Reserves nothing if a prefix is shorter than its range of
-    /// units. Tickets ascend for the life of the store, and a new store never reuses a ticket that
-    /// this session has received.
+    /// units. Tickets always ascend within a store, and a new store never reuses a ticket that this
+    /// session has received.
     fn reserve_many(
         &self,
         asked: &[SaveRequest<'_>],
@@ -65,26 +67,27 @@ pub trait Session: Send + Sync + fmt::Debug {
     /// Removes chunks and their descendants from every tier. Returns the number of chunks removed
     /// so far.
     fn discard(&self, keys: &[ChunkKey]) -> u64;
-    /// Removes everything from every tier.
+    /// Removes all chunks from every tier.
     fn clear(&self);
     /// Returns counters and gauges by name.
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)>;
-    /// Restricts new reservations to frames in the first `limit_bytes` of the arena, because
-    /// workers cannot copy to the rest yet.
+    /// Restricts new reservations to frames in the first `limit_bytes` of the arena. Workers cannot
+    /// copy to the rest yet.
     fn limit_memory(&self, limit_bytes: u64);
-    /// Returns the log lines since the last call.
+    /// Returns the log lines added since the last call.
     fn take_events(&self) -> Vec<Event>;
-    /// Starts recording added and removed chunks; see [`Store::watch`]. A second call does nothing.
+    /// Starts to record added and removed chunks; see [`Store::watch`]. A second call has no
+    /// effect.
     fn watch(&self, capacity: usize);
-    /// Returns recorded changes; see [`Listener::changes`]. While the store does not respond, there
-    /// are no rows; after one second without a response, all requested chunks are reported as
-    /// removed. That report, and the next report of a store, set `lost`: all earlier reports may be
-    /// outdated.
+    /// Returns the recorded changes; see [`Listener::changes`]. While the store is not responding,
+    /// returns no rows; after one second, reports all requested chunks as removed. This report and
+    /// the next report of a store set `lost`, because all earlier reports may be outdated.
     fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes;
-    /// Waits until every visible chunk is written to disk or dropped. Returns false at the
+    /// Waits until all visible chunks are written to disk or dropped. Returns false at the
     /// deadline.
     fn flush(&self, timeout: Duration) -> bool;
-    /// Aborts reservations and stops the store. Read leases stay valid until they are released.
+    /// Aborts all reservations and stops the store. Read leases remain valid until they are
+    /// released.
     fn close(&self, timeout: Duration);
 
     /// Returns true if the last reservation timed out, so that its chunks can be retried
@@ -102,13 +105,13 @@ struct Leases {
     next: u64,
 }
 
-/// A session of a store in this process.
+/// A session with a store in this process.
 #[derive(Debug)]
 pub struct Local {
     // Declared before the store, so that open leases are dropped first.
     leases: Mutex<Leases>,
     /// Size of the first part of the arena that this engine's workers can copy to, in bytes. Other
-    /// sessions of the store may have different limits.
+    /// sessions with the store may have different limits.
     limit_bytes: AtomicU64,
     listener: OnceLock<Listener>,
     store: Arc<Store>,
@@ -120,8 +123,8 @@ impl Local {
         Ok(Self::of(Arc::new(Store::open(config)?)))
     }
 
-    /// Opens a session of `store`, which can have more than one. Closing the session closes the
-    /// store; dropping it only ends its leases and reservations.
+    /// Opens a session with `store`. A store can have more than one session. Closing a session
+    /// closes the store; dropping a session only ends its leases and reservations.
     pub fn of(store: Arc<Store>) -> Self {
         Self {
             leases: Mutex::default(),
@@ -150,8 +153,8 @@ impl Local {
         self.leases().reads.get(&lease).cloned()
     }
 
-    /// Removes and returns the open reservations of `tickets`. Dropping a reservation aborts it,
-    /// which the caller must do without holding the lock.
+    /// Removes and returns the open reservations with these tickets. The caller must not hold the
+    /// lock when it drops a reservation, because this aborts the save.
     fn take(&self, tickets: &[u64]) -> Vec<WriteLease> {
         let mut leases = self.leases();
         let mut taken = Vec::with_capacity(tickets.len());

@@ -1,5 +1,6 @@
-//! Locks, condition variables and threads of the standard library; with `--cfg shuttle`, of a model
-//! checker, which chooses the next thread at each synchronization (`tests/models.rs`).
+//! Locks, condition variables and threads from the standard library. With `--cfg shuttle`, they
+//! come from a model checker that picks the next thread at each synchronization
+//! (`tests/models.rs`).
 
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
@@ -15,25 +16,25 @@ pub(crate) use std::{
     thread,
 };
 
-/// Locks a mutex, even if it is poisoned.
+/// Locks a mutex, even if the mutex is poisoned.
 pub fn locked<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Joins threads that are stopping. At the deadline, detaches threads that are still running, for
-/// example in a system call that hangs.
+/// example because a system call hangs.
 pub fn join(threads: Vec<thread::JoinHandle<()>>, deadline: Instant) {
     for thread in threads {
         while !has_ended(&thread) && Instant::now() < deadline {
             thread::sleep(Duration::from_millis(1));
         }
         if has_ended(&thread) {
-            let _ended = thread.join(); // a panic was logged and has poisoned the lock
+            let _ended = thread.join(); // a panic was already logged and poisoned the lock
         }
     }
 }
 
-/// Returns true if the thread can be joined without waiting. Threads of the model checker never
+/// Returns true if the thread can be joined without blocking. Threads of the model checker never
 /// hang, so they are always joined.
 fn has_ended(thread: &thread::JoinHandle<()>) -> bool {
     #[cfg(shuttle)]

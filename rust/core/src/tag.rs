@@ -1,38 +1,38 @@
-//! A 64-bit position-dependent tag of a chunk's pages: computed when the bytes are produced, and
-//! checked before they are used.
+//! A 64-bit, position-dependent tag of a chunk's pages, which is computed when the bytes are
+//! produced and checked before they are used.
 //!
-//! `tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C))` mod 2^64, with w[p, j] the j-th
-//! little-endian 64-bit word of page p (pages in payload order, each padded with zeros to whole
-//! words) and `mix(x): x ^= rotr(x, 17) ^ rotr(x, 36); x *= M1; x ^= x >> 29; x *= M2; x ^= x >>
-//! 32`. The tag is a sum, so threads can add their words in any order. It only needs 64-bit
+//! `tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C))` mod 2^64, where w[p, j] is the
+//! j-th little-endian 64-bit word of page p (pages are in payload order and padded with zeros to
+//! whole words) and `mix(x): x ^= rotr(x, 17) ^ rotr(x, 36); x *= M1; x ^= x >> 29; x *= M2; x ^= x
+//! >> 32`. The tag is a sum, so threads can add their words in any order. The tag only needs 64-bit
 //! multiplication, xor, shifts and addition, so a GPU can compute it during the copy. `mix` is a
-//! bijection: damage inside one word is always detected. The tag detects accidents (torn, stale,
-//! swapped or shifted pages), not adversaries.
+//! bijection, so damage within a single word is always detected. The tag detects accidents (torn,
+//! stale, swapped or shifted pages), not adversaries.
 
 use crate::{Error, Result};
 
 // Nothing-up-my-sleeve constants: the first 8 bytes (little endian) of BLAKE3("kvloft tag v1 " +
 // name), made odd.
-/// Multiplier of the page's index.
+/// Multiplier of the page index.
 pub const A: u64 = 0xb0a1_2ec3_a5fe_637d;
-/// Multiplier of the word's index in its page.
+/// Multiplier of the index of a word in its page.
 pub const B: u64 = 0xf7c7_770c_c179_0db7;
-/// Offset of all positions, so that leading zero words also contribute to the tag.
+/// Offset added to all positions, so that leading zero words also affect the tag.
 pub const C: u64 = 0x8ced_aa81_95c7_5ecd;
 /// First multiplier in `mix`.
 pub const M1: u64 = 0xaaa3_ec23_16f3_9b27;
 /// Second multiplier in `mix`.
 pub const M2: u64 = 0x6f8b_3af1_12db_4f79;
 
-/// Returns the tag of a payload that contains, for each of `num_blocks` blocks, one page of each
-/// size in `page_bytes`, without gaps.
+/// Returns the tag of a payload. The payload contains `num_blocks` blocks without gaps, and each
+/// block has one page of each size in `page_bytes`.
 ///
-/// Returns `InvalidConfig` if the length of the payload is not the sum of its pages.
+/// Returns `InvalidConfig` if the length of the payload is not the sum of its page sizes.
 pub fn chunk_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> Result<u64> {
     let block_bytes = page_bytes.iter().map(|&bytes| u64::from(bytes)).sum::<u64>();
     if block_bytes.checked_mul(u64::from(num_blocks)) != u64::try_from(payload.len()).ok() {
         return Err(Error::invalid(
-            "the payload must have the length of num_blocks blocks with pages of page_bytes",
+            "the payload size must be num_blocks times the sum of page_bytes",
         )
         .with_context("payload_bytes", payload.len())
         .with_context("block_bytes", block_bytes)
@@ -52,9 +52,9 @@ pub fn chunk_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> Result<
     Ok(tag)
 }
 
-/// Returns the sum of one page. `position` is the position value of its word 0.
+/// Returns the sum of one page. `position` is the position value of its first word.
 fn page_sum(page: &[u8], mut position: u64) -> u64 {
-    // Four independent sums, so that the additions can overlap.
+    // Uses four independent sums, so that the additions can overlap.
     let mut sums = [0u64; 4];
     let (quads, rest) = page.as_chunks::<32>();
     for quad in quads {
@@ -75,13 +75,13 @@ fn page_sum(page: &[u8], mut position: u64) -> u64 {
     sum
 }
 
-/// Mixes 64 bits: a bijection in which each input bit affects all output bits.
+/// Mixes 64 bits with a bijection in which every input bit affects all output bits.
 ///
-/// Multiplication does not spread the top bits. A change to the top bits alone therefore changes
-/// the product by one of only a few values, and the changes of two words can cancel out: with `x >>
-/// 32` as the first step, sign flips of both fp32 values in two words canceled out in one of 2^20
-/// pairs. The rotations prevent this: after them, only flips of at least 10 (20) input bits can be
-/// confined to the top 16 (8) bits.
+/// Multiplication does not propagate the top bits. Changing only the top bits would therefore
+/// change the product by one of just a few values, and the changes of two words could cancel out:
+/// with `x >> 32` as the first step, flipping both fp32 signs in two words canceled out for one in
+/// 2^20 pairs. The rotations prevent this: after them, only flips of at least 10 (20) input bits
+/// can be confined to the top 16 (8) bits.
 #[inline]
 fn mix(mut x: u64) -> u64 {
     x ^= x.rotate_right(17) ^ x.rotate_right(36);

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use crate::error::raise;
 use crate::key::KeyBytes;
 
-/// Frames in shared memory, mapped by a worker that can run in a separate process.
+/// Frames in shared memory, mapped by a worker that may run in a separate process.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct Arena {
     inner: io::Arena,
@@ -15,12 +15,12 @@ pub(crate) struct Arena {
     address: usize,
     #[pyo3(get)]
     size_bytes: usize,
-    /// Identifies the shared memory.
+    /// Number that identifies the shared memory.
     #[pyo3(get)]
     id: u64,
 }
 
-/// The position of a part of a frame and the fields of its trailer, from a Python dict.
+/// The position of a part of a frame and the fields of its trailer, read from a Python dict.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct FramePart {
@@ -46,8 +46,8 @@ impl Arena {
     }
 }
 
-/// Place pages that are not in memory yet on a NUMA node. Return False if the pages already have a
-/// NUMA policy or the system call fails.
+/// Place pages that have not been allocated on a NUMA node. Return False if the pages already have
+/// a NUMA policy or the system call fails.
 #[pyfunction]
 pub(crate) fn prefer_numa_node(address: usize, num_bytes: usize, node: u32) -> bool {
     io::prefer_numa_node(address, num_bytes, node)
@@ -68,14 +68,15 @@ impl Arena {
         Ok(Self::of(io::Arena::private(size_bytes).map_err(raise)?))
     }
 
-    /// Tag the payload of a part, write the trailer at the end of the part, and return the tag.
+    /// Compute the tag of a part's payload, write the trailer at the end of the part, and return
+    /// the tag.
     fn seal(&self, py: Python<'_>, part: FramePart) -> PyResult<u64> {
         let seal = || self.inner.seal(part.offset, part.part_bytes, &part.spec());
         py.detach(seal).map_err(raise)
     }
 
-    /// Return None if the trailer and the tag match, otherwise 'unsealed', 'key', 'layout', 'shape'
-    /// or 'tag'.
+    /// Return None if the trailer and the tag match. Otherwise, return 'unsealed', 'key', 'layout',
+    /// 'shape' or 'tag'.
     fn check(&self, py: Python<'_>, part: FramePart) -> PyResult<Option<&'static str>> {
         let check = || self.inner.check(part.offset, part.part_bytes, &part.spec());
         Ok(py.detach(check).map_err(raise)?.map(io::Damage::as_str))

@@ -10,7 +10,7 @@ use pyo3::types::{PyBytes, PyIterator, PyList, PySlice, PyTuple, PyType};
 
 use crate::error::raise;
 
-/// One group's columns: (group, frames, keys, blocks).
+/// The columns of one group: (group, frames, keys, blocks).
 type PyColumns<'py> = (u32, Bound<'py, PyBytes>, Bound<'py, PyBytes>, Bound<'py, PyBytes>);
 
 fn columns_of<'a>((group, frames, keys, blocks): &'a PyColumns<'_>) -> Columns<&'a [u8]> {
@@ -22,7 +22,7 @@ fn columns_of<'a>((group, frames, keys, blocks): &'a PyColumns<'_>) -> Columns<&
     }
 }
 
-/// A batch of chunks to copy, stored in columns; see `kvloft.seam.batch`.
+/// A batch of chunks to copy, stored in columns. See `kvloft.seam.batch`.
 #[pyclass(frozen, eq, sequence, module = "kvloft._core")]
 #[derive(PartialEq)]
 pub(crate) struct ChunkBatch {
@@ -50,7 +50,7 @@ impl ChunkBatch {
 
 #[pymethods]
 impl ChunkBatch {
-    /// Create a batch from the columns of each group and the tickets. Raises `ConfigError` if the
+    /// Create a batch from the tickets and the columns of each group. Raises `ConfigError` if the
     /// columns are inconsistent.
     #[new]
     fn new(parts: Vec<PyColumns<'_>>, tickets: &[u8]) -> PyResult<Self> {
@@ -58,25 +58,26 @@ impl ChunkBatch {
         chunk_batch::ChunkBatch::from_columns(&parts, tickets).map(Self::from).map_err(raise)
     }
 
-    /// Return a batch of all chunks in `batches`. All chunks get the group of the first batch.
+    /// Return a batch of all chunks in `batches`. All chunks are assigned to the group of the first
+    /// batch.
     #[staticmethod]
     fn concat(batches: Vec<PyRef<'_, Self>>) -> Self {
         chunk_batch::ChunkBatch::concat(batches.iter().map(|batch| &*batch.inner)).into()
     }
 
-    /// Return one (group, batch) per KV cache group.
+    /// Return a (group, batch) pair for each KV cache group.
     fn by_group(&self) -> Vec<(u32, Self)> {
         self.inner.by_group().into_iter().map(|(group, batch)| (group, batch.into())).collect()
     }
 
-    /// Return one (group, size class, batch) per KV cache group and size class of frames.
+    /// Return (group, size class, batch) for each KV cache group and frame size class.
     fn by_size(&self) -> Vec<(u32, u8, Self)> {
         let sizes = self.inner.by_size().into_iter();
         sizes.map(|(group, class, batch)| (group, class.0, batch.into())).collect()
     }
 
-    /// Return ([(group, frames, keys, blocks)], tickets), with one tuple per group. Each column is
-    /// bytes in little endian: u32 frames, 32-byte keys, i32 blocks and u64 tickets.
+    /// Return ([(group, frames, keys, blocks)], tickets), with one tuple per group. Columns are
+    /// little-endian bytes: u32 frames, 32-byte keys, i32 blocks and u64 tickets.
     fn columns<'py>(&self, py: Python<'py>) -> (Vec<PyColumns<'py>>, Bound<'py, PyBytes>) {
         let bytes = |column: Vec<u8>| PyBytes::new(py, &column);
         let part = |part: Columns<Vec<u8>>| {
@@ -93,7 +94,7 @@ impl ChunkBatch {
         Ok((slf.get_type(), slf.get().columns(slf.py()).into_pyobject(slf.py())?))
     }
 
-    /// Return the tickets of the reservations, or an empty list for loads.
+    /// Return the tickets of the reservations. Loads have no tickets.
     pub(crate) fn tickets(&self) -> &[u64] {
         self.inner.tickets()
     }
@@ -103,7 +104,7 @@ impl ChunkBatch {
         self.inner.wanted_blocks().collect()
     }
 
-    /// Return a batch with each group's chunks sorted by frame.
+    /// Return a batch in which the chunks of each group are sorted by frame.
     fn by_frame(&self) -> Self {
         self.inner.by_frame().into()
     }

@@ -1,4 +1,4 @@
-//! Python bindings that read a disk directory without an engine: `disk_inspect` and `DiskVerify`.
+//! Python bindings `disk_inspect` and `DiskVerify`, which read a disk directory without an engine.
 //! This module only converts values.
 
 use std::path::PathBuf;
@@ -31,7 +31,7 @@ fn namespace_dict<'py>(py: Python<'py>, info: &NamespaceInfo) -> PyResult<Bound<
     Ok(dict)
 }
 
-/// Checks the key and checksum of every chunk in a disk directory. Works in steps, so that the
+/// Verifies the key and checksum of every chunk in a disk directory. Works in steps, so that the
 /// caller can report progress.
 #[pyclass(frozen, module = "kvloft._core", name = "DiskVerify")]
 pub(crate) struct DiskVerify {

@@ -1,4 +1,4 @@
-//! Converts core errors to the exceptions that `kvloft.errors` defines.
+//! Converts core errors to the exceptions defined in `kvloft.errors`.
 
 use kvloft_core::{Error, ErrorKind};
 use pyo3::import_exception;
@@ -10,7 +10,7 @@ import_exception!(kvloft.errors, DeniedError);
 import_exception!(kvloft.errors, LateError);
 import_exception!(kvloft.errors, StoreError);
 
-/// Returns the exception for a core error.
+/// Returns the Python exception for a core error.
 pub(crate) fn raise(error: Error) -> PyErr {
     let message = error.to_string();
     match error.kind() {

@@ -10,9 +10,9 @@ use pyo3::prelude::*;
 use crate::error::ConfigError;
 use crate::tokens::{append_block_ids, block_ids};
 
-/// A KV cache group, extracted from a tuple (number in the keys, kind, tokens per block, blocks per
-/// unit, kept blocks, reach in tokens, size class of frames, size class of frames for compressed
-/// chunks or None).
+/// A KV cache group, extracted from a tuple: (number in the keys, kind, tokens per block, blocks
+/// per unit, kept blocks, reach in tokens, frame size class, frame size class for compressed chunks
+/// or None).
 pub(crate) struct PyGroup(pub(crate) Group);
 
 impl<'py> FromPyObject<'_, 'py> for PyGroup {
@@ -46,8 +46,8 @@ impl<'py> FromPyObject<'_, 'py> for PyGroup {
     }
 }
 
-/// Appends the blocks of `units` for each saved group. A group that only keeps part of a prefix can
-/// have fewer blocks; null blocks replace the missing blocks.
+/// Appends the blocks of `units` for each saved group. A group that needs only part of a prefix
+/// can have fewer blocks; missing blocks are replaced by null blocks.
 pub(crate) fn append_saved_blocks(
     session: &EngineSession,
     tables: &Bound<'_, PyAny>,
@@ -67,7 +67,7 @@ pub(crate) fn append_saved_blocks(
     Ok(())
 }
 
-/// Returns the blocks of each table in its range, or None if a table is too short.
+/// Returns the blocks in the range of each table. Returns None if a table is too short.
 pub(crate) fn loaded_blocks(
     tables: &Bound<'_, PyAny>,
     ranges: &[Range<u32>],

@@ -10,21 +10,21 @@ use pyo3::types::PyBytes;
 use crate::error::{ConfigError, StoreError, raise};
 use crate::tokens::{RowBytes, token_ids};
 
-/// Minimum number of token ids for which hashing, about 10 us, detaches from the interpreter.
+/// Detach from the interpreter to hash at least this many token ids, which takes about 10 us.
 const DETACH_TOKENS: usize = 4096;
-/// Minimum number of row bytes for which hashing, about 20 us, detaches from the interpreter.
+/// Detach from the interpreter to hash at least this many row bytes, which takes about 20 us.
 const DETACH_BYTES: usize = 64 << 10;
 
-/// The keys of one request's prefix, one per block. The chain is extended as tokens arrive.
+/// The keys of a request's prefix, one per block. The chain is extended as tokens arrive.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct KeyChain {
-    // The lock's holder never waits for the interpreter, so waiting for the lock while attached is
-    // safe.
+    // Holders of this lock never wait for the interpreter, so it is safe to wait for the lock while
+    // attached.
     inner: Mutex<key::KeyChain>,
 }
 
 impl KeyChain {
-    /// Locks the core's chain. Returns an error if a panic interrupted an earlier change.
+    /// Locks the chain. Returns an error if a panic interrupted an earlier change.
     pub(crate) fn lock(&self) -> PyResult<MutexGuard<'_, key::KeyChain>> {
         self.inner.lock().map_err(|_| {
             StoreError::new_err(
@@ -33,8 +33,9 @@ impl KeyChain {
         })
     }
 
-    /// Like `lock`, but does not wait. Also returns an error if the chain is locked, for example by
-    /// another row of the same call, or if it no longer has exactly `num_tokens` tokens.
+    /// Like `lock`, but never blocks. Also returns an error if the chain is already locked, for
+    /// example by another row of the same call, or if its number of tokens is no longer
+    /// `num_tokens`.
     pub(crate) fn try_lock_at(&self, num_tokens: u32) -> PyResult<MutexGuard<'_, key::KeyChain>> {
         let chain = self.inner.try_lock();
         let chain = chain.map_err(|_| {
@@ -46,8 +47,8 @@ impl KeyChain {
             .ok_or_else(|| StoreError::new_err("this KeyChain is in use by another thread"))
     }
 
-    /// Appends the missing tokens of `token_ids[:stop]` if there are many. Returns the new number
-    /// of tokens.
+    /// Appends the missing tokens of `token_ids[:stop]` if there are many. Returns the resulting
+    /// number of tokens.
     pub(crate) fn extend_if_long(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<u32> {
         let start = self.num_tokens()?;
         if (stop.saturating_sub(start) as usize) < DETACH_TOKENS {
@@ -78,8 +79,8 @@ impl KeyChain {
         Ok(self.lock()?.num_blocks())
     }
 
-    /// Declare a multimodal item that covers positions `[start, start + num_tokens)`. Declare an
-    /// item before its positions are appended.
+    /// Declare a multimodal item at positions `[start, start + num_tokens)`. An item must be
+    /// declared before its positions are appended.
     fn add_item(&self, identifier: &str, start: u32, num_tokens: u32) -> PyResult<()> {
         self.lock()?.add_item(identifier, start, num_tokens).map_err(raise)
     }
@@ -107,8 +108,8 @@ impl KeyChain {
         if rows.bytes().len() < DETACH_BYTES { append() } else { rows_py.detach(append) }
     }
 
-    /// Return the key of the prefix that ends with full block `block`, or the key of `group`'s
-    /// chunk that ends there.
+    /// Return the key of the prefix that ends with block `block`, or the key under which `group`
+    /// stores the chunk that ends there.
     #[pyo3(signature = (block, group = None))]
     fn key<'py>(
         &self,
@@ -132,8 +133,7 @@ impl KeyChain {
     }
 }
 
-/// Return the 32-byte digest of (name, value) pairs. The order of the pairs does not matter. Names
-/// must be unique.
+/// Return the 32-byte digest of (name, value) pairs in any order. Names must be unique.
 #[pyfunction]
 pub(crate) fn namespace_digest(
     py: Python<'_>,
@@ -144,7 +144,8 @@ pub(crate) fn namespace_digest(
     Ok(PyBytes::new(py, &key::namespace_digest(&fields).map_err(raise)?))
 }
 
-/// Return the 32-byte key of the empty prefix. `adapter` is a `LoRA` adapter's (name, path or id).
+/// Return the 32-byte key of the empty prefix. `adapter` is the (name, path or id) of a `LoRA`
+/// adapter.
 #[pyfunction]
 #[pyo3(signature = (namespace, adapter, cache_salt))]
 pub(crate) fn root_key<'py>(
@@ -159,7 +160,7 @@ pub(crate) fn root_key<'py>(
     Ok(PyBytes::new(py, &root.0))
 }
 
-/// Converts `bytes` to a 32-byte digest. `name` is the argument's name in the error message.
+/// Converts `bytes` to a 32-byte digest. `name` is the name of the argument in the error message.
 pub(crate) fn digest(bytes: &[u8], name: &str) -> PyResult<[u8; 32]> {
     let len = bytes.len();
     bytes
@@ -167,7 +168,7 @@ pub(crate) fn digest(bytes: &[u8], name: &str) -> PyResult<[u8; 32]> {
         .map_err(|_| ConfigError::new_err(format!("{name} must be 32 bytes, not {len}")))
 }
 
-/// A chunk key or other 32-byte digest, converted from Python bytes.
+/// A chunk key or another 32-byte digest, converted from Python bytes.
 #[derive(Clone, Copy)]
 pub(crate) struct KeyBytes(pub(crate) ChunkKey);
 

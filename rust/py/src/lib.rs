@@ -1,4 +1,5 @@
-//! `kvloft._core`: only converts between Python and `kvloft_core`.
+//! The extension module `kvloft._core`, which only converts values between Python and
+//! `kvloft_core`.
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 and map_err pass arguments by value")]
 
 mod arena;

@@ -1,4 +1,4 @@
-//! Converts `Server` and the admin functions of `kvloft_wire` to Python.
+//! Python bindings for `Server` and the admin functions of `kvloft_wire`.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ use pyo3::types::{IntoPyDict, PyBytes, PyDict};
 use crate::error::raise;
 use crate::settings::{PyTenantLimits, disk_settings, tenant_limits, timeout};
 
-/// A store that engines of this user share; listens until it is closed.
+/// A store shared by engines of this user. The server listens until it is closed.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct Server {
     inner: kvloft_wire::Server,
@@ -56,23 +56,23 @@ impl Server {
         Ok(Self { inner: py.detach(|| kvloft_wire::Server::open(config)).map_err(raise)? })
     }
 
-    /// Return the state of the server; see `server_status`.
+    /// Return the status of the server. See `server_status`.
     fn status<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         status_dict(py, &self.inner.status())
     }
 
-    /// Return why the server cannot use its disk directory; None if it can or has none.
+    /// Return why the server cannot use its disk directory. Return None if it can or has no disk
+    /// directory.
     fn disk_trouble(&self) -> Option<String> {
         self.inner.disk_trouble()
     }
 
-    /// Return the log lines since the last call.
+    /// Return the log lines added since the last call.
     fn take_events(&self) -> Vec<String> {
         self.inner.take_events()
     }
 
-    /// Close every connection, write pending chunks to disk until the timeout, and release the
-    /// disk.
+    /// Close all connections, write pending chunks to disk until the timeout, and release the disk.
     #[pyo3(signature = (timeout_s=30.0))]
     fn close(&self, py: Python<'_>, timeout_s: f64) {
         py.detach(|| self.inner.close(timeout(timeout_s)));
@@ -83,13 +83,13 @@ impl Server {
     }
 }
 
-/// Return the bytes of memory that this machine or container has left; None if unknown.
+/// Return the memory available on this machine or in this container in bytes, or None if unknown.
 #[pyfunction(name = "available_bytes")]
 pub(crate) fn available_memory() -> Option<u64> {
     available_bytes()
 }
 
-/// Return the state of the server at `socket`.
+/// Return the status of the server at `socket`.
 #[pyfunction]
 #[pyo3(signature = (socket, *, timeout_s=5.0))]
 pub(crate) fn server_status(
@@ -101,7 +101,7 @@ pub(crate) fn server_status(
     status_dict(py, &found)
 }
 
-/// Remove every chunk of a namespace of the server at `socket` and return the number of chunks.
+/// Remove all chunks of a namespace on the server at `socket`. Return the number of chunks removed.
 #[pyfunction]
 #[pyo3(signature = (socket, *, namespace="", timeout_s=30.0))]
 pub(crate) fn server_clear(
@@ -113,7 +113,7 @@ pub(crate) fn server_clear(
     py.detach(|| clear(&socket, namespace, timeout(timeout_s))).map_err(raise)
 }
 
-/// Evict the chunks of a salt, or every chunk, from all tiers or only from host memory.
+/// Evict the chunks of one salt, or all chunks, from all tiers or from host memory only.
 #[pyfunction]
 #[pyo3(signature = (socket, *, namespace="", salt=None, host_only=false, timeout_s=60.0))]
 pub(crate) fn server_evict<'py>(
@@ -142,7 +142,7 @@ pub(crate) fn server_evict<'py>(
     Ok(dict)
 }
 
-/// Parses the status's JSON in Python; a namespace's digest becomes `bytes`.
+/// Parses the JSON of a status in Python. The digests of namespaces are converted to `bytes`.
 fn status_dict<'py>(py: Python<'py>, status: &Status) -> PyResult<Bound<'py, PyAny>> {
     let dict = py.import("json")?.call_method1("loads", (status.to_json().map_err(raise)?,))?;
     for (namespace, of) in dict.get_item("namespaces")?.try_iter()?.zip(&status.namespaces) {

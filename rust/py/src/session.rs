@@ -1,7 +1,7 @@
 //! Python bindings for `kvloft_core::session`. This module only converts values.
 //!
-//! Short calls stay attached to the interpreter, which is safe because the holder of a session's
-//! lock never waits for the interpreter. Long calls detach.
+//! Short calls stay attached to the interpreter. Staying attached is safe because no holder of a
+//! session's lock ever waits for the interpreter. Long calls detach.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -26,7 +26,7 @@ use crate::lease::ReadLease;
 use crate::settings::{PySizes, PyTenantLimits, disk_settings, tenant_limits, timeout};
 use crate::tokens::{append_token_ids, block_ids, number};
 
-/// Gives one engine access to a store, and tracks its loads and saves in flight.
+/// An engine's access to a store. Tracks the engine's loads and saves in flight.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct Session {
     inner: Arc<EngineSession>,
@@ -49,10 +49,10 @@ impl Session {
     }
 }
 
-/// Initial capacity per row of `reserve`, in tokens: a step rarely completes more than one block of
-/// a generating request.
+/// Initial capacity for each row of `reserve`, in tokens. In a step, a generating request rarely
+/// completes more than one block.
 const ROW_TOKENS: usize = 32;
-/// Initial capacity per row of `reserve`, in blocks.
+/// Initial capacity for each row of `reserve`, in blocks.
 const ROW_BLOCKS: usize = 8;
 
 /// A row passed to `reserve`.
@@ -80,12 +80,12 @@ impl<'py> FromPyObject<'_, 'py> for Due<'py> {
     }
 }
 
-/// Returns the batch, or None if it has no chunks.
+/// Returns the batch, or None if the batch is empty.
 fn some(inner: Arc<chunk_batch::ChunkBatch>) -> Option<ChunkBatch> {
     (!inner.is_empty()).then_some(ChunkBatch { inner })
 }
 
-/// A chunk's key and the bit mask of its tiers.
+/// The key of a chunk with the bit mask of its tiers.
 type TierRow<'py> = (Bound<'py, PyBytes>, u8);
 
 #[pymethods]
@@ -126,7 +126,8 @@ impl Session {
         Self::over(Box::new(local), num_ranks, groups, sizes)
     }
 
-    /// Open the store of the server at `socket`. Each call waits for at most `timeout_s` seconds.
+    /// Connect to the store of the server at `socket`. Each call waits for at most `timeout_s`
+    /// seconds.
     #[staticmethod]
     #[pyo3(signature = (socket, *, frame_bytes, namespace, timeout_s, num_ranks=1, groups=None, description=""))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
@@ -152,41 +153,41 @@ impl Session {
         Self::over(Box::new(remote), num_ranks, groups, sizes)
     }
 
-    /// Path at which another process of this user can open the arena; empty while there is no
+    /// Path at which other processes of this user can open the arena. Empty while there is no
     /// store.
     #[getter]
     fn arena_path(&self) -> String {
         self.inner.session().arena().map(|arena| arena.path).unwrap_or_default()
     }
 
-    /// Identifier of the arena's memory; 0 while there is no store.
+    /// Number that identifies the arena's memory. 0 while there is no store.
     #[getter]
     fn arena_id(&self) -> u64 {
         self.inner.session().arena().map_or(0, |arena| arena.id)
     }
 
-    /// The path at which a worker opens the lifeline, and the lifeline's inode. None for an
-    /// embedded store or while there is no store.
+    /// Path at which workers open the lifeline, and the lifeline's inode. None for an embedded
+    /// store or while there is no store.
     #[getter]
     fn lifeline(&self) -> Option<(String, u64)> {
         self.inner.session().arena()?.lifeline.map(|lifeline| (lifeline.path, lifeline.id))
     }
 
-    /// Frame sizes in bytes, by size class.
+    /// Frame size of each size class, in bytes.
     #[getter]
     fn frame_sizes(&self) -> Vec<u64> {
         self.sizes.all().to_vec()
     }
 
-    /// Sizes of the arena and of a slab, in bytes; 0 while there is no store.
+    /// Sizes of the arena and of a slab, in bytes. Both are 0 while there is no store.
     #[getter]
     fn arena_sizes(&self) -> (u64, u64) {
         let arena = self.inner.session().arena();
         arena.map_or((0, 0), |arena| (arena.size_bytes, arena.slab_bytes))
     }
 
-    /// Switch to a new store, and return True, if the old store is gone and a new store is
-    /// available. The new store has no chunks of the old store.
+    /// Switch to a new store if the old store is gone and a new store is available. Return True if
+    /// the session switched. The new store has none of the old chunks.
     fn renew(&self) -> bool {
         self.inner.session().renew()
     }
@@ -197,21 +198,21 @@ impl Session {
         self.inner.session().is_save_late()
     }
 
-    /// Number of saves that at least one rank has not reported.
+    /// Number of saves that have not been reported by all ranks.
     #[getter]
     fn num_in_flight(&self) -> usize {
         self.inner.num_in_flight()
     }
 
-    /// Return the number of leading units that every full-attention group has, in host memory and
-    /// in any tier.
+    /// Return the number of leading units that are stored in every full-attention group, first in
+    /// host memory and then in any tier.
     fn lookup(&self, chain: &KeyChain) -> PyResult<(u32, u32)> {
         let found = self.inner.lookup(&mut *chain.lock()?);
         Ok((found.host_units, found.stored_units))
     }
 
-    /// Return the lengths of the deepest hits in host memory and in any tier, in units. They do not
-    /// exceed `host_units` and `stored_units`.
+    /// Return the lengths of the deepest hits in host memory and in any tier, in units. The lengths
+    /// never exceed `host_units` and `stored_units`.
     fn deepest_hit(
         &self,
         chain: &KeyChain,
@@ -223,19 +224,19 @@ impl Session {
         Ok((found.host_units, found.stored_units))
     }
 
-    /// Pin the chunks in host memory that a prefix of `num_units` units needs, and start reading
-    /// its other chunks from disk.
+    /// Pin the chunks that a prefix of `num_units` units needs, and start to read the other needed
+    /// chunks from disk.
     #[pyo3(signature = (chain, num_units=u32::MAX))]
     fn acquire(&self, chain: &KeyChain, num_units: u32) -> PyResult<ReadLease> {
         let lease = self.inner.acquire(&mut *chain.lock()?, num_units).map_err(raise)?;
         Ok(ReadLease { session: Arc::clone(&self.inner), lease })
     }
 
-    /// Extend the chains of many requests, and reserve frames for their units. Return two lists
-    /// with one item per request: the chunks or None, and the number of units without a frame. On
-    /// error, no frame is reserved.
+    /// Extend the chains of many requests and reserve frames for their units. Return two lists with
+    /// one item per request: the chunks or None, and the number of units that got no frame. On
+    /// error, nothing is reserved.
     fn reserve(&self, rows: Vec<Due<'_>>) -> PyResult<(Vec<Option<ChunkBatch>>, Vec<u32>)> {
-        // Everything that can run Python code must happen first, while no chain is locked.
+        // Anything that can run Python code must happen first, before any chain is locked.
         let mut ids = Vec::with_capacity(rows.len() * ROW_TOKENS);
         let mut blocks = Vec::with_capacity(rows.len() * ROW_BLOCKS);
         let mut parts = Vec::with_capacity(rows.len());
@@ -266,8 +267,8 @@ impl Session {
         Ok(reserved.into_iter().map(|(chunks, num_dropped)| (some(chunks), num_dropped)).unzip())
     }
 
-    /// Reserve frames for Mamba or gated delta net states. Each row is (chain, group, unit that the state ends, block
-    /// that holds the state). On error, no frame is reserved.
+    /// Reserve frames for Mamba or gated delta net states. Each row is (chain, group, unit that the
+    /// state ends, block that holds the state). On error, nothing is reserved.
     fn reserve_states(
         &self,
         rows: Vec<(Bound<'_, KeyChain>, usize, u32, i32)>,
@@ -283,8 +284,8 @@ impl Session {
         Ok(self.inner.reserve_states(states).map_err(raise)?.into_iter().map(some).collect())
     }
 
-    /// Process one rank's report. Return (number of chunks that became visible, number of chunks
-    /// that failed on a rank).
+    /// Process the report of one rank. Return (number of chunks that became visible, number of
+    /// chunks that failed on a rank).
     #[pyo3(signature = (saved, failed=Vec::new(), misfits=Vec::new()))]
     fn settle(&self, saved: Vec<u64>, failed: Vec<u64>, misfits: Vec<u64>) -> (u32, usize) {
         self.inner.settle(&saved, &failed, &misfits)
@@ -297,16 +298,15 @@ impl Session {
         tickets.map_or_else(|| self.inner.abort_all(), |tickets| self.inner.abort(&tickets));
     }
 
-    /// Return the blocks that a save in flight reads. If `blocks` is not None, only return blocks
-    /// in `blocks`.
+    /// Return the blocks that saves in flight read. If `blocks` is given, return only blocks among
+    /// these.
     #[pyo3(signature = (blocks=None))]
     fn being_read(&self, blocks: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<i32>> {
         let blocks = blocks.map(|blocks| block_ids(blocks, 0, None)).transpose()?;
         Ok(self.inner.being_read(blocks.as_deref()))
     }
 
-    /// Remove chunks and their descendants from every tier, and return the number of removed
-    /// chunks.
+    /// Remove chunks and their descendants from every tier. Return the number of chunks removed.
     fn discard(&self, keys: Vec<KeyBytes>) -> u64 {
         let keys: Vec<_> = keys.into_iter().map(|key| key.0).collect();
         self.inner.session().discard(&keys)
@@ -317,34 +317,34 @@ impl Session {
         py.detach(|| self.inner.clear());
     }
 
-    /// Return counters and gauges by name. `rust/core/src/store/stats.rs` defines the names.
+    /// Return counters and gauges by name. The names are defined in `rust/core/src/store/stats.rs`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.inner.session().stats().into_py_dict(py)?;
         stats.set_item("save_misfit_chunks", self.inner.num_misfits())?;
         Ok(stats)
     }
 
-    /// Restrict new saves to frames in the first `limit_bytes` of the arena, because workers cannot
-    /// copy to other frames yet.
+    /// Restrict new saves to frames in the first `limit_bytes` of the arena. Workers cannot copy to
+    /// other frames yet.
     fn limit_memory(&self, limit_bytes: u64) {
         self.inner.session().limit_memory(limit_bytes);
     }
 
-    /// Return each new log line, and whether it reports a problem.
+    /// Return each new log line and whether it reports a problem.
     fn take_events(&self) -> Vec<(String, bool)> {
         let events = self.inner.session().take_events().into_iter();
         events.map(|event| (event.to_string(), event.is_problem())).collect()
     }
 
-    /// Start recording added and removed chunks. At most `capacity` changes are kept until
+    /// Start to record added and removed chunks. At most `capacity` changes are kept until
     /// `changes` returns them.
     fn watch(&self, capacity: usize) {
         self.inner.session().watch(capacity);
     }
 
-    /// Return the (key, tiers) of the chunks in `asked` and of up to `limit` changed chunks, and
+    /// Return (key, tiers) for the chunks in `asked` and for up to `limit` changed chunks, and
     /// whether earlier reports may be outdated. The bits of `tiers` are 1 for host memory, 2 for
-    /// disk, and 4 for a chunk that is being filled.
+    /// disk and 4 for a chunk that is being filled.
     fn changes<'py>(
         &self,
         py: Python<'py>,
@@ -359,8 +359,7 @@ impl Session {
         )
     }
 
-    /// Wait until every visible chunk in host memory is on disk or dropped. Return False at the
-    /// deadline.
+    /// Wait until all visible chunks are written to disk or dropped. Return False at the deadline.
     fn flush(&self, py: Python<'_>, timeout_s: f64) -> bool {
         py.detach(|| self.inner.session().flush(timeout(timeout_s)))
     }

@@ -1,5 +1,5 @@
 //! Converts settings from Python values: tenant limits, frame sizes, the disk tier and timeouts.
-//! Salts are hashed here.
+//! This module also hashes salts.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -10,18 +10,17 @@ use kvloft_core::store::{DiskSettings, Limits, Quota, TenantLimits};
 use kvloft_core::{Error, Result};
 use pyo3::prelude::*;
 
-/// A number of bytes, or a fraction of the tier from 0.0 to 1.0.
+/// A number of bytes, or a fraction of the tier between 0.0 and 1.0.
 #[derive(FromPyObject)]
 pub(crate) enum PyQuota {
     Bytes(u64),
     Share(f64),
 }
 
-/// Limits of host memory and disk, and the number of seconds until chunks expire. None means no
-/// limit.
+/// Host memory limit, disk limit, and number of seconds until chunks expire. None means unlimited.
 type PyLimits = (Option<PyQuota>, Option<PyQuota>, Option<u32>);
 
-/// Limits for each salt, for requests without a salt, and for individual salts.
+/// Limits for each salt by default, for requests without a salt, and for individual salts.
 pub(crate) type PyTenantLimits = (PyLimits, PyLimits, Vec<(String, PyLimits)>);
 
 fn quota(quota: &PyQuota) -> Result<Quota> {
@@ -49,7 +48,7 @@ fn limits((host, disk, ttl_s): &PyLimits) -> Result<Limits> {
     })
 }
 
-/// Converts tenant limits. Returns `InvalidConfig` if a fraction is not in 0.0 to 1.0.
+/// Converts tenant limits. Returns `InvalidConfig` if a fraction is not between 0.0 and 1.0.
 pub(crate) fn tenant_limits(given: Option<PyTenantLimits>) -> Result<TenantLimits> {
     let Some((salted, unsalted, by_salt)) = given else { return Ok(TenantLimits::default()) };
     let own = |(salt, given): (String, PyLimits)| Ok((SaltTag::of(&salt), limits(&given)?));
@@ -57,8 +56,8 @@ pub(crate) fn tenant_limits(given: Option<PyTenantLimits>) -> Result<TenantLimit
     Ok(TenantLimits { unsalted: limits(&unsalted)?, salted: limits(&salted)?, by_salt })
 }
 
-/// Frame sizes in bytes, by size class. A single number is the size of the only class. In a pair,
-/// the second number is the uncompressed size of the class's chunks.
+/// Frame size of each size class, in bytes. A single number is the size of the only class. The
+/// second number of a pair is the uncompressed chunk size of the class.
 #[derive(FromPyObject)]
 pub(crate) enum PySizes {
     One(u64),
@@ -76,7 +75,7 @@ impl From<PySizes> for FrameSizes {
     }
 }
 
-/// Returns the settings of the disk tier, or None if there is no path.
+/// Returns the settings of the disk tier, or None without a path.
 pub(crate) fn disk_settings(
     path: Option<PathBuf>,
     cap_bytes: u64,
@@ -87,7 +86,7 @@ pub(crate) fn disk_settings(
     path.map(|dir| DiskSettings { dir, cap_bytes, num_threads, description })
 }
 
-/// Converts seconds. Negative values and NaN become 0, and huge values mean no limit.
+/// Converts seconds to a duration. Negative values and NaN become 0; huge values mean no limit.
 pub(crate) fn timeout(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
 }

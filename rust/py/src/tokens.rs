@@ -1,9 +1,9 @@
-//! Reads token ids, block ids and embedding rows from Python objects, without a Python-level copy.
+//! Reads token ids, block ids and embedding rows from Python objects without a copy in Python.
 //!
 //! Reading a list of 100,000 ids is the slowest part of a scheduler hook, so exact lists of exact
 //! ints are read through borrowed references. All other objects are read through owned references,
-//! which is slower. An invalid element always raises; no value is truncated. This is the only file
-//! of the extension with unsafe code.
+//! which is slower. An invalid element always raises an exception; no value is ever truncated. This
+//! is the only file of the extension that contains unsafe code.
 #![expect(
     unsafe_code,
     reason = "the stable ABI has no safe way to read borrowed list items and buffer memory"
@@ -20,10 +20,10 @@ use pyo3::types::{PyByteArray, PyBytes, PyList, PySequence};
 use crate::error::ConfigError;
 
 /// Returns `sequence[start:stop]` as token ids. Raises `ConfigError` if an element is not an int in
-/// 0..2^32. The message has the first such element.
+/// 0..2^32. The message contains the first such element.
 ///
-/// Unlike slicing, this function raises if a bound is outside the sequence, because fewer ids would
-/// be a different prefix.
+/// Unlike slicing, this function raises an exception if a bound is outside the sequence, because
+/// fewer ids would be a different prefix.
 pub(crate) fn token_ids(
     sequence: &Bound<'_, PyAny>,
     start: i64,
@@ -45,7 +45,7 @@ pub(crate) fn append_token_ids(
 }
 
 /// Returns `sequence[start:stop]` as block ids. Raises `ConfigError` if a bound is outside the
-/// sequence, or an item is not an int in 0..2^31.
+/// sequence or an element is not an int in 0..2^31.
 pub(crate) fn block_ids(
     sequence: &Bound<'_, PyAny>,
     start: u32,
@@ -89,13 +89,13 @@ fn append_ids<T: TryFrom<u32>>(
     Ok(())
 }
 
-/// Converts an id to its element type: u32 for token ids, i32 for block ids.
+/// Converts an id to the element type: u32 for token ids, i32 for block ids.
 fn fitting<T: TryFrom<u32>>(id: u32) -> PyResult<T> {
     T::try_from(id)
         .map_err(|_| ConfigError::new_err(format!("block id {id} is not an int in 0..2**31")))
 }
 
-/// Returns an int in 0..2^32. Faster than `extract` for an exact int.
+/// Returns an int in 0..2^32. Faster than `extract` if the object is an exact int.
 pub(crate) fn number(item: Borrowed<'_, '_, PyAny>) -> PyResult<u32> {
     // SAFETY: `item` is alive while it is borrowed, and this thread is attached.
     let value = unsafe {
@@ -169,7 +169,7 @@ fn slow_id(name: &str, item: &Bound<'_, PyAny>, index: usize) -> PyResult<u32> {
 /// Return `(key, value[0])` for each value that is neither None nor empty. Both lists must have the
 /// same length.
 ///
-/// Made for a scheduler's columns of hundreds of requests. Only a few requests have a value.
+/// The scheduler passes columns of hundreds of requests, but only a few requests have a value.
 #[pyfunction]
 pub(crate) fn first_of_each<'py>(
     keys: &Bound<'py, PyList>,
@@ -202,7 +202,7 @@ pub(crate) fn first_of_each<'py>(
     Ok(found)
 }
 
-/// The memory of a C-contiguous buffer, which stays exported until this value is dropped.
+/// The memory of a C-contiguous buffer. The export is held until this value is dropped.
 pub(crate) struct RowBytes(PyUntypedBuffer);
 
 impl RowBytes {
@@ -224,8 +224,8 @@ impl RowBytes {
         Ok(Self(buffer))
     }
 
-    /// Returns the bytes. The caller must ensure that nothing writes to the buffer while the bytes
-    /// are borrowed.
+    /// Returns the bytes. The caller must ensure that nothing writes to the buffer while the slice
+    /// exists.
     pub(crate) fn bytes(&self) -> &[u8] {
         if self.0.len_bytes() == 0 {
             return &[];

@@ -1,8 +1,9 @@
-//! Fault injection: wraps the operating system's files and injects faults by script or at random
-//! from a seed.
+//! Fault injection: wraps files of the operating system and injects faults, either by script or at
+//! random from a seed.
 //!
-//! `FaultFiles` is the file layer of the real disk tier (`DiskTier::open_with_files`), so tests of
-//! every layer see a failing disk as an engine does. It is independent of slots and records.
+//! `FaultFiles` is passed to the real disk tier as its file layer (`DiskTier::open_with_files`), so
+//! tests of every layer see a failing disk like an engine does. `FaultFiles` is independent of
+//! slots and records.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -24,7 +25,7 @@ thread_local! {
     static FAULTS_HERE: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Returns the number of calls in this thread that met a fault.
+/// Returns the number of calls on this thread that were affected by a fault.
 pub fn faults_here() -> u64 {
     FAULTS_HERE.get()
 }
@@ -35,7 +36,7 @@ struct Script {
     random: u64,
     crashed: bool,
     hung: u32,
-    /// Incremented by every `release`, which ends the calls that started hanging before it.
+    /// Incremented by each `release`, which ends all calls that are hanging at that time.
     releases: u64,
     calls: BTreeMap<Call, u64>,
     faults: BTreeMap<&'static str, u64>,
@@ -50,71 +51,71 @@ struct Shared {
     most_blocks: AtomicU64,
 }
 
-/// The operating system's files with scripted faults. Clones share their state.
+/// Files of the operating system with scripted faults. Clones share the same state.
 #[derive(Debug, Clone, Default)]
 pub struct FaultFiles(Arc<Shared>);
 
 impl FaultFiles {
-    /// Creates files without faults. `seed` is for rules with a probability.
+    /// Creates files without faults. `seed` is used for rules with a probability.
     pub fn new(seed: u64) -> Self {
         let files = Self::default();
         files.script().random = seed;
         files
     }
 
-    /// Adds a rule. The first rule that matches a call applies.
+    /// Adds a rule. If more than one rule matches a call, the first rule applies.
     pub fn inject(&self, rule: Rule) {
         self.script().rules.push(rule);
     }
 
-    /// Removes all rules and ends the calls that hang.
+    /// Removes all rules and ends all hanging calls.
     pub fn heal(&self) {
         self.script().rules.clear();
         self.release();
     }
 
-    /// Ends the calls that hang at the moment.
+    /// Ends all calls that are currently hanging.
     pub fn release(&self) {
         self.script().releases += 1;
         self.0.released.notify_all();
     }
 
-    /// Returns the number of calls that hang at the moment.
+    /// Returns the number of calls that are currently hanging.
     pub fn num_hung(&self) -> u32 {
         self.script().hung
     }
 
-    /// Returns the number of calls of a kind, including failed calls.
+    /// Returns the number of calls of a kind, including calls that failed.
     pub fn num_calls(&self, call: Call) -> u64 {
         self.script().calls.get(&call).copied().unwrap_or(0)
     }
 
-    /// Returns the number of calls that met a fault.
+    /// Returns the number of calls that were affected by a fault.
     pub fn num_faults(&self) -> u64 {
         self.script().faults.values().sum()
     }
 
-    /// Like `num_faults`, but by kind.
+    /// Like `num_faults`, but by kind of fault.
     pub fn faults_by_kind(&self) -> BTreeMap<&'static str, u64> {
         self.script().faults.clone()
     }
 
-    /// Returns true after a `Crash`.
+    /// Returns true after a `Crash` fault.
     pub fn has_crashed(&self) -> bool {
         self.script().crashed
     }
 
-    /// Measures this directory after every change.
+    /// Measures this directory after each change.
     pub fn watch(&self, dir: &Path) {
         self.script().watched = Some(dir.to_owned());
     }
 
-    /// Returns the largest size of the watched directory so far.
+    /// Returns the largest size measured for the watched directory.
     pub fn most_bytes(&self) -> u64 {
         self.0.most_bytes.load(Ordering::SeqCst)
     }
 
-    /// Like `most_bytes`, but by blocks: holes are not included.
+    /// Like `most_bytes`, but counts allocated blocks, which excludes holes.
     pub fn most_blocks(&self) -> u64 {
         self.0.most_blocks.load(Ordering::SeqCst)
     }
@@ -123,7 +124,8 @@ impl FaultFiles {
         self.0.script.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a call and returns its fault. If the fault is a hang, it has ended when this returns.
+    /// Counts a call and returns its fault. If the fault is a hang, returns when the hang has
+    /// ended.
     fn meet(&self, call: Call, file: &str) -> io::Result<Option<Fault>> {
         self.meet_at(call, (file, 0))
     }
@@ -135,7 +137,7 @@ impl FaultFiles {
             return Err(dead());
         }
         *script.calls.entry(call).or_default() += 1;
-        // xorshift alone would stay at 0; the Weyl step does not.
+        // xorshift alone would remain at 0; adding a constant prevents this.
         script.random =
             script.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
         let random = script.random >> 40;
@@ -165,7 +167,7 @@ impl FaultFiles {
         }
     }
 
-    /// Applies an atomic change.
+    /// Applies a change that is atomic.
     fn change(
         &self,
         call: Call,
@@ -192,15 +194,15 @@ impl FaultFiles {
 }
 
 fn dead() -> io::Error {
-    io::Error::other("this process is dead")
+    io::Error::other("the process has crashed")
 }
 
-/// Returns the size of a directory by length or by blocks, whichever is larger.
+/// Returns the size of a directory by file length or by allocated blocks, whichever is larger.
 pub fn du(dir: &Path) -> u64 {
     measure(dir, &|meta| (meta.blocks() * 512).max(meta.len()))
 }
 
-/// Returns the size of a directory by blocks.
+/// Returns the size of a directory by allocated blocks.
 pub fn blocks(dir: &Path) -> u64 {
     measure(dir, &|meta| meta.blocks() * 512)
 }
@@ -295,7 +297,7 @@ impl RawFile for FaultFile {
 
     fn set_len(&self, len: u64) -> io::Result<()> {
         if len <= self.size()? && !self.files.has_crashed() {
-            // A full disk can still free space.
+            // Space can be freed even on a full disk.
             return self.file.set_len(len);
         }
         self.files.change(Call::SetLen, &self.name, || self.file.set_len(len))

@@ -1,14 +1,14 @@
-//! Test support for kvloft's tiers and the store: never part of a wheel.
+//! Test support for kvloft's tiers and store, which is never part of a wheel.
 //!
 //! | module | contents |
 //! |---|---|
 //! | [`faults`] | files that fail, hang or corrupt bytes on demand |
-//! | [`one_prefix`] | calls for a single prefix; engines make calls for many |
+//! | [`one_prefix`] | calls for a single prefix; engines pass many prefixes per call |
 //! | [`memory_tier`] | a `LocalTier` in memory that fails, hangs and panics on demand |
-//! | [`local_tier`], [`remote_tier`] | conformance to the trait, against a model |
+//! | [`local_tier`], [`remote_tier`] | conformance suites that compare tiers with a model |
 //!
-//! kvloft-core compiles this crate a second time as a module of its unit tests, so code here names
-//! that crate `kvloft_core` and this one `super`.
+//! kvloft-core compiles this crate a second time as a module of its unit tests, so code in this
+//! crate uses the names `kvloft_core` and `super`.
 
 pub mod faults;
 pub mod local_tier;

@@ -1,8 +1,9 @@
-//! Conformance suite for every `LocalTier`: random calls compared with a model.
+//! Conformance suite for all implementations of `LocalTier`, which compares random calls with a
+//! model.
 //!
-//! An acknowledged chunk is read back exactly or as an error, never with wrong bytes. A freed chunk
-//! is gone. A failed free changes nothing. The next open finds exactly the chunks that were
-//! acknowledged and not freed. The cap is never exceeded.
+//! Reading an acknowledged chunk returns the exact bytes or an error, never wrong bytes. A freed
+//! chunk can no longer be read. A failed free changes nothing. After a restart, exactly the chunks
+//! that were acknowledged and not freed are found. The cap is never exceeded.
 
 use kvloft_core::io::SizeClass;
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,7 +15,7 @@ use kvloft_core::{ChunkKey, ErrorKind};
 
 use super::PageBuffer;
 
-/// One call, with a number that selects its argument.
+/// A call, with a number that selects its argument.
 #[derive(Debug, Clone, Copy)]
 pub enum Op {
     /// Reserves a slot and writes a chunk.
@@ -23,16 +24,16 @@ pub enum Op {
     Read(u32),
     /// Frees a chunk and all its descendants.
     Free(u32),
-    /// Frees everything.
+    /// Frees all chunks.
     Clear,
-    /// Closes the tier and opens it again.
+    /// Closes and reopens the tier.
     Reopen,
-    /// Starts or ends a period of faults, if the place supports faults.
+    /// Starts or ends a period of faults, if supported by the place.
     Fault(u32),
 }
 
 impl Op {
-    /// Returns the operation for a pair of numbers, with frequencies as in a store.
+    /// Returns the operation for a pair of numbers. Operations are as frequent as in a store.
     pub fn from_numbers(what: u8, which: u32) -> Self {
         match what % 32 {
             0..=11 => Self::Write(which),
@@ -45,21 +46,21 @@ impl Op {
     }
 }
 
-/// An opened tier and the chunks that it found.
+/// An open tier with the chunks found when it was opened.
 pub type Opened = (Arc<dyn LocalTier>, Vec<DiskEntry>);
 
-/// An environment that opens tiers of one implementation.
+/// An environment in which tiers of one implementation can be opened.
 pub trait Place {
-    /// Returns the sizes of frames in bytes, by size class.
+    /// Returns the frame size of each size class, in bytes.
     fn frame_sizes(&self) -> Vec<usize>;
-    /// Returns the capacity for slots, in bytes.
+    /// Returns the total capacity for slots, in bytes.
     fn capacity(&self) -> usize;
-    /// Opens a tier. No other tier of this place may be open, and no fault active.
+    /// Opens a tier. No other tier of this place may be open, and no fault may be active.
     fn open(&self) -> Opened;
     /// Starts (Some) or ends (None) a period of faults.
     fn fault(&self, _which: Option<u32>) {}
-    /// Returns true if a fault so far may have lost or damaged acknowledged chunks. Chunks may then
-    /// be missing or return; wrong bytes remain an error.
+    /// Returns true if a fault may have lost or damaged acknowledged chunks. Chunks may then be
+    /// missing or reappear; wrong bytes are still an error.
     fn may_lose(&self) -> bool {
         false
     }
@@ -67,7 +68,7 @@ pub trait Place {
 
 const NUM_CHUNKS: u32 = 16;
 
-/// Returns the parent of a chunk. Chunks form a binary forest: 0 and 1 are first chunks.
+/// Returns the parent of a chunk. Chunks form a binary forest in which 0 and 1 are roots.
 fn parent_of(chunk: u32) -> Option<u32> {
     (chunk / 2).checked_sub(1)
 }
@@ -95,7 +96,7 @@ fn fill(frame: &mut [u8], chunk: u32, version: u32) {
         .fill(frame);
 }
 
-/// Returns an error with a formatted sentence unless the condition holds.
+/// Returns an error with a formatted message if the condition does not hold.
 macro_rules! hold {
     ($condition:expr, $($why:tt)+) => {
         if !$condition {
@@ -104,10 +105,10 @@ macro_rules! hold {
     };
 }
 
-/// Runs the calls. The error is the first property that does not hold.
+/// Runs the operations. Returns the first violated property as an error.
 pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
     let (tier, found) = place.open();
-    hold!(found.is_empty(), "a new place holds {} chunks", found.len());
+    hold!(found.is_empty(), "a new place contains {} chunks", found.len());
     let mut walk = Walk {
         place,
         tier,
@@ -135,12 +136,12 @@ pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
 struct Walk<'a> {
     place: &'a dyn Place,
     tier: Arc<dyn LocalTier>,
-    /// Chunk -> (slot, version) of chunks that were acknowledged and not freed.
+    /// Maps each chunk that was acknowledged and not freed to its (slot, version).
     written: BTreeMap<u32, (SlotId, u32)>,
-    /// Slots of failed writes that could not be freed yet.
+    /// Slots of failed writes that have not been freed yet.
     stuck: BTreeSet<SlotId>,
-    /// (chunk, version) pairs that the next open may find: their record was being written or could
-    /// not be cleared.
+    /// (chunk, version) pairs that may be found after a restart, because their record was being
+    /// written or could not be cleared.
     maybe: BTreeSet<(u32, u32)>,
     next: u32,
 }
@@ -157,7 +158,7 @@ impl Walk<'_> {
         hold!(slot.class() == self.class_of(chunk), "{slot:?} has the wrong size class");
         let taken =
             self.written.values().any(|&(other, _)| other == slot) || self.stuck.contains(&slot);
-        hold!(!taken, "{slot:?} was handed out twice");
+        hold!(!taken, "{slot:?} was reserved twice");
         let version = self.next;
         self.next += 1;
         let mut frame = self.buffer(slot);
@@ -167,10 +168,10 @@ impl Walk<'_> {
             return Ok(());
         }
         let error = self.read_into(slot, chunk, &mut frame).err();
-        // A lost clear leaves an earlier version in the slot, under the same key.
+        // If a clear was lost, the slot still contains an earlier version under the same key.
         let may_show = |known: u32| known == version || self.maybe.contains(&(chunk, known));
         let is_known = (0..=version).any(|known| may_show(known) && Self::is(&frame, chunk, known));
-        hold!(error.is_some() || is_known, "a failed write shows wrong bytes");
+        hold!(error.is_some() || is_known, "a failed write returned wrong bytes");
         if self.tier.free(slot).is_err() {
             self.stuck.insert(slot);
         }
@@ -178,7 +179,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Returns the size class of a chunk. Sizes alternate, so parents and children differ in size.
+    /// Returns the size class of a chunk. Parents and children have different sizes.
     fn class_of(&self, chunk: u32) -> SizeClass {
         let num_sizes = u32::try_from(self.place.frame_sizes().len()).unwrap_or(u32::MAX);
         SizeClass(u8::try_from(chunk % num_sizes).unwrap_or(u8::MAX))
@@ -205,9 +206,9 @@ impl Walk<'_> {
         match self.read_into(slot, chunk, &mut frame) {
             Ok(()) => hold!(Self::is(&frame, chunk, version), "chunk {chunk} has wrong bytes"),
             Err(e) if e.kind() == ErrorKind::Corrupt => {
-                hold!(self.place.may_lose(), "chunk {chunk} is lost: {e}");
+                hold!(self.place.may_lose(), "chunk {chunk} was lost: {e}");
             }
-            Err(e) => hold!(e.kind() == ErrorKind::Io, "a read ended with {e}"),
+            Err(e) => hold!(e.kind() == ErrorKind::Io, "a read failed with {e}"),
         }
         Ok(())
     }
@@ -244,8 +245,8 @@ impl Walk<'_> {
             self.written.clear();
             return Ok(());
         }
-        // Some chunks may be freed and some not: the tier reports which, and the remaining chunks
-        // are complete.
+        // Some chunks may be freed and others not. The tier reports which chunks remain, and these
+        // chunks are complete.
         self.maybe.extend(before);
         self.place.fault(None);
         for (chunk, (slot, version)) in std::mem::take(&mut self.written) {
@@ -257,11 +258,12 @@ impl Walk<'_> {
                 );
                 self.written.insert(chunk, (slot, version));
             } else if self.place.may_lose() {
-                // A damaged slot is not free; a free slot is not freed twice.
-                hold!(self.tier.free(slot).is_ok(), "a sound tier does not free {slot:?}");
+                // A damaged slot is not free and must be freed. A free slot must not be freed
+                // twice.
+                hold!(self.tier.free(slot).is_ok(), "a healthy tier did not free {slot:?}");
             }
         }
-        // Parents may be freed before their children, which are freed as well.
+        // Parents may be freed before their children. In that case, the children are freed as well.
         let orphans = |walk: &Self| {
             let has_parent = |c: u32| parent_of(c).is_none_or(|p| walk.written.contains_key(&p));
             walk.written.keys().copied().find(|&chunk| !has_parent(chunk))
@@ -277,12 +279,12 @@ impl Walk<'_> {
         let mut frame = self.buffer(SlotId(0));
         let closed =
             |result: kvloft_core::Result<()>| result.is_err_and(|e| e.kind() == ErrorKind::Closed);
-        hold!(self.tier.reserve(SizeClass(0)).is_none(), "a closed tier hands out slots");
+        hold!(self.tier.reserve(SizeClass(0)).is_none(), "a closed tier reserved a slot");
         hold!(
             closed(self.tier.clear()) && closed(self.tier.free(SlotId(0))),
-            "a closed tier frees a chunk"
+            "a closed tier freed a chunk"
         );
-        hold!(closed(self.read_into(SlotId(0), 0, &mut frame)), "a closed tier reads a chunk");
+        hold!(closed(self.read_into(SlotId(0), 0, &mut frame)), "a closed tier read a chunk");
         self.place.fault(None);
         let (tier, found) = self.place.open();
         self.tier = tier;
@@ -293,16 +295,16 @@ impl Walk<'_> {
         }
         for (chunk, (slot, _)) in before {
             let kept = self.written.get(&chunk).is_some_and(|&(s, _)| s == slot);
-            hold!(kept || self.place.may_lose(), "chunk {chunk} was acknowledged but is lost");
+            hold!(kept || self.place.may_lose(), "chunk {chunk} was acknowledged but was lost");
         }
         if !self.place.may_lose() {
-            // Every uncertain chunk was either found or is missing.
+            // Each uncertain chunk was either found or is gone.
             self.maybe.clear();
         }
         Ok(())
     }
 
-    /// Adopts an entry that the next open found.
+    /// Adds an entry that was found after a restart to the model.
     fn found(
         &mut self,
         entry: &DiskEntry,
@@ -312,7 +314,7 @@ impl Walk<'_> {
             .find(|&chunk| key_of(chunk) == entry.meta.key)
             .ok_or("an unknown key was found")?;
         let slot = entry.slot;
-        hold!(entry.meta == meta_of(chunk), "chunk {chunk} changed");
+        hold!(entry.meta == meta_of(chunk), "the metadata of chunk {chunk} changed");
         let has_parent = parent_of(chunk).is_none_or(|p| self.written.contains_key(&p));
         hold!(has_parent, "chunk {chunk} was found without its parent");
         let reported = before.get(&chunk).map(|&(_, version)| version);
@@ -321,7 +323,7 @@ impl Walk<'_> {
         let mut frame = self.buffer(slot);
         let version = match self.read_into(slot, chunk, &mut frame) {
             Ok(()) => versions.into_iter().find(|&version| Self::is(&frame, chunk, version)),
-            // The next read of the chunk returns the same bytes.
+            // Later reads of the chunk return the same bytes.
             Err(_) => versions.into_iter().next_back().filter(|_| self.place.may_lose()),
         };
         let version =
@@ -337,7 +339,7 @@ impl Walk<'_> {
         let stats = self.tier.stats();
         hold!(
             stats.slots_used == self.written.len() as u64,
-            "{} chunks are used",
+            "{} slots are in use",
             stats.slots_used
         );
         hold!(
@@ -349,7 +351,7 @@ impl Walk<'_> {
         let held = slots.map(|slot| self.place.frame_sizes()[slot.class().index()]).sum::<usize>();
         hold!(
             held <= self.place.capacity() && stats.bytes <= stats.cap_bytes,
-            "the cap is exceeded: {stats:?}"
+            "the cap was exceeded: {stats:?}"
         );
         Ok(())
     }

@@ -1,5 +1,5 @@
-//! A `LocalTier` in memory that fails, hangs and panics on demand, and records every violation of
-//! the contract by its caller.
+//! A `LocalTier` in memory that fails, hangs and panics on demand. The tier records all violations
+//! of the contract by its caller.
 
 use kvloft_core::io::SizeClass;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -11,12 +11,12 @@ use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskEntry, DiskMeta, DiskStats, SlotId};
 use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 
-/// A tier whose slots are in memory.
+/// A tier with slots in memory.
 #[derive(Debug, Default)]
 pub struct MemoryTier {
-    /// Number of slots, or total size of all slots in bytes if `frame_sizes` is given.
+    /// Number of slots. If `frame_sizes` is given, the total size of all slots in bytes.
     pub capacity: u32,
-    /// Sizes of frames in bytes, by size class. If empty, there is one class with frames of any
+    /// Frame size of each size class, in bytes. If empty, there is one class with frames of any
     /// size.
     pub frame_sizes: Vec<u64>,
     /// If true, writes fail.
@@ -25,25 +25,25 @@ pub struct MemoryTier {
     pub fail_reads: AtomicBool,
     /// If true, the next read fails.
     pub fail_next_read: AtomicBool,
-    /// If true, reads report damage.
+    /// If true, reads report corruption.
     pub corrupt_reads: AtomicBool,
-    /// If true, slots that hold a chunk cannot be freed.
+    /// If true, slots that contain a chunk cannot be freed.
     pub fail_frees: AtomicBool,
-    /// If true, the tier's storage can be removed.
+    /// If true, the storage of the tier can be removed.
     pub is_removable: AtomicBool,
-    /// If true, the tier's storage was removed.
+    /// If true, the storage of the tier has been removed.
     pub is_removed: AtomicBool,
-    /// True after the tier was cleared.
+    /// True once the tier has been cleared.
     pub is_cleared: AtomicBool,
     /// If true, reads and writes panic.
     pub panic_in_io: AtomicBool,
-    /// Number of reads so far, including waiting reads.
+    /// Number of reads so far, including reads that are waiting.
     pub num_reads: AtomicU64,
-    /// Reads wait while this is held.
+    /// Reads block while this lock is held.
     pub read_gate: Mutex<()>,
-    /// Writes wait while this is held.
+    /// Writes block while this lock is held.
     pub write_gate: Mutex<()>,
-    /// Frees wait while this is held.
+    /// Frees block while this lock is held.
     pub free_gate: Mutex<()>,
     /// True once a free has started.
     pub is_freeing: AtomicBool,
@@ -55,23 +55,23 @@ pub struct MemoryTier {
 struct Slots {
     reserved: BTreeSet<u32>,
     written: BTreeMap<u32, (DiskMeta, Vec<u8>)>,
-    /// Slots in the order in which they were written.
+    /// Slots in write order.
     order: Vec<u32>,
     violations: Vec<String>,
 }
 
 impl MemoryTier {
-    /// Returns a tier of `capacity` slots.
+    /// Creates a tier of `capacity` slots.
     pub fn new(capacity: u32) -> Arc<Self> {
         Arc::new(Self { capacity, ..Self::default() })
     }
 
-    /// Returns a tier with slots of different sizes and a total capacity of `capacity` bytes.
+    /// Creates a tier with slots of different sizes and a total capacity of `capacity` bytes.
     pub fn with_sizes(frame_sizes: &[u64], capacity: u32) -> Arc<Self> {
         Arc::new(Self { capacity, frame_sizes: frame_sizes.to_vec(), ..Self::default() })
     }
 
-    /// Returns the capacity that a slot takes, or 0 if there is no such class.
+    /// Returns the capacity used by a slot, or 0 if the class does not exist.
     fn size(&self, class: SizeClass) -> u64 {
         let is_only = self.frame_sizes.is_empty() && class.index() == 0;
         self.frame_sizes.get(class.index()).copied().unwrap_or(is_only.into())
@@ -82,18 +82,18 @@ impl MemoryTier {
         self.slots().written.values().map(|(meta, _)| (meta.key, *meta)).collect()
     }
 
-    /// Returns the number of slots that callers own.
+    /// Returns the number of slots owned by callers.
     pub fn num_slots_used(&self) -> usize {
         let slots = self.slots();
         slots.reserved.len() + slots.written.len()
     }
 
-    /// Returns the violations of the contract so far.
+    /// Returns all violations of the contract so far.
     pub fn violations(&self) -> Vec<String> {
         self.slots().violations.clone()
     }
 
-    /// Returns the chunks that an open finds, in the order in which they were written.
+    /// Returns the chunks that are found when the tier is opened, in write order.
     pub fn entries(&self) -> Vec<DiskEntry> {
         let slots = self.slots();
         let entry = |(sequence, &slot): (u64, &u32)| DiskEntry {
@@ -104,7 +104,7 @@ impl MemoryTier {
         (0..).zip(&slots.order).map(entry).collect()
     }
 
-    /// Fills the tier with these chunks, of `frame_bytes` zeros each.
+    /// Adds these chunks to the tier, each consisting of `frame_bytes` zeros.
     pub fn put(&self, found: &[DiskEntry], frame_bytes: usize) {
         let mut slots = self.slots();
         for &DiskEntry { slot, meta, .. } in found {
@@ -113,7 +113,7 @@ impl MemoryTier {
         }
     }
 
-    /// Reopens the tier after a close, for its next owner.
+    /// Reopens the tier for its next owner after it was closed.
     pub fn open_again(&self) {
         self.slots().reserved.clear();
         self.closed.store(false, Ordering::SeqCst);
@@ -125,7 +125,7 @@ impl MemoryTier {
 
     fn io(&self, flag: &AtomicBool) -> Result<()> {
         assert!(!self.panic_in_io.load(Ordering::SeqCst), "panic requested by the test");
-        let failed = || Error::io("asked to fail", std::io::Error::from_raw_os_error(5));
+        let failed = || Error::io("requested by the test", std::io::Error::from_raw_os_error(5));
         if flag.load(Ordering::SeqCst) { Err(failed()) } else { Ok(()) }
     }
 
@@ -170,7 +170,7 @@ impl LocalTier for MemoryTier {
             slots.violations.push(format!("{meta:?} was written before its parent"));
         }
         if !slots.reserved.remove(&slot.0) {
-            slots.violations.push(format!("{slot:?} was written without being reserved"));
+            slots.violations.push(format!("{slot:?} was written without a reservation"));
             return Err(Error::new(ErrorKind::Io, "the slot is not reserved"));
         }
         if !self.frame_sizes.is_empty() && frame.len() as u64 != self.size(slot.class()) {
@@ -188,7 +188,7 @@ impl LocalTier for MemoryTier {
         into.fill(0xee);
         self.io(&self.fail_reads)?;
         if self.fail_next_read.swap(false, Ordering::SeqCst) {
-            return Err(Error::new(ErrorKind::Io, "this read fails once"));
+            return Err(Error::new(ErrorKind::Io, "failure requested by the test"));
         }
         let corrupt = || Error::new(ErrorKind::Corrupt, "the slot does not hold this chunk");
         if self.corrupt_reads.load(Ordering::SeqCst) {

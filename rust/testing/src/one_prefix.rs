@@ -1,4 +1,4 @@
-//! Calls for a single prefix. Engines make all their calls for many prefixes.
+//! Calls for a single prefix. Engines pass many prefixes per call.
 
 use std::ops::Range;
 
@@ -6,13 +6,13 @@ use kvloft_core::Result;
 use kvloft_core::session::{LeaseId, Session};
 use kvloft_core::store::{Lookup, Prefix, ReadLease, Reservation, Store, WriteLease};
 
-/// Result of [`StoreExt::reserve`]: a lease for each chunk to fill, and the number of chunks
-/// without a frame.
+/// Result of [`StoreExt::reserve`]: a lease for each chunk to fill, and the number of chunks that
+/// got no frame.
 #[derive(Debug, Default)]
 pub struct Reserved {
-    /// Leases in the order of the prefix.
+    /// Leases in prefix order.
     pub leases: Vec<WriteLease>,
-    /// Number of chunks starting at the first chunk without a frame or a parent.
+    /// Number of chunks, counted from the first chunk without a frame or parent.
     pub num_dropped: u32,
 }
 
@@ -55,7 +55,7 @@ pub trait SessionExt: Session {
         self.acquire_all(&[prefix])
     }
 
-    /// See [`Session::reserve_many`]. Returns the reservations and the number of chunks without a
+    /// See [`Session::reserve_many`]. Returns the reservations and the number of chunks that got no
     /// frame.
     fn reserve(&self, prefix: Prefix<'_>, units: Range<u32>) -> Result<(Vec<Reservation>, u32)> {
         let (reserved, got) = self.reserve_many(&[(prefix, units).into()])?;

@@ -1,8 +1,9 @@
-//! Conformance suite for every `RemoteTier`: random calls compared with a model.
+//! Conformance suite for all implementations of `RemoteTier`, which compares random calls with a
+//! model.
 //!
-//! A hit is exactly a frame that was put under its key, complete and of the requested size;
-//! everything else is a miss or an error. Hints are in the order of their keys. Every call returns
-//! soon after its deadline, even without a response.
+//! A hit is a complete frame of the requested size that was put under its key; anything else is a
+//! miss or an error. Hints are in the order of the keys. Each call returns soon after its deadline,
+//! even if there is no response.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::tier::remote::RemoteTier;
 use kvloft_core::{ChunkKey, ErrorKind};
 
-/// One call, with a number that selects its argument.
+/// A call, with a number that selects its argument.
 #[derive(Debug, Clone, Copy)]
 pub enum Op {
     /// Puts a new version of a frame.
@@ -23,9 +24,9 @@ pub enum Op {
     Misread(u32),
     /// Queries some of the keys.
     Look(u32),
-    /// Evicts a frame as another client, if the place supports it.
+    /// Evicts a frame as another client, if supported by the place.
     Evict(u32),
-    /// Makes a call while the remote side does not respond.
+    /// Makes a call while the remote side is not responding.
     Hang(u32),
 }
 
@@ -43,19 +44,19 @@ impl Op {
     }
 }
 
-/// An environment that opens tiers of one implementation.
+/// An environment in which tiers of one implementation can be opened.
 pub trait Place {
     /// Opens an empty tier.
     fn open(&self) -> Arc<dyn RemoteTier>;
-    /// Evicts a frame as another client. Returns false if that is not supported.
+    /// Evicts a frame as another client. Returns false if this is not supported.
     fn evict(&self, _key: &ChunkKey) -> bool {
         false
     }
-    /// Makes the remote side stop or resume responding. Returns false if that is not supported.
+    /// Makes the remote side stop or resume responding. Returns false if this is not supported.
     fn hang(&self, _hangs: bool) -> bool {
         false
     }
-    /// Returns true if frames may disappear for other reasons.
+    /// Returns true if frames may disappear without an eviction.
     fn may_lose(&self) -> bool {
         false
     }
@@ -63,9 +64,9 @@ pub trait Place {
 
 const FRAME: usize = 4096;
 const NUM_KEYS: u32 = 8;
-/// Deadline of calls that get a response. No call waits this long.
+/// Deadline of calls that get a response. No call takes this long.
 const LONG: Duration = Duration::from_secs(600);
-/// Deadline of calls that get no response, and the tolerance for a busy machine.
+/// Deadline of calls that get no response, and tolerance for a busy machine.
 const SHORT: Duration = Duration::from_millis(20);
 const GRACE: Duration = Duration::from_secs(10);
 
@@ -83,7 +84,7 @@ fn frame_of(chunk: u32, version: u32) -> Vec<u8> {
     frame
 }
 
-/// Returns an error with a formatted sentence unless the condition holds.
+/// Returns an error with a formatted message if the condition does not hold.
 macro_rules! hold {
     ($condition:expr, $($why:tt)+) => {
         if !$condition {
@@ -92,7 +93,7 @@ macro_rules! hold {
     };
 }
 
-/// Runs the calls. The error is the first property that does not hold.
+/// Runs the operations. Returns the first violated property as an error.
 pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
     let mut walk = Walk { place, tier: place.open(), versions: BTreeMap::new(), next: 0 };
     for &op in ops {
@@ -108,7 +109,7 @@ pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
     (0..NUM_KEYS).try_for_each(|chunk| walk.get(chunk))
 }
 
-/// The model: versions of each frame that may be present, and whether one must be present.
+/// The model: the versions of each frame that may be present, and whether any must be present.
 struct Walk<'a> {
     place: &'a dyn Place,
     tier: Arc<dyn RemoteTier>,
@@ -130,7 +131,7 @@ impl Walk<'_> {
             Ok(()) => *is_there = !self.place.may_lose(),
             Err(error) => hold!(
                 error.kind() == ErrorKind::Io && self.place.may_lose(),
-                "a put ended with {error}"
+                "a put failed with {error}"
             ),
         }
         Ok(())
@@ -144,16 +145,16 @@ impl Walk<'_> {
                 let is_right = versions.iter().any(|&version| frame == frame_of(chunk, version));
                 hold!(is_right, "chunk {chunk} has bytes that were not put under its key");
             }
-            Ok(false) => hold!(!is_there, "chunk {chunk} is lost"),
+            Ok(false) => hold!(!is_there, "chunk {chunk} was lost"),
             Err(error) => hold!(
                 error.kind() == ErrorKind::Io && self.place.may_lose(),
-                "a get ended with {error}"
+                "a get failed with {error}"
             ),
         }
         Ok(())
     }
 
-    /// Requests a frame with a size other than the size that was put.
+    /// Requests a frame with a size different from the size that was put.
     fn misread(&mut self, chunk: u32, is_less: bool) -> Result<(), String> {
         let mut frame = vec![0xee; if is_less { FRAME / 2 } else { FRAME * 2 }];
         let got = self.tier.get(&key_of(chunk), &mut frame, later());
@@ -181,7 +182,7 @@ impl Walk<'_> {
             }
             Err(error) => hold!(
                 error.kind() == ErrorKind::Io && self.place.may_lose(),
-                "a lookup ended with {error}"
+                "a lookup failed with {error}"
             ),
         }
         Ok(())
@@ -194,7 +195,7 @@ impl Walk<'_> {
         self.get(chunk)
     }
 
-    /// Makes the call on a separate thread, so that a call that ignores its deadline does not block
+    /// Makes the call on a separate thread, so that a call that ignores its deadline cannot block
     /// the suite.
     fn hang(&mut self, chunk: u32, which: u32) -> Result<(), String> {
         if !self.place.hang(true) {
@@ -219,9 +220,9 @@ impl Walk<'_> {
         let result = end.recv_timeout(SHORT + GRACE);
         self.place.hang(false);
         match result {
-            Err(_) => Err("a call runs past its deadline".to_owned()),
+            Err(_) => Err("a call did not return by its deadline".to_owned()),
             Ok(Err(error)) if error.kind() == ErrorKind::Io => Ok(()),
-            Ok(other) => Err(format!("without an answer, a call ended with {other:?}")),
+            Ok(other) => Err(format!("a call without a response returned {other:?}")),
         }
     }
 }

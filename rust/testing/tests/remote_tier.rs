@@ -1,5 +1,5 @@
-//! Checks that the suite for remote tiers accepts a sound tier in memory and finds each flaw of a
-//! broken tier.
+//! Checks that the suite for remote tiers accepts a correct tier in memory and detects each flaw of
+//! a broken tier.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::HashMap;
@@ -12,17 +12,17 @@ use kvloft_core::tier::remote::RemoteTier;
 use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 use kvloft_testing::remote_tier::{Op, Place, check};
 
-/// Flaws that the suite must find.
+/// Flaws that the suite must detect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Flaw {
     None,
-    /// Returns another key's frame for a missing key.
+    /// Returns the frame of a different key if the key is missing.
     OtherKey,
     /// Waits for a response without a deadline.
     NoDeadline,
-    /// Reports a hit after reading only a part of the frame.
+    /// Reports a hit after it has read only a part of the frame.
     ShortRead,
-    /// Returns hints sorted by key.
+    /// Returns hints that are sorted by key.
     Disorder,
 }
 
@@ -42,7 +42,7 @@ impl Memory {
             if self.flaw == Flaw::NoDeadline {
                 hangs = self.answers.wait(hangs).unwrap();
             } else if left.is_zero() {
-                return Err(Error::new(ErrorKind::Io, "no answer in time"));
+                return Err(Error::new(ErrorKind::Io, "no response in time"));
             } else {
                 hangs = self.answers.wait_timeout(hangs, left).unwrap().0;
             }
@@ -73,7 +73,7 @@ impl RemoteTier for Memory {
             return Ok(true);
         }
         if frame.len() != into.len() {
-            return Err(Error::new(ErrorKind::Corrupt, "a frame of another size"));
+            return Err(Error::new(ErrorKind::Corrupt, "the frame has a different size"));
         }
         into.copy_from_slice(frame);
         Ok(true)
@@ -127,7 +127,7 @@ fn each_breach_of_the_contract_is_detected() {
         (Flaw::OtherKey, "chunk 3 has bytes that were not put under its key"),
         (Flaw::ShortRead, "chunk 1 was read as a frame of 2048 bytes"),
         (Flaw::Disorder, "the hint of chunk"),
-        (Flaw::NoDeadline, "a call runs past its deadline"),
+        (Flaw::NoDeadline, "a call did not return by its deadline"),
     ] {
         let error = check(&in_memory(flaw), &ops).unwrap_err();
         assert!(error.contains(part), "{flaw:?}: {error}");

@@ -1,8 +1,9 @@
-//! Shares a store between engines over a Unix socket: the protocol, the server that owns the store,
-//! and the client, which implements `Session`.
+//! Shares a store between engines over a Unix socket. Contains the protocol, the server that owns
+//! the store, and the client, which implements `Session`.
 //!
-//! Only keys and numbers cross the socket. KV bytes do not: workers map the arena, whose descriptor
-//! arrives with the first response. This crate must not depend on Python, vLLM or the layout of KV.
+//! Only keys and numbers cross the socket. KV bytes never do: workers map the arena, whose
+//! descriptor arrives with the first response. This crate is independent of Python, vLLM and the
+//! layout of KV.
 
 mod client;
 pub mod protocol;

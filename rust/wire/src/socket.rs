@@ -1,6 +1,7 @@
-//! Unix socket helpers: peer credentials, waiting with a deadline, buffers and descriptor passing.
+//! Helpers for Unix sockets: peer credentials, waiting with a deadline, buffers and descriptor
+//! passing.
 //!
-//! Treats the content of messages as opaque bytes.
+//! The content of messages is opaque to this module.
 
 use std::io::{self, ErrorKind as IoKind, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -18,19 +19,20 @@ use rustix::net::{
 
 use crate::protocol::codec::LENGTH_BYTES;
 
-/// Requested size of a socket's buffers, enough for a long prefix. The kernel may grant less.
+/// Requested size of a socket's buffers. The size is enough for a long prefix, but the kernel may
+/// grant less.
 const BUFFER_BYTES: usize = 1 << 20;
-/// Minimum free space in a [`ReceiveBuffer`] before a read, in bytes.
+/// Minimum free space in a [`ReceiveBuffer`] before each read, in bytes.
 const READ_BYTES: usize = 64 << 10;
 
-/// Maximum number of sent bytes that a [`SendBuffer`] keeps in front of unsent bytes.
+/// Maximum number of sent bytes kept at the front of a [`SendBuffer`].
 const MAX_SENT_BYTES: usize = 1 << 20;
 
-/// Time to poll before sleeping. Waking a thread takes longer than most responses.
+/// How long to poll before sleeping. Waking a thread takes longer than most responses.
 pub(crate) const SPIN_TIME: Duration = Duration::from_micros(100);
 
-/// Returns the peer's user id and process id. The process id is 0 if the peer is in a different PID
-/// namespace.
+/// Returns the user id and process id of the peer. The process id is 0 if the peer is in a
+/// different PID namespace.
 pub(crate) fn peer_credentials(stream: &UnixStream) -> io::Result<(u32, u32)> {
     let peer = nix::sys::socket::getsockopt(stream, nix::sys::socket::sockopt::PeerCredentials)?;
     Ok((peer.uid(), u32::try_from(peer.pid()).unwrap_or(0)))
@@ -40,7 +42,7 @@ pub(crate) fn is_current_user(uid: u32) -> bool {
     uid == rustix::process::geteuid().as_raw()
 }
 
-/// Enlarges the socket's buffers, up to the kernel's limit.
+/// Enlarges the buffers of a socket, up to the kernel's limit.
 pub(crate) fn enlarge_buffers(stream: &UnixStream) {
     let _best_effort = rustix::net::sockopt::set_socket_send_buffer_size(stream, BUFFER_BYTES);
     let _best_effort = rustix::net::sockopt::set_socket_recv_buffer_size(stream, BUFFER_BYTES);
@@ -70,8 +72,8 @@ pub(crate) fn spin_then_wait(fd: impl AsFd, flags: PollFlags, deadline: Instant)
     spin(&fd, flags, deadline.min(Instant::now() + SPIN_TIME)) || wait(fd, flags, deadline)
 }
 
-/// Like [`wait`], but polls without sleeping. Returns false immediately on a single-core machine,
-/// where the peer needs the core.
+/// Like [`wait`], but polls without sleeping. On a single-core machine, returns false immediately
+/// because the peer needs the core.
 pub(crate) fn spin(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
     static HAS_CORES: LazyLock<bool> =
         LazyLock::new(|| thread::available_parallelism().is_ok_and(|num| num.get() > 1));
@@ -84,7 +86,7 @@ pub(crate) fn spin(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
     false
 }
 
-/// Sends all of `bytes`, with two descriptors attached to the first byte.
+/// Sends all of `bytes`. Two descriptors are attached to the first byte.
 pub(crate) fn send_with_fds(
     mut stream: &UnixStream,
     bytes: &[u8],
@@ -98,11 +100,11 @@ pub(crate) fn send_with_fds(
     stream.write_all(&bytes[sent..])
 }
 
-/// Buffers bytes to send over a nonblocking stream.
+/// Buffers bytes to be sent on a nonblocking stream.
 #[derive(Debug, Default)]
 pub(crate) struct SendBuffer {
     bytes: Vec<u8>,
-    /// Number of bytes at the front that were sent.
+    /// Number of bytes at the front that have been sent.
     num_sent: usize,
 }
 
@@ -115,7 +117,7 @@ impl SendBuffer {
         self.bytes.len() - self.num_sent
     }
 
-    /// Sends as many bytes as the socket accepts. Returns an error if the peer disconnected.
+    /// Sends as many bytes as the socket accepts. Returns an error if the peer has disconnected.
     pub(crate) fn flush(&mut self, mut stream: &UnixStream) -> io::Result<()> {
         while self.num_unsent() > 0 {
             match stream.write(&self.bytes[self.num_sent..]) {
@@ -137,7 +139,7 @@ impl SendBuffer {
 /// Buffers received bytes until they are consumed.
 #[derive(Debug, Default)]
 pub(crate) struct ReceiveBuffer {
-    /// The unconsumed bytes are `start..end`; the rest is free space.
+    /// The unconsumed bytes are `start..end`. The rest is free space.
     bytes: Vec<u8>,
     start: usize,
     end: usize,
@@ -155,7 +157,7 @@ impl ReceiveBuffer {
         &mut self.bytes[self.end..]
     }
 
-    /// Reads everything available from a nonblocking stream. Returns an error if the peer
+    /// Reads all available bytes from a nonblocking stream. Returns an error if the peer has
     /// disconnected.
     pub(crate) fn fill(&mut self, mut stream: &UnixStream) -> io::Result<()> {
         let spare = self.spare();
@@ -191,8 +193,8 @@ impl ReceiveBuffer {
         Ok(rights.flatten().collect())
     }
 
-    /// Returns the next message, or None if part of it has not arrived yet. Returns an error if the
-    /// message is longer than `max_bytes`.
+    /// Returns the next message, or None if the message has not fully arrived. Returns an error if
+    /// the message is longer than `max_bytes`.
     pub(crate) fn next(&mut self, max_bytes: usize) -> io::Result<Option<&[u8]>> {
         let received = &self.bytes[self.start..self.end];
         let Some((length, rest)) = received.split_first_chunk::<LENGTH_BYTES>() else {

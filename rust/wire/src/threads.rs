@@ -10,13 +10,13 @@ use kvloft_core::{Error, Result};
 /// Stack size of each thread.
 const STACK_BYTES: usize = 512 << 10;
 
-/// Starts a thread named `kvloft-{name}`. Returns `Io` if the operating system cannot start it.
+/// Starts a thread named `kvloft-{name}`. Returns `Io` if the thread cannot be started.
 pub(crate) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
     let thread = std::thread::Builder::new().name(format!("kvloft-{name}")).stack_size(STACK_BYTES);
     thread.spawn(work).map_err(|error| Error::io("cannot start a kvloft thread", error))
 }
 
-/// A lock with a deadline, whose guard can move to another thread.
+/// A lock with a deadline. The guard can be moved to another thread.
 #[derive(Debug, Default)]
 pub(crate) struct TimedLock {
     is_locked: Mutex<bool>,

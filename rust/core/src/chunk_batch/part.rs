@@ -1,14 +1,14 @@
-//! The chunks of one KV cache group in a batch, as columns without tickets.
+//! The chunks of one KV cache group in a batch, stored in columns without tickets.
 
 use std::ops::Range;
 
 use crate::io::FrameId;
 use crate::{Error, Result};
 
-/// Marks a block of a chunk that is not copied.
+/// Marks a block of a chunk that is not to be copied.
 pub const NOT_WANTED: i32 = -1;
 
-/// The chunks of one group; at least one chunk.
+/// The chunks of one group. There is at least one chunk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Part {
     pub(super) group: u32,
@@ -22,7 +22,7 @@ pub(super) struct Row {
     pub(super) key: [u8; 32],
 }
 
-/// One group's chunks as columns of little-endian bytes, for transfer between processes.
+/// The chunks of one group as columns of little-endian bytes, for transfer between processes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Columns<T> {
     /// Number of the KV cache group.
@@ -31,7 +31,7 @@ pub struct Columns<T> {
     pub frames: T,
     /// Chunk keys, 32 bytes each.
     pub keys: T,
-    /// Block ids, 4 bytes each; the same number for each chunk.
+    /// Block ids, 4 bytes each. Each chunk has the same number of blocks.
     pub blocks: T,
 }
 
@@ -40,18 +40,18 @@ pub(super) fn numbers<T, const N: usize>(bytes: &[u8], of: fn([u8; N]) -> T) -> 
     if rest.is_empty() {
         Ok(items.iter().map(|item| of(*item)).collect())
     } else {
-        Err(Error::invalid("a column is cut off"))
+        Err(Error::invalid("a column is truncated"))
     }
 }
 
-/// Checks that a block table has no negative numbers, which mark blocks that are not copied.
+/// Checks that a block table has no negative ids, which would mark blocks that are not copied.
 pub(super) fn check_table(table: &[i32]) -> Result<()> {
     let is_right = table.iter().all(|block| *block >= 0);
-    is_right.then_some(()).ok_or_else(|| Error::invalid("a block table contains a negative number"))
+    is_right.then_some(()).ok_or_else(|| Error::invalid("a block table has a negative block id"))
 }
 
-/// Returns the range of a chunk's copied blocks; None if no block is copied, or if the copied
-/// blocks are not contiguous or are negative.
+/// Returns the range of blocks of a chunk that are copied. Returns None if no block is copied, or
+/// if the blocks are not contiguous or have negative ids.
 pub(super) fn wanted(blocks: &[i32]) -> Option<Range<usize>> {
     let start = blocks.iter().position(|block| *block != NOT_WANTED)?;
     let stop = blocks.iter().rposition(|block| *block != NOT_WANTED)? + 1;
@@ -74,7 +74,7 @@ impl Part {
         &self.blocks[nth * num..(nth + 1) * num]
     }
 
-    /// Returns `InvalidConfig` if the lengths of the columns do not match, or if the copied blocks
+    /// Returns `InvalidConfig` if the lengths of the columns do not match or if the copied blocks
     /// of a chunk are not contiguous.
     pub(super) fn from_columns(columns: &Columns<&[u8]>) -> Result<Self> {
         let frames = numbers(columns.frames, u32::from_le_bytes)?;
@@ -84,7 +84,7 @@ impl Part {
             || keys.len() != frames.len()
             || !blocks.len().is_multiple_of(frames.len())
         {
-            return Err(Error::invalid("columns of different lengths"));
+            return Err(Error::invalid("columns of unequal length"));
         }
         let rows = frames.into_iter().zip(keys).map(|(frame, key)| Row { frame, key }).collect();
         let part = Self { group: columns.group, rows, blocks };

@@ -1,51 +1,53 @@
 //! Computes which chunks of each KV cache group a prefix needs.
 //!
-//! A prefix is a list of units with one chunk per group. It needs all chunks of a full-attention
-//! group, the chunks of the last tokens of a sliding-window group, and one state of a Mamba group.
+//! A prefix is a list of units with one chunk per group. To load it, all chunks of a full-attention
+//! group are needed, but only the chunks of the last tokens of a sliding-window group, and only one
+//! state of a Mamba group.
 
 use std::ops::Range;
 
 use crate::io::SizeClass;
 use crate::{Error, Result};
 
-/// The part of a group that a prefix needs.
+/// The part of a group that is needed to load a prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GroupKind {
-    /// Every block.
+    /// A prefix needs every block.
     Full,
-    /// The blocks of the last `reach` tokens.
+    /// A prefix needs the blocks of the last `reach` tokens.
     Window,
-    /// The blocks of the last local chunk, which spans `reach` tokens.
+    /// A prefix needs the blocks of the last local chunk, which spans `reach` tokens.
     Local,
-    /// The state after the last token of the prefix.
+    /// A prefix only needs the state after its last token.
     State,
 }
 
-/// One KV cache group.
+/// A KV cache group of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Group {
-    /// Group number that is hashed into the keys of its chunks; None if the chunks have the keys of
-    /// the prefix.
+    /// Group number hashed into the keys of the group's chunks, or None if the chunks use the keys
+    /// of the prefix.
     pub number: Option<u32>,
-    /// The part that a prefix needs.
+    /// The part of the group that a prefix needs.
     pub kind: GroupKind,
-    /// Tokens per block.
+    /// Number of tokens per block.
     pub block_tokens: u32,
     /// Number of blocks per unit, at least one.
     pub blocks_per_unit: u32,
-    /// Number of blocks per chunk: the last blocks of the unit. No prefix needs the others, and
-    /// vLLM may have freed them.
+    /// Number of blocks per chunk, which are the last blocks of the unit. No prefix needs the
+    /// earlier blocks, and vLLM may have freed them already.
     pub kept_blocks: u32,
-    /// Size of the window or local chunk, in tokens; 0 for other kinds.
+    /// Size of the window or local chunk in tokens, or 0 for other kinds.
     pub reach: u32,
-    /// The size class of its frames.
+    /// Size class of the group's frames.
     pub class: SizeClass,
-    /// Size class of the smaller frames for compressed chunks, if any. A chunk may not fit.
+    /// Size class of the smaller frames for compressed chunks, if any. Some chunks may not fit into
+    /// these frames.
     pub compact: Option<SizeClass>,
 }
 
 impl Group {
-    /// The only group of a model whose layers all use full attention, with one block per unit.
+    /// The only group of a model in which all layers use full attention, with one block per unit.
     pub const ONLY: Self = Self {
         number: None,
         kind: GroupKind::Full,
@@ -57,7 +59,7 @@ impl Group {
         compact: None,
     };
 
-    /// Returns `InvalidConfig` if a size is zero, or if a chunk has more blocks than its unit.
+    /// Returns `InvalidConfig` if a size is zero or a chunk has more blocks than its unit.
     pub fn check(&self) -> Result<()> {
         let has_reach = self.reach > 0 || self.kind != GroupKind::Local;
         let has_blocks =
@@ -68,14 +70,14 @@ impl Group {
         Err(Error::invalid("the sizes of a KV cache group are invalid"))
     }
 
-    /// Returns true if a prefix needs every chunk of the group, so that each chunk depends on the
+    /// Returns true if a prefix needs every chunk of the group. Each chunk then depends on all
     /// chunks before it.
     pub fn is_full(&self) -> bool {
         self.kind == GroupKind::Full
     }
 
-    /// Returns the first block that a prefix of `num_units` needs. The prefix needs this block and
-    /// all blocks after it.
+    /// Returns the first block that a prefix of `num_units` units needs. The prefix also needs all
+    /// later blocks.
     pub fn first_block(&self, num_units: u32) -> u32 {
         let [units, each, block, reach] =
             [num_units, self.blocks_per_unit, self.block_tokens, self.reach].map(u64::from);
@@ -89,8 +91,8 @@ impl Group {
         u32::try_from(first).unwrap_or(u32::MAX)
     }
 
-    /// Returns the units that a prefix of `num_units` needs. It may need only a part of the first
-    /// unit's blocks.
+    /// Returns the units that a prefix of `num_units` units needs. Of the first of these units,
+    /// only some of the blocks may be needed.
     pub fn units(&self, num_units: u32) -> Range<u32> {
         self.first_block(num_units) / self.blocks_per_unit..num_units
     }

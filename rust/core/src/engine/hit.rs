@@ -1,8 +1,8 @@
-//! The deepest hit: the last boundary between units at which every group has all needed chunks.
+//! Finds the deepest hit: the last unit boundary at which all groups have all the chunks they need.
 //!
-//! Chunks of full-attention groups depend on the chunks before them, so a lookup finds the end of
-//! the stored prefix. Chunks of other groups are saved and evicted individually, so they are looked
-//! up backwards from that end.
+//! Chunks of full-attention groups depend on the chunks before them, so a single lookup finds the
+//! end of the stored prefix. Chunks of other groups are saved and evicted individually, so they are
+//! looked up backwards from that end.
 
 use super::group::{Group, GroupKind};
 use crate::Result;
@@ -10,16 +10,15 @@ use crate::key::KeyChain;
 use crate::session::Session;
 use crate::store::{Lookup, Prefix};
 
-/// After a missing chunk, the next lookup also covers `LOOK_BACK` earlier units. Each further
-/// lookup multiplies this number by `LOOK_FURTHER`, because every lookup on a server is a round
-/// trip.
+/// After a miss, the next lookup also covers `LOOK_BACK` earlier units. Each further lookup covers
+/// `LOOK_FURTHER` times as many, because every lookup is a round trip to the server.
 const LOOK_BACK: u32 = 64;
 const LOOK_FURTHER: u32 = 4;
 
 /// Selects the tiers in which chunks are treated as stored.
 type Tiers = fn(&Lookup) -> u32;
 
-/// Lookup results of one group for consecutive units, starting at `start`.
+/// Lookup results of one group for consecutive units from `start`.
 struct Column<'a> {
     group: &'a Group,
     number: u32,
@@ -32,13 +31,14 @@ impl Column<'_> {
         self.start + u32::try_from(self.found.len()).unwrap_or(u32::MAX)
     }
 
-    /// Returns true if all chunks that a prefix of `num_units` needs were looked up.
+    /// Returns true if all chunks that a prefix of `num_units` units needs have been looked up.
     fn has(&self, num_units: u32) -> bool {
         let needed = self.group.units(num_units);
         needed.is_empty() || self.start <= needed.start && num_units <= self.end()
     }
 
-    /// Returns the units to look up for a prefix of `num_units`, including `further` earlier units.
+    /// Returns the units to look up for a prefix of `num_units` units, plus `further` earlier
+    /// units.
     fn missing(&self, num_units: u32, further: u32) -> std::ops::Range<u32> {
         let first = self.group.units(num_units).start.saturating_sub(further);
         first..if self.start < num_units && num_units <= self.end() {
@@ -59,8 +59,8 @@ impl Column<'_> {
         tiers(&self.found[(unit - self.start) as usize]) > 0
     }
 
-    /// Returns `num_units` if all chunks that a prefix of that length needs are stored. Otherwise
-    /// returns a smaller number of units such that no prefix with a length in between is a hit.
+    /// Returns `num_units` if all chunks that a prefix of this length needs are stored. Otherwise
+    /// returns a smaller number of units; no prefix with a length between the two is a hit.
     fn nearest(&self, num_units: u32, tiers: Tiers) -> u32 {
         let Some(missing) =
             self.group.units(num_units).rev().find(|unit| !self.is_there(*unit, tiers))
@@ -77,7 +77,7 @@ impl Column<'_> {
     }
 }
 
-/// Returns the deepest hits of at most `most` units, in host memory and in any tier. `chain` must
+/// Returns the deepest hits in host memory and in any tier, of at most `most` units. `chain` must
 /// have at least `most.stored_units` units.
 pub(super) fn deepest(
     session: &dyn Session,

@@ -1,24 +1,24 @@
-//! Remembers chunks that did not fit a frame for compressed chunks, so that their next save gets a
-//! larger frame.
+//! Remembers chunks that were too large for a frame for compressed chunks, so that they get a
+//! larger frame when they are saved again.
 //!
-//! Misfits are rare with real bfloat16 KV, because compressed sizes hardly vary. If KV does not
-//! compress at all, all chunks get larger frames after the first `MANY` misfits.
+//! Misfits are rare with real bfloat16 KV, because its compressed size hardly varies. If KV does
+//! not compress at all, every chunk gets a larger frame after the first `MANY` misfits.
 
 use rustc_hash::FxHashSet;
 
 use crate::key::ChunkKey;
 
-/// Maximum number of stored keys. When it is reached, all keys are dropped.
+/// Maximum number of keys. When it is reached, all keys are dropped.
 const MAX_KEYS: usize = 1 << 16;
-/// No chunk is expected to fit after `MANY` misfits, unless more than `FEW_FITS` times as many
-/// chunks fit.
+/// After `MANY` misfits, no chunk is expected to fit unless more than `FEW_FITS` times as many
+/// chunks have fit.
 const MANY: u64 = 64;
 const FEW_FITS: u64 = 4;
 
 #[derive(Debug, Default)]
 pub(super) struct Misfits {
     keys: FxHashSet<ChunkKey>,
-    /// Number of chunks that did not fit, including dropped keys.
+    /// Number of chunks that did not fit, including chunks whose keys were dropped.
     pub(super) num_failed: u64,
     pub(super) num_saved: u64,
 }
@@ -37,12 +37,12 @@ impl Misfits {
         self.num_failed >= MANY && self.num_saved <= FEW_FITS * self.num_failed
     }
 
-    /// Returns true if a chunk is expected to fit.
+    /// Returns true if the chunk is expected to fit.
     pub(super) fn may_fit(&self, key: &ChunkKey) -> bool {
         !self.keys.contains(key)
     }
 
-    /// Returns true if no keys are stored, so that no lookup is needed.
+    /// Returns true if there are no keys, in which case lookups can be skipped.
     pub(super) fn is_empty(&self) -> bool {
         self.keys.is_empty()
     }

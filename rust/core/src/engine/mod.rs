@@ -1,12 +1,12 @@
-//! One engine's view of a store: adds prefixes, block tables and reports of ranks to the keys and
+//! One engine's view of a store: maps prefixes, block tables and reports of ranks to the keys and
 //! tickets of a session.
 //!
-//! A prefix has one chunk per unit and KV cache group. A ticket is settled once, by the last rank's
-//! report (I10), and is only committed if no rank reported a failure (I3). A save reads its blocks
-//! after the launch of the step that planned it. By then, its request may have finished and a block
-//! may belong to a different request, which must not write to the block until the save has read it
-//! (I2). Tickets are assigned per engine and ascend for its life, independently of the store's
-//! reservation numbers, so a late report never settles a different save.
+//! A prefix has one chunk per unit and KV cache group. A ticket is settled once, by the report of
+//! the last rank (I10), and is committed only if no rank has reported a failure (I3). A save reads
+//! its blocks after the step that planned the save has launched. By then, the request may have
+//! finished and a block may belong to a different request, which must not write to the block until
+//! the save has read it (I2). Tickets are assigned per engine and always ascend, independently of
+//! the store's reservation numbers, so a late report never settles a different save.
 
 mod group;
 mod hit;
@@ -26,7 +26,7 @@ use crate::session::{LeaseId, Session};
 use crate::store::{Lookup, Prefix};
 use crate::{Error, Result};
 
-/// A read lease that pins the chunks needed by a prefix of `num_units`.
+/// A read lease that pins the chunks needed by a prefix of `num_units` units.
 #[derive(Debug, Clone, Copy)]
 pub struct Lease {
     id: LeaseId,
@@ -34,22 +34,22 @@ pub struct Lease {
     num_chunks: u32,
 }
 
-/// A session and one engine's saves in flight.
+/// A session together with one engine's saves in flight.
 #[derive(Debug)]
 pub struct EngineSession {
     session: Box<dyn Session>,
     num_ranks: u32,
     groups: Vec<Group>,
-    /// Indices of `groups`, full-attention groups first, because a server indexes their chunks as
-    /// prefixes.
+    /// Indices into `groups`. Full-attention groups come first, because a server indexes their
+    /// chunks as prefixes.
     order: Vec<usize>,
     in_flight: Mutex<InFlight>,
     misfits: Mutex<Misfits>,
 }
 
 impl EngineSession {
-    /// Creates an engine's view of a session. Each of `num_ranks` ranks must report every ticket
-    /// once. Returns `InvalidConfig` if there are no groups, or if a group's sizes are invalid.
+    /// Creates an engine's view of a session. Each of the `num_ranks` ranks must report every
+    /// ticket once. Returns `InvalidConfig` if there are no groups or a group has invalid sizes.
     pub fn new(session: Box<dyn Session>, num_ranks: u32, groups: Vec<Group>) -> Result<Self> {
         if groups.is_empty() {
             return Err(Error::invalid("a model needs at least one KV cache group"));
@@ -84,16 +84,17 @@ impl EngineSession {
         self.groups.iter().filter(|group| group.is_full())
     }
 
-    /// Returns true if every leading part of the stored prefix is a hit, which requires a single
-    /// full-attention group.
+    /// Returns true if every leading part of the stored prefix is a hit. Only models with a single
+    /// full-attention group and no other group have this property.
     fn is_divisible(&self) -> bool {
         self.groups.len() == 1 && self.groups[0].is_full()
     }
 
     // -- lookups and loads ----------------------------------------------------------------------
 
-    /// Returns the number of leading units that are stored in every full-attention group. No hit is
-    /// deeper. Without a full-attention group, returns the number of units with keys.
+    /// Returns the number of leading units that are stored in every full-attention group, which is
+    /// an upper bound for hits. Without a full-attention group, returns the number of units that
+    /// have keys.
     pub fn lookup(&self, chain: &mut KeyChain) -> Lookup {
         let prefixes = self.prefixes(chain, u32::MAX);
         let every = Lookup { host_units: u32::MAX, stored_units: u32::MAX };
@@ -110,8 +111,8 @@ impl EngineSession {
         }
     }
 
-    /// Returns the deepest hits in host memory and in any tier. `most`, the result of
-    /// [`Self::lookup`], limits the number of units.
+    /// Returns the deepest hits in host memory and in any tier. `most` limits the number of units
+    /// and must be a result of [`Self::lookup`].
     pub fn deepest_hit(&self, chain: &KeyChain, most: Lookup) -> Result<Lookup> {
         hit::deepest(&*self.session, &self.groups, chain, most)
     }
@@ -132,7 +133,7 @@ impl EngineSession {
         self.full_groups().map(prefix).collect()
     }
 
-    /// Pins the chunks of every group that a prefix of `num_units` needs, and queues reads of the
+    /// Pins the chunks that a prefix of `num_units` units needs in every group, and queues reads of
     /// chunks that are only on disk.
     pub fn acquire(&self, chain: &mut KeyChain, num_units: u32) -> Result<Lease> {
         let num_units = num_units.min(chain.num_blocks());
@@ -150,10 +151,10 @@ impl EngineSession {
         Ok(Lease { id, num_units, num_chunks: u32::try_from(num_chunks).unwrap_or(u32::MAX) })
     }
 
-    /// Returns the number of units that are ready to load, and the number of units after them that
+    /// Returns the number of units that are ready to load, and the number of units after these that
     /// are being read from disk.
     ///
-    /// A hit is all or nothing, unless the only group uses full attention: returns (0, 0) if a
+    /// Unless the only group uses full attention, a hit is all or nothing: returns (0, 0) if a
     /// chunk cannot be read.
     pub fn poll(&self, lease: &Lease) -> (u32, u32) {
         let progress = self.session.poll(lease.id);
@@ -169,14 +170,14 @@ impl EngineSession {
         }
     }
 
-    /// Releases a lease; a second call does nothing.
+    /// Releases a lease. A second call has no effect.
     pub fn release(&self, lease: &Lease) {
         self.session.release(lease.id);
     }
 
-    /// Returns, for each group, the range of blocks to load for units `[begin, end)` of a prefix of
-    /// `end` units. vLLM already has the earlier blocks, or null blocks in their place if the group
-    /// does not need them.
+    /// Returns the range of blocks to load in each group for units `[begin, end)` of a prefix with
+    /// `end` units. For earlier blocks, vLLM already has either the blocks or, if the group does
+    /// not need them, null blocks.
     pub fn loaded_blocks(&self, begin: u32, end: u32) -> Vec<Range<u32>> {
         let blocks = |group: &Group| {
             let each = group.blocks_per_unit;
@@ -185,10 +186,10 @@ impl EngineSession {
         self.groups.iter().map(blocks).collect()
     }
 
-    /// Pairs the lease's chunks for units `[begin, end)` with blocks. `tables` contains the ids of
-    /// the [`Self::loaded_blocks`] of each group. Returns the chunks, and the number of units by
-    /// tier. With a single full-attention group, returns the ready chunks; otherwise returns
-    /// nothing unless all chunks are ready. Returns `InvalidConfig` if a block id is negative.
+    /// Pairs the chunks of a lease for units `[begin, end)` with blocks. `tables` contains the
+    /// block ids of the [`Self::loaded_blocks`] of each group. Returns the chunks and the number of
+    /// units by tier. With a single full-attention group, returns all ready chunks; otherwise,
+    /// returns no chunks unless all are ready. Returns `InvalidConfig` if a block id is negative.
     pub fn load(
         &self,
         lease: &Lease,
@@ -219,17 +220,17 @@ impl EngineSession {
         }
         let mut by_tier = by_tier.unwrap_or_default();
         if self.full_groups().next().is_none() {
-            by_tier.fill_up(end.saturating_sub(begin)); // units before all windows need no chunk
+            by_tier.fill_up(end.saturating_sub(begin)); // units before all windows need no chunks
         }
         Ok((batch, by_tier))
     }
 
     // -- saves ----------------------------------------------------------------------------------
 
-    /// Records one rank's report. `misfits` are the tickets in `failed` whose chunks did not fit
-    /// their frames. Ignores tickets that are not in flight. Returns the number of chunks that
-    /// became visible, and the number of chunks whose save failed for a reason other than their
-    /// size.
+    /// Records the report of one rank. `misfits` contains the tickets in `failed` whose chunks did
+    /// not fit their frames. Tickets that are not in flight are ignored. Returns the number of
+    /// chunks that became visible, and the number of chunks that failed for any reason other than
+    /// their size.
     pub fn settle(&self, saved: &[u64], failed: &[u64], misfits: &[u64]) -> (u32, usize) {
         let mut in_flight = self.in_flight();
         for ticket in failed {
@@ -291,13 +292,13 @@ impl EngineSession {
         self.session.clear();
     }
 
-    /// Returns the number of saves that at least one rank has not reported.
+    /// Returns the number of saves that have not been reported by all ranks.
     pub fn num_in_flight(&self) -> usize {
         self.in_flight().len()
     }
 
-    /// Returns the members of `blocks` that a save in flight reads; for None, all blocks that a
-    /// save in flight reads.
+    /// Returns the blocks that saves in flight read. If `blocks` is given, returns only blocks
+    /// among these.
     pub fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
         self.in_flight().being_read(blocks)
     }

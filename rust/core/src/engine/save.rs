@@ -1,4 +1,4 @@
-//! Reserves frames for saves of units and of Mamba states.
+//! Reserves frames for saves of units and Mamba states.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -11,23 +11,23 @@ use crate::chunk_batch::{ChunkBatch, NULL_BLOCK};
 use crate::key::{ChunkKey, KeyChain};
 use crate::store::{Prefix, Reservation, SaveCounts, SaveRequest};
 
-/// Units of one request to save, in every group that saves chunks of units.
+/// Units of one request to save, in all groups except Mamba groups.
 #[derive(Debug)]
 pub struct SaveRow<'a> {
     /// The request's prefix.
     pub chain: &'a mut KeyChain,
     /// The units to save.
     pub units: Range<u32>,
-    /// The blocks of these units, group by group, in the order of [`EngineSession::saved_groups`].
-    /// 0 is the null block.
+    /// Ids of the blocks of these units, group by group, in the order of
+    /// [`EngineSession::saved_groups`]. The null block is 0.
     pub blocks: &'a [i32],
 }
 
-/// A state of a Mamba group at the end of a unit, to be saved.
+/// The state of a Mamba group at the end of a unit, to be saved.
 #[derive(Debug)]
 pub struct StateRow(Part<'static>);
 
-/// The chunks of one group in one request's save.
+/// The chunks of one group to save for one request.
 #[derive(Debug)]
 struct Part<'a> {
     group: usize,
@@ -40,19 +40,19 @@ struct Part<'a> {
 }
 
 impl EngineSession {
-    /// Returns the groups whose chunks [`Self::reserve`] saves, with their indices. Excludes Mamba
-    /// groups, because vLLM provides their states one at a time.
+    /// Returns the groups whose chunks [`Self::reserve`] saves, with their indices. Mamba groups
+    /// are excluded, because vLLM provides their states one at a time.
     pub fn saved_groups(&self) -> impl Iterator<Item = (usize, &Group)> {
         let groups = self.order.iter().map(|nth| (*nth, &self.groups[*nth]));
         groups.filter(|(_, group)| group.kind != GroupKind::State)
     }
 
-    /// Reserves frames for the chunks of each row that are not stored yet, and adds the saves to
-    /// the saves in flight. Returns, for each row, its chunks and the number of units without a
-    /// frame. If there are full-attention groups, only their units are counted. On error, nothing
-    /// is reserved.
+    /// Reserves frames for the chunks of each row that are not stored yet, and adds them to the
+    /// saves in flight. For each row, returns its chunks and the number of units that got no frame.
+    /// If there are full-attention groups, only units of these groups are counted. On error,
+    /// nothing is reserved.
     ///
-    /// In groups without full attention, skips a chunk if vLLM has freed one of its blocks.
+    /// In groups without full attention, chunks with a block that vLLM has freed are skipped.
     pub fn reserve(&self, rows: &mut [SaveRow<'_>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
         for row in rows.iter_mut() {
             self.extend_groups(row.chain);
@@ -84,7 +84,7 @@ impl EngineSession {
     }
 
     /// Prepares to save the state of `group` at the end of `unit`. `block` is the block that will
-    /// contain the state. Returns `InvalidConfig` if the chain has no such unit.
+    /// hold the state. Returns `InvalidConfig` if the chain has no such unit.
     pub fn state_row(
         &self,
         chain: &KeyChain,
@@ -101,7 +101,8 @@ impl EngineSession {
     }
 
     fn reserve_parts(&self, rows: &[Vec<Part<'_>>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
-        // Locked before the store assigns reservation numbers, so that they are added in order.
+        // Locked before the store assigns reservation numbers, so that they are added in ascending
+        // order.
         let mut in_flight = self.in_flight();
         let (mut asked, mut nums_of_runs) = (Vec::new(), Vec::new());
         for part in rows.iter().flatten() {
@@ -127,8 +128,8 @@ impl EngineSession {
         Ok(added)
     }
 
-    /// Appends the requests for the chunks of one group to `runs`: one request for each run of
-    /// chunks that need the same frame size.
+    /// Appends requests for the chunks of one group to `runs`: one request for each run of chunks
+    /// with the same frame size.
     fn runs<'a>(&self, part: &'a Part<'_>, runs: &mut Vec<SaveRequest<'a>>) {
         let group = &self.groups[part.group];
         let asked = SaveRequest {
@@ -154,8 +155,8 @@ impl EngineSession {
             runs.push(SaveRequest { class: class(&run[0]), units, ..asked.clone() });
         }
         if runs.len() - before > 1 && asked.is_independent {
-            // The key after the range has a special meaning (see `SaveRequest`); the key after a
-            // run must not be mistaken for it.
+            // The key after the range has a special meaning (see `SaveRequest`). The key after a
+            // run must not be mistaken for that key.
             for run in &mut runs[before..] {
                 run.prefix.keys = &run.prefix.keys[..run.units.end as usize];
             }
@@ -163,7 +164,7 @@ impl EngineSession {
     }
 
     /// Combines the reservations of one request into a batch. Also returns the tickets of chunks
-    /// that have no KV, and the number of units without a frame.
+    /// without KV and the number of units without a frame.
     fn join(
         &self,
         parts: &[Part<'_>],
@@ -204,8 +205,8 @@ fn total<'a>(runs: impl Iterator<Item = &'a SaveCounts>) -> SaveCounts {
     })
 }
 
-/// Returns the chunks of a sliding-window or local group whose blocks vLLM still has. `blocks`
-/// contains the blocks of the row's units.
+/// Returns the chunks of a sliding-window or local group whose blocks vLLM has not freed. `blocks`
+/// contains the blocks of the units in the row.
 fn independent_part<'a>(
     nth: usize,
     group: &Group,

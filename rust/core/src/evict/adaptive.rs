@@ -1,24 +1,25 @@
-//! Eviction policies: LRU in which reused chunks age more slowly, and plain LRU.
+//! Eviction policies: adaptive LRU, in which reused chunks age more slowly, and plain LRU.
 //!
-//! Evictable chunks are in two queues, sorted by last use: chunks used once, and reused chunks,
-//! which were used more than once. A chunk that is saved again after its eviction is also reused.
-//! The victim is the older of the two heads, after the age of the reused chunk is divided by
-//! `credit`. The credit adapts to the workload, so there is no setting. It starts at 1, which is
-//! LRU. An evicted chunk that returns was evicted too early: the credit grows if the chunk was
+//! Evictable chunks are in two queues sorted by last use: chunks that were used once, and reused
+//! chunks. A chunk that is saved again after its eviction is treated as reused. The victim is the
+//! older of the two heads, where the age of the reused chunk is divided by `credit`. The credit
+//! adapts to the workload, so there is no setting. The credit starts at 1, which is plain LRU. A
+//! chunk that returns after its eviction was evicted too early: the credit grows if the chunk was
 //! reused and shrinks otherwise, until both kinds return equally often. The credit is high if most
 //! chunks are never used again, and drops after a few returns when a new working set replaces the
-//! old one. In contrast to ARC (Megiddo and Modha, FAST 2003), which balances queue sizes, ages do
-//! not require counting chunks that are not leaves.
+//! old one. Unlike ARC (Megiddo and Modha, FAST 2003), which balances queue sizes, comparing ages
+//! does not require counting chunks that are not leaves.
 //!
-//! Using a chunk also uses its ancestors, but only the deepest chunk is updated: an ancestor cannot
+//! Using a chunk also uses its ancestors, but only the deepest chunk is updated. An ancestor cannot
 //! be a victim before its descendants are removed, and a removed chunk passes its last use to its
-//! parent. A chunk that becomes a leaf therefore has the same position in its queue as if each use
-//! had updated the whole prefix, and a touch has the same cost at any depth.
+//! parent. Once a chunk becomes a leaf, it therefore has the same position in its queue as if each
+//! use had updated the whole prefix. The cost of a touch does not depend on the depth.
 //!
-//! An independent chunk (for example a Mamba state) is new in each turn of a chat, while most of
-//! the prefix before it was reused. It would therefore be evicted first, although the prefix cannot
-//! be loaded without it. If at least half of the prefix was reused, the store marks the independent
-//! chunk and the last chunk of the prefix as reused (`is_mostly_reused`, `mark_reused`).
+//! An independent chunk, such as a Mamba state, is new in each turn of a chat, while most of the
+//! prefix before it was reused. Without special treatment, it would be evicted first, although the
+//! prefix cannot be loaded without it. If at least half of the prefix was reused, the store
+//! therefore marks the independent chunk and the last chunk of the prefix as reused
+//! (`is_mostly_reused`, `mark_reused`).
 
 use std::collections::BTreeSet;
 
@@ -29,31 +30,30 @@ use crate::key::ChunkKey;
 use crate::{Error, Result};
 
 const NO_PARENT: u32 = u32::MAX;
-/// A touch is ignored within `capacity / TOUCHES_APART` events of the chunk's last use, because a
-/// waiting request touches its chunks repeatedly.
+/// A touch is ignored if fewer than `capacity / TOUCHES_APART` events have passed since the chunk
+/// was last used, because a waiting request touches its chunks repeatedly.
 const TOUCHES_APART: u32 = 64;
-/// Number of returns of one kind that change the credit by a factor of e, as a fraction of the
-/// capacity, if half of the evicted chunks were reused.
+/// Number of returns of one kind that change the credit by a factor of e if half of the evicted
+/// chunks were reused, as a fraction of the capacity.
 const RETURNS_PER_E: f64 = 1.0 / 12.0;
-/// Upper limit of the credit. A higher credit would keep reused chunks too long after the working
-/// set has changed.
+/// Upper limit of the credit. With a higher credit, reused chunks would be kept for too long after
+/// the working set has changed.
 const MAX_CREDIT: f64 = 256.0;
-/// Number of evictions after which `reused_share` has followed a change by two thirds.
+/// Number of evictions after which `reused_share` reflects two thirds of a change.
 const SHARE_WEIGHT: f64 = 256.0;
 /// Maximum number of chunks that `is_mostly_reused` visits.
 const MAX_STEPS_UP: u32 = 1024;
 const MIN_SHARE: f64 = 1.0 / 50.0;
 
-/// State of a chunk. It takes 24 bytes, plus up to 32 bytes in a queue while the chunk is
-/// evictable.
+/// State of a chunk. Takes 24 bytes, plus up to 32 bytes in a queue while the chunk is evictable.
 #[derive(Debug, Clone, Copy)]
 struct Node {
     fingerprint: u64,
-    /// Time of the last use of the chunk or a removed descendant, in events.
+    /// Last use of the chunk or of a removed descendant, counted in events.
     last: u64,
     parent: u32,
     evictable: bool,
-    /// The chunk was used more than once, including uses before its eviction.
+    /// True if the chunk was used more than once, including uses before an eviction.
     reused: bool,
     unwritten: bool,
 }
@@ -68,31 +68,32 @@ impl Node {
         unwritten: false,
     };
 
-    /// Returns the index of the queue that holds the chunk while it is evictable.
+    /// Returns the index of the queue that contains the chunk while it is evictable.
     fn row(&self) -> u8 {
         u8::from(self.reused) + 2 * u8::from(self.unwritten)
     }
 }
 
-/// LRU in which reused chunks age more slowly, or plain LRU; see the module documentation.
+/// Adaptive LRU, in which reused chunks age more slowly, or plain LRU. See the module
+/// documentation.
 #[derive(Debug)]
 pub struct Adaptive {
     nodes: Vec<Node>,
     /// Indexed by `Node::row`.
     queues: [BTreeSet<(u64, u32)>; NUM_ROWS],
     spares_unwritten: bool,
-    /// Evictable chunks by group.
+    /// The evictable chunks of each group.
     groups: Groups,
-    /// Number of insertions, and of touches that were not ignored.
+    /// Number of insertions and of touches that were not ignored.
     events: u64,
     touches_apart: u64,
     pub(super) ghosts: Ghosts,
-    /// Divisor of the age of reused chunks.
+    /// The age of reused chunks is divided by this number.
     pub(super) credit: f64,
-    /// Change of the logarithm of the credit per return, if all evicted chunks are of the same kind
-    /// as the returned chunk.
+    /// Change in the logarithm of the credit per return, assuming that all evicted chunks are of
+    /// the same kind as the returned chunk.
     step: f64,
-    /// Fraction of recently evicted chunks that were reused.
+    /// Fraction of recently evicted chunks that had been reused.
     reused_share: f64,
 }
 
@@ -128,10 +129,10 @@ impl Adaptive {
         f64::from(u32::try_from(self.events - last).unwrap_or(u32::MAX))
     }
 
-    /// Updates the credit after a recently evicted chunk has returned.
+    /// Updates the credit when a recently evicted chunk returns.
     fn regret(&mut self, reused: bool) {
-        // Scaled by the evictions of each kind, so that the steps cancel out if both kinds return
-        // at the same rate.
+        // Scaled by the number of evictions of each kind, so that the steps cancel out if both
+        // kinds return at the same rate.
         let share = self.reused_share.clamp(MIN_SHARE, 1.0 - MIN_SHARE);
         let step = if reused { self.step / share } else { -self.step / (1.0 - share) };
         self.credit = (self.credit * step.exp()).clamp(1.0, MAX_CREDIT);
@@ -161,7 +162,7 @@ impl Adaptive {
         self.colder(older(once, new), older(reused, new_reused))
     }
 
-    /// Chooses between the heads of two queues: chunks used once, and reused chunks.
+    /// Chooses between the heads of two queues: the chunks used once and the reused chunks.
     fn colder(&self, once: Option<(u64, u32)>, reused: Option<(u64, u32)>) -> Option<ChunkId> {
         let id = match (once, reused) {
             (Some(once), Some(reused)) if self.age(reused.0) > self.age(once.0) * self.credit => {
@@ -244,9 +245,9 @@ impl Policy for Adaptive {
         self.groups.unset(id);
         let node = self.nodes[id.0 as usize];
         if node.parent != NO_PARENT {
-            // The parent of a present chunk is not evictable, so it is in no queue.
+            // The parent of a present chunk is not evictable, so it is not in any queue.
             let parent = &mut self.nodes[node.parent as usize];
-            debug_assert!(!parent.evictable, "the parent of a present chunk is evictable");
+            debug_assert!(!parent.evictable, "the parent of a present chunk must not be evictable");
             parent.last = parent.last.max(node.last);
             parent.reused |= node.reused;
         }
@@ -258,11 +259,11 @@ impl Policy for Adaptive {
     }
 }
 
-/// The eviction policy of a tier.
+/// Selects the eviction policy of a tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Eviction {
-    /// LRU in which reused chunks age more slowly. The rate adapts to the evicted chunks that
-    /// return.
+    /// LRU in which reused chunks age more slowly. How much more slowly depends on which evicted
+    /// chunks return.
     #[default]
     Adaptive,
     /// Plain LRU.
@@ -270,7 +271,7 @@ pub enum Eviction {
 }
 
 impl Eviction {
-    /// Parses `adaptive` or `lru`. Returns `InvalidConfig` for other names.
+    /// Parses `adaptive` or `lru`. Returns `InvalidConfig` for any other name.
     pub fn parse(name: &str) -> Result<Self> {
         match name {
             "adaptive" => Ok(Eviction::Adaptive),

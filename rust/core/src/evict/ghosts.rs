@@ -1,46 +1,46 @@
-//! Ghosts record which chunks were evicted and whether they were reused. The table has a fixed size
-//! of 32 bytes per chunk of capacity.
+//! Ghosts remember which chunks were evicted and whether they had been reused. The table has a
+//! fixed size of 32 bytes per chunk of capacity.
 //!
-//! A key belongs to one set of 16 ghosts, in which a new ghost replaces the oldest. The table never
+//! Each key maps to a set of 16 ghosts, in which a new ghost replaces the oldest. The table never
 //! grows or rehashes, and each call reads 64 bytes. The table starts as zeroed memory, whose pages
-//! the kernel allocates on the first write.
+//! the kernel only allocates when they are first written.
 
 use crate::key::ChunkKey;
 
-/// Number of ghosts per chunk of capacity. It is above 1 because chats return long after their
-/// eviction from a small tier.
+/// Number of ghosts per chunk of capacity. More than one is needed because chats return long after
+/// their eviction from a small tier.
 const PER_CHUNK: usize = 8;
 const WAYS: usize = 16;
-/// Number of the newest ghosts in a set that are treated as recent. They cover about the last
-/// `capacity` evictions.
+/// Number of ghosts in a set, counted from the newest, that are treated as recent. The recent
+/// ghosts cover roughly the last `capacity` evictions.
 const RECENT: usize = WAYS / PER_CHUNK;
-/// Limits the table to 256 MiB. A tier of more than 8 million chunks has fewer ghosts per chunk.
+/// Limits the table to 256 MiB. A tier with more than 8 million chunks has fewer ghosts per chunk.
 const MAX_SETS: usize = 1 << 22;
 
 /// An evicted chunk.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Ghost {
-    /// The chunk was used more than once.
+    /// True if the chunk was used more than once.
     pub(super) reused: bool,
-    /// Since the chunk's eviction, the tier has evicted at most about as many chunks as it holds.
+    /// True if at most about `capacity` chunks have been evicted after this chunk.
     pub(super) recent: bool,
 }
 
-/// Bit of a tag: the slot is in use.
+/// Bit of a tag that marks the slot as in use.
 const USED: u32 = 1;
-/// Bit of a tag: `Ghost::reused`.
+/// Bit of a tag that contains `Ghost::reused`.
 const REUSED: u32 = 2;
 
-/// Ghosts by fingerprint.
+/// Ghosts, looked up by fingerprint.
 #[derive(Debug, Default)]
 pub(super) struct Ghosts {
     /// The tags of each set, newest first.
     sets: Vec<[u32; WAYS]>,
-    /// False before the first eviction: `take` then avoids a read of cold memory.
+    /// False before the first eviction, so that `take` can skip a read of cold memory.
     has_any: bool,
 }
 
-/// Returns the first 8 bytes of a key. Collisions are harmless, because ghosts are only a hint.
+/// Returns the first 8 bytes of a key. Collisions are harmless because ghosts are only a hint.
 pub(super) fn fingerprint(key: &ChunkKey) -> u64 {
     u64::from_le_bytes(*key.0.first_chunk().expect("keys have 32 bytes"))
 }
@@ -51,7 +51,7 @@ impl Ghosts {
         Self { sets: vec![[0; WAYS]; num_sets], has_any: false }
     }
 
-    /// Returns the set of a fingerprint and its tag in the set.
+    /// Returns the set of a fingerprint, and the fingerprint's tag in the set.
     fn place(&mut self, fingerprint: u64) -> Option<(&mut [u32; WAYS], u32)> {
         let num_sets = self.sets.len() as u64;
         let set = usize::try_from(fingerprint.checked_rem(num_sets)?).ok()?;

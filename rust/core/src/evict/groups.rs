@@ -1,5 +1,5 @@
 //! The evictable chunks of each group, sorted by last use. If no chunk has a group, each call only
-//! checks an empty list.
+//! checks whether a list is empty.
 
 use std::collections::BTreeSet;
 
@@ -7,15 +7,15 @@ use super::{ChunkId, GroupId};
 
 /// Number of queues per group; see `Node::row`.
 pub(super) const NUM_ROWS: usize = 4;
-/// In order: used once, reused, unwritten and used once, unwritten and reused.
+/// Used once; reused; unwritten and used once; unwritten and reused.
 const ROWS: [u8; NUM_ROWS] = [0, 1, 2, 3];
 
-/// Groups of chunks, and their evictable chunks.
+/// The groups of chunks, and the evictable chunks of each group.
 #[derive(Debug, Default)]
 pub(super) struct Groups {
-    /// Indexed by chunk. Chunks past the end have no group.
+    /// Indexed by chunk. Chunks beyond the end have no group.
     of: Vec<Option<GroupId>>,
-    /// (group, row, last use, chunk).
+    /// Entries of the form (group, row, last use, chunk).
     queue: BTreeSet<(GroupId, u8, u64, u32)>,
 }
 
@@ -54,7 +54,7 @@ impl Groups {
         }
     }
 
-    /// Returns the last use and number of the coldest chunk of each row.
+    /// Returns the coldest chunk of each row as (last use, chunk).
     pub(super) fn heads(&self, group: GroupId) -> [Option<(u64, u32)>; NUM_ROWS] {
         ROWS.map(|row| {
             let all = (group, row, 0, 0)..=(group, row, u64::MAX, u32::MAX);

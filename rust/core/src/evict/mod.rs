@@ -1,8 +1,8 @@
-//! Eviction policies: which chunk to evict when a tier is full.
+//! Eviction policies choose which chunk to evict when a tier is full.
 //!
 //! The store decides *which chunks can be evicted* (leaves that are not pinned, being written or
 //! being read), and the policy *chooses among them*. No policy can therefore evict a parent before
-//! its children. Policies are deterministic: they receive ids and keys, and use no clock and no
+//! its children. Policies are deterministic: they receive ids and keys, and use neither a clock nor
 //! randomness.
 
 mod adaptive;
@@ -17,34 +17,35 @@ pub use adaptive::{Adaptive, Eviction};
 
 use crate::key::ChunkKey;
 
-/// The id of a chunk. Ids are small numbers and are reused after `remove`.
+/// The id of a chunk. Ids are small integers and are reused after `remove`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ChunkId(pub u32);
 
-/// A group of chunks in a tier, from which `victim_of` chooses a victim.
+/// A group of chunks in a tier. `victim_of` chooses a victim from a single group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GroupId(pub u32);
 
-/// Why a chunk was removed.
+/// The reason why a chunk was removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Removal {
-    /// The chunk was evicted; the policy may remember it.
+    /// The chunk was evicted, and the policy may remember it.
     Evicted,
-    /// The chunk was removed for a different reason, so its content may be wrong.
+    /// The chunk was removed for another reason, and its content may be wrong.
     Dropped,
 }
 
-/// Chooses victims among the chunks of one tier.
+/// Chooses the next chunk to evict among the chunks of one tier.
 ///
-/// The store **guarantees** the following. An id is `insert`ed once before any other call, and
-/// `remove`d once. Its parent, if any, is present from its `insert` to its `remove`.
-/// `set_evictable` is only called when the value changes (it starts as false). A chunk with a
-/// present child is never evictable. Using a chunk uses its whole prefix, but only the deepest
-/// chunk is `touch`ed. `set_group`, if called, directly follows `insert`.
+/// The store **guarantees** the following. Each id is `insert`ed once before any other call with
+/// it, and `remove`d once. The parent of an id, if any, is present from the `insert` to the
+/// `remove` of the id. `set_evictable` is only called when the value changes; the initial value is
+/// false. A chunk with a present child is never evictable. Using a chunk uses its whole prefix, but
+/// only the deepest chunk is `touch`ed. If `set_group` is called, it directly follows `insert`.
 ///
 /// A policy **must** return an evictable id from `victim` whenever there is one, and an evictable
-/// id of the group from `victim_of`. Choosing a victim must not remove it; the store calls `remove`
-/// for that. Every call must take O(log n) time, because the store's lock is held.
+/// id in the group from `victim_of`. Choosing a victim must not remove the victim; the store
+/// removes it with `remove`. Every call must take O(log n) time, because it runs under the store's
+/// lock.
 pub trait Policy: fmt::Debug + Send {
     /// Adds `id` to the tier, with `parent` before it in the prefix.
     fn insert(&mut self, id: ChunkId, parent: Option<ChunkId>, key: &ChunkKey);
@@ -54,18 +55,18 @@ pub trait Policy: fmt::Debug + Send {
     fn set_evictable(&mut self, id: ChunkId, evictable: bool);
     /// Sets whether `id` has yet to be written to another tier.
     fn set_unwritten(&mut self, id: ChunkId, unwritten: bool);
-    /// If `spare` is true, an unwritten chunk is only a victim if there are no other victims.
+    /// If `spare` is true, unwritten chunks are only chosen if there are no other victims.
     fn spare_unwritten(&mut self, spare: bool);
     /// Puts `id` into a group until it is removed.
     fn set_group(&mut self, id: ChunkId, group: GroupId);
-    /// Returns the next chunk to evict; None if no chunk is evictable.
+    /// Returns the next chunk to evict, or None if no chunk is evictable.
     fn victim(&mut self) -> Option<ChunkId>;
-    /// Estimates, in a bounded number of steps, whether at least half of the `num_chunks` chunks of
-    /// the prefix that ends with `end` were reused.
+    /// Estimates whether at least half of the `num_chunks` chunks in the prefix that ends with
+    /// `end` were reused. Takes a bounded number of steps.
     fn is_mostly_reused(&self, end: ChunkId, num_chunks: u32) -> bool;
     /// Marks `id` as reused without changing its last use.
     fn mark_reused(&mut self, id: ChunkId);
-    /// Returns the next chunk of the group to evict; None if no chunk of the group is evictable.
+    /// Returns the next chunk to evict in a group, or None if no chunk in the group is evictable.
     fn victim_of(&mut self, group: GroupId) -> Option<ChunkId>;
     /// Removes `id` from the tier.
     fn remove(&mut self, id: ChunkId, removal: Removal);

@@ -1,5 +1,5 @@
-//! Compares eviction policies with naive policies that record every use for the whole prefix.
-//! `aims` tests what the policies are for.
+//! Compares eviction policies with naive policies that record each use for every chunk of the
+//! prefix. `aims` tests the purpose of the policies.
 
 mod aims;
 mod forest;
@@ -37,8 +37,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..150)
 }
 
-/// Number of keys in a walk: few enough that keys recur, and at most as many per group as the set
-/// of ghosts can hold.
+/// Number of keys in a walk, chosen so that keys recur and a set of ghosts can hold all keys.
 const NUM_KEYS: u32 = 24;
 
 fn walk<P: Policy>(
@@ -98,7 +97,7 @@ fn walk<P: Policy>(
     assert!(forest.parents.is_empty());
 }
 
-/// Checks that no evictable chunk is older than the victim, up to rounding. Age is measured as in
+/// Checks that no evictable chunk is older than the victim, up to rounding. Ages are measured as in
 /// the policy.
 fn oldest(forest: &Forest<Adaptive>, victim: Option<u32>) {
     let age = |id: u32| forest.oracle.age(id, forest.policy.credit);
@@ -121,7 +120,7 @@ proptest! {
         prop_assert!(forest.policy.credit <= 1.0, "LRU must give no credit");
     }
 
-    // Uses fewer than 64 chunks, so that every touch is recorded.
+    // The capacity is below 64 chunks, so every touch is recorded.
     #[test]
     fn adaptive_evicts_the_oldest_leaf_with_slower_aging_of_reused_ones(steps in steps(), capacity in 32..64usize) {
         walk(&mut Forest::new(Adaptive::new(capacity)), &steps, oldest);
@@ -156,12 +155,12 @@ fn ghosts_are_bounded_and_the_oldest_of_a_set_goes_first() {
         .zip(&fingerprints)
         .filter_map(|(number, &fingerprint)| Some((number, ghosts.take(fingerprint)?)))
         .collect();
-    assert_eq!(found.len(), 800, "eight ghosts per chunk");
+    assert_eq!(found.len(), 800, "there are eight ghosts per chunk");
     assert!(
         found.iter().all(|(number, ghost)| *number > 8000 && ghost.reused == (number % 2 == 0))
     );
     let recent: Vec<_> = found.iter().filter(|(_, ghost)| ghost.recent).collect();
-    assert_eq!(recent.len(), 100, "one ghost per chunk");
+    assert_eq!(recent.len(), 100, "there is one recent ghost per chunk");
     assert!(recent.iter().all(|(number, _)| *number > 9600));
     assert!(
         fingerprints.iter().all(|&fingerprint| ghosts.take(fingerprint).is_none()),

@@ -1,5 +1,5 @@
-//! Compares `InFlight` with a map that has one row per ticket. Multiple ranks report in any order;
-//! reports are repeated or name tickets that are not in flight.
+//! Compares `InFlight` with a map that has one row per ticket. Ranks report in any order. Some
+//! reports are repeated or refer to tickets that are not in flight.
 
 use std::collections::BTreeMap;
 
@@ -16,9 +16,9 @@ const KEY: ChunkKey = ChunkKey([7; 32]);
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// Plans saves: the number of chunks, and whether the store is cleared first.
+    /// Plans saves, given the number of chunks and whether the store is cleared first.
     Plan(u32, bool),
-    /// A rank's report: the first ticket and the number of tickets.
+    /// Makes a rank report, given the first ticket and the number of tickets.
     Report(u64, u64),
     Fail(u64),
     Misfit(u64),
@@ -52,7 +52,7 @@ fn planned(first: u64, num: u32) -> ChunkBatch {
         key: KEY,
         unit: nth,
     };
-    // the same blocks each time, because multiple saves can read one block
+    // the same blocks each time, because multiple saves can read a block
     let table: Vec<_> = (1..).take(num as usize).collect();
     {
         let mut batch = ChunkBatch::default();

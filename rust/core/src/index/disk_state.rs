@@ -9,8 +9,8 @@
 //! | Stored | - | - | - | - | - | - | - | Evicting | - | Absent |
 //! | Evicting | - | - | - | - | - | - | - | - | Stored | Absent |
 //!
-//! A test compares this table with [`DiskState::after`]. `State::change_disk` is the only code that
-//! changes a chunk's state. It also updates the counters and the eviction policies.
+//! A test compares this table with [`DiskState::after`]. Only `State::change_disk` changes a
+//! chunk's state; it also updates the counters and the eviction policies.
 
 use crate::evict::Removal;
 use crate::tier::disk::SlotId;
@@ -21,45 +21,45 @@ pub(crate) enum DiskState {
     /// The chunk is not on disk and will not be written.
     #[default]
     Absent,
-    /// It is queued for writing.
+    /// The chunk is queued to be written.
     Queued,
-    /// It waits until its parent is on disk.
+    /// The chunk waits for its parent to be written.
     Blocked,
-    /// A disk thread is writing it.
+    /// A disk thread is writing the chunk.
     Writing,
     /// The chunk is stored in the slot.
     Stored(SlotId),
-    /// A disk thread is freeing its slot. If that fails, the state returns to `Stored`.
+    /// A disk thread is freeing the chunk's slot. If that fails, the state returns to `Stored`.
     Evicting(SlotId),
 }
 
-/// Events of a chunk in the disk tier.
+/// Events in the life of a chunk in the disk tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DiskEvent {
     /// The chunk became visible in host memory, or a descendant must be written.
     Want,
     /// The chunk's parent is not on disk.
     Block,
-    /// The chunk's parent is on disk, or can be written now.
+    /// The chunk's parent is on disk, or can now be written.
     Unblock,
-    /// It no longer needs to be written.
+    /// The chunk no longer needs to be written.
     Cancel,
-    /// A disk thread starts writing it.
+    /// A disk thread starts to write the chunk.
     Write,
-    /// It was written to the slot.
+    /// The chunk was written to the slot.
     Written(SlotId),
-    /// It was in the slot when the tier was opened.
+    /// The chunk was found in the slot when the tier opened.
     Found(SlotId),
-    /// A disk thread starts freeing its slot.
+    /// A disk thread starts to free the chunk's slot.
     Evict,
-    /// Its slot could not be freed.
+    /// The chunk's slot could not be freed.
     Keep,
-    /// It was not written or leaves the disk; the policy receives the reason.
+    /// The chunk could not be written or leaves the disk. The reason is passed to the policy.
     Leave(Removal),
 }
 
 impl DiskState {
-    /// Returns the state after an event; None if the event cannot happen in this state.
+    /// Returns the state after an event, or None if the event is impossible in this state.
     pub(crate) fn after(self, event: DiskEvent) -> Option<Self> {
         use DiskEvent::{Block, Cancel, Evict, Found, Keep, Leave, Unblock, Want, Write, Written};
         use DiskState::{Absent, Blocked, Evicting, Queued, Stored, Writing};
@@ -89,17 +89,18 @@ impl DiskState {
         matches!(self, Self::Stored(_))
     }
 
-    /// Returns true if the chunk occupies a slot: it is stored, being written or being evicted.
+    /// Returns true if the chunk occupies a slot because it is stored, being written or being
+    /// evicted.
     pub(crate) fn takes_slot(self) -> bool {
         matches!(self, Self::Writing | Self::Stored(_) | Self::Evicting(_))
     }
 
-    /// Returns true if the chunk waits for a disk thread to write it.
+    /// Returns true if the chunk is waiting to be written.
     pub(crate) fn is_waiting(self) -> bool {
         matches!(self, Self::Queued | Self::Blocked)
     }
 
-    /// Returns true if the chunk waits to be written or is being written.
+    /// Returns true if the chunk is waiting to be written or is being written.
     pub(crate) fn is_unwritten(self) -> bool {
         matches!(self, Self::Queued | Self::Blocked | Self::Writing)
     }

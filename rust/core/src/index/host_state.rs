@@ -10,9 +10,9 @@
 //! | Failed | - | - | - | - | - | Failed | Absent |
 //! | Visible | - | - | - | - | - | - | Absent |
 //!
-//! A test compares this table with [`HostState::after`]. `State::change_host` is the only code that
-//! changes a chunk's state. It also updates the frame, the counters, the eviction policy and the
-//! waiting chunks.
+//! A test compares this table with [`HostState::after`]. Only `State::change_host` changes a
+//! chunk's state; it also updates the frame, the counters, the eviction policy and the waiting
+//! chunks.
 
 use crate::evict::Removal;
 use crate::io::FrameId;
@@ -20,45 +20,45 @@ use crate::io::FrameId;
 /// State of a chunk in host memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum HostState {
-    /// The chunk is not in host memory, and no load waits for it.
+    /// The chunk is not in host memory and no load is waiting for it.
     #[default]
     Absent,
-    /// A load waits for a disk thread to read it. It has no frame yet.
+    /// A load is waiting for the chunk to be read from disk. The chunk has no frame yet.
     Queued,
-    /// A disk thread is reading it into the frame.
+    /// A disk thread is reading the chunk into the frame.
     Reading(FrameId),
-    /// A worker is copying it to the frame, under a `WriteLease`.
+    /// A worker is copying the chunk to the frame, under a `WriteLease`.
     Saving(FrameId),
-    /// Its bytes are complete. It becomes visible after its parent.
+    /// The chunk is complete in the frame, and becomes visible after its parent.
     Filled(FrameId),
-    /// Its bytes, or an ancestor's bytes, cannot be read or saved. It is removed after its last
+    /// The chunk or an ancestor could not be read or saved. The chunk is removed after its last
     /// child.
     Failed(FrameId),
-    /// Lookups find it and loads can use its frame.
+    /// Lookups find the chunk, and loads can use its frame.
     Visible(FrameId),
 }
 
-/// Events of a chunk in the host tier.
+/// Events in the life of a chunk in the host tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum HostEvent {
     /// A load needs the chunk from disk.
     Want,
-    /// A disk thread starts reading it into the frame.
+    /// A disk thread starts to read the chunk into the frame.
     Read(FrameId),
-    /// A save reserves the frame for it.
+    /// A save reserves the frame for the chunk.
     Reserve(FrameId),
-    /// Its bytes are in the frame.
+    /// The frame contains all bytes of the chunk.
     Fill,
-    /// Its parent is visible, or it has no parent.
+    /// The chunk's parent is visible, or the chunk has no parent.
     Show,
     /// The chunk or an ancestor will not be filled.
     Fail,
-    /// It leaves host memory; the policy receives the reason.
+    /// The chunk leaves host memory. The reason is passed to the policy.
     Leave(Removal),
 }
 
 impl HostState {
-    /// Returns the state after an event; None if the event cannot happen in this state.
+    /// Returns the state after an event, or None if the event is impossible in this state.
     pub(crate) fn after(self, event: HostEvent) -> Option<Self> {
         use HostEvent::{Fail, Fill, Leave, Read, Reserve, Show, Want};
         use HostState::{Absent, Failed, Filled, Queued, Reading, Saving, Visible};
@@ -98,7 +98,7 @@ impl HostState {
         matches!(self, Self::Visible(_))
     }
 
-    /// Returns true if a disk thread is reading the chunk or will read it.
+    /// Returns true if the chunk is being read or is queued to be read.
     pub(crate) fn awaits_read(self) -> bool {
         matches!(self, Self::Queued | Self::Reading(_))
     }
@@ -113,8 +113,8 @@ impl HostState {
         !matches!(self, Self::Absent | Self::Visible(_))
     }
 
-    /// Returns true if children can get a frame: the chunk has a frame, and its bytes are present
-    /// or being copied.
+    /// Returns true if children can get a frame: the chunk has a frame that is filled or being
+    /// filled.
     pub(crate) fn may_have_children(self) -> bool {
         self.frame().is_some() && !matches!(self, Self::Failed(_))
     }

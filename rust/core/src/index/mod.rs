@@ -1,10 +1,10 @@
 //! Maps keys to entries. An entry contains a chunk's state in each tier and links to its parent and
 //! children.
 //!
-//! Entries are stored in one vector and linked into trees. A *detached* entry has left the map and
-//! its parent's list of children, but keeps its link to the parent until its last user has
-//! finished. The index only maintains the links and the map. The store maintains the counts in an
-//! entry and decides when an entry is freed.
+//! Entries are stored in one vector and linked into trees. A *detached* entry is no longer in the
+//! map or in its parent's list of children, but keeps the link to its parent until its last user
+//! has finished. The index only maintains the map and the links. The store maintains the counts in
+//! an entry and decides when the entry is freed.
 
 mod disk_state;
 mod entry;
@@ -29,7 +29,7 @@ pub(crate) struct Index {
     map: Table,
     entries: Vec<Entry>,
     vacant: Vec<u32>,
-    /// The newest chunk without a parent; the other chunks without parents are its siblings.
+    /// The newest chunk without a parent. All other chunks without a parent are its siblings.
     first_root: Option<ChunkId>,
     /// The previous `first_root` of each [`Index::unmap_all`].
     old_roots: Vec<ChunkId>,
@@ -58,17 +58,17 @@ impl Index {
     }
 
     /// Reserves memory for `num` more entries, so that the vector is not reallocated under the
-    /// lock. Pages of unused memory are not allocated.
+    /// lock. The kernel allocates pages only when they are used.
     pub(crate) fn reserve(&mut self, num: usize) {
         self.entries.reserve(num);
     }
 
-    /// Adds an entry below its parent. Its key must not be in the map.
+    /// Adds an entry below its parent. The key must not be in the map.
     pub(crate) fn insert(&mut self, new: Entry) -> ChunkId {
-        debug_assert!(self.get(&new.key).is_none(), "a key maps to one entry");
+        debug_assert!(self.get(&new.key).is_none(), "a key must map to one entry");
         debug_assert!(
             new.parent.is_none_or(|parent| !self[parent].detached),
-            "the parent of a new entry is not detached"
+            "the parent of a new entry must not be detached"
         );
         let id = self.vacant.pop().map(ChunkId).unwrap_or_else(|| {
             self.entries.push(Entry::default());
@@ -89,30 +89,30 @@ impl Index {
         id
     }
 
-    /// Removes the entry's key from the map, unless the key maps to a later entry.
+    /// Removes the entry's key from the map, unless the key maps to a newer entry.
     pub(crate) fn unmap(&mut self, id: ChunkId) {
         let key = self[id].key;
         self.map.remove(&key, id);
     }
 
-    /// Removes all keys in one call. The entries stay, and `old_root` returns the roots of their
-    /// trees.
+    /// Removes all keys in one step. The entries are kept, and `old_root` returns the roots of
+    /// their trees.
     pub(crate) fn unmap_all(&mut self) {
         self.map.clear();
         self.old_roots.extend(self.first_root.take());
     }
 
-    /// Returns the root of a tree that [`Self::unmap_all`] unmapped.
+    /// Returns the root of a tree whose keys were removed by [`Self::unmap_all`].
     pub(crate) fn old_root(&self) -> Option<ChunkId> {
         self.old_roots.last().copied()
     }
 
-    /// Detaches an entry whose children, if any, are all detached. A new entry can then use its
-    /// key, and its parent counts it but no longer lists it.
+    /// Detaches an entry without attached children. A new entry can then use the same key. The
+    /// parent still counts the entry, but no longer lists it.
     pub(crate) fn detach(&mut self, id: ChunkId) {
         self.unmap(id);
         let Entry { parent, first_child, prev_sibling, next_sibling, .. } = self[id];
-        debug_assert!(first_child.is_none(), "children are detached before their parents");
+        debug_assert!(first_child.is_none(), "children must be detached before their parents");
         if let Some(next) = next_sibling {
             self[next].prev_sibling = prev_sibling;
         }
@@ -132,11 +132,11 @@ impl Index {
         (entry.detached, entry.prev_sibling, entry.next_sibling) = (true, None, None);
     }
 
-    /// Frees a detached entry without children.
+    /// Frees a detached entry that has no children.
     pub(crate) fn remove(&mut self, id: ChunkId) {
         debug_assert!(
             self[id].detached && !self[id].has_children(),
-            "parents outlive their children"
+            "parents must outlive their children"
         );
         if let Some(parent) = self[id].parent {
             self[parent].num_detached -= 1;
@@ -163,8 +163,8 @@ impl Index {
         std::iter::successors(Some(id), |&id| self[id].parent)
     }
 
-    /// Returns the number of positions in the vector, including vacant positions. An entry never
-    /// moves, so a walk over all positions visits every entry.
+    /// Returns the number of positions in the vector, including vacant positions. Entries never
+    /// move, so a walk over all positions visits every entry.
     pub(crate) fn num_places(&self) -> u32 {
         u32::try_from(self.entries.len()).unwrap_or(u32::MAX)
     }

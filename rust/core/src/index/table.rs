@@ -1,23 +1,23 @@
-//! A hash table from keys to ids that never rehashes all entries in one step. It is a directory of
-//! small open-addressing tables without tombstones.
+//! A hash table from keys to ids that never rehashes all entries in one step: a directory of small
+//! open-addressing tables without tombstones.
 //!
-//! The standard map rehashes all entries when it grows or is full of tombstones. For a million
-//! chunks, that takes tens of milliseconds, during which the store's lock is held. This table
-//! splits one segment of 64 KiB at a time (extendible hashing). Memory and the cost of `clear` are
-//! proportional to the number of keys, not to the capacity. A slot takes 8 bytes; the caller stores
-//! the keys.
+//! The standard `HashMap` rehashes all entries when it grows or fills up with tombstones. For a
+//! million chunks, this takes tens of milliseconds under the store's lock. This table instead
+//! splits one 64 KiB segment at a time (extendible hashing). Memory use and the cost of `clear` are
+//! proportional to the number of keys, not to the capacity. Each slot takes 8 bytes; the caller
+//! stores the keys.
 
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
 
-/// The hash of the key, and the id plus one, which is 0 in a free slot. This is a tuple so that
+/// The hash of the key, and the id plus one, or 0 if the slot is free. The type is a tuple so that
 /// `vec!` requests zeroed memory.
 type Slot = (u32, u32);
 
-/// Number of slots in a new segment; a power of two.
+/// Number of slots in a new segment. Must be a power of two.
 const SEGMENT_SLOTS: usize = 1 << 13;
-/// The directory has at most `2^MAX_DEPTH` positions; beyond that, segments grow. The bits used by
-/// the directory and by a segment of `SEGMENT_SLOTS` fit in the 32 bits of a hash.
+/// The directory has at most `2^MAX_DEPTH` positions. Beyond that, segments grow. The bits used by
+/// the directory and by a segment of `SEGMENT_SLOTS` slots fit in the 32 bits of a hash.
 const MAX_DEPTH: u32 = 18;
 
 /// The entries whose hashes start with the same `depth` bits.
@@ -31,13 +31,14 @@ struct Segment {
 #[derive(Debug, Default)]
 pub(super) struct Table {
     segments: Vec<Segment>,
-    /// The segment for each value of the first `depth` bits of a hash; empty until the first entry.
+    /// The segment for each value of the first `depth` bits of a hash. Empty until the first
+    /// insertion.
     directory: Vec<u32>,
     depth: u32,
     len: usize,
 }
 
-/// Hashes all bytes of a key. Keys are digests, but forged keys in a record file may share a
+/// Hashes all bytes of a key. Keys are digests, but forged keys in a record file can share a
 /// prefix.
 fn hash(key: &ChunkKey) -> u32 {
     let (words, _) = key.0.as_chunks::<8>();
@@ -65,8 +66,8 @@ impl Segment {
         self.slots.len() - 1
     }
 
-    /// Returns the id with this hash that `is_it` accepts, and its slot; or None and the free slot
-    /// where the id belongs.
+    /// Returns the id with this hash that `is_it` accepts, and its slot. If there is none, returns
+    /// None and the free slot in which the id belongs.
     fn find(&self, hash: u32, is_it: impl Fn(ChunkId) -> bool) -> (Option<ChunkId>, usize) {
         let mut at = hash as usize & self.mask();
         loop {
@@ -87,7 +88,7 @@ impl Segment {
         self.len += 1;
     }
 
-    /// Empties a slot, and moves later entries forward that probing would no longer reach.
+    /// Empties a slot, and moves up later entries that probing could otherwise no longer reach.
     fn remove(&mut self, mut gap: usize) {
         self.len -= 1;
         let mut at = gap;
@@ -150,7 +151,7 @@ impl Table {
         }
     }
 
-    /// Splits a segment: moves the entries whose next hash bit is set to a new segment. `hash` is
+    /// Splits a segment by moving entries whose next hash bit is set to a new segment. `hash` is
     /// any hash that belongs to the segment.
     fn split(&mut self, segment: usize, hash: u32) {
         let depth = self.segments[segment].depth + 1;
@@ -171,7 +172,8 @@ impl Table {
         self.directory[first..first + num_places].fill(new);
     }
 
-    /// Doubles a segment that cannot be split because the directory has its maximum size.
+    /// Doubles the size of a segment that cannot be split because the directory has reached its
+    /// maximum size.
     fn enlarge(&mut self, segment: usize) {
         let old = &self.segments[segment];
         let mut new = Segment::new(2 * old.slots.len(), old.depth);

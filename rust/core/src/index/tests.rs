@@ -1,10 +1,10 @@
-//! The lists of entries that other tests check.
+//! Access to the index for checks in other tests.
 
 use super::{Entry, Index};
 use crate::evict::ChunkId;
 
 impl Index {
-    /// Returns the first chunks of all mapped trees.
+    /// Returns the roots of all mapped trees.
     pub(crate) fn roots(&self) -> impl Iterator<Item = ChunkId> {
         std::iter::successors(self.first_root, |&id| self[id].next_sibling)
     }

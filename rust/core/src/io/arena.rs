@@ -1,11 +1,11 @@
-//! Frames in shared memory: one memfd, mapped by its owner and by workers in other processes.
+//! Frames in shared memory: a memfd that is mapped by its owner and by workers in other processes.
 //!
-//! Three mechanisms prevent a read during a write. In the owner's process, the borrow checker: a
-//! frame's bytes are only accessible through its single [`Frame`]. Between processes, leases: a
-//! worker maps the memory through [`Arena`], only writes to frames that are reserved for it, and
-//! only reads frames that are pinned for it. Between stores that share an arena, slabs: each store
-//! only accesses frames in its own slabs. In this crate, only this file, its tests and `numa`
-//! contain unsafe code.
+//! Three mechanisms prevent reads from racing with writes. Within the owner's process, the borrow
+//! checker prevents races: the bytes of a frame are only accessible through its single [`Frame`].
+//! Between processes, leases prevent races: a worker maps the memory through [`Arena`], writes only
+//! to frames reserved for it, and reads only frames pinned for it. Between stores that share an
+//! arena, slabs prevent races: each store only accesses frames in its own slabs. Only this file,
+//! its tests and `numa` contain unsafe code in this crate.
 #![expect(unsafe_code, reason = "mapping memory and viewing it as bytes has no safe form")]
 
 use std::fs::File;
@@ -25,7 +25,7 @@ use super::numa::{self, Place};
 use super::part::{Damage, PartSpec, TRAILER_BYTES};
 use crate::{Error, Result};
 
-/// A shared mapping of the whole arena. It is unmapped when its last owner is dropped.
+/// A shared mapping of the whole arena. The memory is unmapped when the last owner is dropped.
 #[derive(Debug)]
 struct Mapping {
     start: NonNull<u8>,
@@ -35,12 +35,12 @@ struct Mapping {
 // SAFETY: the mapping is plain memory, valid in all threads until Drop, which runs once; Frame and
 // Arena below control access to the bytes.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; a shared Mapping only hands out addresses.
+// SAFETY: as above; a shared Mapping only provides addresses.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `size_bytes` of `fd`. The caller guarantees that the file has this size and
-    /// cannot shrink.
+    /// Maps the first `size_bytes` of `fd`. The caller guarantees that the file has at least this
+    /// size and cannot shrink.
     fn new(fd: impl AsFd, size_bytes: u64) -> Result<Self> {
         let size_bytes = checked_size(size_bytes)?;
         let (access, flags) =
@@ -56,8 +56,8 @@ impl Mapping {
         Ok(Self { start, size_bytes })
     }
 
-    /// Returns the address of `bytes` bytes at `offset`. Returns `InvalidConfig` unless all of them
-    /// are inside the mapping.
+    /// Returns the address of the `bytes` bytes at `offset`. Returns `InvalidConfig` if any of them
+    /// are outside the mapping.
     fn at(&self, offset: u64, bytes: usize) -> Result<NonNull<u8>> {
         let offset_in = usize::try_from(offset).ok();
         let end = offset_in.and_then(|offset| offset.checked_add(bytes));
@@ -94,8 +94,8 @@ fn checked_size(size_bytes: u64) -> Result<usize> {
     }
 }
 
-/// Exclusive access to a frame's bytes in its owner's arena. A `Frame` is never copied or created
-/// twice, so `&mut Frame` is unique.
+/// Exclusive access to the bytes of a frame in its owner's arena. A `Frame` is never copied or
+/// created twice, so `&mut Frame` is unique.
 #[derive(Debug)]
 pub struct Frame {
     mapping: Arc<Mapping>,
@@ -114,8 +114,8 @@ impl Frame {
         self.mapping.at(self.offset, self.len).expect("frames are made inside the arena")
     }
 
-    /// Returns the frame's bytes. Leases must prevent workers from writing to the frame in the
-    /// meantime.
+    /// Returns the bytes of the frame. Leases must prevent workers from writing to the frame while
+    /// the slice exists.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: the frame is inside the mapping, which self keeps alive. The only other access to
         // these bytes in this process is through &mut self, which the borrow excludes: `Frames`
@@ -125,7 +125,7 @@ impl Frame {
         unsafe { slice::from_raw_parts(self.start().as_ptr(), self.len) }
     }
 
-    /// Returns the frame's bytes for filling, before any worker receives the frame.
+    /// Returns the bytes of the frame, to be filled before any worker receives the frame.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `bytes`; &mut self excludes any other view in this process, and the store
         // only fills a frame before it is visible and while it is reserved for no other writer.
@@ -133,18 +133,18 @@ impl Frame {
     }
 }
 
-/// The frames of one store, of all sizes. Lends access to the bytes of frames; each disk thread
+/// The frames of one store, of all sizes. Lends access to the bytes of frames. Each disk thread
 /// borrows at most one frame at a time.
 #[derive(Debug)]
 pub struct Frames {
     mapping: Arc<Mapping>,
     grids: Vec<FrameGrid>,
-    /// Lent frames never overlap, so each `Frame` is exclusive.
+    /// The frames that are currently lent. Lent frames never overlap, so each `Frame` is exclusive.
     lent: Vec<(FrameId, Range<u64>)>,
 }
 
 impl Frames {
-    /// Returns the positions of the frames of each size class.
+    /// Returns the layout of the frames of each size class.
     pub fn grids(&self) -> &[FrameGrid] {
         &self.grids
     }
@@ -154,8 +154,8 @@ impl Frames {
         self.lent.iter().any(|(lent, _)| *lent == id)
     }
 
-    /// Lends access to a frame's bytes. Returns None if any of these bytes is already lent, or if
-    /// there is no such frame. A `Frame` that is dropped without `take_back` stays lent.
+    /// Lends access to the bytes of a frame. Returns None if any of the bytes are already lent or
+    /// the frame does not exist. A `Frame` that is dropped without `take_back` remains lent.
     pub fn lend(&mut self, id: FrameId) -> Option<Frame> {
         let grid = self.grids.get(id.class().index())?;
         if id.number() >= grid.num_frames() {
@@ -170,7 +170,7 @@ impl Frames {
         Some(Frame { mapping: Arc::clone(&self.mapping), id, offset, len })
     }
 
-    /// Takes back a lent frame. Drops a frame that belongs to a different arena.
+    /// Takes back a lent frame. A frame that belongs to a different arena is dropped.
     pub fn take_back(&mut self, frame: Frame) {
         let Frame { mapping, id, .. } = frame;
         let is_own = Arc::ptr_eq(&self.mapping, &mapping);
@@ -181,7 +181,7 @@ impl Frames {
     }
 }
 
-/// The owner's handle of an arena. The memory exists until this value, its frames and all mappings
+/// The owner's handle to an arena. The memory exists until this handle, its frames and all mappings
 /// in other processes are gone.
 #[derive(Debug)]
 pub struct HostArena {
@@ -190,7 +190,7 @@ pub struct HostArena {
 }
 
 impl HostArena {
-    /// Allocates zeroed memory, without frames yet. Returns `InvalidConfig` if the size is not a
+    /// Allocates zeroed memory without any frames. Returns `InvalidConfig` if the size is not a
     /// positive multiple of 4096, and `Io` if a system call fails.
     pub fn of_bytes(size_bytes: u64) -> Result<Self> {
         checked_size(size_bytes)?;
@@ -201,17 +201,17 @@ impl HostArena {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = rustix::fs::memfd_create("kvloft-arena", flags).map_err(fail)?;
         rustix::fs::ftruncate(&fd, size_bytes).map_err(fail)?;
-        // Prevents truncation of the file, because access beyond the end of the file would kill a
-        // process that has mapped it.
+        // Prevents truncation of the file. Access beyond the end of the file would kill any process
+        // that has mapped it.
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
             .map_err(fail)?;
         Ok(Self { fd, size_bytes })
     }
 
-    /// Returns the frames of these sizes, in a separate mapping. If more than one store shares the
-    /// arena, each store must only lend frames in its own slabs.
+    /// Returns the frames of these sizes in a separate mapping. If multiple stores share the arena,
+    /// each store must only lend frames in its own slabs.
     ///
-    /// Returns `InvalidConfig` if a slab does not hold a frame of each size.
+    /// Returns `InvalidConfig` if a slab is too small for a frame of any of the sizes.
     pub fn frames(&self, slab_bytes: u64, sizes: &FrameSizes) -> Result<Frames> {
         let grid = |size: &u64| FrameGrid::new(self.size_bytes, slab_bytes, *size);
         let grids = sizes.all().iter().map(grid).collect::<Result<Vec<_>>>()?;
@@ -224,8 +224,8 @@ impl HostArena {
         self.size_bytes
     }
 
-    /// Sets the NUMA nodes of pages that are not allocated yet, for all mappings. `places` must be
-    /// in ascending order. Returns `Io` if the kernel rejects the placement.
+    /// Sets the NUMA nodes of pages that have not been allocated yet, for all mappings. `places`
+    /// must be in ascending order. Returns `Io` if the kernel rejects the placement.
     pub fn place(&self, places: &[Place]) -> Result<()> {
         numa::place(&self.fd, self.size_bytes, places).map_err(|error| {
             Error::io("memory cannot be placed on the requested NUMA nodes", error)
@@ -238,20 +238,20 @@ impl HostArena {
         Ok(stat.map_err(|error| Error::io("the arena cannot be inspected", error.into()))?.st_ino)
     }
 
-    /// Returns the path at which other processes of the same user can open the arena while this
-    /// value exists.
+    /// Returns the path at which other processes of the same user can open the arena. The path is
+    /// valid as long as this handle exists.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", rustix::process::getpid().as_raw_nonzero(), self.fd.as_raw_fd())
     }
 }
 
-/// A worker's view of the arena, possibly in another process. It only checks bounds; the caller
-/// must respect leases.
+/// A worker's view of the arena, possibly in another process. Only checks bounds; the caller must
+/// respect leases.
 #[derive(Debug)]
 pub struct Arena {
     mapping: Mapping,
     id: u64,
-    // Held while a trailer is read or written, so that threads of this process do not race.
+    // Held while a trailer is read or written, to prevent races between threads of this process.
     trailers: Mutex<()>,
 }
 
@@ -266,7 +266,7 @@ impl Arena {
             fail("the arena cannot be opened; is the scheduler process of this user alive?", error)
         })?;
         let seals = rustix::fs::fcntl_get_seals(&file)
-            .map_err(|error| fail("this is not an arena", error.into()))?;
+            .map_err(|error| fail("the file is not an arena", error.into()))?;
         let metadata =
             file.metadata().map_err(|error| fail("the arena's size cannot be read", error))?;
         let len = metadata.len();
@@ -284,20 +284,20 @@ impl Arena {
         Ok(Self { mapping, id: metadata.ino(), trailers: Mutex::new(()) })
     }
 
-    /// Allocates memory that only this process maps, for private copies of parts that are sealed or
+    /// Allocates memory that only this process maps, for private copies of parts to be sealed or
     /// checked.
     pub fn private(size_bytes: u64) -> Result<Self> {
         let memory = HostArena::of_bytes(size_bytes)?;
         Self::open(&memory.path(), size_bytes)
     }
 
-    /// Returns a number that identifies the memory: no two live arenas on this machine have the
-    /// same number.
+    /// Returns a number that identifies the memory. No two live arenas on a machine have the same
+    /// number.
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// Returns the address of the first byte in this process.
+    /// Returns the address of the first byte of the arena in this process.
     pub fn address(&self) -> usize {
         self.mapping.start.as_ptr().addr()
     }
@@ -307,10 +307,10 @@ impl Arena {
         self.mapping.size_bytes
     }
 
-    /// Computes the tag of the part of `part_bytes` at `offset` and writes its trailer. Returns the
-    /// tag.
+    /// Computes the tag of the part of `part_bytes` bytes at `offset` and writes its trailer.
+    /// Returns the tag.
     ///
-    /// The frame must be reserved for the caller, and the caller's writes to it must be complete.
+    /// The frame must be reserved for the caller, and the caller must have finished writing to it.
     /// Returns `InvalidConfig` if the part is outside the arena.
     pub fn seal(&self, offset: u64, part_bytes: usize, spec: &PartSpec<'_>) -> Result<u64> {
         let end = self.trailer_at(offset, part_bytes)?;
@@ -323,8 +323,8 @@ impl Arena {
         Ok(tag)
     }
 
-    /// Returns None if the part matches `spec`, otherwise the reason why it must not be used. The
-    /// frame must be pinned for the caller.
+    /// Returns None if the part matches `spec`, or else why it must not be used. The frame must be
+    /// pinned for the caller.
     pub fn check(
         &self,
         offset: u64,
@@ -346,7 +346,7 @@ impl Arena {
     fn trailer_at(&self, offset: u64, part_bytes: usize) -> Result<NonNull<u8>> {
         self.mapping.at(offset, part_bytes)?;
         if part_bytes < TRAILER_BYTES {
-            return Err(Error::invalid("a part must have at least the 128 bytes of its trailer")
+            return Err(Error::invalid("a part must be at least as large as its 128-byte trailer")
                 .with_context("part_bytes", part_bytes));
         }
         self.mapping.at(offset + (part_bytes - TRAILER_BYTES) as u64, TRAILER_BYTES)

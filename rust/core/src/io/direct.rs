@@ -1,5 +1,4 @@
-//! Files of page-aligned frames, which are read and written with direct I/O if the file system
-//! supports it.
+//! Files of page-aligned frames, which are accessed with direct I/O if the file system supports it.
 //!
 //! Each method of [`RawFile`] is one system call, so that tests can substitute a failing file.
 
@@ -13,43 +12,43 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
 use rustix::io::Errno;
 
-/// Direct I/O requires that address, offset and length are multiples of this value, which satisfies
-/// all common file systems.
+/// Direct I/O requires that the address, offset and length are multiples of this value, which is
+/// sufficient for all common file systems.
 pub const ALIGN_BYTES: usize = 4096;
 
-/// An open file. Each method is one system call, so reads and writes can be short; `read_exact_at`
-/// and `write_all_at` of [`FileExt`] complete them.
+/// An open file. Each method makes a single system call, so reads and writes can be short. Use
+/// `read_exact_at` and `write_all_at` of [`FileExt`] for complete transfers.
 pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
-    /// Returns the file's metadata, for example its device and its number of links.
+    /// Returns the file's metadata, such as its device and number of links.
     fn metadata(&self) -> Result<Metadata>;
-    /// Returns the file's length.
+    /// Returns the length of the file.
     fn size(&self) -> Result<u64>;
-    /// Returns the offset of the first data at or after `offset`; None if only a hole follows.
+    /// Returns the offset of the first data at or after `offset`, or None if only a hole follows.
     fn next_data(&self, offset: u64) -> Result<Option<u64>>;
-    /// Truncates the file, or extends it with a hole, which reads as zeros.
+    /// Truncates the file or extends it with a hole that reads as zeros.
     fn set_len(&self, len: u64) -> Result<()>;
-    /// Allocates zeroed blocks for the holes between `from` and `to`, and extends the file if
-    /// needed. Returns `Unsupported` if the file system cannot preallocate.
+    /// Allocates zeroed blocks for all holes between `from` and `to`, extending the file if needed.
+    /// Returns `Unsupported` if the file system cannot preallocate.
     fn allocate(&self, from: u64, to: u64) -> Result<()>;
-    /// Frees the blocks between `from` and `to`, which then read as zeros. The file keeps its
-    /// length. Returns `Unsupported` if the file system cannot punch holes.
+    /// Frees the blocks between `from` and `to`, which then read as zeros. The length of the file
+    /// is unchanged. Returns `Unsupported` if the file system cannot punch holes.
     fn punch(&self, from: u64, to: u64) -> Result<()>;
     /// Returns true if aligned transfers bypass the page cache.
     fn is_direct(&self) -> bool;
 }
 
-/// A file of the operating system: a buffered descriptor and, if requested and supported, a second
-/// descriptor with `O_DIRECT`.
+/// A file of the operating system, with a buffered descriptor and, if requested and supported, a
+/// second descriptor with `O_DIRECT`.
 #[derive(Debug)]
 pub struct OsFile {
     buffered: File,
     direct: Option<File>,
-    /// Set after a direct transfer was rejected although `open` accepted the flag.
+    /// True after a direct transfer was rejected although `open` had accepted the flag.
     direct_refused: AtomicBool,
 }
 
 impl OsFile {
-    /// Opens `path` for reading and writing; creates it with mode 0600 if it is missing.
+    /// Opens `path` for reading and writing. Creates a missing file with mode 0600.
     pub fn open(path: &Path, direct: bool) -> Result<Self> {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(0o600);
@@ -62,15 +61,15 @@ impl OsFile {
     }
 
     fn with_options(path: &Path, options: &OpenOptions, direct: bool) -> Result<Self> {
-        // Without O_NONBLOCK, opening a FIFO blocks until a process opens its other end.
+        // Without O_NONBLOCK, opening a FIFO would block until a process opens the other end.
         let flags =
             |extra: OFlags| (OFlags::NOFOLLOW | OFlags::NONBLOCK | extra).bits().cast_signed();
         let buffered = options.clone().custom_flags(flags(OFlags::empty())).open(path)?;
         if !buffered.metadata()?.is_file() {
             return Err(Error::new(ErrorKind::InvalidInput, "not a regular file"));
         }
-        // A file system without O_DIRECT returns EINVAL here. Other errors recur when the file is
-        // used.
+        // A file system without O_DIRECT returns EINVAL here. Any other error will occur again when
+        // the file is used.
         let direct = direct
             .then(|| options.clone().custom_flags(flags(OFlags::DIRECT)).open(path).ok())
             .flatten();
@@ -84,7 +83,7 @@ impl OsFile {
         }
     }
 
-    /// Runs one transfer at `offset`, bypassing the page cache if everything is aligned and the
+    /// Performs one transfer at `offset`. Bypasses the page cache if everything is aligned and the
     /// file system supports it.
     fn transfer(
         &self,
@@ -140,7 +139,7 @@ impl RawFile for OsFile {
         match seek(&self.buffered, SeekFrom::Data(offset)) {
             Ok(at) => Ok(Some(at)),
             Err(Errno::NXIO) => Ok(None),
-            // A file system that cannot report holes: treat everything as data.
+            // The file system cannot report holes, so everything is treated as data.
             Err(Errno::INVAL) => Ok(Some(offset)),
             Err(e) => Err(e.into()),
         }

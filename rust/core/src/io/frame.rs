@@ -1,10 +1,10 @@
-//! Frame ids (a size class and a number), and the positions of the frames of each size in an arena.
+//! Frame ids, which consist of a size class and a number, and the layout of frames in an arena.
 
 use std::ops::Range;
 
 use crate::{Error, Result};
 
-/// Frames start and end on page boundaries, so that direct I/O needs no bounce copy.
+/// Frames start and end on page boundaries, so that direct I/O needs no bounce buffer.
 pub const FRAME_ALIGN: u64 = 4096;
 
 /// Maximum number of frame sizes in a namespace.
@@ -14,7 +14,7 @@ pub const MAX_FRAMES: u64 = 1 << NUMBER_BITS;
 const CLASS_BITS: u32 = 4;
 const NUMBER_BITS: u32 = u32::BITS - CLASS_BITS;
 
-/// A frame size, as an index into the sizes of the namespace.
+/// A frame size, represented as an index into the sizes of the namespace.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SizeClass(pub u8);
 
@@ -25,12 +25,13 @@ impl SizeClass {
     }
 }
 
-/// A frame of the arena: its size class and its number among the frames of that size.
+/// Id of a frame in the arena: its size class, and its number among the frames of this size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FrameId(pub u32);
 
 impl FrameId {
-    /// Creates the id of frame `number` of a size class. `number` must be below [`MAX_FRAMES`].
+    /// Creates the id of the frame with this number in a size class. `number` must be less than
+    /// [`MAX_FRAMES`].
     pub fn new(class: SizeClass, number: u32) -> Self {
         Self(u32::from(class.0) << NUMBER_BITS | number)
     }
@@ -40,13 +41,13 @@ impl FrameId {
         SizeClass((self.0 >> NUMBER_BITS) as u8)
     }
 
-    /// Returns the frame's number among the frames of its size.
+    /// Returns the number of the frame among all frames of its size.
     pub fn number(self) -> u32 {
         self.0 & ((1 << NUMBER_BITS) - 1)
     }
 }
 
-/// The frame sizes of a namespace, in bytes; a [`SizeClass`] is an index into them.
+/// The frame sizes of a namespace, in bytes. A [`SizeClass`] is an index into this list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FrameSizes {
     bytes: Vec<u64>,
@@ -65,7 +66,7 @@ impl From<Vec<u64>> for FrameSizes {
     }
 }
 
-/// Creates sizes from (frame size, uncompressed size of a chunk) for each class, in bytes.
+/// Creates sizes from pairs of (frame size, uncompressed chunk size), one per class, in bytes.
 impl From<Vec<(u64, u64)>> for FrameSizes {
     fn from(sizes: Vec<(u64, u64)>) -> Self {
         let (bytes, raw_bytes) = sizes.into_iter().unzip();
@@ -74,8 +75,8 @@ impl From<Vec<(u64, u64)>> for FrameSizes {
 }
 
 impl FrameSizes {
-    /// Returns `InvalidConfig` unless there are 1 to [`MAX_SIZES`] distinct sizes that are positive
-    /// multiples of 4096.
+    /// Checks that there are 1 to [`MAX_SIZES`] distinct sizes, all of them positive multiples of
+    /// 4096. Returns `InvalidConfig` otherwise.
     pub fn check(&self) -> Result<()> {
         let are_pages = self.bytes.iter().all(|size| *size > 0 && size.is_multiple_of(FRAME_ALIGN));
         let are_different =
@@ -95,17 +96,17 @@ impl FrameSizes {
         &self.bytes
     }
 
-    /// Returns the uncompressed size of a chunk of each class, in bytes.
+    /// Returns the uncompressed chunk size of each class, in bytes.
     pub fn raw(&self) -> &[u64] {
         &self.raw_bytes
     }
 
-    /// Returns (frame size, uncompressed size of a chunk) for each class, in bytes.
+    /// Returns pairs of (frame size, uncompressed chunk size), one per class, in bytes.
     pub fn with_raw(&self) -> Vec<(u64, u64)> {
         self.bytes.iter().copied().zip(self.raw_bytes.iter().copied()).collect()
     }
 
-    /// Returns the size of a frame of `class`, in bytes; 0 if there is no such class.
+    /// Returns the frame size of `class` in bytes, or 0 if the class does not exist.
     pub fn bytes(&self, class: SizeClass) -> u64 {
         self.bytes.get(class.index()).copied().unwrap_or(0)
     }
@@ -120,7 +121,7 @@ impl FrameSizes {
         self.bytes.iter().copied().min().unwrap_or(0)
     }
 
-    /// Returns the average size, at least 1.
+    /// Returns the average size, which is at least 1.
     pub fn average(&self) -> u64 {
         (self.bytes.iter().sum::<u64>() / (self.bytes.len() as u64).max(1)).max(1)
     }
@@ -131,8 +132,8 @@ impl FrameSizes {
     }
 }
 
-/// Positions of the frames of one size in an arena. Each slab contains adjacent frames, and no
-/// frame crosses a slab boundary. The last slab also includes the remaining bytes of the arena.
+/// The layout of the frames of one size in an arena. Frames are adjacent within a slab and never
+/// cross a slab boundary. The last slab also includes the remaining bytes of the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameGrid {
     /// Size of a frame, in bytes.
@@ -144,8 +145,8 @@ pub struct FrameGrid {
 }
 
 impl FrameGrid {
-    /// Creates a grid of frames of `frame_bytes`. Returns `InvalidConfig` if a slab holds no such
-    /// frame, or if there are more than [`MAX_FRAMES`].
+    /// Creates a grid of frames of `frame_bytes`. Returns `InvalidConfig` if a slab is too small
+    /// for a frame, or if there would be more than [`MAX_FRAMES`] frames.
     pub fn new(arena_bytes: u64, slab_bytes: u64, frame_bytes: u64) -> Result<Self> {
         let num = |bytes: u64, of: u64| u32::try_from(bytes / of.max(1)).unwrap_or(0);
         let (per_slab, num_slabs) = (num(slab_bytes, frame_bytes), num(arena_bytes, slab_bytes));
@@ -165,12 +166,12 @@ impl FrameGrid {
         self.frames_of(self.num_slabs - 1).end
     }
 
-    /// Returns the slab of a frame.
+    /// Returns the slab that contains a frame.
     pub fn slab_of(&self, number: u32) -> u32 {
         (number / self.per_slab).min(self.num_slabs - 1)
     }
 
-    /// Returns the numbers of the frames in a slab.
+    /// Returns the range of frame numbers in a slab.
     pub fn frames_of(&self, slab: u32) -> Range<u32> {
         let start = u64::from(slab) * self.slab_bytes;
         let is_last = slab + 1 >= self.num_slabs;
@@ -179,7 +180,7 @@ impl FrameGrid {
         first..first + u32::try_from(bytes / self.frame_bytes).unwrap_or(0)
     }
 
-    /// Returns the offset of a frame in the arena.
+    /// Returns the offset of a frame from the start of the arena.
     pub fn start(&self, number: u32) -> u64 {
         let slab = self.slab_of(number);
         u64::from(slab) * self.slab_bytes

@@ -1,15 +1,15 @@
-//! Memory available to this process, limited by the machine and by its control groups.
+//! Memory available to this process, limited by the machine and the process's control groups.
 //!
-//! The caller that opens a store passes the value in, so that the store does not read the
+//! The caller that opens a store passes the result in, so that the store never reads the
 //! environment.
 
 use std::fs;
 use std::path::Path;
 
-/// Returns the available memory in bytes: the minimum of the machine and all enclosing memory
-/// control groups.
+/// Returns the available memory in bytes, which is the minimum over the machine and all enclosing
+/// memory control groups.
 ///
-/// Returns None if nothing can be read, for example without /proc.
+/// Returns None if no limit can be read, for example without /proc.
 pub fn available_bytes() -> Option<u64> {
     let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| mem_available(&text));
     let groups =
@@ -23,7 +23,7 @@ fn mem_available(meminfo: &str) -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// Returns the smallest remainder of all groups up to the root. Skips groups without a limit.
+/// Returns the least memory left in any group up to the root. Groups without a limit are skipped.
 fn groups_available(cgroup: &str) -> Option<u64> {
     let left_of = |line: &str| {
         let mut fields = line.splitn(3, ':').skip(1);

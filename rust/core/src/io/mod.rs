@@ -1,8 +1,8 @@
-//! Memory and files. This is the only module of the crate with unsafe code.
+//! Access to memory and files. This is the only module in the crate that contains unsafe code.
 //!
-//! `frame` numbers frames, `arena` maps them, `numa` places them on NUMA nodes, `part` writes and
-//! checks the trailer of a part, `memory` reads the amount of available memory, and `direct`
-//! accesses files. The module only checks bounds; callers must respect leases.
+//! `frame` numbers the frames, `arena` maps them, `numa` places them on NUMA nodes, `part` writes
+//! and checks trailers, `memory` determines the available memory, and `direct` accesses files. The
+//! module only checks bounds; callers must respect leases.
 
 pub mod arena;
 pub mod direct;

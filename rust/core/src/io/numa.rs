@@ -1,5 +1,5 @@
-//! Assigns ranges of an arena's pages to NUMA nodes, so that each shard of a frame is on the node
-//! of its rank. The assignment is a preference: the kernel can place memory on other nodes.
+//! Assigns page ranges of an arena to NUMA nodes, so that each shard of a frame is on the node of
+//! its rank. The assignment is only a preference: the kernel may place memory on other nodes.
 #![expect(unsafe_code, reason = "libc has no safe wrapper for these system calls")]
 
 use std::io::{Error, Result};
@@ -10,40 +10,41 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use super::frame::FRAME_ALIGN;
 
-/// Number of nodes in the first word of the kernel's node mask.
+/// Number of nodes that fit in the first word of the kernel's node mask.
 pub const MAX_NODES: u32 = 64;
-/// Maximum number of ranges. Each range takes 0.4 KiB of kernel memory and a few microseconds when
+/// Maximum number of ranges. Each range takes 0.4 KiB of kernel memory, and a few microseconds when
 /// the arena is created.
 const MAX_PLACES: u64 = 1 << 18;
 
-/// The bytes `start..end` of an arena, with a mask of the allowed nodes.
+/// The bytes `start..end` of an arena and the mask of allowed nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
     /// Offset of the first byte; page-aligned.
     pub start: u64,
     /// Offset after the last byte.
     pub end: u64,
-    /// Mask of nodes. With one bit set, all pages prefer that node; with more bits, pages
-    /// alternate.
+    /// Mask of nodes. If one bit is set, all pages prefer that node. If more bits are set, pages
+    /// are interleaved across these nodes.
     pub nodes: u64,
 }
 
 impl Place {
-    /// Returns the kernel's memory policy: preferred node (1) or interleaved (3).
+    /// Returns the memory policy to request from the kernel: preferred (1) or interleaved (3).
     pub(super) fn mode(&self) -> u32 {
         if self.nodes.is_power_of_two() { 1 } else { 3 }
     }
 }
 
-/// Returns the mask of one node; 0 if the mask has no bit for it.
+/// Returns the mask of a single node, or 0 if the mask has no bit for it.
 pub(super) fn bit(node: u32) -> u64 {
     1_u64.checked_shl(node).unwrap_or(0)
 }
 
-/// Returns the ranges of `num_frames` frames of `frame_bytes`, in order, with adjacent ranges on
-/// one node merged. Part i of each frame is on `nodes[i]`, which must be below `MAX_NODES`. Returns
-/// a single range if all nodes are equal. Also returns a single range, with alternating pages, if
-/// parts are not whole pages or if there would be more than `MAX_PLACES` ranges.
+/// Returns the ranges of `num_frames` frames of `frame_bytes` bytes, in order. Part i of each frame
+/// is on `nodes[i]`, which must be less than `MAX_NODES`. Adjacent ranges on the same node are
+/// merged, so the result is a single range if all nodes are equal. Returns a single range with
+/// interleaved pages if parts are not whole pages or if there would be more than `MAX_PLACES`
+/// ranges.
 pub fn by_shard(frame_bytes: u64, num_frames: u32, nodes: &[u32]) -> Vec<Place> {
     let all = nodes.iter().fold(0, |all, node| all | bit(*node));
     let (num_parts, end) = (nodes.len() as u64, frame_bytes * u64::from(num_frames));
@@ -69,11 +70,12 @@ pub fn by_shard(frame_bytes: u64, num_frames: u32, nodes: &[u32]) -> Vec<Place> 
     places
 }
 
-/// Number of ranges that share a temporary mapping while they are placed. Each range splits the
-/// mapping, and Linux allows 65,530 mappings per process by default.
+/// Number of ranges placed through one temporary mapping. Each range splits the mapping, and by
+/// default Linux allows 65,530 mappings per process.
 pub(super) const PLACED_AT_ONCE: usize = 1024;
 
-/// Flag of `get_mempolicy`: return the policy of an address. libc does not define it.
+/// Flag of `get_mempolicy` that requests the policy of an address. The libc crate does not define
+/// it.
 pub(super) const MPOL_F_ADDR: u64 = 2;
 
 fn bind(address: usize, num_bytes: usize, place: &Place) -> Result<()> {
@@ -96,14 +98,14 @@ fn bind(address: usize, num_bytes: usize, place: &Place) -> Result<()> {
     }
 }
 
-/// Sets the policies of ranges of a file of `size_bytes`, for all mappings of the file. The ranges
-/// must be in ascending order.
+/// Sets the memory policies of ranges in a file of `size_bytes`, for all mappings of the file. The
+/// ranges must be in ascending order.
 pub(super) fn place(fd: impl AsFd, size_bytes: u64, places: &[Place]) -> Result<()> {
     places.chunks(PLACED_AT_ONCE).try_for_each(|some| place_some(&fd, size_bytes, some))
 }
 
-/// Sets the policies of ranges through a temporary mapping. Policies belong to the file and apply
-/// to all mappings.
+/// Sets the memory policies of ranges through a temporary mapping. The policies belong to the file
+/// and apply to all its mappings.
 fn place_some(fd: impl AsFd, file_bytes: u64, places: &[Place]) -> Result<()> {
     let (Some(first), Some(last)) = (places.first(), places.last()) else { return Ok(()) };
     let size_bytes =
@@ -124,8 +126,8 @@ fn place_some(fd: impl AsFd, file_bytes: u64, places: &[Place]) -> Result<()> {
     bound
 }
 
-/// Returns the policy of the page at `address`, which is 0 if no policy was set; None if the kernel
-/// does not report it.
+/// Returns the policy of the page at `address`, or 0 if no policy was set. Returns None if the
+/// kernel does not report policies.
 fn policy_at(address: usize) -> Option<i32> {
     let mut mode = -1_i32;
     let no_mask: *const u64 = ptr::null();
@@ -137,12 +139,12 @@ fn policy_at(address: usize) -> Option<i32> {
     (done == 0).then_some(mode)
 }
 
-/// Places whole pages at `address` that are not allocated yet on one NUMA node, for all processes
+/// Places whole pages at `address` that have not been allocated on one NUMA node, for all processes
 /// that map them.
 ///
 /// Returns false and changes nothing if the server or an earlier engine has already placed the
-/// pages. Also returns false if the kernel rejects the placement; the kernel then chooses the
-/// nodes.
+/// pages. Also returns false if the kernel rejects the placement, in which case the kernel chooses
+/// the nodes.
 pub fn prefer_numa_node(address: usize, num_bytes: usize, node: u32) -> bool {
     let place = Place { start: 0, end: num_bytes as u64, nodes: bit(node) };
     place.nodes != 0

@@ -1,8 +1,9 @@
-//! A part of a frame: payload, padding, and the 128-byte trailer that identifies the payload.
+//! A part of a frame consists of payload, padding, and a 128-byte trailer that identifies the
+//! payload.
 //!
-//! `docs/design/frames.md` defines the format. A part is sealed after its bytes were gathered, and
-//! checked before they are used. A part that does not match is reported as [`Damage`] and must not
-//! be used.
+//! The format is defined in `docs/design/frames.md`. A part is sealed after its bytes have been
+//! gathered, and checked before they are used. A mismatch is reported as [`Damage`], and the part
+//! must not be used.
 
 use crate::key::ChunkKey;
 use crate::tag::chunk_tag;
@@ -11,43 +12,43 @@ use crate::{Error, Result};
 /// Size of the trailer at the end of each part, in bytes.
 pub const TRAILER_BYTES: usize = 128;
 
-/// First bytes of a trailer. The number also covers the definition of the tag: a part in a
-/// different format is reported as unsealed.
+/// First bytes of a trailer. The version number also covers the definition of the tag: a part with
+/// a different version is reported as unsealed.
 pub(crate) const MAGIC: [u8; 8] = *b"KVLOFT03";
 
-/// Expected content of a part: key, layout and shape.
+/// Expected contents of a part: its key, layout and shape.
 #[derive(Debug, Clone, Copy)]
 pub struct PartSpec<'a> {
     /// Key of the chunk.
     pub key: ChunkKey,
-    /// Digest of the layout of the worker's pages.
+    /// Digest of the worker's page layout.
     pub layout: [u8; 32],
-    /// Size of each page of a block, in bytes and in order.
+    /// Size of each page of a block, in order, in bytes.
     pub page_bytes: &'a [u32],
     /// Number of blocks in the payload.
     pub num_blocks: u32,
-    /// The rank that the part belongs to.
+    /// The rank to which the part belongs.
     pub rank: u32,
 }
 
-/// Why a part must not be used.
+/// Reason why a part must not be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Damage {
-    /// No trailer: the copy into the part never finished.
+    /// The part has no trailer, because copying to it never finished.
     Unsealed,
     /// The bytes belong to a different chunk.
     Key,
-    /// The chunk is correct, but has a different layout.
+    /// The part belongs to the right chunk, but has a different layout.
     Layout,
-    /// The number of blocks, the payload size or the rank differs, or the payload is encoded, which
-    /// only the GPU kernels can read.
+    /// The number of blocks, the payload size or the rank does not match, or the payload is
+    /// encoded. Only the GPU kernels can read an encoded payload.
     Shape,
     /// The payload changed after it was sealed.
     Tag,
 }
 
 impl Damage {
-    /// Returns the name of the damage in logs and counters.
+    /// Returns the name used for the damage in logs and counters.
     pub fn as_str(self) -> &'static str {
         match self {
             Damage::Unsealed => "unsealed",
@@ -60,8 +61,8 @@ impl Damage {
 }
 
 impl PartSpec<'_> {
-    /// Returns the size of the payload, in bytes. Returns `InvalidConfig` if the payload and the
-    /// trailer do not fit a part of `part_bytes`.
+    /// Returns the size of the payload, in bytes. Returns `InvalidConfig` if a part of `part_bytes`
+    /// is too small for the payload and trailer.
     pub fn payload_bytes(&self, part_bytes: usize) -> Result<usize> {
         let block_bytes: u64 = self.page_bytes.iter().map(|&bytes| u64::from(bytes)).sum();
         let payload = block_bytes
@@ -80,13 +81,13 @@ impl PartSpec<'_> {
         }
     }
 
-    /// Returns the trailer of `payload`, and its tag.
+    /// Returns the trailer and tag of `payload`.
     pub fn seal(&self, payload: &[u8]) -> Result<([u8; TRAILER_BYTES], u64)> {
         let tag = chunk_tag(payload, self.page_bytes, self.num_blocks)?;
         Ok((self.trailer(payload.len(), tag), tag))
     }
 
-    /// Returns None if `trailer` and `payload` match this part, otherwise the damage.
+    /// Returns None if `trailer` and `payload` match this part, or else the damage.
     pub fn check(&self, payload: &[u8], trailer: &[u8; TRAILER_BYTES]) -> Option<Damage> {
         let expected = self.trailer(payload.len(), 0);
         let mut fields = [
@@ -108,8 +109,8 @@ impl PartSpec<'_> {
         }
     }
 
-    /// Returns the trailer of a raw part: its encoding (bytes 104 to 107) is 0, and its encoded
-    /// size is the size of the payload.
+    /// Returns the trailer of an unencoded part: the encoding (bytes 104 to 107) is 0, and the
+    /// encoded size equals the size of the payload.
     fn trailer(&self, payload_bytes: usize, tag: u64) -> [u8; TRAILER_BYTES] {
         let mut trailer = [0; TRAILER_BYTES];
         trailer[..8].copy_from_slice(&MAGIC);

@@ -1,7 +1,8 @@
-//! Keys of one request's prefix, extended as the prefix grows.
+//! Keys of a request's prefix, extended as the prefix grows.
 //!
-//! Whole blocks are hashed once, from the caller's memory. Positions after the last whole block are
-//! kept until their block is complete. Only digests are chained, with one compression per block.
+//! Whole blocks are hashed once, directly from the caller's memory. Positions after the last whole
+//! block are buffered until their block is complete. Only digests are chained, with one compression
+//! per block.
 
 use rayon::prelude::*;
 
@@ -10,8 +11,8 @@ use super::content::{Item, Items, Kind, Pending, Row, Run, View};
 use super::mode::{CHAIN, Digest, GROUP, PARALLEL_BYTES, TOKENS};
 use crate::{Error, Result};
 
-/// Returns the keys that `group` has for the same prefixes: `keyed(K("group"), key | group as u32 |
-/// zeros)`, with 64 bytes of input.
+/// Returns the keys of the same prefixes in `group`: `keyed(K("group"), key | group as u32 |
+/// zeros)`, with an input of 64 bytes.
 fn of_group(keys: &[ChunkKey], group: u32) -> impl Iterator<Item = ChunkKey> + use<> {
     let mut inputs = vec![[0; 64]; keys.len()];
     for (input, key) in inputs.iter_mut().zip(keys) {
@@ -23,12 +24,12 @@ fn of_group(keys: &[ChunkKey], group: u32) -> impl Iterator<Item = ChunkKey> + u
     digests.into_iter().map(ChunkKey)
 }
 
-/// Returns the root key of a group, with the same salt tag.
+/// Returns the root key of a group. The salt tag is the same as in `root`.
 fn root_of_group(root: ChunkKey, group: u32) -> ChunkKey {
     of_group(&[root], group).next().unwrap_or_default().with_salt_of(&root)
 }
 
-/// The keys of one group for the prefix.
+/// The keys of a prefix in one group.
 #[derive(Debug, Clone)]
 struct OfGroup {
     group: u32,
@@ -36,17 +37,17 @@ struct OfGroup {
     keys: Vec<ChunkKey>,
 }
 
-/// Number of token ids hashed per round: enough for all SIMD lanes, and small enough for the L1
-/// cache.
+/// Number of token ids hashed per round. Large enough to fill all SIMD lanes, and small enough for
+/// the L1 cache.
 const BATCH_IDS: usize = 4 << 10;
-/// Number of blocks hashed per round, before their digests are chained.
+/// Number of blocks hashed per round before their digests are chained.
 const BATCH_BLOCKS: usize = 64;
 
-/// Incremental keys of one prefix, one per block.
+/// The keys of one prefix, one per block, computed incrementally.
 ///
-/// With a `lookahead` of n positions, a block's key also covers the n positions after the block:
-/// the first digest covers n extra positions, and each later digest covers a whole block that
-/// starts n positions later. All errors are `InvalidConfig` and leave the chain unchanged.
+/// With a `lookahead` of n positions, the key of a block also covers the n positions after the
+/// block: the first digest covers n extra positions, and each later digest covers a whole block
+/// that starts n positions later. All errors are `InvalidConfig` and leave the chain unchanged.
 /// Positions start at 0 and fit in 32 bits.
 #[derive(Debug, Clone)]
 pub struct KeyChain {
@@ -60,9 +61,9 @@ pub struct KeyChain {
 }
 
 impl KeyChain {
-    /// Creates an empty prefix under `root`. `block_tokens`, the number of positions per block,
-    /// must be at least 1. `lookahead`, the number of positions after each block that its key
-    /// covers, must be at most `block_tokens`.
+    /// Creates an empty prefix under `root`. `block_tokens` is the number of positions per block
+    /// and must be at least 1. `lookahead` is the number of positions after a block that the
+    /// block's key also covers; it must be at most `block_tokens`.
     pub fn with_lookahead(root: ChunkKey, block_tokens: u32, lookahead: u32) -> Result<Self> {
         if block_tokens == 0 {
             return Err(Error::invalid("block_tokens must be at least 1"));
@@ -97,35 +98,35 @@ impl KeyChain {
         self.hashed() + self.pending.len()
     }
 
-    /// Returns the number of blocks with keys: blocks for which all positions that the key covers
-    /// were appended.
+    /// Returns the number of blocks that have keys. A block has a key once all positions covered by
+    /// the key have been appended.
     pub fn num_blocks(&self) -> u32 {
-        // Cannot overflow: check_room keeps positions within u32.
+        // Cannot overflow, because check_room limits positions to u32.
         u32::try_from(self.keys.len()).unwrap_or(u32::MAX)
     }
 
-    /// Returns the keys of all full blocks, in order.
+    /// Returns the keys of all blocks, in order.
     pub fn keys(&self) -> &[ChunkKey] {
         &self.keys
     }
 
-    /// Returns the key of full block `block`, which identifies the prefix that ends with it.
+    /// Returns the key of a block, which identifies the prefix that ends with the block.
     pub fn key(&self, block: u32) -> Result<ChunkKey> {
         self.keys.get(block as usize).copied().ok_or_else(|| {
-            Error::invalid("no such full block")
+            Error::invalid("the block has no key yet")
                 .with_context("block", block)
                 .with_context("num_blocks", self.keys.len())
         })
     }
 
-    /// Returns the key of the chunk that `group` stores for a block; without a group, the key of
-    /// the block.
+    /// Returns the key under which `group` stores the chunk of a block. Without a group, returns
+    /// the key of the block.
     pub fn key_of(&self, block: u32, group: Option<u32>) -> Result<ChunkKey> {
         let own = self.key(block)?;
         Ok(group.and_then(|group| of_group(&[own], group).next()).unwrap_or(own))
     }
 
-    /// Computes the keys of KV cache group `group` that are still missing for the prefix.
+    /// Computes all keys of the prefix that are still missing in KV cache group `group`.
     pub fn extend_group(&mut self, group: u32) {
         let known = self.groups.iter().position(|of| of.group == group).unwrap_or_else(|| {
             self.groups.push(OfGroup {
@@ -139,16 +140,17 @@ impl KeyChain {
         keys.extend(of_group(&self.keys[keys.len()..], group));
     }
 
-    /// Returns the root key of `group` and the block keys that `extend_group` has computed; without
-    /// a group, the root key and block keys of the chain.
+    /// Returns the root key of `group` and the block keys computed by `extend_group`. Without a
+    /// group, returns the root key and block keys of the chain.
     pub fn kept_by(&self, group: Option<u32>) -> (ChunkKey, &[ChunkKey]) {
         let Some(group) = group else { return (self.root, &self.keys) };
         let known = self.groups.iter().find(|of| of.group == group);
         known.map_or((self.root, &[]), |of| (of.root, &of.keys))
     }
 
-    /// Returns the keys of independent chunks of `group`: the root key of the group, which is their
-    /// common parent, and the key of the chunk at the end of each of `blocks`.
+    /// Returns the keys of independent chunks in `group`: the root key of the group, which is their
+    /// common parent, and one key for each block in `blocks`, for the chunk at the end of the
+    /// block.
     pub fn independent_keys(
         &self,
         group: u32,
@@ -158,10 +160,10 @@ impl KeyChain {
         Ok((root_of_group(self.root, group), of_group(&own, group).collect()))
     }
 
-    /// Declares a multimodal item on the positions [`start`, `start + num_tokens`), before any of
-    /// these positions is appended.
+    /// Declares a multimodal item at positions [`start`, `start + num_tokens`). An item must be
+    /// declared before its positions are appended.
     ///
-    /// Declaring the same item again has no effect.
+    /// Declaring an item again has no effect.
     pub fn add_item(&mut self, identifier: &str, start: u32, num_tokens: u32) -> Result<()> {
         let item = Item { identifier: identifier.into(), start, num_tokens };
         let fail = |message: &str| {
@@ -195,8 +197,8 @@ impl KeyChain {
         Ok(())
     }
 
-    /// Appends embedding rows with `width` elements of `dtype` (a torch name, such as `bfloat16`).
-    /// `rows` contains their raw bytes without gaps.
+    /// Appends embedding rows with `width` elements of type `dtype` (a torch name such as
+    /// `bfloat16`). `rows` contains the raw bytes of the rows without gaps.
     pub fn append_embeds(&mut self, dtype: &str, width: u32, rows: &[u8]) -> Result<()> {
         let row = Row::new(dtype, width)?;
         if !rows.len().is_multiple_of(row.size_bytes) {
@@ -218,8 +220,8 @@ impl KeyChain {
         }
     }
 
-    /// Appends positions: first completes the pending block, then hashes whole blocks, and keeps
-    /// the rest as the new pending block.
+    /// Appends positions: completes the pending block, hashes whole blocks, and buffers the rest as
+    /// the new pending block.
     fn append(&mut self, kind: Kind, bytes: &[u8]) {
         let (each, block_bytes) =
             (kind.size_bytes(), self.block_tokens as usize * kind.size_bytes());
@@ -237,8 +239,8 @@ impl KeyChain {
         self.push_pending(kind, rest);
     }
 
-    /// Returns true if `num` token ids are exactly the content of the next key: one whole block
-    /// without items.
+    /// Returns true if `num` token ids are exactly the content of the next key, which is one whole
+    /// block without items.
     pub(super) fn is_next_block(&self, num: usize) -> bool {
         let (start, len) = (self.block_start(), self.block_tokens);
         let is_whole = num == len as usize && self.pending.len() == 0 && self.next_len() == len;
@@ -249,17 +251,17 @@ impl KeyChain {
                 .is_none_or(|position| position >= start + u64::from(len))
     }
 
-    /// Returns the key of the last full block, or the root key.
+    /// Returns the key of the last block, or the root key if there is none.
     pub(super) fn last(&self) -> ChunkKey {
         self.keys.last().copied().unwrap_or(self.root)
     }
 
-    /// Appends the key of the next block, which the caller computed.
+    /// Appends the key of the next block, computed by the caller.
     pub(super) fn push(&mut self, key: Digest) {
         self.keys.push(ChunkKey(key));
     }
 
-    /// Returns the number of positions that the keys cover.
+    /// Returns the number of positions covered by keys.
     fn hashed(&self) -> u32 {
         if self.keys.is_empty() {
             0
@@ -268,7 +270,7 @@ impl KeyChain {
         }
     }
 
-    /// Returns the number of positions that the next key adds.
+    /// Returns the number of additional positions that the next key covers.
     fn next_len(&self) -> u32 {
         self.block_tokens + if self.keys.is_empty() { self.lookahead } else { 0 }
     }
@@ -277,8 +279,8 @@ impl KeyChain {
         u64::from(self.hashed())
     }
 
-    /// Returns the content digest of the positions in `view`, which start at `start` and belong to
-    /// the next key or a later key.
+    /// Returns the content digest of the positions in `view`. The positions start at `start` and
+    /// are covered by the next key or a later key.
     fn digest(&self, view: &View<'_>, start: u64) -> Digest {
         view.digest(start, self.items.overlapping(start..start + u64::from(self.next_len())))
     }
@@ -303,8 +305,8 @@ impl KeyChain {
         }
     }
 
-    /// Appends whole blocks of token ids; no positions may be pending. Hashes runs of blocks
-    /// without items in SIMD lanes.
+    /// Appends whole blocks of token ids. There must be no pending positions. Runs of blocks
+    /// without items are hashed in SIMD lanes.
     fn push_token_blocks(&mut self, mut bytes: &[u8], block_bytes: usize) {
         while !bytes.is_empty() {
             let start = self.block_start();
@@ -325,8 +327,8 @@ impl KeyChain {
         }
     }
 
-    /// Appends whole blocks of embedding rows; no positions may be pending. Hashes the blocks in
-    /// parallel (rayon) if they are large.
+    /// Appends whole blocks of embedding rows. There must be no pending positions. Large inputs are
+    /// hashed in parallel with rayon.
     fn push_embed_blocks(&mut self, kind: Kind, rows: &[u8], block_bytes: usize) {
         let runs = [Run { kind, num: self.block_tokens }];
         let digest_of = |(block, bytes): (usize, &[u8])| {

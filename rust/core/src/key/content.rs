@@ -1,9 +1,9 @@
-//! The content of one block (tokens, embedding rows, multimodal items) and its digest.
+//! The content of a block (tokens, embedding rows and multimodal items) and its digest.
 //!
-//! A block is a list of runs, and a run is a sequence of positions of one kind. The bytes of all
-//! runs are contiguous and in order, so a block is hashed without a copy. Items may overlap (audio
-//! inside video), so a block looks up all items that overlap it. Element types outside the list are
-//! rejected, because two names for one type would give two keys.
+//! A block is a list of runs, and a run is a sequence of positions of the same kind. The bytes of
+//! all runs are contiguous and in order, so hashing a block needs no copy. Items may overlap, like
+//! audio in a video, so the digest of a block includes all items that overlap the block. Unknown
+//! element types are rejected, because two names for one type would result in two keys.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use super::mode::{Digest, EMBEDS, MIXED, TOKENS};
 use super::root::put_str;
 use crate::{Error, Result};
 
-/// Element types by their torch names, without the prefix `torch.`, and their sizes in bytes.
+/// Names (without `torch.`) and sizes in bytes of the supported element types.
 const DTYPES: [(&str, u32); 9] = [
     ("bfloat16", 2),
     ("float16", 2),
@@ -27,7 +27,7 @@ const DTYPES: [(&str, u32); 9] = [
 /// The shape of an embedding row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Row {
-    /// Canonical name, which is hashed into keys.
+    /// Canonical name of the element type, which is hashed into keys.
     pub(super) dtype: &'static str,
     /// Number of elements.
     pub(super) width: u32,
@@ -35,8 +35,8 @@ pub(super) struct Row {
 }
 
 impl Row {
-    /// Creates a row of `width` elements of `dtype`. Returns `InvalidConfig` if `dtype` is unknown,
-    /// or if `width` is 0 or too large.
+    /// Creates a row of `width` elements of `dtype`. Returns `InvalidConfig` if `dtype` is unknown
+    /// or `width` is 0 or too large.
     pub(super) fn new(dtype: &str, width: u32) -> Result<Self> {
         let bad = |message| Error::invalid(message);
         let (dtype, bytes) =
@@ -51,13 +51,13 @@ impl Row {
     }
 }
 
-/// Returns the size of an embedding row of `width` elements of `dtype` (a torch name), in bytes.
-/// Returns `InvalidConfig` if `dtype` is unknown, or if `width` is 0 or too large.
+/// Returns the size in bytes of an embedding row with `width` elements of `dtype` (a torch name).
+/// Returns `InvalidConfig` if `dtype` is unknown or `width` is 0 or too large.
 pub fn row_bytes(dtype: &str, width: u32) -> Result<usize> {
     Row::new(dtype, width).map(|row| row.size_bytes)
 }
 
-/// One multimodal item: `num_tokens` placeholder positions, starting at `start`.
+/// A multimodal item, which covers `num_tokens` placeholder positions starting at `start`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Item {
     pub(super) identifier: Box<str>,
@@ -71,16 +71,17 @@ impl Item {
     }
 }
 
-/// Items sorted by start, then by identifier, which is their order in keys.
+/// Items sorted by start and then by identifier. Keys include items in this order.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Items {
     sorted: Vec<Item>,
-    /// `reach[i]` is the largest end in `sorted[..=i]`. It is monotone, which allows binary search.
+    /// `reach[i]` is the largest end of any item in `sorted[..=i]`. `reach` is monotone, which
+    /// allows a binary search.
     reach: Vec<u64>,
 }
 
 impl Items {
-    /// Adds an item, unless it is already present. Returns `InvalidConfig` if it is present with a
+    /// Adds an item unless it is present already. Returns `InvalidConfig` if it is present with a
     /// different length.
     pub(super) fn add(&mut self, item: Item) -> Result<()> {
         match self.sorted.binary_search_by(|have| {
@@ -110,7 +111,7 @@ impl Items {
         self.sorted.contains(item)
     }
 
-    /// Returns the first position at or after `position` that an item covers.
+    /// Returns the first position at or after `position` that is covered by an item.
     pub(super) fn next_covered(&self, position: u64) -> Option<u64> {
         let after = self.sorted.partition_point(|item| u64::from(item.start) <= position);
         if after > 0 && self.reach[after - 1] > position {
@@ -152,14 +153,14 @@ pub(super) struct Run {
     pub(super) num: u32,
 }
 
-/// A borrowed view of a block's content: the bytes of all runs, in order.
+/// A borrowed view of a block's content. `bytes` contains the bytes of all runs, in order.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct View<'a> {
     pub(super) runs: &'a [Run],
     pub(super) bytes: &'a [u8],
 }
 
-/// A block being filled. Its memory is reused for the next block.
+/// A block that is being filled. The memory is reused for the next block.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Pending {
     runs: Vec<Run>,
@@ -190,8 +191,8 @@ impl Pending {
 }
 
 impl View<'_> {
-    /// Returns the content digest. `block_start` is the block's first position, and `items` are the
-    /// items that overlap the block.
+    /// Returns the content digest. `block_start` is the first position of the block, and `items`
+    /// are all items that overlap the block.
     pub(super) fn digest<'i>(
         &self,
         block_start: u64,

@@ -1,10 +1,10 @@
-//! Keyed BLAKE3 hashes, with one fixed key (mode) per purpose. Optimized for many short inputs of
+//! Keyed BLAKE3 hashes with one fixed key (mode) per purpose, optimized for many short inputs of
 //! equal length.
 //!
-//! Every digest is a plain keyed BLAKE3 hash. Inputs of at most one BLAKE3 chunk (1024 bytes) and a
-//! whole number of 64-byte blocks are hashed in SIMD lanes by blake3's doc-hidden `platform`
-//! module. The version of the crate is therefore pinned, and tests compare the results with
-//! `keyed_hash` for every length.
+//! Each digest is a regular keyed BLAKE3 hash. Inputs that are a whole number of 64-byte blocks and
+//! at most one BLAKE3 chunk (1024 bytes) are hashed in SIMD lanes by the doc-hidden `platform`
+//! module of the blake3 crate. The crate version is therefore pinned, and tests compare the results
+//! with `keyed_hash` for every length.
 
 use std::sync::LazyLock;
 
@@ -23,21 +23,22 @@ pub(super) static MIXED: LazyLock<Mode> = LazyLock::new(|| Mode::new("mixed"));
 pub(super) static CHAIN: LazyLock<Mode> = LazyLock::new(|| Mode::new("chain"));
 pub(super) static GROUP: LazyLock<Mode> = LazyLock::new(|| Mode::new("group"));
 
-/// Inputs of at least this size are hashed on rayon's threads; for smaller inputs, waking the
-/// threads costs more. The first such hash starts the thread pool, so a process must not hash after
-/// a fork.
+/// Inputs of at least this size are hashed on rayon's threads. For smaller inputs, the overhead of
+/// waking threads is too high. The first such hash starts the thread pool, so a process must not
+/// hash after a fork.
 pub(super) const PARALLEL_BYTES: usize = 512 << 10;
 
-// Domain flags of the BLAKE3 paper, section 2.2, table 3.
+// Domain flags, from table 3 in section 2.2 of the BLAKE3 paper.
 const FLAG_CHUNK_START: u8 = 1 << 0;
 const FLAG_CHUNK_END: u8 = 1 << 1;
 const FLAG_ROOT: u8 = 1 << 3;
 const FLAG_KEYED_HASH: u8 = 1 << 4;
 
-/// Number of inputs per SIMD call: the number of AVX-512 lanes, and twice the number of AVX2 lanes.
+/// Number of inputs per SIMD call, which is the number of AVX-512 lanes and twice the number of
+/// AVX2 lanes.
 const LANES: usize = 16;
 
-/// A keyed hash with one fixed key.
+/// A keyed hash with a fixed key.
 #[derive(Debug)]
 pub(super) struct Mode {
     key: [u8; 32],
@@ -66,7 +67,7 @@ impl Mode {
         *blake3::Hasher::new_keyed(&self.key).update_rayon(bytes).finalize().as_bytes()
     }
 
-    /// Returns the keyed hash of one 64-byte block, with one compression and without a hasher.
+    /// Returns the keyed hash of one 64-byte block. Uses one compression and no hasher.
     pub(super) fn hash_pair(&self, left: &Digest, right: &Digest) -> Digest {
         let mut block = [0; 64];
         block[..32].copy_from_slice(left);
@@ -77,8 +78,8 @@ impl Mode {
         blake3::platform::le_bytes_from_words_32(&words)
     }
 
-    /// Writes the keyed hash of each `stride`-byte piece of `bytes` to `out`; ignores an incomplete
-    /// last piece.
+    /// Writes the keyed hash of each piece of `stride` bytes to `out`. An incomplete last piece is
+    /// ignored.
     pub(super) fn hash_each(&self, bytes: &[u8], stride: usize, out: &mut [Digest]) {
         macro_rules! by_length {
             ($($blocks:literal)*) => {
@@ -96,8 +97,8 @@ impl Mode {
     }
 
     /// Implements `hash_each` for inputs of N bytes, where N is a multiple of 64 and at most 1024.
-    /// Each input is a single BLAKE3 chunk and the root of its tree, so its chaining value under
-    /// these flags is its hash.
+    /// Each input is a single BLAKE3 chunk and the root of its tree, so its hash is its chaining
+    /// value under these flags.
     fn lanes<const N: usize>(&self, bytes: &[u8], out: &mut [Digest]) {
         let (inputs, _) = bytes.as_chunks::<N>();
         for (inputs, out) in inputs.chunks(LANES).zip(out.chunks_mut(LANES)) {

@@ -1,9 +1,8 @@
-//! The key of the empty prefix: a hash of everything except content that decides KV bytes.
+//! The key of the empty prefix: a hash of everything that affects KV bytes except the content.
 //!
-//! Each string is hashed with its length in front, and each optional value with a byte that shows
-//! whether it is present, so different inputs never have the same encoding. The last bytes of a
-//! root identify its salt, so that a store can group chunks by tenant across adapters, restarts and
-//! directories.
+//! Strings are prefixed with their length and optional values with a presence byte, so different
+//! inputs never have the same encoding. The last bytes of a root key identify its salt, so that a
+//! store can group chunks by tenant across adapters, restarts and directories.
 
 use std::fmt;
 
@@ -16,7 +15,7 @@ use crate::{Error, Result};
 
 const TAG_BYTES: usize = 8;
 
-/// Identifies a cache salt in root keys without revealing it.
+/// Identifies a cache salt in root keys without revealing the salt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SaltTag(pub [u8; TAG_BYTES]);
 
@@ -26,7 +25,7 @@ impl SaltTag {
         Self::end(&SALT.hash(salt.as_bytes()))
     }
 
-    /// Returns the tag in a root key; None if the root has no salt.
+    /// Returns the tag in a root key, or None if the root has no salt.
     pub fn of_root(root: &ChunkKey) -> Option<Self> {
         Some(Self::end(&root.0)).filter(|tag| tag.0 != [0; TAG_BYTES])
     }
@@ -36,7 +35,7 @@ impl SaltTag {
     }
 }
 
-/// Formats the tag as 16 lowercase hex digits, as in JSON.
+/// Formats the tag as 16 lowercase hex digits, which is also its JSON format.
 impl fmt::Display for SaltTag {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:016x}", u64::from_be_bytes(self.0))
@@ -60,15 +59,15 @@ impl<'de> Deserialize<'de> for SaltTag {
 }
 
 impl ChunkKey {
-    /// Replaces the salt tag with the tag of `root`.
+    /// Replaces the salt tag of this key with the salt tag of `root`.
     pub(super) fn with_salt_of(mut self, root: &Self) -> Self {
         self.0[32 - TAG_BYTES..].copy_from_slice(&root.0[32 - TAG_BYTES..]);
         self
     }
 }
 
-/// Returns the fingerprint of (name, value) pairs, independent of their order. Returns
-/// `InvalidConfig` if a name occurs twice.
+/// Returns the fingerprint of (name, value) pairs, regardless of their order. Returns
+/// `InvalidConfig` if a name occurs more than once.
 pub fn namespace_digest(fields: &[(&str, &str)]) -> Result<[u8; 32]> {
     let mut sorted = fields.to_vec();
     sorted.sort_unstable();
@@ -90,17 +89,17 @@ pub fn namespace_hex(namespace: &[u8; 32]) -> String {
     ChunkKey(*namespace).to_string()
 }
 
-/// Returns the first 16 hex digits of a namespace: its name in logs and status output, and the name
-/// of its directory.
+/// Returns the first 16 hex digits of a namespace. The digits identify the namespace in logs and
+/// status output, and name its directory.
 pub fn namespace_id(namespace: &[u8; 32]) -> String {
     namespace_hex(namespace)[..16].to_owned()
 }
 
-/// Returns the key of the empty prefix in a namespace. `adapter` is the name of a `LoRA` adapter,
+/// Returns the key of the empty prefix in a namespace. `adapter` is the name of a `LoRA` adapter
 /// with its path or id.
 ///
-/// No salt and an empty salt give different roots. Returns `InvalidConfig` if a string is 4 GiB or
-/// longer.
+/// A missing salt and an empty salt result in different roots. Returns `InvalidConfig` if a string
+/// is 4 GiB or longer.
 pub fn root_key(
     namespace: &[u8; 32],
     adapter: Option<(&str, &str)>,

@@ -1,4 +1,4 @@
-//! Compares keys with the golden vectors and checks their properties.
+//! Compares keys with golden vectors and tests their properties.
 
 use proptest::prelude::*;
 use serde_json::Value;
@@ -64,7 +64,7 @@ fn golden_vectors() {
     }
 }
 
-/// One part of a prompt.
+/// A part of a prompt.
 #[derive(Debug, Clone)]
 enum Piece {
     Tokens(Vec<u32>),
@@ -79,7 +79,7 @@ impl Piece {
         }
     }
 
-    /// Appends positions `from..to` of the piece to `chain`.
+    /// Appends positions `from..to` of this piece to `chain`.
     fn append(&self, chain: &mut KeyChain, from: usize, to: usize) {
         match self {
             Piece::Tokens(ids) => chain.append_tokens(&ids[from..to]).unwrap(),
@@ -130,7 +130,7 @@ impl Prompt {
         chain
     }
 
-    /// Appends positions `from..to`, at most `step(k)` at a time.
+    /// Appends positions `from..to`, with at most `step(k)` positions in the k-th call.
     fn append(
         &self,
         chain: &mut KeyChain,
@@ -184,7 +184,7 @@ proptest! {
         }
     }
 
-    /// A tail's key is the key of its last block, so the keys of all blocks in a prompt must
+    /// The last block's key identifies the whole prompt, so the keys of all blocks in a prompt must
     /// differ.
     #[test]
     fn no_two_blocks_of_a_prompt_share_a_key(prompt in prompt()) {
@@ -227,7 +227,7 @@ fn big_rows_hashed_on_many_threads_have_the_keys_of_single_steps() {
     assert_eq!(whole.keys(), parts.keys());
 }
 
-/// Changing any single field that KV depends on changes the key.
+/// Changing any field that affects KV changes the key.
 #[test]
 fn each_field_alone_changes_the_key() {
     let fields = [("model", "m"), ("tp", "1")];

@@ -1,4 +1,4 @@
-//! Compares `Numbered` with a map of the standard library.
+//! Compares `Numbered` with a map from the standard library.
 
 use std::collections::BTreeMap;
 
@@ -8,11 +8,11 @@ use super::{Numbered, SPARE};
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// Adds entries: their number, and the distance between them.
+    /// Adds entries, given how many and the distance between their numbers.
     Enter(usize, u64),
-    /// Adds a number below the last number, as if another thread had been faster.
+    /// Inserts a number below the last number, as if another thread had been faster.
     EnterBelow(u64),
-    /// Removes (nth, num) entries, in order or in reverse.
+    /// Removes entries (nth, num), in order or in reverse.
     Leave(usize, usize, bool),
     Ask(u64),
 }
@@ -61,7 +61,8 @@ proptest! {
                     let below = model.range(..=number).next_back().map(|(number, value)| (*number, *value));
                     let has_left = is_gone.range(..=number).next_back();
                     let hides = has_left.is_some_and(|gone| below.is_none_or(|(own, _)| own < *gone));
-                    // A trimmed row hides nothing; a gap in the row hides all entries before it.
+                    // A trimmed deque hides no entries; a gap in the deque hides all entries before
+                    // it.
                     prop_assert!(found == below || (hides && found.is_none()), "{found:?} {below:?}");
                 }
             }

@@ -1,5 +1,4 @@
-//! Methods of [`Store`]: lookup, acquire, reserve, commit, discard, clear, statistics and the list
-//! of tenants.
+//! The public methods of [`Store`]: lookup, leases, saves, removal, statistics and tenants.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,7 +20,7 @@ use crate::store::tenants::limits::Ceiling;
 use crate::store::tenants::table::TENANTS_PER_SLICE;
 use crate::{Event, Result};
 
-/// Maximum time that `clear` waits for the disk. After that, a disk thread clears it in the
+/// How long `clear` waits for the disk. After that, a disk thread clears the disk in the
 /// background.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -30,15 +29,15 @@ const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 pub struct Tenant {
     /// None for requests without a salt.
     pub tag: Option<SaltTag>,
-    /// Size of its frames in host memory, in bytes.
+    /// Host memory used by the tenant's frames, in bytes.
     pub host_bytes: u64,
-    /// Size of its slots on disk, in bytes.
+    /// Disk space used by the tenant's slots, in bytes.
     pub disk_bytes: u64,
-    /// Its quota in host memory, in bytes.
+    /// Host memory quota of the tenant, in bytes.
     pub max_host_bytes: Option<u64>,
-    /// Its quota on disk, in bytes.
+    /// Disk quota of the tenant, in bytes.
     pub max_disk_bytes: Option<u64>,
-    /// Time to live of its chunks, in seconds.
+    /// Time to live of the tenant's chunks, in seconds.
     pub ttl_s: Option<u32>,
 }
 
@@ -72,18 +71,18 @@ impl Store {
         &self.inner.arena
     }
 
-    /// Returns how many leading units of each prefix are stored, as a consistent snapshot. While
-    /// reads from the disk are paused, it is treated as empty. No side effect (I9).
+    /// Returns the number of leading units that are stored, for each prefix. The result is a
+    /// consistent snapshot. The disk is treated as empty while reads are paused. Has no side
+    /// effects (I9).
     pub fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
         let find = |state: &mut State| prefixes.iter().map(|prefix| state.find(prefix)).collect();
         let found = self.inner.with_open_state(find);
         found.unwrap_or_else(|| vec![Lookup::default(); prefixes.len()])
     }
 
-    /// Returns how many of a prefix's `anchors` are stored, and how many of the stored anchors are
-    /// proven.
+    /// Counts the `anchors` of a prefix that are stored, and the stored anchors that are proven.
     ///
-    /// An anchor is a number of units and the key of the last of them. Anchors must be in ascending
+    /// An anchor is a number of units and the key of the last unit. Anchors must be in ascending
     /// order. A prefix that starts at a proven anchor needs no earlier keys (see
     /// [`Prefix::first`]).
     pub fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
@@ -93,8 +92,8 @@ impl Store {
     /// Pins the parts of prefixes that are in host memory and queues reads of the parts that are
     /// only on disk. Returns one lease for all prefixes.
     ///
-    /// A read takes a frame when it starts. The leased part of a prefix ends before the first chunk
-    /// that gets no frame or cannot be read.
+    /// Each read takes a frame when it starts. The leased part of a prefix stops before the first
+    /// chunk that gets no frame or cannot be read.
     pub fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> ReadLease {
         let hold =
             |state: &mut State| prefixes.iter().map(|prefix| state.acquire(prefix)).collect();
@@ -102,12 +101,12 @@ impl Store {
     }
 
     /// Reserves frames for chunks that are neither in host memory nor being filled. Returns the
-    /// leases of all requests in order, and the counts of each request. A request for dependent
-    /// chunks stops at the first chunk that gets no frame; a request for independent chunks skips
-    /// it.
+    /// leases of all requests, in order, and the counts for each request. A request for dependent
+    /// chunks stops at the first chunk that gets no frame. A request for independent chunks skips
+    /// that chunk.
     ///
-    /// If `limit_bytes` is set, saves only take frames in the first `limit_bytes` of the arena,
-    /// starting with this call. Reserves nothing if a prefix is shorter than its range of units.
+    /// If `limit_bytes` is set, this and all later saves only use the first `limit_bytes` of the
+    /// arena. Reserves nothing if a prefix is shorter than its range of units.
     pub fn reserve_many(
         &self,
         limit_bytes: Option<u64>,
@@ -137,8 +136,8 @@ impl Store {
 
     /// Makes filled chunks visible. Returns the number of chunks that became visible.
     ///
-    /// A chunk whose parent is not visible yet becomes visible after its parent. A chunk whose
-    /// parent is gone is aborted, and so are leases of a different store.
+    /// A chunk whose parent is not visible yet becomes visible after its parent. Aborts chunks
+    /// whose parent is gone, and leases that belong to a different store.
     pub fn commit(&self, leases: impl IntoIterator<Item = WriteLease>) -> u32 {
         let leases = leases.into_iter();
         let mut ids = Vec::with_capacity(leases.size_hint().0);
@@ -149,8 +148,8 @@ impl Store {
     /// Removes chunks and their descendants from every tier. Returns the number of chunks removed
     /// so far.
     ///
-    /// Lookups miss these chunks immediately. Pinned chunks are freed with their last pin, and
-    /// large trees are removed in slices by later calls.
+    /// Lookups miss these chunks immediately. Pinned chunks are freed when their last pin is
+    /// released. Later calls remove the rest of a large tree, slice by slice.
     pub fn discard(&self, keys: &[ChunkKey]) -> u64 {
         self.inner.with_state(|state| state.discard(keys)).unwrap_or(0)
     }
@@ -159,8 +158,8 @@ impl Store {
     /// end.
     ///
     /// Lookups miss immediately. Waits up to five seconds for the disk to be cleared, so that a
-    /// restart finds no chunks either. A disk that does not respond is cleared later, which an
-    /// event reports.
+    /// restart finds no chunks either. If the disk does not respond in time, a disk thread clears
+    /// it later, and an event is logged.
     pub fn clear(&self) {
         self.inner.with_state(State::clear);
         let cleared = |state: &State| {
@@ -177,31 +176,31 @@ impl Store {
         }
     }
 
-    /// Returns true if a clear has not completed on the disk yet.
+    /// Returns true if the disk has yet to be cleared.
     pub fn is_clearing(&self) -> bool {
         self.inner.with_state(|state| state.disk.clearing != Clearing::No).unwrap_or(false)
     }
 
-    /// Sets whether the store has a share of its pool. Without a share, it keeps its slabs until
-    /// other stores need them.
+    /// Sets whether the store is entitled to a share of its pool. A store without a share keeps its
+    /// slabs until other stores need them.
     pub fn set_active(&self, is_active: bool) {
         self.inner.with_state(|state| state.host.member.set_active(is_active));
     }
 
-    /// Returns the number of slabs that the store owns, and how many of them exceed its share.
+    /// Returns the number of slabs that the store owns, and the number of slabs beyond its share.
     pub fn num_slabs(&self) -> (u32, u32) {
         let state = self.inner.lock();
         state.map(|state| state.host.member.num_slabs()).unwrap_or_default()
     }
 
-    /// Releases memory beyond this store's share if a store below its share needs it. Never waits;
-    /// each call does a limited amount of work.
+    /// Releases memory beyond this store's share if a store below its share needs memory. Never
+    /// blocks; each call does a bounded amount of work.
     pub fn release_slab(&self) -> SlabRelease {
         self.inner.with_state(State::release_slab).unwrap_or(SlabRelease::NotNeeded)
     }
 
-    /// Returns the log lines for the operator since the last call, oldest first; lines of the disk
-    /// tier come last.
+    /// Returns the log lines added since the last call, oldest first, followed by the log lines of
+    /// the disk tier.
     pub fn take_events(&self) -> Vec<Event> {
         let mut events =
             self.inner.with_state(|state| std::mem::take(&mut state.events)).unwrap_or_default();
@@ -210,13 +209,13 @@ impl Store {
         events
     }
 
-    /// Returns counters and gauges by name; all 0 after an internal failure.
+    /// Returns counters and gauges by name. All values are 0 after an internal failure.
     pub fn stats(&self) -> Vec<(&'static str, u64)> {
         self.inner.lock().map(|state| state.stats()).unwrap_or_default().named()
     }
 
-    /// Returns the `limit` tenants with the most bytes in host memory, then on disk, and the number
-    /// of salts that have chunks.
+    /// Returns the `limit` tenants with the most bytes in host memory (ties are broken by bytes on
+    /// disk), and the number of salts that have chunks.
     pub fn tenants(&self, limit: usize) -> (Vec<Tenant>, u64) {
         let (mut all, mut next, mut num) = (Vec::new(), 0, 0);
         while let Some((some, num_salts)) = self.inner.with_state(|state| state.tenants(&mut next))

@@ -1,5 +1,5 @@
-//! A log of the keys of chunks that were recently added to a tier or removed from it. `listener`
-//! reads it.
+//! A log of the keys of chunks that were recently added to a tier or removed from it. The log is
+//! read by `listener`.
 
 use std::collections::VecDeque;
 
@@ -8,22 +8,22 @@ use crate::key::ChunkKey;
 /// The tiers in which lookups find a chunk, provided that they find its ancestors.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Tiers {
-    /// In host memory.
+    /// The chunk is in host memory.
     pub host: bool,
-    /// On disk.
+    /// The chunk is on disk.
     pub disk: bool,
-    /// Being saved, or requested from disk, but not in host memory yet.
+    /// The chunk is being saved or is queued to be read from disk, but is not in host memory yet.
     pub coming: bool,
 }
 
 impl Tiers {
-    /// Returns a bit set: 1 in host memory, 2 on disk, 4 coming.
+    /// Returns the tiers as a bit set: 1 for host memory, 2 for disk, 4 for coming.
     #[must_use]
     pub fn bits(self) -> u8 {
         u8::from(self.host) + 2 * u8::from(self.disk) + 4 * u8::from(self.coming)
     }
 
-    /// Inverse of [`Self::bits`]; None for other numbers.
+    /// Converts a bit set from [`Self::bits`] back. Returns None for any other number.
     #[must_use]
     pub fn of_bits(bits: u8) -> Option<Self> {
         (bits < 8).then_some(Self {
@@ -37,23 +37,24 @@ impl Tiers {
 /// Result of [`Listener::changes`](super::Listener::changes).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Changes {
-    /// The requested chunks and then the changed chunks, oldest change first, with their tiers. A
-    /// key may occur more than once.
+    /// The requested chunks, followed by the changed chunks from oldest to newest change, with
+    /// their tiers. A key may occur more than once.
     pub rows: Vec<(ChunkKey, Tiers)>,
-    /// Keys were dropped from the log: chunks that are not in `rows` may have changed too.
+    /// True if keys were dropped from the log, so that chunks that are not in `rows` may have
+    /// changed too.
     pub lost: bool,
 }
 
 impl Changes {
-    /// Returns the result without a store: any chunk may have changed, and no tier has the
-    /// requested chunks.
+    /// Returns the result for a missing store: no tier has the requested chunks, and any other
+    /// chunk may have changed.
     #[must_use]
     pub fn of_none(asked: &[ChunkKey]) -> Self {
         Self { rows: asked.iter().map(|key| (*key, Tiers::default())).collect(), lost: true }
     }
 }
 
-/// The log. Keys are numbered, and the position of a listener is the number of its next key.
+/// A log in which keys are numbered. A listener's position is the number of the next key to read.
 #[derive(Debug, Default)]
 pub(crate) struct ChangeLog {
     pub(crate) keys: VecDeque<ChunkKey>,
@@ -76,7 +77,7 @@ impl ChangeLog {
         self.keys.push_back(key);
     }
 
-    /// Drops all keys, and marks keys as lost for every listener.
+    /// Drops all keys and marks them as lost for every listener.
     pub(crate) fn drop_all(&mut self) {
         self.first = self.end() + 1;
         self.keys.clear();
@@ -85,7 +86,8 @@ impl ChangeLog {
     /// Returns up to `limit` keys starting at position `next`, and whether keys after that position
     /// were dropped. Advances `next`.
     ///
-    /// If keys were dropped, returns no keys, because the listener must query all its keys anyway.
+    /// Returns no keys if some were dropped, because the listener must query all of its keys
+    /// anyway.
     pub(crate) fn take(
         &self,
         next: &mut u64,

@@ -1,4 +1,4 @@
-//! Settings of a store, and checks of their values.
+//! The settings of a store, and validation of their values.
 
 use std::path::PathBuf;
 
@@ -9,26 +9,26 @@ use crate::tier::disk::DiskConfig;
 use crate::units::size_text;
 use crate::{Error, Result};
 
-/// Maximum number of disk threads. More threads do not make any device faster.
+/// Maximum number of disk threads. No device benefits from more threads.
 const MAX_DISK_THREADS: u32 = 64;
 
 /// Settings of a store. The caller passes in the time and the available memory, so that the store
-/// does not read the environment.
+/// never reads the environment.
 #[derive(Debug, Clone)]
 pub struct StoreConfig {
-    /// Sizes of frames, by size class.
+    /// Frame size of each size class.
     pub frame_sizes: FrameSizes,
-    /// Size of host memory for frames, in bytes (`host_size`). It is rounded down to whole pages or
+    /// Host memory for frames, in bytes (`host_size`). The size is rounded down to whole pages or
     /// frames.
     pub host_bytes: u64,
-    /// The eviction policy of each tier.
+    /// Eviction policy of each tier.
     pub eviction: Eviction,
-    /// Available memory in bytes, if known; see [`crate::io::available_bytes`]. It is only compared
-    /// when the store opens. Pages are allocated when frames are first used, so stores that open at
-    /// the same time see the same available memory. Allocating all pages at startup would take
+    /// Available memory in bytes, if known (see [`crate::io::available_bytes`]). The value is only
+    /// checked when the store opens. Pages are allocated when a frame is first used, so stores that
+    /// open concurrently see the same available memory. Allocating all pages at startup would take
     /// seconds per 10 GiB.
     pub available_bytes: Option<u64>,
-    /// The namespace: a fingerprint of everything except content that decides KV bytes.
+    /// The namespace: a fingerprint of everything except content that affects KV bytes.
     pub namespace: [u8; 32],
     /// The disk tier, if one is configured.
     pub disk: Option<DiskSettings>,
@@ -43,24 +43,23 @@ pub struct StoreConfig {
 pub struct ArenaInfo {
     /// Path for [`crate::io::Arena::open`].
     pub path: String,
-    /// The arena's number as in [`crate::io::Arena::id`], because paths are reused.
+    /// Number of the arena (see [`crate::io::Arena::id`]), because paths are reused.
     pub id: u64,
-    /// Size of the arena, in bytes.
+    /// Arena size, in bytes.
     pub size_bytes: u64,
-    /// Size of a slab, in bytes; see [`crate::io::FrameGrid`].
+    /// Slab size, in bytes (see [`crate::io::FrameGrid`]).
     pub slab_bytes: u64,
-    /// The pipe that every process that maps a server's arena must keep open; None for an embedded
-    /// store.
+    /// The pipe that every process must keep open while it maps a server's arena. None for an
+    /// embedded store.
     pub lifeline: Option<LifelineInfo>,
 }
 
-/// A pipe that signals end-of-file to the server once no process can still write to an engine's
-/// frames.
+/// A pipe that signals end-of-file to the server once no process can write to an engine's frames.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LifelineInfo {
-    /// Path at which a worker opens it for writing.
+    /// Path at which workers open the pipe for writing.
     pub path: String,
-    /// The pipe's inode, because paths are reused.
+    /// Inode of the pipe, because paths are reused.
     pub id: u64,
 }
 
@@ -71,15 +70,15 @@ pub struct DiskSettings {
     pub dir: PathBuf,
     /// Maximum size of the directory, in bytes (`disk_size`).
     pub cap_bytes: u64,
-    /// Number of threads that read and write (`disk_threads`).
+    /// Number of threads for reads and writes (`disk_threads`).
     pub num_threads: u32,
-    /// One line that describes the namespace to operators.
+    /// Description of the namespace for operators, on one line.
     pub description: String,
 }
 
 impl DiskSettings {
-    /// Returns the settings of the tier. The message of `InvalidConfig` names the invalid setting
-    /// and the fix.
+    /// Returns the settings of the disk tier. Returns `InvalidConfig` with a message that names the
+    /// invalid setting and the fix.
     pub(crate) fn tier(&self, store: &StoreConfig) -> Result<DiskConfig> {
         if !(1..=MAX_DISK_THREADS).contains(&self.num_threads) {
             let message = format!(
@@ -99,14 +98,14 @@ impl DiskSettings {
 }
 
 impl StoreConfig {
-    /// Checks the settings. The message of `InvalidConfig` names the invalid setting and the fix,
-    /// with `host_size` as the name of the memory setting.
+    /// Validates the settings. Returns `InvalidConfig` with a message that names the invalid
+    /// setting and the fix. `host_size` is the name of the memory setting.
     pub fn check(&self, host_size: &str) -> Result<()> {
         self.num_frames(host_size).map(drop)
     }
 
-    /// Returns the number of frames of average size that fit in host memory. Returns the same
-    /// errors as [`Self::check`].
+    /// Returns the number of average-sized frames that fit in host memory, or the same errors as
+    /// [`Self::check`].
     pub(crate) fn num_frames(&self, host_size: &str) -> Result<u32> {
         let fail = |message: String| Err(Error::invalid(message));
         self.frame_sizes.check()?;

@@ -1,18 +1,18 @@
-//! Adds chunks to the index, detaches chunks that no tier has, frees entries without users, and
-//! removes trees of chunks.
+//! Adds chunks to the index, detaches chunks that are in no tier, frees unused entries, and removes
+//! trees of chunks.
 //!
 //! | method | called after | effect |
 //! |---|---|---|
-//! | `settle` | a chunk left a tier | `detach` if no tier has it, otherwise `reap` |
+//! | `settle` | a chunk left a tier | `detach` if the chunk is in no tier, otherwise `reap` |
 //! | `detach` | `settle`, tree removal | removes the key; frees slot and frame once unused |
 //! | `reap` | a user finished | frees a detached entry without users, then its ancestors |
 //! | `leave_failed` | a child left host memory | frees a failed chunk's frame, then its ancestors |
 //!
-//! Lookups miss a tree as soon as its removal starts, because its root loses its key immediately.
-//! The tree is then walked depth-first, children before parents as the policies require, one slice
-//! per call. Descendants keep their keys until the walk reaches them, so lookups check all
-//! ancestors while trees are being removed. A clear removes all keys in one step, and the index
-//! keeps the roots of the remaining trees.
+//! Lookups miss a tree as soon as its removal starts, because the key of its root is removed
+//! immediately. The tree is then walked depth-first, one slice per call, with children before
+//! parents as the policies require. Descendants keep their keys until the walk reaches them, so
+//! lookups check all ancestors while trees are being removed. A clear removes all keys in one step;
+//! the index keeps the roots of the remaining trees.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{Entry, HostEvent, HostState};
@@ -20,12 +20,12 @@ use crate::key::{ChunkKey, SaltTag};
 use crate::store::disk::work::{Clearing, DiskOpening};
 use crate::store::state::{Cause, State, Subtree};
 
-/// Maximum number of discarded keys that are remembered until the chunks on disk are indexed.
-/// Beyond that, the disk is cleared.
+/// Maximum number of discarded keys remembered until the chunks on disk are indexed. If there are
+/// more, the disk is cleared.
 const MAX_REJECTED: usize = 1 << 16;
 
 impl State {
-    /// Adds an entry for a chunk that no tier has yet. The caller sets `saved_s`.
+    /// Adds an entry for a chunk that is not in any tier yet. The caller sets `saved_s`.
     pub(crate) fn add(&mut self, new: Entry) -> ChunkId {
         let tenant = match new.parent {
             Some(parent) => self.index[parent].tenant,
@@ -38,8 +38,8 @@ impl State {
         id
     }
 
-    /// Detaches a chunk whose children, if any, are all detached. The entry stays until its last
-    /// user has finished.
+    /// Detaches a chunk without attached children. The entry is kept until its last user has
+    /// finished.
     pub(crate) fn detach(&mut self, id: ChunkId) {
         let parent = self.index[id].parent;
         self.leave_host_policy(id, Removal::Dropped);
@@ -59,7 +59,7 @@ impl State {
         self.leave_failed(parent);
     }
 
-    /// Frees the frame of a detached chunk after its fill has ended.
+    /// Frees the frame of a detached chunk after the fill has ended.
     pub(crate) fn drop_detached_fill(&mut self, id: ChunkId) {
         let parent = self.index[id].parent;
         self.change_host(id, HostEvent::Leave(Removal::Dropped));
@@ -68,7 +68,7 @@ impl State {
         self.leave_failed(parent);
     }
 
-    /// Detaches a chunk that no tier has; otherwise reaps it.
+    /// Detaches a chunk that is in no tier, and reaps any other chunk.
     pub(crate) fn settle(&mut self, id: ChunkId) {
         let entry = &self.index[id];
         if entry.host.is_absent() && !entry.disk.takes_slot() && !entry.detached {
@@ -78,8 +78,7 @@ impl State {
         }
     }
 
-    /// Frees a detached entry without users, and then its detached ancestors that have no other
-    /// users.
+    /// Frees a detached entry that is unused, and then its detached ancestors that are now unused.
     pub(crate) fn reap(&mut self, id: ChunkId) {
         let mut next = Some(id);
         while let Some(id) = next {
@@ -102,8 +101,7 @@ impl State {
         self.leave_failed(next);
     }
 
-    /// Removes a failed chunk from host memory if it has no children there, and then its failed
-    /// ancestors.
+    /// Removes a failed chunk without children from host memory, and then its failed ancestors.
     pub(crate) fn leave_failed(&mut self, mut next: Option<ChunkId>) {
         while let Some(id) = next {
             let entry = &self.index[id];
@@ -132,7 +130,7 @@ impl State {
         self.remove_slice()
     }
 
-    /// Remembers keys that must not be indexed, because chunks on disk are not indexed yet.
+    /// Remembers keys that must not be indexed, because some chunks on disk are not indexed yet.
     fn reject(&mut self, keys: &[ChunkKey]) {
         let work = &mut self.disk;
         if work.clearing == Clearing::No {
@@ -164,7 +162,7 @@ impl State {
         !self.removals.is_empty() || self.index.old_root().is_some()
     }
 
-    /// Removes a chunk's key immediately, and the chunk with its descendants in slices.
+    /// Removes the chunk's key immediately, and the chunk with its descendants slice by slice.
     pub(crate) fn remove_tree(&mut self, id: ChunkId) {
         self.remove_tree_for(id, Cause::Discard);
     }
@@ -186,8 +184,7 @@ impl State {
         self.remove_some(self.slice)
     }
 
-    /// Continues the removal of trees, in up to `budget` steps. Returns the number of removed
-    /// chunks.
+    /// Continues to remove trees, for at most `budget` steps. Returns the number of chunks removed.
     pub(crate) fn remove_some(&mut self, budget: usize) -> u64 {
         let mut removed = 0;
         for _ in 0..budget {

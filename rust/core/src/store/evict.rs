@@ -1,10 +1,10 @@
-//! Eviction by an operator: evicts the chunks of one tenant, or all chunks, from host memory or
-//! from every tier.
+//! Eviction on request of an operator: evicts the chunks of one tenant, or all chunks, from host
+//! memory or from every tier.
 //!
-//! A walk visits the index in slices and releases the lock between them. Chunks that are saved
-//! during the walk may stay. To evict from host memory, the walk evicts children before their
-//! parents. To evict from every tier, it starts the removal of chunks without parents, and
-//! `entries` removes their trees.
+//! A walk visits the index slice by slice and releases the lock between slices. Chunks saved during
+//! the walk may survive it. When evicting from host memory, the walk evicts children before
+//! parents. When evicting from every tier, the walk starts the removal of chunks without parents,
+//! and `entries` removes their trees.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -21,17 +21,17 @@ use crate::store::state::{Cause, State};
 use crate::store::stats::Evicted;
 use crate::tier::disk::{self, DiskRoot, RemovedChunks};
 
-/// Number of entries that one call visits, in about 0.2 ms.
+/// Maximum number of entries visited per call, which takes about 0.2 ms.
 const SLICE: u32 = 2048;
-/// Maximum number of chunks that one call evicts from host memory.
+/// Maximum number of chunks evicted from host memory per call.
 const MAX_EVICTED: u32 = 256;
 
 /// Selects the chunks to evict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Evict {
-    /// Only chunks of the tenant with this salt; None for all chunks.
+    /// Limits the eviction to the tenant with this salt. None selects all chunks.
     pub salt: Option<SaltTag>,
-    /// Evicts only from host memory, and keeps chunks that are not written to disk yet.
+    /// Evicts from host memory only, and keeps chunks that have not been written to disk.
     pub is_host_only: bool,
 }
 
@@ -39,16 +39,16 @@ pub struct Evict {
 #[derive(Debug, Default)]
 struct Walk {
     next: u32,
-    /// The parent of the last evicted chunk, which is visited next unless its entry was freed.
+    /// Parent of the last evicted chunk, which is visited next unless its entry was freed.
     above: Option<(ChunkId, u32)>,
-    /// Chunks on disk were not indexed yet, so the walk may have missed some of them.
+    /// True if the walk may have missed chunks on disk that were not indexed yet.
     is_blind: bool,
-    /// Set once the walk is complete: the position up to which chunks in use are counted.
+    /// Position up to which chunks in use have been counted. None until the walk is complete.
     counted: Option<u32>,
 }
 
 impl Store {
-    /// Evicts the selected chunks. Returns once neither a lookup nor a restart finds them, or at
+    /// Evicts the selected chunks. Returns once neither a lookup nor a restart can find them, or at
     /// the deadline.
     pub fn evict(&self, what: Evict, deadline: Instant) -> Evicted {
         let (mut walk, mut before) = (Walk::default(), None);
@@ -83,7 +83,7 @@ impl Store {
 }
 
 impl State {
-    /// Returns true if every chunk that was removed before the ticket `mark` is off the disk.
+    /// Returns true if all chunks that were removed before the ticket `mark` are off the disk.
     fn is_off_disk(&self, mark: u64) -> bool {
         let work = &self.disk;
         let nothing_to_free =
@@ -116,8 +116,8 @@ impl State {
         walk.counted.is_some_and(|from| self.count_in_use(tenant, from, walk))
     }
 
-    /// Starts the removal of chunks without parents. The trees of one slice are removed before the
-    /// next slice.
+    /// Starts the removal of chunks without parents. The trees of each slice are removed before the
+    /// next slice starts.
     fn remove_trees_slice(&mut self, tenant: Option<TenantId>, walk: &mut Walk) -> bool {
         let end = walk.next.saturating_add(SLICE).min(self.index.num_places());
         for place in walk.next..end {
@@ -161,8 +161,8 @@ impl State {
         }
     }
 
-    /// Counts chunks that stay because they or their descendants are in use. Returns true at the
-    /// end.
+    /// Counts chunks that cannot be evicted because they or their descendants are in use. Returns
+    /// true at the end.
     fn count_in_use(&mut self, tenant: Option<TenantId>, from: u32, walk: &mut Walk) -> bool {
         let end = from.saturating_add(SLICE).min(self.index.num_places());
         let stays = |entry: &Entry| {
@@ -189,11 +189,11 @@ impl State {
     }
 }
 
-/// Removes the chunks of one tenant, or all chunks, in the closed namespaces of a disk directory
-/// whose hex names start with `prefix`.
+/// Removes the chunks of one tenant, or all chunks, from closed namespaces in a disk directory.
+/// Selects the namespaces whose hex names start with `prefix`.
 ///
 /// `root` must be the [`DiskRoot`] of the open stores. Returns `Io` if the directory cannot be
-/// listed.
+/// read.
 pub fn remove_closed(
     settings: &DiskSettings,
     root: &Arc<DiskRoot>,

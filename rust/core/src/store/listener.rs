@@ -1,12 +1,12 @@
-//! [`Listener`] reports which chunks were added to a tier or removed from it. KV events are created
+//! [`Listener`] reports which chunks were added to or removed from a tier. KV events are created
 //! from these reports.
 //!
-//! The change log contains keys, not events. A listener receives each key with the tiers that have
-//! the chunk at the time of the call. The last report for a key is therefore always correct, even
-//! if the chunk was added and removed again, and while trees are being removed. If the log is full,
-//! the oldest keys are dropped; a listener that missed keys receives `lost` and must query all keys
-//! that it has stored. All listeners share one log and only keep a position in it, so additional
-//! listeners cost no memory.
+//! The change log contains keys, not events. A listener receives each key together with the tiers
+//! that contain the chunk at the time of the call. The last report for a key is therefore always
+//! correct, even if the chunk was removed and added again, or while trees are being removed. If the
+//! log is full, the oldest keys are dropped. A listener that missed keys receives `lost` and must
+//! query all keys it has recorded. All listeners share one log and each keeps only a position in
+//! it, so additional listeners use almost no memory.
 
 use std::sync::Arc;
 
@@ -44,7 +44,7 @@ impl State {
         let log = self.change_log.get_or_insert_default();
         log.num_listeners += 1;
         log.capacity = log.capacity.max(capacity).max(1);
-        // Growing the log later would hold the lock for a long time.
+        // Growing the log later would block other threads for a long time.
         log.keys.reserve(log.capacity - log.keys.len());
         log.end()
     }
@@ -57,17 +57,17 @@ impl State {
     }
 }
 
-/// Receives the changes of a store. Without a listener, no changes are logged.
+/// Receives the changes of a store. Changes are only logged while there is a listener.
 #[derive(Debug)]
-#[must_use = "dropping a listener ends it"]
+#[must_use = "dropping a listener unsubscribes it"]
 pub struct Listener {
     store: Arc<Locked>,
     next: Mutex<u64>,
 }
 
 impl Listener {
-    /// Returns the tiers of the chunks in `asked`, and of up to `limit` chunks that changed since
-    /// the last call.
+    /// Returns the tiers of the chunks in `asked` and of up to `limit` chunks that have changed
+    /// since the last call.
     pub fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes {
         let mut next = locked(&self.next);
         let last_event = self.store.with_state(|state| state.changes(asked, &mut next, limit));
@@ -82,10 +82,10 @@ impl Drop for Listener {
 }
 
 impl Store {
-    /// Starts logging changes. The listener must query the chunks that are already stored.
+    /// Starts to log changes. The listener must query chunks that were stored before this call.
     ///
-    /// The log keeps at least the last `capacity` keys, of 32 bytes each. The largest capacity of
-    /// all listeners applies.
+    /// The log keeps at least the last `capacity` keys, at 32 bytes each. If there is more than one
+    /// listener, the largest capacity applies.
     pub fn watch(&self, capacity: usize) -> Listener {
         let next = self.inner.with_state(|state| state.listen(capacity)).unwrap_or_default();
         Listener { store: Arc::clone(&self.inner), next: Mutex::new(next) }

@@ -1,5 +1,4 @@
-//! Loads: pins chunks in host memory, queues reads of the other chunks from disk, and reports
-//! progress.
+//! Loads: pins chunks in host memory, queues disk reads for the rest, and reports progress.
 
 use std::iter::Sum;
 
@@ -10,23 +9,23 @@ use crate::key::ChunkKey;
 use crate::store::lookup::{Lookup, Prefix};
 use crate::store::state::State;
 
-/// The tier that had a chunk when its lease was taken.
+/// The tier that contained a chunk when its lease was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TierName {
-    /// In host memory.
+    /// The chunk was in host memory.
     Host,
-    /// Only on disk.
+    /// The chunk was only on disk.
     Disk,
 }
 
-/// A frame that a read lease covers.
+/// A frame covered by a read lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LeasedFrame {
     /// The frame to copy from.
     pub frame: FrameId,
     /// Key of the chunk.
     pub key: ChunkKey,
-    /// The tier that had the chunk when the lease was taken.
+    /// The tier that contained the chunk when the lease was taken.
     pub tier: TierName,
 }
 
@@ -35,7 +34,7 @@ pub struct LeasedFrame {
 pub struct Progress {
     /// Number of leading units that are ready and pinned.
     pub ready_units: u32,
-    /// Number of units after them that are still being read.
+    /// Number of units after the ready units that are still being read.
     pub pending_units: u32,
 }
 
@@ -48,15 +47,16 @@ impl Sum for Progress {
     }
 }
 
-/// The chunks of one prefix that a read lease holds: chunks in host memory, followed by chunks that
-/// were only on disk.
+/// The chunks of one prefix held by a read lease: first the chunks in host memory, then the chunks
+/// that were only on disk.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
-    /// The last chunk that was in host memory. Holding it pins its prefix of `num_host` chunks.
+    /// The last chunk that was in host memory. Holding this chunk pins the prefix of `num_host`
+    /// chunks.
     host_end: Option<ChunkId>,
     num_host: u32,
-    /// The chunks after `host_end`, in order, each of them held. The first `ready` of them are
-    /// visible.
+    /// The chunks after `host_end`, in order. Each chunk is held separately, and the first `ready`
+    /// chunks are visible.
     loads: Vec<ChunkId>,
     ready: usize,
 }
@@ -71,13 +71,13 @@ impl Held {
     }
 }
 
-/// Maximum number of ancestors visited to find a chunk on disk, whose use is reported to the disk
+/// Maximum number of ancestors searched for a chunk on disk whose use is reported to the disk
 /// policy.
 const MAX_TOUCH_STEPS: usize = 64;
 
 impl State {
-    /// Holds the leading chunks in host memory, and queues reads of the chunks after them. Chunks
-    /// are only compared with the prefix here.
+    /// Holds the leading chunks in host memory, and queues reads of the chunks after them. Only
+    /// this method verifies that the chunks belong to the prefix.
     pub(crate) fn acquire(&mut self, prefix: &Prefix<'_>) -> Held {
         let Lookup { host_units, stored_units } = self.find_verified(prefix);
         let mut held = Held { host_end: self.visible(prefix, host_units), ..Held::default() };
@@ -95,8 +95,8 @@ impl State {
         held
     }
 
-    /// Queues reads of the stored units `from..to`. Returns their chunks, each held, up to the
-    /// first chunk that cannot be read.
+    /// Queues reads of the stored units `from..to`. Holds and returns their chunks, up to the first
+    /// chunk that cannot be read.
     fn want_reads(&mut self, prefix: &Prefix<'_>, from: u32, to: u32) -> Vec<ChunkId> {
         let end = self.index.get(&prefix.key_of(to));
         let above = end.into_iter().flat_map(|id| self.index.ancestry(id));
@@ -107,8 +107,8 @@ impl State {
         loads
     }
 
-    /// Queues the read of a chunk and holds the chunk. Returns false if it cannot be read. It gets
-    /// a frame when the read starts.
+    /// Queues the read of a chunk and holds the chunk, which gets a frame when the read starts.
+    /// Returns false if the chunk cannot be read.
     fn want_read(&mut self, id: ChunkId) -> bool {
         let entry = self.index[id];
         let is_readable =
@@ -135,8 +135,8 @@ impl State {
         }
     }
 
-    /// Returns the progress. A chunk whose read failed, or is paused, ends the leased part of the
-    /// prefix.
+    /// Returns the progress of a lease. The lease is cut short at a chunk whose read failed or is
+    /// paused.
     pub(crate) fn poll(&mut self, held: &mut Held) -> Progress {
         while held.loads.get(held.ready).is_some_and(|&id| self.index[id].host.is_visible()) {
             held.ready += 1;
@@ -167,8 +167,8 @@ impl State {
         frames
     }
 
-    /// Keeps the first `keep` reads and releases the others, deepest first. A queued read is
-    /// canceled with its last lease.
+    /// Keeps the first `keep` reads and releases the rest, deepest first. A queued read is canceled
+    /// when its last lease releases it.
     fn release_loads(&mut self, held: &mut Held, keep: usize) {
         let before = held.num_pins();
         for id in held.loads.split_off(keep).into_iter().rev() {
@@ -178,7 +178,7 @@ impl State {
         self.stats.pins -= before - held.num_pins();
     }
 
-    /// Ends a lease. Reads in flight continue, so later lookups find their chunks.
+    /// Ends a lease. Reads in flight continue, so that later lookups find their chunks.
     pub(crate) fn release(&mut self, mut held: Held) {
         self.release_loads(&mut held, 0);
         self.stats.pins -= held.num_pins();

@@ -1,8 +1,8 @@
-//! The store's state behind its lock, with the condition variables, the clock and the disk tier.
-//! Also defines leases, which share this state, so that a lease may outlive its `Store`.
+//! The store's state with its lock, condition variables, clock and disk tier. Also defines the
+//! leases, which share ownership of the state so that they can outlive their `Store`.
 //!
-//! Leases are guards: dropping a write lease aborts it, and dropping a read lease unpins its frames
-//! (I5).
+//! Leases are guards: dropping a write lease aborts the save, and dropping a read lease unpins its
+//! frames (I5).
 
 use std::fmt;
 use std::sync::Arc;
@@ -18,13 +18,14 @@ use crate::sync::{Condvar, Mutex, MutexGuard, locked};
 use crate::tier::LocalTier;
 use crate::tier::disk::DiskEntry;
 
-/// Maximum sleep of a caller that waits for the disk.
+/// Polling interval of callers that wait for the disk.
 const WAIT_SLICE: Duration = Duration::from_millis(20);
 
-/// A monotonic clock. Returns the time since a fixed moment.
+/// A monotonic clock that returns the time since a fixed moment.
 pub type Clock = Box<dyn Fn() -> Duration + Send + Sync>;
 
-/// Opens the disk tier. Returns the tier and its chunks. It is called again after a failure.
+/// Opens the disk tier and returns the tier with its chunks. The store calls the opener again after
+/// a failure.
 pub type Opener = Box<dyn Fn() -> Result<(Arc<dyn LocalTier>, Vec<DiskEntry>)> + Send + Sync>;
 
 pub(crate) struct Locked {
@@ -33,18 +34,18 @@ pub(crate) struct Locked {
     pub(crate) work: Condvar,
     /// Signaled when a disk job completes.
     pub(crate) idle: Condvar,
-    /// Signaled when the store closes; the sweeper sleeps on it.
+    /// Signaled when the store closes, to wake the sweeper.
     pub(crate) sweep: Condvar,
-    /// None while the tier is not open. It only changes while no job is in flight. This lock is
-    /// taken last.
+    /// None while the tier is not open. Changes only while no job is in flight. If more than one
+    /// lock is held, this lock is taken last.
     pub(crate) disk: Mutex<Option<Arc<dyn LocalTier>>>,
     pub(crate) opener: Option<Opener>,
     pub(crate) clock: Clock,
     pub(crate) arena: ArenaInfo,
 }
 
-/// Wakes the disk threads when a panic poisons the lock, because they would otherwise wait for work
-/// that never arrives.
+/// Wakes the disk threads when a panic poisons the lock. Without the wakeup, the threads would wait
+/// for work that never arrives.
 struct WakeOnPanic<'a>(&'a Condvar);
 
 impl Drop for WakeOnPanic<'_> {
@@ -67,15 +68,15 @@ impl Locked {
         std::mem::replace(&mut *locked(&self.disk), new)
     }
 
-    /// Locks the state and advances its clock. Returns None after a panic under the lock.
+    /// Locks the state and advances its clock. Returns None if a thread panicked under the lock.
     pub(crate) fn lock(&self) -> Option<MutexGuard<'_, State>> {
         let mut state = self.state.lock().ok()?;
         state.set_time((self.clock)());
         Some(state)
     }
 
-    /// Calls `work` under the lock, then removes a slice of the trees to remove and wakes the disk
-    /// threads if there are jobs. Returns None after a panic under the lock.
+    /// Calls `work` under the lock, then removes a slice of the trees pending removal and wakes the
+    /// disk threads if there are jobs. Returns None if a thread panicked under the lock.
     pub(crate) fn with_state<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
         let _wake = WakeOnPanic(&self.work);
         let mut state = self.lock()?;
@@ -99,10 +100,10 @@ impl Locked {
         self.with_state(|state| (!state.closed).then(|| work(state))).flatten()
     }
 
-    /// Waits until `done` returns something other than `Some(false)`. Returns true for
-    /// `Some(true)`, and false for None, which means that the condition can no longer be met.
+    /// Waits while `done` returns `Some(false)`. Returns true once `done` returns `Some(true)`, and
+    /// false if it returns None because the condition can no longer be met.
     ///
-    /// Also returns false at the deadline, and immediately after a panic under the lock.
+    /// Also returns false at the deadline, or immediately if a thread panicked under the lock.
     pub(crate) fn wait(&self, deadline: Instant, done: impl Fn(&State) -> Option<bool>) -> bool {
         loop {
             let Some(mut state) = self.lock() else { return false };
@@ -115,7 +116,7 @@ impl Locked {
                 Some(false) => {}
                 outcome => return outcome.is_some(),
             }
-            // Only the completion of a job is signaled; other changes are polled.
+            // Only completed jobs are signaled; other changes are polled.
             if left.is_zero() || self.idle.wait_timeout(state, left.min(WAIT_SLICE)).is_err() {
                 return false;
             }
@@ -132,8 +133,8 @@ impl fmt::Debug for Locked {
     }
 }
 
-/// A frame reserved for one chunk until the lease is passed to [`crate::store::Store::commit`] or
-/// dropped.
+/// A frame that is reserved for one chunk until the lease is dropped or passed to
+/// [`crate::store::Store::commit`].
 #[derive(Debug)]
 #[must_use = "dropping a write lease aborts it"]
 pub struct WriteLease {
@@ -157,7 +158,7 @@ impl WriteLease {
         self.store.as_ref().is_some_and(|own| Arc::ptr_eq(own, store))
     }
 
-    /// Ends the lease without aborting it. The caller must commit the chunk.
+    /// Ends the lease without aborting the save. The caller must commit the chunk.
     pub(crate) fn disarm(mut self) -> ChunkId {
         self.store = None;
         self.id
@@ -172,12 +173,13 @@ impl Drop for WriteLease {
     }
 }
 
-/// Pins one or more prefixes. The last chunks of a prefix may still be read from disk.
+/// Pins one or more prefixes. The last chunks of a prefix may still be waiting for reads from disk.
 #[derive(Debug)]
 #[must_use = "dropping a read lease unpins its frames"]
 pub struct ReadLease {
     store: Arc<Locked>,
-    /// None once the lease is released, or if the store had failed or was closed when it was taken.
+    /// None if the lease was released, or if the store was closed or had failed when the lease was
+    /// taken.
     held: Mutex<Option<Vec<Held>>>,
 }
 
@@ -186,15 +188,15 @@ impl ReadLease {
         Self { store, held: Mutex::new(held) }
     }
 
-    /// Returns the progress of all prefixes together. Never waits for I/O.
+    /// Returns the combined progress of all prefixes. Never blocks on I/O.
     pub fn poll(&self) -> Progress {
         self.with_held(|state, held| held.iter_mut().map(|held| state.poll(held)).sum())
     }
 
-    /// Returns the frames of all chunks that are ready, in the order of the prefixes.
+    /// Returns the frames of all ready chunks, in the order of the prefixes.
     pub fn frames(&self) -> Vec<LeasedFrame> {
         self.with_held(|state, held| match held {
-            // Avoids a copy, which would take 25 % longer for a long prompt.
+            // Avoids a copy that would add 25 % for a long prompt.
             [only] => state.frames(only),
             many => many.iter_mut().flat_map(|held| state.frames(held)).collect(),
         })
@@ -207,7 +209,7 @@ impl ReadLease {
             .unwrap_or_default()
     }
 
-    /// Unpins the frames, like dropping the lease. A second call does nothing.
+    /// Unpins the frames, like dropping the lease. A second call has no effect.
     pub fn release(&self) {
         let held = locked(&self.held).take();
         if let Some(held) = held {

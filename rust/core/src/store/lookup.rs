@@ -1,22 +1,22 @@
-//! Finds how much of a prefix is stored. Presence is monotone in each tier, so a few probes find
-//! the end of the stored part.
+//! Determines how much of a prefix is stored. Presence is monotone in each tier, so a few probes
+//! find the end of the stored part.
 //!
-//! While trees are being removed, presence has gaps, so lookups also check the ancestors of the
-//! last chunk found. A record on disk may name a wrong parent or depth. A lookup may then report
-//! more units than a lease gets, because only leases compare chunks with the prefix, once per
-//! chunk.
+//! While trees are being removed, presence can have gaps, so lookups also check the ancestors of
+//! the last chunk found. A record on disk may name the wrong parent or depth, in which case a
+//! lookup can report more units than a lease covers: only leases verify that chunks belong to the
+//! prefix, once per chunk.
 
 use crate::evict::ChunkId;
 use crate::index::Entry;
 use crate::key::{ChunkKey, KeyChain};
 use crate::store::state::State;
 
-/// Number of leading units of a prefix that are stored.
+/// Number of leading units of a prefix that are stored, by tier.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Lookup {
-    /// Units in host memory.
+    /// Number of units in host memory.
     pub host_units: u32,
-    /// Units in host memory or on disk.
+    /// Number of units in host memory or on disk.
     pub stored_units: u32,
 }
 
@@ -25,11 +25,11 @@ pub struct Lookup {
 pub struct Prefix<'a> {
     /// The key of the empty prefix.
     pub root: ChunkKey,
-    /// Keys of the units starting at `first`; fewer than 2^32.
+    /// Keys of the units starting at `first`. There must be fewer than 2^32 keys.
     pub keys: &'a [ChunkKey],
-    /// Number of leading units whose keys are omitted. A save needs the key before its units. For
-    /// lookups and leases, [`Store::anchors`] must report the first key as proven; otherwise no
-    /// unit of the prefix is found.
+    /// Number of leading units whose keys are omitted. A save needs the key of the unit before its
+    /// range. For lookups and leases, [`Store::anchors`] must report the first key as proven;
+    /// otherwise, no unit is found.
     ///
     /// [`Store::anchors`]: super::Store::anchors
     pub first: u32,
@@ -47,24 +47,24 @@ impl<'a> Prefix<'a> {
         Self { root, keys, first: 0 }
     }
 
-    /// Returns the number of units, including units without keys.
+    /// Returns the number of units, including units whose keys are omitted.
     pub fn num_units(&self) -> u32 {
         u32::try_from(self.keys.len()).unwrap_or(u32::MAX).saturating_add(self.first)
     }
 
-    /// Returns the key of the last of the first `num_units` units, which must not be omitted; the
-    /// root key for 0.
+    /// Returns the key of the last of the first `num_units` units, or the root key if `num_units`
+    /// is 0. That key must not be omitted.
     pub(crate) fn key_of(&self, num_units: u32) -> ChunkKey {
         num_units.checked_sub(1).map_or(self.root, |last| self.keys[(last - self.first) as usize])
     }
 
-    /// Returns the prefix of the first `num_units` units, which must include at least one unit with
-    /// a key.
+    /// Returns the prefix that consists of the first `num_units` units. At least one of these units
+    /// must have a key.
     fn cut(self, num_units: u32) -> Self {
         Self { keys: &self.keys[..(num_units - self.first) as usize], ..self }
     }
 
-    /// If keys are omitted, returns the number of units up to the first key, and the first key.
+    /// Returns the number of units up to the first key, and the first key, if keys are omitted.
     fn base(&self) -> Option<(u32, ChunkKey)> {
         let key = self.keys.first().filter(|_| self.first > 0)?;
         Some((self.first.saturating_add(1), *key))
@@ -74,14 +74,14 @@ impl<'a> Prefix<'a> {
 /// Result of [`Store::anchors`](super::Store::anchors).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Anchors {
-    /// Number of leading anchors that are proven. A prefix may start at the last of them.
+    /// Number of leading anchors that are proven. A prefix may start at the last proven anchor.
     pub num_known: u32,
     /// Number of leading anchors that are stored.
     pub num_stored: u32,
 }
 
 impl State {
-    /// Returns the chunk of the last of the first `end` units, if it is visible in host memory.
+    /// Returns the chunk of the last of the first `end` units if it is visible in host memory.
     pub(crate) fn visible(&self, prefix: &Prefix<'_>, end: u32) -> Option<ChunkId> {
         let is_here = |entry: &Entry| entry.host.is_visible();
         if end == 0 {
@@ -98,8 +98,8 @@ impl State {
         }
     }
 
-    /// Returns the chunk with `key`, if it is the last chunk of `end` units, `present` and not
-    /// expired.
+    /// Returns the chunk with `key` if it completes a prefix of `end` units, is `present` and has
+    /// not expired.
     fn get(&self, key: &ChunkKey, end: u32, present: impl Fn(&Entry) -> bool) -> Option<ChunkId> {
         let id = self.index.get(key)?;
         let entry = &self.index[id];
@@ -112,7 +112,7 @@ impl State {
         move |entry| entry.host.is_visible() || accepts_reads && entry.disk.is_stored()
     }
 
-    /// Counts the leading anchors that are stored, and the leading anchors that are proven; see
+    /// Counts the leading anchors that are stored and the leading anchors that are proven. See
     /// [`super::Store::anchors`].
     pub(crate) fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
         let num = u32::try_from(anchors.len()).unwrap_or(u32::MAX);
@@ -125,7 +125,7 @@ impl State {
         }
     }
 
-    /// Returns the chunk of an anchor, if it is stored, and it and all its ancestors are proven.
+    /// Returns the chunk of an anchor if it is stored and it and all its ancestors are proven.
     fn find_proven(&self, (end, key): (u32, ChunkKey)) -> Option<ChunkId> {
         let is_proven = |entry: &Entry| entry.proven && !entry.removing && !entry.detached;
         let is_stored = self.is_stored();
@@ -145,8 +145,8 @@ impl State {
         if self.has_proven_base(prefix) { self.find_unremoved(*prefix) } else { Lookup::default() }
     }
 
-    /// Like [`Self::find`], but compares each chunk with the prefix. Removes chunks that do not
-    /// belong to the prefix. Marks the others as proven, so that they are not compared again.
+    /// Like [`Self::find`], but verifies that each chunk belongs to the prefix. Removes chunks that
+    /// do not, and marks the rest as proven so that they are not verified again.
     pub(crate) fn find_verified(&mut self, prefix: &Prefix<'_>) -> Lookup {
         if !self.has_proven_base(prefix) {
             return Lookup::default();
@@ -161,7 +161,7 @@ impl State {
         }
     }
 
-    /// Like [`Self::find`], without checking the first key. Ends before chunks that are being
+    /// Like [`Self::find`], but does not check the first key. Stops before chunks that are being
     /// removed.
     fn find_unremoved(&self, mut prefix: Prefix<'_>) -> Lookup {
         loop {
@@ -176,8 +176,8 @@ impl State {
         }
     }
 
-    /// Returns the smallest depth of a chunk that is being removed, among the last of `units` and
-    /// its ancestors.
+    /// Returns the depth of the topmost chunk that is being removed, among the first `units`
+    /// chunks.
     fn first_removed(&self, prefix: &Prefix<'_>, units: u32) -> Option<u32> {
         if units == 0 || !self.is_removing() {
             return None;
@@ -187,7 +187,7 @@ impl State {
         ancestors.filter(|entry| entry.removing || entry.detached).last().map(|entry| entry.depth)
     }
 
-    /// Returns how many leading units, of the first `most`, are `present`.
+    /// Returns how many leading units, among the first `most`, satisfy `present`.
     fn find_end(
         &self,
         prefix: &Prefix<'_>,
@@ -209,9 +209,9 @@ impl State {
         before + leading(most - before, is_present)
     }
 
-    /// Finds the deepest of the first `units` chunks whose parent key differs from the prefix,
-    /// because a record on disk is wrong. Removes it and returns its depth. If there is no such
-    /// chunk, marks all chunks as proven.
+    /// Finds the deepest of the first `units` chunks whose parent key does not match the prefix
+    /// because a record on disk is wrong. Removes that chunk and returns its depth. If all chunks
+    /// match, marks them as proven.
     fn remove_foreign(&mut self, prefix: &Prefix<'_>, units: u32) -> Option<u32> {
         if units == 0 {
             return None;
@@ -219,8 +219,8 @@ impl State {
         let end = self.index.get(&prefix.key_of(units))?;
         let is_unproven = |id: &ChunkId| !self.index[*id].proven;
         let unproven: Vec<_> = self.index.ancestry(end).take_while(is_unproven).collect();
-        // The first chunk has the right key. The key of each ancestor is the parent key of the
-        // chunk before it.
+        // The key of the last chunk is correct. The key of each ancestor equals the parent key of
+        // the chunk below it.
         let is_foreign = |&id: &ChunkId| {
             let entry = &self.index[id];
             entry.parent_key != prefix.key_of(entry.depth)
@@ -237,8 +237,8 @@ impl State {
     }
 }
 
-/// Returns how many leading numbers of `0..num` satisfy the predicate, which must be monotone.
-/// Probes the last number first, then gallops and bisects.
+/// Returns how many leading numbers in `0..num` satisfy the predicate, which must be monotone.
+/// Probes the last number first, then uses galloping and binary search.
 pub(crate) fn leading(num: u32, mut holds: impl FnMut(u32) -> bool) -> u32 {
     if num == 0 || holds(num - 1) {
         return num;

@@ -1,7 +1,7 @@
-//! The store: finds, pins, saves and evicts chunks in host memory and on disk, behind one lock.
+//! The store finds, pins, saves and evicts chunks in host memory and on disk, behind one lock.
 //!
-//! No call waits for a disk, unless its documentation says so. After a panic under the lock, every
-//! lookup is a miss.
+//! No method blocks on disk I/O unless its documentation says so. If a thread panics while holding
+//! the lock, all later lookups miss.
 //!
 //! Each file only uses files above it in this table:
 //!

@@ -1,4 +1,4 @@
-//! [`Store`], with the methods that open, flush and close it.
+//! [`Store`] and the methods that open, flush and close it.
 
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -18,21 +18,20 @@ use crate::tier::disk::{DiskRoot, DiskTier};
 use crate::tier::host::HostTier;
 use crate::{ErrorKind, Result};
 
-/// Maximum wait for disk threads that are running a job when the store closes.
+/// Timeout for jobs that disk threads are running when the store closes.
 const LAST_JOB_TIMEOUT: Duration = Duration::from_millis(800);
-/// Maximum time that an embedded store waits for the disk to open before it starts without the
-/// disk.
+/// How long an embedded store waits for the disk to open before it starts without the disk.
 const FIRST_TIMEOUT: Duration = Duration::from_secs(10);
-/// Like `FIRST_TIMEOUT`, but on a server, where calls for other namespaces wait in the meantime.
+/// Like `FIRST_TIMEOUT`, but on a server, where calls for other namespaces are blocked while it
+/// waits.
 const FIRST_TIMEOUT_ON_SERVER: Duration = Duration::from_secs(1);
-/// Maximum number of chunks on disk for which the index reserves memory when the store opens.
+/// Maximum number of chunks on disk for which the index reserves memory up front.
 const MAX_RESERVED: usize = 1 << 24;
 
-/// Host arena, optional disk tier and index of one namespace. All methods can be called from any
-/// thread.
+/// The host arena, optional disk tier and index of one namespace. All methods are thread-safe.
 ///
-/// Dropping the store stops the disk threads after their current job. Chunks that are not on disk
-/// by then are lost.
+/// Dropping the store stops the disk threads after their current job. Chunks that have not reached
+/// the disk by then are lost.
 #[derive(Debug)]
 pub struct Store {
     pub(crate) inner: Arc<Locked>,
@@ -42,25 +41,26 @@ pub struct Store {
 impl Store {
     /// Allocates host memory and opens the disk tier. Waits up to ten seconds for the disk.
     ///
-    /// If the disk tier cannot be opened (another process uses it, or an I/O error), the store logs
-    /// an event, serves from host memory and retries. Returns `InvalidConfig`, whose message names
-    /// the invalid setting, or `Io` if memory or threads cannot be allocated.
+    /// If the disk tier cannot be opened because of an I/O error or because another process uses
+    /// it, the store logs an event, serves from host memory and retries. Returns `InvalidConfig`
+    /// with a message that names the invalid setting, or `Io` if memory or threads cannot be
+    /// allocated.
     pub fn open(config: &StoreConfig) -> Result<Self> {
         Self::with_tier(config, None, Self::opener(config, &Arc::default())?, Self::clock())
     }
 
-    /// Like [`Self::open`], but in a pool that more than one store can share. The store's share is
-    /// `percent` of the pool, or an equal part.
+    /// Like [`Self::open`], but allocates host memory from a pool that can be shared by multiple
+    /// stores. The store's share is `percent` of the pool, or an equal part if `percent` is None.
     ///
-    /// Ignores `config.host_bytes`. Also returns `InvalidConfig` if the frames are too large for
-    /// the pool's slabs. Waits for the disk for up to one second.
+    /// Ignores `config.host_bytes`, and waits up to one second for the disk. Also returns
+    /// `InvalidConfig` if the frames are too large for the pool's slabs.
     pub fn open_in(config: &StoreConfig, pool: &Arc<Pool>, percent: Option<u32>) -> Result<Self> {
         let opener = Self::opener(config, &pool.disk)?;
         Self::with_tier(config, Some((pool, percent)), opener, Self::clock())
     }
 
-    /// Returns a clock that also advances while the machine is suspended, so that chunks expire
-    /// during that time.
+    /// Returns a clock that keeps running while the machine is suspended, so that chunks also
+    /// expire during that time.
     fn clock() -> Clock {
         let now = || {
             let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
@@ -73,7 +73,7 @@ impl Store {
         Box::new(move || now().saturating_sub(start))
     }
 
-    /// Returns the function that opens the disk tier, if one is configured.
+    /// Returns a function that opens the disk tier, or None if no disk tier is configured.
     fn opener(config: &StoreConfig, root: &Arc<DiskRoot>) -> Result<Option<Opener>> {
         let Some(settings) = &config.disk else { return Ok(None) };
         let (tier, root) = (settings.tier(config)?, Arc::clone(root));
@@ -83,8 +83,8 @@ impl Store {
         })))
     }
 
-    /// Like [`Self::open`] or [`Self::open_in`], but with the given clock and disk tier.
-    /// `config.disk` sets the number of disk threads and the capacity.
+    /// Like [`Self::open`] or [`Self::open_in`], but with the given clock and disk tier. Only the
+    /// number of disk threads and the capacity are taken from `config.disk`.
     #[doc(hidden)]
     pub fn with_tier(
         config: &StoreConfig,
@@ -119,7 +119,8 @@ impl Store {
             clock,
             arena,
         });
-        // If a thread does not start, dropping the store stops the threads that did.
+        // If a thread fails to start, dropping the store stops the threads that were already
+        // started.
         let mut store = Self { inner, threads: Mutex::default() };
         let threads = store.threads.get_mut().unwrap_or_else(PoisonError::into_inner);
         for nth in 0..num_threads {
@@ -151,11 +152,11 @@ impl Store {
         }
     }
 
-    /// Waits until every visible chunk is on disk or dropped, and every removed chunk is off the
+    /// Waits until all visible chunks are written or dropped and all removed chunks are off the
     /// disk.
     ///
     /// Returns false at the deadline, or earlier if the deadline cannot be met, for example because
-    /// the disk is paused beyond it.
+    /// the disk is paused for longer.
     pub fn flush(&self, timeout: Duration) -> bool {
         let (start, start_time) = (Instant::now(), (self.inner.clock)());
         let deadline = start_time.saturating_add(timeout);
@@ -169,11 +170,11 @@ impl Store {
         )
     }
 
-    /// Stops serving (lookups miss, and reservations get no frames), writes the remaining chunks to
-    /// disk until the timeout, and stops the threads.
+    /// Stops serving (lookups miss, and saves get no frames), writes the remaining chunks to disk
+    /// until the timeout, and stops the threads.
     ///
-    /// A disk thread that hangs is detached and exits when its system call returns. Leases stay
-    /// valid. A second call does nothing.
+    /// A disk thread that hangs is detached and exits when its system call returns. Leases remain
+    /// valid. A second call has no effect.
     pub fn close(&self, timeout: Duration) {
         self.inner.with_state(|state| state.closed = true);
         self.flush(timeout);
@@ -188,7 +189,7 @@ impl Store {
     }
 }
 
-/// Returns the state of an empty store with these settings.
+/// Returns the state of an empty store with the given settings.
 fn configured(config: &StoreConfig, host: HostTier, has_disk: bool) -> Result<State> {
     let disk = config.disk.as_ref().filter(|_| has_disk);
     let cap_bytes = disk.map_or(0, |disk| disk.cap_bytes);

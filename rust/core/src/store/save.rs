@@ -1,4 +1,4 @@
-//! Saves: reserves frames for chunks, and commits or aborts the reservations.
+//! Saves: reserves frames for chunks and commits or aborts the reservations.
 
 use std::ops::Range;
 
@@ -15,13 +15,13 @@ use crate::{Error, Result};
 /// A frame reserved for one chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reservation {
-    /// Number of the reservation; unique in this store.
+    /// Number of the reservation, unique within the store.
     pub ticket: u64,
     /// The frame to copy to.
     pub frame: FrameId,
     /// The key of the chunk.
     pub key: ChunkKey,
-    /// The unit of the chunk in the prefix.
+    /// Index of the chunk's unit in the prefix.
     pub unit: u32,
 }
 
@@ -31,22 +31,23 @@ pub struct SaveCounts {
     /// Number of reserved chunks, which the caller must fill.
     pub num_reserved: usize,
     /// Number of chunks that got no frame. In a request for dependent chunks, this includes all
-    /// chunks after the first of them.
+    /// chunks that follow the first failure.
     pub num_dropped: u32,
 }
 
 /// The chunks of a prefix to save.
 #[derive(Debug, Clone)]
 pub struct SaveRequest<'a> {
-    /// The prefix.
+    /// The prefix whose chunks are saved.
     pub prefix: Prefix<'a>,
-    /// Units of the prefix, one chunk each.
+    /// Units of the prefix to save, one chunk each.
     pub units: Range<u32>,
     /// The size class of the frames.
     pub class: SizeClass,
-    /// The chunks are independent, as in sliding-window and Mamba groups: the parent of each chunk
-    /// is the root, and a chunk that gets no frame is skipped. If the prefix has a key after the
-    /// last unit, it is the key of the full-attention chunk that ends the same prefix.
+    /// True if the chunks are independent, as in sliding-window and Mamba groups: the root is the
+    /// parent of every chunk, and chunks that get no frame are skipped. If the prefix has a key
+    /// after the last unit, it is the key of the full-attention chunk at the end of the same
+    /// prefix.
     pub is_independent: bool,
 }
 
@@ -57,19 +58,19 @@ impl<'a> From<(Prefix<'a>, Range<u32>)> for SaveRequest<'a> {
 }
 
 impl SaveRequest<'_> {
-    /// Returns `InvalidConfig` if the prefix lacks the keys of the units, or the key before them.
+    /// Returns `InvalidConfig` if the prefix lacks keys for the units or the key before them.
     pub fn check(&self) -> Result<()> {
         let Range { start, end } = self.units;
         let has_parent = self.prefix.first <= start.saturating_sub(1);
         if has_parent && start <= end && end <= self.prefix.num_units() {
             return Ok(());
         }
-        let error = Error::invalid("the prefix lacks keys of the units to save")
+        let error = Error::invalid("the prefix has no keys for some of the units")
             .with_context("start", start);
         Err(error.with_context("end", end).with_context("num_units", self.prefix.num_units()))
     }
 
-    /// Like [`Self::check`], but also returns `InvalidConfig` if there is no such size class.
+    /// Like [`Self::check`], but also returns `InvalidConfig` if the size class does not exist.
     pub(crate) fn check_in(&self, num_classes: usize) -> Result<()> {
         if self.class.index() < num_classes {
             return self.check();
@@ -94,8 +95,8 @@ enum NoFrame {
 }
 
 impl State {
-    /// Reserves frames for the missing chunks of a request that was checked, and appends the
-    /// reservations to `reserved`.
+    /// Reserves frames for the missing chunks of a validated request and appends the reservations
+    /// to `reserved`.
     pub(crate) fn reserve(
         &mut self,
         asked: &SaveRequest<'_>,
@@ -143,8 +144,8 @@ impl State {
         SaveCounts { num_reserved: reserved.len() - before, num_dropped }
     }
 
-    /// Loads the first entries of each request into the CPU cache. These reads overlap, whereas the
-    /// reads of the requests themselves would wait for each other.
+    /// Loads the first index entries of each request into the CPU cache. These memory accesses
+    /// overlap, whereas the accesses in `reserve` would run one after another.
     pub(crate) fn warm(&self, asked: &[SaveRequest<'_>]) {
         let found = asked.iter().filter(|each| !each.units.is_empty()).map(
             |SaveRequest { prefix, units, .. }| {
@@ -160,8 +161,8 @@ impl State {
         if new.depth == 0 { None } else { self.index.get(&new.parent_key) }
     }
 
-    /// Returns the chunk's entry, if it has one. An entry with the same key but a different
-    /// position is being removed or was forged on disk; it is removed.
+    /// Returns the existing entry of the chunk, if any. An entry with the same key at a different
+    /// position is being removed or was forged on disk; this method removes it.
     fn find_own(&mut self, new: &Entry, parent: Option<ChunkId>) -> Option<ChunkId> {
         let id = self.index.get(&new.key)?;
         let entry = &self.index[id];
@@ -173,12 +174,13 @@ impl State {
         Some(id)
     }
 
-    /// Returns true if the chunk is in host memory or being filled.
+    /// Returns true if the chunk is in host memory or is being filled.
     fn is_there(&self, id: ChunkId) -> bool {
         self.index[id].host.frame().is_some()
     }
 
-    /// Reserves a frame for a chunk whose parent has a frame. Replaces a queued read of the chunk.
+    /// Reserves a frame for a chunk whose parent has a frame. Replaces a queued read of the same
+    /// chunk.
     fn reserve_one(
         &mut self,
         new: Entry,
@@ -207,8 +209,8 @@ impl State {
         Ok((id, frame))
     }
 
-    /// If the prefix that ends with `end` is likely to be used again, marks `end` and `id` as
-    /// reused, so that neither is evicted much earlier than the other.
+    /// Marks `end` and `id` as reused if the prefix that ends with `end` is likely to be used
+    /// again, so that neither is evicted much earlier than the other.
     fn keep_with(&mut self, id: ChunkId, end: ChunkId) {
         let num_chunks = self.index[end].depth + 1;
         if self.index[end].host_evictable.is_none()
@@ -225,7 +227,8 @@ impl State {
         }
     }
 
-    /// Ends a write lease. Aborts it and returns false if its chunk was removed in the meantime.
+    /// Ends a write lease. If the chunk was removed in the meantime, aborts the save and returns
+    /// false.
     fn end_write_lease(&mut self, id: ChunkId) -> bool {
         self.stats.write_leases -= 1;
         if !self.index[id].detached {

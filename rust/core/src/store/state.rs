@@ -1,4 +1,4 @@
-//! All data that the store's lock guards. The other files of the store add methods to [`State`].
+//! All data guarded by the store's lock. Other files of the store add methods to [`State`].
 //!
 //! Invariant I8: `frames_reserved + frames_visible + frames_free = frames_total`.
 
@@ -16,7 +16,7 @@ use crate::store::tenants::table::TenantTable;
 use crate::tier::host::HostTier;
 use crate::units::micros;
 
-/// Default of [`State::slice`], which takes about 0.2 ms.
+/// Default of [`State::slice`]. A slice of this size takes about 0.2 ms.
 const SLICE: usize = 256;
 /// Maximum number of log lines queued for [`super::Store::take_events`].
 const MAX_EVENTS: usize = 64;
@@ -29,7 +29,7 @@ pub(crate) struct Subtree {
     pub(crate) cause: Cause,
 }
 
-/// Why a chunk is removed, which selects the counter.
+/// The reason for removing a chunk, which determines the counter to increment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cause {
     Discard,
@@ -38,12 +38,12 @@ pub(crate) enum Cause {
     Age,
 }
 
-/// Expiry times of trees of chunks: of chunks without parents, and of chunks that expire before
-/// their parents.
+/// Expiry times of trees of chunks. A tree starts at a chunk that has no parent or that expires
+/// before its parent.
 #[derive(Debug, Default)]
 pub(crate) struct Expiries(pub(crate) BTreeSet<(u32, ChunkId)>);
 
-/// The index, the tiers and the policies.
+/// The index, tiers, policies and counters of a store.
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) index: Index,
@@ -54,21 +54,22 @@ pub(crate) struct State {
     pub(crate) stats: Stats,
     /// Time since the store was opened, as of the last call.
     pub(crate) now: Duration,
-    /// Unix time in seconds, as of the last call and when the store was opened.
+    /// Unix time as of the last call, in seconds.
     pub(crate) unix_s: u32,
+    /// Unix time at which the store was opened, in seconds.
     pub(crate) opened_s: u32,
     pub(crate) closed: bool,
     /// Queued log lines for the operator.
     pub(crate) events: Vec<Event>,
-    /// Log of added and removed chunks; None without a listener.
+    /// Log of added and removed chunks. None while there is no listener.
     pub(crate) change_log: Option<ChangeLog>,
-    /// Children whose parent was not visible when they entered host memory.
+    /// Children that entered host memory while their parent was not visible.
     pub(crate) waiters: Waiters,
-    /// Stack of the trees to remove, which is processed in slices.
+    /// Stack of trees to remove, processed slice by slice.
     pub(crate) removals: Vec<Subtree>,
     /// Number of removal steps per call.
     pub(crate) slice: usize,
-    /// Sum of all evictions by an operator.
+    /// Total of all evictions requested by operators.
     pub(crate) evicted: Evicted,
     pub(crate) tenants: TenantTable,
     pub(crate) expiries: Expiries,
@@ -113,14 +114,14 @@ impl State {
         self.next_ticket - 1
     }
 
-    /// Queues a line for the operator's log. Drops the line if the queue is full.
+    /// Queues a line for the operator's log. The line is dropped if the queue is full.
     pub(crate) fn log(&mut self, event: Event) {
         if self.events.len() < MAX_EVENTS {
             self.events.push(event);
         }
     }
 
-    /// Advances the clock. Opens the breakers if a disk operation hangs.
+    /// Advances the clock. Opens the breakers if a disk operation is hung.
     pub(crate) fn set_time(&mut self, now: Duration) {
         self.now = self.now.max(now);
         self.unix_s =
@@ -159,8 +160,8 @@ impl State {
         }
     }
 
-    /// Logs the key of a chunk that was added to a tier or removed from it, or that lookups no
-    /// longer find.
+    /// Logs the key of a chunk that was added to or removed from a tier, or that lookups no longer
+    /// find.
     pub(crate) fn note_change(&mut self, id: ChunkId) {
         if let Some(log) = &mut self.change_log {
             log.push(self.index[id].key);

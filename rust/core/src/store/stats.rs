@@ -1,4 +1,4 @@
-//! Counters and gauges of the store, and the result of an eviction by an operator.
+//! Counters and gauges of the store, and the result of an eviction requested by an operator.
 
 use std::ops::{AddAssign, Sub};
 
@@ -8,7 +8,7 @@ use crate::index::Entry;
 use crate::io::FRAME_ALIGN;
 use crate::tier::host::HostTier;
 
-/// Defines a struct of numbers that can be listed by name.
+/// Defines a struct of numbers that can be listed with their names.
 macro_rules! numbers {
     ($(#[$about:meta])* struct $name:ident { $($(#[$what:meta])* $field:ident,)+ }) => {
         $(#[$about])*
@@ -24,42 +24,42 @@ macro_rules! numbers {
 }
 
 numbers! {
-/// Counters since the store was opened, followed by gauges. `State::stats` fills in the gauges that
-/// are maintained elsewhere. Invariant I8: `frames_reserved + frames_visible + frames_free =
+/// Counters since the store was opened, followed by gauges. `State::stats` fills in gauges that are
+/// tracked elsewhere. Invariant I8: `frames_reserved + frames_visible + frames_free =
 /// frames_total`.
 struct Stats {
     /// Number of chunks that became visible after a save.
     commits,
-    /// Number of reservations that were aborted or dropped, or whose chunk was removed before the
-    /// commit.
+    /// Number of reservations that were aborted or dropped, or whose chunk was removed before it
+    /// was committed.
     aborts,
-    /// Number of failed reservations of a chunk because no frame or no parent was available.
+    /// Number of chunks that could not be reserved because no frame or no parent was available.
     reserve_dropped,
     /// Number of chunks evicted from host memory.
     host_evictions,
-    /// Number of chunks removed by `discard` or because of proven damage, including descendants.
+    /// Number of chunks removed by `discard` or because of corruption, including descendants.
     discards,
     /// Number of chunks removed by `clear`.
     cleared,
-    /// Number of chunks that an operator evicted from all tiers or from host memory.
+    /// Number of chunks evicted by an operator, from all tiers or from host memory only.
     evicted,
     /// Number of chunks evicted from disk.
     disk_evictions,
-    /// Number of `host_evictions` for a tenant at its quota.
+    /// Number of `host_evictions` caused by a tenant's quota.
     quota_evictions,
-    /// Number of `disk_evictions` for a tenant at its quota.
+    /// Number of `disk_evictions` caused by a tenant's quota.
     quota_disk_evictions,
     /// Number of failed attempts to save, load or write a chunk because its tenant was at its quota
     /// and none of the tenant's chunks could be evicted.
     quota_dropped,
     /// Number of chunks removed because they expired.
     expired,
-    /// Number of chunks that were not written to disk because they were evicted first, their parent
-    /// was not written, no slot could be freed, or the file system was full.
+    /// Number of chunks that were never written to disk because they were evicted first, their
+    /// parent was not written, no slot could be freed, or the file system was full.
     disk_dropped,
     /// Number of `disk_dropped` chunks that were evicted before they were written.
     disk_unwritten,
-    /// Number of chunks found on disk when the tier was opened.
+    /// Number of chunks found on disk when the tier opened.
     disk_recovered,
     /// Number of chunks written to disk.
     disk_writes,
@@ -67,10 +67,10 @@ struct Stats {
     disk_bytes_written,
     /// Time that disk threads spent writing, in microseconds.
     disk_write_us,
-    /// Number of failed writes (except for lack of space), of jobs that could not free all slots,
-    /// and of failed clears.
+    /// Number of failed writes (except for lack of space), failed clears, and jobs that could not
+    /// free all of their slots.
     disk_write_errors,
-    /// Number of times that the disk directory was removed or moved while it was open.
+    /// Number of times the disk directory was removed or moved while in use.
     disk_removals,
     /// Number of chunks read from disk.
     disk_reads,
@@ -78,32 +78,31 @@ struct Stats {
     disk_bytes_read,
     /// Time that disk threads spent reading, in microseconds.
     disk_read_us,
-    /// Time with at least one pending read, in microseconds. `disk_reads` divided by this time is
-    /// the read rate that loads experience, including delays by writes.
+    /// Time during which at least one read was pending, in microseconds. `disk_reads` divided by
+    /// this time is the read rate seen by loads, including delays caused by writes.
     disk_read_busy_us,
-    /// Number of failed attempts to read a chunk. A failed read is retried once.
+    /// Number of failed attempts to read a chunk. Each failed read is retried once.
     disk_read_errors,
-    /// Number of chunks on disk whose bytes, or whose position in their prefix, do not match their
-    /// key.
+    /// Number of chunks on disk whose content or position in the prefix does not match the key.
     disk_verify_failures,
-    /// Size of the host memory that the store can keep while other stores need memory, in bytes;
-    /// all of it without a pool.
+    /// Host memory guaranteed to the store when other stores need memory, in bytes. Without a pool,
+    /// this is the whole host tier.
     host_share_bytes,
     /// Size of all frames that are not free, in bytes.
     host_used_bytes,
-    /// Uncompressed size of the chunks in these frames, in bytes.
+    /// Uncompressed size of the chunks in the frames in use, in bytes.
     host_raw_bytes,
     /// Number of frames in the store's slabs.
     frames_total,
-    /// Number of frames that are being filled, or that are filled and wait for their parent.
+    /// Number of frames that are being filled, or whose filled chunk waits for its parent.
     frames_reserved,
-    /// Number of frames of visible chunks, including removed chunks that are pinned.
+    /// Number of frames with visible chunks, including removed chunks that are still pinned.
     frames_visible,
     /// Number of free frames.
     frames_free,
-    /// Number of chunks that lookups can find, in any tier.
+    /// Number of chunks that lookups can find in any tier.
     entries,
-    /// Number of chunks pinned by read leases, counted once per lease.
+    /// Number of pinned chunks. A chunk is counted once for each read lease.
     pins,
     /// Number of read leases.
     read_leases,
@@ -115,37 +114,37 @@ struct Stats {
     disk_used_bytes,
     /// Uncompressed size of the chunks on disk, in bytes.
     disk_raw_bytes,
-    /// Number of visible chunks that are queued for writing or being written.
+    /// Number of visible chunks that are being written or are queued to be written.
     disk_pending,
-    /// Number of slots in the tier's files, as last read by a disk thread.
+    /// Number of slots in the tier's files when a disk thread last checked.
     disk_slots,
-    /// Accounted size of the disk directory in bytes, as last read by a disk thread.
+    /// Accounted size of the disk directory when a disk thread last checked, in bytes.
     disk_bytes,
-    /// 1 while reads or writes of the disk tier are paused because the tier fails, hangs or is not
+    /// 1 while reads or writes of the disk tier are paused because the tier is failing, hung or not
     /// open.
     disk_broken,
     /// Number of times that reads or writes were paused.
     disk_trips,
-    /// Number of chunks that wait to be read from disk.
+    /// Number of chunks queued to be read from disk.
     reads_pending,
     /// Number of salts with at least one chunk.
     salts,
 }
 }
 
-/// Result of an eviction by an operator.
+/// Result of an eviction requested by an operator.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Evicted {
     /// Number of chunks that were removed, or evicted from host memory.
     pub num_chunks: u64,
-    /// Size of their frames in host memory, in bytes.
+    /// Host memory occupied by these chunks, in bytes.
     pub host_bytes: u64,
-    /// Size of their slots on disk, in bytes.
+    /// Disk space occupied by these chunks, in bytes.
     pub disk_bytes: u64,
     /// Number of selected chunks that are in use. If chunks are evicted from every tier, these
-    /// chunks are removed but keep their frames until they are no longer used; otherwise they stay.
+    /// chunks are removed, but their frames are only freed after use. Otherwise, they are kept.
     pub num_in_use: u64,
-    /// True if the deadline passed, so that lookups or a restart may still find some chunks.
+    /// True if the deadline passed, so lookups or a restart may still find some of the chunks.
     pub is_cut_short: bool,
 }
 

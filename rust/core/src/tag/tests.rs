@@ -1,4 +1,4 @@
-//! Tests the tag against its definition, its golden vectors, and the corruptions that it must
+//! Tests the tag against its definition, golden vectors, and the kinds of corruption that it must
 //! detect.
 
 use proptest::prelude::*;
@@ -9,8 +9,8 @@ use crate::ErrorKind;
 
 const VECTORS: &str = include_str!("../../../../tests/vectors/tag.json");
 
-/// Computes the definition word by word in 128-bit arithmetic, with constants derived from their
-/// names.
+/// Computes the tag word by word in 128-bit arithmetic, as it is defined. Derives the constants
+/// from their names.
 fn slow_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> u64 {
     let constant = |name: &str| {
         let hash = blake3::hash(format!("kvloft tag v1 {name}").as_bytes());
@@ -46,7 +46,7 @@ fn noise(len: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// Generates a payload and its shape. The payload has at least one byte.
+/// Generates a payload of at least one byte, and its shape.
 fn chunk() -> impl Strategy<Value = (Vec<u8>, Vec<u32>, u32)> {
     (prop::collection::vec(1u32..90, 1..5), 1u32..5, any::<u64>()).prop_map(
         |(pages, blocks, seed)| {
@@ -118,7 +118,7 @@ fn equals_the_definition_at_every_page_length() {
     }
 }
 
-/// The vectors are fixed, so that files and GPU kernels of this version stay compatible.
+/// The vectors never change, so that files and GPU kernels of this version remain compatible.
 #[test]
 fn golden_vectors() {
     let vectors: Value = serde_json::from_str(VECTORS).unwrap();
@@ -141,23 +141,23 @@ fn golden_vectors() {
     }
 }
 
-/// Returns how much the term of a word changes when the bits in `mask` flip, for 2^18 words. The
-/// sign is omitted, because a word's two values share it.
+/// Returns by how much the term of a word changes when the bits in `mask` are flipped, for 2^18
+/// words. Omits the sign, because both values of a word share it.
 fn changes(mix: fn(u64) -> u64, mask: u64) -> Vec<u64> {
     let noise = noise(8 << 18, mask);
     let words = noise.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word));
     words.map(|x| mix(x ^ mask).wrapping_sub(mix(x)).cast_signed().unsigned_abs()).collect()
 }
 
-/// Returns the number of equal neighbors after sorting: pairs of words whose changes can cancel
-/// out.
+/// Returns the number of equal neighbors after sorting. The changes of two words can cancel out if
+/// they are equal.
 fn num_equal(mut changes: Vec<u64>) -> usize {
     changes.sort_unstable();
     changes.windows(2).filter(|pair| pair[0] == pair[1]).count()
 }
 
-/// The first definition of the tag, in which sign flips of two words could cancel out; the test
-/// below detects this.
+/// The first definition of `mix`, in which sign flips of two words could cancel out. The test below
+/// detects this.
 fn first_mix(mut x: u64) -> u64 {
     x ^= x >> 32;
     x = x.wrapping_mul(M1);
@@ -176,7 +176,7 @@ fn the_measure_of_cancelling_sees_the_weak_masks_of_the_first_definition() {
     assert_eq!(num_equal(changes(first_mix, 1)), 0);
 }
 
-/// Flips the same bits in two words, or different bits in each: none of 2^43 pairs cancels out.
+/// Flips the same bits in two words, or different bits in each. None of 2^43 pairs cancels out.
 #[test]
 fn flipped_signs_and_lanes_of_two_words_change_the_tag() {
     let mut masks = vec![u64::MAX, u64::MAX << 32, 0xffff_0000_ffff_0000, 0x00ff_00ff_00ff_00ff];

@@ -1,8 +1,8 @@
-//! The host tier: tracks the used and free frames of the arena and lends access to their bytes.
+//! The host tier tracks the used and free frames of the arena and lends access to their bytes.
 //!
-//! A namespace can have multiple frame sizes, and a slab of the arena holds frames of one size at a
-//! time. `grid` tracks the frames of one size, and this file assigns slabs to sizes. The tier does
-//! not access the contents of frames.
+//! A namespace can have multiple frame sizes, but at any time, a slab of the arena holds frames of
+//! a single size. `grid` tracks the frames of one size; this file assigns slabs to sizes. The tier
+//! never accesses the contents of frames.
 
 mod grid;
 mod request;
@@ -17,38 +17,38 @@ use crate::evict::ChunkId;
 use crate::io::{FRAME_ALIGN, Frame, FrameId, FrameSizes, Frames, HostArena, SizeClass};
 use crate::pool::{Member, Pool, SlabId};
 
-/// Number of empty slabs that a store keeps for later frames; further empty slabs are released.
+/// Number of empty slabs that a store keeps for future frames. Additional empty slabs are released.
 const MAX_EMPTY: u32 = 1;
 
-/// Use of a slab by this tier.
+/// How this tier uses a slab.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SlabState {
-    /// The slab does not belong to this tier, or is not in use.
+    /// The slab does not belong to this tier or is not in use.
     Foreign,
     /// The slab holds this tier's frames of one size.
     Own(SizeClass),
-    /// Like `Own`, but the slab is being emptied, so its free frames are not used.
+    /// Like `Own`, but the slab is being emptied, so none of its free frames are handed out.
     Draining(SizeClass),
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Slab {
     state: SlabState,
-    /// Number of used frames in the slab.
+    /// Number of frames in use in the slab.
     num_used: u32,
 }
 
-/// A need for a slab of this store, either by another store or by a size class of this store.
+/// A request for one of this store's slabs, made by another store or by a size class of this store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Wanted {
-    /// Only slabs below this number are suitable.
+    /// Only slabs with a number below this limit are suitable.
     pub(crate) end: u32,
-    /// The size class of this store that needs the slab; None if another store needs it.
+    /// The size class of this store that needs the slab, or None if another store needs it.
     class: Option<SizeClass>,
 }
 
-/// The frames of one store. Frames are lent to the disk threads that fill or copy them, each to one
-/// thread at a time.
+/// The frames of one store. Frames are lent to disk threads that fill or copy them; each frame is
+/// lent to one thread at a time.
 #[derive(Debug)]
 pub(crate) struct HostTier {
     pub(crate) member: Member,
@@ -56,18 +56,19 @@ pub(crate) struct HostTier {
     /// Indexed by size class.
     grids: Vec<Grid>,
     slabs: Vec<Slab>,
-    /// Number of `Own` slabs without used frames, and the maximum number to keep.
+    /// Number of `Own` slabs without frames in use.
     num_empty: u32,
+    /// Maximum number of empty slabs to keep.
     max_empty: u32,
-    /// Workers can only copy to the first `limit_bytes` of the arena.
+    /// Size of the first part of the arena, which is the only part that workers can copy to.
     limit_bytes: u64,
-    /// The size class that needs a slab of another class.
+    /// The size class that needs a slab from another class.
     hungry: Option<SizeClass>,
 }
 
 impl HostTier {
-    /// Creates the memory of a single store. Returns `InvalidConfig` if the frame sizes are
-    /// unsuitable, and `Io` if the memory cannot be allocated.
+    /// Allocates the memory of a single store. Returns `InvalidConfig` if the frame sizes are
+    /// unsuitable, and `Io` if memory cannot be allocated.
     pub(crate) fn create(host_bytes: u64, sizes: &FrameSizes) -> Result<Self> {
         let mut tier = Self::join(&Pool::of_one(host_bytes, sizes)?, None, sizes)?;
         tier.max_empty = u32::MAX;
@@ -78,7 +79,8 @@ impl HostTier {
         Ok(tier)
     }
 
-    /// Creates the tier of a store that shares a pool, without slabs yet; see [`Pool::check`].
+    /// Creates the tier of a store in a shared pool. The tier has no slabs yet. See
+    /// [`Pool::check`].
     pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>, sizes: &FrameSizes) -> Result<Self> {
         pool.check(sizes)?;
         let frames = pool.arena.frames(pool.slab_bytes(), sizes)?;
@@ -116,18 +118,18 @@ impl HostTier {
         u32::try_from(self.frame_bytes(class) / FRAME_ALIGN).unwrap_or(u32::MAX)
     }
 
-    /// Returns the number of all frames of this tier, and the number of free frames.
+    /// Returns the number of frames of this tier, and how many of them are free.
     pub(crate) fn num_frames(&self) -> (u64, u64) {
         let num_free: u64 = self.grids.iter().map(Grid::num_free).sum();
         (self.grids.iter().map(|grid| grid.num_taken).sum::<u64>() + num_free, num_free)
     }
 
-    /// Returns the size of all used frames, in bytes.
+    /// Returns the total size of all frames in use, in bytes.
     pub(crate) fn used_bytes(&self) -> u64 {
         self.grids.iter().map(|grid| grid.num_taken * grid.frames.frame_bytes).sum()
     }
 
-    /// Returns the uncompressed size of the chunks in used frames, in bytes.
+    /// Returns the uncompressed size of the chunks in all frames in use, in bytes.
     pub(crate) fn raw_bytes(&self) -> u64 {
         self.grids.iter().map(|grid| grid.num_taken * grid.raw_bytes).sum()
     }
@@ -137,8 +139,7 @@ impl HostTier {
         self.grid(class).raw_bytes
     }
 
-    /// Returns the size of the memory that the store can keep while other stores need memory, in
-    /// bytes.
+    /// Returns how much memory the store can keep when other stores need memory, in bytes.
     pub(crate) fn share_bytes(&self) -> u64 {
         let (share, pool) = (self.member.share(), &self.member.pool);
         if share >= pool.num_slabs() {
@@ -148,14 +149,14 @@ impl HostTier {
         }
     }
 
-    /// Restricts saves to frames in the first `limit_bytes`, because workers cannot copy to the
-    /// rest yet.
+    /// Restricts saves to frames in the first `limit_bytes`. Workers cannot copy to other frames
+    /// yet.
     pub(crate) fn limit(&mut self, limit_bytes: u64) {
         self.limit_bytes = limit_bytes;
     }
 
-    /// Takes the lowest free frame of the class, if it is suitable. Low frames are preferred
-    /// because their memory is probably allocated already.
+    /// Takes the lowest free frame of the class if it is suitable. The memory of low frames is most
+    /// likely allocated already.
     pub(crate) fn take(&mut self, request: FrameRequest) -> Option<FrameId> {
         let FrameRequest { class, .. } = request;
         if !self.has_free(request) {
@@ -186,9 +187,9 @@ impl HostTier {
         }
     }
 
-    /// Returns true if evicting the chunk in `frame` can help the request. It cannot if workers
-    /// cannot copy to the frame, or if the frame has a different class while a slab is being
-    /// emptied for the requested class.
+    /// Returns true if evicting the chunk in `frame` can help the request. Evicting does not help
+    /// if workers cannot copy to the frame, or if the frame has a different class and a slab is
+    /// already being emptied for the requested class.
     pub(crate) fn is_fit(&self, frame: FrameId, request: FrameRequest) -> bool {
         let FrameRequest { class, purpose } = request;
         let is_class = frame.class() == class || self.hungry != Some(class);
@@ -200,7 +201,7 @@ impl HostTier {
         purpose == FrameFor::Read || grid.frames.is_within(frame.number(), self.limit_bytes)
     }
 
-    /// Records that evictions freed no frame of this class, so that another class must release a
+    /// Records that evictions did not free a frame of this class, so another class must release a
     /// slab.
     pub(crate) fn set_hungry(&mut self, class: SizeClass) {
         if self.grids.len() > 1 {
@@ -208,17 +209,17 @@ impl HostTier {
         }
     }
 
-    /// Assigns a taken frame to a chunk.
+    /// Assigns a frame that was taken to a chunk.
     pub(crate) fn assign(&mut self, frame: FrameId, to: ChunkId) {
         self.grids[frame.class().index()].assign(frame.number(), to);
     }
 
-    /// Advances cyclically to the next frame that saves can use. Returns its chunk, if any.
+    /// Advances to the next frame that saves can use, wrapping around. Returns its chunk, if any.
     pub(crate) fn next_below_limit(&mut self, class: SizeClass) -> Option<ChunkId> {
         self.grids[class.index()].next_holder_within(self.limit_bytes)
     }
 
-    /// Releases a frame that is no longer used. Also releases its slab if the slab becomes empty
+    /// Releases a frame that is no longer in use. Also releases its slab if the slab becomes empty
     /// and is not needed.
     pub(crate) fn release_frame(&mut self, frame: FrameId) {
         debug_assert!(!self.frames.is_lent(frame), "invariant I4: {frame:?} is lent");
@@ -237,8 +238,8 @@ impl HostTier {
         }
     }
 
-    /// Lends access to a frame's bytes. Returns None if the frame is already lent, or if it is
-    /// free, because another store may use the bytes of a free frame.
+    /// Lends access to the bytes of a frame. Returns None if the frame is already lent or is free.
+    /// The bytes of a free frame may be used by another store.
     pub(crate) fn lend(&mut self, frame: FrameId) -> Option<Frame> {
         let grid = self.grids.get(frame.class().index())?;
         if grid.is_taken(frame.number()) { self.frames.lend(frame) } else { None }
@@ -250,7 +251,7 @@ impl HostTier {
 
     // -- slabs ----------------------------------------------------------------------------------
 
-    /// Assigns slabs that the pool has given to this store to the hungry class, otherwise to the
+    /// Assigns slabs that this store has received from the pool to the hungry class, or else to the
     /// class with the fewest free frames.
     pub(crate) fn collect(&mut self) {
         let arrived = self.member.collect();
@@ -266,8 +267,8 @@ impl HostTier {
         self.grids.iter().min_by_key(|grid| grid.num_free()).map(|grid| grid.class)
     }
 
-    /// Adds a slab with a suitable frame to the class: an empty slab of another class, or a slab of
-    /// the pool. Returns false if there is no such slab.
+    /// Adds a slab with a suitable frame to the class. The slab is either an empty slab of another
+    /// class or a slab from the pool. Returns false if there is no such slab.
     fn add_slab(&mut self, request: FrameRequest) -> bool {
         let FrameRequest { class, purpose } = request;
         let end = if purpose == FrameFor::Save { self.end_of_limit() } else { u32::MAX };
@@ -283,7 +284,7 @@ impl HostTier {
         at.map(|at| self.assign_slab(at, class)).is_some()
     }
 
-    /// Returns the number of leading slabs that workers can copy to, at least in part.
+    /// Returns the number of leading slabs that workers can at least partly copy to.
     fn end_of_limit(&self) -> u32 {
         let end = self.limit_bytes.div_ceil(self.member.pool.slab_bytes());
         u32::try_from(end).unwrap_or(u32::MAX)
@@ -298,7 +299,7 @@ impl HostTier {
         self.hungry = self.hungry.filter(|hungry| *hungry != class);
     }
 
-    /// Marks the slab as `Foreign`, so that its frames are no longer free.
+    /// Marks the slab as `Foreign`, so that its frames are not available.
     fn unassign_slab(&mut self, at: usize) {
         let Slab { state, num_used } = &mut self.slabs[at];
         let (SlabState::Own(class) | SlabState::Draining(class)) = *state else { return };
@@ -307,8 +308,8 @@ impl HostTier {
         self.grids[class.index()].remove_slab(at);
     }
 
-    /// Releases a slab without used frames: to the pool if another store needs it, otherwise to the
-    /// hungry class, otherwise to the pool.
+    /// Releases a slab without frames in use. The slab goes to the hungry class if there is one and
+    /// no other store needs a slab, and to the pool otherwise.
     fn release_empty_slab(&mut self, at: usize) {
         debug_assert!(
             self.slabs[at].num_used == 0 && self.slabs[at].state != SlabState::Foreign,
@@ -321,8 +322,8 @@ impl HostTier {
         }
     }
 
-    /// Returns the most urgent need for one of this store's slabs, if any. Needs of other stores
-    /// come first.
+    /// Returns the most urgent request for one of this store's slabs. Requests of other stores take
+    /// precedence.
     pub(crate) fn wanted(&self) -> Option<Wanted> {
         let asked = self.member.asked().map(|end| Wanted { end, class: None });
         let own = |class| Wanted { end: self.end_of_limit(), class: Some(class) };
@@ -334,9 +335,9 @@ impl HostTier {
         self.hungry.is_some()
     }
 
-    /// Starts to empty a slab. Chooses the slab of `coldest`, unless another slab has at most half
-    /// as many frames in use. For other stores, prefers slabs that saves cannot use. The slab is
-    /// released when its last frame in use is freed. Returns None if there is no suitable slab.
+    /// Starts to empty a slab. Picks the slab of `coldest` unless another slab has at most half as
+    /// many frames in use. For other stores, prefers slabs that saves cannot use. The slab is
+    /// released when its last frame is freed. Returns None if there is no suitable slab.
     pub(crate) fn drain(&mut self, wanted: Wanted, coldest: Option<FrameId>) -> Option<SlabId> {
         let end = self.slabs.len().min(wanted.end as usize);
         let is_own = |at: &usize| {
@@ -345,7 +346,7 @@ impl HostTier {
         };
         let fewest =
             |from: usize| (from..end).filter(is_own).min_by_key(|&at| self.slabs[at].num_used);
-        // Saves cannot use frames after the limit.
+        // Saves cannot use frames beyond the limit.
         let behind = self.end_of_limit() as usize;
         let (from, fewest) = match fewest(behind) {
             Some(at) => (behind, at),
@@ -368,7 +369,7 @@ impl HostTier {
         Some(id)
     }
 
-    /// Stops emptying a slab, so that it is used again.
+    /// Stops emptying a slab and uses it again.
     pub(crate) fn keep(&mut self, slab: SlabId) {
         let at = slab.0 as usize;
         if let SlabState::Draining(class) = self.slabs[at].state {
@@ -381,8 +382,8 @@ impl HostTier {
         matches!(self.slabs[slab.0 as usize].state, SlabState::Draining(_))
     }
 
-    /// Returns the first frame of a slab that has a chunk, starting at frame number `from`, and its
-    /// chunk.
+    /// Returns the next frame of a slab that holds a chunk, starting at frame number `from`, and
+    /// the chunk.
     pub(crate) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
         match self.slabs[slab.0 as usize].state {
             SlabState::Foreign => None,

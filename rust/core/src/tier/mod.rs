@@ -1,6 +1,5 @@
-//! Tiers store frames: `host` in shared memory, `disk` in files, and `remote` on another machine,
-//! which is only an interface so far. Tiers treat keys as opaque, and the store chooses the chunks
-//! to evict.
+//! Tiers store frames: `host` in shared memory, `disk` in files, and `remote` on another machine
+//! (so far only an interface). Tiers treat keys as opaque. The store decides which chunks to evict.
 
 pub mod disk;
 pub(crate) mod host;
@@ -15,53 +14,54 @@ use crate::Result;
 use crate::io::SizeClass;
 use crate::key::ChunkKey;
 
-/// A tier that this process owns. It has slots for one frame each, and verifies frames with
-/// checksums.
+/// A tier owned by this process. Each of its slots holds one frame, and checksums verify frames.
 ///
-/// Life of a slot: `reserve` -> `write` -> `free`. The caller owns a slot from `reserve` (or from
-/// opening, which returns stored chunks) until `free` returns Ok, and must not use it in two calls
-/// concurrently. After `close`, `write`, `read`, `free` and `clear` return `Closed`, and `reserve`
-/// returns None. [`disk::DiskTier`] implements this trait with files.
+/// Life of a slot: `reserve` -> `write` -> `free`. A caller owns a slot from `reserve` until `free`
+/// returns Ok, and must not use it in two concurrent calls. Slots of chunks that are found when the
+/// tier is opened belong to the caller as well. After `close`, `write`, `read`, `free` and `clear`
+/// return `Closed`, and `reserve` returns None. [`disk::DiskTier`] implements this trait with
+/// files.
 pub trait LocalTier: fmt::Debug + Send + Sync {
-    /// Reserves a free or new slot for frames of `class`. Returns None if no slot is available, or
-    /// not yet. Never modifies a written slot.
+    /// Reserves a free or new slot for frames of `class`. Returns None if no slot is available at
+    /// the moment. Never modifies a slot that was written.
     fn reserve(&self, class: SizeClass) -> Option<SlotId>;
 
-    /// Returns the size of a frame of `class`, in bytes; 0 if there is no such class.
+    /// Returns the frame size of `class` in bytes, or 0 if the class does not exist.
     fn frame_bytes(&self, class: SizeClass) -> u64;
 
-    /// Writes a frame to a reserved slot. After an error, `read` fails, and the caller still owns
-    /// the slot and must call `free`, or `write` again.
+    /// Writes a frame to a reserved slot. After an error, `read` fails and the caller still owns
+    /// the slot, which it must `free` or `write` again.
     fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()>;
 
-    /// Reads the frame of `key`. Returns `Corrupt` if the record or the checksum proves damage, and
-    /// `Io` if a system call failed, which proves nothing about the chunk. After an error, the
+    /// Reads the frame of `key`. Returns `Corrupt` if the record or checksum proves damage, and
+    /// `Io` if a system call failed, which says nothing about the chunk. After an error, the
     /// content of `into` is undefined.
     fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> Result<()>;
 
-    /// Permanently removes the chunk from the slot and takes the slot back. After an error, the
-    /// chunk can still be read, and the caller still owns the slot.
+    /// Permanently removes the chunk from the slot and returns the slot to the tier. After an
+    /// error, the chunk can still be read, and the caller still owns the slot.
     fn free(&self, slot: SlotId) -> Result<()>;
 
-    /// Returns true if the tier's storage can be removed while the tier is open, so that the caller
-    /// must call `removed` regularly.
+    /// Returns true if the tier's storage can be removed while the tier is open. The caller must
+    /// then call `removed` regularly.
     fn is_removable(&self) -> bool;
 
-    /// Returns the directory or file of the tier that was removed or moved while the tier was open.
-    /// Returns None if nothing was removed, or if that is unknown. Does I/O.
+    /// Returns the tier's directory or file that was removed or moved while the tier was open.
+    /// Returns None if nothing was removed or if this is unknown. Does I/O.
     fn removed(&self) -> Option<PathBuf>;
 
-    /// Returns gauges and counters. Never waits for I/O.
+    /// Returns gauges and counters. Never blocks on I/O.
     fn stats(&self) -> DiskStats;
 
-    /// Returns the log lines since the last call, oldest first. Lines beyond a limit are dropped.
+    /// Returns the log lines added since the last call, oldest first. Lines beyond a limit are
+    /// dropped.
     fn take_events(&self) -> Vec<String>;
 
-    /// Frees every written slot. Callers keep reserved slots. After an error, some chunks remain,
-    /// and their slots are still used.
+    /// Frees all written slots. Reserved slots are not affected. After an error, some chunks remain
+    /// in their slots.
     fn clear(&self) -> Result<()>;
 
-    /// Closes the tier without waiting for I/O. The last call in progress releases the tier's
-    /// resources.
+    /// Closes the tier without blocking on I/O. Resources are released when the last call in
+    /// progress returns.
     fn close(&self);
 }

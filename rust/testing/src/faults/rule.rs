@@ -1,9 +1,9 @@
-//! Rules for faults: which calls fail, and the effect of each fault. This module contains only data
-//! and touches no file.
+//! Rules for faults: which calls fail, and what effect each fault has. This module contains only
+//! data and accesses no files.
 
-/// I/O error.
+/// Input/output error.
 pub const EIO: i32 = 5;
-/// No space left.
+/// No space left on device.
 pub const ENOSPC: i32 = 28;
 /// Read-only file system.
 pub const EROFS: i32 = 30;
@@ -19,15 +19,15 @@ pub enum Call {
     Read,
     /// Writing bytes.
     Write,
-    /// Extending the file by a hole.
+    /// Extending the file with a hole.
     SetLen,
-    /// Extending the file by blocks, or filling a hole.
+    /// Extending the file with blocks, or filling a hole with blocks.
     Allocate,
     /// Freeing blocks.
     Punch,
 }
 
-/// Every call that changes a file.
+/// All calls that change a file.
 pub const CHANGES: &[Call] = &[Call::Write, Call::SetLen, Call::Allocate, Call::Punch];
 
 /// The effect of a fault on a call.
@@ -35,22 +35,23 @@ pub const CHANGES: &[Call] = &[Call::Write, Call::SetLen, Call::Allocate, Call::
 pub enum Fault {
     /// The call fails with this error number.
     Refuse(i32),
-    /// The call waits until `release` or `heal`, then succeeds.
+    /// The call blocks until `release` or `heal`, and then succeeds.
     Hang,
     /// At most this many bytes are transferred.
     Short(usize),
-    /// This many bytes are written; then the call fails with the error number, or reports success.
+    /// This many bytes are written. The call then fails with the error number or, without one,
+    /// succeeds.
     Torn(usize, Option<i32>),
-    /// A change reports success but has no effect.
+    /// A change is reported as successful but has no effect.
     Lost,
-    /// This bit (modulo the number of bits) of the transferred bytes is flipped.
+    /// This bit of the transferred bytes (modulo the number of bits) is flipped.
     Flip(usize),
-    /// The process dies: this fraction of 255 of a write is done, and later calls have no effect.
+    /// The process dies: this many 255ths of a write are done, and later calls have no effect.
     Crash(u8),
 }
 
 impl Fault {
-    /// Returns the name of the fault, for counters.
+    /// Returns the name of the fault for counters.
     pub(super) fn name(self) -> &'static str {
         match self {
             Fault::Refuse(ENOSPC) => "enospc",
@@ -66,7 +67,7 @@ impl Fault {
     }
 }
 
-/// Selects the calls that meet a fault.
+/// Selects the calls that are affected by a fault.
 #[derive(Debug, Clone, Copy)]
 pub struct Rule {
     pub(super) fault: Fault,
@@ -79,7 +80,7 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// Creates a rule for all changes of all files.
+    /// Creates a rule that applies to all changes of all files.
     pub fn new(fault: Fault) -> Self {
         Self { fault, calls: CHANGES, file: None, from: 0, skip: 0, times: u64::MAX, of_256: 256 }
     }

@@ -1,8 +1,8 @@
-//! Fuzz entry points of the disk tier: each takes arbitrary bytes and panics if the tier accepts
-//! invalid data.
+//! Fuzz entry points for the disk tier. Each entry point takes arbitrary bytes and panics if the
+//! tier accepts invalid data.
 //!
-//! Checksums reject random bytes early, so parts of the input become forged records and superblocks
-//! with valid checksums.
+//! Checksums reject random bytes early, so parts of the input are turned into forged records and
+//! superblocks with valid checksums.
 
 use crate::io::SizeClass;
 use std::fs;
@@ -26,7 +26,7 @@ use crate::{ChunkKey, ErrorKind};
 const SIZES: [u64; 2] = [4096, 12288];
 const NAMESPACE: [u8; 32] = [0x5a; 32];
 
-/// Reads numbers from the input, and zeros after its end.
+/// Reads numbers from the input, and zeros once the input is used up.
 struct Input<'a>(&'a [u8]);
 
 impl<'a> Input<'a> {
@@ -66,7 +66,7 @@ impl<'a> Input<'a> {
         Record { meta, payload: self.small(2).into(), sequence }
     }
 
-    /// Returns an index with empty, forged, torn and random records for frames of this size.
+    /// Returns an index of empty, forged, torn and random records for frames of this size.
     fn index(&mut self, frame_bytes: u64) -> Vec<u8> {
         let seed = record_seed(&NAMESPACE, frame_bytes);
         let mut index = Vec::new();
@@ -92,14 +92,14 @@ impl<'a> Input<'a> {
     }
 }
 
-/// Adds the magic and the checksum of a record to arbitrary bytes.
+/// Adds the magic and the checksum of a valid record to arbitrary bytes.
 fn forge_record(bytes: &mut RecordBytes, seed: u64) {
     bytes[..8].copy_from_slice(b"KVLREC01");
     let checksum = XxHash3_64::oneshot_with_seed(seed, &bytes[..120]);
     bytes[120..].copy_from_slice(&checksum.to_le_bytes());
 }
 
-/// Adds the format and the checksum of a superblock to JSON of the right shape.
+/// Adds the format version and checksum of a valid superblock to JSON of the right shape.
 fn forge_superblock(bytes: &[u8]) -> Option<Vec<u8>> {
     let mut forged: Superblock = serde_json::from_slice(bytes).ok()?;
     forged.format = superblock::FORMAT;
@@ -107,7 +107,7 @@ fn forge_superblock(bytes: &[u8]) -> Option<Vec<u8>> {
     serde_json::to_vec(&forged).ok()
 }
 
-/// Checks that a record that can be parsed encodes to the same bytes.
+/// Checks that each valid record encodes to the same bytes.
 pub fn parse_record(data: &[u8]) {
     let mut input = Input(data);
     let (slot, seed) = (input.small(3), input.word());
@@ -132,7 +132,7 @@ pub fn parse_record(data: &[u8]) {
     }
 }
 
-/// Checks that a superblock that can be parsed is written back unchanged.
+/// Checks that a valid superblock is written back unchanged.
 pub fn parse_superblock(data: &[u8]) {
     let forged = forge_superblock(data);
     for found in [Some(data), forged.as_deref()]
@@ -147,8 +147,8 @@ pub fn parse_superblock(data: &[u8]) {
     }
 }
 
-/// Recovers arbitrary records and checks that every recovered chunk has its parent and no chunk is
-/// recovered twice.
+/// Recovers arbitrary records. Checks that every recovered chunk has its parent and that no chunk
+/// is recovered more than once.
 pub fn recover_index(data: &[u8]) {
     let index = Input(data).index(SIZES[0]);
     let seed = record_seed(&NAMESPACE, SIZES[0]);
@@ -167,16 +167,16 @@ pub fn recover_index(data: &[u8]) {
     let kept = &recovered.entries;
     assert_eq!(kept.len() + recovered.duplicates.len() + recovered.orphans.len(), found.len());
     for (at, entry) in kept.iter().enumerate() {
-        assert!(kept[..at].iter().all(|other| other.meta.key != entry.meta.key), "found twice");
+        assert!(kept[..at].iter().all(|other| other.meta.key != entry.meta.key), "recovered twice");
         let has_parent = kept[..at]
             .iter()
             .any(|p| p.meta.key == entry.meta.parent && p.meta.depth + 1 == entry.meta.depth);
-        assert!(entry.meta.depth == 0 || has_parent, "found without its parent");
+        assert!(entry.meta.depth == 0 || has_parent, "recovered without its parent");
     }
 }
 
-/// Opens a directory with arbitrary files: inspecting it changes nothing, and opening it gives a
-/// working tier.
+/// Checks that a directory with arbitrary files is not changed by inspecting it, and that opening
+/// it gives a working tier.
 pub fn open_directory(dir: &Path, data: &[u8]) {
     let mut input = Input(data);
     let num_sizes = 1 + input.small(2) as usize;
@@ -205,7 +205,7 @@ pub fn open_directory(dir: &Path, data: &[u8]) {
             Ok(()) => assert!(frame.iter().all(|&b| b == 0)),
             Err(error) => assert_eq!(error.kind(), ErrorKind::Corrupt),
         }
-        tier.free(entry.slot).expect("a chunk can be forgotten");
+        tier.free(entry.slot).expect("every chunk can be freed");
     }
     let meta = DiskMeta { key: ChunkKey([1; 32]), parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 };
     for class in (0..2).map(SizeClass).take(num_sizes) {
@@ -216,7 +216,7 @@ pub fn open_directory(dir: &Path, data: &[u8]) {
         frame.fill(0);
         tier.read(slot, &meta.key, &mut frame).expect("read");
         assert!(frame.iter().all(|&b| b == 0xa5));
-        tier.free(slot).expect("a chunk can be forgotten");
+        tier.free(slot).expect("every chunk can be freed");
     }
 }
 

@@ -1,7 +1,7 @@
-//! The part of kvloft's test support that needs private items of kvloft-core. It is compiled as a
-//! module of that crate with the feature `testing`.
+//! The part of kvloft's test support that needs private items of kvloft-core. This module is
+//! compiled as part of that crate if the feature `testing` is enabled.
 //!
-//! `Store::check`, which recomputes the store's invariants, needs the same feature.
+//! The same feature enables `Store::check`, which recomputes the store's invariants.
 
 pub mod fuzz;
 mod page_buffer;

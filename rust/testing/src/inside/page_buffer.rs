@@ -1,9 +1,9 @@
-//! Page-aligned memory for direct I/O in tests and benches without an arena.
+//! Page-aligned memory for direct I/O in tests and benches that have no arena.
 
-/// Alignment of memory, offsets and lengths for direct I/O.
+/// Alignment required of memory, offsets and lengths for direct I/O.
 const PAGE_BYTES: usize = 4096;
 
-/// A zeroed buffer whose bytes start at a page boundary, for callers without an arena.
+/// A zeroed buffer that starts at a page boundary.
 #[derive(Debug)]
 pub struct PageBuffer {
     bytes: Vec<u8>,
@@ -12,10 +12,11 @@ pub struct PageBuffer {
 }
 
 impl PageBuffer {
-    /// Returns a buffer of `len` zeroed bytes.
+    /// Creates a buffer of `len` zeroed bytes.
     pub fn new(len: usize) -> Self {
         let bytes = vec![0_u8; len + PAGE_BYTES];
-        // A Vec's memory does not move while its length is unchanged, so this offset stays valid.
+        // The memory of a Vec does not move while its length is unchanged, so this offset stays
+        // valid.
         let start = bytes.as_ptr().addr().next_multiple_of(PAGE_BYTES) - bytes.as_ptr().addr();
         Self { bytes, start, len }
     }

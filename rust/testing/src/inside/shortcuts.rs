@@ -1,4 +1,4 @@
-//! Constructors and lookups that only tests need.
+//! Constructors and accessors that are only needed by tests.
 
 use std::sync::Arc;
 
@@ -10,22 +10,22 @@ use crate::tier::disk::{DiskConfig, DiskEntry, DiskTier};
 use crate::{ChunkKey, Result};
 
 impl Eviction {
-    /// Every policy.
+    /// All eviction policies.
     pub const ALL: [Self; 2] = [Eviction::Adaptive, Eviction::Lru];
 }
 
 impl FrameSizes {
-    /// The class whose frames have `frame_bytes` bytes.
+    /// Returns the class whose frames have `frame_bytes` bytes.
     pub fn class_of(&self, frame_bytes: u64) -> Option<SizeClass> {
         self.classes().find(|class| self.bytes(*class) == frame_bytes)
     }
 }
 
 impl HostArena {
-    /// Creates zeroed frames of one size. The kernel allocates each page at its first write.
+    /// Creates zeroed frames of one size. The kernel allocates each page when it is first written.
     ///
-    /// Returns `InvalidConfig` if `frame_bytes` is not a multiple of 4096 or nothing would be
-    /// mapped, and `Io` if a system call fails.
+    /// Returns `InvalidConfig` if `frame_bytes` is not a multiple of 4096 or the arena would be
+    /// empty, and `Io` if a system call fails.
     pub fn create(frame_bytes: u64, num_frames: u32) -> Result<(Self, Frames)> {
         let arena = Self::of_bytes(frame_bytes.saturating_mul(num_frames.into()))?;
         let frames = arena.frames(frame_bytes, &frame_bytes.into())?;
@@ -34,28 +34,28 @@ impl HostArena {
 }
 
 impl KeyChain {
-    /// Creates an empty prefix under `root`; blocks have `block_tokens` positions, at least one.
+    /// Creates an empty prefix under `root`. Blocks have `block_tokens` positions, at least one.
     pub fn new(root: ChunkKey, block_tokens: u32) -> Result<Self> {
         Self::with_lookahead(root, block_tokens, 0)
     }
 }
 
 impl ArenaInfo {
-    /// Where frames of `frame_bytes` lie; `InvalidConfig` if a slab does not hold one.
+    /// Returns the layout of frames of `frame_bytes`, or `InvalidConfig` if a slab is too small.
     pub fn grid(&self, frame_bytes: u64) -> Result<FrameGrid> {
         FrameGrid::new(self.size_bytes, self.slab_bytes, frame_bytes)
     }
 }
 
 impl Store {
-    /// Restricts saves to the first `limit_bytes`. Disk reads use any.
+    /// Restricts saves to the first `limit_bytes` of the arena. Disk reads can use all frames.
     pub fn limit_memory(&self, limit_bytes: u64) {
         self.inner.with_state(|state| state.host.limit(limit_bytes));
     }
 }
 
 impl DiskTier {
-    /// As [`Self::open_in`], in a directory with a single namespace.
+    /// Like [`Self::open_in`], but for a directory with a single namespace.
     #[expect(clippy::needless_pass_by_value, reason = "the tier owns the settings from here on")]
     pub fn open(config: DiskConfig) -> Result<(Self, Vec<DiskEntry>)> {
         Self::open_in(&config, &Arc::default())

@@ -1,4 +1,4 @@
-//! Sends admin requests to a server, each over a new connection.
+//! Sends admin requests to a server, each on a new connection.
 
 use std::path::Path;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::client::connection::Connection;
 use crate::protocol::admin::{AdminRequest, EvictReport, EvictRequest, Status};
 use crate::protocol::{Request, Response, VERSION};
 
-/// Returns the state of the server at `socket`.
+/// Returns the status of the server at `socket`.
 ///
 /// Returns `Io` if no server responds within `timeout`, and `InvalidConfig` if the server rejects
 /// the request.
@@ -19,12 +19,12 @@ pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {
     call(socket, &AdminRequest::Status, timeout)
 }
 
-/// Removes every chunk of one namespace from every tier and returns the number of chunks.
+/// Removes all chunks of one namespace from every tier. Returns the number of chunks removed.
 ///
-/// `namespace` is the beginning of the namespace's hex digest. It may be empty if the server has
-/// only one namespace. Returns the same errors as [`status`]. Also returns `InvalidConfig` if the
-/// disk does not respond, or if no namespace or more than one namespace matches. The message then
-/// lists the server's namespaces.
+/// `namespace` is a prefix of the namespace's hex digest, which may be empty if the server has only
+/// one namespace. Returns the same errors as [`status`]. Also returns `InvalidConfig` if the disk
+/// does not respond, or if no namespace or more than one namespace matches. In the latter cases,
+/// the message lists the namespaces of the server.
 pub fn clear(socket: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
     call(socket, &AdminRequest::Clear { namespace: namespace.to_owned() }, timeout)
 }
@@ -32,9 +32,9 @@ pub fn clear(socket: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
 /// Evicts the chunks of one tenant or of all tenants, either from every tier or only from host
 /// memory.
 ///
-/// `namespace` is the beginning of the namespaces' hex digests. If it is empty, all namespaces
-/// match. Returns the same errors as [`status`]. Also returns `InvalidConfig`, with a list of the
-/// server's namespaces, if no namespace matches.
+/// `namespace` is a prefix of the namespaces' hex digests. If it is empty, all namespaces match.
+/// Returns the same errors as [`status`]. Also returns `InvalidConfig` with a list of the server's
+/// namespaces if no namespace matches.
 pub fn evict(
     socket: &Path,
     namespace: &str,

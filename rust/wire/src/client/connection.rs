@@ -1,8 +1,8 @@
-//! The client side of a connection: sends requests and waits for responses until a deadline.
+//! The client side of a connection. Sends requests and waits for responses until a deadline.
 //!
-//! Responses arrive in the order of the requests. While a response is overdue, lookups return
-//! misses without sending a request, so a stopped server costs one deadline, not one per call.
-//! Commits, aborts and clears are still sent. A late response is processed when it arrives.
+//! Responses arrive in the order of their requests. While a response is overdue, lookups miss
+//! without sending a request, so a stopped server costs one deadline, not one per call. Commits,
+//! aborts and clears are still sent. Late responses are processed when they arrive.
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind as IoKind};
@@ -23,7 +23,7 @@ use crate::socket::{
     wait,
 };
 
-/// A connection with more unsent bytes than this is closed at the next request.
+/// If more bytes than this are unsent, the connection is closed at the next request.
 const MAX_UNSENT: usize = 8 << 20;
 
 #[derive(Debug)]
@@ -32,19 +32,19 @@ pub(crate) struct Connection {
     received: ReceiveBuffer,
     unsent: SendBuffer,
     next_number: u32,
-    /// Numbers of the requests that have no response yet.
+    /// Numbers of all requests that have not received a response.
     unanswered: VecDeque<u32>,
-    /// Keys of the last long prefix that the server has cached.
+    /// Keys of the last long prefix, which the server has cached.
     pub(crate) prefix_cache: PrefixCache,
     pub(crate) is_closed: bool,
-    /// True if a save has reached its deadline and no response has arrived since: later saves do
-    /// not wait.
+    /// True if a save has missed its deadline and no response has arrived since. Later saves do not
+    /// wait while this is true.
     pub(crate) is_unresponsive: bool,
 }
 
 impl Connection {
-    /// Connects to the server at `path`. Returns `Io` if no server listens or this user cannot open
-    /// the socket, and `InvalidConfig` if the server belongs to another user.
+    /// Connects to the server at `path`. Returns `Io` if no server is listening or this user cannot
+    /// open the socket, and `InvalidConfig` if the server belongs to another user.
     pub(crate) fn connect(path: &Path) -> Result<Self> {
         let fail =
             |error| Error::io(format!("no kvloft server answers at {}", path.display()), error);
@@ -59,7 +59,7 @@ impl Connection {
         let (uid, _) = peer_credentials(&stream).map_err(fail)?;
         if !is_current_user(uid) {
             return Err(Error::invalid(format!(
-                "the server at {} belongs to user {uid}, and this process is user {me}; run it with `sudo -u '#{uid}'`, or \
+                "the server at {} belongs to user {uid}, and this process runs as user {me}; run it with `sudo -u '#{uid}'`, or \
                  use a server of this user",
                 path.display()
             )));
@@ -78,20 +78,21 @@ impl Connection {
         })
     }
 
-    /// Sends the first request and returns its response with the descriptors received. Returns
-    /// `InvalidConfig` with the server's reason if the server rejects the request.
+    /// Sends the first request. Returns the response and any descriptors received with it. If the
+    /// server rejects the request, returns `InvalidConfig` with the server's reason.
     pub(crate) fn open(
         &mut self,
         request: &Request<'_>,
         timeout: Duration,
     ) -> Result<(Response, Vec<OwnedFd>)> {
         let deadline = Instant::now() + timeout;
-        let fail = |error| Error::io("the kvloft server does not answer", error);
+        let fail = |error| Error::io("the kvloft server is not responding", error);
         let late = || fail(IoKind::TimedOut.into());
         self.enqueue(request);
         let mut found = Vec::new();
         loop {
-            // On an error, read first: the server may have sent the reason for a rejection.
+            // Even after a send error, read first: the server may have sent the reason for a
+            // rejection.
             let sent = self.unsent.flush(&self.stream);
             if !wait(&*self.stream, self.poll_flags(), deadline) {
                 return Err(late());
@@ -118,7 +119,7 @@ impl Connection {
         let _gone = self.stream.shutdown(std::net::Shutdown::Both);
     }
 
-    /// Processes every response received and returns true if a response is overdue.
+    /// Processes all responses received so far. Returns true if a response is overdue.
     pub(crate) fn is_overdue(&mut self) -> bool {
         if !self.unanswered.is_empty() {
             let _none = self.exchange(None, Instant::now());
@@ -126,14 +127,14 @@ impl Connection {
         self.is_closed || !self.unanswered.is_empty()
     }
 
-    /// Sends a request and waits for its response. Returns None, a miss, at the deadline or if an
-    /// earlier response is overdue.
+    /// Sends a request and waits for the response. Returns None, which is a miss, at the deadline
+    /// or if an earlier response is overdue.
     pub(crate) fn call(&mut self, request: &Request<'_>, deadline: Instant) -> Option<Response> {
         if self.is_overdue() { None } else { self.call_always(request, deadline) }
     }
 
-    /// Like [`Self::call`], but sends the request even if an earlier response is overdue. Does not
-    /// wait in this case.
+    /// Like [`Self::call`], but sends the request even if an earlier response is overdue. The call
+    /// then does not wait for a response.
     pub(crate) fn call_always(
         &mut self,
         request: &Request<'_>,
@@ -147,9 +148,9 @@ impl Connection {
         self.exchange(Some(number), if is_overdue { Instant::now() } else { deadline })
     }
 
-    /// Sends multiple requests and waits for their responses. Returns None, a miss, for each
-    /// response that does not arrive in time, and for every request if an earlier response is
-    /// overdue.
+    /// Sends multiple requests and waits for their responses. Returns None, which is a miss, for
+    /// each response that does not arrive in time. If an earlier response is overdue, all results
+    /// are None.
     pub(crate) fn call_all(
         &mut self,
         requests: &[Request<'_>],
@@ -165,15 +166,15 @@ impl Connection {
                 answers.push(self.exchange(Some(numbers[answers.len()]), deadline));
             }
             numbers.push(self.enqueue(request));
-            self.flush(); // the server handles this request while the next request is encoded
+            self.flush(); // the server can handle this request while the next is encoded
         }
         let rest = &numbers[answers.len()..];
         answers.extend(rest.iter().map(|number| self.exchange(Some(*number), deadline)));
         answers
     }
 
-    /// Waits until no response is overdue; returns false at the deadline. Does not wait for an
-    /// unresponsive server.
+    /// Waits until no response is overdue. Returns false at the deadline. Does not wait if the
+    /// server is unresponsive.
     pub(crate) fn wait_for_overdue(&mut self, deadline: Instant) -> bool {
         while self.is_overdue() && !self.is_closed {
             if self.is_unresponsive || !spin_then_wait(&*self.stream, self.poll_flags(), deadline) {
@@ -184,7 +185,7 @@ impl Connection {
         !self.is_closed
     }
 
-    /// Like [`Self::call_all`], but first waits for overdue responses.
+    /// Like [`Self::call_all`], but waits for overdue responses first.
     pub(crate) fn call_for_saves(
         &mut self,
         requests: &[Request<'_>],
@@ -205,9 +206,9 @@ impl Connection {
         }
     }
 
-    /// Truncates a long prefix to the part that may be stored, using one request with its anchors.
-    /// Does nothing if the prefix is short or the server has cached its keys. If the request gets
-    /// no response, the next lookup is a miss.
+    /// Truncates a long prefix to the part that may be stored, by sending its anchors in one
+    /// request. Does nothing if the prefix is short or the server has its keys cached. If this
+    /// request gets no response, the next lookup is a miss.
     pub(crate) fn trim_prefix(&mut self, prefix: &mut Prefix<'_>, deadline: Instant) {
         if !self.prefix_cache.needs_anchors(prefix.keys) {
             return;
@@ -254,13 +255,13 @@ impl Connection {
         self.close_on_error(&sent);
     }
 
-    /// Sends and receives until the response to `wanted` arrives, or until the deadline.
+    /// Sends and receives until the response to `wanted` arrives or the deadline is reached.
     fn exchange(&mut self, wanted: Option<u32>, deadline: Instant) -> Option<Response> {
         let mut must_wait = wanted.is_some();
         loop {
             self.flush();
             if let Some(answer) = self.take_answer(wanted) {
-                return Some(answer); // it was received together with an earlier response
+                return Some(answer); // received together with an earlier response
             }
             if self.is_closed
                 || (must_wait && !spin_then_wait(&*self.stream, self.poll_flags(), deadline))
@@ -268,7 +269,7 @@ impl Connection {
                 return None;
             }
             let filled = self.received.fill(&self.stream);
-            // Responses received before the peer disconnected are still valid.
+            // Responses that were received before the peer disconnected are still valid.
             let answer = self.take_answer(wanted);
             self.close_on_error(&filled);
             if answer.is_some() || wanted.is_none() {
@@ -278,8 +279,8 @@ impl Connection {
         }
     }
 
-    /// Processes received responses up to the response to `wanted`, and returns its content. Aborts
-    /// the reservations in late responses.
+    /// Processes received responses up to the response to `wanted`, and returns that response.
+    /// Aborts reservations in late responses.
     fn take_answer(&mut self, wanted: Option<u32>) -> Option<Response> {
         loop {
             let next = self.received.next(MAX_MESSAGE).map(|bytes| bytes.map(Response::decode));

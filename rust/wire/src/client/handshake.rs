@@ -1,5 +1,5 @@
-//! Settings of a client, and the handshake with a server: hello, welcome, and the descriptors of
-//! the arena and the lifeline.
+//! The settings of a client, and the handshake with a server: hello, welcome, and the descriptors
+//! of the arena and the lifeline.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
@@ -12,15 +12,15 @@ use kvloft_core::{Error, ErrorKind, Result};
 use crate::client::connection::Connection;
 use crate::protocol::{Hello, Request, Response, VERSION, Welcome};
 
-/// Timeout for the welcome. The server may have to open its disk first.
+/// Timeout for the server's welcome. The server may have to open its disk first.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Settings of a client.
 #[derive(Debug, Clone)]
 pub struct ClientConfig {
-    /// Path of the server's socket.
+    /// Socket path of the server.
     pub socket: PathBuf,
-    /// Timeout for the response to a call.
+    /// Timeout for the response to each call.
     pub deadline: Duration,
     /// See `StoreConfig::namespace`.
     pub namespace: [u8; 32],
@@ -30,7 +30,7 @@ pub struct ClientConfig {
     pub description: String,
 }
 
-/// A connection that a server has accepted.
+/// A connection that was accepted by a server.
 #[derive(Debug)]
 pub(crate) struct NewConnection {
     pub(crate) connection: Connection,
@@ -41,7 +41,7 @@ pub(crate) struct NewConnection {
 
 impl NewConnection {
     /// Connects to the server. Returns `Io` if no server responds, `Busy` if the server rejects
-    /// this engine, and `InvalidConfig` if the server belongs to a different user.
+    /// this engine, and `InvalidConfig` if the server belongs to another user.
     pub(crate) fn open(config: &ClientConfig) -> Result<Self> {
         let mut connection = Connection::connect(&config.socket)?;
         let hello = Hello {
@@ -70,7 +70,7 @@ impl NewConnection {
     }
 }
 
-/// Returns the path at which another process of this user can open `fd`, and its inode.
+/// Returns the path at which other processes of this user can open `fd`, and the inode of `fd`.
 fn path_and_inode(fd: &OwnedFd) -> Result<(String, u64)> {
     let stat = rustix::fs::fstat(fd).map_err(|error| {
         Error::io("cannot inspect a descriptor from the kvloft server", error.into())

@@ -1,33 +1,34 @@
-//! Counts calls that got no response before their deadline, and decides when to log them.
+//! Counts calls that got no response by their deadline, and decides when to log missed calls.
 
 use std::time::{Duration, Instant};
 
-/// Minimum interval between log lines.
+/// Minimum interval between log lines about missed calls.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Counters of missed calls, and of the chunks not saved because of them. The first missed call is
-/// logged immediately. The number of later calls is logged at most once per [`LOG_INTERVAL`].
+/// Counters of missed calls and of the chunks that were not saved because of them. The first missed
+/// call is logged immediately. After that, new missed calls are logged at most once per
+/// [`LOG_INTERVAL`].
 #[derive(Debug, Default)]
 pub(crate) struct MissedCalls {
     pub(crate) num: u64,
-    /// Number of chunks that have no frame because their reservation got no response.
+    /// Number of chunks that got no frame because the reservation got no response.
     pub(crate) num_chunks: u64,
     num_logged: u64,
     num_chunks_logged: u64,
     last_logged: Option<Instant>,
-    /// Numbers of calls and chunks already reported to the server.
+    /// Numbers of calls and chunks that were already reported to the server.
     reported: [u64; 2],
 }
 
 impl MissedCalls {
-    /// Returns the numbers of missed calls and unsaved chunks since this function was last called,
-    /// for the server's counters.
+    /// Returns the number of missed calls and of unsaved chunks since the previous call of this
+    /// method. The numbers are sent to the server for its counters.
     pub(crate) fn take_new(&mut self) -> [u64; 2] {
         let reported = std::mem::replace(&mut self.reported, [self.num, self.num_chunks]);
         [self.num - reported[0], self.num_chunks - reported[1]]
     }
 
-    /// Returns the line to log now, if any, and marks it as logged.
+    /// Returns the next line to log and marks it as logged. Returns None if no line is due.
     pub(crate) fn log_line(
         &mut self,
         now: Instant,

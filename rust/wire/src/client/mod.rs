@@ -1,8 +1,8 @@
 //! The client of a server's store. `session` implements `Session` for [`Client`].
 //!
-//! Each call returns by its deadline. A call is a miss if there is no connection, or no response by
-//! the deadline. A background thread reconnects. A new connection first resends a clear that the
-//! server has not confirmed; otherwise, the disk could restore chunks that must not be used.
+//! Each call returns by its deadline. A call is a miss if there is no connection or no response by
+//! the deadline. A background thread reconnects. A new connection first resends any clear that the
+//! server has not confirmed. Otherwise, the disk could bring back chunks that must not be used.
 
 pub(crate) mod admin;
 mod connection;
@@ -26,11 +26,11 @@ use crate::client::state::{ClientInner, ClientState};
 use crate::protocol::{Keys, MAX_KEYS, Request, Response, SentRange};
 use crate::threads::spawn;
 
-/// Maximum number of keys in a message with more than one item. Larger batches are split so that
+/// Maximum number of keys in a message with more than one item. Larger batches are split, so that
 /// the server can handle one message while the client encodes the next.
 const KEYS_PER_MESSAGE: usize = 1024;
 
-/// A client of a server's store.
+/// A client of a store on a server.
 #[derive(Debug)]
 pub struct Client {
     pub(crate) inner: Arc<ClientInner>,
@@ -38,9 +38,9 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the server. If that fails, or the server rejects the engine, for example at its
-    /// connection limit, retries in the background. Every lookup is a miss until a connection is
-    /// established. Returns `InvalidConfig` if the server belongs to a different user.
+    /// Connects to the server. If this fails, or if the server rejects the engine (for example at
+    /// its connection limit), retries in the background. Every lookup is a miss until a connection
+    /// is established. Returns `InvalidConfig` if the server belongs to another user.
     pub fn open(config: ClientConfig) -> Result<Self> {
         let inner = Arc::new(ClientInner::new(config));
         let mut failures = ConnectFailures::default();
@@ -68,7 +68,7 @@ impl Client {
         self.inner.state()
     }
 
-    /// Processes the received responses, then returns whether a clear is still unconfirmed.
+    /// Processes received responses. Returns true if a clear has not been confirmed yet.
     pub(crate) fn is_clear_pending(&self) -> bool {
         let deadline = self.inner.deadline();
         let mut state = self.state();
@@ -84,8 +84,8 @@ impl Client {
         self.state().request(request, deadline)
     }
 
-    /// Sends the requests that `make` returns, and waits for the responses. Returns an empty list
-    /// if there is no connection or an earlier response is overdue.
+    /// Sends the requests returned by `make` and waits for the responses. Returns an empty list if
+    /// there is no connection or an earlier response is overdue.
     pub(crate) fn call_all<'a>(
         &self,
         make: impl FnOnce(&mut Connection) -> Vec<Request<'a>>,
@@ -104,7 +104,7 @@ impl Client {
         responses
     }
 
-    /// Looks up prefixes in messages of limited size. Returns None for each prefix without a
+    /// Looks up prefixes, in messages of limited size. Returns None for each prefix that got no
     /// response.
     pub(crate) fn lookup_batches(
         &self,
@@ -127,7 +127,7 @@ impl Client {
     }
 
     /// Sends reservations with the deadline for saves. Responses that do not arrive in time are
-    /// None, or missing from the end of the list.
+    /// None or missing at the end of the list.
     pub(crate) fn call_for_saves(&self, requests: &[Request<'_>]) -> Vec<Option<Response>> {
         let deadline = self.inner.save_deadline();
         let mut state = self.state();
@@ -158,18 +158,18 @@ impl Drop for Client {
     }
 }
 
-/// Truncates a prefix to the maximum number of keys that a server accepts.
+/// Truncates a prefix to the maximum number of keys accepted by a server.
 fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
     Prefix { keys: &prefix.keys[..prefix.keys.len().min(MAX_KEYS)], ..*prefix }
 }
 
-/// Returns the range to send, or None if the range ends after `MAX_KEYS` keys.
+/// Returns the range to send. Returns None if the range extends beyond `MAX_KEYS` keys.
 fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
     asked.check()?;
     let SaveRequest { prefix, units, class, is_independent } = asked.clone();
-    // The only key needed from before the range is the parent of the first chunk.
+    // Of the keys before the range, only the parent of the first chunk is needed.
     let first = units.start.saturating_sub(1);
-    // An independent chunk may belong to the key after the range.
+    // An independent chunk may depend on the key after the range.
     let end = prefix.num_units().min(units.end.saturating_add(is_independent.into()));
     let at = |unit: u32| unit.saturating_sub(prefix.first) as usize;
     let (root, keys) = (prefix.root, Keys::Own(&prefix.keys[at(first.min(end))..at(end)]));
@@ -178,11 +178,11 @@ fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
 }
 
 /// Splits items into messages of at most `KEYS_PER_MESSAGE` keys. An item with more keys is sent in
-/// a message without other items.
+/// a separate message.
 fn split_batches<T>(asked: &[T], num_keys: impl Fn(&T) -> usize) -> Vec<&[T]> {
     let (mut parts, mut start, mut total) = (Vec::new(), 0, 0);
     for (at, item) in asked.iter().enumerate() {
-        let num = num_keys(item) + 1; // plus one, to limit items without keys as well
+        let num = num_keys(item) + 1; // plus one, so that items without keys are limited too
         if at > start && total + num > KEYS_PER_MESSAGE {
             parts.push(&asked[start..at]);
             (start, total) = (at, 0);
@@ -193,8 +193,8 @@ fn split_batches<T>(asked: &[T], num_keys: impl Fn(&T) -> usize) -> Vec<&[T]> {
     parts
 }
 
-/// Returns one result per item of each message, or None for each item of a message without a
-/// response.
+/// Returns one result per item. If a message got no response, the results of all its items are
+/// None.
 fn join_responses<Q, T>(
     parts: &[&[Q]],
     responses: Vec<Option<Response>>,

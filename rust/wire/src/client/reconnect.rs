@@ -1,6 +1,7 @@
-//! The client's background thread: detects a lost connection and opens a new connection.
+//! The client's background thread, which detects a lost connection and opens a new connection.
 //!
-//! `Session::renew` switches to the new connection, so that no plan names frames of two arenas.
+//! `Session::renew` switches to the new connection, so that a plan never mixes frames of two
+//! arenas.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,7 +13,7 @@ use crate::client::handshake::NewConnection;
 use crate::client::state::ClientInner;
 use crate::socket::wait;
 
-/// Interval between attempts to connect, and between checks of the connection.
+/// Interval between attempts to connect and between checks of the connection.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum interval between attempts to connect to a server that rejects this engine.
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(60);
@@ -25,7 +26,7 @@ pub(crate) struct ConnectFailures {
 }
 
 impl ConnectFailures {
-    /// Returns the line to log; None if the last line was the same.
+    /// Returns the line to log, or None if it is the same as the previous line.
     pub(crate) fn log_line(&mut self, error: &Error) -> Option<String> {
         let reason = error.to_string();
         let is_new = self.reason != reason;
@@ -34,7 +35,7 @@ impl ConnectFailures {
             .then(|| format!("{reason}; running without the cache and retrying in the background"))
     }
 
-    /// Returns the time until the next attempt.
+    /// Returns the delay until the next attempt.
     fn retry_interval(&mut self, error: &Error) -> Duration {
         self.num_refused += u32::from(error.kind() != ErrorKind::Io);
         RETRY_INTERVAL.saturating_mul(1 << self.num_refused.min(12)).min(MAX_RETRY_INTERVAL)
@@ -42,8 +43,8 @@ impl ConnectFailures {
 }
 
 impl ClientInner {
-    /// Runs one round of the background thread: checks the connection, or tries to open a new
-    /// connection.
+    /// Runs one iteration of the background thread: checks the connection, or attempts to open a
+    /// new connection.
     pub(crate) fn maintain_connection(&self, failures: &mut ConnectFailures) {
         let stream = {
             let state = self.state();
@@ -75,7 +76,7 @@ impl ClientInner {
                 *failures = ConnectFailures::default();
             }
             Err(error) => {
-                // An `Io` error follows a lost connection, which has already been logged.
+                // An `Io` error follows a lost connection, which was already logged.
                 let line = failures.log_line(&error).filter(|_| error.kind() != ErrorKind::Io);
                 if let Some(line) = line {
                     self.state().log(Event::problem(line));

@@ -13,7 +13,7 @@ use crate::client::state::ClientState;
 use crate::client::{Client, clamp_prefix, join_responses, sent_range, split_batches};
 use crate::protocol::{Keys, MAX_KEYS, MAX_PREFIXES, Request, ReservedRange, Response};
 
-/// Interval between checks during a flush or close.
+/// Interval between checks while a flush or close waits.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 impl Session for Client {
@@ -34,7 +34,7 @@ impl Session for Client {
         let found = self.lookup_batches(prefixes, is_for_save);
         let has_lost = |state: &mut ClientState| {
             let (first, connection) = (found.first()?.as_ref()?, state.connection.as_mut()?);
-            // A single key belongs to an attached chunk, and is not part of the cached prefix.
+            // A single key belongs to an attached chunk and is not part of the cached prefix.
             let is_known = prefixes.first()?.keys.len() > 1;
             Some(is_known && connection.prefix_cache.reset_if_lost(first.stored_units))
         };
@@ -167,7 +167,10 @@ impl Session for Client {
         let mut state = self.state();
         state.send_clear(deadline);
         if state.is_clear_pending {
-            state.log(Event::problem("the kvloft server has not confirmed the clear; running without the cache until it does"));
+            state.log(Event::problem(
+                "the kvloft server has not confirmed the clear yet; running without the cache \
+                 until it does",
+            ));
         }
     }
 
@@ -234,7 +237,7 @@ impl Session for Client {
         self.state().is_save_late
     }
 
-    /// Only waits for a pending clear: the server keeps running, and writes its chunks to disk.
+    /// Waits only for a pending clear. The server keeps running and writes the chunks to disk.
     fn close(&self, timeout: Duration) {
         let end = Instant::now().checked_add(timeout);
         while self.is_clear_pending() && end.is_none_or(|end| Instant::now() < end) {

@@ -1,5 +1,5 @@
-//! State of a client: its connection, leases, counters and view of the stored chunks, and the
-//! requests that a new connection must repeat.
+//! State of a client: its connection, leases and counters, its view of the stored chunks, and the
+//! requests that must be repeated on a new connection.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -18,42 +18,42 @@ use crate::protocol::{Keys, MAX_CHANGES, Request, Response, SentChanges};
 use crate::socket::wait;
 use crate::threads::locked;
 
-/// Minimum timeout for reservations and commits. A lookup can have a shorter timeout, because a
-/// request waits for it; a save without a response is lost.
+/// Minimum timeout for reservations and commits. Lookups can have a shorter timeout,
+/// because requests wait for them. A save without a response is lost.
 const MIN_SAVE_DEADLINE: Duration = Duration::from_millis(100);
-/// Maximum number of log lines that wait for `take_events`.
+/// Maximum number of log lines queued for `take_events`.
 const MAX_EVENTS: usize = 64;
-/// Time without a response after which all chunks reported so far are treated as lost.
+/// Time without a response after which all previously reported chunks are treated as lost.
 const LOSS_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// State of a client behind its lock.
+/// State of a client, guarded by a lock.
 #[derive(Debug, Default)]
 pub(crate) struct ClientState {
     pub(crate) connection: Option<Connection>,
-    /// The connection that the next `renew` switches to.
+    /// The connection to which the next `renew` switches.
     pub(crate) next: Option<NewConnection>,
-    /// The arena of the last connection, and its descriptors until the server has exited.
+    /// The arena of the last connection, with its descriptors until the server has exited.
     pub(crate) arena: Option<(ArenaInfo, Option<[OwnedFd; 2]>)>,
-    /// Leases of this connection, each with its progress once the progress is final.
+    /// The leases of this connection. Progress is stored once it is final.
     pub(crate) leases: HashMap<LeaseId, Option<Progress>>,
     pub(crate) next_lease: u64,
     pub(crate) limit_bytes: Option<u64>,
-    /// Last keys of the prefixes with chunks that the last reservation dropped.
+    /// The last keys of prefixes for which the last reservation dropped chunks.
     pub(crate) dropped: Vec<ChunkKey>,
     pub(crate) change_feed: ChangeFeed,
-    /// True until the server confirms a clear.
+    /// True until the server has confirmed a clear.
     pub(crate) is_clear_pending: bool,
     pub(crate) stats: Vec<(String, u64)>,
     pub(crate) missed_calls: MissedCalls,
     /// See `Session::is_save_late`.
     pub(crate) is_save_late: bool,
-    /// Number of connections lost so far.
+    /// Number of connections that were lost.
     pub(crate) num_lost: u64,
     pub(crate) events: Vec<Event>,
     pub(crate) is_closed: bool,
 }
 
-/// Requests the changes of the server's store and reports missing responses as "lost".
+/// Requests the changes of the server's store. Reports missing responses as "lost".
 #[derive(Debug, Default)]
 pub(crate) struct ChangeFeed {
     /// See `Session::watch`.
@@ -61,13 +61,13 @@ pub(crate) struct ChangeFeed {
     last: FeedState,
 }
 
-/// Result of the last request.
+/// Outcome of the last request.
 #[derive(Debug, Default, Clone, Copy, PartialEq)]
 enum FeedState {
     Answered,
-    /// No response has arrived in time since this instant.
+    /// No response has arrived in time since this moment.
     Late(Instant),
-    /// Every chunk reported so far is treated as lost.
+    /// All previously reported chunks are treated as lost.
     #[default]
     Lost,
 }
@@ -80,7 +80,7 @@ pub(crate) struct ClientInner {
 }
 
 impl ClientState {
-    /// Queues a line for the engine's log; drops a repeated line and lines beyond [`MAX_EVENTS`].
+    /// Queues a line for the engine's log. Drops repeated lines and lines beyond [`MAX_EVENTS`].
     pub(crate) fn log(&mut self, event: Event) {
         let is_repeated = self.events.last().is_some_and(|last| **last == *event);
         if self.events.len() < MAX_EVENTS && !is_repeated {
@@ -92,8 +92,8 @@ impl ClientState {
         self.connection.as_ref().is_some_and(|connection| !connection.is_closed)
     }
 
-    /// Returns the connection, if it is open. A pending clear was sent on it, so the server handles
-    /// the clear before every later request.
+    /// Returns the connection if it is open. If a clear is pending, it has been sent on this
+    /// connection, so the server handles it before any later request.
     pub(crate) fn live_connection(&mut self) -> Option<&mut Connection> {
         let connection = self.connection.as_mut().filter(|connection| !connection.is_closed)?;
         if self.is_clear_pending {
@@ -102,7 +102,7 @@ impl ClientState {
         Some(connection)
     }
 
-    /// Makes a call over the connection. Counts the call if it misses the deadline.
+    /// Makes a call on the connection. Counts the call as missed if it exceeds the deadline.
     pub(crate) fn call(
         &mut self,
         deadline: Instant,
@@ -121,7 +121,7 @@ impl ClientState {
     }
 
     /// Truncates the first prefix to the part that may be stored. The server only caches the keys
-    /// of the first prefix of a message.
+    /// of the first prefix in a message.
     pub(crate) fn trim_prefix(&mut self, prefixes: &mut [Prefix<'_>], inner: &ClientInner) {
         let deadline = inner.deadline();
         if let Some(first) = prefixes.first_mut()
@@ -136,28 +136,28 @@ impl ClientState {
         }
     }
 
-    /// Returns true once for each prefix with chunks that the last reservation dropped: that lookup
-    /// is part of the save, not of a new request.
+    /// Returns true once for each prefix with chunks that the last reservation dropped. The lookup
+    /// of such a prefix is part of the save, not of a new request.
     pub(crate) fn is_save_lookup(&mut self, prefixes: &[Prefix<'_>]) -> bool {
         let [Prefix { keys: [.., end], .. }] = prefixes else { return false };
         let at = self.dropped.iter().position(|dropped| dropped == end);
         at.map(|at| self.dropped.swap_remove(at)).is_some()
     }
 
-    /// Sends a request that has no response, if there is a connection.
+    /// Sends a one-way request if there is a connection.
     pub(crate) fn send(&mut self, request: &Request<'_>) {
         if let Some(connection) = &mut self.connection {
             connection.send(request);
         }
     }
 
-    /// Switches to a new connection and repeats a frame limit and a pending clear on it.
+    /// Switches to a new connection, on which the frame limit and a pending clear are sent again.
     pub(crate) fn adopt(&mut self, new: NewConnection, deadline: Instant) {
         let NewConnection { connection, arena, fds } = new;
         self.connection = Some(connection);
         self.leases.clear();
         let is_same_memory = self.arena.as_ref().is_some_and(|(own, _)| own.id == arena.id);
-        self.arena = Some((arena, Some(fds))); // the lifeline is new even if the memory is the same
+        self.arena = Some((arena, Some(fds))); // the lifeline is new even if the memory is not
         self.limit_bytes = self.limit_bytes.filter(|_| is_same_memory);
         if let Some(limit) = self.limit_bytes {
             self.send(&Request::LimitMemory(limit));
@@ -167,9 +167,9 @@ impl ClientState {
         }
     }
 
-    /// Closes the descriptors of the arena if its server has exited, because they keep the memory
-    /// allocated. The read end of the lifeline is closed only if the server has exited or holds no
-    /// frame for this engine.
+    /// Closes the descriptors of the arena once its server has exited, because they keep the memory
+    /// allocated. The server closes its end of the lifeline only if it exits or holds no frames for
+    /// this engine.
     pub(crate) fn release_lost_arena(&mut self) {
         if let Some((_, fds)) = &mut self.arena {
             fds.take_if(|[_, lifeline]| wait(&*lifeline, PollFlags::empty(), Instant::now()));
@@ -188,7 +188,7 @@ impl ClientState {
 }
 
 impl ChangeFeed {
-    /// Returns the request to send; None if `asked` has more keys than fit in a request.
+    /// Returns the request to send, or None if `asked` contains more keys than fit in a request.
     pub(crate) fn request<'a>(
         &self,
         asked: &'a [ChunkKey],
@@ -199,7 +199,7 @@ impl ChangeFeed {
         (asked.len() <= MAX_CHANGES as usize).then_some(sent)
     }
 
-    /// Returns the changes to report for a response, or for a missing response.
+    /// Returns the changes to report, given the response or None if there was no response.
     pub(crate) fn apply(
         &mut self,
         asked: &[ChunkKey],
@@ -219,7 +219,7 @@ impl ChangeFeed {
         if self.last == FeedState::Lost {
             Changes { lost: before != FeedState::Lost, ..Changes::of_none(asked) }
         } else {
-            Changes::default() // the caller requests the same keys again
+            Changes::default() // the caller will request the same keys again
         }
     }
 }

@@ -1,6 +1,7 @@
-//! Admin messages: JSON requests and results of `kvloft status`, `kvloft evict` and `kvloft clear`.
+//! Admin messages: JSON requests and results for `kvloft status`, `kvloft evict` and `kvloft
+//! clear`.
 //!
-//! The JSON has the field names that `kvloft status --json` prints. A cache salt never crosses the
+//! The JSON uses the field names printed by `kvloft status --json`. A cache salt never crosses the
 //! socket: messages identify a tenant by the tag of its salt.
 
 use std::collections::BTreeMap;
@@ -16,35 +17,36 @@ use super::MAX_HELLO;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum AdminRequest {
-    /// Returns a [`Status`].
+    /// Requests the status. The result is a [`Status`].
     Status,
-    /// Removes every chunk of a namespace from every tier and returns their number as `u64`.
+    /// Removes all chunks of a namespace from every tier. The result is the number of chunks as a
+    /// `u64`.
     Clear {
-        /// First hex digits of the namespace; may be empty if the server has only one.
+        /// First hex digits of the namespace. May be empty if the server has only one namespace.
         namespace: String,
     },
-    /// Evicts chunks; returns an [`EvictReport`].
+    /// Evicts chunks. The result is an [`EvictReport`].
     Evict(EvictRequest),
 }
 
-/// The chunks to evict.
+/// Selects the chunks to evict.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EvictRequest {
-    /// First hex digits of the namespaces; empty for all.
+    /// First hex digits of the namespaces. Empty for all namespaces.
     pub namespace: String,
-    /// Tag of the tenant's salt; None for every chunk.
+    /// Tag of the tenant's salt. None for all chunks.
     pub tenant: Option<SaltTag>,
-    /// Evict only from host memory.
+    /// True to evict from host memory only.
     pub host_only: bool,
 }
 
 /// Result of an eviction.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EvictReport {
-    /// Number of namespaces searched, including closed namespaces on disk.
+    /// Number of namespaces that were searched, including closed namespaces on disk.
     pub num_namespaces: u64,
-    /// Chunks evicted from these namespaces.
+    /// The chunks evicted from these namespaces.
     #[serde(flatten)]
     pub evicted: Evicted,
 }
@@ -52,51 +54,51 @@ pub struct EvictReport {
 /// Counters and gauges by name.
 pub type Stats = BTreeMap<String, u64>;
 
-/// State of a server.
+/// Status of a server.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
-    /// Size of the arena in bytes; 0 before the first engine connects.
+    /// Size of the arena in bytes. 0 before the first engine connects.
     pub host_bytes: u64,
-    /// Size of each slab in bytes; the last slab of the arena is larger.
+    /// Size of each slab in bytes. The last slab of the arena may be larger.
     pub slab_bytes: u64,
     /// Counters and gauges of the server, across all namespaces.
     pub stats: Stats,
-    /// Settings that the server was started with.
+    /// Settings with which the server was started.
     pub settings: BTreeMap<String, String>,
     /// Open namespaces, sorted.
     pub namespaces: Vec<NamespaceStatus>,
-    /// Namespaces whose engines the server rejects, sorted.
+    /// Namespaces whose engines are rejected, sorted.
     #[serde(default)]
     pub refusals: Vec<RefusalStatus>,
-    /// Reason why the server cannot use its disk directory; None if it can or has no disk.
+    /// The reason why the server cannot use its disk directory, if any.
     #[serde(default)]
     pub disk_trouble: Option<String>,
 }
 
-/// A namespace whose engines the server rejects; the engines retry.
+/// A namespace whose engines the server rejects. The engines keep retrying.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RefusalStatus {
     /// First hex digits of the namespace.
     pub namespace: String,
-    /// Number of rejected connections.
+    /// Number of connections rejected.
     pub count: u64,
-    /// Reason of the last rejection.
+    /// Reason for the last rejection.
     pub reason: String,
 }
 
-/// State of one namespace.
+/// Status of a namespace.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NamespaceStatus {
-    /// The namespace's digest.
+    /// Digest of the namespace.
     pub namespace: [u8; 32],
-    /// One-line description of the namespace.
+    /// Description of the namespace, on one line.
     pub description: String,
-    /// Frame sizes in bytes, by size class.
+    /// Frame size of each size class, in bytes.
     pub frame_sizes: Vec<u64>,
     /// Number of slabs that hold frames of this namespace.
     #[serde(rename = "slabs")]
     pub num_slabs: u32,
-    /// Counters and gauges of the store; empty before the store is open.
+    /// Counters and gauges of the store. Empty until the store is open.
     pub stats: Stats,
     /// The tenants with the most chunks.
     pub tenants: Vec<Tenant>,
@@ -104,26 +106,26 @@ pub struct NamespaceStatus {
     pub engines: Vec<EngineStatus>,
 }
 
-/// One connected engine.
+/// Status of a connected engine.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineStatus {
-    /// Process id; 0 if the process is in another PID namespace.
+    /// Process id of the engine, or 0 if it runs in a different PID namespace.
     pub pid: u32,
-    /// Milliseconds since the engine connected.
+    /// Time since the engine connected, in milliseconds.
     pub connected_ms: u64,
-    /// Number of open reservations.
+    /// Number of open reservations of the engine.
     #[serde(rename = "reservations")]
     pub num_reserved: u64,
-    /// Number of open read leases.
+    /// Number of open read leases of the engine.
     #[serde(rename = "leases")]
     pub num_leases: u64,
-    /// Lookups, loads and saves so far.
+    /// Counters of lookups, loads and saves.
     #[serde(flatten)]
     pub counters: Stats,
 }
 
 impl AdminRequest {
-    /// Parses a request; None if it is malformed or longer than [`MAX_HELLO`].
+    /// Parses a request. Returns None if the request is malformed or longer than [`MAX_HELLO`].
     pub fn parse(json: &[u8]) -> Option<Self> {
         if json.len() > MAX_HELLO {
             return None;
@@ -133,13 +135,13 @@ impl AdminRequest {
 }
 
 impl Status {
-    /// Encodes the status in JSON.
+    /// Encodes the status as JSON.
     pub fn to_json(&self) -> Result<String> {
         serde_json::to_string(self)
             .map_err(|error| Error::io("cannot encode the status", error.into()))
     }
 
-    /// Returns every connected engine.
+    /// Returns all connected engines.
     pub fn engines(&self) -> impl Iterator<Item = &EngineStatus> {
         self.namespaces.iter().flat_map(|namespace| &namespace.engines)
     }

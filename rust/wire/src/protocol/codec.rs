@@ -1,6 +1,6 @@
-//! Encodes messages as little-endian bytes. [`messages`] defines the messages of one direction, and
-//! a [`Field`] is one field of a message. Decoding never panics, and only allocates memory for
-//! bytes that were received.
+//! Encodes messages as little-endian bytes. The macro [`messages`] defines all messages of one
+//! direction. Each field of a message implements [`Field`]. Decoding never panics, and only
+//! allocates memory for bytes that were received.
 
 use kvloft_core::ChunkKey;
 use kvloft_core::io::{FrameId, FrameSizes};
@@ -8,16 +8,16 @@ use kvloft_core::store::{
     Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, TierName, Tiers,
 };
 
-/// Size of the length before each message, in bytes.
+/// Size of the length prefix of each message, in bytes.
 pub const LENGTH_BYTES: usize = 4;
 
 /// Appends a message to a buffer.
 #[derive(Debug)]
 pub(crate) struct Writer<'a> {
     to: &'a mut Vec<u8>,
-    /// Offset of the message in the buffer.
+    /// Offset in the buffer at which the message starts.
     start: usize,
-    /// The last root key that was written. A repeated root key is replaced by a flag.
+    /// The last root key written. If a root key is repeated, only a flag is written.
     root: Option<ChunkKey>,
 }
 
@@ -30,7 +30,7 @@ impl<'a> Writer<'a> {
         writer
     }
 
-    /// Completes the message by writing its length.
+    /// Completes the message by filling in its length.
     pub(crate) fn end(self) {
         let num_bytes = self.to.len() - self.start - LENGTH_BYTES;
         let length = u32::try_from(num_bytes).unwrap_or(u32::MAX).to_le_bytes();
@@ -41,7 +41,7 @@ impl<'a> Writer<'a> {
         self.to.extend_from_slice(bytes);
     }
 
-    /// Writes the number of items that follow. A message always has fewer than `u32::MAX` items.
+    /// Writes the number of items that follow, which is always less than `u32::MAX`.
     pub(crate) fn count(&mut self, num: usize) {
         u32::try_from(num).unwrap_or(u32::MAX).write(self);
     }
@@ -52,7 +52,7 @@ impl<'a> Writer<'a> {
         keys.for_each(|key| self.bytes(key));
     }
 
-    /// Writes a root key, or only a flag if it equals the previous root key.
+    /// Writes a root key, or just a flag if it equals the previous root key.
     pub(crate) fn root(&mut self, root: ChunkKey) {
         let is_same = self.root == Some(root);
         is_same.write(self);
@@ -63,7 +63,7 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Reads from the front of a message. Every function returns None if the bytes are malformed.
+/// Reads a message from front to back. Methods return None if the bytes are malformed.
 #[derive(Debug)]
 pub(crate) struct Reader<'a> {
     rest: &'a [u8],
@@ -79,7 +79,7 @@ impl<'a> Reader<'a> {
         self.rest.is_empty()
     }
 
-    /// Skips the remaining fields, which may differ in other protocol versions.
+    /// Skips the remaining fields, which may be different in other protocol versions.
     pub(crate) fn skip_all(&mut self) {
         self.rest = &[];
     }
@@ -90,7 +90,7 @@ impl<'a> Reader<'a> {
         Some(*value)
     }
 
-    /// Reads the number of items and returns the bytes of all items.
+    /// Reads the number of items, then returns the bytes of all items.
     fn slice(&mut self, item_bytes: usize) -> Option<&'a [u8]> {
         let num = usize::try_from(u32::read(self)?).ok()?;
         let (slice, rest) = self.rest.split_at_checked(num.checked_mul(item_bytes)?)?;
@@ -110,7 +110,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// A field of a message.
+/// Encodes and decodes a field of a message.
 pub(crate) trait Field<'a>: Sized {
     /// Maximum number of items in a list of this type.
     const MAX_ITEMS: u32 = u32::MAX;
@@ -135,7 +135,7 @@ macro_rules! numbers {
     )+};
 }
 
-/// Implements [`Field`] for structs by encoding the given fields in order.
+/// Implements [`Field`] for structs by encoding the listed fields in order.
 macro_rules! fields {
     ($($name:ident$(<$life:lifetime>)? { $($field:tt),+ })+) => {$(
         impl<'a> Field<'a> for $name$(<$life>)? {
@@ -150,7 +150,7 @@ macro_rules! fields {
     )+};
 }
 
-/// Implements [`Field`] for types that are sent as a different type.
+/// Implements [`Field`] for types that are converted to a different type for sending.
 macro_rules! converted {
     ($($name:ty = $sent:ty: $to:expr, $from:expr;)+) => {$(
         impl<'a> Field<'a> for $name {
@@ -235,7 +235,7 @@ impl<'a, T: Field<'a>> Field<'a> for Vec<T> {
     }
 }
 
-/// Defines the messages of one direction: the kind and the ordered fields of each message.
+/// Defines the messages of one direction, each with its kind and its fields in order.
 macro_rules! messages {
     (
         $(#[$about:meta])*
@@ -250,7 +250,7 @@ macro_rules! messages {
         }
 
         impl<'a> $name$(<$life>)? {
-            /// Appends the message, preceded by its length, to `to`.
+            /// Appends the message and its length prefix to `to`.
             pub fn encode(&self, number: u32, to: &mut Vec<u8>) {
                 let mut message = Writer::begin(to, number);
                 match self {
@@ -263,7 +263,7 @@ macro_rules! messages {
                 message.end();
             }
 
-            /// Decodes a message and its number. Returns None if the message is malformed.
+            /// Decodes a message with its number. Returns None if the message is malformed.
             pub fn decode(bytes: &'a [u8]) -> Option<(u32, Self)> {
                 let mut from = Reader::new(bytes);
                 let (number, kind) = (u32::read(&mut from)?, u8::read(&mut from)?);

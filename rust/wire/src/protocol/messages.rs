@@ -1,4 +1,4 @@
-//! Requests from engines, and responses from the server.
+//! Requests sent by engines, and responses sent by the server.
 
 use kvloft_core::io::FrameSizes;
 use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation};
@@ -7,22 +7,22 @@ use crate::protocol::codec::{Field, Reader, Writer, fields, messages};
 use crate::protocol::prefix_cache::SentAnchors;
 use crate::protocol::prefixes::{Keys, SentPrefixes, SentRange};
 
-/// Version of the protocol. A server rejects clients with a different version.
+/// Version of the protocol. Servers reject clients with a different version.
 pub const VERSION: u32 = 14;
 /// Maximum number of changes queued for a listener, of keys in a request for changes, and of
-/// additional rows in the response.
+/// additional rows in a response.
 pub const MAX_CHANGES: u32 = 1 << 16;
 
-/// First request from an engine.
+/// The first request of an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {
-    /// The client's [`VERSION`].
+    /// Protocol version of the client.
     pub version: u32,
-    /// Digest of everything that determines KV bytes, except content.
+    /// Digest of everything that affects KV bytes, except content.
     pub namespace: [u8; 32],
     /// See `StoreConfig::frame_sizes`.
     pub frame_sizes: FrameSizes,
-    /// One-line description of the namespace.
+    /// Description of the namespace, on one line.
     pub description: String,
 }
 
@@ -46,72 +46,72 @@ impl<'a> Field<'a> for Hello {
     }
 }
 
-/// A request for changes in the store.
+/// A request for the changes in a store.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SentChanges<'a> {
     /// See `Session::watch`.
     pub capacity: u32,
-    /// Maximum number of changed chunks to report in addition to the chunks in `asked`.
+    /// Maximum number of changed chunks to report in addition to `asked`.
     pub limit: u32,
-    /// Keys of chunks to report even if they have not changed.
+    /// Keys of chunks to report even if these chunks have not changed.
     pub asked: Keys<'a>,
 }
 
 messages! {
-    /// A request to the server.
+    /// A request that a client sends to the server.
     enum Request<'a> {
-        /// The first request from an engine.
+        /// The first request of an engine.
         1 = Hello(hello: Hello),
         /// See `Session::lookup_many`.
         2 = Lookup(prefixes: SentPrefixes<'a>),
-        /// See `Session::acquire_all`. The engine chooses the lease's number.
+        /// See `Session::acquire_all`. The engine chooses the number of the lease.
         3 = Acquire(lease: u64, prefixes: SentPrefixes<'a>),
         /// See `Session::poll`.
         4 = Poll(lease: u64),
         /// See `Session::frames`.
         5 = Frames(lease: u64),
-        /// One-way. See `Session::release`.
+        /// One-way request. See `Session::release`.
         6 = Release(lease: u64),
         /// See `Session::reserve_many`.
         7 = Reserve(ranges: Vec<SentRange<'a>>),
         /// See `Session::commit`.
         8 = Commit(tickets: Vec<u64>),
-        /// One-way. See `Session::abort`.
+        /// One-way request. See `Session::abort`.
         9 = Abort(tickets: Vec<u64>),
         /// See `Session::discard`.
         10 = Discard(keys: Keys<'a>),
         /// See `Session::clear`.
         11 = Clear,
-        /// See `Session::stats`. Carries the number of calls that timed out since the previous such
-        /// request, and the number of chunks that were not saved because of these timeouts.
+        /// See `Session::stats`. Contains the number of calls that timed out since the previous
+        /// such request, and the number of chunks that were not saved because of these timeouts.
         12 = Stats(num_calls: u64, num_chunks: u64),
-        /// One-way. See `Session::limit_memory`.
+        /// One-way request. See `Session::limit_memory`.
         13 = LimitMemory(limit_bytes: u64),
-        /// See `Session::flush`. Asks whether no chunk is waiting to be written to disk.
+        /// See `Session::flush`. Asks whether all chunks have been written to disk.
         14 = IsSettled,
-        /// One-way. The engine is shutting down.
+        /// One-way request which announces that the engine is shutting down.
         15 = Bye,
-        /// An admin request: the protocol version, and an `AdminRequest` in JSON. Does not require
-        /// a hello.
+        /// An admin request, which needs no hello. Contains the protocol version and an
+        /// `AdminRequest` in JSON.
         16 = Admin(version: u32, json: &'a [u8]),
         /// See `Store::anchors`. The next prefix may omit its keys up to the last known anchor.
         18 = Anchors(anchors: SentAnchors<'a>),
         /// See `Session::changes`. The first such request on a connection starts recording changes.
         19 = Changes(asked: SentChanges<'a>),
-        /// Like [`Self::Lookup`], but for prefixes with chunks that a reservation dropped. These
+        /// Like [`Self::Lookup`], but for prefixes with chunks that a reservation dropped. Such
         /// lookups are not included in the counters.
         20 = LookupForSave(prefixes: SentPrefixes<'a>),
     }
 }
 
 impl Request<'_> {
-    /// Returns whether the request gets no response.
+    /// Returns true if the request gets no response.
     pub fn is_one_way(&self) -> bool {
         matches!(self, Self::Release(_) | Self::Abort(_) | Self::LimitMemory(_) | Self::Bye)
     }
 }
 
-/// Sizes of the server's arena.
+/// Memory layout of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Welcome {
     /// Size of the arena, in bytes.
@@ -120,12 +120,12 @@ pub struct Welcome {
     pub slab_bytes: u64,
 }
 
-/// Reservations for one range of chunks.
+/// The reservations for one range of chunks.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ReservedRange {
     /// Number of chunks that got no frame.
     pub num_dropped: u32,
-    /// Reserved chunks, which the engine must fill.
+    /// The reserved chunks, which the engine must fill.
     pub rows: Vec<Reservation>,
 }
 
@@ -136,30 +136,32 @@ fields! {
 }
 
 messages! {
-    /// A response from the server.
+    /// A response that the server sends to a client.
     enum Response {
-        /// Accepts an engine. Carries the descriptors of the arena and the lifeline.
+        /// Accepts an engine and carries the descriptors of the arena and the lifeline.
         1 = Welcome(sizes: Welcome),
-        /// Why the server rejected the request, in one sentence. The server then closes the
-        /// connection.
+        /// Contains, in one sentence, why the server rejected the request. The server then closes
+        /// the connection.
         2 = Refused(text: String),
-        /// Lookup results, one per prefix.
+        /// Contains one lookup result per prefix.
         3 = Found(found: Vec<Lookup>),
-        /// Progress of a lease.
+        /// Contains the progress of a lease.
         4 = Progress(progress: Progress),
-        /// Frames of a lease.
+        /// Contains the frames of a lease.
         5 = Frames(frames: Vec<LeasedFrame>),
-        /// Reservations for each range.
+        /// Contains the reservations for each range.
         6 = Reserved(ranges: Vec<ReservedRange>),
-        /// Number of committed or removed chunks. For `IsSettled`, 1 means true and 0 means false.
+        /// Contains the number of chunks committed or removed. For `IsSettled`, 1 is true and 0 is
+        /// false.
         7 = Count(number: u64),
-        /// Counters and gauges of the store.
+        /// Contains the counters and gauges of the store.
         8 = Stats(stats: Vec<(String, u64)>),
-        /// Result of an admin request, in JSON.
+        /// Contains the result of an admin request in JSON.
         9 = Admin(json: Vec<u8>),
-        /// Result of looking up anchors.
+        /// Contains the result of looking up anchors.
         10 = Anchors(anchors: Anchors),
-        /// Changes in the store. The first such response on a connection has `lost` set.
+        /// Contains changes in the store. In the first such response on a connection, `lost` is
+        /// set.
         11 = Changes(changes: Changes),
     }
 }

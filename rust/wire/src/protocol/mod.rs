@@ -1,13 +1,13 @@
-//! The wire protocol. Each message is preceded by its length (u32). Integers are little endian.
+//! The wire protocol. Each message is preceded by its length (u32). Integers are little-endian.
 //!
-//! A request is `u32 number, u8 kind, fields`. The response to a request is `u32 number, u8 kind,
-//! fields`. Responses are sent in the order of the requests. One-way requests get no response. The
-//! first request carries the protocol version, and the server rejects clients with a different
-//! version. Engine messages are binary, and admin messages contain JSON.
+//! Requests have the form `u32 number, u8 kind, fields`, and so do their responses. Responses are
+//! sent in the order of the requests. One-way requests get no response. The first request contains
+//! the protocol version, and the server rejects clients with a different version. Messages of
+//! engines are binary; admin messages contain JSON.
 //!
-//! A key identifies its whole prefix. The first prefix of a message is therefore sent without the
-//! keys that both ends have cached; further prefixes are sent in full. Before a long new prefix,
-//! the client sends its anchors (see `prefix_cache`).
+//! A key identifies its whole prefix, so the first prefix of a message is sent without the keys
+//! that both ends have cached. All other prefixes are sent in full. Before the client sends a long
+//! new prefix, it sends the anchors of the prefix (see `prefix_cache`).
 
 pub mod admin;
 pub(crate) mod codec;
@@ -22,7 +22,7 @@ pub use self::messages::{
 pub use self::prefix_cache::SentAnchors;
 pub use self::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
 
-/// Maximum size of a message, in bytes.
+/// Maximum size of any message, in bytes.
 pub const MAX_MESSAGE: usize = 64 << 20;
-/// Maximum size of an admin request and of any message before the welcome, in bytes.
+/// Maximum size of an admin request, and of any message before the welcome, in bytes.
 pub const MAX_HELLO: usize = 64 << 10;

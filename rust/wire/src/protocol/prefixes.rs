@@ -1,5 +1,5 @@
-//! Encodes prefixes in messages. A prefix consists of a root key and keys. A repeated root key is
-//! sent once.
+//! Encodes prefixes in messages. A prefix consists of a root key and keys. If a root key is
+//! repeated, it is sent only once.
 
 use std::ops::Range;
 
@@ -8,17 +8,17 @@ use kvloft_core::io::SizeClass;
 
 use crate::protocol::codec::{Field, Reader, Writer};
 
-/// Maximum number of keys in a prefix. The client truncates longer prefixes.
+/// Maximum number of keys in a prefix. Clients truncate longer prefixes.
 pub const MAX_KEYS: usize = 1 << 20;
 /// Maximum number of prefixes in a message.
 pub const MAX_PREFIXES: u32 = 1 << 16;
 
-/// Keys to send, or received keys.
+/// Keys, either to be sent or received.
 #[derive(Debug, Clone, Copy)]
 pub enum Keys<'a> {
-    /// Keys to send.
+    /// Keys to be sent.
     Own(&'a [ChunkKey]),
-    /// Received keys.
+    /// Keys that were received.
     Bytes(&'a [[u8; 32]]),
 }
 
@@ -53,22 +53,22 @@ impl PartialEq for Keys<'_> {
     }
 }
 
-/// A list of prefixes. The receiver reads the first `num_same` keys of the first prefix from its
-/// prefix cache.
+/// A list of prefixes in a message. The receiver takes the first `num_same` keys of the first
+/// prefix from its prefix cache.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SentPrefixes<'a> {
-    /// Number of leading keys of the first prefix that are not sent.
+    /// Number of leading keys of the first prefix that were omitted.
     pub num_same: u32,
-    /// Root key and keys of each prefix.
+    /// The root key and keys of each prefix.
     pub all: Vec<(ChunkKey, Keys<'a>)>,
 }
 
-/// A range of chunks to reserve. Keys of the prefix before unit `first` are not sent.
+/// A range of chunks to reserve. Keys of the prefix before unit `first` are omitted.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SentRange<'a> {
-    /// Root key.
+    /// Root key of the prefix.
     pub root: ChunkKey,
-    /// Position of the first sent key in the prefix.
+    /// Position in the prefix of the first key sent.
     pub first: u32,
     /// Keys of the prefix, starting at `first`.
     pub keys: Keys<'a>,

@@ -13,15 +13,15 @@ use crate::server::namespace::{Namespace, unix_s};
 use crate::server::shared_state::ServerState;
 use crate::threads::spawn;
 
-/// Timeout for clearing a namespace; `kvloft clear` waits a little longer.
+/// Timeout for clearing a namespace. `kvloft clear` waits slightly longer.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(25);
-/// Timeout for listing the namespaces on disk.
+/// Timeout for listing namespaces on disk.
 const LIST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout for an eviction.
 const EVICT_TIMEOUT: Duration = Duration::from_secs(50);
 
 impl ServerState {
-    /// Handles an admin request and returns its result in JSON.
+    /// Handles an admin request. Returns the result in JSON.
     pub(crate) fn answer_admin(&self, request: &AdminRequest) -> Result<Vec<u8>> {
         let json = match request {
             AdminRequest::Status => serde_json::to_vec(&self.status()),
@@ -31,19 +31,19 @@ impl ServerState {
         json.map_err(|error| Error::io("cannot encode the response", error.into()))
     }
 
-    /// Evicts chunks from open namespaces and from namespaces on disk. Returns `InvalidConfig` if
-    /// no namespace matches.
+    /// Evicts chunks from open namespaces and from closed namespaces on disk. Returns
+    /// `InvalidConfig` if no namespace matches.
     pub(crate) fn evict(&self, request: &EvictRequest) -> Result<EvictReport> {
         let (begin, mut all) = (Instant::now(), EvictReport::default());
         let deadline = begin + EVICT_TIMEOUT;
-        // Evictions run one at a time, so that each counts only its own chunks.
+        // Only one eviction runs at a time, so that each counts only its own chunks.
         let Some(_guard) = self.evict_lock.lock(deadline) else {
             all.evicted.is_cut_short = true;
             return Ok(all);
         };
-        // Closed namespaces are searched first, because a closed namespace may be opened during the
-        // eviction, and once more at the end, because an open namespace may be closed. The first
-        // search has a shorter deadline, so that a hung disk leaves time for open namespaces.
+        // Closed namespaces are searched twice: first because a closed namespace may be opened
+        // during the eviction, and again at the end because an open namespace may be closed. The
+        // first search has a shorter deadline, so that a hung disk leaves time for open namespaces.
         let before = self.evict_closed(request, begin + EVICT_TIMEOUT / 3, &mut all)?;
         let namespaces = self.namespaces.matching(&request.namespace);
         let what = Evict { salt: request.tenant, is_host_only: request.host_only };
@@ -57,7 +57,8 @@ impl ServerState {
         let after = self.evict_closed(request, deadline, &mut all)?;
         all.num_namespaces = num_namespaces;
         let ids: Vec<_> = namespaces.iter().map(|namespace| namespace.id()).collect();
-        // A namespace on disk that is in use but not open is being closed.
+        // If the disk files of a namespace are in use but the namespace is not open, it is being
+        // closed.
         all.evicted.is_cut_short |= before.intersection(&after).any(|name| !ids.contains(name));
         if all.num_namespaces == 0 && !request.namespace.is_empty() {
             return Err(self.namespaces.no_such_namespace(&request.namespace));
@@ -77,8 +78,8 @@ impl ServerState {
         Ok(all)
     }
 
-    /// Removes a tenant's chunks from closed namespaces. Returns the ids of matching namespaces
-    /// that are open.
+    /// Removes the chunks of a tenant from closed namespaces. Returns the ids of matching
+    /// namespaces that are open.
     fn evict_closed(
         &self,
         request: &EvictRequest,
@@ -103,9 +104,9 @@ impl ServerState {
         Ok(BTreeSet::new())
     }
 
-    /// Removes every chunk of the open or closed namespace that starts with the hex digits
-    /// `prefix`, and returns the number of chunks. Returns `InvalidConfig` unless exactly one
-    /// namespace matches, and `Busy` if some chunks may still be on disk.
+    /// Removes all chunks of the open or closed namespace whose hex digits start with `prefix`.
+    /// Returns the number of chunks. Returns `InvalidConfig` if no namespace or more than one
+    /// matches, and `Busy` if some chunks may still be on disk.
     pub(crate) fn clear(&self, prefix: &str) -> Result<u64> {
         let deadline = Instant::now() + CLEAR_TIMEOUT;
         let closed = self.closed(prefix, deadline);
@@ -125,7 +126,8 @@ impl ServerState {
                     open.iter().map(|namespace| namespace.id()).chain(closed.into_iter().flatten());
                 let ids = ids.collect::<Vec<_>>().join(", ");
                 let message = format!(
-                    "multiple namespaces of this kvloft server match, open or only on disk; use --namespace with one of {ids}"
+                    "more than one open or closed namespace matches; use --namespace with one of \
+                     {ids}"
                 );
                 Err(Error::invalid(message))
             }
@@ -156,7 +158,8 @@ impl ServerState {
         self.log_cleared(removed.num_chunks, id);
         if removed.is_cut_short || !removed.open.is_empty() {
             let message = format!(
-                "some chunks of namespace {id} remain: it is being opened, or the disk does not respond; run this again"
+                "some chunks of namespace {id} remain, because it is being opened or the disk \
+                 does not respond; run this again"
             );
             return Err(Error::new(ErrorKind::Busy, message));
         }
@@ -170,8 +173,8 @@ impl ServerState {
         ));
     }
 
-    /// Returns the ids of closed namespaces that match; None if the server cannot use its disk or
-    /// the disk does not respond.
+    /// Returns the ids of matching closed namespaces. Returns None if the server cannot use its
+    /// disk or the disk does not respond.
     fn closed(&self, prefix: &str, deadline: Instant) -> Option<Vec<String>> {
         let Some(disk) = self.config.disk.clone() else { return Some(Vec::new()) };
         if self.disk_trouble().is_some() {
@@ -189,7 +192,7 @@ impl ServerState {
         )
     }
 
-    /// Returns the result of `remove`, or a result with `is_cut_short` at the deadline.
+    /// Returns the result of `remove`. At the deadline, returns a result with `is_cut_short` set.
     fn remove_within(
         &self,
         deadline: Instant,
@@ -199,8 +202,8 @@ impl ServerState {
         self.run_within(deadline, remove)?.unwrap_or_else(cut_short)
     }
 
-    /// Runs `work` in another thread, one call at a time. Returns None at the deadline; the thread
-    /// continues even if the disk hangs.
+    /// Runs `work` on another thread, one call at a time. Returns None at the deadline. The thread
+    /// then continues, even if the disk hangs.
     fn run_within<T: Send + 'static>(
         &self,
         deadline: Instant,
@@ -216,13 +219,14 @@ impl ServerState {
         Ok(receive.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok())
     }
 
-    /// Returns the interval between searches for expired chunks; None if no chunk expires.
+    /// Returns the interval between searches for expired chunks. Returns None if chunks never
+    /// expire.
     pub(crate) fn expiry_interval(&self) -> Option<Duration> {
         let ttl_s = self.config.disk.as_ref().and(self.config.limits.shortest_ttl_s())?;
         Some(Duration::from_secs((u64::from(ttl_s) / 16).clamp(60, 3600)))
     }
 
-    /// Removes expired chunks of closed namespaces.
+    /// Removes expired chunks from closed namespaces.
     pub(crate) fn remove_expired(&self) {
         let Some(disk) = &self.config.disk else { return };
         let removed = remove_expired(disk, &self.namespaces.disk, &self.config.limits, unix_s());

@@ -11,34 +11,35 @@ use kvloft_core::store::{DiskSettings, TenantLimits};
 pub struct ServerConfig {
     /// Path of the socket to listen on.
     pub socket: PathBuf,
-    /// Size of host memory for frames, in bytes.
+    /// Size of the host memory for frames, in bytes.
     pub host_bytes: u64,
     /// Eviction policy of each tier.
     pub eviction: Eviction,
     /// Returns the available memory in bytes, if known. Called when an engine connects, so that
-    /// memory freed by other processes can be used without a restart.
+    /// memory freed by other processes can be used without restarting the server.
     pub available_bytes: fn() -> Option<u64>,
-    /// The disk tier, if any; engines set its description.
+    /// Settings of the disk tier, if any. Engines set the description.
     pub disk: Option<DiskSettings>,
-    /// Percent of host memory, by first hex digits of a namespace. Other namespaces with engines
-    /// share the rest equally.
+    /// Shares of host memory in percent, by the first hex digits of a namespace. All other
+    /// namespaces with engines share the rest equally.
     pub shares: Vec<(String, u32)>,
-    /// NUMA node of each shard, in order, or one node for all. Empty to let the kernel choose.
+    /// NUMA node of each shard, in order, or a single node for all shards. If empty, the kernel
+    /// chooses.
     pub numa: Vec<u32>,
-    /// Limits of each tenant, in each namespace.
+    /// Limits of each tenant within each namespace.
     pub limits: TenantLimits,
-    /// Settings to report in the status, as text by name.
+    /// Settings to report in the status, as (name, text).
     pub settings: Vec<(String, String)>,
     /// Maximum number of open connections.
     pub max_connections: usize,
-    /// Time that frames stay reserved after the last process that can write to them has unmapped
+    /// How long frames stay reserved after the last process that can write to them has unmapped
     /// them.
     pub gpu_settle: Duration,
 }
 
 impl ServerConfig {
-    /// Returns settings without a disk, with the default policy, 16 connections and half a second
-    /// for GPUs to settle.
+    /// Returns settings without a disk, with the default eviction policy, 16 connections and half a
+    /// second for GPUs to settle.
     #[must_use]
     pub fn new(socket: PathBuf, host_bytes: u64) -> Self {
         Self {

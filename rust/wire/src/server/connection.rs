@@ -1,6 +1,6 @@
-//! The server side of a connection: peer checks, framing, hello, and cleanup.
+//! The server side of a connection: peer checks, framing, the hello, and cleanup.
 //!
-//! Validates everything that it receives. `handler` handles the requests of engines.
+//! All input is validated. `handler` handles the requests of engines.
 
 use std::fs::File;
 use std::io::{BufReader, Read, Write};
@@ -27,9 +27,9 @@ use crate::socket::{
 };
 use crate::threads::{locked, spawn};
 
-/// Timeout for the first request of a connection.
+/// Timeout for the first request on a connection.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
-/// Timeout for writing to a client that does not read its responses.
+/// Timeout for writing to a client that is not reading its responses.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Size of the read buffer.
 const READ_BYTES: usize = 64 << 10;
@@ -42,15 +42,16 @@ struct ServedConnection {
     stream: UnixStream,
     number: u64,
     membership: Option<Arc<Membership>>,
-    /// The engine's lifeline, set with the membership.
+    /// The engine's lifeline, which is set together with the membership.
     lifeline: Option<Lifeline>,
     handler: EngineHandler,
     out: Vec<u8>,
-    /// True once the connection is counted as accepted; status requests are not counted.
+    /// True once the connection is included in the number of accepted connections, which excludes
+    /// status requests.
     is_counted: bool,
 }
 
-/// Sends the reason for a rejection without waiting for space in the socket's buffer.
+/// Sends the reason for a rejection. Does not wait for space in the socket's buffer.
 pub(crate) fn refuse(state: &ServerState, mut stream: &UnixStream, text: &str) {
     state.num_refused.fetch_add(1, Ordering::Relaxed);
     let mut out = Vec::new();
@@ -58,7 +59,7 @@ pub(crate) fn refuse(state: &ServerState, mut stream: &UnixStream, text: &str) {
     let _unsent = stream.set_nonblocking(true).and_then(|()| stream.write_all(&out));
 }
 
-/// Serves a connection in a new thread, or rejects it if it belongs to another user.
+/// Serves a connection on a new thread, or rejects the connection if it belongs to another user.
 pub(crate) fn start(state: &Arc<ServerState>, stream: UnixStream, number: u64) {
     let Ok((uid, pid)) = peer_credentials(&stream) else { return };
     if !is_current_user(uid) {
@@ -92,12 +93,12 @@ pub(crate) fn start(state: &Arc<ServerState>, stream: UnixStream, number: u64) {
         out: Vec::new(),
         is_counted: false,
     };
-    // If no thread starts, dropping the connection closes it.
+    // If the thread cannot be started, dropping the connection closes it.
     let _spawned = spawn("engine", move || connection.serve());
 }
 
-/// Reads the next message, of at most `max_bytes`. Allocates memory for the bytes received, not for
-/// the length announced.
+/// Reads the next message of at most `max_bytes` bytes. Allocates memory for the bytes received,
+/// not for the announced length.
 fn receive(reader: &mut impl Read, into: &mut Vec<u8>, max_bytes: usize) -> Result<(), Disconnect> {
     let mut length = [0; LENGTH_BYTES];
     reader.read_exact(&mut length)?;
@@ -117,7 +118,8 @@ fn check_version(version: u32) -> Result<(), Disconnect> {
         return Ok(());
     }
     Err(Disconnect::Refused(format!(
-        "the kvloft server uses protocol version {VERSION}, the client {version}; install the same kvloft on both"
+        "the kvloft server uses protocol version {VERSION}, and the client uses version \
+         {version}; install the same kvloft version for both"
     )))
 }
 
@@ -138,7 +140,7 @@ impl ServedConnection {
                 break end;
             }
             if reader.buffer().is_empty() {
-                // An engine often sends two or three requests in a row.
+                // An engine often sends two or three requests in a row, so spin before blocking.
                 spin(&self.stream, PollFlags::IN, Instant::now() + SPIN_TIME);
             }
         };
@@ -227,12 +229,12 @@ impl ServedConnection {
 
 impl Drop for ServedConnection {
     fn drop(&mut self) {
-        // Also drops the change listener, which a membership in quarantine does not need.
+        // This also drops the change listener, which a membership in quarantine does not need.
         self.handler = EngineHandler::default();
         let membership = self.membership.take();
         self.state.remove_peer(self.number);
-        // This is the last reference: `remove_peer` dropped the other reference, which status
-        // requests only use under the peers' lock.
+        // No other reference is left: `remove_peer` dropped the reference that status requests use
+        // under the lock of the peers.
         if let (Some(membership), Some(lifeline)) =
             (membership.and_then(Arc::into_inner), self.lifeline.take())
         {

@@ -1,7 +1,8 @@
 //! Claims a server's disk directory at startup, so that a second server reports the conflict
-//! immediately instead of when its first engine connects. Then measures the free disk space.
+//! immediately rather than when its first engine connects. After that, measures the free disk
+//! space.
 //!
-//! Until the claim succeeds, the server only uses host memory and retries.
+//! Until the claim succeeds, the server uses host memory only and retries.
 
 use std::path::Path;
 use std::sync::atomic::Ordering;
@@ -13,16 +14,16 @@ use kvloft_core::{Error, ErrorKind, Result};
 use crate::server::shared_state::{DiskSpace, ServerState};
 use crate::threads::locked;
 
-/// Timeout for the first claim, so that a hung disk does not block startup.
+/// Timeout for the first claim. A hung disk must not block startup.
 const FIRST_TIMEOUT: Duration = Duration::from_secs(1);
-/// Delay before the first retry. Each retry doubles the delay.
+/// Delay before the first retry. Doubles after each retry.
 const FIRST_RETRY: Duration = Duration::from_secs(1);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(60);
-/// Interval between measurements of the free space.
+/// Interval between measurements of free space.
 const MEASURE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Waits for the result of the first claim or for the timeout. Returns `InvalidConfig` if the
-/// directory can never be used.
+/// Waits for the first claim or the timeout. Returns `InvalidConfig` if the directory can never be
+/// used.
 pub(crate) fn await_first_claim(result: &Receiver<Option<Error>>) -> Result<()> {
     match result.recv_timeout(FIRST_TIMEOUT) {
         Ok(Some(error)) if error.kind() == ErrorKind::InvalidConfig => Err(error),
@@ -32,8 +33,8 @@ pub(crate) fn await_first_claim(result: &Receiver<Option<Error>>) -> Result<()> 
 
 impl ServerState {
     /// Claims the directory, then measures its free space until the server stops. Sends the result
-    /// of the first claim to `first`, or logs it if startup no longer waits for it. Logs later
-    /// results if they change.
+    /// of the first claim to `first`, or logs it if startup no longer waits for it. Later results
+    /// are logged when they change.
     pub(crate) fn claim_disk(&self, first: Sender<Option<Error>>) {
         let Some(disk) = &self.config.disk else { return };
         let (mut first, mut wait) = (Some(first), FIRST_RETRY);
@@ -64,10 +65,10 @@ impl ServerState {
                 self.measure_disk(&disk.dir);
             }
         }
-        self.namespaces.disk.release(); // the server may have stopped while the claim hung
+        self.namespaces.disk.release(); // the server may have stopped while the claim was hung
     }
 
-    /// Measures the free space. Keeps the previous result if the measurement fails.
+    /// Measures the free space. If the measurement fails, the previous result is kept.
     fn measure_disk(&self, dir: &Path) {
         let found = rustix::fs::statvfs(dir).map_err(std::io::Error::from);
         let closed = self.namespaces.disk.closed(dir);
@@ -78,7 +79,7 @@ impl ServerState {
         }
     }
 
-    /// Sets the reason why the disk is unused. Returns whether the reason changed.
+    /// Sets the reason why the disk is not used. Returns true if the reason changed.
     fn set_disk_trouble(&self, trouble: Option<String>) -> bool {
         let mut current = locked(&self.disk_trouble);
         let is_new = *current != trouble;

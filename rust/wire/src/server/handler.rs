@@ -1,7 +1,7 @@
-//! Handles the requests of one engine, and stores its read leases and prefix cache.
+//! Handles the requests of one engine, and stores the engine's read leases and prefix cache.
 //!
-//! Every request is validated, and its size is limited. An engine can only access leases and
-//! reservations that it created. This module must not depend on sockets.
+//! Every request is validated and limited in size. An engine can only access its own leases and
+//! reservations. This module does not access sockets.
 
 use std::collections::HashMap;
 use std::io;
@@ -21,28 +21,28 @@ use crate::server::namespace::{Count, Counters, Membership};
 
 /// Maximum number of read leases per engine.
 const MAX_LEASES: usize = 1 << 16;
-/// Maximum number of prefixes in all leases of an engine. Each prefix takes about 50 bytes.
+/// Maximum number of prefixes in all leases of an engine. Each prefix uses about 50 bytes.
 const MAX_LEASED_PREFIXES: usize = 1 << 22;
 
-/// State of one engine's connection, excluding its membership.
+/// State of one engine's connection, except for its membership.
 #[derive(Debug, Default)]
 pub(crate) struct EngineHandler {
-    /// Read leases by the number that the engine chose, each with its number of prefixes.
+    /// Read leases by the number chosen by the engine, each with the number of its prefixes.
     leases: HashMap<u64, (LeaseId, usize)>,
     num_leased: usize,
-    /// The last long prefix that came first in a message.
+    /// Keys of the last long prefix that was first in a message.
     prefix_cache: PrefixCache,
-    /// Created by the first request for changes.
+    /// Created when the engine first requests changes.
     listener: Option<Listener>,
-    /// Buffer for the keys of prefixes that are not cached, or of ranges to reserve.
+    /// Buffer for keys of prefixes that are not cached and of ranges to reserve.
     scratch: Vec<ChunkKey>,
     counters: Arc<Counters>,
-    /// Number of units up to the last anchor that the client sent. The client may truncate this
-    /// prefix before it looks up the prefix.
+    /// Number of units up to the last anchor sent by the client. The client may truncate this
+    /// prefix before looking it up.
     num_anchored: u32,
 }
 
-/// Why the server closes a connection.
+/// Reason why the server closes a connection.
 pub(crate) enum Disconnect {
     Closed,
     Refused(String),
@@ -59,7 +59,7 @@ impl EngineHandler {
         Self { counters, ..Self::default() }
     }
 
-    /// Handles a request. Returns None if the request gets no response.
+    /// Handles a request. Returns None if the request is one-way.
     pub(crate) fn respond(
         &mut self,
         request: &Request<'_>,
@@ -113,7 +113,7 @@ impl EngineHandler {
         }))
     }
 
-    /// Handles a request that gets no response.
+    /// Handles a one-way request.
     fn handle_one_way(&mut self, request: &Request<'_>, local: &Local) {
         match request {
             Request::Release(lease) => self.release(*lease, local),
@@ -194,7 +194,7 @@ impl EngineHandler {
         }
     }
 
-    /// Looks up anchors, and resets the prefix cache to the last known anchor.
+    /// Looks up anchors and resets the prefix cache to the last known anchor.
     fn anchors(&mut self, sent: &SentAnchors<'_>, local: &Local) -> Result<Response, Disconnect> {
         let all = sent.all().ok_or_else(malformed)?;
         let found = local.anchors(&all);
@@ -203,7 +203,7 @@ impl EngineHandler {
         Ok(Response::Anchors(found))
     }
 
-    /// Returns the prefixes of a message. Completes the first prefix from the prefix cache.
+    /// Returns the prefixes of a message. The first prefix is completed from the prefix cache.
     fn prefixes(&mut self, sent: &SentPrefixes<'_>) -> Result<Vec<Prefix<'_>>, Disconnect> {
         let num_same = usize::try_from(sent.num_same).unwrap_or(usize::MAX);
         let num_sent: usize = sent.all.iter().map(|(_, keys)| keys.iter().len()).sum();
@@ -250,11 +250,11 @@ impl EngineHandler {
     }
 }
 
-/// Returns the changes for `listener`, which the first request creates. Returns None if the request
-/// has too many keys.
+/// Returns the changes for `listener`, which is created by the first request. Returns None if the
+/// request contains too many keys.
 ///
-/// The first response on a connection has `lost` set, because reports on an earlier connection may
-/// be outdated.
+/// In the first response on a connection, `lost` is set, because reports on an earlier connection
+/// may be outdated.
 fn changes(
     sent: &SentChanges<'_>,
     store: &Store,

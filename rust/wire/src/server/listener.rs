@@ -1,5 +1,5 @@
-//! Listens on a private socket, with a lock file that distinguishes a stale socket from the
-//! socket of a running server.
+//! Listens on a private socket. A lock file distinguishes a stale socket from the socket of a
+//! running server.
 
 use std::fs::{DirBuilder, File, Permissions, TryLockError};
 use std::io;
@@ -13,24 +13,25 @@ use kvloft_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
-/// Maximum time for which the socket of a killed process outlives its lock.
+/// How long the socket of a killed process can outlive its lock.
 const STALE_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// A listening socket that only this user can reach. Dropping it removes the socket's file.
+/// A listening socket that only this user can access. Dropping the listener removes the socket
+/// file.
 #[derive(Debug)]
 pub(crate) struct SocketListener {
     pub(crate) socket: UnixListener,
     path: PathBuf,
-    /// Device and inode of the socket's file. Another server may replace the file if a user deletes
-    /// the lock file.
+    /// Device and inode of the socket file. If the lock file is deleted, another server may replace
+    /// the socket file.
     file: (u64, u64),
-    /// Locked while this server has the socket.
+    /// Locked while this server owns the socket.
     lock: File,
 }
 
 impl SocketListener {
-    /// Listens at `path`. Returns `Busy` if another process listens there, and `InvalidConfig` if
-    /// the directory is not private or the path is not a socket.
+    /// Listens at `path`. Returns `Busy` if another process is listening there, and `InvalidConfig`
+    /// if the directory is not private or the path is not a socket.
     pub(crate) fn bind(path: &Path) -> Result<Self> {
         create_directory(path)?;
         let lock = lock(path)?;
@@ -57,8 +58,8 @@ impl Drop for SocketListener {
     }
 }
 
-/// Returns true if another process still listens at `path` after [`STALE_TIMEOUT`]: a server that
-/// is being killed may lose its lock before its socket.
+/// Returns true if another process is still listening at `path` after [`STALE_TIMEOUT`]. A server
+/// that is being killed may lose its lock before its socket.
 fn keeps_listening(path: &Path) -> bool {
     let deadline = Instant::now() + STALE_TIMEOUT;
     while is_listening(path) {
@@ -70,8 +71,8 @@ fn keeps_listening(path: &Path) -> bool {
     false
 }
 
-/// Returns true if a process has the socket. Only a stale socket refuses a connection; other errors
-/// mean that the socket is busy, has a different type, or is not accessible.
+/// Returns true if a process owns the socket. Connections are only refused if the socket is stale;
+/// any other error means that the socket is busy, inaccessible or of a different type.
 fn is_listening(path: &Path) -> bool {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let try_connect = || {
@@ -83,8 +84,8 @@ fn is_listening(path: &Path) -> bool {
     !matches!(try_connect(), Err(Errno::CONNREFUSED | Errno::NOENT))
 }
 
-/// Listens at `path`, replacing a stale socket. Returns the socket, and the device and inode of its
-/// file.
+/// Listens at `path`, replacing a stale socket. Returns the socket, and the device and inode of the
+/// socket file.
 fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
     let fail =
         |what: &str, error: io::Error| Error::io(format!("{what} {}", path.display()), error);
@@ -107,7 +108,7 @@ fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 return Err(fail("cannot remove the stale socket", error));
             }
-            _ => {} // its server may have removed it in the meantime
+            _ => {} // its server may have just removed it
         }
     }
     let socket = UnixListener::bind(path).map_err(|error| fail("cannot listen at", error))?;
@@ -118,7 +119,7 @@ fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
     Ok((socket, file))
 }
 
-/// Returns the device and inode of the file at `path`; does not follow a link.
+/// Returns the device and inode of the file at `path`. Does not follow links.
 fn file_at(path: &Path) -> io::Result<(u64, u64)> {
     path.symlink_metadata().map(|found| (found.dev(), found.ino()))
 }
@@ -129,21 +130,21 @@ fn lock_path(socket: &Path) -> PathBuf {
     path.into()
 }
 
-/// Removes the lock file while it is locked, unless it was replaced. A process that has the
-/// file open and locks it later detects that the path has changed.
+/// Removes the lock file while it is locked, unless it was replaced. A process that already has the
+/// file open and locks it later will detect that the path has changed.
 fn remove_lock(lock: &File, socket: &Path) {
     if is_same_file(lock, &lock_path(socket)).unwrap_or(false) {
         let _gone = std::fs::remove_file(lock_path(socket));
     }
 }
 
-/// Returns whether `file` is the file at `path`; follows a link.
+/// Returns true if `file` is the file at `path`. Follows links.
 fn is_same_file(file: &File, path: &Path) -> io::Result<bool> {
     let (own, found) = (file.metadata()?, path.metadata()?);
     Ok((own.dev(), own.ino()) == (found.dev(), found.ino()))
 }
 
-/// Locks a socket's lock file. Returns `Busy` if another server has locked it.
+/// Locks the lock file of a socket. Returns `Busy` if another server has locked it.
 fn lock(socket: &Path) -> Result<File> {
     let fail =
         |what: &str, error: io::Error| Error::io(format!("{what} {}", socket.display()), error);
@@ -161,14 +162,14 @@ fn lock(socket: &Path) -> Result<File> {
             }
             TryLockError::Error(error) => fail("cannot lock the lock file of", error),
         })?;
-        // Another server may have removed the file in the meantime.
+        // Another server may have removed the file before it was locked.
         if is_same_file(&lock, &path).unwrap_or(false) {
             return Ok(lock);
         }
     }
 }
 
-/// Creates the socket's directory. An existing directory must belong to this user and must not
+/// Creates the directory of the socket. An existing directory must belong to this user and must not
 /// be writable by others.
 fn create_directory(path: &Path) -> Result<()> {
     let folder =
@@ -192,7 +193,7 @@ fn create_directory(path: &Path) -> Result<()> {
         )
     } else if !is_ours {
         format!(
-            "belongs to user {}, and this process is user {me}; give --socket a path in a directory that only this user \
+            "belongs to user {}, and this process runs as user {me}; give --socket a path in a directory that only this user \
              can write to",
             found.uid()
         )

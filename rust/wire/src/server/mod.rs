@@ -1,7 +1,7 @@
-//! The server: accepts engines of its own user and owns the stores that they share.
+//! The server accepts engines of its own user and owns the stores that they share.
 //!
-//! Runs one thread per connection, up to a limit, and threads for the disk and housekeeping. The
-//! caller handles signals and settings files.
+//! There is one thread per connection, up to a limit, and threads for the disk and for
+//! housekeeping. The caller handles signals and settings files.
 
 mod admin;
 pub(crate) mod config;
@@ -33,12 +33,12 @@ use crate::threads::{locked, spawn};
 
 /// Interval between rounds of housekeeping.
 const HOUSEKEEPING_INTERVAL: Duration = Duration::from_millis(100);
-/// Timeout for threads, and for connections, when the server closes.
+/// Timeout for threads and connections when the server closes.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Delay before the first search for expired chunks of closed namespaces.
+/// Delay before the first search for expired chunks in closed namespaces.
 const FIRST_EXPIRY: Duration = Duration::from_secs(30);
 
-/// A server, which listens until it is closed or dropped.
+/// A server that listens until it is closed or dropped.
 #[derive(Debug)]
 pub struct Server {
     pub(crate) state: Arc<ServerState>,
@@ -47,11 +47,11 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts a server. Claims the disk directory now or retries in the background, see
-    /// [`Self::disk_trouble`]. Memory is allocated and the disk tier is opened when the first
-    /// engine connects, because its hello has the frame sizes.
+    /// Starts a server. Claims the disk directory, or retries in the background (see
+    /// [`Self::disk_trouble`]). Memory is allocated and the disk tier is opened when the first
+    /// engine connects, because frame sizes are only known from its hello.
     ///
-    /// Returns `Busy` if another server has the socket, `InvalidConfig` if the socket's directory
+    /// Returns `Busy` if another server owns the socket, `InvalidConfig` if the socket's directory
     /// is not private or the shares are invalid, and `Io` if a system call fails.
     pub fn open(config: ServerConfig) -> Result<Self> {
         namespaces::check_shares(&config.shares)?;
@@ -74,32 +74,33 @@ impl Server {
         Ok(server)
     }
 
-    /// Starts a thread that `close` waits for.
+    /// Starts a thread for which `close` waits.
     pub(crate) fn spawn(&self, name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
         let thread = spawn(name, work)?;
         locked(&self.threads).push(thread);
         Ok(())
     }
 
-    /// Returns the state of the server.
+    /// Returns the status of the server.
     pub fn status(&self) -> Status {
         self.state.status()
     }
 
-    /// Returns why the server cannot use its disk directory; None if it can or has none.
+    /// Returns why the server cannot use its disk directory, or None if it can or has no disk
+    /// directory.
     pub fn disk_trouble(&self) -> Option<String> {
         self.state.disk_trouble()
     }
 
-    /// Returns the log lines since the last call, oldest first.
+    /// Returns the log lines added since the last call, oldest first.
     pub fn take_events(&self) -> Vec<String> {
         let all = self.state.namespaces.all();
         self.state.log_store_events(&all, all.len() == 1);
         std::mem::take(&mut *locked(&self.state.events))
     }
 
-    /// Closes every connection, writes pending chunks to disk until the timeout, and releases the
-    /// disk. A second call does nothing.
+    /// Closes all connections, writes pending chunks to disk until the timeout, and releases the
+    /// disk. A second call has no effect.
     pub fn close(&self, timeout: Duration) {
         self.state.is_stopping.store(true, Ordering::SeqCst);
         self.listener.shut();
@@ -135,14 +136,14 @@ fn accept(state: &Arc<ServerState>, listener: &SocketListener) {
             return;
         }
         let Ok((stream, _)) = accepted else {
-            std::thread::sleep(HOUSEKEEPING_INTERVAL); // for example, no file descriptor is left
+            std::thread::sleep(HOUSEKEEPING_INTERVAL); // for example, out of file descriptors
             continue;
         };
         if state.peers().len() >= state.config.max_connections {
             state.num_accepted.fetch_add(1, Ordering::Relaxed);
             let limit = state.config.max_connections;
             let text = format!(
-                "this kvloft server is at its limit of {limit} connections; close some of them"
+                "this kvloft server has reached its limit of {limit} connections; close some of them"
             );
             connection::refuse(state, &stream, &text);
             continue;
@@ -151,9 +152,9 @@ fn accept(state: &Arc<ServerState>, listener: &SocketListener) {
     }
 }
 
-/// Removes expired chunks of closed namespaces. The stores of open namespaces do this themselves.
+/// Removes expired chunks from closed namespaces. Open namespaces remove their own expired chunks.
 fn run_expiry(state: &ServerState, interval: Duration) {
-    // Delayed, because an engine that starts now would find its namespace in use.
+    // Delayed, because an engine that starts now would find its namespace busy.
     let mut next = Instant::now() + FIRST_EXPIRY;
     while !state.is_stopping.load(Ordering::SeqCst) {
         let left = next.saturating_duration_since(Instant::now());

@@ -1,5 +1,5 @@
 //! A namespace of a server: its store, which is opened when the first engine connects, its engines,
-//! and counters of their lookups, loads and saves.
+//! and counters of lookups, loads and saves.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -20,7 +20,7 @@ use crate::threads::locked;
 #[derive(Debug)]
 pub(crate) struct Namespace {
     pub(crate) hello: Hello,
-    /// None until the first engine has opened it.
+    /// None until the store has been opened for the first engine.
     store: OnceLock<Arc<Store>>,
     opening: Mutex<()>,
     engines: Mutex<EngineCount>,
@@ -28,14 +28,14 @@ pub(crate) struct Namespace {
     pub(crate) counters: Counters,
 }
 
-/// Number of engines of a namespace, and the time of its last change.
+/// Number of engines in a namespace, and the time of the last change.
 #[derive(Debug)]
 struct EngineCount {
     num: usize,
     changed: Instant,
 }
 
-/// An engine's membership in a namespace, with its reservations and leases.
+/// An engine's membership in a namespace, including its reservations and leases.
 #[derive(Debug)]
 pub(crate) struct Membership {
     pub(crate) namespace: Arc<Namespace>,
@@ -49,7 +49,8 @@ impl Namespace {
         Self { hello: hello.clone(), store, opening, engines, counters: Counters::default() }
     }
 
-    /// Returns the id for logs, `kvloft status` and the disk directory: the first 16 hex digits.
+    /// Returns the first 16 hex digits, used as the id in logs, `kvloft status` and the disk
+    /// directory.
     pub(crate) fn id(&self) -> String {
         namespace_id(&self.hello.namespace)
     }
@@ -66,8 +67,9 @@ impl Namespace {
         locked(&self.engines).num > 0
     }
 
-    /// Returns the time since which the namespace is idle. Returns None if it has an engine, or if
-    /// a clear is incomplete on disk, because closing the store would bring cleared chunks back.
+    /// Returns the time at which the namespace became idle. Returns None if it has an engine or if
+    /// the disk is still being cleared, because closing the store would then bring cleared chunks
+    /// back.
     pub(crate) fn idle_since(&self) -> Option<Instant> {
         let changed = Some(locked(&self.engines))
             .filter(|engines| engines.num == 0)
@@ -97,7 +99,7 @@ impl Namespace {
         Ok(Arc::clone(self.store.get_or_init(|| store)))
     }
 
-    /// Adds an engine; the first engine makes the namespace active, so that it gets memory.
+    /// Adds an engine. The first engine activates the namespace, which entitles it to memory.
     pub(crate) fn add_engine(&self) {
         let mut engines = locked(&self.engines);
         *engines = EngineCount { num: engines.num + 1, changed: Instant::now() };
@@ -143,22 +145,22 @@ pub(crate) fn store_config(hello: &Hello, config: &ServerConfig) -> StoreConfig 
     }
 }
 
-/// Identifies a counter. The engine counts the last two.
+/// Identifies a counter. Engines report the last two counters.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Count {
     Lookups,
     LookupChunks,
-    /// Chunks found in any tier.
+    /// Number of chunks found in any tier.
     LookupChunksFound,
     LoadChunks,
     SaveChunks,
-    /// Calls that got no response in time.
+    /// Number of calls that got no response in time.
     LateCalls,
-    /// Chunks not saved because of late calls.
+    /// Number of chunks that were not saved because of late calls.
     LateChunks,
 }
 
-/// Names in the status, in the order of [`Count`].
+/// Names of the counters in the status, in the order of [`Count`].
 const NAMES: [&str; 7] = [
     "lookups",
     "lookup_chunks",
@@ -190,7 +192,7 @@ impl Counters {
 
 impl Drop for Membership {
     fn drop(&mut self) {
-        // Release reservations and leases before the engine is removed.
+        // Releases reservations and leases before the engine is removed.
         if let Some(store) = self.namespace.store() {
             self.local = Local::of(Arc::clone(store));
         }

@@ -1,7 +1,8 @@
-//! The open namespaces of a server, and the memory and disk directory that they share.
+//! The open namespaces of a server, and the memory and disk directory they share.
 //!
-//! The memory is one arena, which is allocated for the first namespace. A namespace without engines
-//! stays open for engines that reconnect, until other namespaces have all of its memory.
+//! The memory is a single arena that is allocated for the first namespace. A namespace without
+//! engines remains open in case engines reconnect, until other namespaces have taken all of its
+//! memory.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -22,9 +23,9 @@ use crate::threads::locked;
 
 /// Maximum number of open namespaces.
 pub const MAX_NAMESPACES: usize = 64;
-/// Timeout for disk writes of a namespace that is closed to make room for another namespace.
+/// Timeout for disk writes of a namespace that is being closed to make room for another namespace.
 const REPLACE_TIMEOUT: Duration = Duration::from_secs(3);
-/// Name of the setting for host memory in error messages to engines.
+/// Name of the host memory setting in error messages for engines.
 const HOST_SIZE_SETTING: &str = "--host-size of this engine's kvloft server";
 
 #[derive(Debug, Default)]
@@ -38,7 +39,7 @@ struct OpenNamespaces {
 #[derive(Debug)]
 pub(crate) struct Namespaces {
     open: Mutex<OpenNamespaces>,
-    /// The disk directory of all namespaces.
+    /// The disk directory shared by all namespaces.
     pub(crate) disk: Arc<DiskRoot>,
 }
 
@@ -48,14 +49,14 @@ impl Default for Namespaces {
     }
 }
 
-/// Checks the configured shares. Returns `InvalidConfig` if a share is not 1 to 100 percent, if the
-/// sum is above 100, or if two shares match the same namespace.
+/// Validates the configured shares. Returns `InvalidConfig` if a share is not between 1 and 100
+/// percent, the sum exceeds 100 percent, or two shares match the same namespace.
 pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
     let mut names: Vec<_> = shares.iter().map(|(name, _)| name.as_str()).collect();
     names.sort_unstable();
     if let Some([name, longer]) = names.windows(2).find(|pair| pair[1].starts_with(pair[0])) {
         let message = format!(
-            "--share: two shares match one namespace: {name} covers {longer}; use more digits"
+            "--share: two shares match the same namespace: {name} covers {longer}; use more digits"
         );
         return Err(Error::invalid(message));
     }
@@ -79,8 +80,8 @@ impl OpenNamespaces {
         idle.into_iter().map(|(_, namespace)| namespace).collect()
     }
 
-    /// Returns the namespace of an engine, and the namespaces to close for it. Returns `Busy` if a
-    /// namespace to close has engines.
+    /// Returns the namespace of an engine, and the namespaces that must be closed for it. Returns
+    /// `Busy` if a namespace to close has engines.
     fn namespace(&mut self, hello: &Hello) -> Result<(Arc<Namespace>, Vec<Arc<Namespace>>)> {
         let mut gone = Vec::new();
         if let Some(namespace) = self.namespaces.get(&hello.namespace) {
@@ -103,7 +104,8 @@ impl OpenNamespaces {
         if self.namespaces.len() >= MAX_NAMESPACES {
             let Some(idle) = self.idle().first().map(|namespace| namespace.hello.namespace) else {
                 let message = format!(
-                    "this kvloft server is at its limit of {MAX_NAMESPACES} namespaces; start another server for this one"
+                    "this kvloft server has reached its limit of {MAX_NAMESPACES} namespaces; \
+                     start another server"
                 );
                 return Err(Error::new(ErrorKind::Busy, message));
             };
@@ -128,7 +130,7 @@ impl Namespaces {
         let available_bytes = (config.available_bytes)();
         let (namespace, gone, pool) = {
             let mut open = locked(&self.open);
-            // The memory of an allocated arena is already in use.
+            // Once the arena is allocated, its memory is no longer part of the available memory.
             let available_bytes = available_bytes.filter(|_| open.pool.is_none());
             StoreConfig { available_bytes, ..store_config(hello, config) }
                 .check(HOST_SIZE_SETTING)?;
@@ -143,12 +145,12 @@ impl Namespaces {
                     wake,
                 )?;
                 if !config.numa.is_empty() {
-                    // Must happen before an engine writes to the memory.
+                    // The memory must be placed before an engine writes to it.
                     log(place_memory(&pool, hello.frame_sizes.largest(), &config.numa));
                 }
                 Arc::clone(open.pool.insert(pool))
             };
-            namespace.add_engine(); // keeps it open until its store is open
+            namespace.add_engine(); // keeps the namespace open until its store is open
             (namespace, gone, pool)
         };
         for namespace in gone {
@@ -171,7 +173,7 @@ impl Namespaces {
         locked(&self.open).namespaces.values().cloned().collect()
     }
 
-    /// Returns the open namespaces that start with the hex digits `prefix`.
+    /// Returns the open namespaces whose hex digits start with `prefix`.
     pub(crate) fn matching(&self, prefix: &str) -> Vec<Arc<Namespace>> {
         self.all()
             .into_iter()
@@ -179,13 +181,13 @@ impl Namespaces {
             .collect()
     }
 
-    /// Returns the shared pool; None before the first engine.
+    /// Returns the shared pool, or None before the first engine connects.
     #[cfg(test)]
     pub(crate) fn pool(&self) -> Option<Arc<Pool>> {
         locked(&self.open).pool.clone()
     }
 
-    /// Returns the sizes of the arena and of a slab in bytes; None before the first engine.
+    /// Returns the arena size and slab size in bytes, or None before the first engine connects.
     pub(crate) fn memory(&self) -> Option<(u64, u64)> {
         locked(&self.open).pool.as_ref().map(|pool| (pool.size_bytes(), pool.slab_bytes()))
     }
@@ -204,8 +206,8 @@ impl Namespaces {
         Error::invalid(message)
     }
 
-    /// Releases slabs for namespaces that need them, first from the namespace that exceeds its
-    /// share most. Returns true if the caller should immediately call this again.
+    /// Releases slabs for namespaces that need them, starting with the namespace that exceeds its
+    /// share by the most. Returns true if this method should be called again immediately.
     pub(crate) fn release_slabs(&self) -> bool {
         let mut stores: Vec<_> =
             self.all().iter().filter_map(|namespace| namespace.store().cloned()).collect();
@@ -215,8 +217,8 @@ impl Namespaces {
         })
     }
 
-    /// Removes and returns the idle namespaces without memory. If a namespace needs disk space,
-    /// also removes another idle namespace, because a closed namespace's files can be deleted.
+    /// Removes and returns idle namespaces without memory. If a namespace needs disk space, also
+    /// removes one more idle namespace, because the files of a closed namespace can be deleted.
     pub(crate) fn remove_idle(&self) -> Vec<Arc<Namespace>> {
         let mut open = locked(&self.open);
         let mut is_short = self.disk.take_short();
@@ -240,7 +242,7 @@ impl Namespaces {
     }
 }
 
-/// Binds memory to the NUMA nodes of the shards' GPUs and returns the log line.
+/// Places memory on the NUMA nodes of the shards' GPUs. Returns the line to log.
 fn place_memory(pool: &Pool, frame_bytes: u64, nodes: &[u32]) -> String {
     let names = nodes.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
     match pool.place(frame_bytes, nodes) {
@@ -256,8 +258,8 @@ fn place_memory(pool: &Pool, frame_bytes: u64, nodes: &[u32]) -> String {
 fn shape_conflict(other: &Namespace, hello: &Hello) -> Error {
     let name = namespace_id(&hello.namespace);
     let message = format!(
-        "engines of namespace {name} on this kvloft server have chunks of {:?} bytes, and this engine's have {:?}; give them \
-         the same settings, or start another server for it",
+        "engines of namespace {name} on this kvloft server use chunks of {:?} bytes, but this \
+         engine uses {:?}; give them the same settings, or start another server for this engine",
         other.hello.frame_sizes.all(),
         hello.frame_sizes.all()
     );

@@ -1,13 +1,13 @@
-//! Holds the frames and leases of disconnected engines until no process can write to the frames.
+//! Keeps frames and leases of disconnected engines until no process can write to these frames.
 //!
 //! Workers and forked children can outlive the scheduler that reserved a frame. A membership
-//! therefore stays in quarantine until its lifeline is closed; no timeout releases it.
+//! therefore stays in quarantine until its lifeline is closed, without any timeout.
 //!
-//! A lifeline is a pipe. The engine receives the write end with the arena, and each worker reopens
-//! the write end before it maps the arena. The kernel closes the write end in every process that
-//! exits, in any PID namespace, so the read end reports a hangup once no process has the write end
-//! open. A forked child inherits both the mapping and the write end, and therefore keeps the
-//! lifeline open.
+//! A lifeline is a pipe. The engine receives the write end together with the arena, and each worker
+//! reopens the write end before it maps the arena. When a process exits, the kernel closes its
+//! write end, regardless of the PID namespace. The read end therefore reports a hangup once no
+//! process has the write end open. A forked child inherits both the mapping and the write end, so
+//! it keeps the lifeline open.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -22,31 +22,31 @@ use crate::server::namespace::Membership;
 use crate::socket::wait;
 use crate::threads::locked;
 
-/// The server's end of an engine's lifeline.
+/// The server's end of the lifeline of an engine.
 #[derive(Debug)]
 pub(crate) struct Lifeline(OwnedFd);
 
 impl Lifeline {
-    /// Creates a lifeline, and the write end that the engine receives.
+    /// Creates a lifeline, and returns it with the write end to send to the engine.
     pub(crate) fn new() -> io::Result<(Self, OwnedFd)> {
         let (read, write) = pipe_with(PipeFlags::CLOEXEC)?;
         Ok((Self(read), write))
     }
 
-    /// Returns whether every process has closed the write end.
+    /// Returns true if all processes have closed the write end.
     pub(crate) fn is_closed(&self) -> bool {
         wait(&self.0, PollFlags::empty(), Instant::now())
     }
 }
 
-/// Watches a client's process, because a forked child can keep the connection open after the
+/// Watches the process of a client, because a forked child can keep the connection open after that
 /// process exits.
 #[derive(Debug)]
 pub(crate) struct ProcessWatch(Option<OwnedFd>);
 
 impl ProcessWatch {
-    /// Watches process `pid`. A process in a different PID namespace has id 0 and cannot be
-    /// watched.
+    /// Watches the process with id `pid`. A process in a different PID namespace has id 0 and
+    /// cannot be watched.
     pub(crate) fn new(pid: u32) -> Self {
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
         Self(pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()))
@@ -67,7 +67,7 @@ struct Quarantined {
 /// Memberships of disconnected engines.
 #[derive(Debug)]
 pub(crate) struct Quarantine {
-    /// Delay between the closing of a lifeline and the release of its membership: the driver stops
+    /// Delay between the closing of a lifeline and the release of its membership. The driver stops
     /// a dead process's GPU copies shortly after its descriptors are closed.
     gpu_settle: Duration,
     entries: Mutex<Vec<Quarantined>>,
@@ -82,14 +82,14 @@ impl Quarantine {
         locked(&self.entries)
     }
 
-    /// Adds a membership if it holds a reservation or a lease, and drops it otherwise.
+    /// Adds a membership if it has reservations or leases, and drops it otherwise.
     pub(crate) fn add(&self, membership: Membership, lifeline: Lifeline) {
         if membership.local.num_open() != (0, 0) {
             self.entries().push(Quarantined { membership, lifeline, closed: None });
         }
     }
 
-    /// Releases every membership whose frames no process can write to.
+    /// Releases all memberships whose frames are no longer writable by any process.
     pub(crate) fn release_closed(&self) {
         let now = Instant::now();
         let is_released = |each: &mut Quarantined| {
@@ -99,7 +99,7 @@ impl Quarantine {
             each.closed.is_some_and(|closed| now.duration_since(closed) >= self.gpu_settle)
         };
         let released: Vec<_> = self.entries().extract_if(.., is_released).collect();
-        drop(released); // outside the lock
+        drop(released); // without holding the lock
     }
 
     pub(crate) fn num_open(&self) -> (usize, usize) {

@@ -1,19 +1,19 @@
-//! Engines that the server currently rejects: lists them in the status, and limits how often the
-//! log repeats a reason.
+//! Tracks engines that the server currently rejects, lists them in the status, and limits how often
+//! the same reason is logged.
 //!
-//! An engine retries at least once a minute, so an entry without a recent attempt belongs to an
-//! engine that has exited. The caller passes the time.
+//! An engine retries at least once per minute, so an entry without a recent attempt belongs to an
+//! engine that has exited. Callers pass in the time.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use crate::protocol::admin::RefusalStatus;
 
-/// Minimum interval between two log lines with the same reason.
+/// Minimum interval between log lines with the same reason.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
-/// An engine that has not retried for this time has exited.
+/// An engine that has not retried for this long is assumed to have exited.
 const FORGET_AFTER: Duration = Duration::from_secs(150);
-/// Maximum number of listed namespaces, and of logged reasons.
+/// Maximum number of namespaces listed, and of reasons remembered.
 const MAX_ENTRIES: usize = 64;
 
 #[derive(Debug)]
@@ -29,16 +29,16 @@ struct Logged {
     num_repeated: u64,
 }
 
-/// Rejected connections of engines.
+/// Connections of engines that were rejected.
 #[derive(Debug, Default)]
 pub(crate) struct Refusals {
     by_namespace: HashMap<String, Refused>,
-    /// By reason without digits, because the sizes in a reason vary.
+    /// Keyed by the reason without digits, because sizes in a reason vary.
     logged: HashMap<String, Logged>,
 }
 
 impl Refusals {
-    /// Counts a rejected connection of a namespace's engine.
+    /// Counts a rejected connection from an engine of a namespace.
     pub(crate) fn add(&mut self, namespace: &str, reason: &str, now: Instant) {
         self.by_namespace.retain(|_, each| now.duration_since(each.last) < FORGET_AFTER);
         let count = self.by_namespace.get(namespace).map_or(0, |each| each.count) + 1;
@@ -48,12 +48,12 @@ impl Refusals {
         }
     }
 
-    /// Removes the entry of a namespace whose engine was accepted.
+    /// Removes the entry of a namespace after one of its engines was accepted.
     pub(crate) fn remove(&mut self, namespace: &str) {
         self.by_namespace.remove(namespace);
     }
 
-    /// Returns the line to log; None if the same reason was logged recently.
+    /// Returns the line to log, or None if the same reason was logged recently.
     pub(crate) fn log_line(&mut self, pid: u32, reason: &str, now: Instant) -> Option<String> {
         let key: String = reason.chars().filter(|digit| !digit.is_ascii_digit()).collect();
         let is_recent = |logged: &Logged| now.duration_since(logged.at) < LOG_INTERVAL;
@@ -68,13 +68,13 @@ impl Refusals {
         }
         let more = match num_repeated {
             0 => String::new(),
-            1 => " (and 1 more time since the last such line)".to_owned(),
-            num => format!(" (and {num} more times since the last such line)"),
+            1 => " (and 1 more time since this was last logged)".to_owned(),
+            num => format!(" (and {num} more times since this was last logged)"),
         };
         Some(format!("rejected process {pid}: {reason}{more}"))
     }
 
-    /// Returns the namespaces whose engines are rejected, sorted.
+    /// Returns the namespaces whose engines are currently rejected, sorted.
     pub(crate) fn status(&self, now: Instant) -> Vec<RefusalStatus> {
         let recent = self
             .by_namespace
@@ -108,7 +108,7 @@ mod tests {
         assert_eq!(
             line(11, 61).as_deref(),
             Some(
-                "rejected process 7: more than the 11 MiB (and 3 more times since the last such line)"
+                "rejected process 7: more than the 11 MiB (and 3 more times since this was last logged)"
             )
         );
         assert!(refusals.log_line(7, "another reason", start).is_some());

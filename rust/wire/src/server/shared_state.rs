@@ -18,27 +18,27 @@ use crate::server::quarantine::{ProcessWatch, Quarantine};
 use crate::server::refusals::Refusals;
 use crate::threads::{TimedLock, locked};
 
-/// Maximum number of log lines that wait for `take_events`.
+/// Maximum number of log lines queued for `take_events`.
 const MAX_EVENTS: usize = 256;
 
-/// The part of a connection that other threads use.
+/// The part of a connection that is used by other threads.
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) stream: UnixStream,
     pub(crate) pid: u32,
     pub(crate) watch: ProcessWatch,
     pub(crate) since: Instant,
-    /// Set by the hello.
+    /// Set when the hello is accepted.
     pub(crate) membership: Option<Arc<Membership>>,
     pub(crate) counters: Arc<Counters>,
 }
 
-/// Disk space at the last successful measurement. A disk may hang, so this can be old.
+/// Disk space when it was last measured. The measurement can be old if the disk hangs.
 #[derive(Debug, Clone)]
 pub(crate) struct DiskSpace {
-    /// Bytes that this user can still write to the file system.
+    /// Space that this user can still use on the file system, in bytes.
     pub(crate) free_bytes: u64,
-    /// Bytes used by each namespace that was closed at that time, by directory name.
+    /// Size in bytes of each namespace that was closed when it was measured, by directory name.
     pub(crate) closed: BTreeMap<String, u64>,
 }
 
@@ -48,9 +48,9 @@ pub(crate) struct ServerState {
     pub(crate) config: ServerConfig,
     pub(crate) namespaces: Namespaces,
     pub(crate) quarantine: Quarantine,
-    /// Held during an eviction, so that each eviction only counts its own chunks.
+    /// Held during an eviction, so that each eviction counts only its own chunks.
     pub(crate) evict_lock: Arc<TimedLock>,
-    /// Held during disk I/O on closed namespaces, which may hang.
+    /// Held during disk I/O on closed namespaces, which can hang.
     pub(crate) closed_lock: Arc<TimedLock>,
     peers: Mutex<HashMap<u64, Peer>>,
     pub(crate) peer_left: Condvar,
@@ -59,13 +59,13 @@ pub(crate) struct ServerState {
     /// The housekeeping thread.
     pub(crate) housekeeper: Arc<OnceLock<Thread>>,
     pub(crate) num_accepted: AtomicU64,
-    /// Number of engines accepted so far.
+    /// Number of engines that have been accepted.
     pub(crate) num_joined: AtomicU64,
     pub(crate) num_refused: AtomicU64,
     pub(crate) refusals: Mutex<Refusals>,
-    /// Reason why the server cannot use its disk directory.
+    /// The reason why the server cannot use its disk directory, if any.
     pub(crate) disk_trouble: Mutex<Option<String>>,
-    /// None until the first measurement.
+    /// None until the space is first measured.
     pub(crate) disk_space: Mutex<Option<DiskSpace>>,
 }
 
@@ -74,7 +74,7 @@ impl ServerState {
         let unclaimed = config
             .disk
             .as_ref()
-            .map(|disk| format!("disk_path {} does not answer", disk.dir.display()));
+            .map(|disk| format!("disk_path {} is not responding", disk.dir.display()));
         let disk_trouble = Mutex::new(unclaimed); // until the first claim
         Self {
             quarantine: Quarantine::new(config.gpu_settle),
@@ -100,7 +100,7 @@ impl ServerState {
         locked(&self.peers)
     }
 
-    /// Removes a closed connection and its reference to the membership.
+    /// Removes a closed connection together with its reference to the membership.
     pub(crate) fn remove_peer(&self, number: u64) {
         let left = self.peers().remove(&number);
         if let Some(event) = left.as_ref().and_then(Peer::departure_line)
@@ -112,14 +112,14 @@ impl ServerState {
         self.peer_left.notify_all();
     }
 
-    /// Closes connections whose process has exited, because a forked child keeps the socket open.
+    /// Closes connections whose process has exited. A forked child may keep the socket open.
     pub(crate) fn disconnect_dead_peers(&self) {
         for peer in self.peers().values().filter(|peer| peer.watch.has_ended()) {
             let _gone = peer.stream.shutdown(std::net::Shutdown::Both);
         }
     }
 
-    /// Queues a line for the server's log; drops lines beyond [`MAX_EVENTS`].
+    /// Queues a line for the server's log. Lines beyond [`MAX_EVENTS`] are dropped.
     pub(crate) fn log(&self, event: String) {
         let mut events = locked(&self.events);
         if events.len() < MAX_EVENTS {
@@ -127,26 +127,27 @@ impl ServerState {
         }
     }
 
-    /// Adds an engine to its namespace; opens the namespace if needed.
+    /// Adds an engine to its namespace. Opens the namespace if needed.
     pub(crate) fn join(&self, hello: &Hello) -> Result<Membership> {
         let housekeeper = Arc::clone(&self.housekeeper);
         let wake = move || housekeeper.get().map_or((), Thread::unpark);
         let membership =
             self.namespaces.join(hello, &self.config, wake, |event| self.log(event))?;
         if self.is_stopping.load(Ordering::SeqCst) {
-            // Its disk may have hung until the server had closed all other namespaces.
+            // The disk may have been hung until the server had closed all other namespaces.
             membership.namespace.close(Duration::ZERO);
             return Err(Error::new(ErrorKind::Busy, "this kvloft server is shutting down"));
         }
         Ok(membership)
     }
 
-    /// Returns why the server cannot use its disk directory; None if it can or has none.
+    /// Returns why the server cannot use its disk directory, or None if it can or has no disk
+    /// directory.
     pub(crate) fn disk_trouble(&self) -> Option<String> {
         locked(&self.disk_trouble).clone()
     }
 
-    /// Queues the log lines of stores, each with its namespace unless `is_one` is true.
+    /// Queues the log lines of stores. Each line names its namespace unless `is_one` is true.
     pub(crate) fn log_store_events(&self, namespaces: &[Arc<Namespace>], is_one: bool) {
         for namespace in namespaces {
             for event in namespace.store().map(|store| store.take_events()).unwrap_or_default() {
@@ -160,8 +161,8 @@ impl ServerState {
         }
     }
 
-    /// Moves slabs to the namespaces that need them and closes idle namespaces without memory.
-    /// Returns true if the caller should immediately call this again.
+    /// Moves slabs to namespaces that need them, and closes idle namespaces without memory. Returns
+    /// true if this method should be called again immediately.
     pub(crate) fn rebalance(&self) -> bool {
         if self.namespaces.release_slabs() {
             return true;

@@ -9,7 +9,7 @@ use crate::server::namespace::Namespace;
 use crate::server::shared_state::{DiskSpace, Peer, ServerState};
 use crate::threads::locked;
 
-/// Maximum number of tenants reported for each namespace.
+/// Maximum number of tenants reported per namespace.
 const MAX_TENANTS: usize = 16;
 
 impl ServerState {

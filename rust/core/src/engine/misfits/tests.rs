@@ -1,4 +1,4 @@
-//! Tests that a few misfits only affect their own keys, while many misfits affect all chunks.
+//! Tests that a few misfits affect only their own keys, while many misfits affect all chunks.
 
 use super::*;
 
@@ -15,7 +15,7 @@ fn a_few_misfits_concern_their_own_keys_and_many_all() {
     (0..63).for_each(|nth| misfits.add(key(nth)));
     assert!(!misfits.may_fit(&key(3)) && misfits.may_fit(&key(100)) && !misfits.are_all());
     (63..300).for_each(|nth| misfits.add(key(nth)));
-    assert!(misfits.are_all(), "1000 of 1300 fit");
+    assert!(misfits.are_all(), "only 1000 of 1300 chunks fit");
     misfits.num_saved += 1000;
     assert!(!misfits.are_all());
 }

@@ -1,9 +1,9 @@
-//! Tests the aims of eviction policies: used chunks stay, recurring prompts hit, and a new working
-//! set replaces the old one.
+//! Tests the goals of eviction policies: used chunks are kept, recurring prompts hit, and a new
+//! working set replaces the old one.
 
 use super::*;
 
-/// Documents that recur after three times the capacity, among prompts that never recur.
+/// Documents that recur after three times the capacity, mixed with prompts that never recur.
 fn regulars_in_a_flood(capacity: u32) -> impl Iterator<Item = u32> {
     let (regulars, flood) = (capacity / 2, 1_000_000);
     (0..20).flat_map(move |round| {
@@ -14,7 +14,7 @@ fn regulars_in_a_flood(capacity: u32) -> impl Iterator<Item = u32> {
     })
 }
 
-/// One pass over a working set, in random order.
+/// A pass over a working set in random order.
 fn round_of(first: u32, round: u32, size: u32) -> impl Iterator<Item = u32> {
     (0..size).map(move |nth| first + (nth * 7 + round * 13) % size)
 }
@@ -49,8 +49,8 @@ fn used_chunks_survive_a_flood_of_unused_ones() {
     }
 }
 
-/// The working set changes: chunks of the new set recur after a single use, and the credit of the
-/// old set drops.
+/// The working set changes: chunks of the new set recur after a single use, which lowers the credit
+/// earned by the old set.
 #[test]
 fn a_new_working_set_takes_over_after_few_returns() {
     const CAPACITY: u32 = 60;
@@ -105,7 +105,7 @@ fn dropped_chunks_are_not_remembered() {
         forest.policy.credit
     };
     assert!(credit(Removal::Evicted) > 1.0);
-    assert!(credit(Removal::Dropped) <= 1.0, "no chunk recurred");
+    assert!(credit(Removal::Dropped) <= 1.0, "dropped chunks must not be remembered");
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! A forest of chunks that drives a policy like the store does, and an oracle that records each use
-//! for the whole prefix.
+//! for every chunk of the prefix.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -41,8 +41,8 @@ impl Oracle {
         }
     }
 
-    /// Removes a chunk. A use of a chunk is also a use of its parent. The same holds for its
-    /// insertion and for uses before an eviction.
+    /// Removes a chunk. The parent inherits the uses of the chunk, including its insertion and uses
+    /// before an eviction.
     pub(super) fn remove(&mut self, id: u32, parent: Option<u32>, removal: Removal) {
         let Uses { number, last, reused } = self.chunks.remove(&id).unwrap();
         if let Some(above) = parent.map(|parent| self.chunks.get_mut(&parent).unwrap()) {
@@ -60,7 +60,7 @@ impl Oracle {
     }
 }
 
-/// Drives a policy like the store does: a forest of chunks with pins, in which unpinned leaves are
+/// Drives a policy like the store does, with a forest of chunks and pins. Unpinned leaves are
 /// evictable.
 pub(super) struct Forest<P> {
     pub(super) policy: P,
@@ -69,14 +69,14 @@ pub(super) struct Forest<P> {
     pub(super) num_children: BTreeMap<u32, u32>,
     pub(super) pinned: BTreeSet<u32>,
     pub(super) told: BTreeMap<u32, bool>,
-    /// Victims of each group, requested together with the last overall victim.
+    /// The victim of each group when the last overall victim was requested.
     pub(super) of_groups: [Option<u32>; NUM_GROUPS as usize],
     pub(super) oracle: Oracle,
 }
 
 pub(super) const NUM_GROUPS: u32 = 3;
 
-/// Returns the group of a chunk. A quarter of the chunks in a walk have none.
+/// Returns the group of a chunk. A quarter of the chunks in a walk have no group.
 pub(super) fn group_of(number: u32) -> Option<GroupId> {
     Some(GroupId(number % 4)).filter(|group| group.0 < NUM_GROUPS)
 }
@@ -111,8 +111,8 @@ impl<P: Policy> Forest<P> {
         self.leaves().into_iter().filter(|id| group_of(self.numbers[id]) == Some(group)).collect()
     }
 
-    /// Reports changes to the policy. A parent that stops being a leaf must be reported before its
-    /// child is inserted.
+    /// Reports changes to the policy. If a parent is no longer a leaf, this must be reported before
+    /// its child is inserted.
     pub(super) fn sync(&mut self) {
         let changed: Vec<_> = self
             .told
@@ -188,8 +188,8 @@ impl<P: Policy> Forest<P> {
         Some(victim)
     }
 
-    /// Uses roots with these numbers, saving missing roots and touching the others, with space for
-    /// `capacity` chunks. Returns the number of hits.
+    /// Uses the roots with these numbers, given space for `capacity` chunks: touches existing roots
+    /// and saves missing roots. Returns the number of hits.
     pub(super) fn replay(
         &mut self,
         capacity: usize,

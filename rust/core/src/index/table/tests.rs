@@ -1,4 +1,4 @@
-//! Compares the table with the standard map, using colliding keys.
+//! Compares the table with the standard `HashMap`, using colliding keys.
 
 use std::collections::HashSet;
 
@@ -6,8 +6,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Returns a key with one of a few hashes, so that probe runs wrap around and collide. The last
-/// byte makes keys distinct.
+/// Returns a key with one of a few hashes, so that probe sequences wrap around and collide. The
+/// last byte makes keys distinct.
 fn key(number: u32) -> ChunkKey {
     let mut key = [0; 32];
     key[..4].copy_from_slice(&(number % 7).wrapping_mul(0x9249_2492).to_le_bytes());
@@ -16,7 +16,7 @@ fn key(number: u32) -> ChunkKey {
 }
 
 impl Table {
-    /// Its size in bytes.
+    /// Returns the size of the table, in bytes.
     fn size_bytes(&self) -> usize {
         self.segments.iter().map(|segment| segment.slots.len() * size_of::<Slot>()).sum::<usize>()
             + 4 * self.directory.len()
@@ -65,8 +65,8 @@ fn assert_found(table: &Table, numbers: std::ops::Range<u32>, wanted: bool) {
     }
 }
 
-/// A map with tombstones would be full of them after `NUM` removals, and would have to rehash or
-/// grow.
+/// A map with tombstones would be full of tombstones after `NUM` removals, and would have to rehash
+/// or grow.
 #[test]
 fn replaced_entries_leave_no_tombstones() {
     const NUM: u32 = 100_000;
@@ -86,7 +86,7 @@ fn replaced_entries_leave_no_tombstones() {
     assert_eq!(
         (num_used, table.len()),
         (NUM as usize, NUM as usize),
-        "removed entries must leave no tombstone"
+        "removed entries must not leave tombstones"
     );
     assert!(
         table.size_bytes() <= 2 * size_bytes,
@@ -114,7 +114,7 @@ fn memory_follows_the_number_of_chunks() {
     assert_found(&table, 0..100, false);
 }
 
-/// An insertion moves the entries of at most one segment, no matter how large the table is.
+/// An insertion moves the entries of at most one segment, regardless of the size of the table.
 #[test]
 fn growing_moves_one_segment_at_a_time() {
     let mut table = Table::default();
@@ -126,12 +126,12 @@ fn growing_moves_one_segment_at_a_time() {
     }
 }
 
-/// Such keys can only come from a damaged or forged file.
+/// Keys with equal hashes can only come from a damaged or forged file.
 #[test]
 fn keys_that_hash_alike_share_a_segment_that_grows() {
     let mut table = Table::default();
     let alike = |number: u32| {
-        let mut key = [0; 32]; // the last word decides the hash's low bits only
+        let mut key = [0; 32]; // the last word affects only the low bits of the hash
         key[24..28].copy_from_slice(&number.to_le_bytes());
         ChunkKey(key)
     };

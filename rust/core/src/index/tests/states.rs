@@ -1,4 +1,4 @@
-//! Compares the tables of states in the documentation with the transition functions.
+//! Compares the state tables in the documentation with the transition functions.
 
 use std::fmt::Debug;
 
@@ -7,13 +7,13 @@ use crate::index::{DiskEvent, DiskState, HostEvent, HostState};
 use crate::io::FrameId;
 use crate::tier::disk::SlotId;
 
-/// The name of an enum's variant, without its fields.
+/// Returns the name of an enum variant without its fields.
 fn name(variant: impl Debug) -> String {
     format!("{variant:?}").split(['(', ' ']).next().unwrap_or_default().to_owned()
 }
 
-/// Panics unless the first table in `source` has a row for each state, a column for each event, and
-/// in each cell the state after the event, or `-`.
+/// Checks that the first table in `source` has a row for each state and a column for each event,
+/// and that each cell contains the state after the event, or `-`.
 fn check_table<S: Copy + Debug, E: Copy + Debug>(
     source: &str,
     states: &[S],

@@ -1,11 +1,11 @@
-//! Tests arenas: their sizes, frames, files and placement.
+//! Tests the sizes, frames, files and NUMA placement of arenas.
 
 use super::super::numa::{MPOL_F_ADDR, prefer_numa_node};
 use super::*;
 use crate::ErrorKind;
 
-/// Returns the kernel's policy for pages in a mapping other than the placed mapping, or None if
-/// there is no such policy.
+/// Returns the kernel's memory policy for pages of an additional mapping, or None if the kernel
+/// does not support policies.
 fn policies(arena: &HostArena, pages: impl Iterator<Item = usize>) -> Option<Vec<(i32, u64)>> {
     let other = Arena::open(&arena.path(), arena.size_bytes).unwrap();
     let policy = |page: usize| {
@@ -28,7 +28,7 @@ fn policies(arena: &HostArena, pages: impl Iterator<Item = usize>) -> Option<Vec
 }
 
 /// Returns true if the kernel accepts a policy. Calls the kernel directly, so that a bug in `place`
-/// does not skip the test.
+/// cannot cause the test to be skipped.
 fn system_places_memory() -> bool {
     let arena = HostArena::of_bytes(FRAME_ALIGN).unwrap();
     let page = Arena::open(&arena.path(), FRAME_ALIGN).unwrap();
@@ -49,8 +49,8 @@ fn system_places_memory() -> bool {
     done == 0
 }
 
-/// Places every second page on the first node, which every machine has, using more ranges than one
-/// call accepts.
+/// Places every second page on the first node, which exists on every machine, using more ranges
+/// than fit in one call.
 #[test]
 fn ranges_are_placed_for_every_mapping_and_no_other_page() {
     let num_pages = 2 * numa::PLACED_AT_ONCE as u64 + 100;
@@ -59,7 +59,7 @@ fn ranges_are_placed_for_every_mapping_and_no_other_page() {
         |page: u64| Place { start: page * FRAME_ALIGN, end: (page + 1) * FRAME_ALIGN, nodes: 1 };
     let places: Vec<_> = (0..num_pages).step_by(2).map(place).collect();
     if !system_places_memory() {
-        eprintln!("skipped: this system refuses to place memory");
+        eprintln!("skipped: this kernel rejects memory policies");
         return;
     }
     arena.place(&places).unwrap();
@@ -71,7 +71,7 @@ fn ranges_are_placed_for_every_mapping_and_no_other_page() {
 #[test]
 fn pages_that_were_placed_stay_where_they_are() {
     if !system_places_memory() {
-        eprintln!("skipped: this system refuses to place memory");
+        eprintln!("skipped: this kernel rejects memory policies");
         return;
     }
     let arena = HostArena::of_bytes(4 * FRAME_ALIGN).unwrap();
@@ -100,7 +100,7 @@ fn a_frame_is_lent_to_one_at_a_time_and_no_other_arena_gives_it_back() {
     let mut again = frames.lend(FrameId(64)).unwrap();
     assert!(frames.lend(FrameId(64)).is_none() && again.bytes_mut().len() as u64 == FRAME_ALIGN);
     drop(again);
-    assert!(frames.lend(FrameId(64)).is_none(), "a dropped frame must not be reported as complete");
+    assert!(frames.lend(FrameId(64)).is_none(), "a dropped frame must stay lent");
     let mut others = arena.frames(FRAME_ALIGN, &FRAME_ALIGN.into()).unwrap();
     let foreign = others.lend(FrameId(3)).unwrap();
     let _debug =

@@ -1,4 +1,4 @@
-//! Tests that frames do not overlap in their slabs, and that a frame number preserves its parts.
+//! Tests that frames do not overlap, that each is inside a slab, and that frame ids round-trip.
 
 use proptest::prelude::*;
 
@@ -25,7 +25,7 @@ proptest! {
         }
         let in_slabs: usize = (0..num_slabs).map(|slab| grid.frames_of(slab).len()).sum();
         prop_assert_eq!(in_slabs, grid.num_frames() as usize);
-        prop_assert!(arena - end < frame, "another frame would fit");
+        prop_assert!(arena - end < frame, "there is space for another frame");
     }
 
     #[test]

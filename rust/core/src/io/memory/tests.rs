@@ -1,4 +1,4 @@
-//! Tests how values are parsed from the files of a machine and its control groups.
+//! Tests how the kernel's files about a machine and its control groups are parsed.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Tests that each shard's pages are on its NUMA node.
+//! Tests that the pages of each shard are placed on the shard's NUMA node.
 
 use proptest::prelude::*;
 

@@ -1,4 +1,4 @@
-//! Tests that chains extended together get the same keys as chains extended individually.
+//! Tests that chains have the same keys whether they are extended together or individually.
 
 use proptest::prelude::*;
 
@@ -32,7 +32,7 @@ impl Case {
 }
 
 prop_compose! {
-    /// Mostly as in a step: full blocks are complete, and one block is pending.
+    /// Generates a typical step: full blocks are complete, and one block is pending.
     fn case()(
         block_tokens in prop_oneof![4 => Just(16_u32), 1 => 1_u32..40],
         blocks in 0_usize..3,
@@ -58,7 +58,7 @@ proptest! {
         append_to_each(&mut pairs).unwrap();
         for ((chain, alone), case) in chains.iter_mut().zip(&mut wanted).zip(&cases) {
             alone.append_tokens(&case.ids).unwrap();
-            // Later appends must agree, too.
+            // Later appends must produce equal keys, too.
             alone.append_tokens(&case.known).unwrap();
             chain.append_tokens(&case.known).unwrap();
             prop_assert_eq!((chain.num_tokens(), chain.keys()), (alone.num_tokens(), alone.keys()));

@@ -1,4 +1,4 @@
-//! Tests that every shortcut into BLAKE3 equals the plain keyed hash.
+//! Tests that all shortcuts into BLAKE3 produce regular keyed hashes.
 
 use super::*;
 

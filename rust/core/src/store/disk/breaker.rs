@@ -1,26 +1,26 @@
-//! Circuit breaker: pauses reads or writes of a tier that fails or hangs, and probes the tier with
-//! one operation at a time.
+//! Circuit breaker: pauses the reads or writes of a tier that fails or hangs, then probes the tier
+//! with one operation at a time.
 //!
-//! Pure state: callers pass in the time of the store's clock.
+//! This module does not read a clock; callers pass in the time.
 
 use std::time::Duration;
 
 /// Number of consecutive errors that open the breaker.
 const MAX_ERRORS: u32 = 4;
-/// An operation that takes at least this long is treated as hanging.
+/// Duration after which an operation is considered hung.
 pub(crate) const HANG_AFTER: Duration = Duration::from_secs(5);
-/// Delay before the first probe. Each failed probe doubles it.
+/// Delay before the first probe. Doubles after each failed probe.
 const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(60);
 
-/// What an operation shows about the tier.
+/// What the outcome of an operation says about the health of the tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum IoOutcome {
-    /// The tier works. A read that finds damaged bytes also counts as success.
+    /// The tier works. A read that returns damaged bytes is also treated as a success.
     Succeeded,
-    /// The tier failed to do it.
+    /// The operation failed in the tier.
     Failed,
-    /// Nothing: the operation stopped for another reason, for example a full file system.
+    /// The outcome says nothing about the tier, for example because the file system is full.
     Neutral,
 }
 
@@ -35,7 +35,7 @@ pub(crate) struct Breaker {
     num_errors: u32,
     /// Current pause; zero while the breaker is closed.
     backoff: Duration,
-    /// Time at which the next operation may start.
+    /// Earliest time at which the next operation may start.
     pub(crate) retry_at: Duration,
     /// Ticket of the operation that probes the tier.
     probe: Option<u64>,
@@ -47,7 +47,7 @@ impl Breaker {
         !self.backoff.is_zero()
     }
 
-    /// Returns true if work may be queued: the breaker is closed, or a probe is due.
+    /// Returns true if operations may be queued: the breaker is closed, or a probe is due.
     pub(crate) fn accepts(&self, now: Duration) -> bool {
         now >= self.retry_at
     }
@@ -60,7 +60,7 @@ impl Breaker {
         self.probe = self.is_open().then_some(operation);
     }
 
-    /// Records the outcome of an operation, which may be older than the current probe.
+    /// Records the outcome of an operation that may have started before the current probe.
     pub(crate) fn end(&mut self, operation: u64, outcome: IoOutcome, now: Duration) {
         self.probe = self.probe.filter(|probe| *probe != operation);
         match outcome {
@@ -75,8 +75,8 @@ impl Breaker {
         }
     }
 
-    /// Opens the breaker, or keeps it open for longer. Until a probe is due, operations that
-    /// started before it opened have no effect.
+    /// Opens the breaker or extends the pause. Does nothing if no probe is due yet, so that
+    /// operations that started before the breaker opened do not extend the pause.
     pub(crate) fn trip(&mut self, now: Duration) {
         if self.accepts(now) {
             self.num_trips += u64::from(!self.is_open());

@@ -1,7 +1,7 @@
-//! Chooses the next job of a disk thread and applies its result. Runs under the lock, without I/O.
+//! Selects the next job for a disk thread and applies its result. Runs under the lock, without I/O.
 //!
-//! Reads and writes share disk time fairly (`time_shares`). Among writes, slots are freed first;
-//! then chunks are written, oldest first. Slots are only freed while no chunk is being written,
+//! Reads and writes share disk time fairly (see `time_shares`). Slots are freed before chunks are
+//! written, and chunks are written oldest first. No slot is freed while a chunk is being written,
 //! because that chunk may be a child of the removed chunk.
 
 use std::time::Duration;
@@ -20,13 +20,13 @@ use crate::tier::host::FrameRequest;
 use crate::units::micros;
 use crate::{ErrorKind, Event, Result};
 
-/// Maximum number of slots that one job frees. It is small, so that reads do not wait long for a
-/// thread.
+/// Maximum number of slots freed by one job. The batch is small to keep threads available for
+/// reads.
 const FREE_BATCH: usize = 32;
 /// Delay before a failed read or free is retried.
 const AGAIN_AFTER: Duration = Duration::from_secs(60);
 
-/// An I/O job, which owns its frame until it completes.
+/// An I/O job. The job owns its frame until it completes.
 #[derive(Debug)]
 pub(crate) enum Job {
     Read {
@@ -41,14 +41,14 @@ pub(crate) enum Job {
         frame: Frame,
     },
     Free(Vec<SlotId>),
-    /// Clears the tier, and frees these slots, which the store still has to free.
+    /// Clears the tier and frees these slots, which were still waiting to be freed.
     Clear(Vec<SlotId>),
 }
 
 /// Result of a job.
 #[derive(Debug)]
 pub(crate) enum JobResult {
-    /// `num_errors` attempts failed for reasons other than proven damage.
+    /// A completed read, with the number of attempts that failed for reasons other than corruption.
     Read {
         id: ChunkId,
         frame: Frame,
@@ -60,28 +60,29 @@ pub(crate) enum JobResult {
         frame: Frame,
         outcome: Written,
     },
-    /// The slots that could not be freed.
+    /// A completed attempt to free slots, with the slots that could not be freed.
     Free(Vec<SlotId>),
-    /// The slots that could not be freed, and whether the tier was cleared.
+    /// A completed clear, with the slots that could not be freed and whether the tier was cleared.
     Clear(Vec<SlotId>, bool),
 }
 
 /// Outcome of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Written {
-    /// The chunk is in this slot.
+    /// The chunk was written to this slot.
     In(SlotId),
     /// No slot is available: no chunk can be evicted, or the file system is full.
     NoRoom,
     /// The chunk's tenant is at its quota, and none of the tenant's chunks can be evicted.
     NoQuota,
-    /// The write failed. If there is a slot, it could not be freed either, and may contain the
+    /// The write failed. If a slot is given, it could not be freed either and may contain the
     /// chunk's record.
     Failed(Option<SlotId>),
 }
 
 impl State {
-    /// Returns the next job that can run now, with its ticket. The caller must then call `end_job`.
+    /// Returns the next job that can run now, with its ticket. The caller must pass the result to
+    /// `end_job`.
     pub(crate) fn next_job(&mut self) -> Option<(u64, Job)> {
         let now = self.now;
         if self.disk.opening != DiskOpening::Open || self.disk.stopping {
@@ -89,7 +90,7 @@ impl State {
         }
         let (direction, job) = match self.disk.clearing {
             Clearing::No => self.next_of_both()?,
-            // Chunks queued for removal must release their slots first.
+            // Chunks that are being removed must release their slots first.
             Clearing::Wanted
                 if self.disk.write_breaker.may_begin(now)
                     && self.disk.in_flight.is_empty()
@@ -107,7 +108,7 @@ impl State {
         Some((ticket, job))
     }
 
-    /// Returns a job of the direction whose turn it is, otherwise a job of the other direction.
+    /// Returns a job in the direction whose turn it is, or else a job in the other direction.
     fn next_of_both(&mut self) -> Option<(Direction, Job)> {
         let first = self.disk.time_shares.first();
         if let Some(job) = self.next_of(first) {
@@ -196,7 +197,7 @@ impl State {
                 let frame = self.host.lend(place).expect("a free frame is not lent (I4)");
                 return Some(Job::Read { id, slot, key: entry.key, frame });
             }
-            // No frame is available: leases that wait for this chunk end before it.
+            // No frame is available: leases that wait for this chunk are cut short before it.
             self.stats.quota_dropped += u64::from(source != FrameSource::Any);
             self.fail_host(id);
         }
@@ -238,8 +239,8 @@ impl State {
         None
     }
 
-    /// Returns true if a queued chunk can be written now. Otherwise, blocks it until its parent is
-    /// written.
+    /// Returns true if the parent of a queued chunk is on disk. Otherwise blocks the chunk until
+    /// the parent is written.
     fn parent_is_on_disk(&mut self, id: ChunkId) -> bool {
         let Some(parent) = self.index[id].parent else { return true };
         if self.index[parent].disk.is_stored() {
@@ -248,16 +249,16 @@ impl State {
         self.change_disk(id, DiskEvent::Block);
         self.disk.blocked.entry(parent).or_default().push(id);
         if self.index[parent].disk == DiskState::Absent {
-            // The parent was removed from the disk or could not be written. It is in host memory,
-            // because its child is.
+            // The parent was removed from disk or could not be written. The parent is still in host
+            // memory because its child is.
             self.change_disk(parent, DiskEvent::Want);
             self.disk.write_queue.push_first(&self.index, parent);
         }
         false
     }
 
-    /// Ends a read. After an error, the chunk stays on disk and can be read again later. A damaged
-    /// chunk is removed with all its descendants; no descendant is visible in host memory.
+    /// Completes a read. After an I/O error, the chunk stays on disk and can be read again later. A
+    /// damaged chunk is removed with all its descendants, which are not visible in host memory.
     fn end_read(
         &mut self,
         id: ChunkId,
@@ -329,7 +330,7 @@ impl State {
         }
     }
 
-    /// Ends a job that freed slots. Slots that could not be freed are retried later.
+    /// Completes a job that freed slots. Slots that could not be freed are retried later.
     fn end_free(&mut self, not_freed: Vec<SlotId>) -> IoOutcome {
         let all_freed = not_freed.is_empty();
         self.disk.freeing -= 1;
@@ -338,8 +339,8 @@ impl State {
         IoOutcome::of(all_freed)
     }
 
-    /// Schedules another attempt for slots that could not be freed, because a restart would find
-    /// their chunks.
+    /// Schedules another attempt to free slots. Until they are free, a restart would find their
+    /// chunks.
     fn retry_free_later(&mut self, slots: impl IntoIterator<Item = SlotId>) {
         if self.disk.unfreed.is_empty() {
             self.disk.unfreed_until = self.now + AGAIN_AFTER;
@@ -347,7 +348,7 @@ impl State {
         self.disk.unfreed.extend(slots);
     }
 
-    /// Ends a clear, which is retried if it failed.
+    /// Completes a clear. A failed clear is retried.
     fn end_clear(&mut self, not_freed: Vec<SlotId>, is_cleared: bool) -> IoOutcome {
         self.retry_free_later(not_freed);
         self.disk.clearing = if is_cleared { Clearing::No } else { Clearing::Wanted };

@@ -1,8 +1,8 @@
-//! The disk side of the store: which chunks are read, written and freed, and what happens when the
-//! disk fails.
+//! The disk side of the store: decides which chunks are read, written and freed, and handles disk
+//! failures.
 //!
-//! All decisions are made under the store's lock. Only `threads` does I/O, and it releases the lock
-//! first. Each file only uses files above it in this table:
+//! All decisions are made under the store's lock. Only `threads` performs I/O, after it has
+//! released the lock. Each file only uses files above it in this table:
 //!
 //! | file | contents |
 //! |---|---|

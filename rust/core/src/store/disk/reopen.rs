@@ -1,9 +1,9 @@
-//! Indexes the chunks that a disk tier contains when it is opened, which can happen while the store
-//! is serving. If the tier's directory is removed, drops the chunks and reopens the tier.
+//! Indexes the chunks found in a disk tier when it opens, possibly while the store is serving. If
+//! the tier's directory is removed, drops these chunks and reopens the tier.
 //!
-//! A check detects a removed directory once a second. After that, no job starts until the new tier
-//! is open, so slots of the two tiers never mix. This file does no I/O; `threads` opens, checks and
-//! closes the tier. A check that hangs opens the breakers, like a job.
+//! A check detects a removed directory once per second. After that, no job starts until the new
+//! tier is open, so that slots of the old and new tier never mix. This file does no I/O: `threads`
+//! opens, checks and closes the tier. A check that hangs opens the breakers, just like a hung job.
 
 use std::path::Path;
 use std::time::Duration;
@@ -15,19 +15,19 @@ use crate::store::state::State;
 use crate::tier::disk::{DiskEntry, DiskMeta, SlotId};
 use crate::{Error, Event};
 
-/// Maximum number of chunks that one call indexes, in about 0.2 ms.
+/// Maximum number of chunks indexed per call, which takes about 0.2 ms.
 pub(crate) const SLICE: usize = 512;
-/// Interval between two checks.
+/// Interval between checks.
 pub(crate) const CHECK_EVERY: Duration = Duration::from_secs(1);
-/// Minimum interval between two reopenings, in case the directory is removed repeatedly.
+/// Minimum interval between reopenings, in case the directory is removed repeatedly.
 const REOPEN_EVERY: Duration = Duration::from_secs(60);
-/// Maximum number of chunks that one call drops, in about 0.2 ms.
+/// Maximum number of chunks dropped per call, which takes about 0.2 ms.
 const DROP_SLICE: usize = 256;
 
 /// Progress of `empty_removed`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Emptying {
-    /// Nothing to do: the tier was not removed, or jobs are still running.
+    /// The tier was not removed, or jobs are still running.
     No,
     /// Some chunks remain for the next call.
     Working,
@@ -36,8 +36,8 @@ pub(crate) enum Emptying {
 }
 
 impl State {
-    /// Records that the tier is open and contains `found`, parents before children. Returns false
-    /// if the store is closing.
+    /// Records that the tier is open and contains the chunks `found`, parents before children.
+    /// Returns false if the store is closing.
     pub(crate) fn end_opening(&mut self, mut found: Vec<DiskEntry>) -> bool {
         self.disk.opening = DiskOpening::Open;
         self.disk.first_opening.get_or_insert(Ok(()));
@@ -65,11 +65,11 @@ impl State {
         self.disk.first_opening.get_or_insert(Err(error));
     }
 
-    /// Logs that the tier is not open after `waited`, unless the first attempt has completed.
+    /// Logs that the tier is still not open after `waited`, unless the first attempt has completed.
     pub(crate) fn report_slow_opening(&mut self, waited: Duration) {
         if self.disk.first_opening.is_none() {
             let seconds = waited.as_secs();
-            let event = "using host memory only until it is";
+            let event = "using host memory only until it opens";
             self.disk.last_event = format!("disk tier: not open after {seconds} s; {event}");
             self.log(Event::problem(self.disk.last_event.clone()));
         }
@@ -85,13 +85,13 @@ impl State {
         is_due
     }
 
-    /// Indexes some of the chunks found. Returns false if no chunks remain. Frees the slots of
+    /// Indexes a batch of the chunks found. Returns false once no chunks remain. Frees the slots of
     /// chunks that cannot be indexed.
     pub(crate) fn recover_some(&mut self) -> bool {
         let mut ids: Vec<ChunkId> = Vec::new();
         for _ in 0..SLICE {
             let Some(entry) = self.disk.found.pop() else { break };
-            // A prefix's chunks are adjacent, which saves most lookups of parents.
+            // Chunks of a prefix are adjacent, which avoids most parent lookups.
             let before = ids.last().copied().filter(|&id| self.index[id].key == entry.meta.parent);
             if let Some(id) = self.recover(entry.meta, entry.slot, before) {
                 ids.push(id);
@@ -101,7 +101,8 @@ impl State {
             }
         }
         self.stats.disk_recovered += ids.len() as u64;
-        // Done last, so that each chunk of a chain does not briefly become an evictable leaf.
+        // The policy is updated last, so that the chunks of a chain do not briefly become evictable
+        // leaves.
         for id in ids {
             self.sync_disk(id);
         }
@@ -112,7 +113,7 @@ impl State {
     }
 
     /// Indexes a chunk. Returns None if its position in the tree is invalid, if it was discarded,
-    /// or if it is already stored in or being written to another slot.
+    /// or if the chunk is already stored in (or being written to) another slot.
     fn recover(
         &mut self,
         found: DiskMeta,
@@ -133,7 +134,7 @@ impl State {
         }
         let id = if let Some(id) = self.index.get(&key) {
             let entry = &self.index[id];
-            // If the record is older, its descendants would be younger than their parent.
+            // An older record would make the descendants younger than their parent.
             let is_older = entry.expires_s != NEVER && saved_s < entry.saved_s;
             if entry.parent != parent || entry.disk.takes_slot() || is_older {
                 return None;
@@ -147,8 +148,8 @@ impl State {
         Some(id)
     }
 
-    /// Starts a check that the tier's directory still exists, if a check is due. Returns its
-    /// ticket; the caller must then call `end_check`.
+    /// Starts a check that the tier's directory still exists, if a check is due. Returns the
+    /// check's ticket, which the caller must pass to `end_check`.
     pub(crate) fn begin_check(&mut self) -> Option<u64> {
         let is_open = self.disk.opening == DiskOpening::Open && !self.disk.stopping;
         if !is_open || self.now < self.disk.check_at || self.disk.is_checking() {
@@ -159,7 +160,7 @@ impl State {
         Some(ticket)
     }
 
-    /// Ends a check. `removed` is the directory or file that was removed, if any.
+    /// Completes a check. `removed` is the directory or file that was removed, if any.
     pub(crate) fn end_check(&mut self, ticket: u64, removed: Option<&Path>) {
         self.disk.check_at = self.now + CHECK_EVERY;
         let Some(at) = self.disk.in_flight.iter().position(|job| job.ticket == ticket) else {
@@ -174,13 +175,13 @@ impl State {
         self.disk.found.clear();
         let (path, num_chunks) = (path.display(), self.stats.disk_used);
         self.disk.last_event = format!(
-            "disk tier: {path} was removed; dropping its {num_chunks} chunks and opening it again"
+            "disk tier: {path} was removed; dropping its {num_chunks} chunks and reopening it"
         );
         self.log(Event::problem(self.disk.last_event.clone()));
     }
 
-    /// Drops some chunks of a removed tier once no job is running, children before parents as the
-    /// policies require.
+    /// Drops a batch of chunks of a removed tier once no job is running. Children are dropped
+    /// before their parents, as the policies require.
     pub(crate) fn empty_removed(&mut self) -> Emptying {
         if self.disk.opening != DiskOpening::Removed || !self.disk.in_flight.is_empty() {
             return Emptying::No;
@@ -210,8 +211,8 @@ impl State {
 
     fn end_emptying(&mut self) {
         let work = &mut self.disk;
-        // A directory that was moved away may return with chunks that were removed from the index
-        // but not freed.
+        // If the directory was only moved away, it may come back with chunks that were removed from
+        // the index but never freed.
         if !(work.to_free.is_empty() && work.unfreed.is_empty()) {
             work.clearing = Clearing::Wanted;
         }
@@ -221,7 +222,7 @@ impl State {
         (self.stats.disk_slots, self.stats.disk_bytes) = (0, 0);
     }
 
-    /// Schedules the reopening after a removed tier was closed: immediately, but at least
+    /// Schedules reopening of a removed tier after it was closed: immediately, but no sooner than
     /// `REOPEN_EVERY` after the previous reopening.
     pub(crate) fn reopen(&mut self) {
         let at = self.now.max(self.disk.reopen_at);

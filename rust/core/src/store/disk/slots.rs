@@ -1,5 +1,5 @@
-//! Chooses the chunk whose slot is freed for a chunk that is about to be written. `threads` frees
-//! the slot without holding the lock.
+//! Selects the chunk to evict when a chunk needs a slot on disk. `threads` frees the slot without
+//! holding the lock.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{DiskEvent, DiskState};
@@ -12,16 +12,16 @@ use crate::tier::disk::SlotId;
 pub(crate) enum SlotFor {
     /// The chunk fits.
     Fits,
-    /// The chunk fits once this chunk of its tenant is evicted from this slot. The caller must free
-    /// the slot and then call `end_disk_eviction`.
+    /// The chunk fits after this chunk of the same tenant is evicted from this slot. The caller
+    /// must free the slot and then call `end_disk_eviction`.
     After(ChunkId, SlotId),
     /// The chunk does not fit, and no chunk of its tenant can be evicted.
     None,
 }
 
 impl State {
-    /// Returns whether a chunk, which is already included in the usage, fits its tenant's quota. If
-    /// not, starts to evict a different chunk of the tenant.
+    /// Checks a chunk, which is already included in the tenant's usage, against the tenant's quota.
+    /// If the chunk does not fit, starts to evict another chunk of the tenant.
     pub(crate) fn slot_for(&mut self, id: ChunkId) -> SlotFor {
         let tenant = self.index[id].tenant;
         if !self.tenants.limits.has_quotas
@@ -36,7 +36,7 @@ impl State {
         }
     }
 
-    /// Starts to evict a chunk. Returns the chunk and its slot; None if all chunks are in use.
+    /// Starts to evict a chunk. Returns the chunk and its slot, or None if all chunks are in use.
     pub(crate) fn begin_disk_eviction(&mut self) -> Option<(ChunkId, SlotId)> {
         let victim = self.disk_policy.victim()?;
         self.begin_evict(victim)
@@ -53,7 +53,7 @@ impl State {
         Some((victim, slot))
     }
 
-    /// Ends an eviction. If the slot could not be freed, the chunk is still stored.
+    /// Completes an eviction. The chunk remains stored if its slot could not be freed.
     pub(crate) fn end_disk_eviction(&mut self, id: ChunkId, freed: bool) {
         if !matches!(self.index[id].disk, DiskState::Evicting(_)) {
             return;
@@ -71,7 +71,7 @@ impl State {
         self.settle(id);
     }
 
-    /// Evicts a chunk because of its tenant's quota. Its slot is freed later.
+    /// Evicts a chunk that exceeds its tenant's quota. The slot is freed later.
     pub(crate) fn drop_for_quota(&mut self, id: ChunkId) {
         self.stats.disk_evictions += 1;
         self.stats.quota_disk_evictions += 1;

@@ -1,7 +1,7 @@
-//! Disk threads: take jobs under the lock and do their I/O without it.
+//! Disk threads: take jobs while holding the lock and perform their I/O without it.
 //!
-//! A panic inside the disk tier is treated as a failed job. A panic under the lock poisons it: the
-//! threads exit, and every later lookup is a miss.
+//! A panic inside the disk tier is treated as a failed job. A panic while the lock is held poisons
+//! it: the threads exit, and every later lookup misses.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -20,18 +20,18 @@ use crate::tier::LocalTier;
 use crate::tier::disk::{DiskMeta, SlotId};
 use crate::{Error, ErrorKind, Result};
 
-/// Number of attempts to get a slot for a write, because another thread may take a slot that was
-/// just freed.
+/// Number of attempts to get a slot for a write. Another thread may take a slot that was just
+/// freed.
 const SLOT_TRIES: u32 = 4;
-/// Maximum number of chunks evicted for the slot of a larger chunk.
+/// Maximum number of chunks evicted to make room for a larger chunk.
 const MAX_EVICTIONS: u32 = 64;
-/// Number of attempts to write a chunk. If the file system is full, the second attempt uses the
+/// Number of attempts to write a chunk. If the file system is full, the second attempt reuses the
 /// slot of an evicted chunk.
 const WRITE_TRIES: u32 = 2;
-/// Maximum sleep of a thread. Work that becomes due at a certain time (a probe, a tier to open) is
-/// not signaled.
+/// Maximum sleep of a thread. Threads must poll because timed work, such as a probe or opening the
+/// tier, is not signaled.
 const POLL_EVERY: Duration = Duration::from_millis(200);
-/// Delay before the first retry of opening a tier. Each failed attempt doubles the delay.
+/// Delay before the first retry of opening the tier. Doubles after each failed attempt.
 const FIRST_REOPEN: Duration = Duration::from_secs(1);
 const LONGEST_REOPEN: Duration = Duration::from_secs(60);
 
@@ -39,7 +39,7 @@ const LONGEST_REOPEN: Duration = Duration::from_secs(60);
 enum Work {
     /// Open the tier.
     Open,
-    /// Close a tier whose directory was removed and whose chunks were dropped.
+    /// Close a tier whose directory was removed and whose chunks have been dropped.
     Close,
     /// Check that the tier's directory still exists.
     Check(u64, Arc<dyn LocalTier>),
@@ -53,7 +53,7 @@ pub(crate) fn spawn(inner: &Arc<Locked>, nth: usize) -> Result<JoinHandle<()>> {
     thread.spawn(work).map_err(|error| Error::io("a disk thread cannot be started", error))
 }
 
-/// Opens the tier, retrying until it is open. Returns false if the store is closing.
+/// Opens the tier, retrying until it succeeds. Returns false if the store is closing.
 fn open(inner: &Locked) -> bool {
     let Some(opener) = &inner.opener else { return false };
     let mut wait = FIRST_REOPEN;
@@ -91,13 +91,13 @@ fn open(inner: &Locked) -> bool {
     }
 }
 
-/// Calls `work` and converts a panic into an `Io` error.
+/// Calls `work` and converts a panic to an `Io` error.
 fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "the disk tier panicked")))
 }
 
-/// Waits for work and does it. Returns false if the store is closing.
+/// Waits for the next piece of work and does it. Returns false if the store is closing.
 fn do_next(inner: &Locked) -> bool {
     match wait_for_work(inner) {
         None => false,
@@ -111,8 +111,7 @@ fn do_next(inner: &Locked) -> bool {
     }
 }
 
-/// Closes a tier whose directory was removed, so that its space is free before the new tier claims
-/// space.
+/// Closes a tier whose directory was removed, which frees its space before the new tier claims any.
 fn close_removed(inner: &Locked) -> bool {
     if let Some(disk) = inner.change_tier(None) {
         let _ = guarded(|| {
@@ -123,7 +122,7 @@ fn close_removed(inner: &Locked) -> bool {
     inner.with_state(State::reopen).is_some()
 }
 
-/// Runs a job and applies its result. Returns false after a panic under the lock.
+/// Runs a job and applies its result. Returns false if another thread panicked under the lock.
 fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
     let result = match job {
         Job::Read { id, slot, key, mut frame } => {
@@ -138,9 +137,9 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
         Job::Clear(mut slots) => {
             let mut retain_unfreed = || slots.retain(|&slot| guarded(|| disk.free(slot)).is_err());
             retain_unfreed();
-            // Cleared even if a slot could not be freed.
+            // Clears the tier even if a slot could not be freed.
             let is_cleared = guarded(|| disk.clear()).is_ok();
-            // Retried, because the clear may have helped; no other job uses these slots.
+            // Retries, because clearing may have helped. No other job uses these slots.
             retain_unfreed();
             JobResult::Clear(slots, is_cleared)
         }
@@ -150,8 +149,8 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
     entered.is_some()
 }
 
-/// Waits until there is work, and removes, indexes and drops chunks until then. Returns None if the
-/// store is closing.
+/// Waits until there is work. In the meantime, removes, indexes and drops chunks. Returns None if
+/// the store is closing.
 fn wait_for_work(inner: &Locked) -> Option<Work> {
     let mut is_fresh = false;
     loop {
@@ -166,7 +165,7 @@ fn wait_for_work(inner: &Locked) -> Option<Work> {
         if emptying == Emptying::Done {
             return Some(Work::Close);
         }
-        // Releases the lock after each slice, so that other threads can take it.
+        // The lock is released after each slice, so that other threads can take it.
         if emptying == Emptying::Working || state.recover_some() || state.is_removing() {
             state.remove_slice();
             drop(state);
@@ -197,7 +196,7 @@ fn wait_for_work(inner: &Locked) -> Option<Work> {
     }
 }
 
-/// Reads a chunk, and retries once after an error other than damage. Returns the last outcome and
+/// Reads a chunk, and retries once after any error except corruption. Returns the last result and
 /// the number of such errors.
 fn read(disk: &dyn LocalTier, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> (Result<()>, u64) {
     let is_io_error = |outcome: &Result<()>| {
@@ -212,7 +211,7 @@ fn read(disk: &dyn LocalTier, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> 
     (second, num_errors)
 }
 
-/// Frees slots in reverse order until a slot cannot be freed. Returns the remaining slots.
+/// Frees slots from the end of the list, stopping at the first error. Returns the remaining slots.
 fn free(disk: &dyn LocalTier, mut slots: Vec<SlotId>) -> Vec<SlotId> {
     while slots.last().is_some_and(|&slot| guarded(|| disk.free(slot)).is_ok()) {
         slots.pop();
@@ -274,8 +273,8 @@ fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool>
     Ok(false)
 }
 
-/// Returns a slot to write to, evicting chunks if needed, and more than one if they are smaller.
-/// Returns None if no chunk can be evicted, or if evictions do not help.
+/// Returns a slot for a write, evicting chunks if needed (more than one if they are smaller).
+/// Returns None if no chunk can be evicted or if evictions do not free a slot.
 ///
 /// Returns an error if a slot could not be freed; the chunk in it is still stored.
 fn find_slot(inner: &Locked, disk: &dyn LocalTier, class: SizeClass) -> Result<Option<SlotId>> {

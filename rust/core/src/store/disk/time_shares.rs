@@ -1,14 +1,13 @@
-//! Fair shares of disk time: chooses the direction (reads or writes) that gets the next disk
-//! thread.
+//! Fair shares of disk time: decides whether reads or writes get the next disk thread.
 //!
-//! Each direction is charged the time of its jobs: an estimate when a job starts, and the measured
-//! time when it completes. The direction with less time goes first. A direction without work
-//! forfeits its unused time, so that it cannot accumulate time and later occupy every thread. Pure
-//! state: callers pass in times.
+//! Each direction is charged for its jobs: an estimate when a job starts, and the measured time
+//! once it completes. The direction with the lower total goes first. A direction without work
+//! forfeits its unused time, so that it cannot save up time and later occupy every thread. This
+//! module does not read a clock; callers pass in durations.
 
 use std::time::Duration;
 
-/// Direction of a job. Each direction has a breaker.
+/// Direction of a job. Reads and writes have separate breakers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
     Read,
@@ -21,9 +20,10 @@ impl Direction {
     }
 }
 
-/// Estimate before the first job was measured. It is not zero, so that the first jobs alternate.
+/// Estimate until the first job has been measured. The estimate is nonzero so that the first jobs
+/// alternate.
 const FIRST_CHARGE: Duration = Duration::from_millis(1);
-/// Number of jobs over which the estimate adapts to a new duration.
+/// Number of jobs it takes for the estimate to adapt to a new duration.
 const JOBS_TO_FOLLOW: u32 = 8;
 
 /// Disk time used by reads and by writes.
@@ -40,7 +40,7 @@ impl Default for TimeShares {
 }
 
 impl TimeShares {
-    /// Returns the direction that goes first if both have work.
+    /// Returns the direction that goes first when both have work.
     pub(crate) fn first(&self) -> Direction {
         let [read, write] = self.used;
         if write < read { Direction::Write } else { Direction::Read }
@@ -60,7 +60,7 @@ impl TimeShares {
         charge
     }
 
-    /// Replaces the charge of a completed job with the time that it took.
+    /// Replaces the estimated charge of a completed job with the measured time.
     pub(crate) fn end(&mut self, direction: Direction, charge: Duration, took: Duration) {
         let (used, estimate) =
             (&mut self.used[direction as usize], &mut self.estimate[direction as usize]);

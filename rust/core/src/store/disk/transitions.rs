@@ -1,10 +1,10 @@
-//! Changes a chunk's state on disk and updates everything that depends on it. Does no I/O.
+//! Changes a chunk's disk state and updates everything derived from it. Does no I/O.
 //!
-//! The states are in `index/disk_state.rs`. Invariants between two calls:
+//! The states are defined in `index/disk_state.rs`. Invariants between calls:
 //!
-//! - A chunk with a slot has a stored parent: it is written after its parent and removed before it.
-//! - The policy contains every chunk that has a slot and is not detached. Stored leaves that no
-//!   read uses or will use are evictable.
+//! - The parent of a chunk with a slot is stored: parents are written first and removed last.
+//! - The policy contains every chunk that has a slot and is not detached. The policy may evict
+//!   stored leaves that no current or queued read uses.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{DiskEvent, DiskState, Entry};
@@ -14,17 +14,17 @@ use crate::store::state::State;
 use crate::tier::disk::SlotId;
 
 impl State {
-    /// Applies an event to a chunk. This is the only code that changes `Entry::disk`. It also:
+    /// Applies an event to a chunk. No other code changes `Entry::disk`. This method also:
     ///
     /// - counts the chunk's slot for its tenant and among its parent's children,
-    /// - inserts the chunk into the disk policy with its slot, and removes it with its slot,
-    /// - reports to the host policy whether the chunk is unwritten,
+    /// - adds a chunk that gets a slot to the disk policy, and removes a chunk that loses its slot,
+    /// - updates the host policy if the chunk becomes unwritten or is no longer unwritten,
     /// - updates the gauges and the change log,
-    /// - updates which chunks the disk policy can evict. After `Found`, the caller calls
-    ///   [`State::sync_disk`], because chains are indexed chunk by chunk and each chunk would
+    /// - updates which chunks the disk policy can evict, except after `Found`. The caller then
+    ///   calls [`State::sync_disk`], because chains are indexed chunk by chunk and each chunk would
     ///   briefly be a leaf.
     ///
-    /// The caller updates queues and frees the slot of a removed chunk.
+    /// The caller updates the queues and frees the slot of a removed chunk.
     pub(crate) fn change_disk(&mut self, id: ChunkId, event: DiskEvent) {
         let entry = &self.index[id];
         let (before, is_detached) = (entry.disk, entry.detached);
@@ -103,14 +103,14 @@ impl State {
         self.group_on_disk(id);
     }
 
-    /// Removes a chunk from the disk policy, if the policy has it.
+    /// Removes a chunk from the disk policy if the policy contains it.
     pub(crate) fn leave_disk_policy(&mut self, id: ChunkId, removal: Removal) {
         if self.index[id].disk_evictable.take().is_some() {
             self.disk_policy.remove(id, removal);
         }
     }
 
-    /// Reports to the disk policy whether it may evict the chunk, if that changed.
+    /// Updates the disk policy if the chunk has become evictable or is no longer evictable.
     pub(crate) fn sync_disk(&mut self, id: ChunkId) {
         let entry = &mut self.index[id];
         let is_evictable = entry.is_disk_evictable();
@@ -120,15 +120,15 @@ impl State {
         }
     }
 
-    /// Removes a chunk from the disk. Its slot is freed later.
+    /// Removes a chunk from the disk. The chunk's slot is freed later.
     pub(crate) fn leave_slot(&mut self, id: ChunkId, removal: Removal) {
         let slot = self.index[id].disk.slot();
         self.change_disk(id, DiskEvent::Leave(removal));
         self.disk.to_free.extend(slot);
     }
 
-    /// Removes a detached chunk from the disk, unless a job uses it; that job then removes it when
-    /// it completes.
+    /// Removes a detached chunk from the disk. If a job uses the chunk, the chunk is removed when
+    /// the job completes.
     pub(crate) fn leave_slot_if_unused(&mut self, id: ChunkId) {
         let entry = &self.index[id];
         if entry.disk.is_stored() && !entry.host.awaits_read() {
@@ -136,8 +136,8 @@ impl State {
         }
     }
 
-    /// Queues a chunk that became visible in host memory for writing, if there is a disk tier and
-    /// the chunk is not on it.
+    /// Queues a chunk that became visible in host memory to be written to disk. Does nothing if
+    /// there is no disk tier or the chunk is already on disk.
     pub(crate) fn want_on_disk(&mut self, id: ChunkId) {
         if self.disk.opening != DiskOpening::NoTier && self.index[id].disk == DiskState::Absent {
             self.change_disk(id, DiskEvent::Want);
@@ -150,8 +150,8 @@ impl State {
         }
     }
 
-    /// Cancels the write of a chunk that waits to be written. Returns true if there was such a
-    /// write.
+    /// Cancels the write of a chunk that is waiting to be written. Returns false if the chunk was
+    /// not waiting.
     pub(crate) fn cancel_write(&mut self, id: ChunkId) -> bool {
         let is_waiting = self.index[id].disk.is_waiting();
         if is_waiting {
@@ -161,7 +161,7 @@ impl State {
         is_waiting
     }
 
-    /// Clears and returns the list of children that wait for a chunk to be written.
+    /// Takes the list of children that wait for a chunk to be written.
     fn take_blocked(&mut self, id: ChunkId) -> Vec<ChunkId> {
         let mut children = self.disk.blocked.remove(&id).unwrap_or_default();
         let index = &self.index;
@@ -180,7 +180,7 @@ impl State {
         }
     }
 
-    /// Cancels the writes of all descendants that wait for a chunk that will not be written.
+    /// Cancels the writes of all descendants that wait for a chunk that failed to be written.
     pub(crate) fn drop_blocked(&mut self, id: ChunkId) {
         let mut blocked = self.take_blocked(id);
         while let Some(child) = blocked.pop() {

@@ -1,7 +1,7 @@
-//! The data of the disk tier that the lock guards: queues, jobs in flight, breakers and whether the
-//! tier is open.
+//! The state of the disk tier that the lock guards: queues, jobs in flight, breakers and whether
+//! the tier is open.
 //!
-//! This file contains only data and predicates.
+//! This file contains only data and simple queries.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
@@ -16,13 +16,12 @@ use crate::store::disk::breaker::{Breaker, HANG_AFTER};
 use crate::store::disk::time_shares::{Direction, TimeShares};
 use crate::tier::disk::{DiskEntry, SlotId};
 
-/// A queue of chunks with their generations. `pop` skips chunks that are no longer wanted.
+/// A queue of chunks with their generations. `pop` skips chunks that no longer need the operation.
 #[derive(Debug, Default)]
 pub(crate) struct Queue(VecDeque<(ChunkId, u32)>);
 
 impl Queue {
-    /// Appends a chunk. Drops chunks that are no longer wanted once the queue is much longer than
-    /// `num_wanted`.
+    /// Appends a chunk. Drops stale entries once the queue is much longer than `num_wanted`.
     pub(crate) fn push(
         &mut self,
         index: &Index,
@@ -41,7 +40,7 @@ impl Queue {
         self.0.push_front((id, index[id].generation));
     }
 
-    /// Removes and returns the first chunk that is still wanted.
+    /// Removes and returns the first chunk that is not stale.
     pub(crate) fn pop(&mut self, index: &Index, is_wanted: fn(&Entry) -> bool) -> Option<ChunkId> {
         let mut wanted = std::iter::from_fn(|| self.0.pop_front());
         wanted
@@ -49,57 +48,57 @@ impl Queue {
             .map(|(id, _)| id)
     }
 
-    /// Returns true if the queue has no entries, including chunks that are no longer wanted.
+    /// Returns true if the queue has no entries, not even stale entries.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 }
 
-/// Progress of a clear on disk.
+/// Progress of clearing the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Clearing {
     #[default]
     No,
-    /// It runs once no other job is in flight and no tree is being removed.
+    /// The clear starts once no other job is in flight and no tree is being removed.
     Wanted,
     Running,
 }
 
-/// State of the disk tier: open, being opened, or the reason why it is not open.
+/// Whether the disk tier is open, being opened or closed, and why.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum DiskOpening {
     /// The store has no disk tier.
     #[default]
     NoTier,
     Open,
-    /// The tier's directory was removed. No job starts; once the jobs in flight have completed, its
-    /// chunks are dropped and it is reopened.
+    /// The tier's directory was removed. No new job starts. Once the jobs in flight have completed,
+    /// the tier's chunks are dropped and the tier is reopened.
     Removed,
-    /// A disk thread opens the tier at this time, for the first time or after a failure.
+    /// A disk thread opens the tier at this time, initially or after a failure.
     NotBefore(Duration),
     Opening,
 }
 
-/// A job or check that a disk thread is running.
+/// A job or a check that is running on a disk thread.
 #[derive(Debug)]
 pub(crate) struct JobInFlight {
     pub(crate) ticket: u64,
-    /// None for a check that the directory still exists, which takes no share of disk time.
+    /// None for a check of the directory, which is not charged for disk time.
     pub(crate) direction: Option<Direction>,
     pub(crate) started: Duration,
-    /// The charge of `time_shares` for the job.
+    /// The time charged to the job's direction by `time_shares`.
     pub(crate) charge: Duration,
-    /// The job hangs and has opened the breakers.
+    /// True if the job hangs and has opened the breakers.
     pub(crate) hangs: bool,
 }
 
-/// The data of the disk tier. Empty if the store has no disk tier.
+/// The state of the disk tier. Empty if the store has no disk tier.
 #[derive(Debug, Default)]
 pub(crate) struct DiskWork {
     pub(crate) opening: DiskOpening,
     /// Outcome of the first attempt to open the tier.
     pub(crate) first_opening: Option<Result<()>>,
-    /// The last reported reason why the tier is not open.
+    /// The reason last logged for the tier not being open.
     pub(crate) last_event: String,
     /// Chunks in the state `Queued`.
     pub(crate) write_queue: Queue,
@@ -110,12 +109,12 @@ pub(crate) struct DiskWork {
     /// Chunks whose host state is `Queued`.
     pub(crate) read_queue: Queue,
     pub(crate) num_queued_reads: u64,
-    /// Time at which the first pending read was queued, or at which the last read completed,
-    /// whichever is later. Undefined while no reads are pending.
+    /// Time at which the first pending read was queued or the last read completed, whichever is
+    /// later. Meaningless while no reads are pending.
     pub(crate) reading_since: Duration,
-    /// Slots to free next.
+    /// Slots that will be freed next.
     pub(crate) to_free: Vec<SlotId>,
-    /// Slots that could not be freed, to be retried at `unfreed_until`.
+    /// Slots that could not be freed and are retried at `unfreed_until`.
     pub(crate) unfreed: Vec<SlotId>,
     pub(crate) unfreed_until: Duration,
     pub(crate) clearing: Clearing,
@@ -123,26 +122,28 @@ pub(crate) struct DiskWork {
     pub(crate) num_threads: usize,
     pub(crate) in_flight: Vec<JobInFlight>,
     pub(crate) time_shares: TimeShares,
-    /// Number of chunks in the state `Writing`, and number of jobs that free slots.
+    /// Number of chunks in the state `Writing`.
     pub(crate) writing: u32,
+    /// Number of jobs that are freeing slots.
     pub(crate) freeing: u32,
-    /// Number of detached chunks that stay in their slots until a job completes.
+    /// Number of detached chunks whose slots are in use until a job completes.
     pub(crate) num_detached_slots: u64,
-    /// The store is closing: no job starts, and leases that wait for reads end early.
+    /// True while the store is closing: no job starts, and leases that wait for reads end early.
     pub(crate) stopping: bool,
-    /// Chunks that the tier contained when it was opened and that are not indexed yet, in reverse
-    /// order; and the keys that must not be indexed because they were discarded in the meantime.
+    /// Chunks found when the tier was opened that are not indexed yet, in reverse order.
     pub(crate) found: Vec<DiskEntry>,
+    /// Keys that must not be indexed because they were discarded since the tier was opened.
     pub(crate) rejected: HashSet<ChunkKey>,
     pub(crate) read_breaker: Breaker,
     pub(crate) write_breaker: Breaker,
-    /// Time of the next check of the directory, and earliest time of the next reopening.
+    /// Time of the next check of the directory.
     pub(crate) check_at: Duration,
+    /// Earliest time of the next reopening.
     pub(crate) reopen_at: Duration,
 }
 
 impl DiskWork {
-    /// Returns true if no chunk waits to be written and no removed chunk is still on disk.
+    /// Returns true if no chunk is waiting to be written and all removed chunks are off the disk.
     pub(crate) fn is_settled(&self) -> bool {
         let nothing_to_free =
             self.to_free.is_empty() && self.unfreed.is_empty() && self.freeing == 0;
@@ -151,8 +152,8 @@ impl DiskWork {
         self.num_unwritten == 0 && nothing_to_free && nothing_to_forget && nothing_to_index
     }
 
-    /// Returns true if the tier cannot settle by `deadline`, because the store is closing, or the
-    /// tier hangs, or is not open or paused until after the deadline.
+    /// Returns true if the tier cannot settle by `deadline`: the store is closing, the tier hangs,
+    /// or the tier is closed or paused beyond the deadline.
     pub(crate) fn cannot_settle_by(&self, deadline: Duration) -> bool {
         let is_stuck = !self.unfreed.is_empty()
             && self.unfreed_until > deadline
@@ -181,29 +182,29 @@ impl DiskWork {
         matches!(self.opening, DiskOpening::NotBefore(_) | DiskOpening::Opening)
     }
 
-    /// Returns true if the tier accepts no jobs because it is not open, or because its directory
-    /// was removed.
+    /// Returns true if the tier accepts no jobs because it is not open or its directory was
+    /// removed.
     fn is_away(&self) -> bool {
         self.is_closed() || self.opening == DiskOpening::Removed
     }
 
-    /// Returns true if chunks of the tier may not be indexed yet.
+    /// Returns true if some chunks of the tier may not be indexed yet.
     pub(crate) fn is_recovering(&self) -> bool {
         self.is_away() || !self.found.is_empty()
     }
 
-    /// Returns true if the tier accepts reads now.
+    /// Returns true if the tier currently accepts reads.
     pub(crate) fn accepts_reads(&self, now: Duration) -> bool {
         self.accepts(&self.read_breaker, now)
     }
 
-    /// Returns true if chunks wait to be read or are being read.
+    /// Returns true if chunks are queued to be read or are being read.
     pub(crate) fn wants_reads(&self) -> bool {
         self.num_queued_reads > 0
             || self.in_flight.iter().any(|job| job.direction == Some(Direction::Read))
     }
 
-    /// Returns true if the tier accepts writes now.
+    /// Returns true if the tier currently accepts writes.
     pub(crate) fn accepts_writes(&self, now: Duration) -> bool {
         self.accepts(&self.write_breaker, now)
     }
@@ -215,7 +216,7 @@ impl DiskWork {
             && !self.all_hang()
     }
 
-    /// Returns true if all disk threads hang, so that no thread can probe the tier.
+    /// Returns true if all disk threads hang, so that none can probe the tier.
     fn all_hang(&self) -> bool {
         self.num_threads > 0
             && self.in_flight.iter().filter(|job| job.hangs).count() >= self.num_threads
@@ -248,7 +249,7 @@ impl DiskWork {
         self.in_flight.iter().any(|job| job.direction.is_none())
     }
 
-    /// Opens both breakers if an operation has started to hang. Returns true in that case.
+    /// Opens both breakers if a job is newly detected as hung. Returns true in that case.
     pub(crate) fn find_hangs(&mut self, now: Duration) -> bool {
         let hangs =
             |job: &&mut JobInFlight| !job.hangs && now.saturating_sub(job.started) >= HANG_AFTER;

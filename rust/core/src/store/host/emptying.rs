@@ -1,8 +1,8 @@
-//! Empties slabs for other stores of the same pool, and for other size classes of the same store.
+//! Empties slabs for other stores in the same pool and for other size classes in the same store.
 //!
-//! A slab is emptied chunk by chunk, children before parents, a slice per call. Chunks that are
-//! pinned, reserved, being read or being written stay until their use ends, and so does the slab.
-//! Until then, the slab takes no new chunks, and other slabs are emptied as well.
+//! A slab is emptied chunk by chunk, children before parents, one slice per call. Chunks that are
+//! pinned, reserved, being read or being written cannot be evicted until they are no longer in use.
+//! Until then, the slab accepts no new chunks, and other slabs are emptied as well.
 
 use rustc_hash::FxHashSet;
 
@@ -12,10 +12,9 @@ use crate::store::host::{Drain, Drains, Next, Step};
 use crate::store::state::State;
 use crate::tier::host::Wanted;
 
-/// Number of chunks that one call visits, in about 0.2 ms.
+/// Number of chunks visited per call, which takes about 0.2 ms.
 const SLICE: usize = 256;
-/// Maximum number of slabs that are emptied at the same time, if some of their frames must stay for
-/// now.
+/// Maximum number of slabs emptied concurrently when some of their frames are still in use.
 const MAX_DRAINS: usize = 4;
 
 /// Outcome of `Store::release_slab`.
@@ -79,7 +78,7 @@ impl State {
         self.host.is_draining(slab)
     }
 
-    /// Evicts the unused chunks of a slab and their descendants.
+    /// Evicts the unused chunks of a slab, after their descendants.
     fn empty(
         &mut self,
         drain: &mut Drain,
@@ -111,8 +110,8 @@ impl State {
         }
     }
 
-    /// Evicts the last chunk of the path if possible. Otherwise descends to its next child in host
-    /// memory; without such a child, the chunk stays and leaves the path.
+    /// Evicts the last chunk of the path if possible. Otherwise descends to the next child in host
+    /// memory, or drops the chunk from the path if there is none.
     fn step(&mut self, path: &mut Vec<Step>, stuck: &mut FxHashSet<(ChunkId, u32)>) {
         let Some(Step { id, generation, next }) = path.last_mut() else { return };
         let (id, entry) = (*id, &self.index[*id]);

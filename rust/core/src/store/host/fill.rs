@@ -1,18 +1,18 @@
-//! Ends fills: a filled chunk becomes visible after its parent, a failed chunk also fails its
-//! waiting children, and a queued read without holders is canceled.
+//! Completes fills: makes filled chunks visible after their parents, fails chunks together with the
+//! children that wait for them, and cancels queued reads that no lease holds.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{HostEvent, HostState};
 use crate::store::state::State;
 
 impl State {
-    /// Keeps a chunk, and therefore its whole prefix, in host memory until `unhold`.
+    /// Keeps a chunk, and therefore its entire prefix, in host memory until `unhold`.
     pub(crate) fn hold(&mut self, id: ChunkId) {
         self.index[id].holds += 1;
         self.sync_host(id);
     }
 
-    /// Ends one hold. Cancels a queued read without holders.
+    /// Releases one hold. Cancels a queued read when the last hold is released.
     pub(crate) fn unhold(&mut self, id: ChunkId) {
         self.index[id].holds -= 1;
         self.sync_host(id);
@@ -26,8 +26,8 @@ impl State {
         self.leave_failed(parent);
     }
 
-    /// Ends a fill: the chunk becomes visible after its parent, or fails if its parent has failed.
-    /// Returns the number of chunks that became visible.
+    /// Completes a fill: the chunk becomes visible after its parent, or fails if the parent has
+    /// failed. Returns the number of chunks that became visible.
     pub(crate) fn fill(&mut self, id: ChunkId) -> u32 {
         let parent = self.index[id].parent;
         if parent.is_some_and(|parent| !self.index[parent].host.may_have_children()) {
@@ -38,8 +38,8 @@ impl State {
         self.show(id)
     }
 
-    /// Makes a filled chunk visible if its parent is visible, and then its filled children that
-    /// waited. Returns the number of chunks that became visible.
+    /// Makes a filled chunk visible if its parent is visible, and then the filled children that
+    /// waited for the chunk. Returns the number of chunks that became visible.
     fn show(&mut self, id: ChunkId) -> u32 {
         let mut shown = 0;
         let (mut next, mut ready) = (Some(id), Vec::new());
@@ -58,7 +58,7 @@ impl State {
         shown
     }
 
-    /// Clears the list of children that wait for `id`. Returns the children whose state satisfies
+    /// Takes the list of children that wait for `id`. Returns the children whose state satisfies
     /// `wanted`.
     fn take_waiters(
         &mut self,
@@ -69,10 +69,10 @@ impl State {
         children.filter(move |&child| index.is_child(child, id) && wanted(index[child].host))
     }
 
-    /// Fails a chunk that cannot be filled, and all descendants that wait for it.
+    /// Fails a chunk that cannot be filled, and all descendants that are waiting for it.
     ///
-    /// A descendant whose frame a worker or a disk thread owns only fails once its fill has ended,
-    /// and its ancestors stay until then.
+    /// A descendant whose frame is owned by a worker or a disk thread fails only after its fill has
+    /// ended. The ancestors of the descendant are kept until then.
     pub(crate) fn fail_host(&mut self, id: ChunkId) {
         let mut all = vec![id];
         let mut at = 0;
@@ -90,7 +90,8 @@ impl State {
                 self.change_host(next, HostEvent::Fail);
             }
             let entry = &self.index[next];
-            // A child can still be in the tree: it failed earlier, with children being filled.
+            // A child may remain in the tree if it failed earlier while its own children were being
+            // filled.
             if !entry.disk.takes_slot() && entry.first_child.is_none() {
                 self.detach(next);
             } else if !is_filling {

@@ -1,4 +1,4 @@
-//! Finds a frame for a chunk: a free frame, or a frame freed by evicting chunks.
+//! Provides frames for chunks, either free frames or frames freed by evicting chunks.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{HostEvent, TenantId};
@@ -7,15 +7,15 @@ use crate::store::state::State;
 use crate::store::tenants::quota::{FrameSource, group};
 use crate::tier::host::FrameRequest;
 
-/// Maximum number of chunks evicted for one frame, and of chunks spared because their frames are
+/// Maximum number of chunks evicted per frame, and of chunks spared because their frames are
 /// unsuitable.
 const MAX_VICTIMS: usize = 64;
 
-/// The search was stopped: too many chunks were spared because their frames are unsuitable.
+/// The search stopped because too many chunks had unsuitable frames and were spared.
 struct TooManySpared;
 
 impl State {
-    /// Takes a frame from `source` for a child of `parent`, which is not evicted in the process.
+    /// Takes a frame from `source` for a child of `parent`. Never evicts `parent`.
     pub(crate) fn take_frame_under(
         &mut self,
         parent: Option<ChunkId>,
@@ -42,10 +42,11 @@ impl State {
     }
 
     /// Takes a free frame, evicting chunks if needed. Returns None if every suitable frame is in
-    /// use. The caller must pin chunks that must stay.
+    /// use. The caller must pin any chunks that must not be evicted.
     ///
-    /// Chunks of any size are evicted in the policy's order. If that frees no frame of the
-    /// requested class, a slab of a different class is emptied for it, a slice per call.
+    /// Chunks are evicted in the policy's order regardless of their size. If that does not free a
+    /// frame of the requested class, a slab of a different class is emptied for the class, one
+    /// slice per call.
     fn take_frame(&mut self, request: FrameRequest) -> Option<FrameId> {
         if let frame @ Some(_) = self.host.take(request) {
             return frame;
@@ -64,8 +65,7 @@ impl State {
     }
 
     /// Evicts chunks of one tenant, or of all tenants, until `take` returns a frame. Spares chunks
-    /// whose eviction would not be useful. Returns `TooManySpared` once `MAX_VICTIMS` chunks are
-    /// spared.
+    /// whose eviction would not help. Returns `TooManySpared` after sparing `MAX_VICTIMS` chunks.
     fn evict_until(
         &mut self,
         tenant: Option<TenantId>,
@@ -105,8 +105,8 @@ impl State {
         frame.is_none_or(|frame| self.host.is_fit(frame, request))
     }
 
-    /// Takes a frame for saves by evicting any evictable chunk below the limit. The policy would
-    /// propose too many unsuitable chunks first.
+    /// Takes a frame for a save by evicting any evictable chunk below the limit. Asking the policy
+    /// would yield too many unsuitable chunks first.
     fn take_frame_below_limit(&mut self, request: FrameRequest) -> Option<FrameId> {
         for _ in 0..MAX_VICTIMS {
             if let Some(id) = self.host.next_below_limit(request.class)
@@ -119,7 +119,7 @@ impl State {
         None
     }
 
-    /// Takes a frame for a tenant at its quota, evicting some of its chunks.
+    /// Takes a frame for a tenant at its quota by evicting chunks of the same tenant.
     fn take_own_frame(&mut self, tenant: TenantId, request: FrameRequest) -> Option<FrameId> {
         let quota = self.tenants.ceiling(tenant).host;
         if self.tenants.host_pages(tenant) > quota {

@@ -1,5 +1,5 @@
-//! The host side of the store: which chunks have a frame, and which of them loads can use. This
-//! file contains the data of `fill` and `emptying`.
+//! The host side of the store: manages which chunks have a frame and which chunks can be loaded.
+//! This file defines the data of `fill` and `emptying`.
 //!
 //! | file | contents |
 //! |---|---|
@@ -20,18 +20,18 @@ use crate::pool::SlabId;
 
 /// Children that wait for their parent to become visible.
 ///
-/// A prompt is saved chunk by chunk, so nearly every parent has exactly one waiting child. The
-/// first child of a parent therefore needs no allocation.
+/// A prompt is saved chunk by chunk, so nearly every parent has exactly one waiting child. Storing
+/// the first child inline therefore avoids an allocation in almost all cases.
 #[derive(Debug, Default)]
 pub(crate) struct Waiters {
     /// Keyed by parent.
     first: FxHashMap<ChunkId, ChunkId>,
-    /// Further children, keyed by parent, in order of insertion.
+    /// All further children, keyed by parent, in insertion order.
     others: FxHashMap<ChunkId, Vec<ChunkId>>,
 }
 
 impl Waiters {
-    /// Adds `child` to the children that wait for `parent`. A child may be listed more than once.
+    /// Records that `child` waits for `parent`. A child may be recorded more than once.
     pub(crate) fn push(&mut self, parent: ChunkId, child: ChunkId) {
         if *self.first.entry(parent).or_insert(child) != child {
             self.others.entry(parent).or_default().push(child);
@@ -46,28 +46,28 @@ impl Waiters {
     }
 }
 
-/// Slabs that are being emptied. A round spans many calls and visits a chunk that must stay only
-/// once.
+/// The slabs that are being emptied. A round spans many calls but visits each chunk that cannot be
+/// evicted only once.
 #[derive(Debug, Default)]
 pub(crate) struct Drains {
     pub(crate) all: Vec<Drain>,
-    /// Chunks that had to stay in this round because they or their descendants are in use.
+    /// Chunks that could not be evicted in this round because they or their descendants are in use.
     pub(crate) stuck: FxHashSet<(ChunkId, u32)>,
 }
 
-/// One slab that is being emptied.
+/// A slab that is being emptied.
 #[derive(Debug)]
 pub(crate) struct Drain {
     pub(crate) slab: SlabId,
     /// Number of the next frame to visit in this round.
     pub(crate) next: u32,
-    /// The path from a chunk of the slab down to the chunk to evict next.
+    /// The path from a chunk in the slab down to the next chunk to evict.
     pub(crate) path: Vec<Step>,
     /// True if no further chunk can be evicted in this round.
     pub(crate) is_done: bool,
 }
 
-/// A chunk on the path, and its child to visit next.
+/// A chunk on the path, with the child to visit next.
 #[derive(Debug)]
 pub(crate) struct Step {
     pub(crate) id: ChunkId,

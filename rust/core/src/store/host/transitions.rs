@@ -1,11 +1,11 @@
-//! Changes a chunk's state in host memory and updates everything that depends on it.
+//! Changes a chunk's host memory state and updates everything derived from it.
 //!
-//! The states are in `index/host_state.rs`. Invariants between two calls:
+//! The states are defined in `index/host_state.rs`. Invariants between calls:
 //!
-//! - A chunk that is not absent has a parent that is not absent, unless the chunk is detached.
-//! - A chunk with a frame has a parent with a frame; a visible chunk has a visible parent.
-//! - The policy contains every chunk that has a frame and is not detached. Visible leaves without
-//!   users are evictable.
+//! - The parent of a chunk that is not absent is not absent either, unless the chunk is detached.
+//! - The parent of a chunk with a frame has a frame, and the parent of a visible chunk is visible.
+//! - The policy contains every chunk that has a frame and is not detached. The policy may evict
+//!   visible, unused leaves.
 
 use crate::evict::{ChunkId, GroupId, Removal};
 use crate::index::{Entry, HostEvent, HostState};
@@ -13,16 +13,16 @@ use crate::io::FrameId;
 use crate::store::state::State;
 
 impl State {
-    /// Applies an event to a chunk. This is the only code that changes `Entry::host`. It also:
+    /// Applies an event to a chunk. No other code changes `Entry::host`. This method also:
     ///
-    /// - counts the chunk among its parent's children, and as a waiter of a parent that is not
-    ///   visible,
-    /// - takes the frame from the event, or returns the chunk's frame to the tier,
-    /// - inserts the chunk into the host policy with its frame, and removes it with its frame,
-    /// - updates the gauges, the queue of reads and the change log,
+    /// - counts the chunk as a child of its parent, and as a waiter if the parent is not visible,
+    /// - assigns the event's frame to the chunk, or returns the chunk's frame to the tier,
+    /// - adds a chunk that gets a frame to the host policy, and removes a chunk that loses its
+    ///   frame,
+    /// - updates the gauges, the read queue and the change log,
     /// - updates which chunks each policy may evict.
     ///
-    /// The caller settles or reaps a chunk that became absent.
+    /// The caller settles or reaps a chunk that becomes absent.
     pub(crate) fn change_host(&mut self, id: ChunkId, event: HostEvent) {
         let entry = &self.index[id];
         let (before, parent, is_detached) = (entry.host, entry.parent, entry.detached);
@@ -59,7 +59,7 @@ impl State {
         }
     }
 
-    /// Records a child that is in host memory or will be.
+    /// Records a child that is in host memory or is expected there.
     fn enter_host(&mut self, id: ChunkId, parent: Option<ChunkId>) {
         let Some(parent) = parent else { return };
         self.index[parent].host_children += 1;
@@ -88,7 +88,7 @@ impl State {
         self.group_in_host(id);
     }
 
-    /// Counts queued reads, and protects a chunk from eviction on disk while it is being read.
+    /// Counts queued reads, and prevents eviction of a chunk from disk while it is being read.
     fn count_read(&mut self, id: ChunkId, before: HostState, after: HostState) {
         if after == HostState::Queued {
             if !self.disk.wants_reads() {
@@ -109,14 +109,14 @@ impl State {
         }
     }
 
-    /// Removes a chunk from the host policy, if the policy has it.
+    /// Removes a chunk from the host policy if the policy contains it.
     pub(crate) fn leave_host_policy(&mut self, id: ChunkId, removal: Removal) {
         if self.index[id].host_evictable.take().is_some() {
             self.host_policy.remove(id, removal);
         }
     }
 
-    /// Reports to the host policy whether it may evict the chunk, if that changed.
+    /// Updates the host policy if the chunk has become evictable or is no longer evictable.
     pub(crate) fn sync_host(&mut self, id: ChunkId) {
         let entry = &mut self.index[id];
         let is_evictable = entry.is_host_evictable();
@@ -126,10 +126,10 @@ impl State {
         }
     }
 
-    /// Returns the next chunk to evict, from one group or from all chunks.
+    /// Returns the next chunk to evict, either from one group or from all chunks.
     ///
-    /// Unwritten chunks come last while the disk accepts writes and they occupy at most half of the
-    /// frames. With more unwritten chunks, this rule would evict recently used chunks instead.
+    /// Unwritten chunks are evicted last if the disk accepts writes and they occupy at most half of
+    /// the frames. If they occupied more, sparing them would evict recently used chunks instead.
     pub(crate) fn host_victim(&mut self, group: Option<GroupId>) -> Option<ChunkId> {
         let are_few = 2 * self.disk.num_unwritten <= self.host.num_frames().0;
         self.host_policy.spare_unwritten(are_few && self.disk.accepts_writes(self.now));

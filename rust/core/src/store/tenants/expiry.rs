@@ -1,9 +1,9 @@
-//! Expiry: lookups miss a chunk once its TTL has passed, and the sweeper removes it soon after.
+//! Expiry: lookups miss a chunk after its TTL, and the sweeper removes the chunk soon after.
 //!
-//! The TTL starts when a chunk is reserved, and continues across restarts, because records on disk
-//! contain that time. Using a chunk does not extend its TTL. A child never expires after its
-//! parent, so presence stays monotone while chunks expire. Times are Unix times in seconds: the
-//! time when the store was opened plus the elapsed time of its clock.
+//! The TTL starts when a chunk is reserved and keeps running across restarts, because records on
+//! disk contain the start time. Using a chunk does not extend its TTL. A child never expires after
+//! its parent, so presence stays monotone. Times are Unix times in seconds, computed as the time at
+//! which the store was opened plus the time elapsed on its clock.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use crate::store::state::State;
 use crate::store::tenants::limits::{Bases, Ceiling, Table, TenantLimits};
 use crate::tier::disk::{self, DiskRoot, RemovedChunks};
 
-/// A chunk whose save time is further in the future than this has an unknown age and is treated as
+/// Tolerance for save times in the future. A chunk beyond it has an unknown age and is treated as
 /// expired.
 const MAX_SKEW_S: u32 = 60;
 
@@ -29,10 +29,10 @@ fn expiry(ttl_s: u32, saved_s: u32, now_s: u32) -> u32 {
     }
 }
 
-/// Removes expired chunks in the closed namespaces of a disk directory.
+/// Removes expired chunks from the closed namespaces in a disk directory.
 ///
 /// `root` must be the [`DiskRoot`] of the open stores. Returns `Io` if the directory cannot be
-/// listed.
+/// read.
 pub fn remove_expired(
     settings: &DiskSettings,
     root: &Arc<DiskRoot>,
@@ -48,8 +48,8 @@ pub fn remove_expired(
 }
 
 impl State {
-    /// Returns the expiry time of a chunk saved at `saved_s`, which is at most the expiry time of
-    /// its parent.
+    /// Returns the expiry time of a chunk saved at `saved_s`, capped at the expiry time of the
+    /// parent.
     pub(crate) fn expiry(&self, ttl_s: u32, parent: Option<ChunkId>, saved_s: u32) -> u32 {
         let own = expiry(ttl_s, saved_s, self.unix_s);
         parent.map_or(own, |parent| own.min(self.index[parent].expires_s))
@@ -59,13 +59,13 @@ impl State {
         entry.expires_s <= self.unix_s
     }
 
-    /// Returns true if the chunk expires before its parent, or expires and has no parent.
+    /// Returns true if the chunk expires before its parent, or if it expires and has no parent.
     pub(crate) fn expires_alone(&self, entry: &Entry) -> bool {
         entry.expires_s != NEVER
             && entry.parent.is_none_or(|parent| entry.expires_s < self.index[parent].expires_s)
     }
 
-    /// Adds a new chunk to the expiry queue, if it expires before its parent.
+    /// Adds a new chunk to the expiry queue if it expires before its parent.
     pub(crate) fn track_expiry(&mut self, id: ChunkId) {
         if self.expires_alone(&self.index[id]) {
             self.expiries.0.insert((self.index[id].expires_s, id));

@@ -1,5 +1,5 @@
-//! Tenant limits: how much of each tier a tenant may use and how long its chunks live, as
-//! configured and converted to pages of 4096 bytes.
+//! Tenant limits: how much of each tier a tenant may use and how long its chunks live. Holds the
+//! configured limits and their values in pages of 4096 bytes.
 //!
 //! A *class* is a row of the table. There is one class for requests without a salt, one for
 //! requests with a salt, and one for each salt with individual limits.
@@ -9,23 +9,23 @@ use rustc_hash::FxHashMap;
 use crate::io::FRAME_ALIGN;
 use crate::key::SaltTag;
 
-/// Maximum usage of a tier by a tenant.
+/// Maximum amount of a tier that a tenant may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Quota {
-    /// Size in bytes.
+    /// Absolute size, in bytes.
     Bytes(u64),
-    /// Millionths of the tier. Unless it is 0, the quota is at least the largest frame.
+    /// Share of the tier in millionths. A nonzero quota is at least the size of the largest frame.
     Share(u32),
 }
 
 /// Limits of one tenant.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Limits {
-    /// Quota in host memory; in a pool, relative to the store's share.
+    /// Host memory quota. In a pool, a share refers to the store's share of the pool.
     pub host: Option<Quota>,
-    /// Quota on disk.
+    /// Disk quota.
     pub disk: Option<Quota>,
-    /// Time to live of a chunk after it was saved, in seconds.
+    /// Time to live of a chunk after it is saved, in seconds.
     pub ttl_s: Option<u32>,
 }
 
@@ -57,15 +57,15 @@ impl TenantLimits {
     }
 }
 
-/// A row of the table.
+/// Index of a row of the table.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Class(u32);
 
-/// Requests without a salt.
+/// The class of requests without a salt.
 pub(crate) const UNSALTED: Class = Class(0);
 const SALTED: Class = Class(1);
 
-/// The limits of a class in pages and seconds; [`Ceiling::NONE`] if there is no limit.
+/// The limits of a class, in pages and seconds. [`Ceiling::NONE`] means unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ceiling {
     pub(crate) host: u32,
@@ -77,7 +77,7 @@ impl Ceiling {
     pub(crate) const NONE: u32 = u32::MAX;
 }
 
-/// Sizes of the tiers to which shares refer, in pages.
+/// Sizes of the tiers in pages, to which relative quotas refer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Bases {
     pub(crate) host: u64,
@@ -90,14 +90,14 @@ pub(crate) struct Table {
     limits: Vec<Limits>,
     ceilings: Vec<Ceiling>,
     by_salt: FxHashMap<SaltTag, Class>,
-    /// Number of pages of the largest frame.
+    /// Size of the largest frame, in pages.
     frame_pages: u64,
     pub(crate) bases: Bases,
     pub(crate) has_quotas: bool,
 }
 
 impl Table {
-    /// Creates the table for `of`; empty if no limit is set.
+    /// Creates the table for the given limits. The table is empty if no limit is set.
     pub(crate) fn new(of: &TenantLimits, frame_pages: u64, bases: Bases) -> Self {
         if !of.is_set() {
             return Self::default();

@@ -1,4 +1,4 @@
-//! Tenants: how much of each tier a `cache_salt` can use and for how long, and its current usage.
+//! Tenants: limits on how much of each tier a `cache_salt` can use and for how long, and its usage.
 //!
 //! | file | contents |
 //! |---|---|

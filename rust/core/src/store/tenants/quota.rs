@@ -1,8 +1,8 @@
-//! Quotas: a tenant at its quota only gets a frame or slot by evicting its coldest chunk.
+//! Quotas: a tenant at its quota gets a frame or slot only by evicting its own coldest chunk.
 //!
-//! A frame is included in the usage as soon as it is taken, so no tenant exceeds its quota. The
-//! exceptions are a quota that was lowered and a disk that held more when it was opened; the
-//! sweeper then evicts the excess.
+//! A frame is included in the usage as soon as it is taken, so no tenant exceeds its quota, with
+//! two exceptions: the quota was lowered, or the disk held more when it was opened. The sweeper
+//! then evicts the excess.
 
 use crate::evict::{ChunkId, GroupId};
 use crate::index::{Entry, TenantId};
@@ -11,14 +11,14 @@ use crate::key::SaltTag;
 use crate::store::state::State;
 use crate::store::tenants::limits::{Bases, Ceiling};
 
-/// Where the frame for a chunk may come from.
+/// Frames that may be used for a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FrameSource {
-    /// The whole tier: the chunk's tenant is below its quota.
+    /// Any frame of the tier: the tenant is below its quota.
     Any,
-    /// Only this tenant's chunks: the tenant is at its quota.
+    /// Only frames of this tenant's chunks: the tenant is at its quota.
     Own(TenantId),
-    /// Nowhere: the frame is larger than the tenant's quota.
+    /// No frame: the requested frame is larger than the tenant's quota.
     None,
 }
 
@@ -27,7 +27,7 @@ pub(crate) fn group(tenant: TenantId) -> GroupId {
 }
 
 impl State {
-    /// Returns where a frame of `class` for a new chunk may come from.
+    /// Returns which frames of `class` a new chunk may use.
     pub(crate) fn source_for(
         &self,
         new: &Entry,
@@ -50,7 +50,7 @@ impl State {
         }
     }
 
-    /// Returns where an additional frame of `class` for a tenant may come from.
+    /// Returns which frames of `class` a tenant may use in addition to its current frames.
     pub(crate) fn source_of(&self, tenant: TenantId, class: SizeClass) -> FrameSource {
         if !self.tenants.limits.has_quotas {
             return FrameSource::Any;
@@ -63,7 +63,7 @@ impl State {
         }
     }
 
-    /// Sets the chunk's group in the host policy, if its tenant has a quota in host memory.
+    /// Assigns the chunk to its tenant's group in the host policy if the tenant has a host quota.
     pub(crate) fn group_in_host(&mut self, id: ChunkId) {
         let tenant = self.index[id].tenant;
         if self.tenants.limits.has_quotas && self.tenants.ceiling(tenant).host != Ceiling::NONE {
@@ -71,7 +71,7 @@ impl State {
         }
     }
 
-    /// Sets the chunk's group in the disk policy, if its tenant has a quota on disk.
+    /// Assigns the chunk to its tenant's group in the disk policy if the tenant has a disk quota.
     pub(crate) fn group_on_disk(&mut self, id: ChunkId) {
         let tenant = self.index[id].tenant;
         if self.tenants.limits.has_quotas && self.tenants.ceiling(tenant).disk != Ceiling::NONE {
@@ -79,8 +79,8 @@ impl State {
         }
     }
 
-    /// Updates the sizes to which shares refer. A store without a share of the pool keeps its last
-    /// size.
+    /// Updates the sizes to which relative quotas refer. A store that has lost its share of the
+    /// pool keeps the previous size.
     pub(crate) fn update_bases(&mut self) {
         let host = self.host.share_bytes() / FRAME_ALIGN;
         let host = if host > 0 { host } else { self.tenants.limits.bases.host };

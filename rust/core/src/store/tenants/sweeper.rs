@@ -1,6 +1,7 @@
-//! Sweeper: once a second, removes expired chunks and evicts chunks of tenants above their quota.
+//! Sweeper: removes expired chunks and evicts chunks of tenants above their quota, once per second.
 //!
-//! It runs in a separate thread, so that it depends neither on the disk nor on calls from engines.
+//! The sweeper has its own thread, so that it depends neither on the disk nor on calls from
+//! engines.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,15 +13,15 @@ use crate::store::tenants::table::TENANTS_PER_SLICE;
 use crate::sync::thread::{self, JoinHandle};
 use crate::{Error, Result};
 
-/// Interval between two rounds.
+/// Interval between rounds.
 const SWEEP_EVERY: Duration = Duration::from_secs(1);
-/// Maximum number of trees whose removal one call starts.
+/// Maximum number of trees whose removal is started per call.
 const MAX_EXPIRED: usize = 64;
-/// Maximum number of chunks that one call of `trim` evicts, in about 0.2 ms.
+/// Maximum number of chunks evicted per call of `trim`, which takes about 0.2 ms.
 const MAX_TRIMMED: u32 = 128;
 
 impl State {
-    /// Continues a round at the tenant `next`. Returns true at the end of the round.
+    /// Continues a round at tenant `next`. Returns true once the round is complete.
     fn sweep(&mut self, next: &mut usize) -> bool {
         if *next == 0 {
             self.update_bases();
@@ -29,7 +30,7 @@ impl State {
         has_expired && !self.is_removing() && self.trim(next)
     }
 
-    /// Starts the removal of some expired chunks. Returns true if no expired chunks remain.
+    /// Starts to remove a batch of expired chunks. Returns true if no expired chunks remain.
     fn expire_some(&mut self) -> bool {
         for _ in 0..MAX_EXPIRED {
             match self.expiries.0.first().copied() {
@@ -43,8 +44,8 @@ impl State {
         false
     }
 
-    /// Evicts chunks of tenants above their quota, starting at the tenant `next`. Returns true at
-    /// the end.
+    /// Evicts chunks of tenants above their quota, starting at tenant `next`. Returns true once all
+    /// tenants have been visited.
     fn trim(&mut self, next: &mut usize) -> bool {
         let mut budget = MAX_TRIMMED;
         for _ in 0..TENANTS_PER_SLICE {
@@ -78,7 +79,7 @@ impl State {
 }
 
 impl Locked {
-    /// Runs one round, in slices between which the lock is released. Returns false if the store is
+    /// Runs one round in slices, releasing the lock between slices. Returns false if the store is
     /// closing.
     pub(crate) fn sweep(&self) -> bool {
         let mut next = 0;

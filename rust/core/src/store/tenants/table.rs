@@ -1,9 +1,9 @@
-//! Current usage of each tenant. All chunks under roots with the same `cache_salt` belong to one
-//! tenant, regardless of their adapter.
+//! Current usage of each tenant. All chunks under roots with the same `cache_salt` belong to the
+//! same tenant, regardless of their adapter.
 //!
 //! An entry inherits the tenant of its parent or, without a parent, the tenant of its root, so
-//! finding a tenant does not walk a tree. A tenant without chunks is removed. Salts only appear as
-//! the tags at the end of root keys.
+//! looking up a tenant needs no tree walk. A tenant without chunks is removed. Salts appear only as
+//! tags at the end of root keys.
 
 use rustc_hash::FxHashMap;
 
@@ -13,18 +13,18 @@ use crate::store::tenants::limits::{Ceiling, Class, Table};
 
 /// The tenant of requests without a salt.
 const NO_SALT: TenantId = TenantId(0);
-/// Number of tenants that one call visits, in about 0.2 ms.
+/// Maximum number of tenants visited per call, which takes about 0.2 ms.
 pub(crate) const TENANTS_PER_SLICE: usize = 4096;
 
 /// Usage of one tenant.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct TenantCounts {
-    /// None if the id is vacant, or for requests without a salt.
+    /// None for a vacant id and for requests without a salt.
     tag: Option<SaltTag>,
     num_entries: u32,
-    /// Number of pages of its frames, including frames that are being filled.
+    /// Host memory used by the tenant's frames in pages, including frames that are being filled.
     host_pages: u32,
-    /// Number of pages of its slots on disk, including slots that are being written or freed.
+    /// Disk space used by the tenant's slots in pages, including slots being written or freed.
     disk_pages: u32,
     class: Class,
 }
@@ -50,12 +50,12 @@ impl Default for TenantTable {
 }
 
 impl TenantTable {
-    /// Returns the tenant with this tag, if it has chunks.
+    /// Returns the tenant with this tag, or None if the tenant has no chunks.
     pub(crate) fn find(&self, tag: SaltTag) -> Option<TenantId> {
         self.by_tag.get(&tag).copied()
     }
 
-    /// Like [`Self::find`], but without a tag, returns the tenant of requests without a salt.
+    /// Like [`Self::find`], but returns the tenant of requests without a salt if there is no tag.
     pub(crate) fn find_any(&self, tag: Option<SaltTag>) -> Option<TenantId> {
         tag.map_or(Some(NO_SALT), |tag| self.find(tag))
     }
@@ -77,8 +77,8 @@ impl TenantTable {
         })
     }
 
-    /// Increments or decrements the number of entries of a tenant. Removes a tenant without
-    /// entries.
+    /// Increments or decrements a tenant's number of entries. Removes the tenant if no entries
+    /// remain.
     pub(crate) fn count_entry(&mut self, id: TenantId, is_more: bool) {
         let tenant = &mut self.all[id.0 as usize];
         count(&mut tenant.num_entries, 1, is_more);
@@ -89,7 +89,7 @@ impl TenantTable {
         }
     }
 
-    /// Adds or subtracts the pages of a frame, in any state of its chunk.
+    /// Adds or subtracts the pages of a frame, regardless of the chunk's state.
     pub(crate) fn count_host(&mut self, id: TenantId, pages: u32, is_more: bool) {
         count(&mut self.all[id.0 as usize].host_pages, pages, is_more);
     }
@@ -112,7 +112,7 @@ impl TenantTable {
         self.limits.ceiling(self.all[id.0 as usize].class)
     }
 
-    /// Returns the `nth` id, which may be vacant; None after the last id.
+    /// Returns the `nth` id, which may be vacant. Returns None after the last id.
     pub(crate) fn nth(&self, nth: usize) -> Option<TenantId> {
         u32::try_from(nth).ok().filter(|_| nth < self.all.len()).map(TenantId)
     }

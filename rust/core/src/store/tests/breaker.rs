@@ -1,4 +1,4 @@
-//! Tests when the circuit breaker opens, probes and closes.
+//! Tests for opening, probing and closing the circuit breaker.
 
 use std::time::Duration;
 
@@ -64,11 +64,11 @@ fn an_older_operation_does_not_end_the_probe_of_a_later_one() {
     let now = breaker.retry_at;
     breaker.begin(3);
     breaker.end(1, IoOutcome::Neutral, now);
-    assert!(!breaker.may_begin(now), "operation 3 is the probe");
+    assert!(!breaker.may_begin(now), "operation 3 is still probing");
     breaker.end(3, IoOutcome::Failed, now);
     let now = breaker.retry_at;
     assert!(breaker.may_begin(now));
     breaker.begin(4);
     breaker.end(2, IoOutcome::Succeeded, now);
-    assert!(breaker.may_begin(now), "operation 2 succeeds");
+    assert!(breaker.may_begin(now), "operation 2 has succeeded");
 }

@@ -1,4 +1,4 @@
-//! Recomputes the store's invariants from its entries. This is slow; tests call it after every
+//! Recomputes the store's invariants from its entries. The check is slow; tests call it after each
 //! step.
 
 use std::collections::HashSet;
@@ -17,13 +17,13 @@ macro_rules! ensure {
 }
 
 impl Store {
-    /// Recomputes and compares everything, for tests. Returns the first contradiction as an error.
+    /// Recomputes all derived data and compares it. Returns the first inconsistency as an error.
     #[doc(hidden)]
     pub fn check(&self) -> Result<(), String> {
         check(&*self.inner.lock().ok_or_else(|| "the store failed".to_owned())?)
     }
 
-    /// Runs one round of the sweeper now.
+    /// Runs one round of the sweeper.
     #[doc(hidden)]
     pub fn sweep(&self) {
         self.inner.sweep();
@@ -45,7 +45,7 @@ pub(super) fn check(state: &State) -> Result<(), String> {
             attached += usize::from(is_mapped);
         }
         if let Some(frame) = entry.host.frame() {
-            ensure!(frames.insert(frame), "I4: {frame:?} is held twice");
+            ensure!(frames.insert(frame), "I4: {frame:?} has two owners");
             *(if entry.host.is_visible() { &mut visible } else { &mut reserved }) += 1;
         }
     }
@@ -71,7 +71,7 @@ pub(super) fn check(state: &State) -> Result<(), String> {
     check_disk(state)
 }
 
-/// Returns true if the expiry queue has exactly the chunks it should.
+/// Returns true if the expiry queue contains exactly the chunks that it should.
 fn check_expiry(state: &State) -> bool {
     let is_noted = |id: ChunkId, entry: &Entry| state.expiries.0.contains(&(entry.expires_s, id));
     let is_right = |(id, entry): (ChunkId, &Entry)| {
@@ -104,7 +104,7 @@ fn check_disk(state: &State) -> Result<(), String> {
     let mut slots = HashSet::new();
     let here = state.index.iter().filter_map(|(_, entry)| entry.disk.slot());
     for slot in here.chain(disk.to_free.iter().chain(&disk.unfreed).copied()) {
-        ensure!(slots.insert(slot), "{slot:?} is held twice");
+        ensure!(slots.insert(slot), "{slot:?} has two owners");
     }
     Ok(())
 }
@@ -115,16 +115,16 @@ fn check_links(state: &State, id: ChunkId, entry: &Entry) -> Result<(), String> 
     let host_children = children().filter(|child| !child.host.is_absent()).count();
     ensure!(
         entry.host_children as usize == host_children,
-        "host_children of {entry:?}: counted {host_children}"
+        "host_children of {entry:?} should be {host_children}"
     );
     let disk_children = children().filter(|child| child.disk.takes_slot()).count();
     ensure!(
         entry.disk_children as usize == disk_children,
-        "disk_children of {entry:?}: counted {disk_children}"
+        "disk_children of {entry:?} should be {disk_children}"
     );
     ensure!(
         entry.has_children() == children().next().is_some(),
-        "the children of {entry:?} are not linked"
+        "the children of {entry:?} are not linked correctly"
     );
     Ok(())
 }
@@ -138,7 +138,7 @@ fn check_detached(entry: &Entry) -> Result<(), String> {
         || entry.has_children()
         || entry.host.is_filling()
         || entry.disk.takes_slot();
-    ensure!(used, "a detached chunk without a user was not freed: {entry:?}");
+    ensure!(used, "an unused detached chunk was not freed: {entry:?}");
     ensure!(!entry.disk.is_waiting(), "a detached chunk waits to be written: {entry:?}");
     Ok(())
 }
@@ -153,25 +153,28 @@ fn check_attached(
         (state.index.get(&entry.key) == Some(id)) == is_mapped,
         "the key of {entry:?} leads to a different entry"
     );
-    ensure!(is_mapped || state.is_removing(), "{entry:?} is never removed");
+    ensure!(is_mapped || state.is_removing(), "{entry:?} would never be removed");
     let may_go = entry.host.is_visible() && entry.host_children == 0 && entry.holds == 0;
     let known = entry.host.frame().map(|_| may_go);
-    ensure!(entry.host_evictable == known, "the host policy was not last_event about {entry:?}");
+    ensure!(entry.host_evictable == known, "the host policy was not notified about {entry:?}");
     let may_go = entry.disk.is_stored() && entry.disk_children == 0 && !entry.host.awaits_read();
     ensure!(
         entry.disk_evictable == entry.disk.slot().map(|_| may_go),
         "the disk policy was not notified about {entry:?}"
     );
-    ensure!(!entry.host.is_absent() || entry.disk.takes_slot(), "{entry:?} is nowhere");
+    ensure!(!entry.host.is_absent() || entry.disk.takes_slot(), "{entry:?} is in no tier");
     let failed = matches!(entry.host, HostState::Failed(_));
-    ensure!(!failed || entry.host_children > 0, "a failed chunk waits for no child: {entry:?}");
+    ensure!(
+        !failed || entry.host_children > 0,
+        "a failed chunk without children was not removed: {entry:?}"
+    );
     ensure!(
         !entry.is_to_read() || entry.holds > 0 || entry.host_children > 0,
-        "a read without a lease: {entry:?}"
+        "a read is queued without a lease: {entry:?}"
     );
     ensure!(
         !matches!(entry.host, HostState::Filled(_)) || entry.parent.is_some(),
-        "{entry:?} waits"
+        "{entry:?} is still waiting"
     );
     if let Some(parent) = entry.parent.map(|parent| &state.index[parent]) {
         ensure!(!parent.detached, "{entry:?} outlives its parent");
@@ -191,9 +194,9 @@ fn check_attached(
         );
         ensure!(
             (parent.key, parent.depth + 1) == (entry.parent_key, entry.depth),
-            "position of {entry:?}"
+            "wrong position of {entry:?}"
         );
-        ensure!(!entry.proven || parent.proven, "{entry:?} is proven alone");
+        ensure!(!entry.proven || parent.proven, "{entry:?} is proven, but its parent is not");
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Tests a store after a panic under its lock, and a store whose disk is opened late.
+//! Tests for a store after a panic under its lock, and for a store whose disk opens late.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -75,8 +75,8 @@ fn changes_are_logged_only_for_a_listener() {
     assert_eq!(is_logging(), Some(false));
 }
 
-/// Disk threads that wait for work exit after a panic under the lock, and closing the store does
-/// not wait for them.
+/// After a panic under the lock, waiting disk threads exit, and closing the store does not wait for
+/// them.
 #[test]
 fn disk_threads_end_when_the_lock_is_poisoned() {
     let dir = tempfile::tempdir().unwrap();
@@ -111,7 +111,7 @@ fn disk_threads_end_when_the_lock_is_poisoned() {
     assert!(Store::open(&config).unwrap().take_events().is_empty(), "the directory was released");
 }
 
-/// Threads can access a late tier a moment before its chunks are indexed.
+/// Threads can access a late tier shortly before its chunks are indexed.
 #[test]
 fn a_discard_while_the_tier_is_opened_holds() {
     let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
@@ -138,7 +138,7 @@ fn found(number: u32) -> DiskEntry {
     DiskEntry { slot, meta, sequence: 0 }
 }
 
-/// A disk that stays closed for weeks must not use memory for each chunk discarded in the meantime.
+/// A disk that stays closed for weeks must not use memory for each chunk discarded since then.
 #[test]
 fn too_many_discards_before_the_disk_is_opened_clear_it() {
     let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
@@ -162,7 +162,7 @@ fn too_many_discards_while_chunks_are_entered_free_the_others() {
     let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
     let mut state = State::new(host, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
     assert!(state.end_opening((0..600).map(found).collect()));
-    assert!(state.recover_some(), "one slice is indexed, and some chunks are left");
+    assert!(state.recover_some(), "one slice is indexed, and chunks remain");
     for number in 1000..200_000 {
         state.discard(&[found(number).meta.key]);
     }
@@ -184,10 +184,10 @@ fn no_call_waits_for_a_disk_whose_threads_all_hang() {
     assert!(work.cannot_settle_by(5 * second), "the tier is paused");
     assert!(
         work.cannot_settle_by(60 * second),
-        "a probe is due, but no thread is free to start it"
+        "a probe is due, but no thread is available to run it"
     );
     work.in_flight.pop();
-    assert!(!work.cannot_settle_by(60 * second), "a thread is free again");
+    assert!(!work.cannot_settle_by(60 * second), "a thread is available again");
 }
 
 #[test]
@@ -213,7 +213,7 @@ fn a_check_that_hangs_pauses_the_tier_until_it_ends() {
     assert_eq!(state.disk.opening, DiskOpening::Open);
 }
 
-/// The tier's directory can come back with a chunk that was queued for writing again in the
+/// The tier's directory can come back with a chunk that was queued to be written again in the
 /// meantime.
 #[test]
 fn a_chunk_that_is_found_on_disk_unblocks_its_children() {

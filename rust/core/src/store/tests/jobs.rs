@@ -1,9 +1,9 @@
 //! Tests disk jobs in every order, without threads. The test takes jobs, does their I/O in memory
-//! and applies the outcome step by step, between the calls of schedulers and workers.
+//! and applies the results step by step, interleaved with calls from schedulers and workers.
 //!
-//! This covers orders that threads rarely reach, and every case is reproducible. Each step checks
-//! the invariants (`check`), the disk's contract, the bytes of every frame and the result of
-//! `flush`. At the end, nothing may still be waiting or left over.
+//! The test covers orders that threads rarely produce, and every failure is reproducible. After
+//! each step, the test checks the invariants (`check`), the contract of the disk, the bytes of
+//! every frame and the result of `flush`. At the end, no work may be pending or left over.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -25,10 +25,10 @@ use crate::tier::disk::{DiskMeta, SlotId};
 use crate::tier::host::HostTier;
 use crate::{Error, ErrorKind};
 
-/// Same value as in `threads`.
+/// Must equal `SLOT_TRIES` in `threads`.
 const SLOT_TRIES: u32 = 4;
 
-/// A job in flight, and its progress.
+/// A job in flight, with its progress.
 #[derive(Debug)]
 pub(super) enum Under {
     Read {
@@ -67,10 +67,10 @@ pub(super) struct Run {
     pub(super) state: State,
     num_slots: u32,
     num_threads: usize,
-    /// The disk: slots in use, and the chunk in each written slot.
+    /// Contents of the disk: the slots in use, with the chunk in each written slot.
     slots: BTreeMap<u32, Option<DiskMeta>>,
     pub(super) in_flight: Vec<(u64, Under)>,
-    /// Reserved chunks. The key is None if the chunk was removed in the meantime.
+    /// Reserved chunks. The key is None if the chunk was removed since then.
     writes: Vec<(ChunkId, Option<ChunkKey>)>,
     reads: Vec<Held>,
     committed: BTreeSet<ChunkKey>,
@@ -219,7 +219,7 @@ impl Run {
                 assert_eq!(
                     frame.bytes()[..32],
                     meta.key.0,
-                    "a frame is written as a different chunk"
+                    "a frame is written with the wrong chunk"
                 );
                 Under::Write { id, meta, frame, tries: 0, place: WriteStep::None }
             }
@@ -235,7 +235,7 @@ impl Run {
         self.in_flight.push((ticket, under));
     }
 
-    /// Runs one step of a job: what its thread does between two uses of the lock, or under the
+    /// Runs one step of a job, as its thread would do between two uses of the lock or under the
     /// lock.
     pub(super) fn go(&mut self, nth: usize, io: Io) {
         let (ticket, under) = self.in_flight.swap_remove(nth);
@@ -290,7 +290,7 @@ impl Run {
         }
     }
 
-    /// Continues a write: finds a slot, makes room, writes.
+    /// Continues a write: finds a slot, evicts chunks if needed, and writes.
     fn write_on(&mut self, meta: DiskMeta, tries: u32, place: &WriteStep, io: Io) -> WriteStep {
         match *place {
             WriteStep::None => {
@@ -317,7 +317,7 @@ impl Run {
             WriteStep::Reserved(slot) => {
                 let freed = io == Io::Corrupts && self.free(slot, Io::Works);
                 if !freed {
-                    self.slots.insert(slot.0, Some(meta)); // a write that failed may have been done
+                    self.slots.insert(slot.0, Some(meta)); // may have reached the disk
                 }
                 WriteStep::Over(Written::Failed((!freed).then_some(slot)))
             }
@@ -330,29 +330,32 @@ impl Run {
         assert_eq!(
             there.map(|meta| meta.key),
             Some(*key),
-            "{slot:?} is read for a chunk that is not there"
+            "{slot:?} does not contain the chunk to read"
         );
         frame.bytes_mut()[..32].copy_from_slice(if io == Io::Works { &key.0 } else { &[0xee; 32] });
         match io {
             Io::Works => Ok(()),
-            Io::Fails => Err(Error::new(ErrorKind::Io, "asked to fail")),
-            Io::Corrupts => Err(Error::new(ErrorKind::Corrupt, "marked as corrupt")),
+            Io::Fails => Err(Error::new(ErrorKind::Io, "failure requested by the test")),
+            Io::Corrupts => Err(Error::new(ErrorKind::Corrupt, "corruption requested by the test")),
         }
     }
 
     fn write(&mut self, slot: SlotId, meta: DiskMeta) {
         let is_there =
             |key: &ChunkKey| self.slots.values().flatten().any(|other| other.key == *key);
-        assert!(meta.depth == 0 || is_there(&meta.parent), "{meta:?} is written before its parent");
+        assert!(
+            meta.depth == 0 || is_there(&meta.parent),
+            "{meta:?} was written before its parent"
+        );
         assert_eq!(
             self.slots.insert(slot.0, Some(meta)),
             Some(None),
-            "{slot:?} is written without being reserved"
+            "{slot:?} was written without a reservation"
         );
     }
 
     fn free(&mut self, slot: SlotId, io: Io) -> bool {
-        assert!(self.slots.contains_key(&slot.0), "{slot:?} is freed twice");
+        assert!(self.slots.contains_key(&slot.0), "{slot:?} was freed twice");
         if io == Io::Works {
             self.slots.remove(&slot.0);
         }
@@ -383,29 +386,29 @@ impl Run {
             self.in_flight.iter().filter(|(_, job)| matches!(job, Under::Read { .. })).count();
         let is_read = |entry: &crate::index::Entry| matches!(entry.host, HostState::Reading(_));
         let reading = self.state.index.iter().filter(|(_, entry)| is_read(entry)).count();
-        assert_eq!(reading, frames_lent, "a read must have a frame exactly while it runs");
+        assert_eq!(reading, frames_lent, "a frame must be lent exactly while its read runs");
         let disk = &self.state.disk;
         if disk.is_settled() && !self.state.is_removing() {
             self.check_flushed();
         }
     }
 
-    /// Checks that a leased frame has its chunk's bytes (I4). A lent frame is being written and was
-    /// checked earlier.
+    /// Checks that a leased frame has the bytes of its chunk (I4). Skips lent frames, which are
+    /// being written and were checked earlier.
     fn check_frame(&mut self, frame: FrameId, key: ChunkKey) {
         if let Some(frame) = self.state.host.lend(frame) {
-            assert_eq!(frame.bytes()[..32], key.0, "a leased frame changed");
+            assert_eq!(frame.bytes()[..32], key.0, "the bytes of a leased frame changed");
             self.state.host.return_frame(frame);
         }
     }
 
-    /// Checks the guarantee of `flush`.
+    /// Checks that `flush` would only return at the right time.
     fn check_flushed(&self) {
         let mut wanted = BTreeMap::new();
         for (_, entry) in self.state.index.iter() {
             match entry.disk {
                 DiskState::Stored(slot) => {
-                    assert!(!entry.detached, "a removed chunk is on disk");
+                    assert!(!entry.detached, "a removed chunk is still on disk");
                     wanted.insert(slot.0, entry.key);
                 }
                 DiskState::Absent => {}
@@ -413,7 +416,7 @@ impl Run {
                 | DiskState::Blocked
                 | DiskState::Writing
                 | DiskState::Evicting(_) => {
-                    panic!("flush would return early: {entry:?}")
+                    panic!("flush would return too early: {entry:?}")
                 }
             }
         }
@@ -426,7 +429,7 @@ impl Run {
         assert_eq!(self.slots.len(), there.len(), "a reserved slot has no entry");
     }
 
-    /// Runs jobs and advances the clock until nothing is left to do.
+    /// Runs jobs and advances the clock until no work is left.
     pub(super) fn finish_jobs(&mut self) {
         for _ in 0..1000 {
             self.state.remove_some(usize::MAX);
@@ -460,7 +463,7 @@ impl Run {
             if is_faultless && had_room {
                 let is_written =
                     !entry.host.is_visible() || entry.disk.is_stored() || entry.detached;
-                assert!(is_written, "never written: {entry:?}");
+                assert!(is_written, "the chunk was never written: {entry:?}");
             }
         }
         for (id, _) in std::mem::take(&mut self.writes) {
@@ -509,8 +512,8 @@ proptest! {
     }
 }
 
-/// A chain on disk is saved again. Its first chunk is aborted while the others are filled, starting
-/// at the end.
+/// A chain on disk is saved again. The first chunk of the chain is aborted while the other chunks
+/// are filled in reverse order.
 #[test]
 fn chunks_filled_below_a_failed_chunk_fail_with_it() {
     let mut run = Run::new(6, 12, Eviction::Lru, 1);

@@ -1,4 +1,4 @@
-//! Tests the search for the end of the present units.
+//! Tests the search for the end of the stored units.
 
 use super::super::lookup::leading;
 

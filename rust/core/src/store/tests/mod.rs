@@ -1,4 +1,4 @@
-//! Tests that access private state of the store, and the check that other tests call after every
+//! Tests that access the store's private state, and the check that other tests call after each
 //! step.
 
 #[cfg(test)]

@@ -45,9 +45,9 @@ pub(super) enum Step {
     },
     /// Simulates a check that finds the disk's directory removed.
     RemoveDirectory,
-    /// Lets a disk thread take a job.
+    /// Makes a disk thread take a job.
     Take,
-    /// Does the next I/O of a job in flight, or applies its outcome.
+    /// Performs the next I/O of a job in flight, or applies its result.
     Go {
         nth: usize,
         io: Io,
@@ -81,7 +81,8 @@ pub(super) fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Returns the chain of a prompt. Prompts share prefixes: bit d of `prompt` is block d's token.
+/// Returns the chain of a prompt. Bit d of `prompt` is the token of block d, so prompts share
+/// prefixes.
 pub(super) fn prompt_chain(prompt: usize) -> KeyChain {
     let mut chain = KeyChain::new(root_key(&[7; 32], None, None).unwrap(), 1).unwrap();
     let tokens: Vec<u32> = (0..PROMPT_BLOCKS).map(|at| u32::from(prompt >> at & 1 == 1)).collect();

@@ -1,5 +1,5 @@
-//! Tests how reads and writes share disk time, and which chunks leave host memory. Jobs run in
-//! order, without threads.
+//! Tests how reads and writes share disk time and in which order chunks leave host memory. Jobs run
+//! one at a time, without threads.
 
 use std::time::Duration;
 
@@ -15,14 +15,14 @@ impl Run {
         self.take(&Step::Save { prompt, stop });
     }
 
-    /// Returns how many blocks of a prompt are in host memory.
+    /// Returns the number of blocks of a prompt that are in host memory.
     fn in_host(&mut self, prompt: usize) -> u32 {
         let chain = prompt_chain(prompt);
         self.state.find(&Prefix::from(&chain)).host_units
     }
 
-    /// Runs one job that takes `took` and returns its letter (R, W or F), or None if there is no
-    /// job.
+    /// Runs one job for a duration of `took` and returns its letter (R, W or F). Returns None if
+    /// there is no job.
     fn do_job(&mut self, took: Duration) -> Option<char> {
         self.take_job();
         let letter = match self.in_flight.last()?.1 {
@@ -38,7 +38,7 @@ impl Run {
     }
 }
 
-/// Prepares six chunks to read and six to write, with enough frames for all.
+/// Prepares six chunks to read and six chunks to write, with enough frames for all of them.
 fn reads_and_writes() -> Run {
     let mut run = Run::new(18, 64, Eviction::Lru, 2);
     run.save(0, 6);
@@ -87,8 +87,7 @@ fn reads_that_fail_leave_all_threads_to_writes() {
     run.end(true);
 }
 
-/// Prepares eight frames: six chunks on disk that were used last, and two chunks that wait to be
-/// written.
+/// Prepares eight frames: six recently used chunks that are also on disk, and two unwritten chunks.
 fn two_unwritten() -> Run {
     let mut run = Run::new(8, 64, Eviction::Lru, 1);
     run.save(63, 6);
@@ -102,7 +101,7 @@ fn two_unwritten() -> Run {
 #[test]
 fn a_chunk_that_waits_to_be_written_leaves_host_memory_last() {
     let mut run = two_unwritten();
-    run.save(2, 2); // its first chunk is the first chunk of prompt 0
+    run.save(2, 2); // shares its first chunk with prompt 0
     assert_eq!((run.in_host(0), run.in_host(63)), (2, 5));
     assert_eq!(run.state.stats().disk_unwritten, 0);
     run.end(true);
@@ -121,13 +120,13 @@ fn unwritten_chunks_of_a_disk_that_takes_no_writes_leave_like_others() {
 #[test]
 fn unwritten_chunks_take_no_more_than_half_of_host_memory_from_others() {
     let mut run = two_unwritten();
-    run.save(2, 4); // three more
+    run.save(2, 4); // saves three more chunks
     assert_eq!((run.in_host(0), run.in_host(63), run.state.stats().disk_pending), (2, 3, 5));
     run.save(2, 5);
     assert_eq!(
         (run.in_host(0), run.in_host(63)),
         (1, 3),
-        "the least recently used chunk must be evicted, because five of eight are unwritten"
+        "five of eight chunks are unwritten, so the least recently used chunk must be evicted"
     );
     run.end(false);
 }

@@ -1,14 +1,14 @@
-//! Computes the space that a directory takes on disk before anything is written, so that its size
+//! Computes how much disk space a directory takes before anything is written, so that the size
 //! limit is never exceeded.
 //!
-//! File data is counted in whole pages. Each slot also includes the file system's extent metadata,
-//! which `du` counts as well.
+//! File data is counted in whole pages. Each slot also includes the extent metadata of the file
+//! system, because `du` counts this metadata as well.
 
 pub(crate) const PAGE_BYTES: u64 = 4096;
-/// Size of `lock`, of `superblock.json` with its temporary file, and of the directories themselves.
+/// Size of `lock`, `superblock.json`, its temporary file, and the directories themselves.
 pub(crate) const FIXED_BYTES: u64 = 64 * 1024;
-/// Size of one record, plus two extents of 12 bytes (a frame that is written between unwritten
-/// frames splits their extent), rounded up.
+/// Size of one record plus two 12-byte extents, rounded up. A frame written between unwritten
+/// frames splits their extent.
 const SLOT_OVERHEAD_BYTES: u64 = super::record::RECORD_BYTES as u64 + 32;
 
 /// The slots of one size class.
@@ -18,7 +18,7 @@ pub(crate) struct SlotCount {
     pub(crate) frame_bytes: u64,
     /// Number of slots within the length of the files.
     pub(crate) slots: u32,
-    /// Number of slots that have blocks or get blocks when they are written. The other slots are
+    /// Number of slots that have blocks or get blocks when they are written. All other slots are
     /// punched.
     pub(crate) filled: u32,
 }
@@ -31,7 +31,8 @@ impl SlotCount {
             .saturating_add(overhead.next_multiple_of(PAGE_BYTES))
     }
 
-    /// Returns the count with `more` additional filled slots: first punched slots, then new slots.
+    /// Returns the count after filling `more` additional slots: punched slots first, then new
+    /// slots.
     pub(crate) fn with(self, more: u32) -> Self {
         let refilled = more.min(self.slots - self.filled);
         let slots = self.slots.saturating_add(more - refilled);
@@ -44,19 +45,19 @@ pub(crate) fn namespace_bytes(classes: &[SlotCount]) -> u64 {
     classes.iter().map(|class| class.bytes()).fold(maps, u64::saturating_add)
 }
 
-/// Returns the size of the block maps of the files: one page for each class after the first.
+/// Returns the size of the files' block maps: one page for each class after the first.
 pub(crate) fn map_bytes(num_classes: usize) -> u64 {
     num_classes.saturating_sub(1) as u64 * PAGE_BYTES
 }
 
-/// Returns the size of a directory with `slots` slots of one class and `foreign_bytes` of other
-/// data, in bytes.
+/// Returns the size in bytes of a directory with `slots` slots of one class and `foreign_bytes` of
+/// other data.
 pub(crate) fn dir_bytes(slots: u32, frame_bytes: u64, foreign_bytes: u64) -> u64 {
     let class = SlotCount { frame_bytes, slots, filled: slots };
     class.bytes().saturating_add(FIXED_BYTES).saturating_add(foreign_bytes)
 }
 
-/// Returns the largest number up to `most` that fits, or 0. `fits` must be monotone.
+/// Returns the largest number up to `most` that fits, or 0 if none fits. `fits` must be monotone.
 pub(crate) fn largest_fit(most: u32, fits: impl Fn(u32) -> bool) -> u32 {
     let (mut low, mut high) = (0, most);
     while low < high {

@@ -1,8 +1,8 @@
-//! The two files of one size class of a namespace (records and frames): reads and writes slots, and
-//! changes the lengths and blocks of the files.
+//! The two files of one size class in a namespace: the index, which contains the records, and the
+//! frames file. Reads and writes slots and changes the lengths and blocks of the files.
 //!
-//! This file defines the order of a write: clear the record, write the frame, write the record.
-//! Regardless of when the process dies, a valid record therefore has a complete frame (I3).
+//! This file defines the order of a write: clear the record, write the frame, write the record. No
+//! matter when the process dies, a valid record therefore always has a complete frame (I3).
 
 use std::io::{self, ErrorKind};
 use std::ops::Range;
@@ -17,14 +17,14 @@ use crate::ChunkKey;
 use crate::io::direct::{OsFile, RawFile};
 use crate::io::{MAX_FRAMES, SizeClass};
 
-/// Opens the tier's files. Tests inject implementations that fail.
+/// Opens the tier's files. Tests inject implementations that fail on demand.
 pub trait OpenFiles: std::fmt::Debug + Send + Sync {
-    /// Opens `path` for reading and writing, and creates it if it is missing. `direct` requests
-    /// `O_DIRECT` if supported.
+    /// Opens `path` for reading and writing, creating it if needed. `direct` requests `O_DIRECT` if
+    /// the file system supports it.
     fn open(&self, path: &Path, direct: bool) -> io::Result<Box<dyn RawFile>>;
 }
 
-/// The operating system's files.
+/// Opens files of the operating system.
 #[derive(Debug, Clone, Copy)]
 pub struct OsFiles;
 
@@ -34,28 +34,29 @@ impl OpenFiles for OsFiles {
     }
 }
 
-const DIFFERS: &str = "its checksum differs";
+const DIFFERS: &str = "its checksum does not match";
 
-/// Creates an error for stored bytes that differ from the bytes written. `how` is a clause with the
-/// evidence.
+/// Creates an error for stored bytes that differ from the bytes written. `how` is a clause that
+/// states the evidence.
 fn damage(how: &'static str) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, how)
 }
 
-/// Returns true if the error proves that stored bytes are wrong, and false if a system call failed.
+/// Returns true if the error proves that stored bytes are wrong. Returns false if a system call
+/// failed.
 pub(super) fn is_damage(error: &io::Error) -> bool {
     error.kind() == ErrorKind::InvalidData
 }
 
-/// Fills `into`. A file that ends early is treated as damage.
+/// Fills `into`. A file that is too short is treated as damaged.
 pub(super) fn read_exact(file: &dyn RawFile, into: &mut [u8], offset: u64) -> io::Result<()> {
     file.read_exact_at(into, offset).map_err(|error| match error.kind() {
-        ErrorKind::UnexpectedEof => damage("the file ends before it"),
+        ErrorKind::UnexpectedEof => damage("the file is too short"),
         _ => error,
     })
 }
 
-/// The two open files of a size class.
+/// The two open files of one size class.
 #[derive(Debug)]
 pub(super) struct SlotFiles {
     pub(super) frames: Box<dyn RawFile>,
@@ -66,7 +67,7 @@ pub(super) struct SlotFiles {
 }
 
 impl SlotFiles {
-    /// Opens both files in a namespace's directory.
+    /// Opens both files in the directory of a namespace.
     pub(super) fn open(
         dir: &Path,
         (class, frame_bytes): (SizeClass, u64),
@@ -79,8 +80,8 @@ impl SlotFiles {
         Ok(Self { frames, index, class, frame_bytes, seed })
     }
 
-    /// Opens both files of an existing namespace read-only. Returns None if they never contained a
-    /// chunk. The error is a clause.
+    /// Opens both files of an existing namespace read-only. Returns None if the files never
+    /// contained a chunk. The error is a clause that can follow a subject.
     pub(super) fn open_read(
         dir: &Path,
         (class, frame_bytes): (SizeClass, u64),
@@ -99,14 +100,14 @@ impl SlotFiles {
                 Ok(Some(Self { frames, index, class, frame_bytes, seed }))
             }
             (None, None) => Ok(None),
-            // The index is created first; the process may be killed before the frames file exists.
+            // The index is created first, so a killed process may leave only the index.
             (Some(index), None) if index.size().is_ok_and(|size| size == 0) => Ok(None),
             (Some(_), None) => missing(&frames_name),
             (None, Some(_)) => missing(&index_name),
         }
     }
 
-    /// Returns true if a file was removed, or moved away from `dir`. Returns false if that is
+    /// Returns true if a file was removed or moved away from `dir`. Returns false if this is
     /// unknown.
     pub(super) fn are_removed_from(&self, dir: &Path) -> bool {
         let (index, frames) = (index_name(self.frame_bytes), frames_name(self.frame_bytes));
@@ -130,8 +131,8 @@ impl SlotFiles {
         self.frames.is_direct()
     }
 
-    /// Writes a chunk. The slot's record is unchanged or empty until `at_record` is called; after
-    /// that, the new record may be present.
+    /// Writes a chunk. Until `at_record` is called, the slot's record is either unchanged or empty.
+    /// After that, the new record may be present.
     pub(super) fn write(
         &self,
         slot: SlotId,
@@ -148,17 +149,17 @@ impl SlotFiles {
             .write_all_at(&record.encode(slot.number(), self.seed), index_offset(slot.number()))
     }
 
-    /// Reads the frame of `key`, and verifies its record and its checksum.
+    /// Reads the frame of `key` and verifies its record and checksum.
     pub(super) fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> io::Result<()> {
         let record = self.read_record(slot)?;
         if record.meta.key != *key {
-            return Err(damage("its record names another chunk"));
+            return Err(damage("its record is for a different chunk"));
         }
         read_exact(&*self.frames, into, self.frame_offset(slot.number()))?;
         if record::payload_checksum(into) == record.payload { Ok(()) } else { Err(damage(DIFFERS)) }
     }
 
-    /// Reads the record of a slot that should contain a chunk.
+    /// Reads the record of a slot that is expected to contain a chunk.
     pub(super) fn read_record(&self, slot: SlotId) -> io::Result<Record> {
         let mut bytes = EMPTY;
         read_exact(&*self.index, &mut bytes, index_offset(slot.number()))?;
@@ -170,7 +171,7 @@ impl SlotFiles {
     }
 
     /// Compares a frame's checksum with the checksum in its record. Reads one buffer at a time, so
-    /// that a forged frame size does not allocate memory. Returns the last piece of the frame.
+    /// that a forged frame size cannot cause a large allocation. Returns the frame's last piece.
     pub(super) fn check<'b>(
         &self,
         slot: SlotId,
@@ -201,25 +202,25 @@ impl SlotFiles {
         self.index.write_all_at(&EMPTY, index_offset(slot.number()))
     }
 
-    /// Returns the offset of a slot's frame in the file of frames.
+    /// Returns the offset of a slot's frame in the frames file.
     pub(super) fn frame_offset(&self, slot: u32) -> u64 {
         u64::from(slot) * self.frame_bytes
     }
 
-    /// Returns the number of complete slots in each file: (records, frames).
+    /// Returns the number of complete records and the number of complete frames.
     pub(super) fn lens(&self) -> io::Result<(u32, u32)> {
         let whole =
             |len: u64, each: u64| u32::try_from((len / each).min(MAX_FRAMES)).unwrap_or(u32::MAX);
-        // Frames first, because an engine that grows the files concurrently extends the index
+        // The frames are measured first, because an engine that grows the files extends the index
         // first.
         let frames = whole(self.frames.size()?, self.frame_bytes);
         let records = whole(self.index.size()?, RECORD_BYTES as u64);
         Ok((records, frames))
     }
 
-    /// Reads all records in order, a megabyte at a time, and passes each nonempty record, or its
-    /// defect as a clause, to `show`. Skips holes, so that a forged length takes no time. Returns
-    /// the number of slots in each file, like `lens`.
+    /// Reads all records in order, a megabyte at a time. Passes each nonempty record, or a clause
+    /// that describes its defect, to `show`. Skips holes, so that a forged length costs no time.
+    /// Returns the number of slots in each file, like `lens`.
     pub(super) fn for_each_record(
         &self,
         mut show: impl FnMut(SlotId, Result<Record, &'static str>),
@@ -239,8 +240,8 @@ impl SlotFiles {
                 match record::parse(chunk, number, self.seed) {
                     Parsed::Empty => {}
                     Parsed::Valid(record) if number < frames => show(slot, Ok(record)),
-                    Parsed::Valid(_) => show(slot, Err("the file of frames ends before it")),
-                    Parsed::Bad => show(slot, Err("record damaged")),
+                    Parsed::Valid(_) => show(slot, Err("the frames file is too short")),
+                    Parsed::Bad => show(slot, Err("its record is damaged")),
                 }
             }
             first = first.saturating_add(count);
@@ -248,8 +249,8 @@ impl SlotFiles {
         Ok((records, frames))
     }
 
-    /// Truncates or extends both files to exactly `slots` slots. Records are truncated first, so
-    /// that no record is without a frame.
+    /// Truncates or extends both files to exactly `slots` slots. The index is truncated first, so
+    /// that every record has a frame.
     pub(super) fn set_slots(&self, slots: u32) -> io::Result<()> {
         for (file, len) in
             [(&self.index, index_offset(slots)), (&self.frames, self.frame_offset(slots))]
@@ -262,8 +263,8 @@ impl SlotFiles {
     }
 
     /// Extends both files from `from` to `to` slots. Returns true if their blocks are allocated,
-    /// and false if the new slots are holes because the file system cannot preallocate. After an
-    /// error, the files have `from` slots again.
+    /// and false if the new slots are holes because the file system cannot preallocate. On error,
+    /// both files have `from` slots again.
     pub(super) fn grow(&self, from: u32, to: u32) -> io::Result<bool> {
         let result = extend(&*self.index, index_offset(from), index_offset(to)).and_then(|index| {
             let frames = extend(&*self.frames, self.frame_offset(from), self.frame_offset(to))?;
@@ -276,20 +277,20 @@ impl SlotFiles {
         result
     }
 
-    /// Allocates the blocks of punched slots. Returns true if they are allocated, and false if the
-    /// file system cannot preallocate.
+    /// Allocates blocks for punched slots. Returns false if the file system cannot preallocate.
     pub(super) fn refill(&self, slots: &Range<u32>) -> io::Result<bool> {
         extend(&*self.frames, self.frame_offset(slots.start), self.frame_offset(slots.end))
     }
 
-    /// Frees the blocks of slots, whose records must be empty (I3). The file keeps its length.
+    /// Frees the blocks of slots, whose records must be empty (I3). The length of the file is
+    /// unchanged.
     pub(super) fn punch(&self, slots: &Range<u32>) -> io::Result<()> {
         self.frames.punch(self.frame_offset(slots.start), self.frame_offset(slots.end))
     }
 }
 
-/// Allocates the blocks between `from` and `to`, extending the file if needed. If the file system
-/// cannot preallocate, extends the file with a hole. Returns true if blocks were allocated.
+/// Allocates the blocks between `from` and `to` and extends the file if needed. If the file system
+/// cannot preallocate, extends the file with a hole and returns false.
 fn extend(file: &dyn RawFile, from: u64, to: u64) -> io::Result<bool> {
     match file.allocate(from, to) {
         Err(e) if e.kind() == ErrorKind::Unsupported => {

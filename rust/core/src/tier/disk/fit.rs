@@ -1,7 +1,7 @@
-//! Shrinks the files of a namespace to its size limit when it is opened.
+//! Shrinks the files of a namespace to the size limit when the namespace is opened.
 //!
-//! With one size class, the highest slots are freed. With more size classes, the blocks of free
-//! slots are released first. Then each class frees its highest slots, in proportion to its size.
+//! With one size class, the highest slots are freed. With more than one, the blocks of free slots
+//! are released first. After that, each class frees its highest slots in proportion to its size.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -14,18 +14,18 @@ use super::root::{Claim, OpenNamespace};
 use super::tier::TierState;
 use super::types::{DiskConfig, DiskEntry, SlotId};
 
-/// The contents of a size class's files.
+/// The contents of the files of one size class.
 #[derive(Debug, Default)]
 pub(super) struct ClassIndex {
     /// Number of slots in both files.
     len: u32,
-    /// Valid records, in the order of their slots.
+    /// Valid records, in slot order.
     pub(super) entries: Vec<DiskEntry>,
-    /// Slots whose record is neither valid nor empty.
+    /// Slots whose records are neither valid nor empty.
     pub(super) unsound: Vec<SlotId>,
-    /// Slots with a record, in ascending order.
+    /// Slots with nonempty records, in ascending order.
     recorded: Vec<u32>,
-    /// True if the blocks of all slots without a record are punched.
+    /// True if the blocks of all slots without records are punched.
     is_punched: bool,
 }
 
@@ -62,8 +62,8 @@ impl ClassIndex {
         (0..if self.is_punched { self.len } else { 0 }).filter(is_free).collect()
     }
 
-    /// Frees the blocks of free slots: truncates the files after the last record, and punches the
-    /// other free slots if the file system supports it.
+    /// Frees the blocks of free slots. Truncates the files after the last record and punches the
+    /// remaining free slots if the file system supports it.
     fn release_free(&mut self, files: &SlotFiles) -> io::Result<()> {
         let end = self.recorded.iter().rev().find(|slot| **slot < self.len);
         self.cut(end.map_or(0, |last| last + 1), files)?;
@@ -73,7 +73,7 @@ impl ClassIndex {
         Ok(())
     }
 
-    /// Truncates the files to this number of slots. Returns the number of chunks that were cut off.
+    /// Truncates the files to `slots` slots. Returns the number of chunks lost.
     fn cut(&mut self, slots: u32, files: &SlotFiles) -> io::Result<u64> {
         files.set_slots(slots)?;
         self.len = slots;
@@ -85,7 +85,7 @@ impl ClassIndex {
     }
 }
 
-/// Claims space for the namespace, and shrinks its files to the space that it gets.
+/// Claims space for the namespace and shrinks its files to fit into the space claimed.
 pub(super) fn fit_cap(
     config: &DiskConfig,
     owner: &OpenNamespace,

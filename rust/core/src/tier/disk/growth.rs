@@ -1,8 +1,8 @@
-//! Grows the files within the size limit, and deletes closed namespaces to make room.
+//! Grows the files within the size limit and deletes closed namespaces to make room.
 //!
-//! The size limit always holds: the directory has one owner (`root`), files only grow in this
-//! module, in one thread at a time, and to a size that was claimed first. No lock is held while
-//! files grow or namespaces are deleted.
+//! The size limit is never exceeded: the directory has one owner (`root`), and files grow only in
+//! this module, on one thread at a time, and only to a size that was claimed first. No lock is held
+//! while files grow or namespaces are deleted.
 
 use std::sync::PoisonError;
 use std::time::Duration;
@@ -15,13 +15,13 @@ use super::types::SlotId;
 use crate::error::is_no_space;
 use crate::io::{MAX_FRAMES, SizeClass};
 
-/// Maximum time without another attempt after a failed growth, even if there are few reservations.
+/// Maximum time until the next attempt after growing failed, even if few slots are requested.
 const RETRY_AFTER: Duration = Duration::from_secs(2);
-/// Timeout for another thread that grows the files. An extent usually takes a few milliseconds;
-/// at the timeout, a chunk is evicted for the slot.
+/// How long to wait for another thread that grows the files. Growing usually takes a few
+/// milliseconds; after the timeout, a chunk is evicted instead.
 const MAX_WAIT: Duration = Duration::from_millis(100);
 
-/// The exclusive right to grow the files. Dropping it wakes the waiting threads, also on a panic.
+/// The exclusive right to grow the files. Dropping it wakes waiting threads, even during a panic.
 struct Turn<'a>(&'a DiskTier);
 
 impl Drop for Turn<'_> {
@@ -32,8 +32,8 @@ impl Drop for Turn<'_> {
 }
 
 impl DiskTier {
-    /// Returns a slot, although no slot was free: waits for another thread that grows the files, or
-    /// grows them.
+    /// Returns a slot when no slot is free, by growing the files or waiting for a thread that is
+    /// growing them.
     pub(super) fn reserve_more(&self, class: SizeClass) -> Option<SlotId> {
         let _turn = self.turn()?;
         let is_pointless = self.is_pointless();
@@ -42,7 +42,7 @@ impl DiskTier {
         if !is_pointless {
             state.slots.iter_mut().for_each(|slots| slots.are_holes_held = false);
         }
-        // Holes may be taken again, or another thread has added or freed a slot.
+        // Holes may be usable again, or another thread may have added or freed a slot.
         let taken = state.take(class);
         if taken.is_some() || is_pointless && self.files.len() == 1 {
             return taken;
@@ -52,11 +52,11 @@ impl DiskTier {
         self.state().take(class)
     }
 
-    /// Records that the file system had no space for a write. Until the next attempt to grow, only
-    /// slots with blocks are written.
+    /// Records that a write failed because the file system is full. Until the next attempt to grow,
+    /// only slots that have blocks are written.
     pub(super) fn hold_growth(&self) {
         if self.delete_closed() {
-            return; // there is space for the next write
+            return; // the next write has space
         }
         self.skip_growth(true);
         let mut state = self.state();
@@ -64,12 +64,13 @@ impl DiskTier {
         state.slots.iter_mut().for_each(|slots| slots.are_holes_held = true);
         let dir = self.config.dir.display();
         state.event(format!(
-            "disk tier: the file system of {dir} is full; evicting chunks from disk for new chunks"
+            "disk tier: the file system of {dir} is full; evicting chunks from disk \
+             to make room for new chunks"
         ));
     }
 
-    /// Waits up to [`MAX_WAIT`] for a thread that grows the files. Returns None if that thread is
-    /// slow.
+    /// Waits up to [`MAX_WAIT`] for the thread that is growing the files. Returns None if that
+    /// takes longer.
     fn turn(&self) -> Option<Turn<'_>> {
         let waited = self
             .grown
@@ -81,9 +82,9 @@ impl DiskTier {
         is_mine.then(|| Turn(self))
     }
 
-    /// Creates free slots of a class within the bytes that the namespace can claim. If these are
-    /// too few for one slot, punches free slots of other classes. If `is_full`, the file system has
-    /// no space for larger files.
+    /// Creates free slots of a class with the bytes that the namespace can claim. If the bytes do
+    /// not suffice for one slot, punches free slots of other classes. `is_full` means that the file
+    /// system has no space for larger files.
     fn make_slots(&self, class: SizeClass, is_full: bool) {
         let (Ok(owner), counts) = (self.enter(), self.state().counts()) else { return };
         let (num_bytes, Some(count)) =
@@ -109,7 +110,7 @@ impl DiskTier {
         owner.settle(self.state().num_bytes());
     }
 
-    /// Adds slots: refills punched slots first, then grows the files.
+    /// Adds slots. Refills punched slots first, then grows the files.
     fn add(&self, class: SizeClass, count: SlotCount, more: u32) {
         let punched = more.min(count.slots - count.filled);
         self.refill(class, punched);
@@ -142,7 +143,8 @@ impl DiskTier {
         (have, false)
     }
 
-    /// Deletes a closed namespace, because the file system is full. Returns false if it cannot.
+    /// Deletes a closed namespace because the file system is full. Returns false if no namespace
+    /// was deleted.
     fn delete_closed(&self) -> bool {
         let note = |line| self.state().event(line);
         self.enter().is_ok_and(|owner| owner.delete_closed(&self.config, note))
@@ -156,8 +158,8 @@ impl DiskTier {
         skip
     }
 
-    /// Returns the bytes that the namespace can claim, up to the second number. Closed namespaces
-    /// are only deleted if the first number would not fit otherwise. Returns None on an I/O error.
+    /// Returns the bytes that the namespace can claim, up to the second number. Deletes closed
+    /// namespaces only if the first number would not fit otherwise. Returns None on an I/O error.
     fn claim(&self, owner: &OpenNamespace, bytes: [u64; 2]) -> Option<u64> {
         let room = owner.claim(&self.config, bytes, |line| self.state().event(line));
         let Claim { bytes, foreign_bytes } = room.ok()?;

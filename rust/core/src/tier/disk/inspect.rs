@@ -1,7 +1,6 @@
-//! Reports the contents of a disk directory for `kvloft inspect`, without the lock and without
-//! changing anything.
+//! Reports the contents of a disk directory for `kvloft inspect`, without locking or changing it.
 //!
-//! While an engine is writing, numbers may be slightly outdated. Damage is reported in `problem`.
+//! Numbers may be slightly outdated while an engine is writing. Damage is reported in `problem`.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -16,38 +15,38 @@ use crate::io::FrameSizes;
 use crate::key::namespace_id;
 use crate::{Error, Result};
 
-/// Contents of one namespace directory.
+/// Contents of a namespace directory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NamespaceInfo {
     /// The directory's name: the namespace's first 16 hex digits.
     pub name: String,
-    /// The description in the superblock; empty if the superblock is unreadable.
+    /// Description from the superblock. Empty if the superblock is unreadable.
     pub description: String,
-    /// Size of a frame of each size class, in bytes; empty if unknown.
+    /// Frame size of each size class, in bytes. Empty if unknown.
     pub frame_sizes: Vec<u64>,
-    /// Number of slots of all sizes in its files.
+    /// Number of slots in the namespace's files, across all sizes.
     pub slots: u64,
     /// Number of slots with a readable record.
     pub chunks: u64,
     /// Size of the directory on disk, in bytes.
     pub bytes: u64,
-    /// Unix time at which its oldest chunk was saved, in seconds.
+    /// Unix time at which the oldest chunk was saved, in seconds.
     pub oldest_s: Option<u64>,
-    /// Unix time at which its newest chunk was saved, in seconds.
+    /// Unix time at which the newest chunk was saved, in seconds.
     pub newest_s: Option<u64>,
     /// A defect of the namespace, if any.
     pub problem: Option<String>,
 }
 
 /// Returns all namespaces in `dir`, most recently used first. Returns `InvalidConfig` if `dir` is
-/// not a disk directory, and `Io` if it cannot be listed.
+/// not a disk directory, and `Io` if `dir` cannot be read.
 pub fn inspect(dir: &Path) -> Result<Vec<NamespaceInfo>> {
     let mut infos: Vec<_> = list(dir)?.iter().map(inspect_one).collect();
     infos.reverse();
     Ok(infos)
 }
 
-/// Lists the namespaces in a directory that the user named.
+/// Lists the namespaces in a directory given by the user.
 pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
     let not_ours = |why: &str| {
         let message =
@@ -68,8 +67,8 @@ pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
     Ok(found)
 }
 
-/// Returns a namespace's superblock and the files of each size class that has files, or the damage
-/// of these files. Returns the damage of the namespace if its superblock is unusable.
+/// Returns the superblock of a namespace and, for each size class that has files, the files or
+/// their damage. Returns the damage of the whole namespace if its superblock is unusable.
 pub(super) fn open_namespace(
     found: &namespaces::Found,
 ) -> Result<(Superblock, Vec<Result<SlotFiles, Damage>>), Damage> {
@@ -96,10 +95,10 @@ pub(super) fn open_namespace(
     Ok((superblock, files.collect()))
 }
 
-/// Describes, as one clause, the chunks that are lost because the index is shorter than the frames.
-/// The tier keeps a record for every frame, because it extends the index first. Apart from damage,
-/// such an index only results from a kill between the two steps of shrinking, and then the lost
-/// chunks were evicted.
+/// Returns a clause that describes the chunks lost because the index is shorter than the frames
+/// file. The tier extends the index first, so every frame has a record. Apart from damage, an index
+/// is only too short if the process was killed between the two steps of shrinking; in that case,
+/// the lost chunks had been evicted.
 pub(super) fn lost_records(frame_bytes: u64, records: u32, frames: u32) -> Option<String> {
     let name = namespaces::index_name(frame_bytes);
     match records {
@@ -131,7 +130,8 @@ fn inspect_one(found: &namespaces::Found) -> NamespaceInfo {
     info
 }
 
-/// Adds the chunks of a size class to `info`. Returns the defect of its files, if any.
+/// Adds the chunks of a size class to `info`. Returns a description of the defect of its files, if
+/// any.
 fn count_records(files: &SlotFiles, info: &mut NamespaceInfo) -> Option<String> {
     let mut bad = 0_u64;
     let walked = files.for_each_record(|_, found| match found {
@@ -143,11 +143,10 @@ fn count_records(files: &SlotFiles, info: &mut NamespaceInfo) -> Option<String> 
         Err(_) => bad += 1,
     });
     match walked {
-        Err(e) => Some(format!("index unreadable ({e})")),
+        Err(e) => Some(format!("the index cannot be read ({e})")),
         Ok((records, frames)) => {
             info.slots += u64::from(records.min(frames));
-            let damaged =
-                (bad > 0).then(|| format!("{bad} records damaged or without their frame"));
+            let damaged = (bad > 0).then(|| format!("{bad} records are damaged or have no frame"));
             damaged.or_else(|| lost_records(files.frame_bytes, records, frames))
         }
     }

@@ -1,7 +1,7 @@
-//! Operations on an open directory: reserving, writing, reading and freeing slots.
+//! Slot operations on an open directory: reserve, write, read and free.
 //!
-//! No lock is held during system calls. Callers must follow the contract of `LocalTier`; only
-//! writes to slots that are not reserved are detected.
+//! No lock is held during system calls. Callers must follow the contract of `LocalTier`. The only
+//! violations detected are writes to slots that are not reserved.
 
 use std::path::PathBuf;
 
@@ -17,7 +17,7 @@ use crate::tier::LocalTier;
 use crate::{ChunkKey, Error, ErrorKind, Result};
 
 impl DiskTier {
-    /// Frees a slot. Does nothing if no caller owns it.
+    /// Frees a slot. Does nothing if no caller owns the slot.
     fn leave(&self, slot: SlotId) -> Result<()> {
         let class = slot.class();
         let leaving = self.state().of(class).and_then(|slots| slots.leaving(slot));
@@ -31,32 +31,33 @@ impl DiskTier {
         cleared.map_err(|error| self.io_error("free", slot, error))
     }
 
-    /// Checks that the slot is reserved, and returns the sequence number of the write.
+    /// Checks that the slot is reserved. Returns the sequence number of the write.
     fn begin_write(&self, slot: SlotId) -> Result<u64> {
         let mut state = self.state();
         if !state.of(slot.class()).is_some_and(|slots| slots.may_write(slot)) {
-            let message = "a write to a disk slot that is not reserved was rejected";
+            let message = "rejected a write to a disk slot that is not reserved";
             return Err(Error::new(ErrorKind::Io, message).with_context("slot", slot.number()));
         }
         state.next_sequence = state.next_sequence.saturating_add(1);
         Ok(state.next_sequence - 1)
     }
 
-    /// Returns the files of a slot. Returns `InvalidConfig` unless its frames have `len` bytes.
+    /// Returns the files of a slot. Returns `InvalidConfig` if the size of its frames is not `len`.
     fn files_for(&self, slot: SlotId, len: usize) -> Result<&SlotFiles> {
         let files = self.files_of(slot.class())?;
         let expected = files.frame_bytes;
         if len as u64 == expected {
             return Ok(files);
         }
-        let message = format!("a frame has {len} bytes, but the disk slot has {expected} bytes");
+        let message = format!("the frame has {len} bytes, but the disk slot has {expected} bytes");
         Err(Error::invalid(message))
     }
 }
 
 impl LocalTier for DiskTier {
-    /// May grow the files and delete other namespaces, so it must be called on a disk thread, not
-    /// in a step. Returns None without waiting if another thread takes too long to grow the files.
+    /// Reserving a slot may grow the files and delete other namespaces, so it must happen on a disk
+    /// thread, never in a scheduler step. Returns None if another thread takes too long to grow the
+    /// files.
     fn reserve(&self, class: SizeClass) -> Option<SlotId> {
         let _inside = self.enter().ok()?;
         let slot = self.state().take(class);
@@ -67,8 +68,8 @@ impl LocalTier for DiskTier {
         self.config.frame_sizes.bytes(class)
     }
 
-    /// After success, the chunk survives the process. Frames aligned to 4096 bytes in memory are
-    /// written without a copy.
+    /// Once this method succeeds, the chunk survives a crash of the process. Frames aligned to 4096
+    /// bytes in memory are written without a copy.
     fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()> {
         let _inside = self.enter()?;
         let (class, files) = (slot.class(), self.files_for(slot, frame.len())?);

@@ -1,9 +1,9 @@
-//! The disk tier: for each frame size, one file with frames and one file with a 128-byte record per
-//! frame. A directory has one owner at a time.
+//! The disk tier stores frames in files. Each frame size has a frames file and an index with one
+//! 128-byte record per frame. A directory has one owner at a time.
 //!
-//! The tier stores frames in slots and verifies them when they are read. The store chooses chunks
-//! to evict and queues reads. The tier never calls fsync: after a power loss, checksums turn lost
-//! writes into misses that are counted.
+//! The tier verifies frames when they are read. The store decides which chunks to evict and queues
+//! reads. The tier never calls fsync: after a power loss, checksums turn lost writes into misses,
+//! which are counted.
 
 pub(crate) mod budget;
 mod files;

@@ -1,7 +1,7 @@
-//! Finds, measures and deletes the namespace directories in a disk directory.
+//! Finds, measures and deletes namespace directories in a disk directory.
 //!
-//! Only deletes files that this tier creates, in directories named like namespaces. Never reads the
-//! contents of files.
+//! Deletes only files that this tier creates, in directories that are named like namespaces. Never
+//! reads file contents.
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, Metadata};
@@ -14,21 +14,22 @@ use super::superblock;
 use super::types::DiskConfig;
 use crate::key::namespace_id;
 
-/// Prefixes of slot file names, in the order of deletion, so that an interrupted deletion leaves no
-/// record without its frame.
+/// Prefixes of slot file names in deletion order. With this order, an interrupted deletion never
+/// leaves a record without its frame.
 const SLOT_FILES: [&str; 2] = ["index", "frames"];
 
-/// Returns the name of the index file for frames of a size.
+/// Returns the name of the index file for frames of the given size.
 pub(crate) fn index_name(frame_bytes: u64) -> String {
     format!("{}-{frame_bytes}.dat", SLOT_FILES[0])
 }
 
-/// Returns the name of the file of frames of a size.
+/// Returns the name of the frames file for frames of the given size.
 pub(crate) fn frames_name(frame_bytes: u64) -> String {
     format!("{}-{frame_bytes}.dat", SLOT_FILES[1])
 }
 
-/// Returns true for a file of frames or records. Earlier versions had no size in the name.
+/// Returns true for index and frames files. In earlier versions, file names did not include the
+/// size.
 fn is_slot_file(name: &str) -> bool {
     SLOT_FILES.iter().any(|kind| {
         let rest = name.strip_prefix(kind).and_then(|rest| rest.strip_suffix(".dat"));
@@ -37,7 +38,7 @@ fn is_slot_file(name: &str) -> bool {
     })
 }
 
-/// Returns the names of kvloft's files in a namespace directory, in the order of deletion.
+/// Returns the names of kvloft's files in a namespace directory, in deletion order.
 pub(crate) fn file_names(path: &Path) -> io::Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in fs::read_dir(path)? {
@@ -51,7 +52,7 @@ pub(crate) fn file_names(path: &Path) -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-/// One namespace directory.
+/// A namespace directory.
 #[derive(Debug, Clone)]
 pub(crate) struct Found {
     /// Name of the directory: 16 hex digits.
@@ -60,7 +61,7 @@ pub(crate) struct Found {
     pub(crate) path: PathBuf,
     /// Size on disk, in bytes.
     pub(crate) bytes: u64,
-    /// Time of the last open or write, as Unix time (seconds, nanoseconds).
+    /// Unix time at which the namespace was last opened or written (seconds, nanoseconds).
     pub(crate) last_used: (i64, i64),
 }
 
@@ -69,9 +70,9 @@ pub(crate) fn dir_of(config: &DiskConfig) -> PathBuf {
     config.dir.join(namespace_id(&config.namespace))
 }
 
-/// Creates a directory that only this user can access. Checks first whether it exists: on a
-/// frozen file system, an attempt to create it hangs. The parent must exist, except for a
-/// data-parallel engine.
+/// Creates a directory that only this user can access. Checks first whether the directory exists,
+/// because an attempt to create it hangs on a frozen file system. The parent must exist unless the
+/// directory belongs to a data-parallel engine.
 pub(crate) fn make_dir(path: &Path) -> io::Result<()> {
     if path.is_dir() {
         return Ok(());
@@ -115,7 +116,8 @@ pub(crate) fn scan(dir: &Path, open: &BTreeSet<String>) -> io::Result<Vec<Found>
 }
 
 /// Deletes closed namespaces, least recently used first, until `is_enough` returns true for the
-/// remaining bytes. Returns the remaining bytes, and calls `note` with a line for each deletion.
+/// size of the remaining closed namespaces. Returns that size. Passes a log line for each deletion
+/// to `note`.
 pub(crate) fn make_room(
     config: &DiskConfig,
     open: &BTreeSet<String>,
@@ -140,7 +142,7 @@ pub(crate) fn make_room(
     Ok(bytes)
 }
 
-/// Deletes kvloft's files in a namespace directory, then the directory if it is empty.
+/// Deletes kvloft's files in a namespace directory, and the directory itself if it is then empty.
 pub(crate) fn remove(path: &Path) -> io::Result<()> {
     remove_files(path, |_| true)?;
     match fs::remove_dir(path) {
@@ -149,7 +151,7 @@ pub(crate) fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Returns true if an entry with the name of a slot file is not a regular file.
+/// Returns true if a directory entry is named like a slot file but is not a regular file.
 pub(crate) fn has_strange_files(path: &Path) -> bool {
     file_names(path).unwrap_or_default().iter().any(|name| {
         let meta = fs::symlink_metadata(path.join(name));
@@ -157,14 +159,14 @@ pub(crate) fn has_strange_files(path: &Path) -> bool {
     })
 }
 
-/// Deletes the slot files of frame sizes that are not in `sizes`.
+/// Deletes slot files whose frame size is not in `sizes`.
 pub(crate) fn remove_other_sizes(path: &Path, sizes: &[u64]) -> io::Result<()> {
     let kept: Vec<_> =
         sizes.iter().flat_map(|size| [index_name(*size), frames_name(*size)]).collect();
     remove_files(path, |name| is_slot_file(name) && !kept.iter().any(|kept| kept == name)).map(drop)
 }
 
-/// Deletes kvloft's files that match `is_meant`. Returns true if it deleted a file.
+/// Deletes kvloft's files that match `is_meant`. Returns true if any file was deleted.
 pub(crate) fn remove_files(path: &Path, is_meant: impl Fn(&str) -> bool) -> io::Result<bool> {
     let mut any = false;
     for name in file_names(path)?.iter().filter(|name| is_meant(name)) {
@@ -181,10 +183,10 @@ fn is_namespace_name(name: &str) -> bool {
     name.len() == 16 && name.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// Measures a namespace directory. Ignores entries that vanish or cannot be read.
+/// Measures a namespace directory. Ignores entries that vanish or are unreadable.
 ///
-/// The size of a file is its length, because a sparse file can still fill up. With multiple frame
-/// sizes, files can be punched to make room, so the size of their frames is the allocated blocks.
+/// A sparse file can still fill up, so files are measured by their length. With multiple frame
+/// sizes, the frames files may be punched to make room and are measured by their allocated blocks.
 pub(crate) fn measure(name: String, path: PathBuf) -> Found {
     let mut found = Found { name, bytes: 0, path, last_used: (0, 0) };
     found.bytes = fs::symlink_metadata(&found.path).map_or(0, |meta| disk_bytes(&meta));
@@ -205,7 +207,7 @@ pub(crate) fn measure(name: String, path: PathBuf) -> Found {
     found
 }
 
-/// Returns the length, rounded up to pages, or the size of the blocks, whichever is larger.
+/// Returns the file's length, rounded up to pages, or the size of its blocks, whichever is larger.
 fn disk_bytes(meta: &Metadata) -> u64 {
     meta.len().next_multiple_of(PAGE_BYTES).max(meta.blocks() * 512)
 }

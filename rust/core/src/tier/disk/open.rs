@@ -1,7 +1,7 @@
 //! Opens a disk directory: claims it, checks the superblock, applies the size limit and recovers
-//! chunks.
+//! the stored chunks.
 //!
-//! Damaged files lose chunks, which are counted, but never prevent the open.
+//! Chunks in damaged files are dropped and counted. Damage never prevents a directory from opening.
 
 use std::collections::HashSet;
 use std::fs;
@@ -27,19 +27,19 @@ use crate::units::size_text;
 use crate::{Error, Result};
 
 impl DiskTier {
-    /// Opens or creates a namespace in the directory. Returns its chunks, parents before children
-    /// and oldest first.
+    /// Opens or creates a namespace in the directory. Returns its chunks, parents before children,
+    /// and otherwise oldest first.
     ///
-    /// Drops chunks without a parent (if `depth` > 0) and unreadable records. Recreates a namespace
-    /// whose superblock does not match. Returns `InvalidConfig` if these settings can never work,
-    /// `Busy` if another owner is alive, and `Io` if a system call fails or another user can write
-    /// to the directory. `Busy` and `Io` can be temporary, so the caller retries later. A failed
-    /// open does not prevent a later open.
+    /// Drops unreadable records and chunks whose parent is missing (if `depth` > 0). Recreates a
+    /// namespace whose superblock does not match. Returns `InvalidConfig` if the settings can never
+    /// work, `Busy` if another owner is alive, and `Io` if a system call fails or another user can
+    /// write to the directory. `Busy` and `Io` can be temporary, so the caller should retry. A
+    /// failed attempt does not prevent later attempts.
     pub fn open_in(config: &DiskConfig, root: &Arc<DiskRoot>) -> Result<(Self, Vec<DiskEntry>)> {
         Self::open_with_files(config, root, &OsFiles)
     }
 
-    /// Like [`Self::open_in`], but with a different source of files, for example to inject faults.
+    /// Like [`Self::open_in`], but opens files with `opener`, for example to inject faults.
     #[doc(hidden)]
     pub fn open_with_files(
         config: &DiskConfig,
@@ -107,8 +107,8 @@ fn validate(config: &DiskConfig) -> Result<()> {
     let least = budget::dir_bytes(1, frame_bytes, budget::map_bytes(sizes.len()));
     if config.cap_bytes < least {
         return fail(format!(
-            "disk_size = {} does not hold one chunk of {frame_bytes} bytes: set disk_size to at least {least} bytes, or leave \
-             disk_path out for no disk",
+            "disk_size = {} is too small for one chunk of {frame_bytes} bytes: set disk_size to \
+             at least {least} bytes, or omit disk_path to run without a disk tier",
             size_text(config.cap_bytes)
         ));
     }
@@ -125,7 +125,7 @@ fn open_files(
     sizes.classes().map(open).collect()
 }
 
-/// Creates the namespace's directory. Replaces a file or link with the same name.
+/// Creates the directory of the namespace. Replaces a file or link of the same name.
 fn make_namespace(dir: &Path, state: &mut TierState) -> io::Result<()> {
     if fs::symlink_metadata(dir).is_ok_and(|meta| !meta.is_dir()) {
         fs::remove_file(dir)?;
@@ -134,7 +134,7 @@ fn make_namespace(dir: &Path, state: &mut TierState) -> io::Result<()> {
     namespaces::make_dir(dir)
 }
 
-/// Writes this namespace's superblock. Deletes the files if they have a different superblock.
+/// Writes the superblock of this namespace. Deletes files that belong to a different superblock.
 fn claim_namespace(config: &DiskConfig, dir: &Path, state: &mut TierState) -> io::Result<()> {
     let ours = Superblock::new(&config.namespace, config.frame_sizes.all(), &config.description);
     let why = match Superblock::read(dir)? {
@@ -147,17 +147,18 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, state: &mut TierState) -> io
                 .namespace()
                 .is_some_and(|other| namespace_id(&other) == namespace_id(&config.namespace))
             {
-                let message = "another namespace, whose name begins with the same 16 digits, has this directory: set another disk_path";
+                let message = "the directory belongs to a namespace whose name begins with the same \
+                    16 digits: set another disk_path";
                 return Err(io::Error::other(message));
             }
-            "its superblock.json belongs to another namespace".to_owned()
+            "its superblock.json belongs to a different namespace".to_owned()
         }
         Some(Ok(found)) if !found.has_sizes_of(&ours) => {
-            format!("its frames have {:?} bytes", found.frame_sizes)
+            format!("its frame sizes are {:?} bytes", found.frame_sizes)
         }
         Some(Ok(found)) if found.frame_sizes != ours.frame_sizes => {
             state.event(format!(
-                "{} keeps chunks of the sizes that are still used: they were {:?} bytes and are {:?}",
+                "{}: frame sizes changed from {:?} to {:?} bytes; keeping chunks of unchanged size",
                 dir.display(),
                 found.frame_sizes,
                 ours.frame_sizes
@@ -166,7 +167,7 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, state: &mut TierState) -> io
             return ours.write(dir);
         }
         Some(Ok(_)) => {
-            // Only the description changed, so a failed write is not an error.
+            // Only the description has changed, so a failed write is not an error.
             let _ = ours.write(dir);
             return Ok(());
         }
@@ -184,17 +185,17 @@ fn start_afresh(dir: &Path, why: &str, state: &mut TierState) {
     state.event(format!("{} is recreated: {why}", dir.display()));
 }
 
-/// Marks the namespace as used now: the least recently used namespace is deleted first.
+/// Marks the namespace as recently used. The least recently used namespace is deleted first.
 fn touch(dir: &Path) -> io::Result<()> {
     let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
     let times = Timestamps { last_access: now, last_modification: now };
     Ok(utimensat(CWD, dir.join(superblock::FILE_NAME), &times, AtFlags::SYMLINK_NOFOLLOW)?)
 }
 
-/// Sorts the entries, clears all other records, and creates the slots' states.
+/// Sorts the entries, clears all other records, and initializes the states of the slots.
 ///
-/// A later open would find a dropped chunk whose record cannot be cleared, so the chunk is appended
-/// to the entries, and the caller frees it.
+/// If the record of a dropped chunk cannot be cleared, a later open would find the chunk. Such
+/// chunks are appended to the entries for the caller to free.
 fn settle(files: &[SlotFiles], found: Vec<ClassIndex>, state: &mut TierState) -> Vec<DiskEntry> {
     let all: Vec<_> = found.iter().flat_map(|index| &index.entries).copied().collect();
     let Recovered { mut entries, duplicates, orphans } = record::recover(&all);
@@ -232,7 +233,7 @@ fn losses(stats: &DiskStats) -> Option<String> {
     let any = dropped_over_cap + dropped_records + dropped_duplicates + dropped_orphans > 0;
     any.then(|| {
         format!(
-            "{recovered} chunks recovered; dropped: {dropped_records} damaged, {dropped_orphans} without parent, \
+            "{recovered} chunks recovered; dropped: {dropped_records} damaged, {dropped_orphans} without a parent, \
              {dropped_duplicates} superseded, {dropped_over_cap} above disk_size"
         )
     })

@@ -1,9 +1,10 @@
-//! Ensures that a disk directory has one owner for all its namespaces, checks the ownership of
-//! files, and creates error messages.
+//! Ensures that a disk directory and all its namespaces have a single owner, checks file ownership,
+//! and builds the error messages.
 //!
-//! The owner holds an exclusive `flock`, which the kernel releases when the owner dies. It locks
-//! the directory, because a file in it can be deleted, and `DIR/lock`, for file systems that cannot
-//! lock directories. The file contains the owner's pid, for the error message of another process.
+//! The owner holds an exclusive `flock`, which the kernel releases when the owner dies. The lock is
+//! taken both on the directory, because a file inside could be deleted, and on `DIR/lock`, because
+//! some file systems cannot lock directories. `DIR/lock` also contains the owner's pid for error
+//! messages of other processes.
 
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind as Io, Read};
@@ -18,11 +19,11 @@ use crate::{Error, ErrorKind, Result};
 /// Name of the lock file in the directory.
 pub(super) const FILE_NAME: &str = "lock";
 
-/// The action of [`dir_error`] that creates the directory.
+/// The action passed to [`dir_error`] when the directory is created.
 pub(super) const MAKE: &str = "make";
 
-/// The kind of caller: the setting named in errors, and the advice if another process uses the
-/// directory.
+/// The kind of caller, which determines the setting named in errors and the advice given if another
+/// process uses the directory.
 type Asker = [&'static str; 2];
 const OWNER: Asker = ["disk_path ", "stop it, or set another disk_path"];
 const READER: Asker = [
@@ -30,18 +31,18 @@ const READER: Asker = [
     "stop that process and verify again, or use `kvloft inspect`, which works while it is running",
 ];
 
-/// A lock on a disk directory; dropping it unlocks the directory.
+/// A lock on a disk directory. Dropping it unlocks the directory.
 #[derive(Debug)]
 pub(super) struct DirLock {
     files: Vec<File>,
-    /// A forked child shares the open files; dropping its copy must not unlock the parent's
-    /// directory.
+    /// Pid of the process that took the lock. A forked child shares the open files, and dropping
+    /// the child's copy must not unlock the directory for the parent.
     owner_pid: u32,
 }
 
 impl DirLock {
-    /// Locks the directory for writing, and creates the lock file if it is missing. Returns `Busy`
-    /// if another owner is alive, and `Io` if another user can write to the directory.
+    /// Locks the directory for writing and creates the lock file if needed. Returns `Busy` if
+    /// another owner is alive, and `Io` if another user can write to the directory.
     pub(super) fn acquire(dir: &Path) -> Result<Self> {
         let failed = |e| failed("open the lock file of", dir, OWNER, e);
         let mut lock = Self::lock_dir(dir, OWNER)?;
@@ -57,14 +58,15 @@ impl DirLock {
             .open(&path)
             .map_err(failed)?;
         lock.add(file, dir, OWNER)?;
-        // Writing the pid is optional: a full disk must not prevent an intact cache from opening.
+        // Writing the pid is best-effort: a full disk must not prevent an intact cache from
+        // opening.
         let text = format!("{}\n", lock.owner_pid);
         let _ = lock.files[1].set_len(0);
         let _ = lock.files[1].write_all_at(text.as_bytes(), 0);
         Ok(lock)
     }
 
-    /// Locks the directory for reading, without creating or changing anything.
+    /// Locks the directory for reading. Creates and changes nothing.
     pub(super) fn acquire_existing(dir: &Path) -> Result<Self> {
         let mut lock = Self::lock_dir(dir, READER)?;
         match open_options(OFlags::NOFOLLOW).open(dir.join(FILE_NAME)) {
@@ -75,7 +77,7 @@ impl DirLock {
         Ok(lock)
     }
 
-    /// Returns true if `dir` is still the locked directory, which can be deleted and recreated.
+    /// Returns true if `dir` is still the locked directory, and was not deleted and recreated.
     pub(super) fn is_of(&self, dir: &Path) -> bool {
         let (own, there) = (self.files[0].metadata(), dir.metadata());
         own.is_ok_and(|own| {
@@ -87,8 +89,8 @@ impl DirLock {
         let file =
             open_options(OFlags::DIRECTORY).open(dir).map_err(|e| failed("open", dir, asker, e))?;
         let result = flock(&file, FlockOperation::NonBlockingLockExclusive);
-        // Some network file systems only lock files that are open for writing; the lock file covers
-        // them.
+        // Some network file systems only lock files opened for writing. On these file systems, the
+        // lock file protects the directory.
         if result == Err(Errno::WOULDBLOCK) {
             return Err(busy(dir, asker));
         }
@@ -116,16 +118,16 @@ impl Drop for DirLock {
     }
 }
 
-/// Returns options for reading. Without `O_NONBLOCK`, opening a FIFO blocks until a process opens
-/// its other end.
+/// Returns options for reading. Without `O_NONBLOCK`, opening a FIFO would block until a process
+/// opens the other end.
 fn open_options(flags: OFlags) -> OpenOptions {
     let mut options = OpenOptions::new();
     options.read(true).custom_flags((OFlags::NONBLOCK | flags).bits().cast_signed());
     options
 }
 
-/// Creates an error. For a reader, it does not mention `disk_path`, because the directory is not a
-/// setting.
+/// Creates an error. Errors for readers do not mention `disk_path`, because the directory was
+/// passed as an argument.
 fn failed(action: &str, dir: &Path, asker: Asker, error: io::Error) -> Error {
     if asker == READER {
         return Error::io(format!("cannot {action} {}", dir.display()), error);
@@ -146,24 +148,24 @@ fn busy(dir: &Path, [name, advice]: Asker) -> Error {
     Error::new(ErrorKind::Busy, format!("{name}{} is in use by {owner}: {advice}", dir.display()))
 }
 
-/// Checks that only this user and root can write the file of `meta`. A file that another user can
-/// change is not trusted, because the writer of an index decides which chunk is served for a key.
-/// Returns `Io`, because the operator can fix the problem while the engine is running.
+/// Checks that only this user and root can write to the file with metadata `meta`. Files that
+/// another user can change are not trusted, because an index determines which chunk is served for a
+/// key. Returns `Io`, because the operator can fix the problem while the engine is running.
 pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Result<()> {
     let me = rustix::process::geteuid().as_raw();
     let (is_ours, mode) = (meta.uid() == me, meta.mode() & 0o7777);
     let (is_shared, is_public) = (mode & 0o022 != 0, mode & 0o002 != 0);
     let shown = path.display();
     let problem = if path == disk_path && is_shared && (is_ours || is_public) {
-        // Different permissions of a directory such as /tmp would break other programs.
+        // Changing the permissions of a directory such as /tmp would break other programs.
         format!(
             "{shown} is writable by other users (mode {mode:o}): set disk_path = {}, which kvloft creates for this user only",
             path.join("kvloft").display()
         )
     } else if !is_ours {
         format!(
-            "{shown} belongs to user {}, and this process is user {me}: run `chown -R {me} {shown}`, or set disk_path to \
-             a directory of this user",
+            "{shown} belongs to user {}, and this process runs as user {me}: run `chown -R {me} \
+             {shown}`, or set disk_path to a directory of this user",
             meta.uid()
         )
     } else if is_shared {
@@ -178,8 +180,8 @@ pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Res
     Err(Error::new(ErrorKind::Io, message))
 }
 
-/// Returns the error of creating a directory whose parent is missing: `Io`, because a file system
-/// may be mounted later. On the file system below it, the files would fill the wrong disk.
+/// Returns the error for a directory whose parent is missing. The error is `Io`, because a file
+/// system may be mounted there later. Creating the parent could fill the wrong file system.
 pub(super) fn missing_parent(path: &Path, error: &io::Error) -> Option<Error> {
     let parent = path.parent().filter(|parent| error.kind() == Io::NotFound && !parent.exists())?;
     let parent = parent.display();
@@ -190,8 +192,8 @@ pub(super) fn missing_parent(path: &Path, error: &io::Error) -> Option<Error> {
     Some(Error::new(ErrorKind::Io, message))
 }
 
-/// Like `check_owner`, but for the file at `path`. A missing file passes, and so does a symbolic
-/// link, which is never followed.
+/// Like `check_owner`, but for the file at `path`. Accepts a missing file, and a symbolic link
+/// because links are never followed.
 pub(super) fn check_owner_at(disk_path: &Path, path: &Path) -> Result<()> {
     match fs::symlink_metadata(path) {
         Ok(meta) if meta.is_symlink() => Ok(()),
@@ -201,9 +203,8 @@ pub(super) fn check_owner_at(disk_path: &Path, path: &Path) -> Result<()> {
     }
 }
 
-/// Returns true if nothing is at `path` and its nearest existing ancestor is on the device `dev`.
-/// An ancestor on a different device means that the file system was unmounted, so nothing was
-/// removed.
+/// Returns true if `path` does not exist and its nearest existing ancestor is on the device `dev`.
+/// If the ancestor is on a different device, the file system was unmounted and nothing was removed.
 pub(super) fn is_missing(path: &Path, dev: u64) -> bool {
     let is_absent = |error: &io::Error| matches!(error.kind(), Io::NotFound | Io::NotADirectory);
     if !fs::symlink_metadata(path).is_err_and(|error| is_absent(&error)) {
@@ -213,14 +214,14 @@ pub(super) fn is_missing(path: &Path, dev: u64) -> bool {
     there.is_some_and(|meta| meta.dev() == dev)
 }
 
-/// Returns the disk directory if it is missing, otherwise the namespace's directory.
+/// Returns the disk directory if it is missing, or else the directory of the namespace.
 pub(super) fn first_missing<'a>(disk_path: &'a Path, namespace: &'a Path) -> &'a Path {
     if disk_path.exists() { namespace } else { disk_path }
 }
 
-/// Returns the error of an operation on the directory itself: `InvalidConfig` if this `disk_path`
-/// can never work, otherwise `Io`, because permissions, mounts and free space can change while an
-/// engine is running.
+/// Returns the error of an operation on the directory itself. The error is `InvalidConfig` if this
+/// `disk_path` can never work. Otherwise it is `Io`, because permissions, mounts and free space can
+/// change while an engine is running.
 pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {
     let advice = |problem| {
         format!(
@@ -230,13 +231,13 @@ pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {
     };
     let never = match error.kind() {
         Io::NotADirectory | Io::AlreadyExists => {
-            "is not a directory, or a parent of it is not a directory"
+            "is not a directory, or one of its parents is not a directory"
         }
         Io::NotFound => {
             "cannot be created, because its file system does not support new directories"
         }
         Io::InvalidFilename => "is not a valid path",
-        Io::Unsupported => "is on a file system without flock, which the disk tier needs",
+        Io::Unsupported => "is on a file system without flock, which the disk tier requires",
         Io::PermissionDenied if action == MAKE => {
             let parent = path.parent().unwrap_or(path).display();
             let (shown, me) = (path.display(), rustix::process::geteuid().as_raw());

@@ -1,7 +1,7 @@
-//! Moves space from one size class to another: punches free slots, which frees their blocks, and
-//! allocates blocks for punched slots.
+//! Moves space between size classes: punches free slots, which frees their blocks, and allocates
+//! blocks for punched slots.
 //!
-//! Only the thread that grows files does this (`growth`), so no slot is punched and refilled
+//! Only the thread that grows files punches and refills slots (see `growth`), so the two never run
 //! concurrently. Only free slots with an empty record are punched (I3).
 
 use std::io;
@@ -12,14 +12,14 @@ use super::tier::DiskTier;
 use super::types::SlotId;
 use crate::io::SizeClass;
 
-/// Delay before punching is retried after it failed.
+/// Delay before a failed punch is retried.
 const RETRY_AFTER: Duration = Duration::from_secs(2);
 
 impl DiskTier {
-    /// Punches free slots of other classes with at least `bytes` in total. Returns false if there
-    /// are not enough free slots, in which case no slot is punched, or if punching failed.
+    /// Punches free slots of other classes that total at least `bytes`. Returns false if punching
+    /// failed or if there are too few free slots. In the latter case, no slot is punched.
     ///
-    /// If the file system `is_full`, only punches slots that are known to have blocks.
+    /// If `is_full` is set, only punches slots that are known to have blocks.
     pub(super) fn punch_spare(&self, class: SizeClass, bytes: u64, is_full: bool) -> bool {
         let is_recent = |at: Instant| at.elapsed() < RETRY_AFTER;
         if self.growth().punch_refused_at.is_some_and(is_recent) {
@@ -35,8 +35,8 @@ impl DiskTier {
         given >= bytes
     }
 
-    /// Takes free slots of other classes with at least `bytes` in total, or no slots if there are
-    /// not enough.
+    /// Takes free slots of other classes that total at least `bytes`. Takes no slots if there are
+    /// too few.
     fn take_spare(
         &self,
         class: SizeClass,
@@ -62,8 +62,8 @@ impl DiskTier {
         plan.into_iter().filter_map(&mut take).collect()
     }
 
-    /// Punches slots that `take_spare` took. Returns their size in bytes. If punching fails, the
-    /// slots become free again and the result is 0.
+    /// Punches slots taken by `take_spare` and returns their size in bytes. If punching fails,
+    /// makes the slots free again and returns 0.
     fn punch(&self, class: SizeClass, run: &Range<u32>) -> u64 {
         let Ok(files) = self.files_of(class) else { return 0 };
         match files.punch(run) {
@@ -91,7 +91,7 @@ impl DiskTier {
         self.count_refusal(is_news.then(|| format!("{what}: {error}")));
     }
 
-    /// Truncates the files to remove punched slots at their end.
+    /// Truncates the files to cut off punched slots at the end.
     fn cut(&self, class: SizeClass) {
         let mut state = self.state();
         let (Ok(files), Some(slots)) = (self.files_of(class), state.of(class)) else { return };
@@ -102,7 +102,7 @@ impl DiskTier {
         }
     }
 
-    /// Allocates blocks for up to `num` punched slots, while the file system has space.
+    /// Allocates blocks for up to `num` punched slots while the file system has space.
     pub(super) fn refill(&self, class: SizeClass, num: u32) {
         let punched = self.state().of(class).map_or_else(Vec::new, |slots| {
             slots.punched.iter().copied().take(num as usize).collect()

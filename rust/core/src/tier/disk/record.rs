@@ -1,18 +1,18 @@
-//! The 128-byte record of a slot in the index of its class. It identifies the chunk in the slot's
-//! frame and contains checksums of the frame and of the record. `recover` turns the records of an
-//! index into a consistent set of entries.
+//! The 128-byte record of a slot in the index of its class. A record identifies the chunk in the
+//! slot's frame and contains checksums of the frame and of itself. `recover` turns the records of
+//! an index into a consistent set of entries.
 //!
 //! Layout, little endian: magic `KVLREC01` (8), key (32), parent (32), payload checksum (u128),
-//! sequence (u64), time of the save (u64, Unix seconds; the time of the write in early versions),
-//! number of units (u32, 1), depth (u32), number of the slot (u32), zeros (4), checksum of these
-//! 120 bytes (u64). The record of an empty slot is all zeros. Both checksums are XXH3. The seed of
-//! the record checksum is the first 8 bytes of the namespace (u64) XOR the frame size, so that a
-//! record of a different namespace, size or slot is invalid. Parsing never panics.
+//! sequence (u64), save time (u64, Unix seconds; the write time in early versions), number of units
+//! (u32, always 1), depth (u32), slot number (u32), zeros (4), checksum of the preceding 120 bytes
+//! (u64). The record of an empty slot is all zeros. Both checksums are XXH3. The record checksum is
+//! seeded with the first 8 bytes of the namespace (u64) XOR the frame size, so that records of a
+//! different namespace, size or slot are invalid. Parsing never panics.
 
 use std::collections::HashMap;
 
 use twox_hash::XxHash3_64;
-/// Computes the checksum of a frame that is read in pieces.
+/// Computes the checksum of a frame piece by piece.
 pub(crate) use twox_hash::XxHash3_128 as PayloadHasher;
 
 use super::types::{DiskEntry, DiskMeta, SlotId};
@@ -20,36 +20,36 @@ use crate::ChunkKey;
 
 /// Size of a record.
 pub(crate) const RECORD_BYTES: usize = 128;
-/// The bytes of a record.
+/// The encoded bytes of a record.
 pub(crate) type RecordBytes = [u8; RECORD_BYTES];
 /// The record of an empty slot.
 pub(crate) const EMPTY: RecordBytes = [0; RECORD_BYTES];
 
 const MAGIC: [u8; 8] = *b"KVLREC01";
 const CHECKED_BYTES: usize = 120;
-/// Number of units per chunk. In earlier versions, a chunk could have more units; such records are
+/// Number of units per chunk. Earlier versions supported more units per chunk; such records are
 /// invalid.
 const NUM_UNITS: u32 = 1;
 
-/// A slot's chunk and the checksum of its frame.
+/// The chunk in a slot and the checksum of its frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Record {
-    /// The chunk.
+    /// The chunk in the slot.
     pub(crate) meta: DiskMeta,
     /// XXH3-128 of the whole frame.
     pub(crate) payload: u128,
-    /// Position in the order of writes.
+    /// Position of the record in the write order.
     pub(crate) sequence: u64,
 }
 
 /// Result of parsing a slot's 128 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Parsed {
-    /// All zeros: an empty slot.
+    /// The slot is empty: its record is all zeros.
     Empty,
-    /// A valid record of this namespace and slot.
+    /// The record is valid for this namespace and slot.
     Valid(Record),
-    /// Anything else: a torn, corrupt, foreign or misplaced record.
+    /// The record is torn, corrupt, foreign or misplaced.
     Bad,
 }
 
@@ -68,7 +68,7 @@ pub(crate) fn record_seed(namespace: &[u8; 32], frame_bytes: u64) -> u64 {
 }
 
 impl Record {
-    /// Encodes the record for slot number `slot` of its class.
+    /// Encodes the record for the slot with number `slot` in its class.
     pub(crate) fn encode(&self, slot: u32, seed: u64) -> RecordBytes {
         let mut out = EMPTY;
         let mut at = 0;
@@ -91,7 +91,7 @@ impl Record {
     }
 }
 
-/// Parses the record of slot number `slot` of its class.
+/// Parses the record of the slot with number `slot` in its class.
 pub(crate) fn parse(bytes: &RecordBytes, slot: u32, seed: u64) -> Parsed {
     if *bytes == EMPTY {
         return Parsed::Empty;
@@ -104,22 +104,22 @@ pub(crate) fn parse(bytes: &RecordBytes, slot: u32, seed: u64) -> Parsed {
     let _num_units: [u8; 4] = take(&mut rest);
     let depth = u32::from_le_bytes(take(&mut rest));
     let record = Record { meta: DiskMeta { key, parent, depth, saved_s }, payload, sequence };
-    // Magic, slot, zeros and checksum are valid if encoding the parsed record gives the same bytes.
+    // The magic, slot number, zeros and checksum are valid if re-encoding gives the same bytes.
     if record.encode(slot, seed) == *bytes { Parsed::Valid(record) } else { Parsed::Bad }
 }
 
-/// Removes and returns the next N bytes. The sizes of all calls add up to a record, which the
-/// round-trip tests prove.
+/// Removes and returns the next N bytes. The sizes of all calls add up to one record, as the
+/// round-trip tests verify.
 fn take<const N: usize>(rest: &mut &[u8]) -> [u8; N] {
     let (head, tail) = rest.split_first_chunk::<N>().unwrap_or((&[0; N], &[]));
     *rest = tail;
     *head
 }
 
-/// Chunks that a recovery keeps, and slots that it drops.
+/// The chunks kept by a recovery, and the slots dropped.
 #[derive(Debug, Default)]
 pub(crate) struct Recovered {
-    /// Kept chunks: parents before children, otherwise in the order of writes.
+    /// Kept chunks: parents before children, and otherwise in write order.
     pub entries: Vec<DiskEntry>,
     /// Slots of older copies of a chunk.
     pub duplicates: Vec<SlotId>,
@@ -134,17 +134,17 @@ enum Fate {
     Dropped,
 }
 
-/// The entries of an index, and the fate of each.
+/// The entries of an index, each with its fate.
 struct Places<'a> {
     found: &'a [DiskEntry],
     fates: Vec<Fate>,
-    /// Positions by key. Keys are digests, but an index can be forged, so this is the standard map,
-    /// which hashes with a random seed.
+    /// Maps keys to positions. Keys are digests, but an index can be forged, so the map is a
+    /// standard `HashMap` with a random seed.
     by_key: HashMap<&'a ChunkKey, usize>,
 }
 
-/// Sorts the entries of an index and drops duplicates and orphans. `found` has at most one entry
-/// per slot.
+/// Sorts the entries of an index and drops duplicates and orphans. `found` must not contain more
+/// than one entry per slot.
 pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
     let mut order: Vec<usize> = (0..found.len()).collect();
     order.sort_by_key(|&at| found[at].sequence);
@@ -152,7 +152,7 @@ pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
     let by_key = HashMap::with_capacity(found.len());
     let mut places = Places { found, fates: vec![Fate::Unknown; found.len()], by_key };
     for &at in &order {
-        // In the order of writes, so that a newer copy of a chunk replaces an older copy.
+        // Visits entries in write order, so that a newer copy of a chunk replaces an older copy.
         if let Some(older) = places.by_key.insert(&found[at].meta.key, at) {
             places.fates[older] = Fate::Dropped;
             out.duplicates.push(found[older].slot);
@@ -163,7 +163,7 @@ pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
     for &at in &order {
         let fate = places.climb(at, before, &mut path);
         before = Some(at);
-        // From the highest ancestor without a fate down to the entry itself.
+        // Visits the path from the topmost ancestor without a fate down to the entry itself.
         for at in path.drain(..).rev() {
             places.fates[at] = fate;
             match fate {
@@ -176,12 +176,12 @@ pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
 }
 
 impl Places<'_> {
-    /// Collects the entry and its ancestors without a fate in `path`, and returns their common
+    /// Collects the entry and its ancestors that have no fate yet in `path`. Returns their common
     /// fate.
     ///
-    /// Depth decreases by one in each step, so the walk terminates even for a forged cycle of
-    /// parents. `before` is a guess for the parent. It saves most lookups, because the chunks of a
-    /// prefix are usually written in sequence.
+    /// The depth decreases with each step, so the walk terminates even if parents form a cycle in a
+    /// forged index. `before` is a guess for the parent. The guess avoids most lookups, because the
+    /// chunks of a prefix are usually written in sequence.
     fn climb(&self, start: usize, before: Option<usize>, path: &mut Vec<usize>) -> Fate {
         let mut at = start;
         loop {

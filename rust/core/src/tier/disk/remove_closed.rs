@@ -1,7 +1,6 @@
-//! Removes chunks of closed namespaces, selected by the first chunk of each prefix.
+//! Removes chunks from closed namespaces, selected by the first chunk of each prefix.
 //!
-//! A namespace is only opened if one of its chunks must be removed, because opening it counts as
-//! use.
+//! A namespace is opened only if a chunk must be removed, because opening marks it as used.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
@@ -25,18 +24,18 @@ pub struct RemovedChunks {
     pub num_namespaces: u64,
     /// Number of chunks that were removed.
     pub num_chunks: u64,
-    /// Size of their frames, in bytes.
+    /// Total size of the frames of removed chunks, in bytes.
     pub num_bytes: u64,
-    /// True if matching chunks may remain, because a namespace is in use or an I/O error occurred.
+    /// True if matching chunks may remain because a namespace is in use or an I/O error occurred.
     pub is_cut_short: bool,
-    /// Names of matching namespaces that were skipped because this process has opened them. Their
-    /// own tier must remove the chunks.
+    /// Names of matching namespaces that were skipped because this process has them open. Chunks of
+    /// open namespaces must be removed through the open tier.
     pub open: BTreeSet<String>,
 }
 
-/// Removes the first chunks that match `is_meant`, and their descendants, in all namespaces of
-/// `dir` whose names start with `prefix`, except namespaces that `root` has opened. A missing
-/// directory is treated as empty. Returns `Io` if the directory cannot be listed.
+/// Removes first chunks that match `is_meant`, with their descendants, from all namespaces in `dir`
+/// whose names start with `prefix`. Skips namespaces that `root` has open. A missing directory is
+/// treated as empty. Returns `Io` if the directory cannot be read.
 pub(crate) fn remove_closed(
     dir: &Path,
     cap_bytes: u64,
@@ -126,8 +125,9 @@ fn remove_in(
     Ok(removed)
 }
 
-/// Returns true if the namespace may be intact and the error temporary, for example because no file
-/// descriptor is free. A damaged namespace is ignored, because it is recreated before it is used.
+/// Returns true if the namespace may be intact and the error temporary, for example because the
+/// process is out of file descriptors. Damaged namespaces are ignored, because they are recreated
+/// before use.
 fn is_whole(found: &Found) -> bool {
     let is_there = |name: String| found.path.join(name).is_file();
     let is_whole = |size: &u64| {

@@ -1,10 +1,10 @@
-//! A disk directory, with one owner and one size limit, and the namespaces that this process has
-//! open in it.
+//! A disk directory with one owner and one size limit, and the namespaces that this process has
+//! opened in it.
 //!
 //! Each open namespace claims bytes before its files grow, so that the total never exceeds the
 //! limit. Closed namespaces are measured and can be deleted to make room; open namespaces cannot.
-//! While multiple namespaces are open, each leaves space for equal parts, but keeps what it claimed
-//! earlier until it is closed. Only the lock for opening is held during system calls.
+//! While multiple namespaces are open, each leaves an equal part to the others, but keeps what it
+//! claimed before until it is closed. Only the `opening` lock is held during system calls.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,20 +20,20 @@ use crate::key::namespace_id;
 use crate::sync::{Mutex, MutexGuard, locked};
 use crate::{Error, ErrorKind, Result};
 
-/// Size of a namespace's directory and superblock, added for every other open namespace.
+/// Size of a namespace's directory and superblock, reserved for every other open namespace.
 const NAMESPACE_BYTES: u64 = 4 * budget::PAGE_BYTES;
-/// Approximate growth of the files per allocation.
+/// Approximate amount by which files grow per allocation.
 const EXTENT_BYTES: u64 = 64 * 1024 * 1024;
-/// Minimum number of extents in the size limit if multiple namespaces may be open.
+/// Minimum number of extents within the size limit if multiple namespaces may be open.
 const MAX_EXTENTS: u64 = 16;
-/// Maximum number of attempts to claim bytes while namespaces are opened and closed.
+/// Maximum number of attempts to claim bytes while namespaces are being opened and closed.
 const TRIES: usize = 16;
-/// Timeout for threads that hold the lock for opening; at the timeout, an engine starts with host
-/// memory.
+/// Timeout for acquiring the `opening` lock. After the timeout, an engine starts with host memory
+/// only.
 const OPENING_TIMEOUT: Duration = Duration::from_secs(1);
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
-/// State shared by all tiers of one directory in this process.
+/// State of one directory, shared by all its tiers in this process.
 #[derive(Debug, Default)]
 pub struct DiskRoot {
     state: Mutex<RootState>,
@@ -53,11 +53,11 @@ struct RootState {
     leaving: BTreeSet<String>,
     /// Number of times that a namespace was opened or closed.
     changes: u64,
-    /// True if a namespace has lacked space since the last check.
+    /// True if a namespace has run out of space since the last check.
     is_short: bool,
 }
 
-/// Exclusive ownership of a namespace's files, and shared ownership of the directory.
+/// Exclusive ownership of the files of a namespace, and shared ownership of the directory.
 #[derive(Debug)]
 pub(super) struct OpenNamespace {
     root: Arc<DiskRoot>,
@@ -67,14 +67,14 @@ pub(super) struct OpenNamespace {
 
 /// Result of a claim.
 pub(super) struct Claim {
-    /// Bytes that the namespace can claim.
+    /// Total number of bytes that the namespace may use.
     pub(super) bytes: u64,
-    /// Bytes of all other namespaces; 0 if they report their bytes themselves.
+    /// Size of all other namespaces, in bytes. 0 if these namespaces report their own size.
     pub(super) foreign_bytes: u64,
 }
 
 impl DiskRoot {
-    /// Creates the state for multiple namespaces; `default` is for a single namespace.
+    /// Creates the state for multiple namespaces. Use `default` for a single namespace.
     pub fn shared() -> Arc<Self> {
         Arc::new(Self { is_shared: true, ..Self::default() })
     }
@@ -83,8 +83,8 @@ impl DiskRoot {
         locked(&self.state)
     }
 
-    /// Locks the directory for this process until [`Self::release`], even without an open
-    /// namespace. Creates a missing directory. Has the errors of [`super::DiskTier::open_in`].
+    /// Locks the directory for this process until [`Self::release`], even while no namespace is
+    /// open. Creates a missing directory. Returns the same errors as [`super::DiskTier::open_in`].
     pub fn hold(&self, dir: &Path) -> Result<()> {
         let _alone = locked(&self.opening);
         let lock = self.lock(dir)?;
@@ -92,14 +92,14 @@ impl DiskRoot {
         Ok(())
     }
 
-    /// Unlocks the directory, or if namespaces are open, as soon as they are closed.
+    /// Unlocks the directory. If namespaces are open, it is unlocked once they are closed.
     pub fn release(&self) {
         let kept = self.state().kept.take();
         drop(kept); // may unlock the directory, so `state` must not be locked
     }
 
-    /// Returns the size of each closed namespace on disk in bytes, by directory name; none for a
-    /// missing directory. Does I/O.
+    /// Returns the size of each closed namespace on disk in bytes, by directory name. Returns an
+    /// empty map if the directory is missing. Does I/O.
     pub fn closed(&self, dir: &Path) -> io::Result<BTreeMap<String, u64>> {
         match namespaces::scan(dir, &self.open_names()) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(BTreeMap::new()),
@@ -117,7 +117,7 @@ impl DiskRoot {
             .fold(0, |sum, of| sum.saturating_add(*of))
     }
 
-    /// Returns the directory's lock; acquires it if necessary. The caller holds `opening`.
+    /// Returns the directory's lock, acquiring it if needed. The caller must hold `opening`.
     fn lock(&self, dir: &Path) -> Result<Arc<DirLock>> {
         namespaces::make_dir(dir).map_err(|e| {
             owner::missing_parent(dir, &e).unwrap_or_else(|| owner::dir_error(owner::MAKE, dir, e))
@@ -139,8 +139,8 @@ impl DiskRoot {
         Ok(lock)
     }
 
-    /// Returns true if a namespace has lacked space since the last call, so that closing another
-    /// namespace would help.
+    /// Returns true if a namespace has run out of space since the last call, so that closing
+    /// another namespace would help.
     pub fn take_short(&self) -> bool {
         std::mem::take(&mut self.state().is_short)
     }
@@ -149,7 +149,7 @@ impl DiskRoot {
         self.state().open.keys().cloned().collect()
     }
 
-    /// Acquires the lock for opening. Returns `Busy` at the timeout.
+    /// Acquires the `opening` lock. Returns `Busy` after a timeout.
     fn alone(&self, dir: &Path) -> Result<MutexGuard<'_, ()>> {
         let deadline = Instant::now() + OPENING_TIMEOUT;
         loop {
@@ -160,26 +160,26 @@ impl DiskRoot {
                     std::thread::sleep(LOOK_EVERY);
                 }
                 Err(TryLockError::WouldBlock) => {
-                    let message = format!("disk_path {} does not answer", dir.display());
+                    let message = format!("disk_path {} is not responding", dir.display());
                     return Err(Error::new(ErrorKind::Busy, message));
                 }
             }
         }
     }
 
-    /// Creates a missing directory, locks it for this process and opens the namespace. Returns
-    /// `Busy` if another process uses the directory, or if this process has opened the namespace,
-    /// is deleting it, or cannot lock the directory in time.
+    /// Creates the directory if it is missing, locks it for this process and opens the namespace.
+    /// Returns `Busy` if another process uses the directory, if this process has the namespace open
+    /// or is deleting it, or if the directory cannot be locked in time.
     pub(super) fn enter(self: &Arc<Self>, config: &DiskConfig) -> Result<Arc<OpenNamespace>> {
         let _alone = self.alone(&config.dir)?;
         let lock = self.lock(&config.dir)?;
         let name = namespace_id(&config.namespace);
-        // Other namespaces must not use these bytes before this namespace claims them.
+        // Other namespaces must not use these bytes before this namespace has claimed them.
         let found = namespaces::measure(name.clone(), config.dir.join(&name));
         let mut state = self.state();
         if state.open.contains_key(&name) || state.leaving.contains(&name) {
             let message = format!(
-                "{} is in use by this process: it is closing, or another store has it",
+                "{} is in use by this process: it is being closed, or another store has opened it",
                 config.dir.join(&name).display()
             );
             return Err(Error::new(ErrorKind::Busy, message));
@@ -191,20 +191,21 @@ impl DiskRoot {
 }
 
 impl OpenNamespace {
-    /// Returns the maximum growth of a file per allocation.
+    /// Returns the maximum amount by which a file grows per allocation.
     pub(super) fn extent_bytes(&self, cap_bytes: u64) -> u64 {
         let share = if self.root.is_shared { cap_bytes / MAX_EXTENTS } else { cap_bytes };
         share.min(EXTENT_BYTES)
     }
 
-    /// Returns the bytes to leave for other open namespaces: for each, its claim or an equal part.
+    /// Returns the bytes reserved for other open namespaces: for each, its claim or an equal part,
+    /// whichever is larger.
     fn open_bytes(&self, state: &RootState, cap_bytes: u64) -> u64 {
         let part = cap_bytes.saturating_sub(budget::FIXED_BYTES) / state.open.len().max(1) as u64;
         let others = state.open.iter().filter(|(name, _)| **name != self.name);
         others.map(|(_, bytes)| part.max(bytes + NAMESPACE_BYTES)).fold(0, u64::saturating_add)
     }
 
-    /// Claims up to `want` bytes in total. Only deletes closed namespaces if `enough` bytes would
+    /// Claims up to `want` bytes in total. Deletes closed namespaces only if `enough` bytes would
     /// not fit otherwise.
     pub(super) fn claim(
         &self,
@@ -240,7 +241,7 @@ impl OpenNamespace {
     }
 
     /// Deletes the least recently used closed namespace, because the file system is full although
-    /// the directory is below its limit. Returns false if none could be deleted.
+    /// the directory is below its limit. Returns false if no namespace could be deleted.
     pub(super) fn delete_closed(&self, config: &DiskConfig, note: impl FnMut(String)) -> bool {
         let is_deleted = Cell::new(false);
         let delete = |found: &namespaces::Found| {
@@ -259,7 +260,7 @@ impl OpenNamespace {
         self.root.state().open.insert(self.name.clone(), bytes);
     }
 
-    /// Deletes a closed namespace, which cannot be opened during the deletion.
+    /// Deletes a closed namespace. Prevents it from being opened during the deletion.
     pub(super) fn remove(&self, found: &namespaces::Found) -> io::Result<()> {
         let mut state = self.root.state();
         if state.open.contains_key(&found.name) || !state.leaving.insert(found.name.clone()) {

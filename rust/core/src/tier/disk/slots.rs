@@ -1,10 +1,10 @@
-//! States of the slots of one size class. Pure state, no I/O.
+//! States of the slots of one size class. This module does no I/O.
 //!
-//! Invariant: free + punched + reserved + used = slots, and only free slots are reserved. Free
-//! slots with blocks are reserved first, because a full file system still accepts writes to them.
-//! The other free slots may be holes, or a write to them has failed. Both kinds are reserved in the
+//! Invariant: free + punched + reserved + used = slots. Only free slots are reserved. Free slots
+//! with blocks are reserved first, because they can be written even on a full file system. The
+//! other free slots may be holes, or slots to which a write has failed. Slots are reserved in the
 //! order in which they became free, so that a slot with a failed write is not retried immediately.
-//! A punched slot has no blocks and uses no bytes; `refill` makes it free.
+//! A punched slot has no blocks and uses no space; `refill` makes it free.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -15,46 +15,47 @@ use crate::io::SizeClass;
 /// State of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SlotState {
-    /// Free. The flag is true if the slot's record on disk might not be empty.
+    /// The slot is free. The flag is true if the record on disk may not be empty.
     Free(bool),
-    /// Owned by a caller but not yet written. The flag is as for `Free`.
+    /// The slot is owned by a caller but has not been written. The flag has the same meaning as in
+    /// `Free`.
     Reserved(bool),
-    /// Owned by a caller; contains a chunk.
+    /// The slot is owned by a caller and contains a chunk.
     Used,
-    /// Its record is being cleared, or its blocks are being punched.
+    /// The slot's record is being cleared, or its blocks are being released.
     Leaving,
-    /// Its record is empty and its blocks are punched.
+    /// The slot is punched: it has an empty record and no blocks.
     Punched,
 }
 
 impl SlotState {
-    /// Returns true if the record must be cleared before the slot is free.
+    /// Returns true if the record must be cleared before the slot can be free.
     pub(super) fn may_have_record(self) -> bool {
         matches!(self, SlotState::Used | SlotState::Reserved(true))
     }
 }
 
-/// The state of every slot of a class.
+/// The states of all slots of a class.
 #[derive(Debug, Default)]
 pub(super) struct Slots {
     class: SizeClass,
     frame_bytes: u64,
     states: Vec<SlotState>,
-    /// Whether the file system is known to have blocks for each slot.
+    /// True for each slot that is known to have blocks on the file system.
     pub(super) has_blocks: Vec<bool>,
     /// Free slots that have blocks.
     free: VecDeque<u32>,
-    /// Free slots that may be holes.
+    /// Free slots that may lack blocks.
     holes: VecDeque<u32>,
     pub(super) punched: BTreeSet<u32>,
-    /// Holes are not reserved, because the file system had no block for a hole.
+    /// True while no holes are reserved because the file system had no space for a hole.
     pub(super) are_holes_held: bool,
     pub(super) used: u64,
 }
 
 impl Slots {
-    /// Creates the states of slots when a directory is opened: `entries` contain a chunk, `unsure`
-    /// have a record that could not be cleared, and `punched` have no blocks.
+    /// Initializes the states when a directory is opened. The slots in `entries` contain a chunk,
+    /// `unsure` slots have a record that could not be cleared, and `punched` slots have no blocks.
     pub(super) fn found(
         class: SizeClass,
         count: SlotCount,
@@ -82,7 +83,7 @@ impl Slots {
         Self { class, frame_bytes, states, has_blocks, holes, punched, used, ..Self::default() }
     }
 
-    /// Returns the numbers of slots from which their size on disk is computed.
+    /// Returns the slot counts from which the size on disk is computed.
     pub(super) fn count(&self) -> SlotCount {
         let num_punched = u32::try_from(self.punched.len()).unwrap_or(u32::MAX);
         let frame_bytes = self.frame_bytes;
@@ -94,13 +95,13 @@ impl Slots {
         u32::try_from(self.states.len()).unwrap_or(u32::MAX)
     }
 
-    /// Returns the number of slots that are reserved by callers and not written, or being freed.
+    /// Returns the number of slots that are reserved but not written, or that are being freed.
     pub(super) fn reserved(&self) -> u64 {
         let num_free = self.free.len() + self.holes.len() + self.punched.len();
         (self.states.len() - num_free) as u64 - self.used
     }
 
-    /// Extends the slots to `len`. The new slots are free, with blocks or as holes.
+    /// Extends the slots to `len`. The new slots are free, either with blocks or as holes.
     pub(super) fn grow(&mut self, len: u32, have_blocks: bool) {
         let new = self.len()..len;
         if have_blocks {
@@ -113,20 +114,20 @@ impl Slots {
         self.has_blocks.resize(len, have_blocks);
     }
 
-    /// Truncates the slots to `len`. All slots beyond must be punched.
+    /// Truncates the slots to `len`. All removed slots must be punched.
     pub(super) fn cut(&mut self, len: u32) {
         self.states.truncate(len as usize);
         self.has_blocks.truncate(len as usize);
         self.punched.split_off(&len);
     }
 
-    /// Returns the smallest number of slots such that all later slots are punched.
+    /// Returns the number of slots that remain after cutting off punched slots at the end.
     pub(super) fn end(&self) -> u32 {
         let is_punched = |slot: &u32| self.punched.contains(&(slot - 1));
         (1..=self.len()).rev().find(|slot| !is_punched(slot)).unwrap_or(0)
     }
 
-    /// Makes punched slots free, with blocks or as holes.
+    /// Makes punched slots free, either with blocks or as holes.
     pub(super) fn refill(&mut self, slots: impl Iterator<Item = u32>, have_blocks: bool) {
         for slot in slots {
             self.punched.remove(&slot);
@@ -141,8 +142,8 @@ impl Slots {
         u32::try_from(len).unwrap_or(u32::MAX)
     }
 
-    /// Takes up to `most` free slots with empty records, in ascending order. The caller must then
-    /// call `punched` or `left` for them.
+    /// Takes up to `most` free slots with empty records and returns them in ascending order. The
+    /// caller must then call `punched` or `left` for each slot.
     pub(super) fn take_for_punch(&mut self, most: u32, with_holes: bool) -> Vec<u32> {
         let (mut taken, mut skipped) = (Vec::new(), Vec::new());
         while taken.len() < most as usize {
@@ -160,7 +161,7 @@ impl Slots {
         taken
     }
 
-    /// Records that the blocks of these slots were punched.
+    /// Records that the blocks of the given slots were punched.
     pub(super) fn punched(&mut self, slots: impl Iterator<Item = u32>) {
         for slot in slots {
             self.states[slot as usize] = SlotState::Punched;
@@ -168,7 +169,7 @@ impl Slots {
         }
     }
 
-    /// Reserves a free slot, preferably with blocks.
+    /// Reserves a free slot, preferring slots with blocks.
     pub(super) fn take(&mut self) -> Option<SlotId> {
         let holes = (!self.are_holes_held).then_some(&mut self.holes);
         let number = self.free.pop_front().or_else(|| holes?.pop_front())?;
@@ -178,12 +179,12 @@ impl Slots {
         Some(slot)
     }
 
-    /// Returns true if the slot is reserved, so that its caller can write it.
+    /// Returns true if the slot is reserved, so that its owner may write to it.
     pub(super) fn may_write(&self, slot: SlotId) -> bool {
         matches!(self.states.get(slot.number() as usize), Some(SlotState::Reserved(_)))
     }
 
-    /// Records that a write of the record starts, so that the record may be present.
+    /// Records that writing the record has started, so that the record may be present.
     pub(super) fn unsure(&mut self, slot: SlotId) {
         self.set(slot, SlotState::Reserved(true));
     }
@@ -194,8 +195,8 @@ impl Slots {
         self.has_blocks[slot.number() as usize] = true;
     }
 
-    /// Starts to free a slot, and returns its state. The caller must then call `left` or `stays`.
-    /// Returns None if no caller owns the slot.
+    /// Starts to free a slot and returns its previous state. The caller must then call `left` or
+    /// `stays`. Returns None if no caller owns the slot.
     pub(super) fn leaving(&mut self, slot: SlotId) -> Option<SlotState> {
         let before = self.states.get(slot.number() as usize).copied();
         let before =
@@ -205,7 +206,7 @@ impl Slots {
         Some(before)
     }
 
-    /// Records that the slot is free and its record is empty.
+    /// Records that the slot is free and that its record is empty.
     pub(super) fn left(&mut self, slot: SlotId) {
         self.set(slot, SlotState::Free(false));
         let queue =
@@ -213,13 +214,13 @@ impl Slots {
         queue.push_back(slot.number());
     }
 
-    /// Returns the slot to its caller in its previous state.
+    /// Returns the slot to its owner in its previous state.
     pub(super) fn stays(&mut self, slot: SlotId, before: SlotState) {
         self.set(slot, before);
         self.used += u64::from(before == SlotState::Used);
     }
 
-    /// Returns all slots that contain a chunk, in ascending order.
+    /// Returns all slots with a chunk, in ascending order.
     pub(super) fn all_used(&self) -> Vec<SlotId> {
         (0..)
             .zip(&self.states)

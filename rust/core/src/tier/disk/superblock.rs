@@ -1,6 +1,6 @@
-//! `superblock.json`: identifies a namespace directory before any other byte of it is trusted.
+//! `superblock.json` identifies a namespace directory before any of its other files are trusted.
 //!
-//! The file is a small JSON object that an operator can read, with a checksum that detects changes.
+//! The file is a small, human-readable JSON object with a checksum that detects changes.
 
 use std::fmt;
 use std::fs;
@@ -15,25 +15,25 @@ use twox_hash::XxHash3_64;
 use crate::io::FrameSizes;
 use crate::key::namespace_hex;
 
-/// Common version of the formats of superblock, index and frames.
+/// Version of the format of superblock, index and frames.
 pub(crate) const FORMAT: u32 = 4;
 /// Name of the file in a namespace directory.
 pub(crate) const FILE_NAME: &str = "superblock.json";
-/// Name of a superblock while it is being written.
+/// Name of the superblock file while it is being written.
 pub(crate) const TEMP_NAME: &str = "superblock.json.tmp";
 /// Maximum size of a superblock. A longer file is not read.
 const MAX_BYTES: u64 = 64 * 1024;
-/// Maximum length of the description, so that the superblock stays within its part of the budget.
+/// Maximum length of the description, which keeps the superblock within its share of the budget.
 const MAX_DESCRIPTION_CHARS: usize = 1000;
 
-/// Why a superblock is rejected. Its text completes "superblock.json is ...".
+/// The reason for rejecting a superblock. The text completes the sentence "superblock.json is ...".
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// Another program wrote it, or a write was torn.
+    /// The file was written by another program, or a write was torn.
     NotOurs,
-    /// It is damaged; the text describes the defect.
+    /// The file is damaged. The text describes the defect.
     Damaged(&'static str),
-    /// It is intact, but has a different format version.
+    /// The file is intact, but has a different format version.
     OtherFormat(u32),
 }
 
@@ -49,7 +49,7 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// Maximum frame size, so that reading a frame always terminates.
+/// Maximum frame size, which guarantees that reading a frame terminates.
 const MAX_FRAME_BYTES: u64 = 16 << 30;
 
 /// Returns true if `bytes` is a valid frame size.
@@ -60,7 +60,7 @@ pub(crate) fn is_frame_size(bytes: u64) -> bool {
         && usize::try_from(bytes).is_ok()
 }
 
-/// Deserializes a list of numbers, or a single number.
+/// Deserializes a list of numbers or a single number.
 fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u64>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged)]
@@ -79,8 +79,8 @@ fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u64>, D
 #[serde(deny_unknown_fields)]
 pub(crate) struct Superblock {
     pub(crate) format: u32,
-    /// Size of a frame of each size class, in bytes. Earlier versions had a single size, under the
-    /// name `frame_bytes`.
+    /// Frame size of each size class, in bytes. Earlier versions had a single size named
+    /// `frame_bytes`.
     #[serde(alias = "frame_bytes", deserialize_with = "one_or_more")]
     pub(crate) frame_sizes: Vec<u64>,
     namespace: String,
@@ -90,7 +90,7 @@ pub(crate) struct Superblock {
 }
 
 impl Superblock {
-    /// Creates the superblock of `namespace` with frames of `frame_sizes`.
+    /// Creates the superblock of `namespace` with the given frame sizes.
     pub(crate) fn new(namespace: &[u8; 32], frame_sizes: &[u64], description: &str) -> Self {
         let description = description.chars().take(MAX_DESCRIPTION_CHARS).collect();
         let mut made = Self {
@@ -111,7 +111,7 @@ impl Superblock {
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self, Refusal> {
         let parsed: Self = serde_json::from_slice(bytes).map_err(|_| Refusal::NotOurs)?;
         if parsed.checksum != parsed.compute_checksum() {
-            return Err(Refusal::Damaged("its checksum differs"));
+            return Err(Refusal::Damaged("its checksum does not match"));
         }
         if parsed.format != FORMAT {
             return Err(Refusal::OtherFormat(parsed.format));
@@ -144,27 +144,28 @@ impl Superblock {
         }
     }
 
-    /// Replaces `dir/superblock.json` atomically. After an error, the previous file is unchanged
-    /// and the temporary file is removed.
+    /// Replaces `dir/superblock.json` atomically. On error, the previous file is unchanged and the
+    /// temporary file is removed.
     pub(crate) fn write(&self, dir: &Path) -> io::Result<()> {
         let temp = dir.join(TEMP_NAME);
         let text = serde_json::to_string_pretty(self)? + "\n";
         let _ = fs::remove_file(&temp);
         let put = || {
-            // Always creates a new file, so that it never writes to a link or to a file that
-            // another process has open.
+            // Always creates a new file, so that a link or a file of another process is never
+            // written to.
             open_options().write(true).create_new(true).open(&temp)?.write_all(text.as_bytes())?;
             fs::rename(&temp, dir.join(FILE_NAME))
         };
         put().inspect_err(|_| drop(fs::remove_file(&temp)))
     }
 
-    /// Returns the full namespace; None if the text is not 64 hex digits, which `parse` rejects.
+    /// Returns the full namespace. Returns None if the text is not 64 hex digits; `parse` rejects
+    /// such text.
     pub(crate) fn namespace(&self) -> Option<[u8; 32]> {
         blake3::Hash::from_hex(&self.namespace).ok().map(Into::into)
     }
 
-    /// Returns the expected `checksum`.
+    /// Returns the expected value of `checksum`.
     pub(crate) fn compute_checksum(&self) -> String {
         let sizes = self.frame_sizes.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
         let text = format!("{}|{sizes}|{}|{}", self.format, self.namespace, self.description);
@@ -172,7 +173,7 @@ impl Superblock {
     }
 }
 
-/// Returns options that do not follow links and do not block on a FIFO.
+/// Returns options that do not follow links and do not block on FIFOs.
 fn open_options() -> fs::OpenOptions {
     let mut options = fs::OpenOptions::new();
     options.mode(0o600).custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed());

@@ -1,6 +1,5 @@
-//! An open disk directory: its files, and the data that changes while it is open (slot states,
-//! counters, queued log lines, and growth of the files). `open` creates it; `growth` and `local`
-//! use it.
+//! An open disk directory: its files, and the state that changes while it is open (slots, counters,
+//! queued log lines and file growth). `open` creates the tier; `growth` and `local` use it.
 
 use std::io;
 use std::sync::Arc;
@@ -19,15 +18,15 @@ use crate::{Error, ErrorKind, Result};
 /// Maximum number of queued log lines.
 const MAX_EVENTS: usize = 64;
 
-/// The data that changes while the tier is open. One lock guards it, and no I/O is done under this
-/// lock.
+/// State that changes while the tier is open. One lock guards the state, and no I/O is done while
+/// it is held.
 #[derive(Debug, Default)]
 pub(super) struct TierState {
     /// Indexed by size class.
     pub(super) slots: Vec<Slots>,
-    /// The counters; gauges stay zero.
+    /// Counters of the tier. The gauges in this field are always zero.
     pub(super) stats: DiskStats,
-    /// Size of the other namespaces at the last measurement, in bytes.
+    /// Size of all other namespaces when last measured, in bytes.
     pub(super) foreign_bytes: u64,
     pub(super) next_sequence: u64,
     waiting: Vec<String>,
@@ -35,12 +34,12 @@ pub(super) struct TierState {
 }
 
 impl TierState {
-    /// Returns the slots of a size class, if it exists.
+    /// Returns the slots of a size class, or None if the class does not exist.
     pub(super) fn of(&mut self, class: SizeClass) -> Option<&mut Slots> {
         self.slots.get_mut(class.index())
     }
 
-    /// Changes the slots of a size class, if it exists.
+    /// Changes the slots of a size class. Does nothing if the class does not exist.
     pub(super) fn with(&mut self, class: SizeClass, change: impl FnOnce(&mut Slots)) {
         if let Some(slots) = self.of(class) {
             change(slots);
@@ -61,7 +60,8 @@ impl TierState {
         budget::namespace_bytes(&self.counts())
     }
 
-    /// Queues a log line, up to a limit. Skips lines that the last nonempty `take_events` returned.
+    /// Queues a log line, up to a limit. Drops lines that are queued already or were returned by
+    /// the last nonempty `take_events`.
     pub(super) fn event(&mut self, line: String) {
         if self.waiting.len() < MAX_EVENTS
             && !self.waiting.contains(&line)
@@ -87,32 +87,33 @@ pub(super) enum Grower {
     #[default]
     None,
     Busy,
-    /// The thread takes longer than callers wait. Until it is done, the files are treated as full.
+    /// A thread is growing the files, but callers no longer wait for it. Until the thread is done,
+    /// the files are treated as full.
     Slow,
 }
 
-/// State of the growth of the files.
+/// Progress of file growth.
 #[derive(Debug, Default)]
 pub(super) struct Growth {
     pub(super) grower: Grower,
-    /// The last growth failed and was logged.
+    /// True if the last attempt to grow failed and was logged.
     pub(super) is_refused: bool,
     pub(super) num_to_reject: u32,
     pub(super) refused_at: Option<Instant>,
-    /// The last growth failed because of the file system, not because of the size limit.
+    /// True if the last attempt to grow failed because of the file system rather than the size
+    /// limit.
     pub(super) is_full: bool,
-    /// The last punch failed and was logged.
+    /// True if the last attempt to punch failed and was logged.
     pub(super) is_punch_refused: bool,
     pub(super) punch_refused_at: Option<Instant>,
 }
 
-/// Number of reservations rejected after a failed growth before the next attempt.
+/// Number of reservations rejected after a failed attempt to grow, before the next attempt.
 const REJECTIONS_BEFORE_RETRY: u32 = 256;
 
-/// An open disk directory of one namespace. All methods take `&self` and can be called from any
-/// thread.
+/// An open disk directory of one namespace. All methods are thread-safe.
 ///
-/// No lock is held during system calls, so a slow or hanging call does not delay other calls.
+/// No lock is held during system calls, so a slow or hung call does not delay other calls.
 #[derive(Debug)]
 pub struct DiskTier {
     pub(super) config: DiskConfig,
@@ -122,8 +123,8 @@ pub struct DiskTier {
     pub(super) growth: Mutex<Growth>,
     pub(super) grown: Condvar,
     /// None once the tier is closed. Each call in progress shares ownership, and the last call to
-    /// return releases the directory. A hanging call keeps it, so there are never two owners. This
-    /// field is declared last, so that it is dropped last.
+    /// return releases the directory. A hung call keeps the directory, so there are never two
+    /// owners. The field is declared last so that it is dropped last.
     pub(super) owner: Mutex<Option<Arc<OpenNamespace>>>,
 }
 
@@ -133,7 +134,7 @@ impl DiskTier {
         owner.ok_or_else(|| Error::new(ErrorKind::Closed, "the disk tier was closed"))
     }
 
-    /// Returns the files of a size class. Returns `InvalidConfig` if there is no such class.
+    /// Returns the files of a size class, or `InvalidConfig` if the class does not exist.
     pub(super) fn files_of(&self, class: SizeClass) -> Result<&SlotFiles> {
         self.files.get(class.index()).ok_or_else(|| {
             let message = format!("the disk tier has no size class {}", class.0);
@@ -155,20 +156,21 @@ impl DiskTier {
         Error::io(message, error).with_context("slot", slot.number())
     }
 
-    /// Rejects growth for a while after it failed because of the file system or the size limit.
+    /// Rejects growth for a while after an attempt failed because of the file system or the size
+    /// limit.
     pub(super) fn skip_growth(&self, is_full: bool) {
         let mut growth = self.growth();
         growth.is_full = is_full;
         (growth.num_to_reject, growth.refused_at) = (REJECTIONS_BEFORE_RETRY, Some(Instant::now()));
     }
 
-    /// Counts a failure to add slots. Logs the first failure since slots were last added.
+    /// Counts a failure to add slots. Only logs the first failure since slots were last added.
     pub(super) fn note_refusal(&self, num_slots: u32, error: &io::Error) {
         let is_news = !std::mem::replace(&mut self.growth().is_refused, true);
         self.count_refusal(is_news.then(|| format!("grow by {num_slots} chunks: {error}")));
     }
 
-    /// Counts a failure to grow or to punch. Logs `news`, the operation that failed, if any.
+    /// Counts a failure to grow or punch. If `news` is set, logs it as the operation that failed.
     pub(super) fn count_refusal(&self, news: Option<String>) {
         let mut state = self.state();
         state.stats.grow_errors += 1;

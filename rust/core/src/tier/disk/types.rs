@@ -5,13 +5,13 @@ use std::path::PathBuf;
 use crate::ChunkKey;
 use crate::io::{FrameId, FrameSizes, SizeClass};
 
-/// Space for one frame in a class's file of frames, with a record in the class's index. Class and
-/// number are packed as in a [`FrameId`].
+/// A place for one frame in the frames file of its class, with a record in the index of the class.
+/// The class and number are packed as in a [`FrameId`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SlotId(pub u32);
 
 impl SlotId {
-    /// Creates the id of slot `number` of a size class. `number` must be below
+    /// Creates the id of the slot with this number in a size class. `number` must be less than
     /// [`crate::io::MAX_FRAMES`].
     pub fn new(class: SizeClass, number: u32) -> Self {
         Self(FrameId::new(class, number).0)
@@ -22,7 +22,7 @@ impl SlotId {
         FrameId(self.0).class()
     }
 
-    /// Returns the slot's number among the slots of its size.
+    /// Returns the number of the slot among all slots of its size.
     pub fn number(self) -> u32 {
         FrameId(self.0).number()
     }
@@ -31,28 +31,29 @@ impl SlotId {
 /// Settings of a disk directory.
 #[derive(Debug, Clone)]
 pub struct DiskConfig {
-    /// The directory (`disk_path`); created if it is missing. It has one owner at a time.
+    /// The directory (`disk_path`), which is created if it is missing. A directory has one owner at
+    /// a time.
     pub dir: PathBuf,
-    /// Maximum size of the whole directory on disk, across all namespaces, in bytes (`disk_size`).
+    /// Maximum size of the directory on disk across all namespaces, in bytes (`disk_size`).
     pub cap_bytes: u64,
-    /// Frame sizes, indexed by size class.
+    /// Frame size of each size class, in bytes.
     pub frame_sizes: FrameSizes,
     /// The namespace whose chunks are served.
     pub namespace: [u8; 32],
-    /// One line for `kvloft inspect` that describes the model and the shape of this namespace.
+    /// Description of the model and shape of this namespace for `kvloft inspect`, on one line.
     pub description: String,
 }
 
-/// Metadata of a chunk, which is written to its record.
+/// Metadata of a chunk, which is stored in its record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DiskMeta {
     /// Key of the chunk.
     pub key: ChunkKey,
-    /// Key of the previous chunk; the root key if `depth` is 0.
+    /// Key of the previous chunk, or the root key if `depth` is 0.
     pub parent: ChunkKey,
-    /// Number of chunks before it in its prefix.
+    /// Number of chunks before this chunk in its prefix.
     pub depth: u32,
-    /// Unix time at which it was saved, in seconds.
+    /// Unix time at which the chunk was saved, in seconds.
     pub saved_s: u64,
 }
 
@@ -63,7 +64,7 @@ pub struct DiskEntry {
     pub slot: SlotId,
     /// Metadata of the chunk.
     pub meta: DiskMeta,
-    /// Position in the order of writes, across restarts: a chunk with a smaller number was written
+    /// Position in the write order across restarts. A chunk with a smaller number was written
     /// earlier.
     pub sequence: u64,
 }
@@ -71,14 +72,14 @@ pub struct DiskEntry {
 /// Gauges, and counters since the directory was opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DiskStats {
-    /// Number of slots of all sizes in the files, except punched slots.
+    /// Number of slots in the files across all sizes, excluding punched slots.
     pub slots: u64,
     /// Number of slots that contain a chunk.
     pub slots_used: u64,
-    /// Number of slots that are reserved but not yet written or freed.
+    /// Number of slots that are reserved but have not been written or freed.
     pub slots_reserved: u64,
-    /// Accounted size of the whole directory, in bytes; of this namespace, if more than one
-    /// namespace is open.
+    /// Accounted size of the whole directory, in bytes. If more than one namespace is open, this is
+    /// only the size of this namespace.
     pub bytes: u64,
     /// Maximum value of `bytes`.
     pub cap_bytes: u64,
@@ -86,18 +87,18 @@ pub struct DiskStats {
     pub direct: bool,
     /// Number of chunks found when the directory was opened.
     pub recovered: u64,
-    /// Number of records dropped at opening because their parent was missing.
+    /// Number of records dropped when opening because their parent was missing.
     pub dropped_orphans: u64,
-    /// Number of records dropped at opening because a newer copy of the chunk exists.
+    /// Number of records dropped when opening because there is a newer copy of the chunk.
     pub dropped_duplicates: u64,
-    /// Number of records dropped at opening because they are not valid in this namespace.
+    /// Number of records dropped when opening because they were not valid in this namespace.
     pub dropped_records: u64,
-    /// Number of chunks dropped at opening because the size limit was lowered.
+    /// Number of chunks dropped when opening because the size limit was lowered.
     pub dropped_over_cap: u64,
     /// 1 if the namespace was recreated because its superblock was invalid.
     pub fresh_starts: u64,
-    /// Number of failures to grow or punch the files, and of writes without space in the file
-    /// system. Reaching the size limit is not included.
+    /// Number of failures to grow or punch the files, and of writes that failed because the file
+    /// system was full. Reaching the size limit is not included.
     pub grow_errors: u64,
 }
 
@@ -106,16 +107,16 @@ pub struct DiskStats {
 pub struct Damage {
     /// Name of the namespace directory.
     pub namespace: String,
-    /// Number of the slot among the slots of its size, if the defect concerns a slot.
+    /// Number of the slot among the slots of its size, if the defect affects a slot.
     pub slot: Option<u32>,
     /// Size of the slot's frame, in bytes.
     pub frame_bytes: Option<u64>,
-    /// The key in hex, if the record is readable.
+    /// Key of the chunk in hex, if the record is readable.
     pub key: Option<String>,
     /// A short description of the damage.
     pub problem: String,
-    /// True if a different version created the namespace, so that nothing was checked and no damage
-    /// is known.
+    /// True if the namespace was created by a different version, so that nothing was checked and no
+    /// damage is known.
     pub is_other_format: bool,
 }
 

@@ -1,9 +1,9 @@
-//! Verifies every chunk in all namespaces of a disk directory, a few chunks at a time, for `kvloft
-//! verify`.
+//! Verifies all chunks in all namespaces of a disk directory for `kvloft verify`, a few chunks at a
+//! time.
 //!
-//! The verifier holds the lock of the directory, because an engine's writes would look like damage,
-//! and changes nothing. Damaged superblocks, records and frames are reported as [`Damage`], not as
-//! errors.
+//! The verifier changes nothing, but locks the directory, because concurrent writes by an engine
+//! would look like damage. Damaged superblocks, records and frames are reported as [`Damage`], not
+//! as errors.
 
 use std::path::Path;
 
@@ -15,29 +15,29 @@ use crate::io::part::{MAGIC, TRAILER_BYTES};
 use crate::io::{Frame, FrameId, HostArena};
 use crate::{Error, ErrorKind, Result};
 
-/// Size of the pieces in which frames are read.
+/// Frames are read in pieces of this size.
 const PIECE_BYTES: u64 = 1024 * 1024;
-/// Maximum number of damaged records that are listed individually, per size class of a namespace.
+/// Maximum number of damaged records listed individually for each size class of a namespace.
 const MAX_BAD_RECORDS: u64 = 1000;
 
-/// Progress of a verification; see [`Verifier::step`].
+/// A verification in progress; see [`Verifier::step`].
 #[derive(Debug)]
 pub struct Verifier {
-    /// The files of each size class of each namespace, with the name of the namespace.
+    /// The files of each size class of each namespace, with the namespace's name.
     files: Vec<(String, SlotFiles)>,
-    /// All chunks, each with the index of its files.
+    /// All chunks, each with an index into `files`.
     chunks: Vec<(usize, SlotId)>,
     num_checked: usize,
-    /// Damage found while opening.
+    /// Damage found when the directory was opened.
     early: Vec<Damage>,
-    /// Read buffer, aligned for direct reads.
+    /// Read buffer, aligned for direct I/O.
     buffer: Frame,
     _lock: DirLock,
 }
 
 impl Verifier {
-    /// Locks the directory and reads its records. Returns `Busy` if an engine uses the directory,
-    /// `InvalidConfig` if `dir` is not a disk directory, and `Io` if it cannot be read.
+    /// Locks the directory and reads all records. Returns `Busy` if an engine uses the directory,
+    /// `InvalidConfig` if `dir` is not a disk directory, and `Io` if `dir` cannot be read.
     pub fn open(dir: &Path) -> Result<Self> {
         let found = list(dir)?;
         let lock = DirLock::acquire_existing(dir)?;
@@ -71,7 +71,8 @@ impl Verifier {
     }
 
     /// Checks up to `max_chunks` more chunks and returns the damage found. The first call also
-    /// returns the damage found while opening (superblocks, records), so call it at least once.
+    /// returns damage in superblocks and records, which was found when the directory was opened.
+    /// Call this method at least once, even if there are no chunks.
     pub fn step(&mut self, max_chunks: u64) -> Vec<Damage> {
         let mut damage = std::mem::take(&mut self.early);
         let max_chunks = usize::try_from(max_chunks).unwrap_or(usize::MAX);
@@ -97,11 +98,10 @@ impl Verifier {
             }
         });
         let rest = num_bad.saturating_sub(MAX_BAD_RECORDS);
-        let more =
-            (rest > 0).then(|| format!("{rest} more records damaged or without their frame"));
+        let more = (rest > 0).then(|| format!("{rest} more records are damaged or have no frame"));
         let problem = match walked {
             Ok((records, frames)) => lost_records(files.frame_bytes, records, frames),
-            Err(e) => Some(format!("index unreadable ({e})")),
+            Err(e) => Some(format!("the index cannot be read ({e})")),
         };
         self.early.extend(
             [more, problem].into_iter().flatten().map(|problem| Damage::new(&name, problem)),
@@ -118,7 +118,7 @@ fn check(name: &str, files: &SlotFiles, slot: SlotId, buffer: &mut [u8]) -> Opti
         Ok(names_another_key(end, &record.meta.key.0))
     });
     let problem = match result {
-        Ok(true) => "its trailer names another key".to_owned(),
+        Ok(true) => "its trailer has a different key".to_owned(),
         Ok(false) => return None,
         Err(e) if files::is_damage(&e) => e.to_string(),
         Err(e) => format!("unreadable ({e})"),
@@ -126,8 +126,8 @@ fn check(name: &str, files: &SlotFiles, slot: SlotId, buffer: &mut [u8]) -> Opti
     Some(Damage { key, ..files.damage(name, slot, problem) })
 }
 
-/// Returns true if the frame ends with the trailer of a different chunk. A frame without a trailer
-/// passes.
+/// Returns true if the frame ends with the trailer of a different chunk. Returns false if the frame
+/// has no trailer.
 fn names_another_key(frame: &[u8], key: &[u8; 32]) -> bool {
     let trailer = &frame[frame.len().saturating_sub(TRAILER_BYTES)..];
     trailer.strip_prefix(&MAGIC).is_some_and(|rest| !rest.starts_with(key))

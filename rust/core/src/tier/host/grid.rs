@@ -1,4 +1,4 @@
-//! The frames of one size: free frames, and the chunk of each used frame.
+//! The frames of one size: the free frames, and the chunk in each used frame.
 
 use std::collections::BTreeSet;
 
@@ -6,12 +6,12 @@ use crate::evict::ChunkId;
 use crate::io::{FrameGrid, SizeClass};
 use crate::pool::SlabId;
 
-/// Value in `holders`: the frame is free. It is zero so that `vec!` requests zeroed memory, which
-/// takes no pages for frames that are never used.
+/// Value in `holders` for a free frame. The value is zero so that `vec!` requests zeroed memory,
+/// which uses no physical pages for frames that are never used.
 const FREE: u32 = 0;
-/// Value in `holders`: the frame is used, but not assigned to a chunk yet.
+/// Value in `holders` for a frame that is in use but not assigned to a chunk yet.
 const TAKEN: u32 = 1;
-/// Value in `holders`: added to the id of the frame's chunk.
+/// Offset added to the id of a frame's chunk in `holders`.
 const FIRST_CHUNK: u32 = 2;
 
 /// The frames of one size in the slabs of one store.
@@ -21,12 +21,12 @@ pub(super) struct Grid {
     pub(super) frames: FrameGrid,
     /// Uncompressed size of a chunk of this class, in bytes.
     pub(super) raw_bytes: u64,
-    /// Free frames; the lowest frame is taken first.
+    /// Numbers of all free frames. The lowest frame is taken first.
     free: BTreeSet<u32>,
     pub(super) num_taken: u64,
-    /// State of each frame, indexed by number; see `FREE`, `TAKEN` and `FIRST_CHUNK`.
+    /// State of each frame, indexed by its number. See `FREE`, `TAKEN` and `FIRST_CHUNK`.
     holders: Vec<u32>,
-    /// The last frame that `next_holder_within` examined.
+    /// The frame last examined by `next_holder_within`.
     hand: u32,
 }
 
@@ -63,7 +63,7 @@ impl Grid {
         self.holders[number as usize] = to.0 + FIRST_CHUNK;
     }
 
-    /// Releases a frame. It becomes free if its slab `is_own`.
+    /// Releases a frame. The frame becomes free only if its slab `is_own`.
     pub(super) fn release(&mut self, number: u32, is_own: bool) {
         debug_assert!(self.is_taken(number), "invariant I8: frame {number} returned twice");
         self.holders[number as usize] = FREE;
@@ -85,8 +85,8 @@ impl Grid {
         }
     }
 
-    /// Returns the first frame of the slab that has a chunk, starting at frame number `from`, and
-    /// its chunk.
+    /// Returns the next frame of the slab that holds a chunk, starting at frame number `from`, and
+    /// the chunk.
     pub(super) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
         let frames = self.frames.frames_of(slab.0);
         let mut left = frames.start.max(from)..frames.end;
@@ -97,7 +97,8 @@ impl Grid {
         self.holders[number as usize].checked_sub(FIRST_CHUNK).map(ChunkId)
     }
 
-    /// Advances cyclically to the next frame within the first `bytes`. Returns its chunk, if any.
+    /// Advances to the next frame within the first `bytes`, wrapping around. Returns its chunk, if
+    /// any.
     pub(super) fn next_holder_within(&mut self, bytes: u64) -> Option<ChunkId> {
         self.hand += 1;
         if self.hand >= self.frames.num_frames() || !self.frames.is_within(self.hand, bytes) {

@@ -1,5 +1,4 @@
-//! Tests frames that are held back, slabs that change their size class, and slabs that are
-//! released.
+//! Tests for frames beyond the limit, slabs that change their size class, and released slabs.
 
 use super::*;
 use crate::tier::disk::DiskRoot;
@@ -12,7 +11,7 @@ fn taken(tier: &mut HostTier) -> Vec<u32> {
     std::iter::from_fn(|| tier.take(FrameRequest::for_save(ONE))).map(|frame| frame.0).collect()
 }
 
-/// Takes frames of a class until the pool has none left.
+/// Takes frames of a class until the pool is exhausted.
 fn grown(tier: &mut HostTier, class: SizeClass) -> Vec<FrameId> {
     std::iter::from_fn(|| tier.grow(FrameRequest::for_save(class))).collect()
 }
@@ -49,7 +48,7 @@ fn a_slab_that_is_emptied_hands_out_no_frame_and_goes_with_its_last() {
     assert!(tier.grow(FrameRequest::for_save(ONE)).is_some() && tier.num_frames() == (4, 2));
     assert!(
         tier.lend(FrameId(3)).is_none(),
-        "free frames must not be lent: another store may get them"
+        "free frames must not be lent, because another store may use them"
     );
     let slab = tier.drain(wanted, Some(first)).unwrap();
     assert_eq!((tier.num_frames(), taken(&mut tier)), ((2, 0), vec![]));
@@ -57,7 +56,7 @@ fn a_slab_that_is_emptied_hands_out_no_frame_and_goes_with_its_last() {
     assert_eq!(taken(&mut tier), [2, 3]);
     let slab = tier.drain(wanted, Some(first)).unwrap();
     tier.release_frame(FrameId(0));
-    assert_eq!(taken(&mut tier), [0; 0], "frames returned to the tier must stay there");
+    assert_eq!(taken(&mut tier), [0; 0], "returned frames must not be handed out");
     (1..4).for_each(|frame| tier.release_frame(FrameId(frame)));
     assert!(!tier.is_draining(slab));
     assert_eq!((tier.num_frames(), tier.member.num_slabs().0), ((0, 0), 0));
@@ -88,7 +87,7 @@ fn an_empty_slab_serves_another_class_and_a_full_one_after_it_was_emptied() {
     for frame in &own {
         tier.release_frame(*frame);
     }
-    assert!(!tier.is_hungry(), "the other class must get the slab immediately");
+    assert!(!tier.is_hungry(), "the other class must receive the slab immediately");
     let large = grown(&mut tier, TWO);
     assert_eq!(large.len() * 4, own.len());
     for frame in &large {

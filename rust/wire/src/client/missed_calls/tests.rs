@@ -1,4 +1,4 @@
-//! Tests that missed calls are logged immediately, then once a minute.
+//! Tests that the first missed call is logged immediately, and later calls once per minute.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Tests what a client repeats on a new connection, and which servers it rejects.
+//! Tests which requests a client repeats on a new connection, and which servers it rejects.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -31,14 +31,14 @@ fn new_connection_keeps_the_frame_limit() {
     engine.state().connection.as_mut().expect("connected").close();
     let start = Instant::now();
     while !engine.renew() {
-        assert!(start.elapsed() < LONG, "the client does not reconnect");
+        assert!(start.elapsed() < LONG, "the client did not reconnect");
         std::thread::sleep(Duration::from_millis(5));
     }
     let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).expect("a chain");
     chain.append_tokens(&[1, 2, 3, 4, 5]).expect("tokens");
     let range = 0..5;
     let (rows, num_dropped) = engine.reserve(Prefix::from(&chain), range).expect("in range");
-    assert_eq!((rows.len(), num_dropped), (2, 3), "workers can copy to two frames only");
+    assert_eq!((rows.len(), num_dropped), (2, 3), "workers can only copy to two frames");
 }
 
 /// A child process that is killed when the test ends or fails.
@@ -50,11 +50,11 @@ impl Drop for Child {
     }
 }
 
-/// Only root can start a process of another user.
+/// Only root can start a process as another user.
 #[test]
 fn server_of_another_user_is_an_invalid_config() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: only root can start a process of another user");
+        eprintln!("skipped: only root can start a process as another user");
         return;
     }
     let dir = tempfile::tempdir().expect("a directory");
@@ -74,7 +74,7 @@ fn server_of_another_user_is_an_invalid_config() {
     let error = loop {
         match Client::open(config(socket.clone())) {
             Err(error) => break error,
-            Ok(_) => assert!(start.elapsed() < LONG, "the server does not listen"),
+            Ok(_) => assert!(start.elapsed() < LONG, "the server is not listening"),
         }
     };
     assert!(

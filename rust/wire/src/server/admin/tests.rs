@@ -63,8 +63,8 @@ fn chain_of(namespace: u8, salt: &str, num_blocks: u32) -> KeyChain {
     chain
 }
 
-/// While a namespace is being closed, its disk is still in use but the server has already removed
-/// the namespace.
+/// While a namespace is being closed, its disk files are still in use, but the server no longer
+/// lists the namespace.
 #[test]
 fn eviction_during_close_of_a_namespace_is_cut_short() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -107,10 +107,10 @@ fn hung_disk_of_a_closed_namespace_does_not_block_admin_requests() {
     };
     let removed = |num_chunks| move || Ok(RemovedChunks { num_chunks, ..RemovedChunks::default() });
     assert!(server.state.remove_within(soon(), hangs).expect("started").is_cut_short);
-    let said = server.state.remove_within(soon(), removed(1)).expect("the removal was not started");
+    let said = server.state.remove_within(soon(), removed(1)).expect("the removal must not fail");
     assert!(
         said.is_cut_short && said.num_chunks == 0,
-        "one thread must wait for the disk, not one per request"
+        "only one thread must wait for the disk, not one per request"
     );
     assert!(server.state.closed("", soon()).is_none(), "the disk hangs");
     drop(heal);
@@ -119,7 +119,7 @@ fn hung_disk_of_a_closed_namespace_does_not_block_admin_requests() {
     assert!(!said.is_cut_short && said.num_chunks == 1);
 }
 
-/// The expiry thread may never return from a blocked disk.
+/// The expiry thread may never return if the disk is blocked.
 #[test]
 fn close_detaches_a_thread_that_a_disk_blocks() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -136,7 +136,7 @@ fn close_detaches_a_thread_that_a_disk_blocks() {
     assert!(has_ended);
 }
 
-/// While the server opens a namespace, a disk may hang until the server has closed all others.
+/// If the disk hangs while a namespace is opened, the server may close all other namespaces first.
 #[test]
 fn namespace_opened_after_close_releases_the_disk() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -157,7 +157,7 @@ fn namespace_opened_after_close_releases_the_disk() {
     assert_eq!(
         next.expect("a server").disk_trouble(),
         None,
-        "the first server must still exist, without the disk"
+        "the first server must keep running without the disk"
     );
 }
 
@@ -185,7 +185,7 @@ fn concurrent_evictions_count_their_own_chunks() {
     }
 }
 
-/// A namespace without engines has no store that would remove expired chunks.
+/// A namespace without engines has no store that could remove expired chunks.
 #[test]
 fn chunks_of_namespaces_without_engines_expire() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -223,20 +223,20 @@ fn chunks_of_namespaces_without_engines_expire() {
     assert!(server.take_events().is_empty());
     server.close(LONG);
     drop(server);
-    let (_server, config) = open(None); // no chunk expires here
+    let (_server, config) = open(None); // without a TTL
     for (nth, salt) in each {
         let (engine, chain) = (engine_of(config.socket.clone(), nth), chain(nth, salt));
         let wanted = if salt.is_some() { 0 } else { 3 };
         let (mut found, deadline) = (u32::MAX, Instant::now() + LONG);
         while found != wanted && Instant::now() < deadline {
-            thread::sleep(Duration::from_millis(10)); // its disk may be attached later
+            thread::sleep(Duration::from_millis(10)); // the disk may be opened later
             found = engine.lookup(Prefix::from(&chain)).stored_units;
         }
         assert_eq!(found, wanted, "{nth} {salt:?}");
     }
 }
 
-/// A server must not clear or count chunks in a directory that another server uses.
+/// A server must not clear or count chunks in a directory that is used by another server.
 #[test]
 fn clear_is_refused_while_another_server_has_the_disk() {
     let dir = tempfile::tempdir().expect("a directory");

@@ -27,7 +27,7 @@ fn queue_of_a_listener_is_bounded() {
     let (store, mut listener) = (store(), None);
     let sent = SentChanges { capacity: 8 * MAX_CHANGES, limit: 1, asked: Keys::Own(&[]) };
     let mut is_lost = || changes(&sent, &store, &mut listener).expect("few keys").lost;
-    assert!(is_lost(), "nothing precedes the first response");
+    assert!(is_lost(), "the first response must report lost changes");
     assert!(!is_lost());
     for token in 0..=MAX_CHANGES {
         let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).expect("a chain");
@@ -36,5 +36,5 @@ fn queue_of_a_listener_is_bounded() {
         let reserved = store.reserve(&chain, range).expect("in range");
         assert_eq!(store.commit(reserved.leases), 1);
     }
-    assert!(is_lost(), "more keys than the bound were queued");
+    assert!(is_lost(), "the queue must not exceed its bound");
 }

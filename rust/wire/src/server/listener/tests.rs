@@ -1,4 +1,4 @@
-//! Tests that only one server at a time listens, and that a stale socket is replaced.
+//! Tests that only one server listens at a time and that stale sockets are replaced.
 
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -73,7 +73,10 @@ fn socket_of_another_program_is_not_replaced() {
     };
     let listens = UnixListener::bind(&path).expect("the path is free");
     rustix::net::listen(&listens, 0).expect("the socket is already listening");
-    assert!((0..4).all(|_| is_listening(&path)), "must be detected even with a full backlog");
+    assert!(
+        (0..4).all(|_| is_listening(&path)),
+        "a listener must be detected even if its backlog is full"
+    );
     assert!(
         is_left() && listens.accept().is_ok() && path.exists(),
         "the server lost its socket, or a lock was left behind"
@@ -94,7 +97,7 @@ fn bind_waits_for_a_socket_that_outlives_its_server() {
     let is_had = |is_tidy: bool| {
         let killed = UnixListener::bind(&path).expect("the path is free");
         let own = path.clone();
-        // The server exits once it is asked to. A server that exits by itself may remove its socket
+        // The server exits when requested. A server that exits by itself might remove its socket
         // file.
         let end = thread::spawn(move || {
             killed.accept().is_ok() && (!is_tidy || std::fs::remove_file(own).is_ok())
@@ -106,10 +109,7 @@ fn bind_waits_for_a_socket_that_outlives_its_server() {
         is_had
     };
     for is_tidy in [false, true] {
-        assert!(
-            (0..20).any(|_| is_had(is_tidy)),
-            "on a busy machine this may take longer than the timeout"
-        );
+        assert!((0..20).any(|_| is_had(is_tidy)), "on a busy machine, this can exceed the timeout");
     }
 }
 

@@ -1,9 +1,10 @@
-//! Tests that reads and writes share disk time, and that an idle direction accumulates no credit.
+//! Tests that reads and writes share disk time fairly and that an idle direction builds up no
+//! credit.
 
 use super::*;
 
-/// Returns how many jobs of each direction a thread ran, one at a time, while both directions
-/// always had work.
+/// Runs `num` jobs one at a time while both directions always have work. Returns the number of jobs
+/// run in each direction.
 fn jobs(shares: &mut TimeShares, num: u32, took: [Duration; 2]) -> [u32; 2] {
     let mut counts = [0; 2];
     for _ in 0..num {

@@ -1,11 +1,11 @@
-//! The check of the counts that other tests run.
+//! A consistency check of the tenant counts, used by other tests.
 
 use super::{TenantCounts, TenantTable};
 use crate::index::{Entry, TenantId};
 use crate::io::SizeClass;
 
 impl TenantTable {
-    /// Recounts everything from the entries and compares.
+    /// Recounts everything from the entries and compares the results.
     pub(crate) fn check<'a>(
         &self,
         entries: impl Iterator<Item = (TenantId, &'a Entry)>,

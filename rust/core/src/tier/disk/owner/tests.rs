@@ -1,9 +1,9 @@
-//! Tests that a lock survives being dropped in a forked child.
+//! Tests that a lock survives when a forked child drops its copy.
 
 use super::*;
 
-/// Like the clone here, a forked child has the same open file and drops its copy of the parent's
-/// memory.
+/// Like the clone in this test, a forked child shares the open file and drops its own copy of the
+/// lock.
 #[test]
 fn a_forked_child_leaves_the_directory_locked() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Tests a namespace that is being deleted, a directory without a namespace, and a directory that
+//! Tests a namespace that is being deleted, a directory without namespaces, and a directory that
 //! hangs.
 
 use std::fs;
@@ -36,7 +36,7 @@ fn a_directory_that_is_kept_is_no_others_before_and_after_its_namespaces() {
     let (first, second) = (DiskRoot::shared(), DiskRoot::shared());
     first.hold(&config.dir).unwrap();
     let is_busy = || second.hold(&config.dir).is_err_and(|error| error.kind() == ErrorKind::Busy);
-    assert!(is_busy(), "before a namespace is open");
+    assert!(is_busy(), "before a namespace is opened");
     drop(first.enter(&config).unwrap());
     first.hold(&config.dir).unwrap();
     assert!(is_busy(), "after the last namespace is closed");
@@ -61,7 +61,7 @@ fn a_directory_that_was_deleted_and_made_again_is_taken_again() {
         assert_eq!(
             second.hold(&config.dir).unwrap_err().kind(),
             ErrorKind::Busy,
-            "the first root still has the directory"
+            "the first root still holds the directory"
         );
     }
     fs::remove_dir_all(&config.dir).unwrap();
@@ -69,12 +69,12 @@ fn a_directory_that_was_deleted_and_made_again_is_taken_again() {
     assert_eq!(
         first.enter(&config).unwrap_err().kind(),
         ErrorKind::Busy,
-        "the second root has the directory now"
+        "the second root now holds the directory"
     );
 }
 
-/// A server can hang in a system call while it locks its directory. Its engines use host memory in
-/// the meantime.
+/// A server can hang in a system call while it locks its directory. Engines must still be able to
+/// start with host memory only.
 #[test]
 fn a_namespace_is_not_held_up_by_one_that_hangs_as_it_takes_the_directory() {
     let dir = tempfile::tempdir().expect("a directory");

@@ -1,4 +1,4 @@
-//! Tests that space moves between size classes by punching holes, and never exceeds the cap.
+//! Tests that hole punching moves space between size classes and that the cap is never exceeded.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -16,7 +16,7 @@ fn test_slots_of_one_size_make_room_for_another_and_back() {
     let config = sized(dir.path(), &SIZES);
     let (tier, files) = faulty(&config);
     let mut small = fill_up(&tier, SMALL, 0);
-    assert!(small.len() > 350, "a single size must be able to use the whole cap: {}", small.len());
+    assert!(small.len() > 350, "one size must be able to use the whole cap: {}", small.len());
     assert_eq!(tier.reserve(LARGE), None);
     let mut large = Vec::new();
     for (nth, (_, slot)) in small.drain(..200).enumerate() {
@@ -31,13 +31,13 @@ fn test_slots_of_one_size_make_room_for_another_and_back() {
             large.push((i, slot));
         }
     }
-    assert!(large.len() >= 18, "{} large frames in the space of 200 small frames", large.len());
+    assert!(large.len() >= 18, "only {} large frames replaced 200 small frames", large.len());
     assert!(are_whole(&tier, &small) && are_whole(&tier, &large));
     for (_, slot) in large.drain(..) {
         tier.free(slot).unwrap();
     }
     let refilled = fill_up(&tier, SMALL, 600);
-    assert!(refilled.len() >= 180, "{} small frames in place of large frames", refilled.len());
+    assert!(refilled.len() >= 180, "only {} small frames replaced large frames", refilled.len());
     assert!(are_whole(&tier, &small) && are_whole(&tier, &refilled));
     let most = files.most_blocks();
     assert!(most <= config.cap_bytes, "{most} of {}", config.cap_bytes);
@@ -70,7 +70,7 @@ fn test_a_file_system_that_cannot_punch_keeps_each_size_its_slots_and_says_so_on
     assert_eq!(tier.stats().grow_errors, 1, "growing must not be retried at every call");
     let events = tier.take_events();
     assert!(events.len() == 1 && events[0].contains("chunks of a different size"), "{events:?}");
-    assert_eq!(fill_up(&tier, SMALL, 600).len(), 50, "free slots of their own size");
+    assert_eq!(fill_up(&tier, SMALL, 600).len(), 50, "only free slots of the same size are used");
     assert!(are_whole(&tier, &small));
     small.drain(..30).for_each(|(_, slot)| tier.free(slot).unwrap());
     files.heal();
@@ -91,9 +91,9 @@ fn test_a_full_file_system_has_the_room_of_evicted_chunks_of_another_size() {
     files.inject(Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Allocate]));
     assert_eq!(tier.reserve(LARGE), None);
     files.heal();
-    assert_eq!(tier.reserve(LARGE), None, "the file system is full for a while");
+    assert_eq!(tier.reserve(LARGE), None, "the file system is still full");
     small.drain(..11).for_each(|(_, slot)| tier.free(slot).unwrap());
-    let slot = tier.reserve(LARGE).expect("the space of eleven small frames");
+    let slot = tier.reserve(LARGE).expect("eleven small frames make enough room");
     write(&tier, slot, 999).unwrap();
     assert!(is_whole(&tier, slot, 999) && are_whole(&tier, &small));
     assert_eq!(tier.reserve(LARGE), None);

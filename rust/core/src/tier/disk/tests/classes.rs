@@ -1,4 +1,4 @@
-//! Tests a namespace with multiple size classes: all chunks are found again, for any limit and any
+//! Tests namespaces with multiple size classes: all chunks are recovered, for any limit and any
 //! sizes.
 
 use std::fs;
@@ -13,7 +13,7 @@ pub(super) const SMALL: SizeClass = SizeClass(0);
 pub(super) const MIDDLE: SizeClass = SizeClass(1);
 pub(super) const LARGE: SizeClass = SizeClass(2);
 
-/// Returns the config of a directory for 40 of the largest frames.
+/// Returns the config for a directory that fits 40 of the largest frames.
 pub(super) fn sized(dir: &Path, sizes: &[u64]) -> DiskConfig {
     let cap_bytes = budget::dir_bytes(40, 40960, budget::map_bytes(3));
     DiskConfig { cap_bytes, frame_sizes: sizes.to_vec().into(), ..config(dir, 1) }
@@ -62,7 +62,7 @@ fn test_a_restart_finds_the_chunks_of_all_sizes_in_files_that_are_longer_than_th
     let config = sized(dir.path(), &SIZES);
     let (tier, _files) = faulty(&config);
     let mut small = fill_up(&tier, SMALL, 0);
-    // Every second slot, so that the end of the file stays in use.
+    // Frees every second slot, so that the end of the file remains in use.
     let freed: Vec<_> = small.iter().copied().step_by(2).collect();
     small.retain(|chunk| !freed.contains(chunk));
     for (_, slot) in &freed {
@@ -146,7 +146,7 @@ fn test_a_smaller_cap_takes_free_slots_before_chunks() {
         assert_eq!(
             tier.reserve(SMALL).is_some(),
             can_punch,
-            "free slots of the other size must stay"
+            "free slots of the other size must be kept"
         );
     }
 }
@@ -198,7 +198,7 @@ fn test_inspect_and_verify_cover_all_sizes() {
         verify(dir.path()).into_iter().map(|d| (d.frame_bytes, d.slot, d.problem)).collect();
     damage.sort();
     let lost = "frames-40960.dat is missing: its chunks are lost";
-    let differs = (Some(12288), Some(1), "its checksum differs".to_owned());
+    let differs = (Some(12288), Some(1), "its checksum does not match".to_owned());
     assert_eq!(damage, [(None, None, lost.to_owned()), differs]);
     let info = inspect(dir.path()).unwrap().remove(0);
     assert_eq!((info.chunks, info.problem.as_deref()), (4, Some(lost)));
@@ -232,7 +232,7 @@ fn test_a_size_class_that_does_not_exist_has_no_slots() {
     assert_eq!(error.kind(), ErrorKind::InvalidConfig);
 }
 
-/// Counts files of different sizes that together are longer than `cap_bytes`.
+/// Counts the files of different sizes that together exceed `cap_bytes`.
 fn long_files(config: &DiskConfig) -> usize {
     let (tier, _) = open(config);
     let small = fill_up(&tier, SMALL, 0);
@@ -253,7 +253,7 @@ fn test_punched_files_of_a_closed_namespace_count_their_blocks() {
     write(&tier, tier.reserve(SMALL).unwrap(), 0).unwrap();
     drop(tier);
     let (tier, found) = open(&own);
-    assert_eq!(found.len(), num, "the namespace was deleted although both fit");
+    assert_eq!(found.len(), num, "the namespace was deleted although both namespaces fit");
     drop(tier);
     assert_eq!(open(&other).1.len(), 1, "the namespace was deleted because of holes");
     assert!(blocks(dir.path()) <= cap_bytes);

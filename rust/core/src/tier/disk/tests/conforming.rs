@@ -1,5 +1,5 @@
-//! Runs the conformance suite for local tiers on the disk tier, with sound and with failing files,
-//! and on the tier in memory.
+//! Runs the conformance suite for local tiers on the memory tier and on the disk tier, with healthy
+//! and with failing files.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,7 +22,7 @@ struct OnFiles {
     sizes: Vec<u64>,
     dir: Option<tempfile::TempDir>,
     files: FaultFiles,
-    /// True if silent faults and damage can occur as well.
+    /// True if silent faults and corruption can occur as well.
     is_liar: bool,
     may_lose: AtomicBool,
 }
@@ -35,7 +35,8 @@ impl OnFiles {
         Self { sizes: sizes.to_vec(), dir: Some(dir), files, is_liar, ..Self::default() }
     }
 
-    /// Returns a config for six frames of one size, or for two of the largest of multiple sizes.
+    /// Returns a config that fits six frames of one size, or two of the largest if there are
+    /// multiple sizes.
     fn config(&self) -> DiskConfig {
         let slots = if self.sizes.len() == 1 { SLOTS } else { 2 };
         let frame_sizes = FrameSizes::from(self.sizes.clone());

@@ -1,5 +1,5 @@
-//! Tests a process that dies at any system call (I3): the next open finds only complete chunks, and
-//! every chunk that was reported as written.
+//! Tests a process that dies at any system call (I3): after a restart, every chunk found is
+//! complete, and every chunk that was reported as written is found.
 
 use crate::io::SizeClass;
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,20 +20,19 @@ enum Op {
     Reopen,
 }
 
-/// Contents of a perfect disk, and the uncertain results of interrupted operations.
+/// The expected contents of the disk, and the uncertain results of interrupted operations.
 #[derive(Debug, Default)]
 struct Recorder {
-    /// Chunk -> (slot, version) of writes that were reported as done.
+    /// Maps each chunk to the (slot, version) of its last write that was reported as done.
     written: BTreeMap<u32, (SlotId, u32)>,
-    /// (chunk, version) pairs that may be present, because an operation on them was interrupted or
-    /// failed.
+    /// (chunk, version) pairs that may be on disk because an operation was interrupted or failed.
     doubtful: BTreeSet<(u32, u32)>,
     next_version: u32,
     files: FaultFiles,
     num_sizes: u32,
 }
 
-/// Sizes of frames. A chunk and its parent have different sizes.
+/// Sizes of the frames. A chunk and its parent have different sizes.
 const SIZES: [u64; 3] = [FRAME, 4096, 20480];
 
 impl Recorder {
@@ -50,7 +49,7 @@ impl Recorder {
             Op::Clear => {
                 self.doubtful.extend(self.written.iter().map(|(&i, &(_, version))| (i, version)));
                 self.written.clear();
-                // Remaining chunks are as uncertain as the removed chunks.
+                // Chunks that remain are as uncertain as the removed chunks.
                 let _ = tier.clear();
             }
             Op::Reopen => {}
@@ -71,12 +70,12 @@ impl Recorder {
             self.doubtful.remove(&(chunk, version));
             self.written.insert(chunk, (slot, version));
         } else {
-            // Even if this fails, this process cannot read any of the bytes.
+            // Even if this fails, this process cannot read any of the new bytes.
             let _ = tier.free(slot);
         }
     }
 
-    /// Frees a chunk after its descendants, as the store does.
+    /// Frees a chunk after its descendants, like the store.
     fn free(&mut self, tier: &DiskTier, chunk: u32) {
         let children = [2 * chunk + 2, 2 * chunk + 3];
         for child in children {
@@ -85,7 +84,7 @@ impl Recorder {
             }
         }
         if children.iter().any(|child| self.written.contains_key(child)) {
-            // A child could not be freed, so the parent stays as well.
+            // A child could not be freed, so its parent is kept as well.
             return;
         }
         let Some(&(slot, version)) = self.written.get(&chunk) else { return };
@@ -101,7 +100,7 @@ impl Recorder {
         }
     }
 
-    /// Compares the chunks found by an open byte for byte, and adopts them as the truth.
+    /// Compares the chunks found at startup byte for byte, then uses them as the expected contents.
     fn check(&mut self, tier: &DiskTier, found: &[DiskEntry]) -> Result<(), TestCaseError> {
         let mut seen = BTreeMap::new();
         let mut uncertain = BTreeSet::new();
@@ -114,18 +113,14 @@ impl Recorder {
                 self.doubtful.iter().filter(|(i, _)| *i == chunk).map(|&(_, v)| v).chain(reported);
             let version =
                 versions.into_iter().find(|&v| bytes == bytes_of(entry.slot, chunk, v).to_vec());
-            prop_assert!(
-                version.is_some(),
-                "chunk {} is visible with bytes that were never written",
-                chunk
-            );
+            prop_assert!(version.is_some(), "chunk {} has bytes that were never written", chunk);
             let version = version.unwrap_or_default();
             if !fits || seen.contains_key(&chunk) {
-                // The record of this chunk could not be cleared, so it comes last and the caller
-                // frees it.
+                // The record of this chunk could not be cleared, so it is listed last for the
+                // caller to free.
                 prop_assert!(
                     self.files.num_faults() > 0,
-                    "parents must come first, and each chunk once"
+                    "parents must come first, and each chunk must occur once"
                 );
                 uncertain.extend(tier.free(entry.slot).err().map(|_| (chunk, version)));
                 continue;
@@ -136,7 +131,7 @@ impl Recorder {
             prop_assert_eq!(
                 seen.get(chunk),
                 Some(place),
-                "chunk {} was reported as written but is lost",
+                "chunk {} was reported as written but was lost",
                 chunk
             );
         }
@@ -171,7 +166,7 @@ fn any_op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Runs the operations with one fault, then opens the directory with a sound disk, checks it, and
+/// Runs the operations with one fault, then opens the directory on a healthy disk, checks it, and
 /// runs a few more operations.
 fn live(num_sizes: usize, ops: &[Op], fault: Rule) -> Result<(), TestCaseError> {
     let dir = tempfile::tempdir().expect("a directory");
@@ -189,7 +184,7 @@ fn live(num_sizes: usize, ops: &[Op], fault: Rule) -> Result<(), TestCaseError> 
             let Ok((again, found)) =
                 DiskTier::open_with_files(&config, &std::sync::Arc::default(), &files)
             else {
-                // Opening failed, which proves nothing about the chunks.
+                // Opening failed, which says nothing about the chunks.
                 files.heal();
                 return reopen(&config, &mut recorder, &[]);
             };

@@ -1,5 +1,5 @@
-//! Tests the rules of a directory: one owner, the size limit, other namespaces, and unexpected
-//! files.
+//! Tests the rules for a directory: a single owner, the size limit, other namespaces, and
+//! unexpected files.
 
 use crate::io::SizeClass;
 use crate::key::namespace_id;
@@ -76,7 +76,7 @@ fn test_a_missing_parent_is_not_created() {
     let dir = tempfile::tempdir().unwrap();
     let config = config(&dir.path().join("mnt/kv"), 2);
     let error = DiskTier::open(config.clone()).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Io, "it may be mounted later");
+    assert_eq!(error.kind(), ErrorKind::Io, "the file system may be mounted later");
     let parent = dir.path().join("mnt");
     let said = format!(
         "disk_path {} is not used: {} does not exist: mount its file system, or run `mkdir -p {}`",
@@ -121,7 +121,7 @@ fn test_a_disk_path_that_cannot_work_is_named_with_the_fix() {
 }
 
 /// After a temporary error, the engine runs without its disk and retries. Only a permanent error
-/// prevents the start.
+/// prevents startup.
 #[test]
 fn test_only_what_can_never_work_is_the_settings_fault() {
     use rustix::io::Errno;
@@ -186,7 +186,7 @@ fn test_the_cap_holds_at_every_instant() {
         assert!(most <= config.cap_bytes, "{most} of {} in round {round}", config.cap_bytes);
         assert!(
             most > config.cap_bytes * 9 / 10,
-            "the cap must be used: {most} of {}",
+            "only {most} of {} bytes were used",
             config.cap_bytes
         );
         let (tier, _) = open(&config);
@@ -198,8 +198,8 @@ fn test_the_cap_holds_at_every_instant() {
 fn test_the_least_recently_used_namespace_makes_room_and_no_more_than_needed() {
     let dir = tempfile::tempdir().unwrap();
     let path_of = |byte: u8| dir.path().join(namespace_id(&[byte; 32]));
-    // Created in a different directory, so that none makes room for another. Namespace 2 is the
-    // least recently used, followed by 3 and 1.
+    // The namespaces are created in a separate directory, so that none is deleted to make room.
+    // Namespace 2 is the least recently used, followed by 3 and 1.
     for (byte, age_s) in [(1_u8, 100), (2, 300), (3, 200)] {
         let elsewhere = tempfile::tempdir().unwrap();
         let other = with_namespace(&config(elsewhere.path(), 4), byte);
@@ -273,8 +273,7 @@ fn test_a_smaller_cap_drops_the_highest_slots_and_their_orphans() {
     {
         let (tier, _) = open(&large);
         let slots: Vec<_> = (0..8).map(|_| tier.reserve(SizeClass(0)).unwrap()).collect();
-        // 2 and 3 are children of 0, which is in the last slot; 4 and 5 are children of 1, which is
-        // in the first slot.
+        // 2 and 3 are children of 0 in the last slot; 4 and 5 are children of 1 in the first slot.
         for (slot, i) in slots.iter().zip([1, 4, 5, 2, 3, 6, 7, 0]) {
             tier.write(*slot, &meta_of(i), &frame_of(i, 0)).unwrap();
         }

@@ -1,4 +1,4 @@
-//! Tests the tier's behavior when one chosen system call fails.
+//! Tests how the tier behaves when a chosen system call fails.
 
 use crate::io::SizeClass;
 use std::io;
@@ -11,7 +11,7 @@ use crate::io::direct::RawFile;
 use crate::test_support::faults::{Call, EIO, ENOSPC, EOPNOTSUPP, Fault, FaultFiles, Rule};
 use crate::{Error, ErrorKind};
 
-/// Makes the `n`th change from now fail.
+/// Makes the `n`th change from now on fail.
 fn refuse_once(files: &FaultFiles, n: u64, number: i32) {
     files.inject(Rule::new(Fault::Refuse(number)).after(n).times(1));
 }
@@ -66,7 +66,7 @@ fn test_a_slot_that_refused_a_write_is_tried_last() {
         tier.free(slot).unwrap();
         assert_eq!((tier.stats().slots_used, tier.stats().slots_reserved), (0, 0));
         let order: Vec<_> = (0..3).map(|_| tier.reserve(SizeClass(0)).unwrap()).collect();
-        assert_eq!(order[2], slot, "the failed slot is handed out last");
+        assert_eq!(order[2], slot, "the failed slot must be reserved last");
     }
 }
 
@@ -78,7 +78,7 @@ fn test_a_write_that_never_reached_its_record_gives_its_slot_back_without_io() {
         let slot = tier.reserve(SizeClass(0)).expect("the slot was returned");
         files.inject(Rule::new(Fault::Refuse(EIO)).after(call));
         assert!(tier.write(slot, &meta_of(0), &frame_of(0, 0)).is_err());
-        tier.free(slot).expect("the record of the slot is empty");
+        tier.free(slot).expect("the slot's record must be empty");
         files.heal();
     }
 }
@@ -89,7 +89,7 @@ fn test_a_record_that_landed_although_its_write_was_refused_is_forgotten_with_th
     let config = config(dir.path(), 2);
     let (tier, files) = faulty(&config);
     let slot = tier.reserve(SizeClass(0)).unwrap();
-    // The first write to the index clears the record, the second write is the record.
+    // The first write to the index clears the record; the second writes the new record.
     files.inject(
         Rule::new(Fault::Torn(128, Some(EIO))).on(&[Call::Write]).in_file("index").after(1),
     );
@@ -97,7 +97,7 @@ fn test_a_record_that_landed_although_its_write_was_refused_is_forgotten_with_th
     files.heal();
     tier.free(slot).unwrap();
     drop(tier);
-    assert!(open(&config).1.is_empty(), "the chunk of a failed write was found");
+    assert!(open(&config).1.is_empty(), "the chunk of a failed write must not be found");
 }
 
 #[test]
@@ -170,9 +170,9 @@ fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
     assert_eq!(
         [size("frames"), size("index")],
         [2 * FRAME, 256],
-        "a failed growth must release its bytes"
+        "a failed attempt to grow must release its bytes"
     );
-    assert!(tier.stats().grow_errors >= 6, "expected smaller steps, down to one slot");
+    assert!(tier.stats().grow_errors >= 6, "must retry with smaller steps, down to one slot");
     assert_eq!(tier.take_events().len(), 1, "must be logged once, not at every step");
     let num_errors = tier.stats().grow_errors;
     assert!((0..514).all(|_| tier.reserve(SizeClass(0)).is_none()));
@@ -185,7 +185,7 @@ fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
     for (i, slot) in (0..).zip(first) {
         assert_eq!(get(&tier, slot, i).unwrap(), frame_of(i, 0).to_vec());
     }
-    // Space can become free, so growing is retried after a while, not at every call.
+    // Space can be freed at any time, so growing is retried after a while, but not at every call.
     let asks =
         (1..1000).find(|_| tier.reserve(SizeClass(0)).is_some()).expect("the tier must grow again");
     assert!(asks <= 257, "{asks}");
@@ -202,7 +202,7 @@ fn test_files_that_could_not_grow_are_tried_again_soon_although_few_ask() {
         std::thread::sleep(std::time::Duration::from_millis(50));
         tier.reserve(SizeClass(0)).is_some()
     });
-    assert!(is_there, "200 calls are too few");
+    assert!(is_there, "the tier must grow again after a while");
 }
 
 #[test]
@@ -227,7 +227,7 @@ fn test_a_file_system_without_allocation_still_works() {
     assert_eq!(tier.reserve(SizeClass(0)), None);
 }
 
-/// Two open namespaces of a directory, the second over failing files.
+/// Opens two namespaces of a directory; the files of the second can be made to fail.
 fn two_namespaces(dir: &Path, root: &Arc<DiskRoot>) -> (DiskTier, DiskTier, FaultFiles) {
     let (config, files) = (config(dir, 64), FaultFiles::default());
     let (first, _) = DiskTier::open_in(&config, root).unwrap();
@@ -245,12 +245,12 @@ fn test_a_full_file_system_costs_closed_namespaces_first() {
     drop(first);
     let full = Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Allocate]);
     files.inject(full.times(second_steps(&second)));
-    assert!(second.reserve(SizeClass(0)).is_some(), "the other namespace has freed its space");
+    assert!(second.reserve(SizeClass(0)).is_some(), "the other namespace has made room");
     assert!(!first_dir.exists());
     assert!(second.take_events().iter().any(|line| line.contains("was deleted to make room")));
 }
 
-/// Number of attempts to grow without success: each attempt halves the number of slots.
+/// Number of failed attempts to grow, given that each attempt halves the number of slots.
 fn second_steps(tier: &DiskTier) -> u64 {
     let extent = tier.enter().unwrap().extent_bytes(tier.config.cap_bytes) / FRAME;
     u64::from(extent.max(1).ilog2()) + 1
@@ -264,7 +264,7 @@ fn test_a_write_to_a_full_file_system_costs_a_closed_namespace_first() {
     files.inject(Rule::new(Fault::Refuse(EOPNOTSUPP)).on(&[Call::Allocate]));
     files.inject(Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Write]).in_file("frames").times(1));
     assert!(try_put(&second, 1).unwrap_err().is_no_space());
-    try_put(&second, 1).expect("there is space now");
+    try_put(&second, 1).expect("there must be space now");
     assert_eq!(second.stats().grow_errors, 0);
 }
 
@@ -342,7 +342,7 @@ fn test_a_slot_that_has_blocks_and_refused_a_write_comes_after_holes() {
     assert_eq!(tier.write(slot, &meta_of(1), &frame_of(1, 0)).unwrap_err().kind(), ErrorKind::Io);
     tier.free(slot).unwrap();
     let order: Vec<_> = (0..3).map(|_| tier.reserve(SizeClass(0)).unwrap()).collect();
-    assert_eq!(order[2], slot, "a bad slot must be handed out last");
+    assert_eq!(order[2], slot, "a bad slot must be reserved last");
 }
 
 #[test]
@@ -354,7 +354,7 @@ fn test_a_full_file_system_without_allocation_takes_writes_to_slots_that_have_bl
     assert_eq!(
         tier.reserve(SizeClass(0)),
         None,
-        "a hole was handed out; writing it would fail too"
+        "a hole was reserved; writing to it would fail too"
     );
     for i in 4..20 {
         tier.free(slots.remove(0)).unwrap();
@@ -368,7 +368,7 @@ fn test_a_full_file_system_without_allocation_takes_writes_to_slots_that_have_bl
     let events = tier.take_events();
     assert_eq!((events.len(), tier.stats().grow_errors), (1, 1), "{events:?}");
     assert!(events[0].contains("is full; evicting chunks"), "{events:?}");
-    // Space can become free, so a hole is tried after a while, not at every call.
+    // Space can be freed at any time, so a hole is tried after a while, but not at every call.
     assert!((0..200).all(|_| tier.reserve(SizeClass(0)).is_none()));
     files.heal();
     let asks = (200..1000)
@@ -383,8 +383,9 @@ fn test_a_full_file_system_that_stays_full_is_logged_once() {
     let (tier, _files) = small(&config(dir.path(), 64), 4);
     let slots: Vec<_> = (0..4).map(|i| put(&tier, i)).collect();
     let mut refuse_next = |num_tries: u64| {
-        let slot =
-            (0..1000).find_map(|_| tier.reserve(SizeClass(0))).expect("a hole, after a while");
+        let slot = (0..1000)
+            .find_map(|_| tier.reserve(SizeClass(0)))
+            .expect("must reserve a hole after a while");
         assert!(tier.write(slot, &meta_of(9), &frame_of(9, 0)).unwrap_err().is_no_space());
         tier.free(slot).unwrap();
         assert_eq!(tier.stats().grow_errors, num_tries);

@@ -1,7 +1,8 @@
-//! Tests a system call that hangs: no unrelated call waits for it, and there are never two owners.
+//! Tests that no unrelated call waits for a hanging system call, and that there are never two
+//! owners.
 //!
-//! The tests assert the order of events, never a time. After a deadlock, the guard's long timeout
-//! ends the test.
+//! The tests assert the order of events, never a duration. If a test deadlocks, a long timeout ends
+//! it.
 
 use crate::io::SizeClass;
 use std::sync::Arc;
@@ -19,7 +20,7 @@ const HUNG: Duration = Duration::from_secs(60);
 fn within<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (send, receive) = channel();
     std::thread::spawn(move || send.send(work()));
-    receive.recv_timeout(HUNG).expect("the call waits for another call that hangs")
+    receive.recv_timeout(HUNG).expect("the call must not wait for a hanging call")
 }
 
 struct Hanging {
@@ -39,7 +40,7 @@ impl Hanging {
         Self { tier, files, config, _dir: dir }
     }
 
-    /// Runs `work` in a separate thread until its next call of the given kind hangs.
+    /// Runs `work` on a separate thread until its next call of the given kind hangs.
     fn hang<T: Send + 'static>(
         &self,
         call: &'static [Call],
@@ -72,7 +73,7 @@ fn test_close_waits_for_nothing_and_the_last_call_inside_gives_the_directory_up(
         let slot = put(&it.tier, 0);
         let spare: Vec<_> = (1..4).map(|_| it.tier.reserve(SizeClass(0)).unwrap()).collect();
         if call[0] == Call::Allocate {
-            // In a new and empty tier, growing hangs.
+            // A new and empty tier hangs while it grows its files.
             let fresh = Hanging::new(4);
             let hung = fresh.hang(call, |tier| tier.reserve(SizeClass(0)));
             fresh.with(LocalTier::close);
@@ -125,17 +126,17 @@ fn test_growth_that_hangs_delays_neither_reads_nor_writes_nor_stats() {
     assert_eq!(
         it.with(|tier| tier.reserve(SizeClass(0))),
         None,
-        "no slot may be reserved at the moment"
+        "no slot can be reserved while the files grow"
     );
     it.with(move |tier| tier.free(slot)).unwrap();
     assert_eq!(
         it.with(|tier| tier.reserve(SizeClass(0))),
         Some(slot),
-        "a free slot must be reservable"
+        "it must be possible to reserve a free slot"
     );
     it.files.heal();
     assert!(grower.join().unwrap().is_some());
-    assert!(it.tier.reserve(SizeClass(0)).is_some(), "growing must be possible again");
+    assert!(it.tier.reserve(SizeClass(0)).is_some(), "it must be possible to grow again");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Tests directories that another user created or changed: the tier follows no link, trusts no
+//! Tests directories created or changed by another user: the tier follows no link, trusts no
 //! content, and uses bounded time and memory.
 
 use std::fs::{self, OpenOptions, Permissions};
@@ -55,14 +55,14 @@ fn test_what_others_may_write_is_refused_with_the_fix() {
             assert!(text.contains(&fix), "{text}");
         }
         fs::set_permissions(&path, good).unwrap();
-        assert_eq!(open(&config).1.len(), 4, "nothing may be changed");
+        assert_eq!(open(&config).1.len(), 4, "the directory must not be changed");
     }
 }
 
 #[test]
 fn test_what_belongs_to_another_user_is_refused_with_the_fix() {
     if !rustix::process::geteuid().is_root() {
-        // Changing the owner of files requires root.
+        // Requires root to change the owner of files.
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -72,7 +72,7 @@ fn test_what_belongs_to_another_user_is_refused_with_the_fix() {
         let text = refusal(&config);
         assert!(text.contains("belongs to user 12345") && text.contains("chown -R 0 "), "{text}");
         chown(&path, Some(0), None).unwrap();
-        assert_eq!(open(&config).1.len(), 4, "nothing may be changed");
+        assert_eq!(open(&config).1.len(), 4, "the directory must not be changed");
     }
 }
 
@@ -132,7 +132,7 @@ fn test_a_link_in_the_namespaces_place_is_replaced_and_what_it_points_to_stays()
     assert_eq!(fs::read_dir(elsewhere.path()).unwrap().count(), 1);
 }
 
-/// A new superblock is written and the chunks stay, even if a link is in its place.
+/// A new superblock is written and the chunks are kept even if there is a link in its place.
 #[test]
 fn test_a_link_in_the_place_of_the_next_superblock_is_not_followed() {
     let dir = tempfile::tempdir().unwrap();
@@ -158,7 +158,7 @@ fn test_a_lock_that_is_deleted_under_its_owner_makes_no_second_owner() {
     open(&config);
 }
 
-/// Engines of earlier versions only lock the file.
+/// Engines of earlier versions lock only the file.
 #[test]
 fn test_the_lock_file_alone_keeps_others_out_too() {
     let dir = tempfile::tempdir().unwrap();
@@ -176,8 +176,8 @@ fn test_an_open_that_fails_anywhere_leaves_nothing_in_the_way_of_the_next() {
             let dir = tempfile::tempdir().unwrap();
             let config = filled(dir.path());
             if call == Call::SetLen {
-                // Simulates a crash while growing, between the two files. Opening makes their
-                // lengths consistent.
+                // Simulates a crash between growing the first and the second file. Opening makes
+                // their lengths consistent.
                 let frames = places(&config).remove(4);
                 OpenOptions::new()
                     .write(true)
@@ -211,7 +211,7 @@ fn test_an_open_that_fails_anywhere_leaves_nothing_in_the_way_of_the_next() {
 
 #[test]
 fn test_keys_that_begin_alike_do_not_make_recovery_slow() {
-    // Two hundred thousand such keys took minutes when the hash was the first bytes of a key.
+    // Two hundred thousand such keys took minutes when the first bytes of a key were its hash.
     let entry = |i: u32| {
         let mut key = ChunkKey([7; 32]);
         key.0[28..].copy_from_slice(&i.to_le_bytes());
@@ -222,11 +222,11 @@ fn test_keys_that_begin_alike_do_not_make_recovery_slow() {
     let found: Vec<_> = (0..200_000).map(entry).collect();
     let (send, receive) = channel();
     std::thread::spawn(move || send.send(recover(&found)));
-    let recovered = receive.recv_timeout(Duration::from_secs(60)).expect("recovery does not end");
+    let recovered = receive.recv_timeout(Duration::from_secs(60)).expect("recovery must end");
     assert_eq!((recovered.entries.len(), recovered.orphans.len()), (100_000, 100_000));
 }
 
-/// Creates a namespace by hand: frames of `frame_bytes`, one valid record, and a file of frames
+/// Creates a namespace by hand, with frames of `frame_bytes`, one valid record, and a frames file
 /// that is a hole with `frame_end` at its end.
 fn forge(dir: &Path, frame_bytes: u64, frame_end: &[u8], payload: u128) -> DiskConfig {
     let config = config(dir, 1);
@@ -293,7 +293,7 @@ fn test_a_flood_of_damaged_records_is_told_in_few_lines() {
     fs::write(slot_file(&config, "index"), vec![1; 128 * 5000]).unwrap();
     let damage = Verifier::open(dir.path()).unwrap().step(1);
     assert_eq!(damage.len(), 1001);
-    assert_eq!(damage[1000].problem, "4000 more records damaged or without their frame");
+    assert_eq!(damage[1000].problem, "4000 more records are damaged or have no frame");
 }
 
 #[test]
@@ -301,8 +301,8 @@ fn test_files_of_holes_cost_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let config = filled(dir.path());
     let own = config.dir.join(namespace_id(&config.namespace));
-    // The maximum number of slots: 512 GiB of records and 16 TiB of frames, or as much as the file
-    // system allows.
+    // The maximum number of slots: 512 GiB of records and 16 TiB of frames, or the largest files
+    // the file system supports.
     for (name, len) in [("index-8192.dat", 128_u64 << 32), ("frames-8192.dat", (1 << 44) - 4096)] {
         OpenOptions::new().write(true).open(own.join(name)).unwrap().set_len(len).unwrap();
     }

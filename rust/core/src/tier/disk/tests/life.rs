@@ -1,5 +1,5 @@
-//! Tests a tier in one process: written chunks can be read back, freed chunks cannot, and no slot
-//! is lost.
+//! Tests a tier within one process: written chunks can be read, freed chunks cannot, and no slot is
+//! lost.
 
 use super::*;
 use crate::ErrorKind;
@@ -45,7 +45,11 @@ fn test_a_freed_chunk_is_gone_now_and_after_a_restart() {
     let (a, b) = (put(&tier, 0), put(&tier, 1));
     tier.free(a).unwrap();
     assert_eq!(get(&tier, a, 0).unwrap_err().kind(), ErrorKind::Corrupt);
-    assert_eq!(get(&tier, b, 0).unwrap_err().kind(), ErrorKind::Corrupt, "another chunk's slot");
+    assert_eq!(
+        get(&tier, b, 0).unwrap_err().kind(),
+        ErrorKind::Corrupt,
+        "not the slot of this chunk"
+    );
     drop(tier);
     assert_eq!(numbers(&open(&config).1), [1]);
 }

@@ -1,4 +1,4 @@
-//! Tests the disk tier from the inside: parsers, faults, crashes, and the rules of a directory.
+//! Tests the internals of the disk tier: parsers, faults, crashes, and the rules for a directory.
 
 mod class_room;
 mod classes;
@@ -23,7 +23,7 @@ use crate::tier::LocalTier;
 const FRAME: u64 = 8192;
 const NAMESPACE: [u8; 32] = [0xa7; 32];
 
-/// Returns the config of a directory for exactly `slots` frames of `FRAME` bytes.
+/// Returns the config for a directory that fits exactly `slots` frames of `FRAME` bytes.
 fn config(dir: &Path, slots: u32) -> DiskConfig {
     DiskConfig {
         dir: dir.to_owned(),
@@ -34,8 +34,8 @@ fn config(dir: &Path, slots: u32) -> DiskConfig {
     }
 }
 
-/// Returns the parent of a chunk. Chunks form a binary forest: 0 and 1 are first chunks, and the
-/// parent of `i` is `i / 2 - 1`.
+/// Returns the parent of a chunk. Chunks form a binary forest: 0 and 1 are roots, and the parent of
+/// `i` is `i / 2 - 1`.
 fn parent_of(i: u32) -> Option<u32> {
     (i / 2).checked_sub(1)
 }
@@ -86,8 +86,7 @@ fn numbers(entries: &[DiskEntry]) -> Vec<u32> {
         .collect()
 }
 
-/// Returns a superblock as written by a version with a different format, including a valid
-/// checksum.
+/// Returns a superblock with a different format version and a valid checksum.
 fn of_format(format: u32, superblock: &str) -> String {
     let mut block: serde_json::Value = serde_json::from_str(superblock).expect("JSON");
     block["format"] = format.into();

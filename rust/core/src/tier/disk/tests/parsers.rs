@@ -1,4 +1,4 @@
-//! Tests parsers and pure functions with any input: they never panic and accept no invalid data.
+//! Tests that parsers and pure functions never panic and accept no invalid data.
 
 use proptest::prelude::*;
 
@@ -114,8 +114,8 @@ proptest! {
     fn test_recovery_keeps_what_hangs_together(
         picks in prop::collection::vec((0..40_u32, 0..1000_u64, 0..20_u32), 0..60)
     ) {
-        // (chunk, sequence, depth). A depth of 0 is forged, so duplicates, orphans and wrong depths
-        // all occur.
+        // (chunk, sequence, depth). The depth can be a forged 0, so duplicates, orphans and wrong
+        // depths all occur.
         let found: Vec<_> = (0..).map(SlotId).zip(picks).map(|(slot, (i, sequence, forge))| {
             let meta = meta_of(i);
             DiskEntry { slot, meta: DiskMeta { depth: meta.depth + u32::from(forge == 0), ..meta }, sequence }
@@ -125,8 +125,8 @@ proptest! {
             let is_parent = |p: &DiskMeta| p.key == e.meta.parent && p.depth + 1 == e.meta.depth;
             e.meta.depth == 0 || all.iter().any(|p| is_parent(&p.meta))
         };
-        // Oracle: keep the newest copy of each key, then drop chunks without a parent until nothing
-        // changes.
+        // Oracle: keep the newest copy of each key, then repeatedly drop chunks whose parent is
+        // missing.
         let mut live: Vec<_> = found.iter().filter(|e| {
             !found.iter().any(|o| o.meta.key == e.meta.key && (o.sequence, o.slot) > (e.sequence, e.slot))
         }).copied().collect();
@@ -142,7 +142,7 @@ proptest! {
         for (at, e) in recovered.entries.iter().enumerate() {
             let earlier = &recovered.entries[..at];
             prop_assert!(e.meta.depth == 0 || earlier.iter().any(|p| p.meta.key == e.meta.parent), "parents come first");
-            // An entry follows a younger entry only if it has an older descendant.
+            // An entry follows a younger entry only if one of its descendants is older.
             let hoisted = |o: &DiskEntry| recovered.entries[at..].iter().any(|d| d.sequence <= o.sequence);
             prop_assert!(earlier.iter().all(|o| o.sequence <= e.sequence || hoisted(o)));
         }
@@ -152,7 +152,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
-    /// Runs the fuzz targets of `rust/fuzz` for as long as a test may take.
+    /// Runs the fuzz targets of `rust/fuzz` with as many inputs as a unit test can afford.
     #[test]
     fn test_no_bytes_make_the_tier_believe_a_lie(data in prop::collection::vec(any::<u8>(), 0..2000)) {
         fuzz::parse_record(&data);

@@ -1,5 +1,5 @@
-//! Tests damage on disk: a read verifies its bytes, an open accepts no bad record, and verify and
-//! inspect report the damage.
+//! Tests damaged directories: reads verify their bytes, opening accepts no invalid record, and
+//! verify and inspect report the damage.
 
 use crate::io::SizeClass;
 use crate::key::namespace_id;
@@ -108,14 +108,14 @@ fn test_verify_names_each_kind_of_damage() {
         verify(dir.path()).into_iter().map(|d| (d.slot, d.key.is_some(), d.problem)).collect();
     damage.sort();
     let expected = [
-        (Some(1), false, "record damaged"),
-        (Some(2), true, "its checksum differs"),
-        (Some(5), false, "the file of frames ends before it"),
+        (Some(1), false, "its record is damaged"),
+        (Some(2), true, "its checksum does not match"),
+        (Some(5), false, "the frames file is too short"),
     ];
     assert_eq!(damage, expected.map(|(slot, key, problem)| (slot, key, problem.to_owned())));
     assert_eq!(
         inspect(dir.path()).unwrap()[0].problem.as_deref(),
-        Some("2 records damaged or without their frame")
+        Some("2 records are damaged or have no frame")
     );
     let (tier, found) = open(&config);
     assert_eq!(tier.stats().dropped_records, 2);
@@ -164,7 +164,8 @@ fn test_verify_finds_nothing_wrong_where_nothing_was_saved_yet() {
     assert_eq!(inspect(dir.path()).unwrap()[0].problem, None);
 }
 
-/// An engine creates superblock, index and frames in this order and can be killed in between.
+/// An engine creates the superblock, the index and the frames file in this order, and can be killed
+/// between any two steps.
 #[test]
 fn test_verify_finds_nothing_wrong_where_an_engine_was_killed_before_it_had_files() {
     let dir = tempfile::tempdir().unwrap();
@@ -265,7 +266,7 @@ fn test_verify_compares_the_frames_own_trailer() {
     assert_eq!(damage.len(), 1);
     assert_eq!(
         (damage[0].slot, damage[0].problem.as_str()),
-        (Some(1), "its trailer names another key")
+        (Some(1), "its trailer has a different key")
     );
 }
 
