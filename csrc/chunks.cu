@@ -1,16 +1,16 @@
 // gather_chunks and scatter_chunks copy bytes between paged KV and contiguous chunk payloads, and
-// compute the chunks' tags. They do not depend on dtypes.
+// compute the tags of the chunks. The kernels work for any dtype.
 //
 // In: PieceParams (kv_layout.cuh). Out: the payload (gather) or the pages (scatter), and
 // tags_out[s], the sum of segment s. The tag of a chunk is the sum over its segments.
 //
-// Alignment: every address and length of a piece is a multiple of kVecBytes (16, 8, 4 or 1), which
-// the host checks. Grid: any size is correct; the warps divide the tiles evenly.
+// Alignment: every address and length of a piece must be a multiple of kVecBytes (16, 8, 4 or 1).
+// The host checks this. Grid: any grid size works; tiles are distributed evenly across warps.
 //
 // Expected: 2 bytes of HBM traffic per payload byte. Measured with 66 CTAs on an H200 (132 SMs):
-// 1.2 TB/s of payload for any page size, 22 times PCIe's rate, so half of the SMs are busy for a
-// few percent of the copy's time (benches/results). The tag takes two 64-bit multiplications per 8
-// bytes, which are hidden behind memory accesses.
+// 1.2 TB/s of payload for any page size, 22 times the PCIe bandwidth, so half of the SMs are busy
+// for only a few percent of the copy time (benches/results). The tag takes two 64-bit
+// multiplications per 8 bytes; memory latency hides them.
 #include "piece.cuh"
 
 namespace kvloft {
@@ -18,14 +18,14 @@ namespace kvloft {
 enum class Verb { kGather, kScatter };
 
 template <int kVecBytes>
-struct Item {  // what one thread copies at a time: 16 bytes if the alignment allows, else 8
+struct Item {  // the data that a thread copies at a time: 16 bytes if aligned, otherwise 8
   static constexpr u32 kWords = kVecBytes == 16 ? 2 : 1;
   static constexpr u32 kBytes = 8 * kWords;
   u64 words[kWords];
 };
 
-// Accesses are streaming, because neither side is read again soon. `num_bytes` is less than kBytes
-// only if a page ends inside a word.
+// Uses streaming accesses, because neither side is read again soon. `num_bytes` is less than kBytes
+// only if a page ends in the middle of a word.
 template <int kVecBytes>
 __device__ __forceinline__ Item<kVecBytes> load_item(const u8* __restrict__ from,
                                                      const u32 num_bytes) {
@@ -67,13 +67,13 @@ __device__ __forceinline__ void store_item(u8* __restrict__ to, const Item<kVecB
   }
 }
 
-// Copies one tile with one warp and returns this lane's part of the sum. Writes nothing if `to` is
-// null.
+// Copies one tile with one warp and returns this lane's contribution to the sum. Only computes the
+// sum if `to` is null.
 template <int kVecBytes>
 __device__ __forceinline__ u64 move_tile(const u8* __restrict__ from, u8* __restrict__ to,
                                          const u32 num_bytes, u64 position) {
   using It = Item<kVecBytes>;
-  constexpr int kUnroll = kVecBytes >= 8 ? 8 : 2;  // loads in flight; 8 x 16 bytes are a whole tile
+  constexpr int kUnroll = kVecBytes >= 8 ? 8 : 2;  // loads in flight; 8 x 16 bytes is a whole tile
   const u32 lane = threadIdx.x % kWarpSize;
   u64 sum = 0;
   position += lane * It::kWords * kTagB;
@@ -117,7 +117,7 @@ __device__ __forceinline__ void run_piece(const PieceParams& p) {
 }  // namespace kvloft
 
 // Each compilation has one vector width (KVLOFT_VEC_BYTES), so that an engine compiles only the
-// kernels that it uses. Threads are limited to 64 registers, so that two CTAs fit on an SM.
+// kernels it uses. Threads are limited to 64 registers, so that two CTAs fit on an SM.
 static_assert(KVLOFT_VEC_BYTES == 16 || KVLOFT_VEC_BYTES == 8 || KVLOFT_VEC_BYTES == 4 ||
                   KVLOFT_VEC_BYTES == 1,
               "KVLOFT_VEC_BYTES must be 16, 8, 4 or 1");

@@ -1,22 +1,23 @@
 // encode_chunks and decode_chunks convert losslessly between paged bf16 KV and encoded parts of
 // frames, and compute the tags of the raw pages.
 //
-// In: PieceParams (kv_layout.cuh). Out: like chunks.cu, and used_out[s], the size of segment s's
-// records in units of 16 bytes. A segment is a whole chunk. docs/design/compression.md describes
-// the format "e348": a table with an 8-byte entry per tile, then the tiles' records in any order.
+// In: PieceParams (kv_layout.cuh). Out: the same as in chunks.cu, plus used_out[s], the total size
+// of the records of segment s in units of 16 bytes. A segment is a whole chunk. The e348 format
+// (docs/design/compression.md) is a table with an 8-byte entry per tile, followed by the records of
+// the tiles in any order.
 //
-// Alignment: every address and length of a piece is a multiple of 16.
+// Alignment: every address and length of a piece must be a multiple of 16.
 //
-// Width: the copy engine copies the first `width` bytes of a part. If a record ends after them,
-// encode_chunks also writes it to the part in host memory, and decode_chunks reads it from there.
-// The host therefore does not need to know the records' sizes.
+// Width: the copy engine copies the first `width` bytes of a part. If a record extends past the
+// width, encode_chunks also writes the record to the part in host memory, and decode_chunks reads
+// it from host memory. The host therefore does not need the sizes of the records.
 //
-// Damaged parts: every offset is checked before use, so reads stay in the slot or the part. A tile
-// that cannot be decoded is missing from the sum, so the tag differs.
+// Damaged parts: every offset is checked before use, so reads are always in bounds. A tile that
+// cannot be decoded is missing from the sum, so the tag does not match.
 //
-// Expected: 1.7 bytes of HBM traffic per payload byte, but about 1,300 instructions per tile.
-// Measured with 66 CTAs on an H100: 550 (encode) and 650 (decode) GB/s of payload, eight times
-// PCIe's rate.
+// Expected: 1.7 bytes of HBM traffic per payload byte and about 1,300 instructions per tile.
+// Measured with 66 CTAs on an H100: 550 (encode) and 650 (decode) GB/s of payload, eight times the
+// PCIe bandwidth.
 #include "e348_format.cuh"
 
 namespace kvloft {
@@ -26,7 +27,8 @@ __device__ __forceinline__ u64 terms(const uint4& words, const u64 position) {
          term(static_cast<u64>(words.w) << 32 | words.z, position + kTagB);
 }
 
-// Copies a tile unchanged and returns this lane's part of the sum. Copies nothing if `to` is null.
+// Copies a tile unchanged and returns this lane's contribution to the sum. Only computes the sum if
+// `to` is null.
 __device__ __forceinline__ u64 move_raw(const u8* __restrict__ from, u8* __restrict__ to,
                                         const int num_rows, const u64 position) {
   const u32 lane_byte = threadIdx.x % kWarpSize * 16;
@@ -42,15 +44,15 @@ __device__ __forceinline__ u64 move_raw(const u8* __restrict__ from, u8* __restr
   return sum;
 }
 
-// A lane's share of a tile that is being encoded.
+// The data that one lane holds while its warp encodes a tile.
 struct LaneCodes {
   uint4 low_bytes[kPairs];
   u32 low_codes[kPairs];
   u32 high_codes[kPairs / 2];
-  u32 escapes[kPairs / 2];  // after encode_nibbles: only the escapes that need a byte
+  u32 escapes[kPairs / 2];  // after encode_nibbles, only the escapes that need a byte
 
-  // Splits words into low bytes (registers) and exponents (shared memory). Returns this lane's part
-  // of the tag; `stats` packs the sum of the exponents and the number of nonzero exponents.
+  // Splits words into low bytes (registers) and exponents (shared memory). Returns this lane's
+  // contribution to the tag. `stats` packs the sum and the number of nonzero exponents.
   __device__ __forceinline__ u64 read(const u8* page, const int num_rows, const u64 position,
                                       u32* mine, u32& stats) {
     const u32 lane_byte = threadIdx.x % kWarpSize * 16;
@@ -81,7 +83,7 @@ struct LaneCodes {
       }
     }
     stats = total | __dp4a(nonzero, 0x01010101u, 0u)
-                        << 20;  // the warp's totals, at most 2048 * 255 and 2048, also fit
+                        << 20;  // the totals of a warp (at most 2048 * 255 and 2048) also fit
     return sum;
   }
 
@@ -158,8 +160,8 @@ struct LaneCodes {
   }
 };
 
-// Encodes one tile with one warp. The record goes to the slot, to the part in host memory or, if it
-// crosses the end of the width, to both.
+// Encodes one tile with one warp. Writes the record to the slot, to the part in host memory, or to
+// both if the record crosses the end of the width.
 __device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& at,
                                            WarpMemory& memory) {
   if (at.page == nullptr) return 0;
@@ -172,7 +174,7 @@ __device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& a
   const RecordLayout layout(tile_bytes);
   LaneCodes codes;
   u32 stats, byte_at = 0;
-  __syncwarp();  // no lane still reads the previous tile's shared memory
+  __syncwarp();  // wait until no lane reads the shared memory of the previous tile
   const u64 sum = codes.read(at.page, num_rows, position, mine, stats);
   Entry entry{0, 0, 0, 0, true};
   if (at.tile.is_bf16) {
@@ -210,7 +212,7 @@ __device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& a
   return sum;
 }
 
-// Decodes one tile with one warp. A tile without a page is decoded only for its tag.
+// Decodes one tile with one warp. If the tile has no page, only its tag is computed.
 __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& at,
                                            WarpMemory& memory) {
   const u32 lane = threadIdx.x % kWarpSize;
@@ -221,14 +223,14 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
   const RecordLayout layout(tile_bytes);
   Entry entry{0, 0, 0, 0, true};
   u32 begin = static_cast<u32>(at.block * p.block_bytes) +
-              at.tile.payload_offset;  // a raw part starts with the payload
+              at.tile.payload_offset;  // the payload is at the start of a raw part
   if (!p.parts[at.segment].is_raw) {
     entry = Entry::of(reinterpret_cast<const u64*>(chunk.slot)[at.chunk_tile]);
     begin = chunk.table_bytes + entry.offset * 16;
   }
   const u32 end = begin + (entry.is_raw ? tile_bytes : layout.size(entry));
   if (end > p.part_room || (end > chunk.width && chunk.host == nullptr))
-    return 0;  // the part is damaged, and its tag will differ
+    return 0;  // the part is damaged, so its tag will not match
   const u8* const record = (end <= chunk.width ? chunk.slot : chunk.host) + begin;
   if (entry.is_raw) return move_raw(record, at.page, num_rows, position);
 
@@ -268,8 +270,8 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
       mine[4 * pair + 2 * half + 1] = __byte_perm(window0, window1, codes >> 16);
     }
   }
-  // A damaged record can read at most one word or byte past the counts in its entry. That is still
-  // inside the slot or the part.
+  // For a damaged record, reads extend at most one word or byte past the counts in its entry, which
+  // is still inside the slot or the part.
   const u32* const nibbles = reinterpret_cast<const u32*>(record + layout.nibbles);
   const u32 last_word = (entry.num_nibbles + 7) / 8;
   u32 nibble_at = sum_before(num_escapes, lane, total), num_bytes = 0;

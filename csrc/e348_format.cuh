@@ -1,14 +1,14 @@
-// The format "e348" of docs/design/compression.md: table entries, record layouts and exponent
-// codes; and the shared memory of a warp that encodes or decodes a tile.
+// Defines the e348 format (docs/design/compression.md): table entries, record layouts and exponent
+// codes. Also defines the shared memory that a warp uses to encode or decode a tile.
 #pragma once
 #include "piece.cuh"
 
 namespace kvloft {
 
 constexpr int kRows = kTileBytes / 512;  // a row is 512 bytes, 16 per lane
-constexpr int kPairs = kRows / 2;  // a pair is 16 words per lane; their low code bits are one u32
+constexpr int kPairs = kRows / 2;  // a pair is 16 words per lane; the low code bits fit in one u32
 constexpr int kLaneStride = 17;    // u32s per lane in shared memory; odd to avoid bank conflicts
-constexpr u32 kMaxNibbles = 1728;  // tiles with more are raw; 16 warps then fit in 48 KiB
+constexpr u32 kMaxNibbles = 1728;  // a tile with more nibbles is raw, so 16 warps fit in 48 KiB
 constexpr u32 kMaxBytes = 255;
 constexpr u32 kRawEntry = 0xfff;
 constexpr u32 kLowBits = 0x55555555u;  // lower bit of each bit pair
@@ -18,8 +18,8 @@ struct WarpMemory {
   u32 nibbles[kMaxNibbles / 8];
 };
 
-// A table entry. `offset` is relative to the table's end, in units of 16 bytes. `top` is the
-// largest exponent with a 3-bit code.
+// A table entry. `offset` is relative to the end of the table, in units of 16 bytes. `top` is the
+// largest exponent that has a 3-bit code.
 struct Entry {
   u32 offset, top, num_nibbles, num_bytes;
   bool is_raw;
@@ -36,7 +36,7 @@ struct Entry {
   }
 };
 
-// Offsets of the sections of a record, which depend only on the size of its tile.
+// Offsets of the sections of a record. The offsets depend only on the size of the tile.
 struct RecordLayout {
   u32 num_pairs, low_codes, high_codes, nibbles;
 
@@ -76,8 +76,8 @@ __device__ __forceinline__ int rows_of_lane(const u32 tile_bytes, const u32 lane
   return tile_bytes > lane * 16 ? static_cast<int>((tile_bytes - lane * 16 + 511) / 512) : 0;
 }
 
-// Returns a mask of the code bits of pair `pair` that belong to the tile: 2 bits per word, 8 words
-// per row.
+// Returns a mask of the code bits in pair `pair` that belong to the tile. Each word has 2 bits, and
+// each row has 8 words.
 __device__ __forceinline__ u32 word_mask(const int num_rows, const int pair) {
   const int in_pair = num_rows - 2 * pair;
   return in_pair >= 2 ? 0xffffffffu : in_pair == 1 ? 0xffffu : 0u;
@@ -97,14 +97,14 @@ __device__ __forceinline__ u32 nibble_of(const u32 exponent, const u32 top) {
   const u32 below = (top - exponent) & 255u;
   if (exponent == 0) return 14;          // zeros and denormals
   if (below >= 251) return 255 - below;  // top + 1 .. top + 5
-  return below < 16 ? below - 2 : 15;    // top - 7 .. top - 15; 15: a byte follows
+  return below < 16 ? below - 2 : 15;    // top - 7 .. top - 15; 15 means that a byte follows
 }
 __device__ __forceinline__ u32 exponent_of(const u32 nibble, const u32 top) {
   return nibble == 14 ? 0 : nibble < 5 ? top + 1 + nibble : top - 2 - nibble;
 }
 
-// Calls visit(exponent, bit) for each set bit of `escapes`, in order. A bit's position is 2 * word,
-// plus 1 for the second pair of the half.
+// Calls visit(exponent, bit) for each set bit of `escapes`, in order. The position of a bit is
+// 2 * word, plus 1 for the second pair of the half.
 template <typename Visit>
 __device__ __forceinline__ void for_each_escape(u32 escapes, u8* const half, const Visit visit) {
   while (escapes != 0) {
@@ -114,7 +114,7 @@ __device__ __forceinline__ void for_each_escape(u32 escapes, u8* const half, con
   }
 }
 
-// Spreads the low 16 bits of x: bit pair i becomes bits 4 * i and 4 * i + 1 of the result.
+// Spreads the low 16 bits of x, so that bit pair i becomes bits 4 * i and 4 * i + 1 of the result.
 __device__ __forceinline__ u32 spread(u32 x) {
   x = (x | x << 8) & 0x00ff00ffu;
   x = (x | x << 4) & 0x0f0f0f0fu;

@@ -1,11 +1,11 @@
-// Addresses of a piece: tiles of pages in paged KV, and segments of chunk payload in a staging slot
-// or a frame.
+// Structs that describe a piece: tiles of pages in paged KV, and segments of chunk payloads in a
+// staging slot or a frame.
 //
-// A tile is up to kTileBytes of one page; a warp copies one tile at a time. The tile table has the
-// tiles of one block in payload order, for all planes; the other blocks are at multiples of the
-// stride. A segment is a run of tiles of one chunk. This header has all 64-bit address arithmetic
-// of the kernels. python/kvloft/transfer/cuda/kernels.py mirrors the structs and compares their
-// sizes.
+// A tile is up to kTileBytes of one page; a warp copies one tile at a time. The tile table lists
+// the tiles of one block, across all planes, in payload order. Multiples of the stride give the
+// addresses of other blocks. A segment is a run of tiles from one chunk. The kernels do all 64-bit
+// address arithmetic in this header. python/kvloft/transfer/cuda/kernels.py mirrors the structs and
+// checks their sizes.
 #pragma once
 #include "tag.cuh"
 
@@ -30,10 +30,11 @@ struct Tile {
 };
 static_assert(sizeof(Tile) == 32, "mirrored in kernels.py");
 
-// Tiles [chunk_tile, chunk_tile + n) of one chunk; the next segment's first_tile determines n.
+// A segment covers tiles [chunk_tile, chunk_tile + n) of one chunk. The first_tile of the next
+// segment determines n.
 struct Segment {
-  // Offset of the chunk's payload from PieceParams::base, even if the segment starts inside the
-  // chunk.
+  // Offset of the start of the chunk's payload from PieceParams::base, even if the segment starts
+  // in the middle of the chunk.
   u64 base;
   u32 first_tile;   // index of the first tile in the piece
   u32 chunk_tile;   // index of the first tile in the chunk
@@ -42,10 +43,10 @@ struct Segment {
 };
 static_assert(sizeof(Segment) == 24, "mirrored in kernels.py");
 
-// An encoded part in host memory, for the kernels of e348.cu. There is one per segment.
+// An encoded part in host memory, used by the kernels in e348.cu. Each segment has one part.
 struct Part {
-  u64 address;  // first byte, in registered memory; 0 if the GPU has no access (loads only)
-  u32 width;    // bytes that the copy engine copies; later records are accessed in place
+  u64 address;  // start of the part in registered memory; 0 if the GPU has no access (loads only)
+  u32 width;    // bytes copied by the copy engine; kernels access later records in place
   u32 is_raw;   // nonzero if the payload is not encoded (loads only)
 };
 static_assert(sizeof(Part) == 16, "mirrored in kernels.py");
@@ -54,19 +55,19 @@ struct PieceParams {
   const Tile* tiles;  // [tiles_per_block]
   u64* sums;          // [kMaxSegments]; zero between launches
   u32* num_done;      // number of CTAs that have added their sums; zero between launches
-  u64* tags_out;      // [num_segments]: the final sums, in device or host memory
+  u64* tags_out;      // [num_segments]: final sums, in device or host memory
   u64 block_bytes;    // payload size of one block
-  u64 base;           // address of a slot or of the frames; segments' bases are relative to it
-  // For e348.cu only; sizes of records are in units of 16 bytes.
-  u32* num_used;  // [kMaxSegments]: sizes so far; zero between launches
+  u64 base;           // address of a slot or of the frames; segment bases are relative to it
+  // The next three fields are for e348.cu only. Record sizes are in units of 16 bytes.
+  u32* num_used;  // [kMaxSegments]: total record size so far; zero between launches
   u64* used_out;  // [num_segments]: final sizes, in device or host memory; null for other kernels
-  u64 part_room;  // size of a part without its trailer, in bytes
+  u64 part_room;  // size of a part in bytes, excluding its trailer
   u32 tiles_per_block;
   u32 num_planes;
   u32 num_tiles;
   u32 num_segments;
   Segment segments[kMaxSegments];
-  int block_ids[kMaxBlocks];  // negative: compute the payload's tag without writing pages
+  int block_ids[kMaxBlocks];  // if negative, only compute the tag of the payload; write no pages
   Part parts[kMaxSegments];
 };
 static_assert(sizeof(PieceParams) == 88 + (24 + 16) * kMaxSegments + 4 * kMaxBlocks,

@@ -1,7 +1,7 @@
-// The loop over the tiles of a piece, which all kernel families share.
+// The loop over the tiles of a piece. All kernel families share this loop.
 //
 // A kernel family passes a function that copies one tile (`TileAt`) with one warp and returns the
-// lane's part of the tile's sum. Each warp processes consecutive tiles.
+// lane's contribution to the tile's sum. Each warp processes consecutive tiles.
 #pragma once
 #include "kv_layout.cuh"
 
@@ -9,17 +9,18 @@ namespace kvloft {
 
 constexpr u32 kAllLanes = 0xffffffffu;
 
-// A tile of a piece, for one warp.
+// A tile of a piece, with its location. One warp processes one tile.
 struct TileAt {
   u32 segment;
   u32 chunk_tile;  // index of the tile in the chunk
   u32 block;       // index of the block in the chunk
   Tile tile;
-  u8* page;      // address in paged KV; null if the page must not be written
+  u8* page;      // address of the tile in paged KV; null if the kernel must not write it
   u64 position;  // tag position of the first word
 };
 
-// Returns the tag's term for a word. A benchmark compiles it out to measure the tag's cost.
+// Returns the term of a word in the tag. A benchmark compiles this computation out to measure its
+// cost.
 __device__ __forceinline__ u64 term(const u64 word, const u64 position) {
 #ifdef KVLOFT_BENCH_WITHOUT_TAG
   return 0;
@@ -48,13 +49,13 @@ __device__ __forceinline__ void flush_sum(const PieceParams& p, const u32 segmen
   if (threadIdx.x % kWarpSize == 0) atomicAdd(&p.sums[segment], sum);
 }
 
-// In the last CTA, writes the final sums and zeroes the state for the next launch. This avoids a
-// memset and a second kernel.
+// Writes the final sums and zeroes the state for the next launch if this CTA is the last to finish.
+// This avoids a memset and a second kernel.
 __device__ __forceinline__ void hand_over_sums(const PieceParams& p) {
   __shared__ bool is_last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();  // this CTA's additions must be visible before it is counted as done
+    __threadfence();  // make this CTA's additions visible before counting it as done
     is_last = atomicAdd(p.num_done, 1u) == gridDim.x - 1;
   }
   __syncthreads();
@@ -69,8 +70,8 @@ __device__ __forceinline__ void hand_over_sums(const PieceParams& p) {
 
 template <typename Move>
 __device__ __forceinline__ void for_each_tile(const PieceParams& p, const Move move) {
-  // A warp's tiles are consecutive, so it adds to only one or two segments. With interleaved tiles,
-  // the warps' atomics contend (H200, 4 KiB pages: 118 us per piece instead of 26).
+  // Each warp processes consecutive tiles, so it adds to only one or two segments. With interleaved
+  // tiles, atomics from different warps contend (H200, 4 KiB pages: 118 us per piece, not 26).
   constexpr u32 kWarps = kCtaThreads / kWarpSize;
   const u32 num_each = (p.num_tiles + gridDim.x * kWarps - 1) / (gridDim.x * kWarps);
   const u32 begin = (blockIdx.x * kWarps + threadIdx.x / kWarpSize) * num_each;

@@ -2,8 +2,8 @@
 // rust/core/src/tag.rs computes it on the CPU.
 //
 // tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C)) mod 2^64, where w[p, j] is the j-th
-// little-endian 64-bit word of page p. Pages are zero-padded to whole words. Threads may add words
-// in any order. tests/gpu/test_tag.py compares the constants with tag.rs.
+// little-endian 64-bit word of page p. Pages are zero-padded to whole words. Threads may add terms
+// in any order. tests/gpu/test_tag.py checks that the constants match tag.rs.
 #pragma once
 
 namespace kvloft {
@@ -19,9 +19,9 @@ constexpr u64 kTagC = 0x8cedaa8195c75ecdull;
 constexpr u64 kTagM1 = 0xaaa3ec2316f39b27ull;
 constexpr u64 kTagM2 = 0x6f8b3af112db4f79ull;
 
-// A bijection on 64-bit words, so that a changed word always changes its term of the sum.
+// This function is a bijection on 64-bit words, so changing a word always changes its term.
 __device__ __forceinline__ u64 mix(u64 x) {
-  // Rotates by 17 and 36 in 32-bit halves; with 64-bit shifts, the compiler spills registers.
+  // Rotate by 17 and 36 using 32-bit halves, because 64-bit shifts cause register spills.
   const u32 low = static_cast<u32>(x);
   const u32 high = static_cast<u32>(x >> 32);
   const u32 mixed_low = low ^ __funnelshift_r(low, high, 17) ^ __funnelshift_r(high, low, 4);
@@ -33,8 +33,8 @@ __device__ __forceinline__ u64 mix(u64 x) {
   return x ^ (x >> 32);
 }
 
-// Returns the tag position of word `word` of page `page`. The next word's position is larger by
-// kTagB.
+// Returns the tag position of word `word` in page `page`. The positions of consecutive words differ
+// by kTagB.
 __device__ __forceinline__ u64 tag_position(const u64 page, const u64 word) {
   return kTagC + page * kTagA + word * kTagB;
 }

@@ -309,7 +309,7 @@ def test_an_engine_computes_and_retries_if_its_server_fails_to_start(
     until(lambda: len(tried) > 2, "the start is not retried")
     (said,) = [record.getMessage() for record in logged()]
     assert said == (
-        "kvloft: the server of server = auto could not be started, so requests are computed until "
+        "kvloft: the server for server = auto could not be started, so requests are computed until "
         f"a server responds; start a server with `kvloft serve --socket {host.socket}`, or fix "
         "this error: [Errno 2] No such file or directory: '/nowhere/python'"
     )

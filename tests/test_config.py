@@ -250,7 +250,7 @@ def test_a_server_is_a_socket(origin: str) -> None:
 
 def test_server_settings_need_server_auto() -> None:
     with pytest.raises(
-        ConfigError, match=r"host_size \(kv_connector_extra_config\) does nothing with server"
+        ConfigError, match=r"host_size \(kv_connector_extra_config\) has no effect with server"
     ):
         load_config({"server": "unix:/s", "host_size": "1GiB"}, {})
     starting = load_config({"server": "auto", "host_size": "1GiB", "disk_path": "/cache"}, {})
@@ -409,22 +409,38 @@ def test_a_typo_is_answered_with_the_nearest_key(key: str, data: st.DataObject) 
         ("max_local_cpu_size", None, 'an LMCache setting; use host_size, for example "32GiB".'),
         ("max_local_cpu_size", 5, 'an LMCache setting; use host_size = "5GiB".'),
         ("LMCACHE_MAX_LOCAL_CPU_SIZE", "2.5", 'an LMCache setting; use host_size = "2.5GiB".'),
-        ("lmcache.chunk_size", 1, "an LMCache setting; kvloft does not need it; remove it."),
-        ("lmcache_rpc_port", 1, "an LMCache setting; kvloft does not need it; remove it."),
+        (
+            "lmcache.chunk_size",
+            1,
+            "an LMCache setting; kvloft does not need this setting; remove it.",
+        ),
+        (
+            "lmcache_rpc_port",
+            1,
+            "an LMCache setting; kvloft does not need this setting; remove it.",
+        ),
         ("lmcache.mp.port", 1, "an LMCache setting; use server, for example"),
         ("mp_host", "a", "an LMCache setting; use server, for example"),
         ("lmcache.zzz", 1, "an LMCache setting; kvloft has no equivalent; remove it."),
-        ("lmcache_instance_id", 1, "an LMCache setting; kvloft does not need it; namespace sep"),
+        (
+            "lmcache_instance_id",
+            1,
+            "an LMCache setting; kvloft does not need this setting; namespace sep",
+        ),
         ("local_disk", "file:///mnt/c", 'use disk_path = "/mnt/c".'),
         ("local_disk", True, "use disk_path, for example"),
         ("blocking_timeout_secs", 10, 'use load_timeout = "10s".'),
         ("use_layerwise", True, "kvloft does not need it, because copies run in the background"),
         ("LMCACHE_ENABLE_P2P", True, "an LMCache setting; kvloft serves one host and does not"),
         ("save_decode_cache", False, 'use save = "prompt".'),
-        ("reserve_local_cpu_size", 1, "an LMCache setting; kvloft does not need it; remove it."),
+        (
+            "reserve_local_cpu_size",
+            1,
+            "an LMCache setting; kvloft does not need this setting; remove it.",
+        ),
         ("cpu_bytes_to_use", 32 << 30, 'OffloadingConnector; use host_size = "32GiB".'),
-        ("spec_name", "x", "OffloadingConnector; kvloft does not need it; remove it."),
-        ("store_threshold", 1, "OffloadingConnector; kvloft saves each chunk at first use"),
+        ("spec_name", "x", "OffloadingConnector; kvloft does not need this setting; remove it."),
+        ("store_threshold", 1, "OffloadingConnector; kvloft saves each chunk on first use"),
     ],
 )
 def test_settings_of_other_caches_get_the_equivalent(key: str, value: object, wanted: str) -> None:

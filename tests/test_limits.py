@@ -138,16 +138,16 @@ def test_individual_limits_override_common_limits(tmp_path: Path) -> None:
     [
         ("salt: x", "is not a list"),
         (f"- {SECRET}: [", "is not YAML"),
-        (f"- {SECRET}", "entry 1: expected one of salt and salt_file"),
-        ("- {quota: 1%}", "entry 1: expected one of salt and salt_file"),
-        (f"- {{salt: {SECRET}, salt_file: x}}", "entry 1: expected one of salt and salt_file"),
+        (f"- {SECRET}", "entry 1: expected either salt or salt_file"),
+        ("- {quota: 1%}", "entry 1: expected either salt or salt_file"),
+        (f"- {{salt: {SECRET}, salt_file: x}}", "entry 1: expected either salt or salt_file"),
         (f"- {{salt: {SECRET}, qouta: 1%}}", "entry 1: 'qouta' is not known"),
         (f"- {{salt: {SECRET}, salt: x, quota: 1%}}", "entry 1 sets salt twice"),
         (
             f"- {{salt: null}}\n- {{salt: {SECRET}, quota: 1%, quota: 2%}}",
             "entry 2 sets quota twice",
         ),
-        (f"- {{{SECRET}: 1, {SECRET}: 2}}", "entry 1: expected one of salt and salt_file"),
+        (f"- {{{SECRET}: 1, {SECRET}: 2}}", "entry 1: expected either salt or salt_file"),
         (
             f"- {{salt: {SECRET}, quota: {SECRET}}}",
             "entry 1: quota is not allowed; it must be a percentage",
@@ -203,6 +203,6 @@ def test_an_engine_of_a_server_does_not_read_the_servers_salts() -> None:
 def test_a_quota_of_the_disk_needs_one() -> None:
     with pytest.raises(
         ConfigError,
-        match=r'salt_disk_quota = "10%" \(kv_connector_extra_config\) does nothing without disk',
+        match=r'salt_disk_quota = "10%" \(kv_connector_extra_config\) has no effect without disk',
     ):
         load_config({"salt_disk_quota": "10%"}, {})

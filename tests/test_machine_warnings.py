@@ -64,7 +64,7 @@ def test_a_quota_of_zero_frames_warns_unless_individual_salts_have_quotas(tmp_pa
     for quota, shown in (("0", "0B"), ("0%", "0%"), ("0.0", "0%")):
         (text,) = said(salt_quota=quota)
         assert text.startswith(
-            f"salt_quota = {shown} (kv_connector_extra_config) stores nothing of requests with a "
+            f"salt_quota = {shown} (kv_connector_extra_config) saves no requests that have a "
             "cache_salt"
         )
     file = tmp_path / "limits.yaml"
@@ -82,8 +82,8 @@ def test_a_quota_of_the_disk_in_the_file_needs_a_disk(tmp_path: Path) -> None:
         "disk_quota: null}\n"
     )
     assert said(salt_limits=file) == [
-        f"salt_limits = {file}, entry 1: disk_quota = 10% does nothing without disk_path.",
-        f"salt_limits = {file}, entry 2: disk_quota = 9GiB does nothing without disk_path.",
+        f"salt_limits = {file}, entry 1: disk_quota = 10% has no effect without disk_path.",
+        f"salt_limits = {file}, entry 2: disk_quota = 9GiB has no effect without disk_path.",
     ]
     assert said(salt_limits=file, disk_path=tmp_path / "new", disk_size="9GiB") == []
 
@@ -130,12 +130,11 @@ def test_a_quota_of_more_than_there_is_limits_nothing(tmp_path: Path) -> None:
         host, disk = said(**sizes, salt_quota=part, salt_disk_quota=part)
         assert host == (
             "salt_quota = 100% (kv_connector_extra_config) is all of the namespace's host memory, "
-            "so it limits "
-            "nothing; remove it for no limit."
+            "so it has no effect; remove it for no limit."
         )
         assert disk.startswith(
-            "salt_disk_quota = 100% (kv_connector_extra_config) is all of disk_size, so it limits "
-            "nothing;"
+            "salt_disk_quota = 100% (kv_connector_extra_config) is all of disk_size, so it has no "
+            "effect;"
         )
     assert said(**sizes, salt_quota="99.9%", salt_disk_quota="0.999") == []
     file = tmp_path / "limits.yaml"
@@ -147,10 +146,10 @@ def test_a_quota_of_more_than_there_is_limits_nothing(tmp_path: Path) -> None:
     host, disk = said(**sizes, salt_quota="5MiB", salt_disk_quota="9MiB")
     source = "(kv_connector_extra_config)"
     assert host == (
-        f"salt_quota = 5MiB {source} is more than host_size = 4MiB, so it limits nothing."
+        f"salt_quota = 5MiB {source} is more than host_size = 4MiB, so it has no effect."
     )
     assert disk == (
-        f"salt_disk_quota = 9MiB {source} is more than disk_size = 8MiB, so it limits nothing."
+        f"salt_disk_quota = 9MiB {source} is more than disk_size = 8MiB, so it has no effect."
     )
 
 
@@ -172,8 +171,8 @@ def test_limits_of_individual_salts_warn_like_common_limits(tmp_path: Path) -> N
         f"{first} quota = 10 has no unit, so it is in bytes; did you mean 10%?",
         f"{first} ttl = 24 has no unit, so it is in seconds; did you mean 24h?",
         f"{second} disk_quota = 4096 has no unit, so it is in bytes; did you mean 4096MiB?",
-        f"{first} disk_quota = 9MiB is more than disk_size = 8MiB, so it limits nothing.",
-        f"{second} quota = 5MiB is more than host_size = 4MiB, so it limits nothing.",
+        f"{first} disk_quota = 9MiB is more than disk_size = 8MiB, so it has no effect.",
+        f"{second} quota = 5MiB is more than host_size = 4MiB, so it has no effect.",
     ]
     assert said(salt_limits=file, server="auto") == [], "the engine's server reads the file"
     assert warnings(load_config({"server": "/a.sock"}, {"KVLOFT_SALT_LIMITS": str(file)})) == [], (
@@ -247,7 +246,7 @@ def test_an_unreadable_path_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_a_directory_of_another_user(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     (text,) = said(disk_path=tmp_path, disk_size="1MiB")
-    assert "files that are not kvloft's" in text
+    assert "files that do not belong to kvloft" in text
     (tmp_path / "lock").touch()
     assert said(disk_path=tmp_path, disk_size="1MiB") == []
 
@@ -331,7 +330,7 @@ def test_a_disk_directory_inside_another_is_reported(
     for path in (disk, tmp_path / "link" / "er", disk / "yet"):
         found = said(disk_path=path, disk_size="1MiB")
         assert [
-            f"disk_path = {path} is in {tmp_path}/first, the disk directory of another" in text
+            f"disk_path = {path} is inside {tmp_path}/first, the disk directory of another" in text
             for text in found
         ] == ([True] if is_told else [])
     assert said(disk_path=tmp_path / "first", disk_size="1MiB") == [] or lock is None, (

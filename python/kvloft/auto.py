@@ -1,8 +1,9 @@
-"""`server: auto`: one server per user and machine, started by the first engine.
+"""Implements `server: auto`: the first engine of a user on a machine starts a shared server.
 
-The server runs in a separate session, so signals to engines do not reach it and it outlives them.
-It exits `server_linger` seconds after the last engine. If multiple engines start concurrently, one
-of them binds the socket and the others use its server. This module must not import vLLM.
+The server runs in a separate session, so signals to engines do not reach the server, and it
+outlives the engines. The server exits `server_linger` seconds after the last engine. If multiple
+engines start concurrently, only one server binds the socket, and all engines use that server. This
+module must not import vLLM.
 """
 
 import contextlib
@@ -29,13 +30,13 @@ from kvloft.errors import MAY_PASS, ConfigError, StoreError
 START_TIMEOUT_S: Final = 30.0
 """Timeout for starting a server."""
 LOOK_EVERY_S: Final = 1.0
-"""Interval at which the watching thread checks whether the server or the engine has exited."""
+"""Interval at which the background thread checks whether the server or the engine has exited."""
 START_EVERY_S: Final = 10.0
 """Minimum interval between two attempts of an engine to start a server."""
 INVALID_SETTING: Final = 2
 """Exit status of `kvloft serve` if a setting is invalid."""
 _PEER: Final = struct.Struct("3i")
-"""Format of SO_PEERCRED: process, user and group of a socket's peer."""
+"""Format of SO_PEERCRED: process, user and group id of a socket's peer."""
 
 
 class _StartError(Exception):
@@ -46,8 +47,8 @@ def look_after(config: Config, logger: logging.Logger) -> Callable[[], None]:
     """Keep a server running at ``config.socket`` until the returned function is called.
 
     Raises ConfigError if the socket's directory is not private or the server rejects a setting.
-    Other errors are logged as warnings, and the start is retried in the background. Until a server
-    responds, requests are computed.
+    Other errors are logged as warnings, and a background thread retries. The engine computes all
+    requests without the cache until a server responds.
     """
     stop, last_warning = threading.Event(), ""
     try:
@@ -67,7 +68,7 @@ def _watch(
 ) -> None:
     """Restart the server after it exits, until ``stop`` is set.
 
-    Consecutive equal warnings are logged once; ``last_warning`` is already logged.
+    Repeated warnings are logged once. ``last_warning`` has already been logged.
     """
     while not stop.wait(LOOK_EVERY_S):
         with contextlib.suppress(OSError):
@@ -83,7 +84,7 @@ def _watch(
 
 
 def _ensure_server(config: Config, logger: logging.Logger) -> None:
-    """Start a server if none listens on the socket. Raises ConfigError or _StartError."""
+    """Start a server if no server listens on the socket. Raises ConfigError or _StartError."""
     path = Path(_path(config))
     _make_private(path.parent)
     if _is_listening(path):
@@ -107,7 +108,7 @@ def _ensure_server(config: Config, logger: logging.Logger) -> None:
     if status == 0:
         text = (
             "kvloft: started a server at unix:%s, which exits %g s after its last engine; its log "
-            "is %s"
+            "file is %s"
         )
         logger.info(text, path, config.server_linger, log)
         for line in errors.splitlines():
@@ -116,7 +117,7 @@ def _ensure_server(config: Config, logger: logging.Logger) -> None:
         raise ConfigError(errors.removeprefix("kvloft: "))
     elif not _wait_for_server(path):
         raise _StartError(
-            "the server of server = auto could not be started, so requests are computed until a "
+            "the server for server = auto could not be started, so requests are computed until a "
             f"server responds; start a server with `kvloft serve --socket {path}`, or fix this "
             f"error: {errors.removeprefix('kvloft: ')}"
         )
@@ -189,7 +190,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _connect(path: str | Path) -> int:
-    """Return the server's process id; 0 if the server runs in a different container.
+    """Return the server's process id, or 0 if the server runs in a different container.
 
     Raises OSError if no server is listening.
     """
@@ -209,7 +210,7 @@ def _is_listening(path: str | Path) -> bool:
 
 
 def _wait_for_server(path: Path) -> bool:
-    """Wait for a server that a concurrent engine may be starting. Return False after a timeout."""
+    """Wait for a server that another engine may be starting. Return False after a timeout."""
     deadline = time.monotonic() + START_TIMEOUT_S / 3
     while not (is_listening := _is_listening(path)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -222,7 +223,7 @@ def _wait_for_exit(path: str, stop: threading.Event) -> None:
     try:
         process = os.pidfd_open(pid)
     except OSError:
-        return  # the server has exited, or runs in a different container; the caller connects again
+        return  # the server exited or runs in a different container; the caller reconnects
     try:
         poll = select.poll()
         poll.register(process, select.POLLIN)

@@ -1,7 +1,7 @@
 """Names and help texts of all counters and gauges of stores, servers and engines.
 
 vLLM's `/metrics` and `kvloft serve --metrics` export this table. A test checks that stores, servers
-and docs/metrics.md use the same names. This module must not import other modules of kvloft.
+and docs/metrics.md use these names. This module must not import any other kvloft module.
 """
 
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from typing import Final
 
 
 class Scope(Flag):
-    """Where a metric is exported. `kvloft status --json` also prints metrics without a scope."""
+    """The places where a metric is exported. `kvloft status --json` prints all metrics."""
 
     ENGINE = auto()
-    """vLLM's `/metrics`: `vllm:kvloft_NAME`."""
+    """Exported by vLLM's `/metrics` as `vllm:kvloft_NAME`."""
     NAMESPACE = auto()
-    """`kvloft serve --metrics`: `kvloft_NAME` with the label `namespace`."""
+    """Exported by `kvloft serve --metrics` as `kvloft_NAME` with the label `namespace`."""
     SERVER = auto()
-    """`kvloft serve --metrics`: `kvloft_NAME` without a label."""
+    """Exported by `kvloft serve --metrics` as `kvloft_NAME` without a label."""
 
 
 _NONE: Final = Scope(0)
@@ -52,36 +52,30 @@ METRICS: Final = (
     _counter(
         "disk_slow_tokens",
         _ENGINE,
-        "Number of prompt tokens on disk that were computed because reading was expected to be "
-        "slower",
+        "Number of prompt tokens that were computed because reading them from disk was expected "
+        "to be slower",
     ),
     _counter(
         "load_lost_blocks",
         _ENGINE,
-        "Number of blocks offered to vLLM whose chunk was evicted before the load was planned",
+        "Number of blocks that were offered to vLLM and evicted before the load was planned",
     ),
-    _counter(
-        "loaded_bytes", _ENGINE, "Uncompressed size of all loads in bytes, summed over all ranks"
-    ),
+    _counter("loaded_bytes", _ENGINE, "Number of uncompressed bytes loaded, summed over all ranks"),
     _counter("load_seconds", _ENGINE, "Time spent copying loads in seconds, summed over all ranks"),
     _counter("saved_chunks", _ENGINE, "Number of chunks saved and published"),
-    _counter(
-        "saved_bytes", _ENGINE, "Uncompressed size of all saves in bytes, summed over all ranks"
-    ),
+    _counter("saved_bytes", _ENGINE, "Number of uncompressed bytes saved, summed over all ranks"),
     _counter("save_seconds", _ENGINE, "Time spent copying saves in seconds, summed over all ranks"),
     _counter(
         "save_dropped_chunks",
         _ENGINE,
         "Number of chunks not saved because no frame was free or the server did not respond",
     ),
-    _counter(
-        "save_failed_chunks", _ENGINE, "Number of chunks whose copy failed while they were saved"
-    ),
+    _counter("save_failed_chunks", _ENGINE, "Number of chunks not saved because the copy failed"),
     _counter(
         "save_misfit_chunks",
         _ENGINE,
-        "Number of chunks that compressed too little for their frames; their next save uses full "
-        "frames",
+        "Number of chunks not saved because they did not fit into a compressed frame; the next "
+        "save uses a full-size frame",
     ),
     _counter(
         "load_breaker_trips",
@@ -91,23 +85,23 @@ METRICS: Final = (
     _counter(
         "verify_failures",
         _ENGINE,
-        "Number of chunks that failed verification when they were loaded",
+        "Number of chunks that failed verification during a load",
     ),
     _counter(
         "layout_mismatches",
         _ENGINE,
-        "Number of chunks with a different memory layout, which are kept but not loaded",
+        "Number of chunks not loaded because their memory layout differs from the engine's",
     ),
     _counter("hook_errors", _ENGINE, "Number of errors inside kvloft that were treated as misses"),
-    _counter("server_late", _ENGINE, "Number of late responses of the server"),
+    _counter("server_late", _ENGINE, "Number of late responses from the server"),
     _counter(
         "server_late_chunks",
         _ENGINE,
-        "Number of chunks not saved because of late responses of the server",
+        "Number of chunks not saved because the server responded late",
     ),
     _counter("server_lost", _ENGINE, "Number of lost connections to the server"),
     _gauge("server_connected", _ENGINE, "1 while the engine is connected to the server"),
-    # Counted by each store: an engine's own, or a namespace of a server.
+    # Counted by each store, which belongs to an engine or to a namespace of a server.
     _counter("commits", _SPACE, "Number of chunks saved and published"),
     _counter("aborts", _SPACE, "Number of failed saves"),
     _counter("reserve_dropped", _SPACE, "Number of saves dropped because no frame was free"),
@@ -135,15 +129,15 @@ METRICS: Final = (
     _counter("evicted", _SPACE, "Number of chunks removed by kvloft evict"),
     _counter("disk_recovered", _NONE, "Number of chunks found on disk when the store was opened"),
     _counter("disk_writes", _SPACE, "Number of chunks written to disk"),
-    _counter("disk_bytes_written", _BOTH, "Disk writes in bytes"),
+    _counter("disk_bytes_written", _BOTH, "Number of bytes written to disk"),
     _counter("disk_write_us", _NONE, "Time that disk threads spent writing, in microseconds"),
     _counter(
         "disk_write_errors",
         _BOTH,
-        "Number of failed disk writes, except writes that found no space",
+        "Number of failed disk writes, excluding writes that failed because the disk was full",
     ),
     _counter("disk_reads", _SPACE, "Number of chunks read from disk"),
-    _counter("disk_bytes_read", _BOTH, "Disk reads in bytes"),
+    _counter("disk_bytes_read", _BOTH, "Number of bytes read from disk"),
     _counter("disk_read_us", _NONE, "Time that disk threads spent reading, in microseconds"),
     _counter(
         "disk_read_busy_us",
@@ -152,7 +146,7 @@ METRICS: Final = (
     ),
     _counter("disk_read_errors", _BOTH, "Number of failed disk reads"),
     _counter("disk_verify_failures", _BOTH, "Number of chunks on disk that failed verification"),
-    _counter("disk_dropped", _BOTH, "Number of chunks never written to disk"),
+    _counter("disk_dropped", _BOTH, "Number of chunks that were never written to disk"),
     _counter(
         "disk_unwritten",
         _BOTH,
@@ -161,24 +155,24 @@ METRICS: Final = (
     _counter("disk_removals", _BOTH, "Number of times the disk directory was removed while in use"),
     _counter("disk_trips", _BOTH, "Number of times the circuit breaker of the disk tier opened"),
     _gauge("frames_total", _BOTH, "Number of frames in host memory"),
-    _gauge("host_used_bytes", _BOTH, "Size of chunks in host memory in bytes"),
-    _gauge("host_raw_bytes", _BOTH, "Uncompressed size of chunks in host memory in bytes"),
-    _gauge("host_share_bytes", _SPACE, "Size of the namespace's share of host memory in bytes"),
-    _gauge("frames_visible", _BOTH, "Number of frames with a published chunk"),
+    _gauge("host_used_bytes", _BOTH, "Total size of chunks in host memory, in bytes"),
+    _gauge("host_raw_bytes", _BOTH, "Total uncompressed size of chunks in host memory, in bytes"),
+    _gauge("host_share_bytes", _SPACE, "Size of the namespace's share of host memory, in bytes"),
+    _gauge("frames_visible", _BOTH, "Number of frames that hold a published chunk"),
     _gauge("frames_reserved", _BOTH, "Number of frames being filled"),
     _gauge("frames_free", _BOTH, "Number of free frames"),
     _gauge("entries", _SPACE, "Number of chunks stored in any tier"),
     _gauge("pins", _BOTH, "Number of chunks pinned by loads"),
     _gauge("read_leases", _SPACE, "Number of prompts with pinned chunks"),
-    _gauge("write_leases", _NONE, "Number of reservations that are neither committed nor aborted"),
+    _gauge("write_leases", _NONE, "Number of reservations not yet committed or aborted"),
     _gauge("reads_pending", _SPACE, "Number of queued disk reads"),
     _gauge("salts", _SPACE, "Number of tenants with chunks"),
     _gauge("disk_used", _BOTH, "Number of chunks on disk"),
-    _gauge("disk_used_bytes", _BOTH, "Size of chunks on disk in bytes"),
-    _gauge("disk_raw_bytes", _BOTH, "Uncompressed size of chunks on disk in bytes"),
+    _gauge("disk_used_bytes", _BOTH, "Total size of chunks on disk, in bytes"),
+    _gauge("disk_raw_bytes", _BOTH, "Total uncompressed size of chunks on disk, in bytes"),
     _gauge("disk_pending", _SPACE, "Number of queued disk writes"),
     _gauge("disk_slots", _NONE, "Number of slots in the disk files"),
-    _gauge("disk_bytes", _SPACE, "Size of the namespace's disk files in bytes"),
+    _gauge("disk_bytes", _SPACE, "Total size of the namespace's disk files, in bytes"),
     _gauge(
         "disk_broken",
         _BOTH,
@@ -190,35 +184,35 @@ METRICS: Final = (
     _counter("lookup_chunks_found", _SPACE, "Number of chunks that lookups found in any tier"),
     _counter("load_chunks", _SPACE, "Number of chunks loaded by engines"),
     _counter("save_chunks", _NONE, "Number of chunks saved by engines"),
-    _counter("late_calls", _SPACE, "Number of late responses of the server, as counted by engines"),
     _counter(
-        "late_chunks", _SPACE, "Number of chunks not saved because of late responses of the server"
+        "late_calls", _SPACE, "Number of late responses from the server, as reported by engines"
     ),
+    _counter("late_chunks", _SPACE, "Number of chunks not saved because the server responded late"),
     _gauge("slabs", _SPACE, "Number of slabs assigned to the namespace"),
-    _gauge("share_percent", _NONE, "The namespace's fixed share of host memory in percent, if set"),
-    # Counted by a server as a whole.
+    _gauge("share_percent", _NONE, "Fixed share of host memory in percent, if configured"),
+    # Counted once per server.
     _counter("server_accepted", _SERVER, "Number of accepted connections"),
     _counter("server_joined", _SERVER, "Number of engines that joined, including reconnections"),
     _counter("server_refused", _SERVER, "Number of rejected connections"),
-    _gauge("host_bytes", _SERVER, "Size of the server's host memory in bytes"),
-    _gauge("slab_bytes", _SERVER, "Size of a slab in bytes"),
+    _gauge("host_bytes", _SERVER, "Size of the server's host memory, in bytes"),
+    _gauge("slab_bytes", _SERVER, "Size of a slab, in bytes"),
     _gauge("engines", _SERVER, "Number of connected engines"),
-    _gauge("server_host_bytes", _SERVER, "Size limit of host memory in bytes"),
-    _gauge("server_disk_bytes", _SERVER, "Size limit of the disk directory in bytes"),
+    _gauge("server_host_bytes", _SERVER, "Size limit of host memory, in bytes"),
+    _gauge("server_disk_bytes", _SERVER, "Size limit of the disk directory, in bytes"),
     _gauge("server_disk_unused", _SERVER, "1 while the disk directory is unusable"),
     _gauge(
-        "server_disk_free_bytes", _SERVER, "Free space in the disk directory's file system in bytes"
+        "server_disk_free_bytes", _SERVER, "Free space on the disk directory's file system in bytes"
     ),
-    _gauge("server_disk_closed_bytes", _SERVER, "Size of closed namespaces on disk in bytes"),
+    _gauge("server_disk_closed_bytes", _SERVER, "Size of closed namespaces on disk, in bytes"),
     _gauge(
         "quarantined_reservations",
         _SERVER,
-        "Number of frames reserved until the processes of a dead engine exit",
+        "Number of frames that stay reserved until all processes of a dead engine exit",
     ),
     _gauge(
         "quarantined_leases",
         _NONE,
-        "Number of leases of dead engines, kept until no process can read their frames",
+        "Number of leases of dead engines that are kept until no process can read their frames",
     ),
 )
 """All counters and gauges."""

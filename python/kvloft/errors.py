@@ -1,7 +1,7 @@
 """Exceptions of kvloft and its Rust extension, and exit statuses of its commands.
 
-Invalid settings only raise at startup: inside a step, an error is a miss and is counted. Every
-module may import this module, so it must not import any module of kvloft.
+Invalid settings raise an exception at startup. An error during a step is counted and treated as a
+miss. Every module may import this module, so this module must not import any other kvloft module.
 """
 
 import errno
@@ -11,14 +11,14 @@ MAY_PASS: Final = {
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EMFILE", "ENFILE", "ENOMEM")
 }
-"""System errors that can be temporary: an engine starts despite them."""
+"""System errors that may be temporary, so they do not prevent an engine from starting."""
 
 NOT_WRITTEN: Final = 4
 """Exit status of a command that could not write its output."""
 
 
 class ConfigError(ValueError):
-    """A setting or an argument is invalid; the message contains its name, its value and the fix."""
+    """A setting or argument is invalid. The message contains its name, its value and the fix."""
 
 
 class UnsupportedError(ConfigError):
@@ -26,15 +26,15 @@ class UnsupportedError(ConfigError):
 
 
 class StoreError(RuntimeError):
-    """The store or server failed: an I/O error, a damaged file, no response, or it is closed."""
+    """The store or server failed (I/O error, damaged file, no response) or is closed."""
 
 
 class DeniedError(StoreError):
-    """This user cannot open the server's socket."""
+    """The current user has no permission to open the server's socket."""
 
 
 class LateError(StoreError):
-    """The server did not respond in time. It may still execute the request."""
+    """The server did not respond in time, but may still execute the request."""
 
 
 class BusyError(StoreError):

@@ -1,6 +1,6 @@
-"""Tenant limits: reads the YAML file of ``salt_limits`` and returns the limits for the store.
+"""Reads tenant limits from the settings and from the YAML file that ``salt_limits`` names.
 
-Salts are secrets: the store hashes them, and messages and logs must not contain them.
+Salts are secrets. The store hashes them, and messages and logs must not contain them.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ WANTED: Final = (
 
 
 class Limits(NamedTuple):
-    """Limits of host memory and disk, and time to live in seconds; None: no limit."""
+    """Limits on host memory and disk, and the time to live in seconds. None means no limit."""
 
     quota: Quota | None = None
     disk_quota: Quota | None = None
@@ -34,7 +34,7 @@ class Limits(NamedTuple):
 
 
 class TenantLimits(NamedTuple):
-    """Limits for each salt, for requests without a salt, and for individual salts."""
+    """The default limits per salt, limits for requests without a salt, and limits by salt."""
 
     salted: Limits
     unsalted: Limits
@@ -42,13 +42,13 @@ class TenantLimits(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A value in the file of ``salt_limits``, its location, and the setting for all salts."""
+    """A value in the ``salt_limits`` file, its location, and the corresponding global setting."""
 
     blame: str
     setting: str
     value: Quota
     is_bare: bool
-    """True for a number without a unit."""
+    """True if the value is a number without a unit."""
 
 
 def tenant_limits(config: Config) -> TenantLimits | None:
@@ -61,7 +61,7 @@ def tenant_limits(config: Config) -> TenantLimits | None:
 
 
 def given_limits(config: Config) -> Iterator[Given]:
-    """Yield the values in the file of ``salt_limits``. Raises ConfigError if it is invalid."""
+    """Yield the values in the ``salt_limits`` file. Raises ConfigError if the file is invalid."""
     for blame, entry in _entries(config.salt_limits) if config.salt_limits is not None else ():
         for key, (_, parse) in KEYS.items():
             if (raw := entry.get(key)) is not None:
@@ -71,7 +71,7 @@ def given_limits(config: Config) -> Iterator[Given]:
 
 
 def read_salt(raw: bytes, source: str) -> str:
-    """Return a file's salt without the final newline. Raises ConfigError if it is invalid."""
+    """Decode a salt and strip the final newline. Raises ConfigError if the salt is invalid."""
     try:
         salt = raw.decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError:
@@ -92,14 +92,14 @@ def _from_file(path: str, salted: Limits) -> dict[str | None, Limits]:
 
 
 def _entries(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield each entry of the file, after its name for error messages."""
+    """Yield (name, entry) for each entry of the file. Error messages contain the name."""
     blame = f"salt_limits = {path}"
     entries, node = read_yaml(path, blame, f"{WANTED}.")
     if not isinstance(entries, list):
         raise ConfigError(f"{blame} is not a list; {WANTED}.")
     for nth, (entry, own) in enumerate(zip(entries, node.value, strict=True), 1):
         twice = first_twice(keys_of(own))
-        if twice in (*SALT_KEYS, *KEYS):  # any other key can be a salt
+        if twice in (*SALT_KEYS, *KEYS):  # any other key might be a salt, which must not be printed
             raise ConfigError(f"{blame}, entry {nth} sets {twice} twice; remove one.")
         yield f"{blame}, entry {nth}", entry
 
@@ -107,7 +107,7 @@ def _entries(path: str) -> Iterator[tuple[str, Any]]:
 def _entry(entry: Any, blame: str, folder: Path, salted: Limits) -> tuple[str | None, Limits]:
     if not isinstance(entry, dict) or len([key for key in entry if key in SALT_KEYS]) != 1:
         raise ConfigError(
-            f"{blame}: expected one of salt and salt_file (salt: null for requests without one); "
+            f"{blame}: expected either salt or salt_file (salt: null for requests without one); "
             f"{WANTED}."
         )
     if unknown := [key for key in entry if key not in (*KEYS, *SALT_KEYS)]:

@@ -1,7 +1,7 @@
-"""Checks of settings against this machine before the model is known: errors if they cannot work,
-otherwise warnings.
+"""Checks settings against this machine before the model is known. Settings that cannot work are
+errors; settings that probably will not work are warnings.
 
-Changes nothing and creates no directory. This module must not import vLLM or the store.
+The checks have no side effects. This module must not import vLLM or the store.
 """
 
 import math
@@ -17,14 +17,14 @@ from kvloft.errors import ConfigError
 from kvloft.limits import given_limits, tenant_limits
 
 SMALL: Final = 1 << 20
-"""A smaller size without a unit is probably not in bytes."""
+"""A size without a unit that is below this value is probably not in bytes."""
 SHORT_S: Final = 3600
-"""A shorter time without a unit is probably not in seconds."""
+"""A time without a unit that is below this value is probably not in seconds."""
 MAX_BARE_TIMEOUT_S: Final = 0.9
-"""A longer server_timeout without a unit is probably in milliseconds."""
+"""A server_timeout without a unit that is above this value is probably in milliseconds."""
 PROC: Final = Path("/proc")
 MAX_LOCK_BYTES: Final = 32
-"""Maximum size of the lock file of a disk directory, which contains its owner's process id."""
+"""Maximum size of the lock file in a disk directory. The file contains the owner's process id."""
 
 
 def refuse_impossible(config: Config) -> None:
@@ -48,15 +48,14 @@ def refuse_impossible(config: Config) -> None:
 
 def refuse_here(config: Config, available_bytes: int | None = None) -> None:
     """Raise ConfigError if no engine can start with these settings on this machine.
-    ``available_bytes``: the memory left, if known.
 
-    A disk_path without write permission is not an error: permissions, free space and mounts can
-    change while the engine runs with host memory.
+    ``available_bytes`` is the amount of free memory, if known. An unwritable disk_path is not an
+    error: permissions, free space and mounts can change while the engine uses host memory.
     """
     refuse_impossible(config)
-    if config.server not in (None, AUTO):  # the server has its own host_size
+    if config.server not in (None, AUTO):  # the server has a separate host_size
         return
-    left = available_bytes if config.server is None else None  # a running server uses some of it
+    left = available_bytes if config.server is None else None  # a running server may use some of it
     if left is not None and config.host_size > left:
         found = f"the {size_text(left)} that this machine or container has left"
     elif config.host_size > (memory := _machine_bytes()):
@@ -87,9 +86,9 @@ def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status"))
 
 
 def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
-    """Return a sentence for each setting for which this machine may lack space or permissions.
+    """Return a sentence for each setting that will probably not work on this machine.
 
-    ``opens_disk``: the caller opens the disk directory next, which checks its owner.
+    If ``opens_disk`` is True, skip checks that the caller repeats when it opens the disk directory.
     """
     if config.server is not None:  # the server checks its memory and disk
         return _bare(config)
@@ -104,7 +103,7 @@ def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
 
 
 def _bare(config: Config) -> list[str]:
-    """Return a warning for each number without a unit that is probably a mistake."""
+    """Return a warning for each number whose missing unit is probably a mistake."""
     numbers = [
         (f"{key} = {_shown(number)} ({config.origin(key)})", key, number)
         for key, number in config.bare_numbers.items()
@@ -129,7 +128,9 @@ def _shown(number: float) -> str:
 
 
 def _meant(key: str, number: float) -> tuple[str, str, float, float]:
-    """Return a bare number's unit, the unit probably meant, and the suspicious range."""
+    """Return the unit of a bare number, the unit the user probably meant, and the range of
+    suspicious values.
+    """
     if key == "salt_ttl":
         return "seconds", "h", 0, SHORT_S
     if key == "server_timeout":
@@ -142,13 +143,13 @@ def _in_vain(config: Config) -> Iterator[str]:
     # With salt_limits, a quota of 0 is valid: only the salts in the file are stored.
     if config.salt_quota == 0 and config.salt_limits is None:
         given = f"salt_quota = {format_quota(config.salt_quota)} ({config.origin('salt_quota')})"
-        yield f"{given} stores nothing of requests with a cache_salt; remove it for no limit."
+        yield f"{given} saves no requests that have a cache_salt; remove it for no limit."
     wholes = {"salt_quota": "host_size", "salt_disk_quota": "disk_size"}
     for key in wholes:
         if getattr(config, key) == 1.0 and isinstance(getattr(config, key), float):
             all_of = "the namespace's host memory" if key == "salt_quota" else "disk_size"
             yield (
-                f"{key} = 100% ({config.origin(key)}) is all of {all_of}, so it limits nothing; "
+                f"{key} = 100% ({config.origin(key)}) is all of {all_of}, so it has no effect; "
                 "remove it for no limit."
             )
     quotas = [
@@ -164,18 +165,18 @@ def _in_vain(config: Config) -> Iterator[str]:
     for name, origin, key, quota in quotas:
         whole = getattr(config, wholes[key])
         if key == "salt_disk_quota" and config.disk_path is None:
-            yield f"{name} = {format_quota(quota)} does nothing without disk_path."
+            yield f"{name} = {format_quota(quota)} has no effect without disk_path."
         elif isinstance(quota, int) and quota > whole:
             given, least = format_size(quota), format_size(whole)
             yield (
-                f"{name} = {given}{origin} is more than {wholes[key]} = {least}, so it limits "
-                "nothing."
+                f"{name} = {given}{origin} is more than {wholes[key]} = {least}, so it has no "
+                "effect."
             )
 
 
 def _nearest(path: Path) -> Path:
     """Return the path or its closest parent that exists and is visible to this user."""
-    # Path.exists raises for a path in an unreadable directory.
+    # Path.exists raises an exception for a path in an unreadable directory.
     return next((place for place in (path, *path.parents) if os.path.exists(place)), path)  # noqa: PTH110
 
 
@@ -233,7 +234,7 @@ def _others(path: Path) -> str | None:
 
 
 def _room(path: Path, disk_size: int) -> str | None:
-    """Return a warning if disk_size exceeds free space plus the directory's own files."""
+    """Return a warning if disk_size exceeds the free space plus the size of existing files."""
     try:
         free = shutil.disk_usage(_nearest(path)).free
         ours = sum(file.stat().st_blocks * 512 for file in path.glob("*/*.dat"))
@@ -256,13 +257,13 @@ def _company(path: Path) -> str | None:
     if not names or "lock" in names:
         return None
     return (
-        f"disk_path = {path} contains files that are not kvloft's; they are kept, but a separate "
-        "directory is easier to delete."
+        f"disk_path = {path} contains files that do not belong to kvloft; kvloft keeps them, but a "
+        "separate directory is easier to delete."
     )
 
 
 def _nested(path: Path) -> str | None:
-    """Return a warning if the directory is in another disk directory."""
+    """Return a warning if the directory is inside another disk directory."""
     for above in Path(os.path.realpath(path)).parents:
         lock = above / "lock"
         try:
@@ -272,8 +273,8 @@ def _nested(path: Path) -> str | None:
             continue
         if is_disk:
             return (
-                f"disk_path = {path} is in {above}, the disk directory of another engine or "
-                "server, whose disk_size does not "
-                "count it and whose removal deletes it; set disk_path to a separate directory."
+                f"disk_path = {path} is inside {above}, the disk directory of another engine or "
+                "server, whose disk_size does not include it; set disk_path to a separate "
+                "directory, because removing the outer directory would delete it."
             )
     return None

@@ -1,4 +1,4 @@
-"""Opens the store of an engine: in this process, or on a server that engines share.
+"""Opens the store of an engine, either in this process or on a server that engines share.
 
 This module must not import vLLM.
 """
@@ -17,8 +17,8 @@ def open_store(
 ) -> _core.Session:
     """Open a session with the store of ``namespace``.
 
-    ``description`` is one line of text about the namespace. ``disk_path`` is the disk directory of
-    this engine. Raises ConfigError if a setting is invalid.
+    ``description`` is one line of text that describes the namespace. ``disk_path`` is the disk
+    directory of this engine. Raises ConfigError if a setting is invalid.
     """
     groups = groups_of(shape)
     sizes = list(zip(shape.frame_sizes, shape.raw_frame_sizes, strict=True))
@@ -50,7 +50,7 @@ def open_store(
 def groups_of(
     shape: CacheShape,
 ) -> list[tuple[int | None, str, int, int, int, int, int, int | None]]:
-    """Return the KV cache groups as arguments of a `_core.Session`."""
+    """Return the KV cache groups in the format that `_core.Session` expects."""
     return [
         (
             shape.number_of(nth),
@@ -66,7 +66,7 @@ def groups_of(
 
 
 def arena_of(store: _core.Session, shape: CacheShape) -> ArenaSpec | None:
-    """Return the arena that workers map; None while the server is unavailable."""
+    """Return the arena that workers map, or None while the server is unavailable."""
     if not (path := store.arena_path):
         return None
     size_bytes, slab_bytes = store.arena_sizes
@@ -77,8 +77,8 @@ def disk_path_of(config: Config, parallel: Any) -> str | None:
     """Return the disk directory of this data-parallel engine.
 
     The first engine uses ``disk_path``; engine N uses its subdirectory ``dpN``. ``parallel`` is
-    vLLM's ParallelConfig. Only ``data_parallel_index`` identifies the engine if the model is dense:
-    vLLM then resets the data-parallel size to 1 and the rank to 0
+    vLLM's ParallelConfig. For a dense model, only ``data_parallel_index`` identifies the engine,
+    because vLLM resets the data-parallel size to 1 and the rank to 0
     (`reconfigure_for_independent_dp_rank`).
     """
     index = getattr(parallel, "data_parallel_index", None)

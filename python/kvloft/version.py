@@ -1,4 +1,4 @@
-"""Version and git revision of this build. The version is defined in Cargo.toml."""
+"""The version and git revision of this build. Cargo.toml defines the version."""
 
 from typing import Final
 

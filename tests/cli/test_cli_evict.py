@@ -196,7 +196,7 @@ def test_a_missing_server_is_reported(folder: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "use --salt-file or --salt to select a tenant, or --host-only"),
+        ([], "select a tenant with --salt-file or --salt, or use --host-only"),
         (["--salt", ""], "the salt is empty"),
         (["--salt-file", "{folder}/none"], "cannot be read (No such file or directory)"),
         (["--salt-file", "{folder}/newline"], "the salt is empty"),

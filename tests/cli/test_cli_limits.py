@@ -173,7 +173,7 @@ def test_status_shows_usage_of_tenants_without_salts(
             ["--salt-ttl", "0s"],
             'salt_ttl = "0s" (command line) is not allowed; it must be a time from 1s to 3650d',
         ),
-        (["--salt-disk-quota", "1%"], "does nothing without disk_path"),
+        (["--salt-disk-quota", "1%"], "has no effect without disk_path"),
         (["--salt-limits", "/none/such.yaml"], "salt_limits = /none/such.yaml cannot be read"),
     ],
 )

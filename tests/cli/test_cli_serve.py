@@ -66,7 +66,7 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(
             "disk: 0 B of 1 MiB (0.0%) in files; its file system has FREE\n"
             f"disk path: {disk}\n"
             "engines: 0 connected\n"
-            "hit rate: none yet: no lookups\n"
+            "hit rate: no lookups yet\n"
             "No engine has connected yet, so no memory is in use.\n"
         )
         engine = _core.Session.connect(
@@ -173,7 +173,7 @@ def test_a_second_server_on_a_disk_warns_at_its_start(folder: Path, is_backgroun
         trouble = (
             f"disk_path {disk} is in use by process {first.pid}: stop it, or set another disk_path"
         )
-        warning = f"kvloft: warning: {trouble}; the server uses host memory only and retries\n"
+        warning = f"kvloft: warning: {trouble}; using host memory only and retrying\n"
         first_line = f"host 4 MiB, disk {disk} not in use, retrying ({trouble})\n"
         more = ["--linger", "1s", "--background", str(log)] if is_background else []
         with served(
@@ -532,8 +532,8 @@ def test_a_folder_of_the_log_is_not_made(folder: Path, capsys: pytest.CaptureFix
         == 2
     )
     said = (
-        f"kvloft: --background {log}: the file cannot be written ({folder}/typed does not exist); "
-        "use another file.\n"
+        f"kvloft: --background {log}: cannot write the file ({folder}/typed does not exist); "
+        "use a different file.\n"
     )
     assert capsys.readouterr().err == said
     assert not list(folder.iterdir())
@@ -638,9 +638,9 @@ def looks_left(looks: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("nodes", "said"),
     [
-        ("", "expected a node for each rank"),
-        ("0,", "expected a node for each rank"),
-        ("0;1", "expected a node for each rank"),
+        ("", "expected one node for each rank"),
+        ("0,", "expected one node for each rank"),
+        ("0;1", "expected one node for each rank"),
         (
             "0,63",
             (

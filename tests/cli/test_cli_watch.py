@@ -235,7 +235,7 @@ def test_watch_reports_a_late_answer_and_continues(
     assert main(["status", "--watch", "--socket", socket, *options]) == 0
     out, late = (
         capsys.readouterr().out,
-        "The server has not answered for 0 s; its process is stopped or busy.",
+        "The server has not responded for 0 s; its process is stopped or busy.",
     )
     if not is_json:
         assert [out.count(text) for text in (late, "all engines", "per second")] == [2, 2, 2], (
@@ -273,7 +273,7 @@ def test_watch_waits_for_a_server_that_does_not_answer_yet(
             == 0
         )
     captured = capsys.readouterr()
-    assert captured.out.count("The server has not answered") == 2 and captured.err == ""
+    assert captured.out.count("The server has not responded") == 2 and captured.err == ""
 
 
 def test_watch_shows_the_last_state_below_a_late_answer(
@@ -294,7 +294,7 @@ def test_watch_shows_the_last_state_below_a_late_answer(
 
     monkeypatch.setattr(_core, "server_status", status)
     assert main(["status", "--watch", "--socket", socket, "--count", "2", "--interval", "0.1"]) == 0
-    last = screen.getvalue().rpartition("The server has not answered")[2]
+    last = screen.getvalue().rpartition("The server has not responded")[2]
     assert "all engines" in last
 
 
@@ -303,7 +303,9 @@ def test_watch_shows_the_late_answers_that_engines_counted(socket: str) -> None:
     status["namespaces"][0]["stats"] |= {"late_calls": 7, "late_chunks": 12}
     drawn = Console(width=150, record=True, file=io.StringIO())
     drawn.print(watch.picture(status, {}))
-    assert "Late answers: 7; chunks not saved because of them: 12." in drawn.export_text()
+    assert (
+        "Late responses: 7; chunks not saved because of late responses: 12." in drawn.export_text()
+    )
 
 
 def test_hit_rates_are_shown_per_engine_and_in_total(

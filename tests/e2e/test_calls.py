@@ -39,7 +39,7 @@ def test_introspection_ends_nothing(
         engine.rpc("compute_weight_checksums")
         engine.rpc("release_late_interaction_query_cache", [])
     assert hit(truth, engine) == FULL
-    assert "caching has stopped" not in engine.tail(1 << 20)
+    assert "caching is disabled" not in engine.tail(1 << 20)
     engine.rpc("get_model")
     assert hit(truth, engine) == 0, "code that receives the model can change it"
     assert "get_model may have replaced the weights" in engine.tail(1 << 20)

@@ -1,1 +1,1 @@
-"""`kvloft bench`: measures copies on the user's machine, after verifying the copied bytes."""
+"""Implements `kvloft bench`, which verifies and measures copies on the user's machine."""

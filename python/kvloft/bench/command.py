@@ -1,8 +1,8 @@
-"""The command `kvloft bench copy`: measures copies on this machine's GPU, and prints or plots their
-rates.
+"""Implements `kvloft bench copy`, which measures copy rates on this machine's GPU and prints or
+plots them.
 
-Rejects invalid arguments and missing hardware before the measurements. Imports torch only when the
-command runs.
+Invalid arguments and missing hardware are reported before the measurements. torch is only imported
+when the command runs.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from kvloft.errors import UnsupportedError
 
-STATUS = "Exit status: 0 success; 1 failed or wrong copy; 2 the bench cannot run here."
+STATUS = "Exit status: 0 success; 1 a copy failed or was wrong; 2 the bench cannot run here."
 
 
 def add_parser(subparsers: Any) -> None:
@@ -28,18 +28,18 @@ def add_parser(subparsers: Any) -> None:
         "bench",
         help="measure copies on this machine's GPU",
         description=(
-            "Measure copies on this machine's GPU. Prints medians, and the ceilings measured in "
-            "the same run."
+            "Measure copies on this machine's GPU. Print medians and the ceilings measured in the "
+            "same run."
         ),
     )
     copy = parser.add_subparsers(required=True, metavar="WHAT").add_parser(
         "copy",
         help=(
-            "measure GB/s of saves and loads by page size, and the slowdown of concurrent "
+            "measure save and load bandwidth by page size, and the slowdown of concurrent "
             "computation"
         ),
         description=(
-            "Measure GB/s of saves and loads by page size, compared with one large copy, and the "
+            "Measure save and load bandwidth by page size, compared with one large copy, and the "
             f"slowdown of concurrent computation. {STATUS}"
         ),
     )
@@ -47,20 +47,20 @@ def add_parser(subparsers: Any) -> None:
         "--mib",
         type=whole(64, 1024),
         default=1024,
-        help="payload per measurement, in MiB, 64 to 1024 (default 1024)",
+        help="payload per measurement in MiB, from 64 to 1024 (default: 1024)",
     )
     copy.add_argument(
         "--plot",
         metavar="PNG",
         type=writable,
-        help="also plot GB/s against page size to PNG (requires matplotlib)",
+        help="also plot bandwidth by page size to PNG (requires matplotlib)",
     )
     add_json(copy)
     copy.set_defaults(run=run_copy)
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """Return an argparse type for an integer from ``low`` to ``high``."""
+    """Return an argparse type for integers from ``low`` to ``high``."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or not low <= int(text) <= high:
@@ -71,9 +71,9 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def writable(text: str) -> str:
-    """Return ``text`` if it is a writable file path; an argparse type.
+    """Return ``text`` if it is a writable file path. This function is an argparse type.
 
-    The check happens before the measurements, so that no results are lost.
+    The path is checked before the measurements, so that no results are lost.
     """
     path = Path(text).absolute()
     if (
@@ -93,7 +93,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def console() -> Console:
-    """Return a console that does not truncate tables if the output is not a terminal."""
+    """Return a console that does not truncate tables when the output is not a terminal."""
     return Console(width=None if sys.stdout.isatty() else 150)
 
 
@@ -111,12 +111,12 @@ def gpu_bytes(needed: Sequence[str] = ("torch", "vllm")) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        raise UnsupportedError("torch does not find a usable NVIDIA GPU")
+        raise UnsupportedError("torch found no usable NVIDIA GPU")
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def run_copy(args: argparse.Namespace) -> int:
-    """Measure copies. Return 1 if a copy failed or was wrong, 2 if the bench cannot run, else 0."""
+    """Measure copies. Return 0, 1 if a copy failed or was wrong, or 2 if the bench cannot run."""
     screen = console()
     try:
         gpu_bytes(("torch",))
@@ -189,7 +189,7 @@ def _copy_tables(result: dict[str, Any]) -> list[Table]:
 
 
 def _rates(row: dict[str, Any]) -> list[str]:
-    """Return GB/s by direction, its share of the ceiling, and GB/s with compressed frames."""
+    """Return GB/s, the share of the ceiling, and GB/s with compressed frames for each direction."""
     whats, compressed = ("save", "load", "both", "save_idle"), row.get("compressed", {})
     cells = []
     for what in whats:
@@ -199,7 +199,7 @@ def _rates(row: dict[str, Any]) -> list[str]:
 
 
 def write(path: str | None, result: dict[str, Any]) -> None:
-    """Write ``result`` as JSON to ``path``, if given."""
+    """Write ``result`` as JSON to ``path`` if a path is given."""
     if path:
         Path(path).write_text(json.dumps(result, indent=1) + "\n")
 

@@ -1,8 +1,8 @@
-"""The measurements of `kvloft bench copy`.
+"""Runs the measurements of `kvloft bench copy`:
 
-- GB/s of saves, loads and both directions together, by page size. Each run alternates with one
-  large copy, the ceiling. Every row has raw and compressed frames; compressed runs use normally
-  distributed bf16 pages, and their rates count uncompressed bytes.
+- Bandwidth of saves, loads and both directions concurrently, by page size. Runs alternate with one
+  large copy, which is the ceiling. Raw and compressed frames are measured. For compressed frames,
+  pages contain normally distributed bf16 values, and rates refer to uncompressed bytes.
 - Slowdown of a matmul and an HBM-bound add during a copy.
 - Delay of small copies during a large copy.
 - Cost of the tag.
@@ -31,7 +31,7 @@ DIRECTIONS = ("save", "load", "both")
 NUM_ROUNDS = 4
 """Number of consecutive copies during a computation."""
 NUM_INTERFERENCE_RUNS = 3
-"""Number of runs per row with computation; more than one, because a matmul's time varies."""
+"""Number of runs per row with computation. The duration of a matmul varies between runs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class Bench:
     ceiling: Ceiling
 
     def rig(self, case: Case, **options: Any) -> Rig:
-        """Return a rig for ``case``; ``options`` are passed to `Rig`."""
+        """Return a rig for ``case``. ``options`` are passed to `Rig`."""
         return Rig(case, self.host, self.payload_bytes, self.tuning, self.cache_dir, **options)
 
 
 def machine() -> dict[str, Any]:
-    """Return a description of the GPU, and the versions of the driver and torch."""
+    """Return a description of the GPU and the versions of the driver and torch."""
     properties = torch.cuda.get_device_properties(0)
     version = driver.driver_version()
     return {
@@ -81,7 +81,7 @@ def run(
 ) -> dict[str, Any]:
     """Run all measurements and return the results.
 
-    Sizes are in bytes and rates in GB/s (1e9 bytes per second, each byte counted once).
+    Sizes are in bytes and rates in GB/s (1e9 bytes per second). Each byte is counted once.
     """
     ceiling = Ceiling(HostFrames(2 * payload_bytes), payload_bytes)
     host = HostFrames(2 * payload_bytes + (64 << 20) + 2 * payload_bytes // 8)
@@ -112,19 +112,19 @@ def _by_page(bench: Bench, progress: Callable[[str], None]) -> Iterator[dict[str
 
 
 def _rows_of(bench: Bench, case: Case, **options: Any) -> dict[str, Any]:
-    """Verify and measure raw frames and compressed frames; the latter are in "compressed"."""
+    """Verify and measure raw frames and, under the key "compressed", compressed frames."""
     rows: list[dict[str, Any]] = []
     for encodes in (False, True):
         rig = bench.rig(case, encodes=encodes, **options)
         rig.verify()
         rows.append(_row_of(rig, bench.ceiling))
         rig.close()
-        del rig  # free the pages before the next rig allocates its own
+        del rig  # free the pages before the next rig allocates new pages
     return {**rows[0], "compressed": rows[1]}
 
 
 def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
-    """Return GB/s of each direction.
+    """Return the bandwidth of each direction in GB/s.
 
     Runs alternate with one large copy, because rates drift over time.
     """
@@ -137,13 +137,13 @@ def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
 
 
 def _by_frame_order(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Measure consecutive chunks in non-contiguous frames, as in a store after evictions."""
+    """Measure consecutive chunks in non-contiguous frames, which are common after evictions."""
     for order in [name for name in FRAME_ORDERS if name != "ascending"]:
         yield {"order": order, **_rows_of(bench, Case.of(64 * KIB), frame_order=order)}
 
 
 def workloads() -> dict[str, Callable[[], object]]:
-    """Return a compute-bound and an HBM-bound computation; each takes about a millisecond."""
+    """Return a compute-bound and an HBM-bound computation that each take about a millisecond."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     c = torch.empty_like(a)
     x, y = (torch.randn(1 << 28, device="cuda", dtype=torch.float32) for _ in range(2))
@@ -177,7 +177,7 @@ def _interference(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def rig_interference(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, float, float]:
-    """Measure `interference` with `NUM_ROUNDS` copies of the rig.
+    """Measure `interference` with `NUM_ROUNDS` copies by the rig.
 
     Raises RuntimeError if a chunk was not copied.
     """
@@ -196,7 +196,7 @@ def rig_interference(rig: Rig, work: Callable[[], object], what: str) -> tuple[f
 
 
 def _waits(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Measure the delay of 128 KiB copies, during one large copy and during copies of kvloft."""
+    """Measure the delay of 128 KiB copies during one large copy and during kvloft's copies."""
     ceiling = bench.ceiling
     for what in DIRECTIONS[:2]:
         ceiling.start(what)
@@ -227,7 +227,7 @@ def _wait_row(by: str, what: str, found: list[float]) -> dict[str, Any]:
 def _row(
     by: str, work: str, what: str, num_bytes: int, found: list[tuple[float, float, float]]
 ) -> dict[str, Any]:
-    """Return the medians over runs of `interference`."""
+    """Return the medians of multiple `interference` runs."""
     slowdowns = sorted(during / alone for alone, during, _ in found)
     return {
         "by": by,

@@ -1,7 +1,7 @@
 """Measures the link between host and GPU memory, independently of kvloft's mover.
 
-Contains the host memory of all cases, the large copy that is the ceiling, and the measurement of
-computation during copies.
+This module provides the host memory for all cases, the large copy that serves as the ceiling, and
+measurements of computation during copies.
 """
 
 import mmap
@@ -18,11 +18,11 @@ from kvloft.transfer.frames import FrameMemory
 
 SMALL_BYTES = 128 << 10
 FORWARD_CYCLES = 4_000_000
-"""Duration of a simulated forward pass: about 2 ms. Saves are submitted while it runs."""
+"""Number of cycles in a simulated forward pass, which takes about 2 ms."""
 
 
 class HostFrames:
-    """Anonymous shared memory that all cases use for their frames."""
+    """Anonymous shared memory for the frames of all cases."""
 
     def __init__(self, size_bytes: int) -> None:
         self._map = mmap.mmap(-1, size_bytes)
@@ -50,7 +50,7 @@ def current_stream() -> driver.Stream:
 
 
 def occupy(then: driver.Event, cycles: int) -> None:
-    """Queue a kernel of ``cycles`` on the current stream and record ``then`` after it."""
+    """Queue a kernel that runs for ``cycles`` on the current stream, then record ``then``."""
     torch.cuda._sleep(cycles)  # noqa: SLF001 - the only way to keep a stream busy
     then.record(current_stream())
 
@@ -58,14 +58,14 @@ def occupy(then: driver.Event, cycles: int) -> None:
 class Ceiling:
     """One large copy-engine transfer in each direction.
 
-    Its host memory is registered in one call. It is timed like the rig's copies: after a kernel,
-    except for 'load' and 'save_idle'.
+    The host memory is registered in one call. Like the copies of the rig, the transfer is timed
+    from the end of a kernel, except for 'load' and 'save_idle'.
     """
 
     def __init__(self, host: HostFrames, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        # Keeps the memory alive: if it were freed while registered, new memory at the same address
-        # could not be registered.
+        # Keep the memory alive: if registered memory is freed, new memory at the same address
+        # cannot be registered.
         self._frames = host
         self._host = host.bytes.ctypes.data
         self._device = torch.empty(2 * num_bytes, dtype=torch.uint8, device="cuda")
@@ -75,7 +75,7 @@ class Ceiling:
         self.streams = [self._down, self._up]
 
     def start(self, what: str) -> None:
-        """Start the copies of 'save', 'load', 'both' or 'save_idle' without waiting for them."""
+        """Start the copies for 'save', 'load', 'both' or 'save_idle' and return immediately."""
         at = self._device.data_ptr()
         if what != "load":
             self._down.copy_to_host(self._host, at, self._num_bytes)
@@ -101,7 +101,7 @@ class Ceiling:
         return max(end.seconds_since(begin) for end in ends)
 
     def gbps(self, what: str) -> float:
-        """Return GB/s of one run, per direction."""
+        """Run the copies once and return the bandwidth per direction in GB/s."""
         return self._num_bytes / self.seconds(what) / 1e9
 
     def close(self) -> None:
@@ -116,9 +116,9 @@ def interference(
     streams: list[driver.Stream],
     num_reps: int,
 ) -> tuple[float, float, float]:
-    """Return the seconds of ``work`` alone, of ``work`` during the copy, and of the copy.
+    """Return the duration in seconds of ``work`` alone, of ``work`` during a copy, and of the copy.
 
-    ``wait_sent`` must return once all of the copy is queued on ``streams``. Repetitions of ``work``
+    ``wait_sent`` must return once the entire copy is queued on ``streams``. Repetitions of ``work``
     that do not run entirely during the copy are ignored.
     """
     compute = current_stream()
@@ -153,10 +153,10 @@ def interference(
 
 
 def waits(start: Callable[[], None], is_over: Callable[[], bool], what: str) -> list[float]:
-    """Return the seconds of each small copy while the copy of ``start`` runs.
+    """Return the duration in seconds of each small copy while the copy of ``start`` runs.
 
-    The small copies of `SMALL_BYTES` run one after the other on the compute stream, in the
-    direction of ``what`` ('save' is to the host). An engine makes such copies in each step.
+    Copies of `SMALL_BYTES`, which an engine also makes in each step, run in sequence on the compute
+    stream. The copies go to the host if ``what`` is 'save', and to the GPU otherwise.
     """
     host = torch.empty(SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(SMALL_BYTES, dtype=torch.uint8, device="cuda")

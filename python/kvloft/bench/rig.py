@@ -1,6 +1,6 @@
-"""The setup that the copy bench measures: paged KV of one page size, registered frames and a mover.
+"""Provides the setup of the copy bench: paged KV with one page size, registered frames and a mover.
 
-Times are measured with GPU events on the mover's streams. The rig also verifies the copied bytes.
+The rig measures times with GPU events on the mover's streams, and verifies the copied bytes.
 """
 
 import gc
@@ -30,7 +30,7 @@ from kvloft.transfer.mover import Finished
 
 NUM_RUNS = 21
 GATE_CYCLES = 60_000_000
-"""Duration of a kernel that runs until both directions are queued: about 30 ms."""
+"""Number of cycles in a kernel that runs until both directions are queued (about 30 ms)."""
 
 
 FRAME_ORDERS: dict[str, Callable[[int], tuple[int, int]]] = {
@@ -39,11 +39,11 @@ FRAME_ORDERS: dict[str, Callable[[int], tuple[int, int]]] = {
     "random": lambda frame: (frame * 7919 % 10007, 0),
     "in pairs": lambda frame: (frame // 2 * 7919 % 10007, frame),
 }
-"""Sort key of frames for each frame order that the bench measures."""
+"""The sort key of frames for each frame order that the bench measures."""
 
 
 class Rate(NamedTuple):
-    """Medians over multiple runs. Rates are per direction; ``share`` is a share of the ceiling."""
+    """Medians of multiple runs, per direction. ``share`` is the fraction of the ceiling."""
 
     gbps: float
     host_us_per_mib: float
@@ -53,14 +53,14 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Paged KV whose blocks have ``num_planes`` pages of ``page_bytes``."""
+    """A layout of paged KV in which a block has ``num_planes`` pages of ``page_bytes``."""
 
     page_bytes: int
     num_planes: int
 
     @classmethod
     def of(cls, page_bytes: int) -> Self:
-        """Return a case with blocks of 2 MiB, but 1 to 64 planes, as in real models."""
+        """Return a case with blocks of about 2 MiB and 1 to 64 planes, as in real models."""
         return cls(page_bytes, max(1, min(64, (2 << 20) // page_bytes)))
 
     @property
@@ -69,9 +69,10 @@ class Case:
 
 
 class Rig:
-    """Paged KV on the GPU and a mover; half of the blocks are saved, half are load targets.
+    """Paged KV on the GPU, and a mover.
 
-    Each half has ``payload_bytes``.
+    Half of the blocks are saved, and the other half are the targets of loads. The payload of each
+    half is ``payload_bytes``.
     """
 
     def __init__(
@@ -86,9 +87,9 @@ class Rig:
         frame_order: str = "ascending",
         encodes: bool = False,
     ) -> None:
-        """``frame_order`` is a key of FRAME_ORDERS: the order of the chunks' frames.
+        """Create the pages, frames and mover. ``frame_order`` is a key of FRAME_ORDERS.
 
-        With ``encodes``, frames are compressed, and pages are bf16 with a normal distribution,
+        With ``encodes``, frames are compressed, and pages contain normally distributed bf16 values,
         similar to real KV.
         """
         self.case = case
@@ -124,11 +125,11 @@ class Rig:
         self.num_bytes = self.num_chunks * case.block_bytes
         self._begin = driver.Event(timing=True)
         gc.collect()
-        # As vLLM does at startup, so that the collector only examines objects of the current step.
+        # Like vLLM at startup, freeze existing objects so that the collector ignores them.
         gc.freeze()
 
     def save_plan(self, *, elsewhere: bool = False) -> SavePlan:
-        """Return a save of all chunks, with ``elsewhere`` to frames that loads do not read."""
+        """Return a save of all chunks. With ``elsewhere``, use frames that loads do not read."""
         first = self.num_chunks if elsewhere else 0
         frames = [first + frame for frame in self._frames]
         return SavePlan(ReqId("bench"), _batch(frames, self._from, range(self.num_chunks)))
@@ -144,7 +145,7 @@ class Rig:
         self.mover.submit_loads([plan or self.load_plan()])
 
     def wait_sent(self) -> None:
-        """Wait until all copies are submitted; the mover only submits a few pieces at a time."""
+        """Wait until the mover, which submits a few pieces at a time, has submitted all copies."""
         while self.mover.is_behind:
             time.sleep(1e-4)
 
@@ -171,11 +172,11 @@ class Rig:
                 raise RuntimeError("loaded pages differ from the saved pages")
 
     def seconds(self, what: str) -> tuple[float, float]:
-        """Return the GPU seconds of one copy, and the host seconds to submit it.
+        """Return the GPU time of one copy and the host time to submit it, in seconds.
 
-        'save' is submitted while a kernel runs, like a forward pass, and timed from the end of the
-        kernel. 'save_idle' and 'load' are timed from their submission on an idle GPU. 'both' is
-        timed after both directions are submitted, because one thread submits them in sequence.
+        'save' is submitted while a kernel simulates a forward pass, and is timed from the end of
+        the kernel. 'save_idle' and 'load' are timed from submission on an idle GPU. 'both' is timed
+        after both directions are submitted, because one thread submits them in sequence.
         """
         mover = self.mover
         saves, loads = mover.save_lane, mover.load_lane
@@ -218,7 +219,7 @@ class Rig:
     def median(self, what: str, ceiling: Ceiling | None = None) -> Rate:
         """Return the medians of `NUM_RUNS` runs.
 
-        Each run follows a run of ``ceiling``, so that other load on host memory affects both.
+        Runs alternate with runs of ``ceiling``, so that other load on host memory affects both.
         """
         self.seconds(what)
         runs: list[Rate] = []

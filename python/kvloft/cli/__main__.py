@@ -1,7 +1,6 @@
 """Entry point of the `kvloft` command. Handles closed standard streams, and Ctrl-C during imports.
 
-This module must not import slow modules at the top level. `kvloft.cli.commands` dispatches the
-commands.
+This module must not import slow modules at the top level. `kvloft.cli.commands` runs the commands.
 """
 
 import os
@@ -11,7 +10,7 @@ from kvloft.cli import warn
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit status: 4 if stdout is closed, 130 after Ctrl-C."""
+    """Run a command and return its exit status: 4 if stdout is closed, 130 after Ctrl-C."""
     try:
         if not _has_streams():
             from kvloft.errors import NOT_WRITTEN
@@ -21,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
         import signal
 
         is_ours = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if is_ours:  # no exception: the import system can swallow exceptions raised in a callback
+        if is_ours:  # exit, because the import system can swallow an exception from a handler
             signal.signal(signal.SIGINT, lambda number, _frame: os._exit(128 + number))
         from kvloft.cli.commands import parse, run
 
@@ -35,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _has_streams() -> bool:
     """Return True if stdout is open. Replaces a closed stdin or stderr with /dev/null."""
-    if sys.__stdout__ is None:  # print would silently discard its text
+    if sys.__stdout__ is None:  # print would silently discard all output
         return False
     for name, original, mode in (("stdin", sys.__stdin__, "r"), ("stderr", sys.__stderr__, "w")):
         if original is None:

@@ -1,7 +1,7 @@
-"""`kvloft clear` and `kvloft evict` remove chunks from a server.
+"""Implements `kvloft clear` and `kvloft evict`, which remove chunks from a server.
 
-Other commands also use the arguments and texts about tenants. `kvloft serve` imports this module,
-so this module must not import the extension or slow modules at the top level.
+Other commands share the tenant arguments and texts in this module. Because `kvloft serve` imports
+this module, it must not import the extension or slow modules at the top level.
 """
 
 import argparse
@@ -18,40 +18,38 @@ from kvloft.errors import ConfigError
 from kvloft.limits import read_salt
 
 NONE: Final = "(none)"
-"""Text for a setting without a value in a server's settings."""
+"""Text that a server reports for a setting without a value."""
 CLEAR_DESCRIPTION: Final = """\
 Remove all chunks of a namespace from memory and disk. Engines keep running and
-save new chunks. The namespace does not need to have an engine. Without --yes,
-the command asks for confirmation; if stdin is not a terminal, it clears
-nothing. Exit status: 0 success; 1 no server answers, or the user does not
-confirm; 2 --namespace is missing although the server has more than one
-namespace, or the disk cannot be listed.
+save new chunks. The namespace can be cleared even if it has no engine. Without
+--yes, the command asks for confirmation; if stdin is not a terminal, nothing is
+cleared. Exit status: 0 success; 1 no server answers, or the user does not
+confirm; 2 the server has more than one namespace and --namespace is missing, or
+the disk cannot be listed.
 """
 EVICT_DESCRIPTION: Final = """\
-Remove all chunks of a tenant, which is the set of requests with one cache_salt,
-from memory and disk. This includes all LoRA adapters and all models, even
-models without an engine. The chunks do not come back after a restart. With
---host-only, only evict chunks from host memory, of this tenant or of all
-tenants.
+Remove all chunks of a tenant from memory and disk. A tenant is the set of
+requests with the same cache_salt. The command removes the chunks of all models
+and LoRA adapters, even of models without an engine. The removal is permanent.
+With --host-only, chunks are only evicted from host memory; this works for one
+tenant or for all tenants.
 """
 EVICT_EPILOG: Final = """\
   kvloft evict --socket PATH --salt-file secret.txt
   printf %s "$SALT" | kvloft evict --socket PATH --salt-file -
   kvloft evict --socket PATH --namespace 3f9a --host-only
 
-Other users of this machine can read a command line, so use --salt-file for
-secret salts. The CLI hashes the salt locally: neither the server nor its logs
-receive it.
+Other users of this machine can read command lines, so use --salt-file for
+secret salts. The CLI hashes the salt locally and sends only the hash.
 
 Stop the tenant's requests first, because running requests save new chunks.
-Chunks that are being loaded are no longer found, and their memory is freed when
-the load completes; with --host-only they are kept. The bytes remain in memory
-and in files until they are overwritten, but no index entry refers to them. KV
-in GPU memory is not affected.
+Chunks that are being loaded are removed from the index immediately, and their
+memory is freed when the load completes; with --host-only, they are kept. The
+bytes remain in memory and in files until they are overwritten, but no index
+entry refers to them. KV in GPU memory is not affected.
 
-Exit status: 0 success, even if there are no chunks with this salt; 1 no server
-answers, or some chunks remain, for example on a failing disk; 2 invalid
-argument.
+Exit status: 0 success, even if no chunks have this salt; 1 no server answers,
+or some chunks remain, for example on a failing disk; 2 invalid argument.
 """
 
 
@@ -63,7 +61,7 @@ def add_parser(subparsers: Any) -> None:
     add_socket(parser)
     _add_namespace(
         parser,
-        "the namespace to clear, as printed by `kvloft status`; required if there is more than one",
+        "the namespace to clear, as printed by `kvloft status`; required with multiple namespaces",
     )
     parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     parser.set_defaults(run=clear)
@@ -89,13 +87,13 @@ def add_parser(subparsers: Any) -> None:
 def clear(args: argparse.Namespace) -> int:
     """Clear a namespace. Return 0, or 1 if the user does not confirm.
 
-    Raises StoreError if no server answers, and ConfigError if the namespace is missing.
+    Raises StoreError if no server answers, and ConfigError if --namespace is missing.
     """
     from kvloft._core import server_clear, server_status
 
     socket = socket_of(args)
     if not args.yes:
-        server_status(socket)  # ask only if a server answers
+        server_status(socket)  # do not ask for confirmation if no server answers
         what = f"namespace {args.namespace}" if args.namespace else "all chunks"
         if not _confirm(f"Remove {what} from the server at {socket}?"):
             warn("nothing was cleared, because the user did not confirm; use --yes to skip this")
@@ -115,8 +113,8 @@ def evict(args: argparse.Namespace) -> int:
     socket, salt = socket_of(args), read_salt_argument(args)
     if salt is None and not args.host_only:
         raise ConfigError(
-            "use --salt-file or --salt to select a tenant, or --host-only; to remove all chunks of "
-            "a namespace, use `kvloft clear`."
+            "select a tenant with --salt-file or --salt, or use --host-only; to remove all chunks "
+            "of a namespace, use `kvloft clear`."
         )
     report = server_evict(
         socket, namespace=args.namespace.lower(), salt=salt, host_only=args.host_only
@@ -181,9 +179,9 @@ def read_salt_argument(args: argparse.Namespace) -> str | None:
 
 
 def salt_tag(salt: str) -> str:
-    """Return the tag that stands for a salt in a server's output: 16 hex digits.
+    """Return the tag that identifies a salt in a server's output.
 
-    The tag is the same in all namespaces.
+    The tag has 16 hex digits and is the same in all namespaces.
     """
     from kvloft._core import root_key
 
@@ -191,7 +189,7 @@ def salt_tag(salt: str) -> str:
 
 
 def _confirm(question: str) -> bool:
-    """Return True if the user confirms; False at the end of input or if stdin is no terminal."""
+    """Ask for confirmation. Return False at the end of input or if stdin is not a terminal."""
     if not sys.stdin.isatty():
         return False
     try:
@@ -213,12 +211,12 @@ def _evicted(report: dict[str, Any], host_only: bool) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return ``number`` and ``noun``, in the plural unless the number is 1."""
+    """Return ``number`` and ``noun`` as text, with a plural noun unless the number is 1."""
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def limits_text(settings: Mapping[str, str]) -> str:
-    """Return a server's quotas, TTLs, shares and NUMA nodes as text; "" if none of them is set."""
+    """Return a server's quotas, TTLs, shares and NUMA nodes as text, or "" if none is set."""
     return "; ".join(_limits({name: text for name, text in settings.items() if text != NONE}))
 
 

@@ -1,7 +1,7 @@
-"""`kvloft check MODEL`: runs a model with the given flags to test whether kvloft supports it.
+"""Implements `kvloft check MODEL`, which runs a model to test whether kvloft supports it.
 
-This module contains the arguments, the order of engines and the exit status. It must import neither
-vLLM nor torch, because only the processes started by `check_engine` need them.
+This module defines the arguments, the order of engines and the exit status. It must not import vLLM
+or torch, because only the processes started by `check_engine` need vLLM.
 """
 
 import argparse
@@ -45,13 +45,13 @@ outputs token by token:
   kvloft, disk             in a new engine process
   kvloft, after a reset    reset_prefix_cache(reset_connector=True): no hits
 
-The check starts three engines, one after another, so it takes three times as
-long as vLLM's startup plus some seconds. No other process may use the GPU
-during the check. Caches and logs are written to a temporary directory (at most
-8 GiB; set TMPDIR to change its location), which is removed afterwards. No data
-leaves the machine. Flags of the API server, such as --port, are ignored. The
-settings come from --extra, KVLOFT_* and KVLOFT_CONFIG, as for an engine, but
-disk_path is always in the temporary directory.
+The check starts three engines in sequence, so it takes about three times as
+long as starting vLLM. No other process may use the GPU during the check. Caches
+and logs are written to a temporary directory (at most 8 GiB; set TMPDIR to
+change its location), which is removed afterwards. No data leaves the machine.
+Flags of the API server, such as --port, are ignored. Settings come from
+--extra, KVLOFT_* and KVLOFT_CONFIG, as for an engine, but disk_path is always
+in the temporary directory.
 """
 EXAMPLES = """\
 examples:
@@ -59,9 +59,9 @@ examples:
   kvloft check google/gemma-3-4b-it --extra '{"save": "prompt"}' \\
     -- --max-model-len 8192 --tensor-parallel-size 2
 
-Exit status: 0 supported; 1 not supported (the last line says why); 2 not
-tested, because an argument is invalid, vLLM is not installed, or vLLM does not
-start without kvloft.
+Exit status: 0 supported; 1 not supported (the last line gives the reason); 2
+not tested, because an argument is invalid, vLLM is not installed, or vLLM does
+not start without kvloft.
 """
 
 
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_engines(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Ran]:
-    """Run the engines in sequence until an engine fails. Removes all files afterwards."""
+    """Run the engines in sequence until one of them fails, and remove all files afterwards."""
     ran: dict[str, Ran] = {}
     prompts: dict[str, list[int]] = {}
     screen = Console(stderr=True, highlight=False, markup=False)
@@ -186,5 +186,5 @@ def vllm_version() -> str:
 
 
 def _stop(*_args: object) -> NoReturn:
-    """Exit on SIGTERM by raising an exception, so that engines are killed and files removed."""
+    """Handle SIGTERM with an exception, so that engines are killed and files are removed."""
     raise SystemExit(143)

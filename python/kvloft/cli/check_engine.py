@@ -1,6 +1,6 @@
-"""Runs the engines of `kvloft check`: child processes that execute `kvloft.vllm.check`.
+"""Runs the engines of `kvloft check` as child processes that execute `kvloft.vllm.check`.
 
-This module only handles processes, event files and logs. It does not interpret prompts or outputs.
+This module handles processes, event files and logs. It does not interpret prompts or outputs.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ LATE, GONE = "it did not finish", "its process exited"
 TAIL_LINES = 30
 MAX_ERROR_CHARS = 600
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-"""Runs the engine core in the child process itself, so that its scheduler can be inspected."""
+"""Variables that run the engine core in the child process, where its scheduler is accessible."""
 OURS = re.compile(
     r"(?:\b(?:Unsupported|Config|Layout|Store)Error|kvloft check MODEL --: error): (.+)"
 )
@@ -34,9 +34,9 @@ CONSEQUENCES = ("Engine core initialization failed", "WorkerProc initialization 
 
 @dataclass(slots=True)
 class Ran:
-    """Events of one engine.
+    """The events of one engine.
 
-    If the engine failed, ``error`` is the reason and ``tail`` is the end of its log.
+    If the engine failed, ``error`` is the reason and ``tail`` contains the last lines of its log.
     """
 
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -84,7 +84,7 @@ def _watch(
     ran, begin, part = Ran(), time.monotonic(), ""
     with path.open() as file:
         while True:
-            # Polled before reading, so that all events of an exited process are read.
+            # Poll before reading, so that all events of an exited process are read.
             is_gone = process.poll() is not None
             *lines, part = (part + file.read()).split("\n")
             for line in lines:
@@ -111,7 +111,7 @@ def _name_of(event: dict[str, Any]) -> str:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and its session. An engine closes its store before the event "done"."""
+    """Kill all processes in the session. The engine has closed its store if it reported "done"."""
     assert process.stdin is not None
     process.stdin.close()
     with contextlib.suppress(ProcessLookupError):
@@ -122,9 +122,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _cause(log: str, error: str) -> str:
     """Return the cause of a failure.
 
-    The cause is an error of kvloft or of vLLM's argument parser in the log, if there is such an
-    error. Otherwise the cause is ``error``, or the first exception in the log if ``error`` is just
-    a consequence of an earlier exception.
+    If the log contains an error from kvloft or vLLM's argument parser, that error is the cause.
+    Otherwise the cause is ``error``, or the first exception in the log if ``error`` is only a
+    consequence of an earlier exception.
     """
     if error.startswith(LATE):
         return error

@@ -1,6 +1,6 @@
-"""Report of `kvloft check`: compares outputs and creates the verdict and the tables.
+"""Creates the report of `kvloft check`: compares outputs and formats the verdict and the tables.
 
-All functions are pure functions of the engines' events.
+All functions are pure and depend only on the events of the engines.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ NEAR = {"float32": 1e-3, "float64": 1e-3}
 NEAR_ELSE = 0.3
 """Difference in log probability below which rounding can change the chosen token."""
 MANY_TIMES = 10
-"""Maximum difference of log probabilities, relative to the difference with vLLM's own cache."""
+"""Maximum difference in log probability, relative to the difference with vLLM's own cache."""
 LEAST_ACCEPTED, FEW_DRAFTS = 0.9, 2
 """Hits may reduce the number of accepted draft tokens to this fraction minus this number."""
 MORE_MEMORY = 1.02
-"""Ratio of GPU memory per request, with kvloft to without, above which the report has a note."""
+"""Ratio of GPU memory per request with and without kvloft above which the report adds a note."""
 TITLES = {
     "plain": "vLLM alone, computed",
     "own": "vLLM alone, its prefix cache",
@@ -39,18 +39,18 @@ FAILED = {
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass over the prompts, compared with vLLM alone.
+    """The results of one pass over the prompts, compared with vLLM alone.
 
     Attributes:
-        answers: number of outputs. Each is ``equal``, ``near`` or ``wrong``.
-        near: number of outputs whose first different token is explained by rounding, because its
-            two best candidates were nearly equally likely.
-        difference: maximum difference of log probabilities over equal tokens.
-        prompt, cached, host, disk: numbers of prompt tokens: all, from vLLM's prefix cache or
-            kvloft, from host memory, and from disk.
-        blocks: number of loaded blocks by KV cache group.
-        drafted, accepted: numbers of draft tokens.
-        errors: number of errors in kvloft and of chunks that failed verification.
+        answers: number of outputs. Each output is ``equal``, ``near`` or ``wrong``.
+        near: number of outputs that differ only because of rounding: at the first different token,
+            the two best candidates were nearly equally likely.
+        difference: maximum difference in log probability across equal tokens.
+        prompt, cached, host, disk: number of prompt tokens in total, found in vLLM's prefix cache
+            or kvloft, loaded from host memory, and loaded from disk.
+        blocks: number of loaded blocks for each KV cache group.
+        drafted, accepted: number of proposed and of accepted draft tokens.
+        errors: number of kvloft errors plus number of chunks that failed verification.
     """
 
     name: str
@@ -103,9 +103,9 @@ def compare(name: str, answers: dict[str, Any], truth: dict[str, Any], near: flo
 def make_report(
     engines: list[tuple[str, list[dict[str, Any]], str | None]], about: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the report as JSON.
+    """Return the report as a JSON object.
 
-    ``engines`` has the name, the events and the error of each engine, starting with vLLM alone.
+    ``engines`` contains the name, events and error of each engine. The first engine is vLLM alone.
     """
     every = [(name, event) for name, events, _ in engines for event in events]
     facts = {name: event["facts"] for name, event in every if event["event"] == "started"}
@@ -197,7 +197,7 @@ def _remarks(
 
 
 def tables(report: dict[str, Any]) -> Iterator[Table | str]:
-    """Yield the tables and lines of the printed report."""
+    """Yield the tables and text lines of the report."""
     passes = [Pass(**one) for one in report["passes"]]
     has_drafts = any(one.drafted for one in passes)
     table = Table(
@@ -218,7 +218,7 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
     if passes:
         yield table
     for name, facts in report["engines"].items():
-        if name == "with kvloft again":  # same facts as "with kvloft"
+        if name == "with kvloft again":  # its facts are the same as for "with kvloft"
             continue
         fits = ""
         if facts["full_requests"]:
@@ -236,13 +236,13 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
 
 
 def groups_text(groups: list[dict[str, Any]]) -> str:
-    """Return the number, kind and reach of the groups, for example "3 window 63, 1 full"."""
+    """Return the number, kind and reach of the groups as text, such as "3 window 63, 1 full"."""
     names = [f"{g['kind']} {g['reach']}" if g["reach"] else g["kind"] for g in groups]
     return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Return one line that says if kvloft supports the model."""
+    """Return one line that states whether kvloft supports the model."""
     if report["served"]:
         passes = {one["name"]: one for one in report["passes"]}
         host, disk = passes["host"], passes["disk"]

@@ -1,7 +1,7 @@
-"""The command line of `kvloft`.
+"""Parses the command line of `kvloft` and runs the command.
 
-Each command module has `add_parser(subparsers)`, which sets the function to run. The function takes
-the parsed arguments and returns the exit status.
+The `add_parser(subparsers)` function of each command module sets the function that runs the
+command. This function takes the parsed arguments and returns the exit status.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from kvloft.errors import NOT_WRITTEN, ConfigError, StoreError
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse ``argv`` or the process's arguments. Exits with 2 if an argument is unknown."""
+    """Parse ``argv`` or the arguments of this process. Exit with 2 if an argument is unknown."""
     own, flags = split_flags(list(sys.argv[1:] if argv is None else argv) or ["--help"])
     try:
         args, rest = build_parser(own[0] if own else None).parse_known_args(
@@ -39,7 +39,7 @@ def _again(error: OSError, _: argparse.Namespace) -> NoReturn:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that fails if its help cannot be written; argparse ignores such errors."""
+    """A parser that reports an error if its help cannot be written. argparse ignores the error."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if file is sys.stdout:
@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints the version and the git revision, which are compiled into the extension."""
+    """Prints the version and the git revision. Both are compiled into the extension."""
 
     def __init__(self, option_strings: list[str], dest: str) -> None:
         super().__init__(option_strings, dest, nargs=0, help="print version and git revision")
@@ -57,25 +57,25 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from kvloft.version import BUILD
 
-        # argparse prints its help in the same way.
+        # argparse uses this method to print its help.
         parser._print_message(f"kvloft {BUILD}\n", sys.stdout)  # noqa: SLF001
         parser.exit()
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one command and return its exit status (2 for an invalid setting, as in argparse)."""
+    """Run a command and return its exit status, which is 2 for an invalid setting."""
     return _written(args.run, args)
 
 
 def _written(do: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """Run ``do``, flush its output and return the exit status.
 
-    A command with long output sets ``args.status`` before it prints, so that the exit status is
+    A command with long output sets ``args.status`` before printing, so that the exit status is
     correct even if the reader closes the pipe early.
     """
     try:
         args.status = do(args)
-        sys.stdout.flush()  # at exit, Python would print a traceback and return 120
+        sys.stdout.flush()  # if Python's flush at exit fails, the exit status is 120
         return int(args.status)
     except ConfigError as e:
         warn(str(e))
@@ -84,12 +84,12 @@ def _written(do: Callable[[argparse.Namespace], int], args: argparse.Namespace) 
         from kvloft.cli.connection import report_no_answer
 
         return report_no_answer(e, args)
-    except SystemExit as e:  # rich has handled a closed pipe
+    except SystemExit as e:  # rich raises this if the pipe is closed
         if not isinstance(e.__context__, BrokenPipeError):
             raise
         return int(args.status)
     except BrokenPipeError:
-        # The reader (head, less) closed the pipe; without this, Python reports it again at exit.
+        # The reader (head, less) closed the pipe. Prevent Python from reporting this again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(args.status)
     except OSError as e:
@@ -102,7 +102,7 @@ def _written(do: Callable[[argparse.Namespace], int], args: argparse.Namespace) 
 
 def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
     """Print the command's usage and exit with 2 because of an unknown argument."""
-    import difflib  # slow, and needed only here
+    import difflib  # imported lazily: slow to import and only needed here
     import re
 
     name = unknown[0].partition("=")[0]
@@ -111,9 +111,9 @@ def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
 
 
 def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split `kvloft check` at the first ``--`` into kvloft's arguments and vLLM's flags.
+    """Split the arguments of `kvloft check` at the first ``--``, which precedes vLLM's flags.
 
-    argparse would treat the first flag as one of its own.
+    argparse would interpret the first vLLM flag as an argument of kvloft.
     """
     if argv[:1] != ["check"] or "--" not in argv:
         return argv, []
@@ -122,13 +122,13 @@ def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def build_parser(name: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of all commands, or only of `serve` if ``name`` is "serve"."""
+    """Return a parser for all commands, or for `serve` only if ``name`` is "serve"."""
     parser = _Parser(
         prog="kvloft",
         allow_abbrev=False,
         description=(
-            "Run a shared KV cache for vLLM engines; inspect settings, models, the disk tier and "
-            "GPU speed."
+            "Run a shared KV cache for vLLM engines, inspect settings, models and the disk tier, "
+            "and measure GPU copy rates."
         ),
         epilog=(
             "Exit status: 2 for an invalid argument or setting, 4 if the output cannot be written; "
@@ -140,14 +140,14 @@ def build_parser(name: str | None = None) -> argparse.ArgumentParser:
     for command in _commands(name):
         command.add_parser(subparsers)
     for own in subparsers.choices.values():
-        own.allow_abbrev = False  # --evict is not --eviction
+        own.allow_abbrev = False  # for example, --evict must not mean --eviction
         own.set_defaults(parser=own, status=0)
     return parser
 
 
 def _commands(name: str | None) -> Iterator[Any]:
     """Yield the command modules in the order of the help text."""
-    if name == "serve":  # engines wait for the server; other commands import slower modules
+    if name == "serve":  # engines wait for the server, so avoid slow imports of other commands
         from kvloft.cli import serve
 
         yield serve

@@ -1,7 +1,6 @@
-"""`kvloft config`: prints the effective settings and their sources, and checks them without a
-model.
+"""Implements `kvloft config`, which prints the effective settings and their sources.
 
-Reads settings only; it opens no store and creates no directory.
+The command checks the settings without a model, and never opens a store or creates a directory.
 """
 
 import argparse
@@ -19,10 +18,10 @@ from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here, warnings
 
 MAX_SHOWN: Final = 200
-"""Maximum number of characters of an invalid --extra in an error."""
+"""Maximum number of characters that an error message quotes from an invalid --extra argument."""
 NOT_CHECKED: Final = (
-    "Not checked here, only at engine start: whether disk_path is in use, and whether kvloft "
-    "supports the model."
+    "Only an engine checks, at startup, whether disk_path is in use and whether kvloft supports "
+    "the model."
 )
 
 
@@ -34,8 +33,9 @@ def add_parser(subparsers: Any) -> None:
         description=(
             "Print the effective settings and the source of each value: vLLM's extra config "
             "(--extra), the environment (such as KVLOFT_HOST_SIZE), the YAML file in "
-            "KVLOFT_CONFIG, or the default. Checks everything that needs no model. Exit status: 0 "
-            "for valid settings (warnings go to stderr), 2 if an engine would not start."
+            "KVLOFT_CONFIG, or the default. Also run all checks that do not need a model. Exit "
+            "status: 0 if the settings are valid (warnings go to stderr), 2 if an engine would not "
+            "start."
         ),
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -69,12 +69,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def not_ours(config: Config) -> tuple[str, ...]:
-    """Return the settings that have no effect, because the server has its own values."""
+    """Return the settings that have no effect because the server determines their values."""
     return OF_STORE if config.server not in (None, AUTO) else ()
 
 
 def rows(config: Config) -> list[tuple[str, str, str]]:
-    """Return the rows of `describe`, with "(set by the server)" for settings of the server."""
+    """Return the rows of `describe`, with "(set by the server)" for each setting of the server."""
     void = not_ours(config)
     return [
         (key, *(("(set by the server)", "kvloft serve") if key in void else rest))
@@ -83,7 +83,7 @@ def rows(config: Config) -> list[tuple[str, str, str]]:
 
 
 def parse_extra(text: str) -> dict[str, object]:
-    """Parse ``--extra``. Raises ConfigError if the text is not a JSON object or repeats a key."""
+    """Parse ``--extra``. Raises ConfigError if the text is not a JSON object or repeats keys."""
     shown = repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
     try:
         extra = json.loads(text, object_pairs_hook=_each_once)

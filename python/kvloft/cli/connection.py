@@ -1,6 +1,6 @@
-"""How a command finds its server: `--socket`, the settings, and the message if no server answers.
+"""Finds the server for a command, and reports an error if no server answers.
 
-`kvloft serve` imports this module, so it must not load the extension or anything slow.
+Because `kvloft serve` imports this module, it must not import the extension or slow modules.
 """
 
 import argparse
@@ -16,11 +16,11 @@ from kvloft.config.table import OF_STORE, Config, parse_socket
 from kvloft.errors import ConfigError, DeniedError, LateError, StoreError
 
 COMMAND_LINE: Final = "command line"
-"""Origin of settings that are given as arguments."""
+"""Origin of settings that are passed as arguments."""
 SERVICE_SOCKET: Final = "/run/kvloft/kvloft.sock"
 """The socket of the systemd unit in examples/deploy."""
 MAX_SHOWN: Final = 80
-"""Maximum number of characters of an invalid argument in an error."""
+"""Maximum number of characters that an error message quotes from an invalid argument."""
 
 
 def add_socket(parser: argparse.ArgumentParser) -> None:
@@ -29,15 +29,16 @@ def add_socket(parser: argparse.ArgumentParser) -> None:
         "--socket",
         metavar="PATH",
         help=(
-            "the server's socket (default: the setting server, for example in KVLOFT_SERVER; "
-            "otherwise the standard socket, if exactly one exists)"
+            "the server's socket (default: the server setting, for example from KVLOFT_SERVER; if "
+            "that is not set, the standard socket, if exactly one exists)"
         ),
     )
 
 
 def settings(args: argparse.Namespace) -> Config:
-    """Return the settings from the command line and all other sources, with a ``server``. Raises
-    ConfigError.
+    """Return the settings from the command line and all other sources.
+
+    Raises ConfigError if a setting is invalid or ``server`` is not set.
     """
     given = {name: value for name in OF_STORE if (value := getattr(args, name, None)) is not None}
     if args.socket is not None:
@@ -51,11 +52,10 @@ def settings(args: argparse.Namespace) -> Config:
 
 
 def socket_of(args: argparse.Namespace) -> str:
-    """Return the path of the server's socket: from the arguments or the setting ``server``;
-    otherwise the standard socket, if exactly one exists.
+    """Return the path of the server's socket from the arguments or the ``server`` setting.
 
-    Other settings are ignored, even invalid values in the environment. Raises ConfigError, or
-    StoreError if there is no server.
+    The default is the standard socket, if exactly one exists. All other settings are ignored, even
+    invalid values in the environment. Raises ConfigError, or StoreError if there is no server.
     """
     if args.socket is not None:
         return _path(args.socket)
@@ -72,7 +72,7 @@ def socket_of(args: argparse.Namespace) -> str:
 
 
 def _owner(path: Path) -> int:
-    """Return the owner of a file or, if it is hidden from this user, of the closest parent."""
+    """Return the owner of a file, or of its closest visible parent if the file is hidden."""
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):
             return place.stat().st_uid
@@ -80,8 +80,8 @@ def _owner(path: Path) -> int:
 
 
 def _user(uid: int) -> str:
-    """Return the name of a user, or ``'#UID'``, which sudo accepts, for a user without a name."""
-    import pwd  # only needed for an error
+    """Return the name of a user, or ``'#UID'`` (accepted by sudo) if the user has no name."""
+    import pwd  # imported lazily: only needed for an error
 
     try:
         return pwd.getpwuid(uid).pw_name
@@ -90,8 +90,8 @@ def _user(uid: int) -> str:
 
 
 def available_bytes() -> int | None:
-    """Return the bytes of memory that this machine or container has left; None if unknown."""
-    try:  # `kvloft config` must work even if the extension does not load
+    """Return the amount of free memory of this machine or container in bytes; None if unknown."""
+    try:  # `kvloft config` must work even if the extension cannot be loaded
         from kvloft._core import available_bytes as available
     except ImportError:
         return None
@@ -99,7 +99,7 @@ def available_bytes() -> int | None:
 
 
 def _is_hidden(socket: Path) -> bool:
-    """Return True if this user cannot see the files of the socket's directory."""
+    """Return True if this user has no access to the directory of the socket."""
     folder = socket.parent
     return folder.is_dir() and not os.access(folder, os.X_OK)
 
@@ -120,7 +120,7 @@ def _path(text: str) -> str:
 
 
 def report_no_answer(error: StoreError, args: argparse.Namespace) -> int:
-    """Print why the server did not answer and how to fix it, and return the exit status."""
+    """Print why the server did not respond and how to fix this, and return the exit status."""
     fix = "start one with `kvloft serve`"
     if isinstance(error, DeniedError) and hasattr(args, "socket"):
         socket = socket_of(args)

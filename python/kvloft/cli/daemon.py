@@ -1,6 +1,6 @@
-"""Output of `kvloft serve`: the log on stdout, warnings on stderr, and --background.
+"""Handles the output of `kvloft serve`: the log on stdout, warnings on stderr, and --background.
 
-The server keeps running if a write fails. The first failure is reported on stderr.
+The server keeps running if a write fails. Only the first failure is reported, on stderr.
 """
 
 import errno
@@ -15,19 +15,19 @@ from kvloft.cli import warn
 from kvloft.errors import MAY_PASS, ConfigError
 
 TIME: Final = "%Y-%m-%d %H:%M:%S"
-"""Format of the local time."""
+"""Format of the local time in log lines."""
 MAX_LOG_BYTES: Final = 1 << 20
-"""Larger log files are truncated at startup."""
+"""Maximum size of a log file at startup. Larger log files are truncated."""
 
 
 class Log:
-    """Log of one server, on stdout."""
+    """Writes the log of a server to stdout."""
 
     def __init__(self) -> None:
         self._was_lost = False
 
     def tell(self, *lines: str) -> None:
-        """Print each line with date and time. Later lines are printed even if a write fails."""
+        """Print each line with the date and time. If a write fails, continue with the next line."""
         for line in lines:
             try:
                 print(f"{time.strftime(TIME)} {line}", flush=True)
@@ -35,7 +35,7 @@ class Log:
                 self._lose(e)
 
     def end(self) -> None:
-        """Flush stdout and stderr. Discards unwritable text, which would change the exit status."""
+        """Flush stdout and stderr. Discard unwritable text, to preserve the exit status."""
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
@@ -52,15 +52,15 @@ class Log:
 
 
 def in_background(work: Callable[[Callable[[], None]], int], log: Path, what: str) -> int:
-    """Run ``work`` in a child process. Both processes return from this function.
+    """Run ``work`` in a child process. This function returns in both processes.
 
-    ``work`` receives a function and calls it when startup is complete. The child's output goes to
-    ``log`` after that call, and the parent prints a line with the process id and ``what`` and
-    returns 0. If the child exits before the call, the parent returns the child's exit status. The
+    ``work`` must call its argument when startup is complete. After this call, the output of the
+    child goes to ``log``, and the parent prints a line with the process id and ``what`` and returns
+    0. If the child exits before the call, the parent returns the exit status of the child. The
     child returns the result of ``work``.
 
-    Call this function before any thread is started. Raises ConfigError if ``log`` belongs to a
-    different user. Exits with status 1 if a temporary error prevents opening the file.
+    This function must be called before any thread is started. Raises ConfigError if ``log`` belongs
+    to a different user. Exits with status 1 if a temporary error prevents opening the file.
     """
     to = _open(log)
     ready, ready_writer = os.pipe()
@@ -95,13 +95,13 @@ def _open(log: Path) -> int:
         found = os.fstat(to)
         if found.st_uid != os.geteuid():
             raise ConfigError(
-                f"--background {log}: the file belongs to another user; use another file."
+                f"--background {log}: the file belongs to another user; use a different file."
             )
         if found.st_size > MAX_LOG_BYTES:
             os.truncate(to, 0)
     except OSError as e:
         reason = f"{log.parent} does not exist" if e.errno == errno.ENOENT else e.strerror
-        message = f"--background {log}: the file cannot be written ({reason}); use another file."
+        message = f"--background {log}: cannot write the file ({reason}); use a different file."
         if e.errno not in MAY_PASS:
             raise ConfigError(message) from e
         warn(message)

@@ -1,4 +1,4 @@
-"""`kvloft inspect DIR`: lists the namespaces in a disk directory. Read-only; takes no lock."""
+"""Implements `kvloft inspect DIR`, which lists the namespaces in a disk directory, read-only."""
 
 import argparse
 import contextlib
@@ -40,13 +40,13 @@ def add_parser(subparsers: Any) -> None:
 def add_arguments(
     parser: argparse.ArgumentParser, json_help: str = "print JSON instead of a table"
 ) -> None:
-    """Add the arguments of commands that read a disk directory."""
+    """Add the arguments shared by all commands that read a disk directory."""
     parser.add_argument("dir", metavar="DIR", help="the disk_path of an engine or a server")
     parser.add_argument("--json", action="store_true", help=json_help)
 
 
 def read_folder(folder: str, read: Callable[[str], T]) -> T | None:
-    """Return ``read(folder)``. If it fails, print the error and return None."""
+    """Return ``read(folder)``. If ``read`` fails, print the error and return None."""
     found = None
     try:
         found = read(folder)
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 def _look(folder: str) -> list[dict[str, Any]]:
     """Return the namespaces.
 
-    Repeats the listing if it has problems, because an engine may be resizing its files.
+    If a namespace has a problem, list all again, because an engine may be resizing its files.
     """
     from kvloft._core import disk_inspect
 
@@ -102,7 +102,7 @@ def _look(folder: str) -> list[dict[str, Any]]:
 
 
 def _warn_of_other_engines(folder: str) -> None:
-    """Print the subdirectories of other data-parallel engines, which were not read."""
+    """Print a warning if there are subdirectories of other data-parallel engines."""
     names: list[str] = []
     with contextlib.suppress(OSError, ValueError):  # `read_folder` has already reported the error
         names = sorted(
@@ -112,13 +112,13 @@ def _warn_of_other_engines(folder: str) -> None:
         )
     if names:
         warn(
-            f"{folder} also contains {', '.join(names)} of other data-parallel engines, which were "
-            "not read; run this command for each of these directories"
+            f"{folder} also contains directories of other data-parallel engines, which were not "
+            f"read: {', '.join(names)}; run this command for each of these directories"
         )
 
 
 def namespace_table(namespaces: list[dict[str, Any]]) -> Table:
-    """Return the rows of `disk_inspect` as a table that fits a terminal with 80 columns."""
+    """Return the rows of `disk_inspect` as a table that fits in 80 columns."""
     numbers = (
         Column(name, justify="right", no_wrap=True)
         for name in ("chunks", "slots", "chunk size", "on disk")
@@ -143,7 +143,7 @@ def namespace_table(namespaces: list[dict[str, Any]]) -> Table:
 
 
 def sizes_text(sizes: list[int]) -> str:
-    """Return the range of frame sizes as text; a dash if the sizes are unknown."""
+    """Return the range of frame sizes as text, or a dash if the sizes are unknown."""
     ends = sorted({min(sizes), max(sizes)}) if sizes else []
     return " to ".join(size_text(size) for size in ends) or "-"
 
@@ -171,14 +171,14 @@ def fields_of(description: str) -> dict[str, str] | str:
 
 
 def printable(text: str) -> str:
-    """Escape control characters, so that text from other processes cannot control the terminal."""
+    """Escape control characters in text from other processes, to protect the terminal."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
 
 
 def _fields(description: str) -> dict[str, str] | None:
-    """Return a namespace's fields; None if ``description`` is not a JSON object."""
+    """Return a namespace's fields, or None if ``description`` is not a JSON object."""
     try:
         fields = json.loads(description)
     except ValueError:
@@ -187,9 +187,9 @@ def _fields(description: str) -> dict[str, str] | None:
 
 
 def format_time(unix_s: int | None) -> str:
-    """Return day, month and time if ``unix_s`` is in this year, and a date otherwise.
+    """Format a local time: day, month and time in the current year, otherwise only the date.
 
-    Uses local time. Returns a dash if ``unix_s`` is None or out of range.
+    Returns a dash if ``unix_s`` is None or out of range.
     """
     if unix_s is None:
         return "-"

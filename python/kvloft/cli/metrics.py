@@ -1,6 +1,6 @@
-"""`kvloft serve --metrics`: exports the server's metrics to Prometheus at http://HOST:PORT/metrics.
+"""Implements `kvloft serve --metrics`, which exports metrics at http://HOST:PORT/metrics.
 
-Reads the data of `kvloft status` on each request; it must not depend on the store.
+Each request reads the data that `kvloft status` shows. This module does not access the store.
 """
 
 import re
@@ -12,13 +12,13 @@ from kvloft.errors import ConfigError
 from kvloft.version import BUILD_INFO_HELP, BUILD_LABELS
 
 LABEL: Final = "namespace"
-INFO_HELP: Final = "1, with the model of each namespace as a label"
+INFO_HELP: Final = "Model of each namespace; the value is always 1"
 
 
 def address(text: str) -> tuple[str, int]:
-    """Parse ``PORT`` or ``HOST:PORT``; the default host is 127.0.0.1. Raises ConfigError."""
+    """Parse ``PORT`` or ``HOST:PORT``. The default host is 127.0.0.1. Raises ConfigError."""
     host, _, port = text.rpartition(":")
-    if re.fullmatch(r"[0-9]{1,9}", port) and int(port) > 65535:  # 0: any free port
+    if re.fullmatch(r"[0-9]{1,9}", port) and int(port) > 65535:  # port 0 selects any free port
         raise ConfigError(f"--metrics {text!r}: the port must be 1 to 65535.")
     if not re.fullmatch(r"[0-9]{1,5}", port):
         raise ConfigError(
@@ -31,11 +31,11 @@ def address(text: str) -> tuple[str, int]:
 def serve(
     where: tuple[str, int], status: Callable[[], dict[str, Any]]
 ) -> tuple[str, Callable[[], None]]:
-    """Export ``status`` at ``where`` and return the URL and a function that stops the export.
+    """Export ``status`` at ``where``. Return the URL and a function that stops the export.
 
     Raises ConfigError if the address is unavailable.
     """
-    # Imported here because no other command needs it.
+    # Imported lazily, because no other command needs this package.
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry(auto_describe=False)
@@ -59,7 +59,7 @@ def serve(
 
 
 class _Collector:
-    """Collector for prometheus_client."""
+    """Collects the metrics of all namespaces and of the server for prometheus_client."""
 
     def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
         self._status = status
@@ -67,7 +67,7 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import GaugeMetricFamily
 
-        from kvloft.cli.inspect import fields_of  # loads rich
+        from kvloft.cli.inspect import fields_of  # imported lazily, because it imports rich
 
         status = self._status()
         spaces = [  # stats is empty until the store is open
@@ -84,7 +84,7 @@ class _Collector:
         sizes = {name: status[name] for name in ("host_bytes", "slab_bytes")}
         stats = status["stats"] | sizes | {"engines": num_engines}
         for metric in exported(Scope.SERVER):
-            if metric.name in stats:  # disk figures appear after the first measurement
+            if metric.name in stats:  # disk metrics are missing until the first measurement
                 yield _family(metric, value=stats[metric.name])
         info = GaugeMetricFamily("kvloft_namespace_info", INFO_HELP, labels=[LABEL, "model"])
         for space in status["namespaces"]:

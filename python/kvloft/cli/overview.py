@@ -1,7 +1,7 @@
-"""The first lines of `kvloft status`: health, host memory and disk usage, engines and hit rate.
+"""Formats the first lines of `kvloft status`: health, host memory, disk, engines and hit rate.
 
-All figures come from one call of `_core.server_status`. The server measures the free space of the
-file system every few seconds.
+All figures come from one `_core.server_status` call. The server measures the free space of the file
+system every few seconds.
 """
 
 from collections import Counter
@@ -12,13 +12,15 @@ from kvloft.cli.tables import Status, broken, disk_unused, hit_rate, rejected
 from kvloft.config.units import size_text
 
 GROWTH_BYTES: Final = 64 << 20
-"""Approximate size of the steps in which files on disk grow."""
+"""Approximate number of bytes by which a file on disk grows at a time."""
 
 
 def figures(status: Status) -> dict[str, Any]:
-    """Return the figures for --json: size of the chunks in host memory and of the files on disk,
-    both limits, the disk's path, free bytes of its file system (None if unknown or without a disk),
-    number of engines, total hit rate, and a sentence for each problem.
+    """Return the figures for --json.
+
+    The figures are the size of chunks in host memory, the size of files on disk, both size limits,
+    the disk path, the free space on its file system (None if unknown), the number of engines, the
+    total hit rate, and a sentence for each problem.
     """
     stats, spaces = status["stats"], [space for space in status["namespaces"] if space["stats"]]
     path = status["settings"].get("disk_path", NONE)
@@ -42,7 +44,7 @@ def figures(status: Status) -> dict[str, Any]:
 
 
 def as_json(status: Status, tag: str | None = None) -> dict[str, Any]:
-    """Return the output of --json: status, `figures`, hit rates, and the salt's tag, if any."""
+    """Return the output of --json: the status, `figures`, hit rates, and the tag of the salt."""
     spaces = [
         space | {"namespace": space["namespace"].hex(), "hit_rate": hit_rate(space["stats"])}
         for space in status["namespaces"]
@@ -52,7 +54,7 @@ def as_json(status: Status, tag: str | None = None) -> dict[str, Any]:
 
 
 def lines(status: Status, socket: str) -> list[str]:
-    """Return one line per figure; the first line states the server's health."""
+    """Return one line per figure. The first line states whether the server is healthy."""
     found, num_spaces = figures(status), len(status["namespaces"])
     problems, num_engines = found["problems"], found["engines"]
     well = f"has {counted(len(problems), 'problem')}" if problems else "is healthy"
@@ -69,17 +71,17 @@ def lines(status: Status, socket: str) -> list[str]:
 
 
 def disk_full(status: Status, found: dict[str, Any] | None = None) -> list[str]:
-    """Return a line if the file system is full although the directory is below its limit."""
+    """Return a line if the file system is full and the directory is below its size limit."""
     found = found or figures(status)
     free, left = found["disk_free_bytes"], found["disk_size_bytes"] - found["disk_files_bytes"]
     if free is None or free >= min(left, GROWTH_BYTES):
         return []
     what = f"The file system of {found['disk_path'] or 'the disk'} is full ({size_text(free)} free)"
-    return [f"{what}: new chunks replace old chunks there, or are dropped."]
+    return [f"{what}: new chunks replace old chunks on disk or are dropped."]
 
 
 def disk_problems(space: Status, status: Status) -> list[str]:
-    """Return lines about the disk of a namespace: unused, full or paused."""
+    """Return a line for each problem with the disk of a namespace: unused, full or paused."""
     return [*disk_unused(status), *disk_full(status), *broken(space, status)]
 
 
@@ -106,6 +108,6 @@ def _disk(status: Status, found: dict[str, Any]) -> str:
 
 def _hits(status: Status, rate: float | None) -> str:
     if rate is None:
-        return "none yet: no lookups"
+        return "no lookups yet"
     asked = sum(space["stats"].get("lookup_chunks", 0) for space in status["namespaces"])
     return f"{rate:.1%} of {asked:,} chunks looked up"

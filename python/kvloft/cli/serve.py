@@ -1,6 +1,6 @@
-"""`kvloft serve`: one cache for every engine of this user on this machine, in a separate process.
+"""Implements `kvloft serve`, which shares a cache among all engines of this user on this machine.
 
-This module reads settings, waits for signals and prints the log; the server is written in Rust.
+This module reads settings, waits for signals and prints the log. The server is written in Rust.
 """
 
 import argparse
@@ -30,51 +30,52 @@ from kvloft.version import BUILD
 
 LOOK_EVERY_S: Final = 0.5
 FIRST_ENGINE_S: Final = 60.0
-"""Added to --linger until the first engine connects, because it may still be loading weights."""
+"""Time added to --linger before the first engine connects, which may still be loading weights."""
 CLOSE_TIMEOUT_S: Final = 60.0
 TWICE_S: Final = 1.0
-"""Signals within this time count as one."""
+"""Signals that arrive within this time after the first signal are ignored."""
 ENDS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that stop the server after its pending writes; closing a terminal sends SIGHUP."""
+"""Signals that stop the server after its pending writes. Closing a terminal sends SIGHUP."""
 OPTIONS: Final = {
     "host_size": "host memory for cached KV, allocated on first use",
-    "disk_path": "directory of the disk tier; without it, the cache is empty after a restart",
+    "disk_path": "directory of the disk tier; without a disk tier, a restart empties the cache",
     "disk_size": "size limit of the disk tier",
-    "disk_threads": "threads for disk I/O",
+    "disk_threads": "number of threads for disk I/O",
     "eviction": "adaptive or lru",
-    "salt_quota": "limit of host memory for one cache_salt in a namespace, such as 10%% or 8GiB",
-    "salt_disk_quota": "limit of disk space for one cache_salt in a namespace",
-    "salt_ttl": "how long chunks of a cache_salt are kept after they are saved, such as 24h or 7d",
+    "salt_quota": "host memory limit per cache_salt in each namespace, such as 10%% or 8GiB",
+    "salt_disk_quota": "disk space limit per cache_salt in each namespace",
+    "salt_ttl": "time after which saved chunks of a cache_salt expire, such as 24h or 7d",
     "salt_limits": "a YAML file with limits for individual salts",
 }
 DESCRIPTION: Final = """\
-Share one cache among all engines of this user on this machine, over a Unix
-socket that only this user can open. No KV crosses the socket: engines map the
-server's memory. Settings that are missing here come from environment variables
-such as KVLOFT_HOST_SIZE, from the YAML file in KVLOFT_CONFIG, or from the
-defaults of `kvloft config`.
+Share one cache among all engines of this user on this machine through a Unix
+socket that only this user can open. No KV is sent through the socket, because
+engines map the server's memory. Settings that are not given as arguments come
+from environment variables such as KVLOFT_HOST_SIZE, from the YAML file in
+KVLOFT_CONFIG, or from the defaults that `kvloft config` prints.
 """
 EPILOG: Final = """\
-With "server": "auto", the first engine starts a server with its own settings,
-at a socket in $XDG_RUNTIME_DIR/kvloft or /tmp/kvloft-UID. That server exits 5
-minutes after its last engine (server_linger).
+With "server": "auto", the first engine starts a server with the engine's
+settings. The socket is in $XDG_RUNTIME_DIR/kvloft or /tmp/kvloft-UID. This
+server exits 5 minutes after the last engine exits (server_linger).
 
 To share the cache, give each engine this setting, in
 kv_connector_extra_config or as KVLOFT_SERVER:
 
   "server": "unix:/run/user/1000/kvloft/kvloft.sock"
 
-Engines with the same model and vLLM version share KV: they form a namespace.
-Each namespace has its own chunks and its own directory on disk. Namespaces get
-memory on demand; when the memory is full, namespaces with engines get equal
-shares, or the shares set by --share. A restarted engine finds its chunks in the
-server's memory, unless another namespace needed it. While no server answers,
-engines compute without the cache and reconnect in the background.
+Engines with the same model and vLLM version form a namespace and share KV. Each
+namespace has separate chunks and a separate directory on disk. Memory is
+assigned to namespaces on demand. When the memory is full, all namespaces with
+engines get equal shares, or the shares that --share sets. A restarted engine
+finds its chunks in the server's memory, unless another namespace needed the
+memory. While no server answers, engines run without the cache and reconnect in
+the background.
 
-A tenant is a cache_salt. With --salt-quota, a tenant at its limit replaces its
-own least recently used chunks, never another tenant's. With --salt-ttl, its
-chunks expire, in memory and on disk. --salt-limits FILE sets different limits
-for individual salts:
+A tenant is the set of requests with the same cache_salt. With --salt-quota, a
+tenant at its limit only evicts its own least recently used chunks. With
+--salt-ttl, chunks expire in memory and on disk. --salt-limits FILE sets
+different limits for individual salts:
 
   - {salt_file: acme.salt, quota: 25%, disk_quota: 40%, ttl: 7d}
   - {salt: null, ttl: 30d}    # requests without a salt
@@ -89,7 +90,7 @@ def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser(
         "serve",
-        help="share one cache among engines, also across their restarts",
+        help="share one cache among engines and across restarts",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -101,14 +102,14 @@ def add_parser(subparsers: Any) -> None:
         "--linger",
         metavar="TIME",
         help=(
-            "exit after this time without an engine, such as 30s or 5min; before the first engine "
-            "connects, the server waits a minute longer"
+            "exit after this time without a connected engine, such as 30s or 5min; wait one minute "
+            "longer for the first engine"
         ),
     )
     parser.add_argument(
         "--background",
         metavar="LOG",
-        help="run in the background with this log; the command returns once the server listens",
+        help="run in the background and log to this file; return when the server is listening",
     )
     parser.add_argument(
         "--share",
@@ -116,19 +117,19 @@ def add_parser(subparsers: Any) -> None:
         default=[],
         metavar="NAMESPACE=PERCENT",
         help=(
-            "a fixed share of host memory for the namespace whose id begins with NAMESPACE; "
-            "repeatable"
+            "reserve a fixed share of host memory for the namespace whose id starts with "
+            "NAMESPACE; repeatable"
         ),
     )
     parser.add_argument(
         "--numa",
         metavar="NODES",
-        help="NUMA node of each rank's GPU (0,0,1,1), or one node for all host memory",
+        help="NUMA node of the GPU of each rank (0,0,1,1), or one node for all host memory",
     )
     parser.add_argument(
         "--metrics",
         metavar="[HOST:]PORT",
-        help="export Prometheus metrics; without HOST, only to this machine",
+        help="export Prometheus metrics; without HOST, listen on 127.0.0.1",
     )
     parser.set_defaults(run=run)
 
@@ -145,13 +146,13 @@ def shares(texts: list[str]) -> list[tuple[str, int]]:
 
 
 def nodes(text: str | None) -> list[int]:
-    """Parse NUMA nodes such as ``0,0,1,1``. Raises ConfigError, also for unknown nodes."""
+    """Parse NUMA nodes such as ``0,0,1,1``. Raises ConfigError if a node is invalid or unknown."""
     if text is None:
         return []
     if re.fullmatch(r"[0-9]{1,2}(,[0-9]{1,2})*", text) is None:
         raise ConfigError(
-            f"--numa {text!r}: expected a node for each rank of an engine, such as 0,0,1,1, or one "
-            "node for all."
+            f"--numa {text!r}: expected one node for each rank of an engine, such as 0,0,1,1, or "
+            "one node for all ranks."
         )
     found = [int(each) for each in text.split(",")]
     refuse_nodes(found)
@@ -159,9 +160,10 @@ def nodes(text: str | None) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal, or until ``--linger`` has passed without an engine.
+    """Run the server until a signal arrives or ``--linger`` expires without an engine.
 
-    Returns 0; 1 if another server uses the socket or a system call fails; 2 for an invalid setting.
+    Return 0 on success, 1 if another server uses the socket or a system call fails, and 2 if a
+    setting is invalid.
     """
     config = settings(args)
     metrics_at = metrics.address(args.metrics) if args.metrics is not None else None
@@ -181,11 +183,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make_folder(config: Config) -> None:
-    """Create the socket's directory with access restricted to this user. The server reports
-    problems with an existing directory.
+    """Create the socket's directory with access restricted to this user.
 
-    Raises ConfigError if the parent directory is missing: the path probably has a typo, or its file
-    system is not mounted yet.
+    Raises ConfigError if the parent directory is missing, because the path probably has a typo or
+    its file system is not mounted yet. The server reports problems with an existing directory.
     """
     folder = Path(str(config.socket)).parent
     try:
@@ -200,7 +201,7 @@ def _make_folder(config: Config) -> None:
 
 
 def _given(config: Config) -> str:
-    """Return the socket as the user set it."""
+    """Return the socket setting as the user wrote it."""
     origin = config.origin("server")
     if origin == COMMAND_LINE:
         return f"--socket {config.socket}"
@@ -257,13 +258,13 @@ def _serve(options: _Options, begun: Callable[[], None]) -> int:
     log.tell(*server.take_events(), "stopped")
     log.end()
     for number in ENDS:
-        signal.signal(number, signal.SIG_IGN)  # a second signal would kill the interpreter at exit
+        signal.signal(number, signal.SIG_IGN)  # a late signal would kill the exiting interpreter
     return 0
 
 
 def _start(options: _Options) -> Any:
     """Start the server. Raises StoreError."""
-    # Imported here, because `kvloft config` must work where the extension does not load.
+    # Imported lazily, because `kvloft config` must work if the extension cannot be loaded.
     from kvloft._core import Server
 
     config = options.config
@@ -285,7 +286,7 @@ def _log_start(options: _Options, server: Any, log: Log, begun: Callable[[], Non
     """Call ``begun`` and log the address, sizes and limits."""
     config, trouble = options.config, server.disk_trouble()
     if trouble is not None:
-        warn(f"warning: {trouble}; the server uses host memory only and retries")
+        warn(f"warning: {trouble}; using host memory only and retrying")
     warned_at = _place(sys.stderr)
     begun()
     bounds = f"; {text}" if (text := limits_text(_texts(options))) else ""
@@ -305,7 +306,7 @@ def _stop_line(config: Config) -> str:
 
 
 def _place(stream: IO[str]) -> tuple[int, int] | None:
-    """Return the device and inode behind a stream; None if unknown."""
+    """Return the device and inode of a stream's file, or None if unknown."""
     try:
         found = os.fstat(stream.fileno())
     except (OSError, ValueError):
@@ -314,7 +315,7 @@ def _place(stream: IO[str]) -> tuple[int, int] | None:
 
 
 def _disk(config: Config, trouble: str | None, *, is_told: bool) -> str:
-    """Return the state of the disk at startup, with its problem unless stderr already has it."""
+    """Return the state of the disk at startup. Omit the problem if ``is_told`` is True."""
     if config.disk_path is None:
         return "no disk"
     if trouble is None:
@@ -323,7 +324,7 @@ def _disk(config: Config, trouble: str | None, *, is_told: bool) -> str:
 
 
 def _texts(options: _Options) -> dict[str, str]:
-    """Return the settings as text, for `kvloft status` and for engines to compare."""
+    """Return the settings as text. `kvloft status` prints them, and engines compare them."""
     config, linger_s = options.config, options.linger_s
     linger = NONE if linger_s is None else KEYS["server_linger"].show(linger_s)
     share = ", ".join(f"{name} {percent}%" for name, percent in options.shares) or NONE
@@ -335,7 +336,7 @@ def _texts(options: _Options) -> dict[str, str]:
 
 
 def _wait(is_over: threading.Event, server: Any, linger_s: float | None, log: Log) -> None:
-    """Wait for a signal, or for ``linger_s`` without an engine."""
+    """Wait until a signal arrives, or until no engine has been connected for ``linger_s``."""
     needed, num_joined = time.monotonic() + FIRST_ENGINE_S, 0
     while not is_over.wait(LOOK_EVERY_S):
         log.tell(*server.take_events())
@@ -343,7 +344,7 @@ def _wait(is_over: threading.Event, server: Any, linger_s: float | None, log: Lo
             continue
         status = server.status()
         num_before, num_joined = num_joined, status["stats"]["server_joined"]
-        # An engine can connect and leave between two checks.
+        # An engine may have connected and disconnected since the previous check.
         if num_joined > num_before or any(space["engines"] for space in status["namespaces"]):
             needed = time.monotonic()
         elif time.monotonic() - needed >= linger_s:
@@ -352,7 +353,10 @@ def _wait(is_over: threading.Event, server: Any, linger_s: float | None, log: Lo
 
 
 def _stop(is_over: threading.Event, begun_s: list[float], number: int) -> None:
-    """Exit immediately on a second signal. timeout(1) sends each signal twice: treated as one."""
+    """Stop the server on the first signal and exit immediately on a second signal.
+
+    A signal within ``TWICE_S`` is ignored, because timeout(1) sends each signal twice.
+    """
     if not begun_s:
         begun_s.append(time.monotonic())
         is_over.set()

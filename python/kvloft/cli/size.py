@@ -1,8 +1,8 @@
-"""`kvloft size MODEL`: KV bytes per token, how many tokens fit, and when reading from disk is
-faster than computing.
+"""Implements `kvloft size MODEL`, which computes the KV size per token, the number of tokens that
+fit, and the disk speed above which reading is faster than computing.
 
-Only reads the config.json of a model, from a directory or the Hugging Face hub. This module must
-not import vLLM or torch.
+The command only reads the model's config.json from a directory or the Hugging Face Hub. This module
+must not import vLLM or torch.
 """
 
 import argparse
@@ -24,27 +24,27 @@ FULL: Final = frozenset({"full_attention", "attention", "global_attention"})
 REACHING: Final = frozenset({"sliding_attention", "chunked_attention", "local_attention"})
 STATES: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent"})
 STORED_SHARE: Final = COMPACT_SHARE + 8 / 4096
-"""Size of compressed KV with its table, as a fraction of the size of bfloat16 KV."""
+"""Size of compressed KV including its table, as a fraction of the bfloat16 size."""
 DTYPE_BYTES: Final = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4} | dict.fromkeys(
     ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"), 1
 )
-"""Size of a value in bytes, by vLLM's name of the data type."""
+"""Size of a value in bytes, by vLLM's name for the data type."""
 HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 COMPRESSED: Final = frozenset({"auto", "bfloat16"})
 
 
 @dataclass(frozen=True, slots=True)
 class KvSize:
-    """KV size of one token across all ranks, in bytes, by kind of layer."""
+    """KV size of one token in bytes, summed over all ranks, by kind of layer."""
 
     full_bytes: int
     reaching_bytes: int
-    """KV size of layers with a sliding window or chunked local attention."""
+    """KV size of layers with sliding windows or chunked local attention."""
     num_state_layers: int
 
     @property
     def token_bytes(self) -> int:
-        """Return the size of a saved token in bytes, without Mamba or gated delta net states."""
+        """Return the size of a token in bytes, excluding Mamba and gated delta net states."""
         return self.full_bytes + self.reaching_bytes
 
 
@@ -52,11 +52,11 @@ def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser(
         "size",
-        help="compute KV bytes per token and how many tokens fit",
+        help="compute KV bytes per token and the number of tokens that fit",
         description=(
-            "Compute the KV bytes per token of a model from its config.json, and how many tokens "
-            "fit into host memory and on disk. "
-            "With --prefill and --disk-read, also compare reading from disk with computing."
+            "Compute a model's KV bytes per token from its config.json, and the number of tokens "
+            "that fit into host memory and on disk. With --prefill and --disk-read, also compare "
+            "the speeds of reading from disk and computing."
         ),
         epilog=(
             "example: kvloft size meta-llama/Llama-3.1-8B --host-size 64GiB --prefill 27000 "
@@ -66,28 +66,28 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a directory with config.json, its path, or a model's name on the Hugging Face hub",
+        help="the directory or path of a config.json, or a model name on the Hugging Face Hub",
     )
     parser.add_argument(
         "--kv-cache-dtype",
         default="auto",
         choices=DTYPE_BYTES,
         metavar="DTYPE",
-        help="as in vLLM, for example fp8_e4m3 (default: auto, 2 bytes per value)",
+        help="vLLM's KV cache dtype, for example fp8_e4m3 (default: auto, 2 bytes per value)",
     )
     parser.add_argument(
         "--host-size",
         type=_size,
         default=32 << 30,
         metavar="SIZE",
-        help="host memory (default: 32GiB)",
+        help="size of host memory (default: 32GiB)",
     )
     parser.add_argument("--disk-size", type=_size, metavar="SIZE", help="size of the disk tier")
     parser.add_argument(
         "--prefill",
         type=_num_tokens,
         metavar="TOKENS",
-        help="tokens that the engine computes per second",
+        help="prefill speed of the engine, in tokens per second",
     )
     parser.add_argument(
         "--disk-read",
@@ -121,7 +121,7 @@ def _num_tokens(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the sizes and return 0. Raises ConfigError for an unusable config.json."""
+    """Print the sizes and return 0. Raises ConfigError if the config.json is unusable."""
     config = read_model_config(args.model)
     try:
         size = kv_size(config, DTYPE_BYTES[args.kv_cache_dtype])
@@ -139,9 +139,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_model_config(model: str) -> dict[str, Any]:
-    """Return the config.json of a model: a directory, the file itself, or a name on the hub.
+    """Return the contents of a model's config.json.
 
-    Raises ConfigError if there is no usable config.json.
+    ``model`` is a directory, the path of a config.json, or a name on the Hugging Face Hub. Raises
+    ConfigError if there is no usable config.json.
     """
     path = Path(model)
     if not path.is_file():
@@ -165,14 +166,14 @@ def _from_hub(model: str) -> Path:
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(model, "config.json"))
-    except Exception as e:  # the hub's client has a dozen error types
+    except Exception as e:  # the hub client raises a dozen types of exceptions
         raise ConfigError(
-            f"{model} has no config.json here and could not be fetched from the hub: {e}"
+            f"there is no {model}/config.json here, and fetching it from the hub failed: {e}"
         ) from e
 
 
 def kv_size(config: dict[str, Any], value_bytes: int) -> KvSize:
-    """Return the KV size of a model. Raises ConfigError if a needed field is missing."""
+    """Return the KV size of a model. Raises ConfigError if a required field is missing."""
     layer_bytes = _layer_bytes(config, value_bytes)
     kinds = _layer_kinds(config)
     return KvSize(
@@ -183,7 +184,7 @@ def kv_size(config: dict[str, Any], value_bytes: int) -> KvSize:
 
 
 def _layer_bytes(config: dict[str, Any], value_bytes: int) -> int:
-    if "kv_lora_rank" in config:  # MLA: one latent for K and V, and the positional part of K
+    if "kv_lora_rank" in config:  # MLA: a shared latent for K and V, and the positional part of K
         return value_bytes * (_count(config, "kv_lora_rank") + _count(config, "qk_rope_head_dim"))
     num_heads = _count(config, "num_attention_heads")
     head_dim = config.get("head_dim") or _count(config, "hidden_size") // num_heads
@@ -191,7 +192,7 @@ def _layer_bytes(config: dict[str, Any], value_bytes: int) -> int:
 
 
 def _layer_kinds(config: dict[str, Any]) -> list[str]:
-    """Return the kind of each layer, as Hugging Face names it."""
+    """Return the kind of each layer, using Hugging Face's names."""
     num_layers = _count(config, "num_hidden_layers")
     kinds = config.get("layer_types") or config.get("layers_block_type")
     if kinds is None:
@@ -204,7 +205,10 @@ def _layer_kinds(config: dict[str, Any]) -> list[str]:
 
 
 def _interleaved(config: dict[str, Any], num_layers: int) -> list[str]:
-    """Return the kinds of layers without a list of them: every n-th is full, or all are alike."""
+    """Return the kind of each layer if the config does not list them.
+
+    Either every n-th layer has full attention, or all layers are of the same kind.
+    """
     others = {
         "full_attention_interval": "linear_attention",
         "sliding_window_pattern": "sliding_attention",
@@ -261,18 +265,18 @@ def _with_compressed(figures: dict[str, Any], name: str) -> str:
 
 def _rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     host = f"tokens in {size_text(figures['host_bytes'])} of host memory"
-    yield "KV per token", size_text(figures["token_bytes"])
+    yield "KV size per token", size_text(figures["token_bytes"])
     yield host, _with_compressed(figures, "host_tokens")
     if figures["window_bytes"]:
         yield "of that in sliding-window layers", size_text(figures["window_bytes"])
     if num_states := figures["num_state_layers"]:
-        where = "(one state for each saved boundary, not in these figures)"
+        where = "(one state per saved boundary, not included in these figures)"
         yield "layers with a state", f"{num_states} {where}"
     if "disk_tokens" in figures:
         disk = f"tokens in {size_text(figures['disk_bytes'])} on disk"
         yield disk, _with_compressed(figures, "disk_tokens")
     if (least := figures.get("break_even_bytes_per_second")) is not None:
-        yield "disk speed at which reading equals computing", f"{size_text(least)}/s"
+        yield "disk speed above which reading is faster", f"{size_text(least)}/s"
     if "disk_tokens_per_second" in figures:
         yield (
             "tokens read from disk per second",
@@ -282,6 +286,6 @@ def _rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if figures.get("disk_is_faster") is True:
         yield "verdict", "reading is faster"
     elif prefill is not None and compressed is not None and compressed > prefill:
-        yield "verdict", "reading is faster with compression, on a GPU; otherwise computing is"
+        yield "verdict", "reading is faster with compression on a GPU; otherwise, computing is"
     elif "disk_is_faster" in figures:
-        yield "verdict", "computing is faster: a disk hit helps only while the GPU is busy"
+        yield "verdict", "computing is faster: a disk hit only helps while the GPU is busy"

@@ -1,4 +1,4 @@
-"""`kvloft status`: prints the state of a server, once or repeatedly with --watch. Read-only."""
+"""Implements `kvloft status`, which prints the state of a server, or refreshes it with --watch."""
 
 import argparse
 import json
@@ -36,11 +36,11 @@ def add_parser(subparsers: Any) -> None:
         help="show the state of a server",
         description=(
             "Show the state of a server: problems, use of host memory and disk, engines and hit "
-            "rate; then the tiers, engines, lookups and hits of each namespace. Tenants are listed "
-            "by tags, which do not reveal their salts; with --salt-file, the tag of that salt is "
-            "marked. With --watch, refresh until Ctrl-C, with chunks and GB per second and hit "
-            "rates since the previous refresh. Exit status: 0; 1 if no server answers; 2 for an "
-            "invalid argument."
+            "rate, then the tiers, engines, lookups and hits of each namespace. Tenants are "
+            "identified by tags, which do not reveal their salts. With --salt-file, the tag of the "
+            "salt is marked. With --watch, refresh until Ctrl-C, and show chunks and GB per second "
+            "and hit rates since the previous refresh. Exit status: 0 success; 1 no server "
+            "answers; 2 invalid argument."
         ),
     )
     add_socket(parser)
@@ -58,7 +58,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="also print everything that the KV of each namespace depends on",
+        help="also print all properties that determine the KV of each namespace",
     )
     parser.add_argument(
         "--json",
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         if args.watch:
             return watch(socket, args, tag)
         status = server_status(socket)
-    except ConfigError as e:  # for example, the server has a different version
+    except ConfigError as e:  # for example, because the server has a different version
         warn(str(e))
         return 1
     if args.json:
@@ -114,7 +114,7 @@ def _print(
         _print_namespace(space, status, console, tag)
     if kept := status["stats"]["quarantined_reservations"]:
         console.print(
-            f"{kept} frames of lost engines stay reserved until no process can write to them."
+            f"{kept} frames of dead engines are reserved until no process can write to them."
         )
     for space in spaces if is_verbose else ():
         console.print()

@@ -1,4 +1,4 @@
-"""Tables of `kvloft status`: tiers, lookups and hits, tenants, engines. All fit 80 columns."""
+"""Formats the tables of `kvloft status` for tiers, hits, tenants and engines, in 80 columns."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,12 +13,12 @@ from kvloft.config.units import format_ttl, size_text
 Status = Mapping[str, Any]
 """The result of `_core.server_status`, or one of its namespaces."""
 ID_DIGITS = 16
-"""Digits of a namespace id in output. `clear`, `evict` and `--share` accept any prefix."""
+"""Number of printed digits of a namespace id. `clear`, `evict` and `--share` accept any prefix."""
 Counts = Mapping[str, Any]
-"""Counters of an engine or a namespace, by the server's names."""
+"""The counters of an engine or a namespace, by name."""
 NO_ENGINE = "No engine has connected yet, so no memory is in use."
 MAX_WHOLE = 1_000_000
-"""Numbers of at least this value are shown with a unit."""
+"""Minimum value at which a number is printed with a unit."""
 
 
 def count_text(number: int) -> str:
@@ -34,7 +34,7 @@ def count_text(number: int) -> str:
 
 
 def new_table(first: str, *names: str) -> Table:
-    """Return a table with the column ``first`` for row names; the other columns are numbers."""
+    """Return a table whose column ``first`` contains row names. The other columns are numbers."""
     numbers = (Column(name, justify="right", no_wrap=True) for name in names)
     return Table(
         Column(first, no_wrap=True),
@@ -56,7 +56,7 @@ def title(namespace: str, space: Status, status: Status) -> str:
 
 
 def field_table(fields: Mapping[str, str] | str) -> Table | Text:
-    """Return a table of a namespace's fields, two per row; a string is returned as text."""
+    """Return a table of a namespace's fields, two per row, or text if ``fields`` is a string."""
     if isinstance(fields, str):
         return Text(fields)
     table = Table(
@@ -79,7 +79,7 @@ def disk_unused(status: Status) -> list[str]:
 
 
 def rejected(status: Status) -> list[str]:
-    """Return a line for each namespace whose engines the server does not accept."""
+    """Return a line for each namespace whose engines the server rejects."""
     return [
         f"The server rejected {counted(each['count'], 'connection')} from engines in namespace "
         f"{each['namespace']}: {each['reason']}. These engines keep retrying."
@@ -88,7 +88,7 @@ def rejected(status: Status) -> list[str]:
 
 
 def tier_table(space: Status, status: Status) -> Table:
-    """Return a table of the tiers: chunks, share of the size limits, and queued I/O."""
+    """Return a table with the chunks, the share of the size limit and the queued I/O per tier."""
     stats = space["stats"]
     table = new_table(
         "tier", "chunks", "bytes", "of size", "reading", "writing", "in use", "evicted"
@@ -106,14 +106,15 @@ def tier_table(space: Status, status: Status) -> Table:
 
 
 def broken(space: Status, status: Status) -> list[str]:
-    """Return a line if the disk tier is paused for a reason that `disk_unused` does not report."""
+    """Return a line if the disk tier is paused, unless `disk_unused` reports the reason."""
     is_paused = space["stats"]["disk_broken"] and not disk_unused(status)
-    return ["The disk tier is paused: reads or writes fail; they are retried."] if is_paused else []
+    return ["The disk tier is paused: I/O fails and is being retried."] if is_paused else []
 
 
 def notes(space: Status, disk_problems: list[str]) -> list[str]:
-    """Return a line for each loss in a namespace, with its number of chunks. ``disk_problems``:
-    lines about the disk, which explain chunks that were never written.
+    """Return a line with the number of chunks for each kind of loss in a namespace.
+
+    ``disk_problems`` contains lines that explain why chunks were not written to disk.
     """
     stats, found = space["stats"], []
     if num := stats.get("evicted", 0):
@@ -121,19 +122,19 @@ def notes(space: Status, disk_problems: list[str]) -> list[str]:
     if num := stats.get("disk_dropped", 0):
         line = f"{counted(num, 'chunk')} never written to disk"
         if (num_slow := stats.get("disk_unwritten", 0)) and not disk_problems:
-            line += f"; {num_slow:,} evicted first: the disk is slower than saves"
+            line += f"; {num_slow:,} evicted first, because the disk is slower than saves"
         found.append(line)
     if num := stats.get("late_calls", 0):
         found.append(
-            f"Late answers: {count_text(num)}; chunks not saved because of them: "
-            f"{count_text(stats['late_chunks'])}. The server or the engines lack CPU time; a "
-            "larger server_timeout helps."
+            f"Late responses: {count_text(num)}; chunks not saved because of late responses: "
+            f"{count_text(stats['late_chunks'])}. The server or the engines lack CPU time; "
+            "increase server_timeout."
         )
     return found
 
 
 def whose(tag: str, spaces: list[dict[str, Any]]) -> str:
-    """Return a line that says whether the tenant with this tag is listed."""
+    """Return a line that states whether the tenant with this tag is listed."""
     if any(tenant["tag"] == tag for space in spaces for tenant in space["tenants"]):
         return f"The salt's tag is {tag}, marked * below."
     num_listed = [sum(tenant["tag"] is not None for tenant in space["tenants"]) for space in spaces]
@@ -145,7 +146,7 @@ def whose(tag: str, spaces: list[dict[str, Any]]) -> str:
 
 
 def tenant_table(space: Status, limit: int, marked: str | None = None) -> list[Table | str]:
-    """Return a table of the largest tenants by tag; empty without salts and limits."""
+    """Return a table of the largest tenants, or an empty list if there are no salts or limits."""
     tenants = space["tenants"][:limit]
     limits = ("max_host_bytes", "max_disk_bytes", "ttl_s")
     if not any(
@@ -176,14 +177,14 @@ def engine_table(space: Status) -> Table | str:
 
 
 def hit_rate(counts: Counts, before: Counts | None = None) -> float | None:
-    """Return chunks found divided by chunks looked up since ``before``; None without lookups."""
+    """Return the fraction of lookups that were hits since ``before``, or None without lookups."""
     names, old = ("lookup_chunks", "lookup_chunks_found"), before or {}
     asked, found = (counts.get(name, 0) - old.get(name, 0) for name in names)
     return found / asked if asked > 0 and found >= 0 else None
 
 
 def hit_table(space: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> Table:
-    """Return a table: the namespace, then each engine, with hit rates since ``before``."""
+    """Return a table of the hits of a namespace and its engines, and hit rates since ``before``."""
     now = ["now"] if before is not None else []
     table = new_table(
         "chunks", "lookups", "looked up", "found", "hit rate", *now, "loaded", "saved"

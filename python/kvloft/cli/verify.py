@@ -1,4 +1,4 @@
-"""`kvloft verify DIR`: checks key and checksum of every chunk on disk. Read-only."""
+"""Implements `kvloft verify DIR`, which checks the key and checksum of every chunk on disk."""
 
 import argparse
 import json
@@ -24,9 +24,9 @@ def add_parser(subparsers: Any) -> None:
         description=(
             "Read every chunk in a disk directory and check its key and checksum. This command is "
             "read-only. Exit status: 0 no damage; 1 damage; 2 not checked, because DIR is invalid "
-            "or an engine or a server uses it; 3 no damage, but some namespaces were written by a "
-            "different version of kvloft and cannot be checked (an engine of this version replaces "
-            "them); 4 the output cannot be written."
+            "or in use by an engine or a server; 3 no damage, but some namespaces were written by "
+            "a different version of kvloft and cannot be checked (an engine of this version "
+            "replaces them); 4 the output cannot be written."
         ),
     )
     add_arguments(parser)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _walk(folder: str, *, quiet: bool) -> tuple[int, list[dict[str, Any]]]:
-    """Check all chunks. Return their number and the damage."""
+    """Check all chunks and return the number of chunks and a list of damage."""
     from kvloft._core import DiskVerify
 
     verify = DiskVerify(folder)
@@ -66,7 +66,7 @@ def _walk(folder: str, *, quiet: bool) -> tuple[int, list[dict[str, Any]]]:
     text, is_off = TextColumn("{task.description}"), quiet or not console.is_terminal
     with Progress(text, *columns, console=console, disable=is_off, transient=True) as progress:
         task = progress.add_task("chunks", total=verify.num_chunks)
-        # The first step also returns damage found while opening, so it runs even without chunks.
+        # The first step also returns damage found while opening, so run it even without chunks.
         damage = verify.step(_CHUNKS_PER_STEP)
         while verify.num_checked < verify.num_chunks:
             progress.update(task, completed=verify.num_checked)
@@ -92,6 +92,6 @@ def _print(num_chunks: int, damage: list[dict[str, Any]]) -> None:
         console.print(f"... and {len(damage) - MAX_ROWS:,} more (use --json to list all)")
     if all(found["slot"] is not None for found in damage):
         verdict = f"{len(damage):,} damaged"
-    else:  # a whole file is damaged, so the number of damaged chunks is unknown
+    else:  # an entire file is damaged, so the number of damaged chunks is unknown
         verdict = f"{counted(len(damage), 'problem')} found"
     console.print(f"{checked}: {verdict}. Damaged chunks are misses; no action is needed.")

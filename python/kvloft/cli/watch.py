@@ -1,4 +1,4 @@
-"""`kvloft status --watch`: tables with rates, or one line of JSON, per refresh."""
+"""Implements `kvloft status --watch`, which prints tables with rates or JSON at each refresh."""
 
 import argparse
 import contextlib
@@ -34,7 +34,7 @@ from kvloft.errors import LateError
 
 INTERVAL_S: Final = 1.0
 TIMEOUT_S: Final = 5.0
-"""Timeout for the server's response to each refresh."""
+"""Timeout for the server's response in each refresh."""
 MIN_INTERVAL_S: Final = 0.1
 MAX_TENANTS: Final = 5
 RATES: Final = {
@@ -50,15 +50,15 @@ RATES: Final = {
     "expired": "expired",
     "saves without a frame": "reserve_dropped",
 }
-"""The name of each rate, and the counter of chunks that it is computed from."""
+"""The name of each rate and the counter from which it is computed."""
 
 
 def watch(socket: str, args: argparse.Namespace, tag: str | None = None) -> int:
-    """Print the state every ``args.interval`` seconds until Ctrl-C or ``args.count`` refreshes, and
-    return 0.
+    """Print the state of the server every ``args.interval`` seconds, and return 0.
 
-    If the server does not answer in time, the refresh prints this and the next refresh retries.
-    Raises ConfigError if the server rejects the request, and StoreError if there is no server.
+    The function returns after Ctrl-C or after ``args.count`` refreshes. If the server does not
+    respond in time, print a line and retry in the next refresh. Raises ConfigError if the server
+    rejects the request, and StoreError if there is no server.
     """
     from kvloft._core import server_status
 
@@ -82,7 +82,7 @@ def watch(socket: str, args: argparse.Namespace, tag: str | None = None) -> int:
 
 
 class _Output:
-    """Prints each refresh, in place on a terminal that can move its cursor."""
+    """Prints each refresh, in place if the terminal supports cursor movement."""
 
     def __init__(self, *, is_json: bool) -> None:
         self._console, self._is_json, self._last = Console(), is_json, Group()
@@ -97,7 +97,7 @@ class _Output:
 
     def print_late(self, seconds: float) -> None:
         """Print the time since the last response and, on a terminal, the last state below it."""
-        late = f"The server has not answered for {seconds:.0f} s; its process is stopped or busy."
+        late = f"The server has not responded for {seconds:.0f} s; its process is stopped or busy."
         drawn = Group(late, self._last) if self.live is not None else Group(late)
         self._print({"problems": [late]}, drawn)
 
@@ -113,7 +113,7 @@ class _Output:
 def rates_of(
     status: dict[str, Any], seconds: float, before: dict[str, Any]
 ) -> dict[bytes, dict[str, float]]:
-    """Return the rates of ``RATES``, in chunks per second, for each namespace that is not new."""
+    """Return the rates in chunks per second for each namespace, except for new namespaces."""
     olds, rates = _by_name(before), {}
     for space in status["namespaces"]:
         new, old = space["stats"], olds.get(space["namespace"])
@@ -136,7 +136,7 @@ def chunk_bytes(space: dict[str, Any]) -> float:
 
 
 def gb_per_s(rates: dict[str, float], space: dict[str, Any]) -> dict[str, float]:
-    """Return the rates of loads and saves in 10^9 bytes per second."""
+    """Return the rates of loads and saves in GB/s (10^9 bytes per second)."""
     each = chunk_bytes(space) / 1e9 if rates else 0.0
     return {name: rates[name] * each for name in ("loaded", "saved") if name in rates}
 
@@ -147,7 +147,7 @@ def look_json(
     before: dict[str, Any] | None,
     tag: str | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of `kvloft status --json`, and rates and hit rates since ``before``."""
+    """Return the fields of `kvloft status --json`, with rates and hit rates since ``before``."""
     olds, shown = _by_name(before), as_json(status, tag)
     for space, row in zip(status["namespaces"], shown["namespaces"], strict=True):
         own, old = rates.get(space["namespace"], {}), olds.get(space["namespace"])
@@ -161,7 +161,7 @@ def _by_name(status: dict[str, Any] | None) -> dict[bytes, dict[str, Any]]:
 
 
 def fitted(drawn: RenderableType, console: Console) -> RenderableType:
-    """Return the rows that fit the screen, and a last row with the number of hidden rows."""
+    """Return the rows that fit the screen. The last row shows the number of hidden rows."""
     lines = console.render_lines(drawn, pad=False)
     while lines and not "".join(segment.text for segment in lines[-1]).strip():
         lines.pop()
@@ -183,7 +183,7 @@ def picture(
     socket: str = "",
     tag: str | None = None,
 ) -> Group:
-    """Return the tables of one refresh, below a row of limits cut at the screen's edge."""
+    """Return the tables of one refresh, below a row with the limits and rows with problems."""
     spaces, olds = [space for space in status["namespaces"] if space["stats"]], _by_name(before)
     bounds = limits_text(status["settings"])
     limits = [Text(f"Limits: {bounds}", no_wrap=True, overflow="ellipsis")] if bounds else []
@@ -203,7 +203,9 @@ def _picture_of(
     olds: dict[bytes, dict[str, Any]],
     tag: str | None,
 ) -> RenderableType:
-    """Return the tables of a namespace, most important first: a short screen hides the last."""
+    """Return the tables of a namespace. A short screen hides the last tables, so the most important
+    tables are first.
+    """
     flow = [_flow(rates, chunk_bytes(space))] if rates else []
     tables: list[Table | str] = [
         tier_table(space, status),
@@ -219,7 +221,7 @@ def _picture_of(
 
 
 def _flow(rates: dict[str, float], frame_bytes: float) -> Table:
-    """Return a table with two rates per row, so that all rates fit half of a 24-row screen."""
+    """Return a table with two rates per row, so that all rates fit half a 24-row screen."""
     table = new_table("per second", "chunks", "GB")
     table.add_column("per second", no_wrap=True)
     for name in ("chunks", "GB"):

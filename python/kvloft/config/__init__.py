@@ -1,1 +1,1 @@
-"""Settings: their table, units of values, the environment, and merged sources."""
+"""Defines settings, parses their values, and merges the sources of settings."""

@@ -1,4 +1,4 @@
-"""The only module that reads environment variables, both kvloft's and the engine's."""
+"""Reads environment variables of kvloft and of the engine. No other module reads them."""
 
 import os
 import re
@@ -7,13 +7,14 @@ from typing import Final
 
 ENV_PREFIX: Final = "KVLOFT_"
 ENV_FILE: Final = "KVLOFT_CONFIG"
-"""Variable with the path of the YAML file of settings."""
+"""Environment variable that contains the path of a YAML file with settings."""
 MAX_SOCKET_BYTES: Final = 107
-"""Length limit of a Unix socket's path."""
+"""Maximum length of a Unix socket path."""
 _KUBERNETES: Final = re.compile(
     r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$"
 )
-"""Variables that Kubernetes sets for a Service whose name starts with "kvloft"; not settings."""
+"""Matches variables that Kubernetes sets for a Service named "kvloft...", which are not settings.
+"""
 
 
 def environment() -> Mapping[str, str]:
@@ -22,7 +23,7 @@ def environment() -> Mapping[str, str]:
 
 
 def setting_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (variable, key, value) for each variable that should be a setting, sorted."""
+    """Yield (variable, key, value) for each variable with kvloft's prefix, in sorted order."""
     for name, value in sorted(environ.items()):
         is_ours = name.startswith(ENV_PREFIX) and name != ENV_FILE
         if is_ours and value and not _KUBERNETES.search(name):
@@ -31,17 +32,17 @@ def setting_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, st
 
 
 def engine_environment(names: Iterable[str]) -> list[str]:
-    """Return ``NAME=value`` for each of the engine's variables ``names`` that is set."""
+    """Return ``NAME=value`` for each variable in ``names`` that is set."""
     return [f"{name}={os.environ[name]}" for name in names if name in os.environ]
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a child process: this process's, with ``changes``."""
+    """Return the environment for a child process: a copy of this environment with ``changes``."""
     return {**os.environ, **changes}
 
 
 def server_environment() -> dict[str, str]:
-    """Return the environment for a server, which gets its settings on the command line."""
+    """Return the environment for a server, without settings: its command line contains them."""
     return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
 
 
@@ -52,7 +53,7 @@ def connection_environment() -> dict[str, str]:
 
 
 def auto_socket() -> str:
-    """Return the socket of ``server = auto``: in the user's runtime directory or /tmp."""
+    """Return the socket path for ``server = auto``, in the user's runtime directory or in /tmp."""
     run = os.environ.get("XDG_RUNTIME_DIR", "")
     places = [f"{run}/kvloft/auto.sock"] if os.path.isabs(run) and os.path.isdir(run) else []  # noqa: PTH112, PTH117
     places.append(f"/tmp/kvloft-{os.geteuid()}/auto.sock")

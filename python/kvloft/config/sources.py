@@ -1,7 +1,8 @@
-"""Sources of settings, in order of precedence: vLLM's ``kv_connector_extra_config`` (or a command
-line), environment variables ``KVLOFT_*``, the YAML file in ``KVLOFT_CONFIG``, and defaults.
+"""Merges the sources of settings. In order of precedence, the sources are vLLM's
+``kv_connector_extra_config`` (or a command line), environment variables ``KVLOFT_*``, the YAML file
+that ``KVLOFT_CONFIG`` names, and defaults.
 
-This module must import neither vLLM nor the extension: checks that need the model run elsewhere.
+This module must not import vLLM or the extension. Checks that need the model are in other modules.
 """
 
 import re
@@ -15,19 +16,19 @@ from kvloft.errors import ConfigError
 
 FROM_EXTRA: Final = "kv_connector_extra_config"
 MAX_SHOWN: Final = 80
-"""Maximum number of characters of an invalid value in an error."""
+"""Maximum number of characters that an error message quotes from an invalid value."""
 _Layer = dict[str, tuple[object, str]]
-"""Value and origin of each key that a source has."""
+"""The settings in one source: value and origin by key."""
 
-_NOT_NEEDED: Final = "kvloft does not need it; remove it"
-_ONE_HOST: Final = "kvloft serves one host and does not support it; remove it"
-_PREFIXES: Final = "kvloft only reuses prefixes and does not support it; remove it"
+_NOT_NEEDED: Final = "kvloft does not need this setting; remove it"
+_ONE_HOST: Final = "kvloft works on a single host and does not support this; remove it"
+_PREFIXES: Final = "kvloft only reuses prefixes and does not support this; remove it"
 _HOST_SIZE: Final = 'use host_size, for example "32GiB"'
 _SERVER: Final = 'use server, for example "unix:/run/kvloft/kvloft.sock"'
 _TIMEOUT: Final = 'use load_timeout, for example "10s"'
 _DISK_PATH: Final = 'use disk_path, for example "/var/cache/kvloft"'
 _DISK_SIZE: Final = 'use disk_size, for example "500GiB"'
-_SAVE: Final = 'use save = "prompt", which saves no generated tokens'
+_SAVE: Final = 'use save = "prompt", which does not save generated tokens'
 
 _LMCACHE: Final = {
     "local_cpu": _HOST_SIZE,
@@ -46,7 +47,7 @@ _LMCACHE: Final = {
     "use_layerwise": "kvloft does not need it, because copies run in the background; remove it",
     "pre_caching_hash_algorithm": _NOT_NEEDED,
     "cache_policy": 'use eviction = "adaptive" or "lru"',
-    "instance_id": "kvloft does not need it; namespace separates engines",
+    "instance_id": "kvloft does not need this setting; namespace separates engines",
     "remote_url": _ONE_HOST,
     "remote_serde": _ONE_HOST,
     "enable_p2p": _ONE_HOST,
@@ -61,11 +62,11 @@ _OFFLOADING: Final = {
     "eviction_policy": 'use eviction = "adaptive" or "lru"',
     "root_dir": _DISK_PATH,
     "spec_name": _NOT_NEEDED,
-    "store_threshold": "kvloft saves each chunk at first use; remove it",
+    "store_threshold": "kvloft saves each chunk on first use; remove it",
     "secondary_tiers": "use disk_path and disk_size for a disk",
 }
-"""Settings of LMCache and of vLLM's OffloadingConnector, with kvloft's equivalents for error
-messages. docs/migrating.md has the same table with examples.
+"""The kvloft equivalents of LMCache and OffloadingConnector settings, for error messages.
+docs/migrating.md lists the equivalents with examples.
 """
 
 
@@ -77,12 +78,13 @@ def load_config(
 ) -> Config:
     """Merge all sources into a Config.
 
-    ``extra`` is vLLM's kv_connector_extra_config, or the source that ``extra_origin`` names;
-    ``environ`` defaults to the environment of the process. Raises ConfigError.
+    ``extra`` contains vLLM's kv_connector_extra_config or the settings from the source that
+    ``extra_origin`` names. ``environ`` defaults to the environment of the process. Raises
+    ConfigError if a setting is invalid.
     """
     environ = environment() if environ is None else environ
     given = _from_mapping(extra or {}, extra_origin)
-    layers = [  # weakest first; a variable or a flag is text and cannot be null
+    layers = [  # in increasing order of precedence; variables and flags are text, so never null
         (_from_file(environ), True),
         (_from_environ(environ), False),
         (given, extra_origin == FROM_EXTRA),
@@ -90,7 +92,7 @@ def load_config(
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     bare_numbers: dict[str, float] = {}
-    for layer, may_be_null in layers:  # each value is checked, even if it is replaced
+    for layer, may_be_null in layers:  # also check values that a later layer overrides
         for key, (raw, origin) in layer.items():
             values[key] = value = _parse(key, raw, origin, may_be_null)
             origins[key] = origin
@@ -106,20 +108,20 @@ def _refuse_contradictions(values: Mapping[str, object], origins: Mapping[str, s
         if values.get(key) is not None and values.get("disk_path") is None:
             size = KEYS[key].show(values[key])
             raise ConfigError(
-                f'{key} = "{size}" ({origins[key]}) does nothing without disk_path; set disk_path, '
+                f'{key} = "{size}" ({origins[key]}) has no effect without disk_path; set disk_path '
                 f"or remove {key}."
             )
-    # A file or an environment may be shared with the server.
+    # The server may use the same file and environment, so only check the extra config.
     misplaced = [key for key in OF_STORE if origins.get(key) == FROM_EXTRA]
     if misplaced and values.get("server") not in (None, AUTO):
         raise ConfigError(
-            f"{misplaced[0]} ({FROM_EXTRA}) does nothing with server; pass it to `kvloft serve`, "
+            f"{misplaced[0]} ({FROM_EXTRA}) has no effect with server; pass it to `kvloft serve` "
             "or remove server."
         )
 
 
 def describe(config: Config) -> list[tuple[str, str, str]]:
-    """Return (key, value as text, origin) of every setting, in the order of the documentation."""
+    """Return (key, value as text, origin) of each setting, in the order of the documentation."""
     return [
         (key, setting.show(getattr(config, key)), config.origin(key))
         for key, setting in KEYS.items()
@@ -160,14 +162,14 @@ def _from_file(environ: Mapping[str, str]) -> _Layer:
 
 
 def read_yaml(path: str, blame: str, wanted: str) -> tuple[Any, Any]:
-    """Return the document in a YAML file, and its node. Raises ConfigError.
+    """Parse a YAML file and return its document and root node. Raises ConfigError.
 
-    The file can contain secrets, so errors must not quote it.
+    The file may contain secrets, so error messages must not quote it.
     """
-    import yaml  # takes a fifth of a server's startup; few users have such a file
+    import yaml  # imported lazily, because it takes a fifth of the server's startup time
 
     try:
-        # A NUL in the name raises ValueError.
+        # A NUL character in the name raises ValueError.
         with open(path, encoding="utf-8") as file:  # noqa: PTH123
             text = file.read()
         return yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
@@ -184,20 +186,20 @@ def read_yaml(path: str, blame: str, wanted: str) -> tuple[Any, Any]:
 
 
 def keys_of(node: Any) -> list[str]:
-    """Return all keys of a YAML mapping, including repeated keys, which PyYAML merges silently.
+    """Return all keys of a YAML mapping, including repeated keys, which PyYAML silently merges.
 
-    Returns an empty list for any other node.
+    Returns an empty list if the node is not a mapping.
     """
     return [key.value for key, _ in node.value] if node.id == "mapping" else []
 
 
 def first_twice(keys: Sequence[str]) -> str | None:
-    """Return the first key that occurs twice."""
+    """Return the first key that occurs twice, or None."""
     return next((key for i, key in enumerate(keys) if key in keys[:i]), None)
 
 
 def _refuse_foreign(given: Sequence[tuple[str, object, object]], origin: str) -> None:
-    """Raise a ConfigError that lists the settings of other caches in rows of (name, key, value)."""
+    """Raise ConfigError if ``given``, rows of (name, key, value), has settings of other caches."""
     found = [
         f"{name} ({origin}) {other}"
         for name, key, value in given
@@ -212,7 +214,7 @@ def _known(
 ) -> str:
     if isinstance(key, str) and key in KEYS:
         return key
-    import difflib  # slow, and only needed for an error
+    import difflib  # imported lazily: slow to import and only needed for this error
 
     name = _shown(key) if written is None else written
     near = difflib.get_close_matches(str(key).lower(), KEYS, n=1, cutoff=0.7)
@@ -222,9 +224,10 @@ def _known(
 
 
 def _equivalent(key: str, value: object = None) -> str | None:
-    """Return the end of an error about a setting of another cache; None if the key is unknown.
+    """Return the end of an error message about a setting of another cache.
 
-    Includes the equivalent of ``value`` if it can be converted.
+    The text includes the equivalent of ``value`` if the value can be converted. Returns None if the
+    key is unknown.
     """
     name = re.sub(r"^lmcache[._](mp\.)?", "", key.lower())
     if key.lower().startswith("lmcache.mp."):
@@ -278,7 +281,7 @@ _VALUES: Final[dict[str, tuple[str, Callable[[object], str]]]] = {
     "blocking_timeout_secs": ("load_timeout", lambda value: f"{float(str(value)):g}s"),
     "save_decode_cache": ("save", _save),
 }
-"""Setting and conversion for each key whose value can be converted."""
+"""The kvloft setting and the conversion function for each key whose value can be converted."""
 
 
 def _parse(key: str, raw: object, origin: str, may_be_null: bool) -> object:
@@ -298,7 +301,7 @@ def _shown(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
-        return str(value).lower()  # as in YAML and JSON
+        return str(value).lower()  # the spelling in YAML and JSON
     is_plain = isinstance(value, str) and value.isprintable() and '"' not in value
     text = f'"{value}"' if is_plain else repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

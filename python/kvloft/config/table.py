@@ -1,4 +1,4 @@
-"""The table of settings: names, defaults, allowed values, and how values are parsed and shown."""
+"""Defines the name, default, allowed values, parser and formatter of each setting."""
 
 import os
 import re
@@ -20,12 +20,12 @@ from kvloft.config.units import (
 )
 
 FROM_DEFAULT: Final = "default"
-"""Origin of a setting that no source sets."""
+"""The origin of a setting that is not set by any source."""
 MIB: Final = 1 << 20
 GIB_BELOW: Final = 1024
-"""A smaller number without a unit is probably a size in GiB."""
+"""A size without a unit that is below this value is probably in GiB."""
 AUTO: Final = "auto"
-"""Value of ``server`` for a server that engines start."""
+"""Value of ``server`` that makes engines start a server."""
 
 
 def _parse_count(value: object, low: int, high: int) -> int:
@@ -52,7 +52,7 @@ def _parse_path(value: object) -> str | None:
 
 
 def parse_socket(value: object) -> str | None:
-    """Return the path of a socket; None and "auto" unchanged. Raises ValueError."""
+    """Parse the path of a socket. Return None and "auto" unchanged. Raises ValueError."""
     if value is None or value == AUTO:
         return value
     if not isinstance(value, str) or not value.startswith(("unix:", "/")):
@@ -66,8 +66,8 @@ def parse_socket(value: object) -> str | None:
 def _parse_text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(value)
-    # Text is hashed and opened as UTF-8, which cannot encode lone surrogates. UnicodeError is a
-    # ValueError.
+    # Text is later encoded as UTF-8, which cannot represent lone surrogates. UnicodeError is a
+    # subclass of ValueError.
     value.encode()
     return value
 
@@ -79,10 +79,11 @@ def _parse_choice(value: object, allowed: tuple[str, ...]) -> str:
 
 
 class Setting(NamedTuple):
-    """How to parse a value (ValueError if it is not allowed), the allowed values ("it must be
-    ..."), and how to show a value.
+    """Parser, description and formatter of a setting.
 
-    ``null``: the meaning of null; empty if null is not allowed.
+    ``parse`` raises ValueError if a value is not allowed. ``allowed`` describes the allowed values
+    and follows "it must be" in error messages. ``show`` formats a value. ``null`` is the meaning of
+    null, or empty if null is not allowed.
     """
 
     parse: Callable[[object], object]
@@ -122,7 +123,7 @@ def _choice(*allowed: str) -> Setting:
 
 
 def _set(default: Any, setting: Setting) -> Any:
-    """Return a field of `Config` that users can set."""
+    """Return a dataclass field for a setting in `Config`."""
     return field(default=default, metadata={"setting": setting})
 
 
@@ -154,7 +155,7 @@ _TIME: Final = Setting(
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Effective settings. Sizes are in bytes, times in seconds; ``origins`` by key."""
+    """The effective settings, with sizes in bytes and times in seconds, and their origins."""
 
     host_size: int = _set(4 << 30, _SIZE)
     disk_path: str | None = _set(None, _PATH)
@@ -178,34 +179,34 @@ class Config:
     server_linger: float = _set(300.0, _TIME)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     bare_numbers: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
-    """Sizes, times to live and server_timeout if they have no unit."""
+    """Values without a unit, for settings in which a missing unit may be a mistake."""
 
     @property
     def socket(self) -> str | None:
-        """Return the path of the server's socket; None without a server."""
+        """Return the path of the server's socket, or None if no server is configured."""
         return auto_socket() if self.server == AUTO else self.server
 
     @property
     def disk_bytes(self) -> int:
-        """Return the size of the disk tier; 0 without a disk_path."""
+        """Return the size of the disk tier in bytes, or 0 if disk_path is not set."""
         return self.disk_size if self.disk_path is not None else 0
 
     def origin(self, key: str) -> str:
-        """Return the source of the value of ``key``, or "default"."""
+        """Return the source that sets ``key``, or "default"."""
         return self.origins.get(key, FROM_DEFAULT)
 
 
 OF_LIMITS: Final = ("salt_quota", "salt_disk_quota", "salt_ttl", "salt_limits")
-"""Limits of tenants; see `kvloft.limits`."""
+"""Settings that define tenant limits; see `kvloft.limits`."""
 OF_STORE: Final = ("host_size", "disk_path", "disk_size", "eviction", "disk_threads", *OF_LIMITS)
-"""Settings of a store: an engine that uses a server ignores them."""
+"""Settings of the store. An engine that uses a server ignores these settings."""
 KEYS: Final[Mapping[str, Setting]] = {
     f.name: f.metadata["setting"] for f in fields(Config) if f.metadata
 }
 
 
 def is_checked_for_unit(key: str, value: object) -> bool:
-    """Return True if a value of this setting may be a mistake if it has no unit."""
+    """Return True if a missing unit in the value of this setting may be a mistake."""
     if key == "server_timeout":
         return True
     return KEYS[key] in (_SIZE, _QUOTA, _TTL) and isinstance(value, int)

@@ -1,4 +1,4 @@
-"""Converts sizes, times and quotas from text to numbers and back."""
+"""Parses and formats sizes, times and quotas."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from typing import Final
 
 
 class HintError(ValueError):
-    """A value is not allowed. The message follows the value and ends with the fix."""
+    """A value is not allowed. The message, which explains the fix, is printed after the value."""
 
 
 _UNITS: Final = {"": 1, "b": 1} | {
@@ -29,14 +29,14 @@ _QUANTITY: Final = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\
 
 
 def parse_size(value: object, low: int = 4096, high: int = 1 << 60) -> int:
-    """Return the bytes of ``"8GiB"``, ``"500MB"``, ``"2Gi"``, ``"32G"`` or a plain number. Raises
-    ValueError if the value is malformed or out of range.
+    """Parse a size such as ``"8GiB"``, ``"500MB"``, ``"2Gi"``, ``"32G"`` or a plain number and
+    return it in bytes. Raises ValueError if the value is malformed or out of range.
     """
     return _whole(_scaled(value, _UNITS), low, high)
 
 
 def parse_seconds(value: object) -> float:
-    """Return the seconds of ``"250ms"``, ``"2min"`` or a number, up to 1h. Raises ValueError."""
+    """Parse a time of at most 1h, such as ``"250ms"`` or ``"2min"``. Raises ValueError."""
     seconds = float(_scaled(value, _SECONDS))
     if seconds > 3600.0:
         raise ValueError(value)
@@ -44,16 +44,15 @@ def parse_seconds(value: object) -> float:
 
 
 Quota = int | float
-"""Limit of a tier: bytes as an int, or a fraction from 0.0 to 1.0 as a float."""
+"""Limit on the use of a tier: an int in bytes, or a float as a fraction from 0.0 to 1.0."""
 
 
 def parse_quota(value: object) -> Quota:
-    """Return bytes for a size such as ``"8GiB"``, or a fraction for ``"10%"`` or 0.1. Raises
-    ValueError.
+    """Parse a quota: a size such as ``"8GiB"`` in bytes, or a fraction such as ``"10%"`` or 0.1.
 
-    A number up to 1.0 with a decimal point is a fraction, even as text, because a YAML file has a
-    number and a command line has text. The resolution is one millionth; a smaller fraction other
-    than 0 is rejected.
+    A number up to 1.0 with a decimal point is a fraction, even as text, because command-line
+    arguments are text. Fractions are rounded to one millionth. Raises ValueError if
+    the value is malformed or out of range, including fractions between 0 and one millionth.
     """
     if isinstance(value, str) and re.fullmatch(r"\s*0*[01]\.[0-9]{1,9}\s*", value):
         value = float(value)
@@ -70,25 +69,25 @@ def parse_quota(value: object) -> Quota:
 
 
 def format_quota(quota: Quota) -> str:
-    """Return text that :func:`parse_quota` reads back."""
+    """Format a quota as text that :func:`parse_quota` accepts."""
     if isinstance(quota, int):
         return format_size(quota)
     return f"{Decimal(str(quota)) * 100:f}".rstrip("0").rstrip(".") + "%"
 
 
 def parse_ttl(value: object) -> int:
-    """Return the seconds of ``"24h"``, ``"7d"`` or a number, up to 10 years. Raises ValueError."""
+    """Parse a time to live of up to 10 years, such as ``"24h"`` or ``"7d"``. Raises ValueError."""
     return _whole(_scaled(value, _TTL_SECONDS), 1, MAX_TTL_S)
 
 
 def format_ttl(seconds: int) -> str:
-    """Return text that :func:`parse_ttl` reads back."""
+    """Format a time to live as text that :func:`parse_ttl` accepts."""
     unit = "d" if seconds % 86400 == 0 else "h" if seconds % 3600 == 0 else "s"
     return f"{seconds // _TTL_SECONDS[unit]}{unit}"
 
 
 def format_size(size_bytes: int) -> str:
-    """Return the shortest exact text that :func:`parse_size` reads back to the same number."""
+    """Format a size as the shortest text that :func:`parse_size` converts back exactly."""
     for unit, base in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size_bytes and size_bytes % base == 0:
             return f"{size_bytes // base}{unit}"
@@ -96,7 +95,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def size_text(size_bytes: int) -> str:
-    """Format bytes with up to four digits and a binary unit: "256 MiB" or "1.5 GiB"."""
+    """Format a size with up to four digits and a binary unit, such as "256 MiB" or "1.5 GiB"."""
     value = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

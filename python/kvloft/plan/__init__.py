@@ -1,8 +1,8 @@
-"""The scheduler side: decides which chunks are loaded and saved, and never touches KV bytes.
+"""The scheduler side decides which chunks are loaded and saved, and never touches KV bytes.
 
-Pure Python on top of the types in ``kvloft.seam``: it imports neither torch, vLLM nor the Rust
-extension, so tests can drive it with a real or a simulated engine. Equal events produce equal
-plans.
+This package is pure Python and only uses the types in ``kvloft.seam``. The package does not import
+torch, vLLM or the Rust extension, so tests can run it with a real or simulated engine. Plans are
+deterministic.
 """
 
 from kvloft.plan.answers import Answer, Miss, Offer, Wait, WaitReason

@@ -1,20 +1,20 @@
 """Admission: decides how many tokens to offer for a request that vLLM has not scheduled yet.
 
-vLLM calls `match` for each waiting request in every step, in the order of its queue. An offer pins
-frames until the request is looked up again, is admitted or finishes, or until vLLM has not called
+vLLM calls `match` for each waiting request in every step, in queue order. An offer pins frames
+until the request is looked up again, is admitted or finishes, or until vLLM has not called `match`
 for ``LEASE_S`` (I5, I9). A request can wait for the following reasons:
 
 | reason      | the request waits until                                | at most                   |
 |-------------|--------------------------------------------------------|---------------------------|
-| SHARED_LOAD | another load of its prefix completes                   | ``wait_s``                |
-| SLOTS       | requests that run or load leave a slot free            | ``wait_s`` for loads      |
+| SHARED_LOAD | another load of the same prefix completes              | ``wait_s``                |
+| SLOTS       | running and loading requests leave a slot free         | ``wait_s`` for loads      |
 | TURN        | requests ahead pin less host memory                    | until `ReadTurns.pause`   |
-| DISK        | its chunks are read, if that is faster than computing  | ``wait_s``                |
+| DISK        | its chunks are read, if this is faster than computing  | ``wait_s``                |
 | BLOCKS      | loads release GPU blocks (multiple KV cache groups)    | ``wait_s`` without change |
-| FAILED_LOAD | vLLM has passed over it once after its load failed     | one call                  |
+| FAILED_LOAD | vLLM has skipped the request once after a failed load  | one call                  |
 
-`SchedulerCore.match` checks FAILED_LOAD first. A request without a lease is then checked for
-SHARED_LOAD, SLOTS and TURN, and a request with a lease for DISK, SHARED_LOAD, SLOTS and BLOCKS.
+`SchedulerCore.match` checks FAILED_LOAD first. `match` then checks SHARED_LOAD, SLOTS and TURN for
+a request without a lease, and DISK, SHARED_LOAD, SLOTS and BLOCKS for a request with a lease.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from kvloft.seam.ids import ReqId
 from kvloft.seam.store import Session
 
 MIN_WAITING = 64
-"""Maximum number of requests that wait in a step, unless there are more running slots than this.
-vLLM passes over each waiting request in every step, which takes about ten microseconds. Without a
-limit, a hung disk would make each step slower as the queue grows, while slots stay empty.
+"""Maximum number of requests that wait in a step, or the number of running slots if that is larger.
+Skipping a waiting request takes vLLM about ten microseconds in every step. Without this limit, a
+hung disk would make each step slower as the queue grows, while slots are idle.
 """
 
 MAX_NEW_WAITING = 64
 """Maximum number of requests that start to wait in a step. The first lookup of a request takes
-about 40 microseconds. Requests further back are computed; the engine has time for them until the
-first reads complete.
+about 40 microseconds. Later requests in the queue are computed, which keeps the engine busy until
+the first reads complete.
 """
 
 LEASE_S = 60.0
-"""A lease expires if vLLM does not ask about its request for this time."""
+"""Time in seconds after which a lease expires if vLLM does not call `match` for its request."""
 
 
 class Admission:
-    """Lookups, offers and leases of requests that vLLM has not admitted."""
+    """Manages lookups, offers and leases of requests that vLLM has not admitted yet."""
 
     def __init__(
         self,
@@ -67,19 +67,19 @@ class Admission:
         self.gates = LoadGates(settings, clock)
         self.step = 0
         self.waiting: dict[ReqId, RequestState] = {}
-        """Requests whose last answer was Wait."""
+        """Requests for which `match` last returned Wait."""
         self._num_waited = 0
-        """Number of requests whose last answer was Wait when this step began."""
+        """Number of requests in ``waiting`` when this step began."""
         self._waited_now: set[ReqId] = set()
-        """Requests that were answered with Wait in this step."""
+        """Requests for which `match` or `still_waits` returned Wait or True in this step."""
         self._next_expiry_s = float("-inf")
 
     # -- repeated calls -------------------------------------------------------------------------
 
     def still_waits(self, req_id: ReqId, local_tokens: int) -> bool:
-        """Return True if the last answer was Wait and `match` would return it again.
+        """Return True if the last result was Wait and `match` would return Wait again.
 
-        vLLM can ask about thousands of requests per step, so this call is cheap.
+        This method is cheap, because vLLM may call it for thousands of requests per step.
         """
         request = self.waiting.get(req_id)
         if request is None:
@@ -89,7 +89,7 @@ class Admission:
         return still_waits
 
     def _keep_waiting(self, request: RequestState, local_tokens: int) -> bool:
-        """Record the call, and return True if the request still has its reason to wait."""
+        """Record the call. Return True if the reason to wait still applies to the request."""
         lease, awaited = request.lease, request.awaited
         if awaited is None and self._is_crowded(request) and not self.gates.slots_were_taken:
             return False
@@ -108,9 +108,9 @@ class Admission:
         return has_reason and since is not None and now - since < self._wait_s
 
     def _record_call(self, request: RequestState) -> float:
-        """Record that vLLM asked about the request, and return the time.
+        """Record that vLLM called kvloft for the request, and return the current time.
 
-        The waiting time excludes steps in which vLLM had no free slot and therefore did not ask.
+        The waiting time excludes steps without a call, in which vLLM had no free slot.
         """
         now = self._clock()
         if request.waiting_since is not None and request.asked_step < self.step - 1:
@@ -119,7 +119,7 @@ class Admission:
         return now
 
     def _is_crowded(self, request: RequestState) -> bool:
-        """Return True if the request must not wait, because enough other requests do."""
+        """Return True if the request must not wait because too many other requests wait."""
         if self._max_running is None:
             return False
         limit = min(max(MIN_WAITING, self._max_running), self._num_waited + MAX_NEW_WAITING)
@@ -128,10 +128,10 @@ class Admission:
     # -- matching -------------------------------------------------------------------------------
 
     def match(self, request: RequestState, local_tokens: int, *, may_wait: bool) -> Answer:
-        """Return the number of tokens that can be loaded after ``local_tokens``, or Wait or Miss.
+        """Offer the tokens after ``local_tokens`` that can be loaded, or return Wait or Miss.
 
-        The caller may repeat the call, or ignore the answer (I9). Without ``may_wait``, only chunks
-        that are in host memory now are offered.
+        The caller may repeat the call or ignore the result (I9). Without ``may_wait``, only chunks
+        that are currently in host memory are offered.
         """
         self.waiting.pop(request.req_id, None)
         request.awaited, request.slow_tokens = None, 0
@@ -149,7 +149,7 @@ class Admission:
         return answer
 
     def _acquire(self, request: RequestState, now: float, *, may_wait: bool) -> Lease | Wait | Miss:
-        """Pin the stored units of a request without a lease, or return why they are not pinned."""
+        """Pin the stored units of a request without a lease, or return Wait or Miss."""
         host_units, stored_units = self._lookup.find(request, request.num_confirmed)
         if stored_units * self._unit_tokens <= request.local_tokens:
             return Miss()
@@ -165,7 +165,7 @@ class Admission:
         *,
         may_wait: bool,
     ) -> Wait | Miss | None:
-        """Return None if the stored units may be pinned now, or else the answer."""
+        """Return None if the stored units may be pinned now, otherwise the result of `match`."""
         local_tokens, unit_tokens = request.local_tokens, self._unit_tokens
         if may_wait and self._awaits_load(request, now):
             return Wait(WaitReason.SHARED_LOAD)
@@ -193,7 +193,7 @@ class Admission:
         """Return True if the request may start to read its chunks from disk."""
         if pays:
             return self.turns.take(request, stored_units)
-        # If reading does not pay, it only serves to measure the rate of an idle disk.
+        # If reading does not pay, only read to measure the rate of an idle disk.
         return may_wait and not self._is_crowded(request) and self.disk.pacing.is_disk_idle
 
     def _pin(self, request: RequestState, stored_units: int) -> Lease:
@@ -205,7 +205,7 @@ class Admission:
         return request.lease
 
     def _offer(self, request: RequestState, lease: Lease, now: float, *, may_wait: bool) -> Answer:
-        """Return the answer for a request with a lease."""
+        """Return the result of `match` for a request with a lease."""
         ready_units, pending_units = lease.frames.poll()
         if pending_units:
             self.turns.note_pinned(request)
@@ -221,7 +221,7 @@ class Admission:
         reason = self._reason_not_to_load(request, ready_tokens, now, may_wait=may_wait)
         if reason is None:
             return Offer(ready_tokens - request.local_tokens)
-        # Computing is better than waiting for blocks that hung loads hold.
+        # Compute the request instead of waiting for blocks that hung loads hold.
         awaits_blocks = may_wait and self.gates.expects_blocks(now)
         if reason is WaitReason.BLOCKS and not awaits_blocks:
             request.drop_lease()
@@ -258,8 +258,8 @@ class Admission:
     def _awaits_disk(self, request: RequestState, now: float) -> bool:
         """Return True if the request may wait longer for its reads.
 
-        If it has already waited too long, the disk is too slow, and no request waits for its turn
-        for a while.
+        If the request has waited too long, the disk is too slow. Requests then stop waiting for
+        their turn for ``wait_s``.
         """
         if request.record_wait(now, self._wait_s):
             return True
@@ -273,17 +273,15 @@ class Admission:
     ) -> None:
         """Start a load with the lease of an offer.
 
-        If the load ``is_whole``, requests with the same prefix wait for it.
+        If ``is_whole`` is True, requests with the same prefix wait for the load.
         """
         lease.move_to(self.turns.loading)
         if is_whole:
             self.gates.begin(request, num_tokens)
 
     def begin_step(self) -> None:
-        """Start a step, in which vLLM asks from the front of its queue again, and release outdated
-        leases.
-        """
-        if self.turns.is_over_limit:  # release leases that vLLM did not ask about in this step
+        """Release outdated leases and begin a step, which starts at the front of vLLM's queue."""
+        if self.turns.is_over_limit:  # release leases of requests without a call in this step
             self._drop_leases(lambda request: request.asked_step < self.step)
         self.step += 1
         self.turns.begin_step()
@@ -299,7 +297,7 @@ class Admission:
         requests = filter(None, map(self._requests.get, req_ids))
         for request in filter(is_outdated, requests):
             request.drop_lease()
-            # The next call looks it up again; its waiting time continues.
+            # The next call looks the request up again. The waiting time continues.
             self.waiting.pop(request.req_id, None)
 
     def forget(self, req_id: ReqId) -> None:

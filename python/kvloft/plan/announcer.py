@@ -1,9 +1,10 @@
-"""Announces the blocks that the store holds, as KV events.
+"""Publishes the blocks in the store as KV events.
 
-The store reports the tiers that hold each key (`Session.changes`). The announcer remembers the
-tiers that it has announced, and the blocks of each chunk with their hashes in this engine. An event
-is the difference between the two, so the next report corrects a missed change. Chunks of different
-prefixes can share blocks: a block is announced with its first chunk and removed with its last.
+The store reports the tiers that hold each key (`Session.changes`). For each chunk, the announcer
+stores the announced tiers and the hashes of the blocks in this engine. An event is the difference
+between the reported and the announced tiers, so the next report corrects a missed change. Chunks of
+different prefixes can share blocks. A block is announced with the first chunk that contains it and
+removed with the last.
 """
 
 from collections import OrderedDict
@@ -17,19 +18,19 @@ from kvloft.seam.store import KeyChain, Session
 from kvloft.seam.views import LiveRequest
 
 MAX_WAITING = 1 << 16
-"""Maximum number of changed keys that the store queues (2 MiB). If it is exceeded, all chunks are
+"""Maximum number of changed keys that the store queues (2 MiB). After an overflow, all chunks are
 looked up again.
 """
 MAX_CHUNKS = 1 << 18
-"""Maximum number of chunks to remember. A chunk takes about 0.7 KiB, plus 0.5 KiB for each block
-after the first and 4 bytes per token. The least recent chunks are no longer announced.
+"""Maximum number of chunks to track. A chunk takes about 0.7 KiB, plus 0.5 KiB for each block after
+the first and 4 bytes per token. Beyond this limit, the least recent chunks are withdrawn.
 """
 SLICE = 2048
 """Maximum number of chunks to look up per step."""
 
 Describe = Callable[[LiveRequest, int, int, int], Sequence[Block]]
-"""Called with (request, block_tokens, begin, end). Returns the blocks [begin, end) of the request,
-or nothing if other processes cannot compute their hashes.
+"""A function that takes (request, block_tokens, begin, end) and returns blocks [begin, end) of the
+request, or an empty sequence if other processes cannot compute the hashes of these blocks.
 """
 
 
@@ -38,19 +39,18 @@ class _Chunk:
     blocks: Sequence[Block]
     group: int
     parent: bytes | None
-    """Key of the chunk that this chunk needs: the main group's chunk of the same or the previous
-    unit.
+    """Key of the chunk on which this chunk depends: the main group's chunk of the same or the
+    previous unit.
     """
     where: int = 0
     """Bit mask of the announced tiers, as last reported by the store."""
 
 
 class Announcer:
-    """Announces the chunks of ``store`` as blocks of their group's size. The caller must have
-    called ``store.watch``.
+    """Announces the chunks in ``store`` as blocks with the block size of their group.
 
-    With ``is_shared``, other engines save to the store, or the store can be unavailable, so a chunk
-    that disappeared can reappear without a request of this engine.
+    The caller must have called ``store.watch``. With ``is_shared``, other engines save to the store
+    or the store can be unavailable, so a removed chunk can reappear without a save by this engine.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Announcer:
         self._others = sorted(others, key=lambda nth: nth != shape.main)
         """Groups other than state groups, with the main group first."""
         self._known: dict[bytes, _Chunk] = {}
-        """Chunks by key, parents first, because some routers drop blocks announced before their
-        parent.
+        """Chunks by key. Parents precede children, because some routers drop a block that is
+        announced before its parent.
         """
         self._children: dict[bytes, int] = {}
-        """Number of known chunks that need a parent, by parent."""
+        """Number of known chunks that depend on a parent, by key of the parent."""
         self._recent: OrderedDict[bytes, None] = OrderedDict()
         """Known keys without children, and keys that were noted again after their children. The
         least recent key is first.
@@ -83,8 +83,8 @@ class Announcer:
         self._to_look_up: OrderedDict[bytes, None] = OrderedDict()
         """Known keys of recent requests, in order and without duplicates."""
         self._round: list[bytes] = []
-        """Keys left to look up in a full comparison, in reverse order. They are looked up before
-        ``_to_look_up``. Some keys may no longer be known.
+        """Remaining keys of a full comparison, in reverse order, including keys that are no longer
+        known. Keys in this list are looked up before keys in ``_to_look_up``.
         """
         self._must_look_up_all = self._is_over = False
         self._log = EventLog()
@@ -92,11 +92,11 @@ class Announcer:
     # -- requests -------------------------------------------------------------------------------
 
     def note(self, live: LiveRequest, chain: KeyChain, units: range) -> None:
-        """Note that the chunks of ``units`` belong to ``live``, and are stored or may be saved."""
+        """Record that chunks of ``units``, which are stored or may be saved, belong to ``live``."""
         self._note(live, chain, self._others, units, units.start)
 
     def note_states(self, live: LiveRequest, chain: KeyChain, num_units: int) -> None:
-        """Note that ``live`` has states after its first ``num_units`` units, if they have keys."""
+        """Record that ``live`` has states after its first ``num_units`` units, if keys exist."""
         if 0 < num_units <= chain.num_blocks:
             self._note(live, chain, self._states, range(num_units - 1, num_units), num_units)
 
@@ -108,13 +108,13 @@ class Announcer:
         units: range,
         num_above: int,
     ) -> None:
-        """Note chunks. The parent of the first chunk is the main group's chunk of unit
+        """Record chunks. The parent of the first chunk is the main group's chunk of unit
         ``num_above - 1``.
         """
         if self._is_over:
             return
         found = self._find_chunks(live, chain, groups, units, num_above)
-        # The code below cannot fail, so an error leaves all records unchanged.
+        # Only the line above can fail, so all records are unchanged after an error.
         for key, chunk in found.items():
             if key not in self._known:
                 self._known[key] = chunk
@@ -135,7 +135,7 @@ class Announcer:
         units: range,
         num_above: int,
     ) -> dict[bytes, _Chunk]:
-        """Return the chunks of ``units``, up to the first whose hashes others cannot compute."""
+        """Return the chunks of ``units`` up to the first chunk without a block description."""
         found: dict[bytes, _Chunk] = {}
         above = chain.key(num_above - 1, self._numbers[self._main]) if num_above else None
         for unit, nth in product(units, groups):
@@ -153,8 +153,8 @@ class Announcer:
         return found
 
     def _note_recent(self, found: dict[bytes, _Chunk]) -> None:
-        """Mark chunks as the most recent. Of each prefix, the last chunk is removed first, because
-        other prefixes can share the beginning.
+        """Mark chunks as the most recent. The last chunk of a prefix is removed first, because
+        other prefixes can share the earlier chunks.
         """
         inner = {chunk.parent for chunk in found.values() if chunk.parent is not None}
         for parent in inner:
@@ -180,7 +180,7 @@ class Announcer:
     # -- events ---------------------------------------------------------------------------------
 
     def take(self) -> list[Event]:
-        """Return the events since the last call, in order. Looks up at most `SLICE` chunks."""
+        """Look up at most `SLICE` chunks, and return the events since the last call, in order."""
         if self._is_over:
             return self._log.take()
         if self._must_look_up_all and not self._round:
@@ -200,17 +200,16 @@ class Announcer:
         return self._log.take()
 
     def repeat(self) -> None:
-        """Announce all blocks again, after subscribers have dropped their records."""
+        """Announce all blocks again, because subscribers have dropped their records."""
         self._log.restart()
         for chunk in self._known.values():
             chunk.where = 0
         self._must_look_up_all, self._round = False, self._all()
 
     def withdraw(self, lost: Sequence[Event] = ()) -> None:
-        """Announce the removal of every block, and no events after that. Called when the cache
-        stops offering chunks.
+        """Announce the removal of every block and stop, because the cache stops offering chunks.
 
-        ``lost`` are events that were taken but possibly not published.
+        ``lost`` contains events that were taken but may not have been published.
         """
         if not self._is_over:
             self._log.add_again(lost)
@@ -225,7 +224,7 @@ class Announcer:
     def _all(self) -> list[bytes]:
         """Return all known keys in reverse order.
 
-        The result is a list, because building a dict of 2^18 keys would delay a step by 0.1 s.
+        The result is a list, because creating a dict with 2^18 keys would delay a step by 0.1 s.
         """
         return list(reversed(self._known))
 

@@ -1,15 +1,15 @@
-"""Results of a match: how many tokens of a waiting request vLLM can load."""
+"""Defines the results of `match`: an offer of tokens to load, a wait, or a miss."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class WaitReason(Enum):
-    """Reasons for which vLLM must ask again in its next step."""
+    """The reasons why a request must wait. vLLM calls `match` again in its next step."""
 
     SHARED_LOAD = "another request is already loading this prefix"
     SLOTS = "running requests and loads in progress fill vLLM's running slots"
-    TURN = "requests ahead pin as much host memory as waiting requests may"
+    TURN = "requests ahead pin all of the host memory that waiting requests may pin"
     DISK = "chunks are being read from disk"
     BLOCKS = "too few GPU blocks for this load and the loads in progress"
     FAILED_LOAD = "the request's load failed, and requests behind it may need its blocks"
@@ -24,7 +24,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing is offered yet, and vLLM must ask again in its next step."""
+    """Nothing is offered yet. vLLM calls `match` again in its next step."""
 
     reason: WaitReason
 

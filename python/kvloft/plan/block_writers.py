@@ -1,10 +1,10 @@
 """Records the prefix for which each GPU block was computed or loaded.
 
 A request can hit blocks in vLLM's prefix cache that were written for a different prefix
-(vLLM #49377, #49449). One output is then wrong, but saving the KV would make the error permanent.
-Blocks of a hit are therefore saved only if they were written for the prefix of the request. With a
-draft model, a hit can be correct for the target model, while the draft model's KV of the last
-position depends on a different next token.
+(vLLM #49377, #49449). Such a hit makes the output of the request wrong, and saving the KV would
+make the error permanent. Blocks of a hit are therefore saved only if they were written for the
+prefix of the request. With a draft model, a hit can be correct for the target model although the
+draft model's KV at the last position depends on a different next token.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,25 +19,26 @@ from kvloft.seam.views import StepView
 
 
 class BlockWriters:
-    """The prefix for which each block was last written.
+    """Maps each block to the prefix for which it was last written.
 
-    With ``sees_grants``, `drop_given` sees every block that vLLM assigns, so each record is valid.
+    With ``sees_grants``, `drop_given` drops every block that vLLM assigns, so all records are
+    valid.
     """
 
     def __init__(self, unit_tokens: int, *, sees_grants: bool, lookahead: int = 0) -> None:
         self._unit_tokens, self._sees_grants = unit_tokens, sees_grants
         self._prefixes: dict[BlockId, bytes] = {}
-        """Keys without a lookahead, which cover the tokens up to the end of the block."""
+        """Keys without lookahead, which depend on the tokens up to the end of the block."""
         self._keys: dict[BlockId, bytes] = {} if lookahead else self._prefixes
-        """Keys of the chunks, which also cover the next tokens. A block whose next tokens are
-        unknown has no key.
+        """Chunk keys, which also depend on the lookahead tokens. A block has no key while its
+        lookahead tokens are unknown.
         """
         self._records = (self._prefixes, self._keys) if lookahead else (self._prefixes,)
 
     # -- records --------------------------------------------------------------------------------
 
     def record(self, request: RequestState) -> None:
-        """Record the blocks that the request wrote if its KV may be saved; otherwise drop them."""
+        """Record the blocks that the request wrote, or drop them if its KV must not be saved."""
         if request.is_hit_unchecked:
             self.drop_written(request)
             return
@@ -49,11 +50,11 @@ class BlockWriters:
             self.note(request)
 
     def note(self, request: RequestState) -> None:
-        """Record the complete units of the request that were not in vLLM's cache, and drop the
-        blocks after them.
+        """Record the complete units of the request that were not in vLLM's cache, and drop all
+        later blocks.
 
-        vLLM caches a block before the tokens that follow it are known. If the request is aborted,
-        they stay unknown, but other requests can still hit the block.
+        vLLM caches a block before the next tokens are known. If the request is aborted, the next
+        tokens remain unknown, but other requests can still hit the block.
         """
         self._drop_unknown(request)
         first = max(request.num_local_units, request.num_noted)
@@ -65,7 +66,7 @@ class BlockWriters:
         request.num_noted = max(request.num_noted, units.stop)
 
     def forget(self, request: RequestState) -> None:
-        """Drop the blocks that a request writes if its KV must not be saved."""
+        """Drop the blocks that a request writes, because its KV must not be saved."""
         self._drop_unknown(request)
         request.num_noted = max(request.num_noted, len(request.blocks))
 
@@ -75,7 +76,7 @@ class BlockWriters:
         self._drop_unknown(request)
 
     def drop(self, blocks: Iterable[BlockId]) -> None:
-        """Drop ``blocks``, which will be overwritten."""
+        """Drop the records of ``blocks``, which will be overwritten."""
         if self._prefixes:
             blocks = list(blocks)
             for records in self._records:
@@ -88,7 +89,7 @@ class BlockWriters:
         requests: Mapping[ReqId, RequestState],
         admitted: Iterable[ReqId],
     ) -> None:
-        """Drop the blocks that this step, or an admission before it, assigned to requests."""
+        """Drop the blocks that vLLM assigned in this step or in an admission before the step."""
         if not (self._sees_grants and self._prefixes):
             return
         for request in filter(None, map(requests.get, admitted)):
@@ -99,7 +100,7 @@ class BlockWriters:
         self.drop(chain.from_iterable(map(itemgetter(1), step.grown)))
 
     def clear(self) -> None:
-        """Drop all blocks."""
+        """Drop all records."""
         for records in self._records:
             records.clear()
 
@@ -116,10 +117,10 @@ class BlockWriters:
         admitted: Collection[ReqId],
         step: StepView,
     ) -> list[RequestState]:
-        """Check the hits of requests that are ``due`` or ``admitted``, each once.
+        """Check the hits of requests that are ``due`` or ``admitted`` and not checked yet.
 
-        Returns the requests whose hit contains a block of a different prefix. Everything that they
-        compute depends on that block, so none of their KV may be saved.
+        Returns the requests whose hit contains a block of a different prefix. All KV that such a
+        request computes depends on that block, so none of its KV may be saved.
         """
         unchecked = {request: None for request in due if request.is_hit_unchecked}
         for request in filter(None, map(requests.get, admitted)):
@@ -127,7 +128,7 @@ class BlockWriters:
                 unchecked[request] = None
         if not unchecked:
             return []
-        # A reset between steps preempts requests; their tables are outdated until admission.
+        # A reset between steps preempts requests, whose tables are then outdated until admission.
         scheduled = step.num_scheduled_tokens
         writers = [
             request
@@ -139,10 +140,9 @@ class BlockWriters:
     def find_strange(
         self, unchecked: Iterable[RequestState], writers: Sequence[RequestState]
     ) -> list[RequestState]:
-        """Check the hits of ``unchecked`` requests, and return the requests whose hit contains a
-        block of a different prefix.
+        """Return the ``unchecked`` requests whose hit contains a block of a different prefix.
 
-        ``writers`` are requests that may have filled blocks since their last record.
+        ``writers`` are requests that may have filled blocks since they were last recorded.
         """
         left = list(unchecked)
         for request in left:
@@ -150,7 +150,7 @@ class BlockWriters:
         if self._sees_grants:
             left = self._without_known(left)
         num_before = None
-        # Requests can hit blocks that other unchecked requests fill in this step.
+        # A request can hit blocks that other unchecked requests fill in this step.
         while left and len(left) != num_before:
             num_before = len(left)
             for writer in writers:
@@ -163,7 +163,7 @@ class BlockWriters:
         return left
 
     def _without_known(self, unchecked: list[RequestState]) -> list[RequestState]:
-        """Mark requests with a known hit as checked, and return the remaining requests."""
+        """Mark requests with a known hit as checked. Return the remaining requests."""
         known = [request for request in unchecked if self.know_hit(request)]
         for request in known:
             request.is_hit_unchecked = False
@@ -172,8 +172,8 @@ class BlockWriters:
     def know_hit(self, request: RequestState) -> bool:
         """Return True if all blocks of the hit were written for the prefix of the request.
 
-        The next token may differ: `are_of_continuation` keeps such blocks from being saved under
-        the key of this request.
+        The next token may differ. `are_of_continuation` prevents saving such blocks under the key
+        of this request.
         """
         table, size = request.blocks.main_table, request.blocks.main_size
         num_units = request.num_local_units
@@ -184,8 +184,8 @@ class BlockWriters:
     def find_others(
         self, saves: Iterable[SavePlan], requests: Mapping[ReqId, RequestState]
     ) -> list[SavePlan]:
-        """Return the saves that contain hit blocks written for a different continuation, and block
-        further saves of their requests.
+        """Return the saves with hit blocks that were written for a different continuation, and
+        block further saves of their requests.
         """
         found = []
         for save in saves:
@@ -215,7 +215,7 @@ class BlockWriters:
 def _update(
     records: dict[BlockId, bytes], request: RequestState, units: range, chain: KeyChain
 ) -> None:
-    """Record the keys of ``units`` for their blocks in all groups."""
+    """Record the key of each unit in ``units`` for its blocks in all groups."""
     keys = list(map(chain.key, units))
     for table, size in _tables(request) if keys else ():
         for nth in range(size):
@@ -224,6 +224,6 @@ def _update(
 
 
 def _tables(request: RequestState) -> Iterator[tuple[Sequence[BlockId], int]]:
-    """Yield the block table of each group, with its number of blocks per key."""
+    """Yield the block table and the number of blocks per unit of each group."""
     blocks = request.blocks
     return ((table, blocks.size_of(group)) for group, table in enumerate(blocks.tables))

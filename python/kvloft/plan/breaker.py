@@ -1,20 +1,20 @@
-"""The circuit breaker: pauses loads and saves after many consecutive failed loads, and retries
-later.
+"""The circuit breaker pauses loads and saves after too many consecutive failed loads.
 
-Without it, each failed load would delay a request, and each failed save would evict a chunk.
+Without the breaker, each failed load would delay a request, and each failed save would evict a
+chunk.
 """
 
 MAX_FAILED_LOADS = 8
 """Number of consecutive failed loads that trips the breaker."""
 
 RETRY_S = 60.0
-"""Pause between the trip and the next attempt."""
+"""Time in seconds until the first retry after the breaker has tripped."""
 
 
 class CircuitBreaker:
     """Counts consecutive failed loads.
 
-    ``retry_s`` is infinite if a failed load fails its request; a tripped breaker then stays open.
+    ``retry_s`` is infinite if a failed load fails its request. The breaker then never retries.
     """
 
     def __init__(self, retry_s: float) -> None:
@@ -28,11 +28,11 @@ class CircuitBreaker:
         return self._failed_in_a_row >= MAX_FAILED_LOADS
 
     def allows(self, now_s: float) -> bool:
-        """Return True if the breaker has not tripped, or the pause is over."""
+        """Return True if the breaker has not tripped or the pause is over."""
         return not self.has_tripped or now_s >= self._open_until_s
 
     def count(self, now_s: float, *, failed: bool) -> bool:
-        """Count a load that completed on all ranks, and return True if it trips the breaker."""
+        """Record a load that completed on all ranks. Return True if the load trips the breaker."""
         was_allowed = self.allows(now_s)
         self._failed_in_a_row = self._failed_in_a_row + 1 if failed else 0
         if not (self.has_tripped and was_allowed):

@@ -1,7 +1,7 @@
 """Objects that all parts of the scheduler side share.
 
-Notes for the announcer of KV events are delivered after the plan is complete, so that an error in
-KV events cannot fail a plan or an admission.
+Calls to the announcer of KV events are queued and made after the plan is complete, so that an error
+in KV events cannot fail a plan or an admission.
 """
 
 from collections import Counter
@@ -18,21 +18,21 @@ from kvloft.seam.store import Session
 
 
 class EventNotes:
-    """Queues calls to the announcer until `take`. Queues nothing without an announcer."""
+    """Queues calls to the announcer until `take` is called. Does nothing without an announcer."""
 
     def __init__(self, announcer: Announcer | None) -> None:
         self.announcer = announcer
         self._notes: list[Callable[[], None]] = []
 
     def add_saves(self, requests: Iterable[RequestState]) -> None:
-        """Note the units of the last planned save of each request."""
+        """Queue a note about the units in the last planned save of each request."""
         if (announcer := self.announcer) is not None:
             for request in requests:
                 units = range(request.save_start, request.saved_units)
                 self._notes.append(partial(announcer.note, request.live, request.chain, units))
 
     def add_states(self, request: RequestState, num_units: int) -> None:
-        """Note that a request has states after its first ``num_units`` units."""
+        """Queue a note that a request has states after its first ``num_units`` units."""
         if (announcer := self.announcer) is not None:
             note = partial(announcer.note_states, request.live, request.chain, num_units)
             self._notes.append(note)
@@ -45,7 +45,7 @@ class EventNotes:
 
 @dataclass(slots=True, eq=False)
 class PlanContext:
-    """The store, the settings, the requests and the counters of one scheduler side."""
+    """The store, settings, requests and counters of one scheduler side."""
 
     store: Session
     settings: PlanSettings
@@ -54,4 +54,4 @@ class PlanContext:
     notes: EventNotes
     requests: dict[ReqId, RequestState] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
-    """Increments since vLLM last read the statistics, by the names in ``kvloft.vllm.stats``."""
+    """Counter increments since vLLM last read the statistics, by name (see `kvloft.vllm.stats`)."""

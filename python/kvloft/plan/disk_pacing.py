@@ -1,10 +1,10 @@
 """Estimates whether waiting for chunks from disk is faster than computing their tokens.
 
-Two rates are measured: the rate at which chunks arrive from disk, including the effect of
-concurrent writes, and the rate at which the engine computes prompt tokens. Measurements of the disk
-fade within about a minute. A disk without measurements is treated as fast, so the first requests
-use it. A disk that was too slow is measured again with reads that no request waits for. The clock
-and all measurements are passed in.
+Two rates are measured: the rate at which chunks are read from disk, including the effect of
+concurrent writes, and the rate at which the engine computes prompt tokens. Disk measurements lose
+their weight within about a minute. A disk without measurements is assumed to be fast, so the first
+requests use the disk. A disk that was too slow is measured again with reads for which no request
+waits. The clock and all measurements are passed in.
 """
 
 from collections import deque
@@ -17,30 +17,30 @@ from kvloft.seam.ids import ReqId
 DISK_HALF_LIFE_S = 5.0
 ENGINE_HALF_LIFE_S = 30.0
 WINDOW_S = 1.0
-"""Seconds spent on reads, or on steps, after which older measurements have half the weight."""
+"""Duration of reads or steps, in seconds, that halves the weight of older measurements."""
 PRIOR_READS = 4
 """Number of chunks added to the measured reads, without adding time, so that a few slow reads do
-not rule out the disk.
+not make the disk appear too slow.
 """
 PROBE_S = 0.5
-"""Maximum expected wait while the engine's rate is unknown."""
+"""Maximum time to wait for the disk, in seconds, while the engine's rate is unknown."""
 GRACE_S = 0.005
-"""A request waits even if waiting is expected to take this much longer than computing, because
-short times are hard to estimate.
+"""Maximum time in seconds by which waiting may be slower than computing. The limit is above zero,
+because short times are hard to estimate.
 """
 MAX_SIZE_RATIO = 8
-"""The engine's rate is unknown for prompts more than this many times longer than its longest step,
-because short steps say little about long prompts.
+"""Maximum ratio of a prompt's length to the longest measured step. For longer prompts, the engine's
+rate is treated as unknown, because short steps do not predict the time of long prompts.
 """
 SAMPLE_S = 0.01
-"""Minimum interval between two reads of the store's counters. With a server, each read is a round
-trip.
+"""Minimum interval in seconds between reads of the store's counters. With a server, each read is a
+round trip.
 """
 
 
 @dataclass(slots=True)
 class FadingRate:
-    """An amount and the seconds that it took. The weight of measurements decreases with age."""
+    """An amount of work and its duration. The weight of measurements decreases with age."""
 
     half_life_s: float
     amount: float = 0.0
@@ -62,14 +62,14 @@ class FadingRate:
 
 @dataclass(slots=True)
 class DiskPacing:
-    """Measured rates of the disk and the engine, and their queued work."""
+    """Measures the rates of the disk and the engine, and tracks their queued work."""
 
     always_pays: ClassVar[bool] = False
     """True if requests wait for the disk however slow it is, as in `kvloft check`."""
     num_done: int = 0
     """Number of chunks read from disk since the store was opened."""
     num_pending: int = 0
-    """Number of chunks that are queued to be read."""
+    """Number of chunks in the read queue."""
     _is_measured: bool = False
     """True if the store measures the duration of its reads."""
     _busy_us: int = 0
@@ -78,7 +78,7 @@ class DiskPacing:
     _engine: FadingRate = field(default_factory=lambda: FadingRate(ENGINE_HALF_LIFE_S))
     _longest_step: int = 0
     _steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4))
-    """Steps in flight: the time at which each was planned, and its number of prompt tokens."""
+    """Planning time and number of prompt tokens of each step in flight."""
     _step_ended_s: float = float("-inf")
 
     # -- measurements ---------------------------------------------------------------------------
@@ -87,9 +87,7 @@ class DiskPacing:
         return now - self._sampled_s >= SAMPLE_S
 
     def observe_disk(self, now: float, stats: Mapping[str, int]) -> None:
-        """Record the store's counters: chunks read, the time during which reads were pending, and
-        queued chunks.
-        """
+        """Record the store's counters of chunks read, busy time and queued chunks."""
         self._sampled_s = now
         num_done, busy_us = stats.get("disk_reads", 0), stats.get("disk_read_busy_us")
         if busy_us is None:
@@ -100,7 +98,7 @@ class DiskPacing:
         self.num_pending = stats.get("reads_pending", 0)
 
     def observe_reads_wanted(self, num_chunks: int) -> int:
-        """Add chunks to the queue, and return the value of `num_done` once they have been read."""
+        """Add chunks to the read queue. Return the value of `num_done` after the last of them."""
         self.num_pending += num_chunks
         return self.num_done + self.num_pending
 
@@ -108,8 +106,8 @@ class DiskPacing:
         self._steps.append((now, num_prompt_tokens))
 
     def observe_step_end(self, now: float) -> None:
-        """Record the end of the oldest step in flight. The step began when it was planned, or when
-        the previous step ended.
+        """Record the end of the oldest step in flight. The step began when it was planned or when
+        the previous step ended, whichever is later.
         """
         if not self._steps:
             return
@@ -121,18 +119,18 @@ class DiskPacing:
 
     @property
     def is_disk_idle(self) -> bool:
-        """True if no reads are queued, so a read that only measures the disk delays no request."""
+        """True if no reads are queued, so a read to measure the disk does not delay requests."""
         return self.num_pending == 0
 
     # -- estimates ------------------------------------------------------------------------------
 
     def expected_read_s(self, num_chunks: int) -> float:
-        """Return the number of seconds in which the disk reads ``num_chunks``."""
+        """Return the expected time in seconds to read ``num_chunks`` from disk."""
         return num_chunks * self._disk.seconds / (self._disk.amount + PRIOR_READS)
 
     def expected_compute_s(self, num_tokens: int) -> float | None:
-        """Return the number of seconds in which the engine computes ``num_tokens`` of a prompt;
-        None if its rate is unknown.
+        """Return the expected time in seconds to compute ``num_tokens`` of a prompt, or None if the
+        engine's rate is unknown.
         """
         if self._engine.seconds <= 0 or num_tokens > MAX_SIZE_RATIO * self._longest_step:
             return None
@@ -141,12 +139,12 @@ class DiskPacing:
     def pays(
         self, now: float, *, num_ahead: int, num_chunks: int, num_tokens: int, backlog_s: float
     ) -> bool:
-        """Return True if a request should wait for ``num_chunks``, which contain ``num_tokens`` and
-        are queued behind ``num_ahead`` other chunks.
+        """Return True if a request should wait for ``num_chunks`` chunks with ``num_tokens`` tokens
+        that are queued behind ``num_ahead`` other chunks.
 
         ``backlog_s`` is the time until the engine would start to compute the tokens. Waiting pays
-        if the first chunk arrives before that time, or if all chunks arrive before the tokens would
-        be computed.
+        if the first chunk is read before that time, or if all chunks are read before the engine
+        would finish computing the tokens.
         """
         if self.always_pays or not self._is_measured or num_chunks <= 0:
             return True
@@ -160,15 +158,13 @@ class DiskPacing:
 
 @dataclass(slots=True)
 class PromptBacklog:
-    """Number of prompt tokens of admitted requests that the engine has not computed yet. Generated
-    tokens are not included.
-    """
+    """Counts the prompt tokens of admitted requests that the engine has not computed yet."""
 
     num_tokens: int = 0
     _left: dict[ReqId, int] = field(default_factory=dict)
 
     def enter(self, req_id: ReqId, num_tokens: int) -> None:
-        """Record that an admitted request has ``num_tokens`` prompt tokens left to compute."""
+        """Record that ``num_tokens`` prompt tokens of an admitted request must be computed."""
         self.leave(req_id)
         if num_tokens > 0:
             self._left[req_id] = num_tokens
@@ -179,7 +175,7 @@ class PromptBacklog:
         self.num_tokens -= self._left.pop(req_id, 0)
 
     def compute(self, scheduled: Mapping[ReqId, int]) -> int:
-        """Subtract the prompt tokens that a step computes, and return their number."""
+        """Subtract the prompt tokens that a step computes. Return the number of these tokens."""
         total = 0
         for req_id, left in list(self._left.items()):
             num_tokens = min(scheduled.get(req_id, 0), left)

@@ -1,6 +1,6 @@
-"""Decides whether a request should wait for its chunks on disk or be computed instead.
+"""Decides whether a request waits for its chunks on disk or is computed instead.
 
-Passes the store's counters and the state of a request to `DiskPacing`, which estimates both times.
+`DiskPacing` estimates both times from the store's counters and the state of the request.
 """
 
 from kvloft.plan.disk_pacing import DiskPacing, PromptBacklog
@@ -10,7 +10,7 @@ from kvloft.seam.store import Session
 
 
 class DiskWait:
-    """The rates of the disk and the engine, and the prompts that are not computed yet."""
+    """Compares the time to read chunks from disk with the time to compute their tokens."""
 
     def __init__(self, store: Session, shape: CacheShape) -> None:
         self._store, self._num_groups = store, len(shape.groups)
@@ -18,17 +18,17 @@ class DiskWait:
         self.pacing, self.backlog = DiskPacing(), PromptBacklog()
 
     def num_chunks(self, num_units: int) -> int:
-        """Return the maximum number of chunks in ``num_units``, with all units in all groups."""
+        """Return the maximum number of chunks in ``num_units`` units, across all groups."""
         return max(0, num_units) * self._num_groups
 
     def pays_for_reads(self, request: RequestState, now: float) -> bool:
-        """Return True if waiting pays for reads that have not started and would be queued last."""
+        """Return True if it pays to wait for reads that are not queued yet."""
         return self._pays(request, request.num_on_disk, None, now)
 
     def pays_for_rest(
         self, request: RequestState, ready_units: int, pending_units: int, now: float
     ) -> bool:
-        """Return True if waiting pays for the units of a lease that are still being read."""
+        """Return True if it pays to wait for the units of a lease that are still being read."""
         num_local = request.local_tokens // self._unit_tokens
         num_missing = pending_units + min(0, ready_units - num_local)
         if num_missing <= 0:
@@ -38,10 +38,11 @@ class DiskWait:
     def _pays(
         self, request: RequestState, num_chunks: int, reads_end: int | None, now: float
     ) -> bool:
-        """Return True if it pays to wait for ``num_chunks``; otherwise record their tokens as slow.
+        """Return True if it pays to wait for ``num_chunks``, and record their tokens as slow
+        otherwise.
 
-        ``reads_end`` is the value of `DiskPacing.num_done` once they have been read; None if no
-        read has started.
+        ``reads_end`` is the value of `DiskPacing.num_done` after the last read, or None if the
+        reads are not queued.
         """
         pacing = self.pacing
         if pacing.is_sample_due(now):

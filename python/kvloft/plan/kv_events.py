@@ -1,7 +1,7 @@
-"""Events for blocks that enter or leave the store's tiers. Routers use them to send a prompt to an
-engine that holds its KV.
+"""Events for blocks that enter or leave the store's tiers.
 
-`kvloft.vllm.events` converts the events to vLLM's KV events.
+Routers use these events to send a prompt to an engine that holds its KV. `kvloft.vllm.events`
+converts the events to vLLM's KV events.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 HOST, DISK = TIERS = (1, 2)
-"""Bits for the tiers in the result of `Session.changes`, where 4 stands for a pending read."""
+"""Bits for the tiers in the result of `Session.changes`. Bit 4 means a pending read."""
 
 
 class Block(NamedTuple):
-    """One block of a prefix, identified by the engine's hashes."""
+    """One block of a prefix, identified by its hash in the engine."""
 
     hash: bytes
     parent: bytes | None
     token_ids: array[int]
     adapter: Any = None
-    """Hash inputs other than tokens that apply to the whole prefix."""
+    """Hash inputs that apply to the entire prefix."""
     extra: Any = None
-    """Hash inputs other than tokens that apply to this block."""
+    """Hash inputs other than tokens that only apply to this block."""
 
 
 class Stored(NamedTuple):
-    """Blocks of a KV cache group that have entered ``tier``. Each is the parent of the next."""
+    """Blocks of a KV cache group that entered ``tier``. Each block is the parent of the next."""
 
     tier: int
     blocks: list[Block]
@@ -36,7 +36,7 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Hashes of blocks of KV cache group ``group`` that have left ``tier``."""
+    """Hashes of blocks of a KV cache group that left ``tier``."""
 
     tier: int
     hashes: list[bytes]
@@ -47,8 +47,8 @@ Event = Stored | Removed
 
 
 class EventLog:
-    """Adds an event when the first chunk with a block enters a tier, or the last such chunk leaves
-    the tier.
+    """Adds an event for a block when the first chunk that contains the block enters a tier, and
+    when the last such chunk leaves the tier.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class EventLog:
         self._events: list[Event] = []
 
     def enter(self, tier: int, group: int, blocks: Sequence[Block]) -> None:
-        """Count a chunk with ``blocks`` that entered ``tier``."""
+        """Record that a chunk with ``blocks`` entered ``tier``."""
         holders = self._holders[tier]
         for block in blocks:
             holders[group, block.hash] += 1
@@ -65,7 +65,7 @@ class EventLog:
                 self._add_stored(tier, group, block)
 
     def leave(self, tier: int, group: int, blocks: Sequence[Block]) -> None:
-        """Subtract a chunk with ``blocks`` that left ``tier``."""
+        """Record that a chunk with ``blocks`` left ``tier``."""
         holders = self._holders[tier]
         for block in blocks:
             holders[group, block.hash] -= 1
@@ -74,7 +74,7 @@ class EventLog:
                 self._add_removed(tier, group, block.hash)
 
     def leave_all(self) -> None:
-        """Add the removal of every block from every tier."""
+        """Add removal events for all blocks in all tiers."""
         for tier, holders in self._holders.items():
             for group, block_hash in holders:
                 self._add_removed(tier, group, block_hash)
@@ -96,7 +96,7 @@ class EventLog:
                 self._events.append(Removed(tier, [block_hash], group))
 
     def add_again(self, events: Sequence[Event]) -> None:
-        """Add removals again that were taken but possibly not published."""
+        """Add removal events again that were taken but may not have been published."""
         self._events += [event for event in events if isinstance(event, Removed)]
 
     def restart(self) -> None:

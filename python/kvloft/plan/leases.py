@@ -1,8 +1,7 @@
-"""Leases of requests, and the number of units that they pin. A prefix that requests share is
-counted once.
+"""Leases of requests, and the number of units they pin.
 
-Counts are kept per stride of units, because the key at the end of a stride identifies the whole
-prefix. `ReadTurns` decides the limits.
+A prefix that multiple requests share is counted once. Units are counted in strides, because the key
+at the end of a stride identifies the entire prefix. `ReadTurns` sets the limits.
 """
 
 from __future__ import annotations
@@ -16,42 +15,41 @@ from kvloft.seam.store import KeyChain, ReadLease
 MAX_STRIDE = 16
 
 Strides = dict[bytes, int]
-"""Number of units or blocks of each stride, by the key at its end."""
+"""Number of units or blocks in each stride, by the key at the end of the stride."""
 
 
 class StrideCounts:
-    """Counts the users of strides, and the ``total`` units of all used strides.
+    """Counts the users of each stride, and the ``total`` number of units in all used strides.
 
-    Loads and lookups with hundreds of strides wait for these counts, so the methods operate on
-    whole sets.
+    A load or lookup can have hundreds of strides, so the methods use set operations for speed.
     """
 
     def __init__(self, max_units: int) -> None:
-        """``max_units`` is the approximate maximum of ``total``."""
+        """Choose the stride length for a ``total`` of up to about ``max_units``."""
         self._stride = max(1, min(MAX_STRIDE, max_units // 64))
         self._used: set[bytes] = set()
         self._more_users: Counter[bytes] = Counter()
-        """Number of users minus one, of strides with more than one user."""
+        """Number of users minus one, for each stride with more than one user."""
         self.total = 0
 
     def strides(self, chain: KeyChain, num_units: int) -> Strides:
-        """Return the strides of the first ``num_units`` of ``chain``."""
+        """Return the strides that cover the first ``num_units`` units of ``chain``."""
         starts = range(0, num_units, self._stride)
         ends = [min(start + self._stride, num_units) for start in starts]
         return {chain.key(end - 1): end - start for start, end in zip(starts, ends, strict=True)}
 
     def total_with(self, strides: Strides) -> int:
-        """Return what ``total`` would be with ``strides`` added."""
+        """Return the value of ``total`` after adding ``strides``."""
         return self.total + _total(strides) - _total(strides, strides.keys() & self._used)
 
     def add(self, strides: Strides) -> None:
-        """Add one user of ``strides``."""
+        """Add one user to each of ``strides``."""
         self.total = self.total_with(strides)
         self._more_users.update(strides.keys() & self._used)
         self._used.update(strides)
 
     def remove(self, strides: Strides) -> None:
-        """Remove one user of ``strides``."""
+        """Remove one user from each of ``strides``."""
         shared = strides.keys() & self._more_users.keys()
         self.total -= _total(strides) - _total(strides, shared)
         self._used.difference_update(strides.keys() - shared if shared else strides)
@@ -66,7 +64,7 @@ def _total(strides: Strides, keys: Collection[bytes] | None = None) -> int:
 
 
 class PinnedFrames:
-    """A set of leases, and the number of units that they pin, each counted once."""
+    """A set of leases, and the number of distinct units they pin."""
 
     def __init__(self, max_units: int) -> None:
         self.counts = StrideCounts(max_units)
@@ -86,9 +84,9 @@ class PinnedFrames:
 
 
 class Lease:
-    """The lease of a request on a prefix. It is counted in a `PinnedFrames` until its release.
+    """The lease of a request on a prefix. A `PinnedFrames` counts the lease until its release.
 
-    ``num_tokens`` is the length of the request at the time of the lease.
+    ``num_tokens`` is the length of the request when the lease was acquired.
     """
 
     def __init__(
@@ -104,12 +102,12 @@ class Lease:
         pinned.add(self)
 
     def move_to(self, pinned: PinnedFrames) -> None:
-        """Move the lease to ``pinned``, which counts its units after this call."""
+        """Move the lease to ``pinned``."""
         self._pinned.remove(self)
         self._pinned = pinned
         pinned.add(self)
 
     def release(self) -> None:
-        """Unpin the frames. Must be called once."""
+        """Unpin the frames. The caller must call this method exactly once."""
         self._pinned.remove(self)
         self.frames.release()

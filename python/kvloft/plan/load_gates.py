@@ -1,4 +1,4 @@
-"""Reasons to postpone a load: the same load is in progress, or too few slots or blocks are free.
+"""Postpones a load if the same load is in progress or too few slots or GPU blocks are free.
 
 A load is in progress from the admission of its request until vLLM admits the request again with the
 loaded tokens.
@@ -16,8 +16,8 @@ from kvloft.seam.shape import GroupShape
 
 @dataclass(frozen=True, slots=True)
 class BlockNeed:
-    """Number of blocks that only this request needs, and the strides of its local prefix, which
-    other requests can share.
+    """The number of blocks that a request needs for itself, and the strides of its local prefix,
+    which other requests can share.
     """
 
     own: int
@@ -27,13 +27,13 @@ class BlockNeed:
 class BlockBudget:
     """Limits concurrent loads so that every request with a load can get the GPU blocks it needs.
 
-    Counts requests whose load is in progress, and requests whose load has completed but that do not
-    run yet. vLLM 0.32 admits a load only if the blocks that these requests still need stay free. In
-    groups with a sliding window or chunked local attention, however, vLLM treats the null blocks at
-    the start of a table as present and reserves nothing. A few long requests can then fill the
-    pool, and none of them ever runs, because each lacks some blocks. With multiple groups, a load
-    is therefore offered only if the whole sequences of all counted requests fit into the pool
-    together. Running requests are ignored, because they finish or are preempted.
+    The budget counts requests from the start of their load until they run. vLLM 0.32 admits a load
+    only if the blocks that these requests still need remain free. In groups with a sliding window
+    or chunked local attention, however, vLLM treats the null blocks at the start of a table as
+    allocated and reserves nothing. A few long requests can then exhaust the pool, so that none of
+    them can run because each needs more blocks. With multiple groups, a load is therefore offered
+    only if the full sequences of all counted requests fit into the pool. Running requests are not
+    counted, because they finish or are preempted.
     """
 
     def __init__(self, groups: Sequence[GroupShape], pool: PoolSize) -> None:
@@ -46,8 +46,8 @@ class BlockBudget:
     def need(self, request: RequestState, num_tokens: int, loaded_tokens: int) -> BlockNeed:
         """Return the blocks that a request with ``num_tokens`` needs.
 
-        vLLM's prefix cache has its first ``local_tokens``, and after the load the first
-        ``loaded_tokens`` are complete.
+        The first ``local_tokens`` of the request are in vLLM's prefix cache, and the first
+        ``loaded_tokens`` are complete after the load.
         """
         local_tokens = request.local_tokens
         num_tokens += 1 + 2 * self._pool.num_drafts
@@ -69,21 +69,21 @@ class BlockBudget:
                 return min(num_blocks, 3) + self._pool.num_drafts
 
     def fits(self, need: BlockNeed) -> bool:
-        """Return True if ``need`` fits together with all counted needs.
+        """Return True if ``need`` and all counted needs fit into the pool.
 
-        vLLM checks that a single request fits.
+        A single request always fits, because vLLM checks this.
         """
         num_taken = self._num_own + need.own + self._prefixes.total_with(need.shared)
         return not self._needs or num_taken <= self._pool.num_blocks
 
     def take(self, req_id: ReqId, need: BlockNeed) -> None:
-        """Count a request that vLLM admits with a load, and that is not counted yet."""
+        """Count a request that vLLM admits with a load. The request must not be counted yet."""
         self._needs[req_id] = need
         self._num_own += need.own
         self._prefixes.add(need.shared)
 
     def release(self, req_id: ReqId) -> bool:
-        """Remove a request that runs or finished, and return True if it was counted."""
+        """Remove a request that is running or finished. Return True if the request was counted."""
         if (need := self._needs.pop(req_id, None)) is None:
             return False
         self._num_own -= need.own
@@ -92,7 +92,7 @@ class BlockBudget:
 
 
 class LoadGates:
-    """Loads in progress, and the slots and blocks that they leave for others.
+    """Tracks the loads in progress, and the slots and blocks they leave for other requests.
 
     A load that takes longer than ``wait_s`` is assumed to hang and does not delay other requests.
     """
@@ -108,11 +108,11 @@ class LoadGates:
         self._budget_changed_s = float("-inf")
         self.num_running = 0
         self.incoming: dict[ReqId, IncomingUnits] = {}
-        """Loads in progress that are expected to deliver all their units."""
+        """Loads in progress that are expected to load all their units."""
         self.slots_were_taken = False
-        """True if all running slots were taken the last time a request needed one in this step."""
+        """True if the last slot check in this step found no free slot."""
         self.first_without_blocks: ReqId | None = None
-        """The first request of this step that lacks blocks. Requests behind it get no blocks."""
+        """The first request in this step that lacks blocks. Later requests get no blocks."""
 
     def begin_step(self) -> None:
         self.first_without_blocks = None
@@ -121,20 +121,20 @@ class LoadGates:
     # -- shared loads ---------------------------------------------------------------------------
 
     def incoming_for(self, request: RequestState, num_tokens: int) -> IncomingUnits | None:
-        """Return the load in progress that delivers the first unit that the request lacks, if vLLM
-        will share its blocks.
+        """Return the load in progress that includes the first missing unit of the request, if vLLM
+        can share the blocks of this load.
 
         ``num_tokens`` is the length of the request.
         """
         chain, unit = request.chain, request.local_tokens // self._unit_tokens
         last = unit + self._lookahead_units
-        # vLLM computes the last token itself, so its own hits end before it.
+        # vLLM always computes the last token, so a hit in its prefix cache ends before that token.
         is_before_end = (last + 1) * self._unit_tokens < num_tokens
         if not self._shares_blocks or not is_before_end or last >= chain.num_blocks:
             return None
         for units in self.incoming.values():
             is_inside = units.begin <= unit and last < units.end
-            # Equal keys have equal prefixes.
+            # Equal keys imply equal prefixes.
             if is_inside and units.chain.key(last) == chain.key(last):
                 return units
         return None
@@ -145,10 +145,10 @@ class LoadGates:
     # -- running slots --------------------------------------------------------------------------
 
     def check_slots_taken(self, now: float) -> bool:
-        """Return True if running and loading requests fill vLLM's slots and one eighth more.
+        """Return True if running and loading requests exceed vLLM's slots by one eighth.
 
-        Sets ``slots_were_taken``. vLLM cannot preempt a load, so more loads would only hold blocks
-        that running requests need. The extra eighth keeps slots from staying empty.
+        Sets ``slots_were_taken``. vLLM cannot preempt a load, so additional loads would only hold
+        blocks that running requests need. The extra eighth prevents slots from being idle.
         """
         if self._max_running is None:
             return False
@@ -160,7 +160,7 @@ class LoadGates:
     # -- GPU blocks -----------------------------------------------------------------------------
 
     def lacks_blocks(self, request: RequestState, num_tokens: int, loaded_tokens: int) -> bool:
-        """Return True if the request could lack blocks after ``loaded_tokens`` are loaded."""
+        """Return True if the request may lack blocks after a load up to ``loaded_tokens``."""
         if (budget := self._budget) is None:
             return False
         is_first = self.first_without_blocks in (None, request.req_id)
@@ -170,8 +170,8 @@ class LoadGates:
         return True
 
     def expects_blocks(self, now: float) -> bool:
-        """Return True if waiting for blocks makes sense, because loads took or released blocks
-        within the last ``wait_s``.
+        """Return True if blocks may become free soon, because loads took or released blocks within
+        the last ``wait_s``.
         """
         return now - self._budget_changed_s < self._wait_s
 
@@ -186,14 +186,14 @@ class LoadGates:
             self._budget_changed_s = self._clock()
 
     def begin(self, request: RequestState, num_tokens: int) -> None:
-        """Record a load of ``num_tokens``, for which requests with the same prefix wait."""
+        """Record a load of ``num_tokens``. Requests with the same prefix wait for this load."""
         begin = request.local_tokens // self._unit_tokens
         end = begin + num_tokens // self._unit_tokens
         units = IncomingUnits(request.req_id, request.chain, begin, end, self._clock())
         self.incoming[request.req_id] = units
 
     def fail(self, req_id: ReqId) -> None:
-        """Record that a load failed: no other request waits for it, but its blocks stay taken."""
+        """Record that a load failed. Requests stop waiting, but the load's blocks stay counted."""
         self.incoming.pop(req_id, None)
 
     def end(self, req_id: ReqId) -> None:

@@ -1,4 +1,4 @@
-"""Plans loads, and settles each load once every rank has reported it."""
+"""Plans loads, and settles each load after all ranks have reported it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from kvloft.seam.plan import LAYOUT, LoadPlan, LoadResult
 
 @dataclass(frozen=True, slots=True)
 class PlannedLoad:
-    """A load, the lease that must be held until it completes, and its number of tokens by tier."""
+    """A load, the lease to hold until the load completes, and the number of tokens by tier."""
 
     plan: LoadPlan
     lease: Lease | None
@@ -24,18 +24,18 @@ class PlannedLoad:
 
 @dataclass(slots=True)
 class LoadProgress:
-    """A load that has not been reported by all ranks."""
+    """The progress of a load that some ranks have not reported yet."""
 
     lease: Lease | None
     num_ranks_left: int
     has_chunks: bool
     has_failed: bool = False
-    """True if a rank copied nothing, or found a chunk that failed verification."""
+    """True if the load failed on a rank or a chunk failed verification."""
     is_other_layout: bool = False
-    """True if a chunk was saved with a different memory layout, which is not damage."""
+    """True if a chunk was saved with a different memory layout. Such a chunk is not damaged."""
 
     def add(self, result: LoadResult) -> bool:
-        """Add the result of one rank, and return True if every rank has reported."""
+        """Add the result of one rank. Return True if all ranks have reported."""
         self.has_failed |= bool(result.bad_keys) or result.failed
         self.is_other_layout |= any(problem == LAYOUT for _, problem in result.bad_keys)
         self.num_ranks_left -= 1
@@ -56,7 +56,7 @@ def plan_load(
 ) -> PlannedLoad:
     """Plan copies to the blocks of tokens [local_tokens, local_tokens + num_tokens).
 
-    Blocks of chunks that the lease no longer covers are ``lost``.
+    If the lease no longer covers a chunk, the blocks of the chunk are ``lost``.
     """
     begin = request.local_tokens // unit_tokens
     end = (request.local_tokens + num_tokens) // unit_tokens
@@ -66,24 +66,24 @@ def plan_load(
         chunks, units_by_tier = lease.frames.batch(request.blocks.tables, begin, end)
         request.lease = None
     unplanned = request.blocks[begin + sum(units_by_tier.values()) : end]
-    lost = tuple(filter(None, unplanned))  # skips the null block
+    lost = tuple(filter(None, unplanned))  # skip the null block, whose id is 0
     tokens_by_tier = {tier: num * unit_tokens for tier, num in units_by_tier.items()}
     return PlannedLoad(LoadPlan(request.req_id, load_id, chunks, lost), lease, tokens_by_tier)
 
 
 class LoadPlanner:
-    """Loads, from the admission of their requests until every rank has reported."""
+    """Plans the loads of admitted requests and tracks each load until all ranks have reported."""
 
     def __init__(self, context: PlanContext, admission: Admission) -> None:
         self._context, self._admission = context, admission
         self._unit_tokens = context.settings.shape.unit_tokens
         self._load_ids = count()
         self.queued: list[LoadPlan] = []
-        """Loads to include in the next step plan."""
+        """The loads to include in the next step plan."""
         self.in_progress: dict[int, LoadProgress] = {}
 
     def plan(self, request: RequestState, num_tokens: int) -> None:
-        """Queue the load of ``num_tokens`` that vLLM has admitted."""
+        """Queue a load of ``num_tokens`` for a request that vLLM has admitted."""
         context = self._context
         self._admission.gates.take_blocks(request, num_tokens)
         load = plan_load(request, self._unit_tokens, num_tokens, next(self._load_ids))
@@ -101,7 +101,7 @@ class LoadPlanner:
             context.counters["load_lost_blocks"] += len(lost)
 
     def plan_failure(self, req_id: ReqId, num_tokens: int, tables: Tables) -> None:
-        """Queue a load that copies nothing and fails, so that vLLM computes the tokens."""
+        """Queue a load that fails without copying, so that vLLM computes the tokens."""
         begin = 0
         if (request := self._context.requests.get(req_id)) is not None:
             begin = request.local_tokens // self._unit_tokens
@@ -137,8 +137,8 @@ class LoadPlanner:
             self.count_copy(failed=load.has_failed)
 
     def _remove_damaged(self, result: LoadResult) -> None:
-        """Remove chunks that failed verification, except chunks with a different memory layout,
-        which are valid for other engines.
+        """Remove chunks that failed verification. Keep chunks with a different memory layout,
+        because they are valid for other engines.
         """
         context = self._context
         damaged = [key for key, problem in result.bad_keys if problem != LAYOUT]
@@ -148,7 +148,7 @@ class LoadPlanner:
         context.counters["layout_mismatches"] += len(result.bad_keys) - len(damaged)
 
     def count_copy(self, *, failed: bool) -> None:
-        """Count a completed load, or a save that failed while the breaker has tripped."""
+        """Record a completed load or, while the breaker has tripped, a failed save."""
         context = self._context
         if context.breaker.count(context.clock(), failed=failed):
             context.counters["load_breaker_trips"] += 1

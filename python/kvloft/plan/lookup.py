@@ -1,12 +1,12 @@
-"""Finds the longest stored prefix of a request without hashing many tokens beyond it."""
+"""Finds the longest stored prefix of a request without hashing many tokens past its end."""
 
 from kvloft.plan.request_state import RequestState
 from kvloft.seam.shape import CacheShape
 from kvloft.seam.store import Session
 
 FIRST_LOOKUP_TOKENS, LOOKUP_GROWTH = 512, 4
-"""Number of tokens to hash for the first lookup, and the growth factor for each further lookup. The
-forward pass waits for the hashes, and for a prompt that is not cached, the first chunk is enough.
+"""Number of tokens to hash for the first lookup, and the growth factor for each later lookup. The
+forward pass waits for the hashes. For an uncached prompt, the hash of the first chunk is enough.
 """
 
 
@@ -18,18 +18,18 @@ class PrefixLookup:
         self._is_divisible = shape.is_divisible
 
     def begin(self, request: RequestState) -> int:
-        """Hash the tokens of the first lookup and return the length of the request."""
+        """Hash the tokens for the first lookup, and return the length of the request."""
         return request.extend_chains(FIRST_LOOKUP_TOKENS)
 
     def find(self, request: RequestState, num_tokens: int) -> tuple[int, int]:
-        """Return the number of leading units found in host memory, and in any tier.
+        """Return the number of leading units in host memory, and the number in any tier.
 
-        ``num_tokens`` is the result of `begin`. Looks up all tokens of the request if necessary.
+        ``num_tokens`` is the result of `begin`. If necessary, all tokens are hashed and looked up.
         """
         chain, limit = request.chain, FIRST_LOOKUP_TOKENS
         while True:
             host_units, stored_units = self._store.lookup(chain)
-            # If the hit ends before the chain, a longer chain would not extend the hit.
+            # If the hit ends before the end of the chain, extending the chain does not help.
             if stored_units < chain.num_blocks or chain.num_tokens >= num_tokens:
                 break
             limit *= LOOKUP_GROWTH
@@ -40,9 +40,9 @@ class PrefixLookup:
         return self._store.deepest_hit(chain, min(host_units, most), min(stored_units, most))
 
     def max_units(self, num_tokens: int) -> int:
-        """Return the maximum number of units of a usable hit.
+        """Return the maximum number of units in a usable hit.
 
-        vLLM must compute at least one token. It cannot shorten a hit by one token in models with
-        sliding-window layers or Mamba states.
+        vLLM must compute at least one token. For models with sliding-window layers or Mamba states,
+        vLLM cannot shorten a hit by one token.
         """
         return (num_tokens - 1) // self._unit_tokens

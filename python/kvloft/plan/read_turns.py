@@ -1,9 +1,8 @@
-"""Decides which waiting requests may pin frames and start disk reads: in vLLM's order, up to half
-of the memory.
+"""Decides which waiting requests may pin frames and start disk reads.
 
-In every step, vLLM asks kvloft about the waiting requests in queue order, and skips requests that
-kvloft lets wait. The order of the calls in one step is therefore the order of turns, and no
-queue is stored here.
+Requests take turns in vLLM's order and may pin up to half of the memory. In every step, vLLM calls
+kvloft for the waiting requests in queue order, so the order of these calls is the order of turns.
+This module does not keep a queue.
 """
 
 from kvloft.plan.leases import PinnedFrames
@@ -13,21 +12,20 @@ from kvloft.seam.shape import ArenaSpec, CacheShape
 
 
 class ReadTurns:
-    """The turns in the current step, and the frames that waiting and loading requests pin."""
+    """The turns in the current step, and the frames pinned by waiting and loading requests."""
 
     def __init__(self, shape: CacheShape, arena: ArenaSpec | None) -> None:
         self._unit_bytes = shape.unit_bytes
         self.num_units = 0
-        """Number of units that fit into the store's memory, or its share of a shared arena."""
+        """Number of units that fit into the store's memory or its share of a shared arena."""
         self.set_memory(arena.size_bytes if arena is not None else 0)
         self.waiting = PinnedFrames(self.num_units)
         self.loading = PinnedFrames(self.num_units)
         """Frames of loads in progress, which waiting requests cannot use."""
         self._first: ReqId | None = None
-        """The first request of this step that waits with pinned frames, or waits for its turn."""
+        """The first request in this step that waits for its turn or waits with pinned frames."""
         self._blocked: ReqId | None = None
-        """The first request of this step that has no turn. Requests behind it have no turn either.
-        """
+        """The first request in this step that has no turn. Later requests have no turn either."""
         self._paused_until_s = float("-inf")
 
     def set_memory(self, num_bytes: int) -> None:
@@ -36,15 +34,15 @@ class ReadTurns:
 
     @property
     def max_waiting(self) -> int:
-        """Maximum number of units that waiting requests may pin. Includes frames that are not
-        registered with the GPU, because disk reads can use them.
+        """Maximum number of units that waiting requests may pin. Disk reads can use frames that are
+        not registered with the GPU, so these frames are included.
         """
         return max(0, self.num_units - self.loading.num_units) // 2
 
     @property
     def is_over_limit(self) -> bool:
-        """True if waiting requests exceed the limit. This can happen, because the first request may
-        always pin.
+        """True if waiting requests pin more than the limit, which is possible because the first
+        request may always pin its units.
         """
         return self.waiting.num_units > self.max_waiting
 
@@ -52,13 +50,13 @@ class ReadTurns:
         self._first = self._blocked = None
 
     def note_pinned(self, request: RequestState) -> None:
-        """Record that ``request`` waits with frames pinned."""
+        """Record that ``request`` waits with pinned frames."""
         self._first = self._first or request.req_id
 
     def take(self, request: RequestState, stored_units: int) -> bool:
         """Return True if ``request`` may pin its units.
 
-        The first request always may; otherwise, all requests could wait for each other.
+        The first request may always pin, because otherwise all requests could wait for each other.
         """
         if self.is_behind(request):
             return False
@@ -79,9 +77,9 @@ class ReadTurns:
         return self._blocked not in (None, request.req_id)
 
     def pause(self, until_s: float) -> None:
-        """Let no request wait for its turn before ``until_s``.
+        """Prevent requests from waiting for their turn until ``until_s``.
 
-        The disk did not deliver in time, so each request would wait for all requests ahead of it.
+        The disk is too slow, and each request would wait for all requests ahead of it.
         """
         self._paused_until_s = until_s
 

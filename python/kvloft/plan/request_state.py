@@ -1,7 +1,7 @@
-"""The state of one request on the scheduler side: keys, block tables, saves and its wait.
+"""The state of one request on the scheduler side: keys, block tables, saves, loads and waiting.
 
-`RequestState` makes no decisions. `Admission`, `LoadPlanner` and `SavePlanner` read and change its
-attributes. Its methods maintain the tokens and keys, which it reads from a `LiveRequest`.
+`RequestState` does not make decisions. `Admission`, `LoadPlanner` and `SavePlanner` read and modify
+its attributes. Its methods maintain the tokens and keys, using the tokens of a `LiveRequest`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +15,11 @@ from kvloft.seam.store import KeyChain
 from kvloft.seam.views import EmbedRows, LiveRequest, RequestView
 
 NEVER = (1 << 30) - 2
-"""Exceeds the number of tokens of any request. CPython compares larger ints more slowly."""
+"""A number larger than the length of any request. CPython compares larger ints more slowly."""
 
 
 class IncomingUnits(NamedTuple):
-    """Units [begin, end) of ``chain`` that a load copies to the GPU for request ``req_id``."""
+    """Units [begin, end) of ``chain``, which a load copies to the GPU for request ``req_id``."""
 
     req_id: ReqId
     chain: KeyChain
@@ -30,12 +30,12 @@ class IncomingUnits(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One request, from vLLM's first call about it until it finishes."""
+    """The state of a request, from vLLM's first call for the request until it finishes."""
 
     live: LiveRequest
     new_chain: Callable[[RequestView, int], KeyChain]
     lookahead: int = 0
-    """Number of tokens after a unit that its key also depends on (see `CacheShape.lookahead`)."""
+    """Number of tokens after a unit that also affect its key (see `CacheShape.lookahead`)."""
     prompt_only: bool = False
     """True if generated tokens are not saved."""
 
@@ -43,15 +43,13 @@ class RequestState:
     req_id: ReqId = field(init=False)
     chain: KeyChain = field(init=False)
     prefix_chain: KeyChain = field(init=False)
-    """Chain of the same tokens without lookahead. The same object as ``chain`` if ``lookahead`` is
-    0.
-    """
+    """Chain of the same tokens without lookahead. Identical to ``chain`` if ``lookahead`` is 0."""
     _chains: tuple[KeyChain, ...] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     save_limit: int = field(init=False)
     """Maximum number of leading tokens to save."""
     num_confirmed: int = 0
-    """Length of the token list at the last read."""
+    """Length of the token list when it was last read."""
     had_drafts: bool = False
     """True if a step has verified draft tokens of this request."""
     _embeds: tuple[EmbedRows, ...] = field(init=False)
@@ -59,65 +57,60 @@ class RequestState:
     # GPU blocks.
     blocks: Tables = NO_TABLES
     local_tokens: int = 0
-    """Number of leading tokens that vLLM's prefix cache has."""
+    """Number of leading tokens in vLLM's prefix cache."""
     num_local_units: int = 0
-    """Number of leading units that vLLM's prefix cache had at the admission of the request."""
+    """Number of leading units in vLLM's prefix cache when the request was admitted."""
     is_hit_unchecked: bool = False
     """True if the writers of the local units have not been checked yet (see `BlockWriters`)."""
     num_complete: int = 0
-    """Number of leading units whose tokens are known and whose KV was complete after the step in
-    which the request was last examined. The lookahead tokens of a draft model may be unknown.
+    """Number of leading units with known tokens and complete KV when the request was last examined.
+    The lookahead tokens of a draft model may be unknown.
     """
     num_noted: int = 0
-    """Number of leading units that `BlockWriters` has recorded with their next tokens."""
+    """Number of leading units that `BlockWriters` has recorded together with their next tokens."""
 
     # Saves.
     was_examined: bool = False
-    """True if a step has examined the request for complete units since its admission."""
+    """True if the request has been examined for complete units since its admission."""
     next_save: int = NEVER
     """Frontier at which the next unit is complete; `NEVER` if no further unit can be saved."""
     saved_units: int = 0
     """Number of leading units that are stored or being saved."""
     save_start: int = 0
-    """First unit of the last planned save, which ends at ``saved_units``."""
+    """First unit of the last planned save. The save ends at ``saved_units``."""
     token_ids: Sequence[int] = ()
     num_save_tokens: int = 0
-    """The first ``num_save_tokens`` of ``token_ids`` determine the keys of the last planned save.
-    """
+    """Number of leading ``token_ids`` that determine the keys of the last planned save."""
     save_blocked: bool = False
-    """True if ``blocks`` may be outdated. Nothing is saved until vLLM assigns a new table."""
+    """True if ``blocks`` may be outdated. Saves are blocked until vLLM assigns a new table."""
     kv_outdated: bool = False
-    """True if KV in ``blocks`` predates a reset. Nothing is saved until it is computed again."""
+    """True if the KV in ``blocks`` predates a reset. Saves are blocked until it is recomputed."""
 
     # Waiting for admission.
     lease: Lease | None = None
     awaited: IncomingUnits | None = None
-    """Load of another request that this request waits for."""
+    """The load of another request for which this request waits."""
     asked_step: int = 0
     asked_s: float = 0.0
     waiting_since: float | None = None
     waited_out: bool = False
-    """True if the request has used up its waiting time."""
+    """True if the request has reached the maximum waiting time."""
     turn_at_s: float | None = None
-    """Time at which the engine would have started to compute the request without a wait for the
-    disk.
-    """
+    """Time at which the engine would compute the request if it did not wait for the disk."""
     reads_end: int = 0
-    """Value of `DiskPacing.num_done` once the request's chunks have been read."""
+    """Value of `DiskPacing.num_done` after all chunks of the request have been read."""
     num_on_disk: int = 0
-    """Maximum number of chunks that were not in host memory at the lookup."""
+    """Maximum number of chunks that were not in host memory at the time of the lookup."""
     slow_tokens: int = 0
-    """Number of tokens on disk that the request does not wait for, because computing them is
-    expected to be faster.
-    """
+    """Number of tokens on disk that are computed, because reading is expected to be slower."""
 
     # Loads.
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Number of tokens of the last planned load, by tier."""
+    """Number of tokens in the last planned load, by tier."""
     load_failed: bool = False
-    """True if a load delivered less than was offered. The request then gets no further offers."""
+    """True if a load returned fewer tokens than offered. The request gets no further offers."""
     yields_once: bool = False
-    """True if a load has failed and vLLM has not asked about the request since."""
+    """True if a load has failed and vLLM has not called `match` for the request since then."""
 
     def __post_init__(self) -> None:
         self.req_id = self.live.req_id
@@ -139,11 +132,11 @@ class RequestState:
                 chain.add_item(item.identifier, item.start, item.num_tokens)
 
     def confirmed_tokens(self) -> Sequence[int]:
-        """Return the tokens of the request, and restart the chains if they are no longer a prefix.
+        """Return the tokens of the request. If earlier tokens have changed, restart the chains.
 
-        A streaming session replaces its last sampled token when it receives new input. The number
-        of tokens alone does not show this, but the length of the prompt does. The keys are then
-        computed again; equal tokens have equal keys.
+        When a streaming session receives new input, the input replaces the last sampled token. The
+        number of tokens alone does not reveal this, but the length of the prompt does. The keys are
+        then recomputed; equal tokens have equal keys.
         """
         token_ids, num_prompt_tokens = self.live.tokens()
         num_tokens = len(token_ids)
@@ -151,7 +144,7 @@ class RequestState:
             self._restart_chain()
             self.drop_lease()
             self.forget_saves()
-            # vLLM still counts draft tokens accepted after the cut as computed, although the new
+            # vLLM still treats accepted draft tokens after the cut as computed, although the new
             # input replaces them. The draft KV of the last remaining token depends on the removed
             # token.
             self.kv_outdated |= self.had_drafts or self.lookahead > 0
@@ -166,7 +159,7 @@ class RequestState:
     def extend_chains(self, limit: int = NEVER) -> int:
         """Append confirmed tokens to the chains, and return the number of confirmed tokens.
 
-        Appends only the tokens on which the keys of the first ``limit`` tokens depend.
+        Only tokens that affect the keys of the first ``limit`` tokens are appended.
         """
         token_ids = self.confirmed_tokens()
         end = min(len(token_ids), limit + self.lookahead)
@@ -178,7 +171,7 @@ class RequestState:
     def start_over(self, *, keeps_kv: bool = False) -> None:
         """Drop the block tables of a request that was preempted or is admitted again.
 
-        With ``keeps_kv``, the request keeps its blocks, so KV that predates a reset is still there.
+        With ``keeps_kv``, the request keeps its blocks, which may contain KV from before a reset.
         """
         self.kv_outdated = self.kv_outdated and keeps_kv
         self.blocks = NO_TABLES
@@ -192,23 +185,23 @@ class RequestState:
         self.saved_units = 0
 
     def fail_load(self) -> None:
-        """Record that a load delivered less than was offered."""
+        """Record that a load returned fewer tokens than offered."""
         self.load_failed = self.yields_once = True
 
     def take_yield(self) -> bool:
-        """Return True, once after a failed load, if vLLM should pass over the request.
+        """Return True once after a failed load if vLLM should skip the request.
 
-        vLLM has released the blocks of the load. With sliding-window layers, computing needs more
-        blocks than the load. If too few are free, vLLM would stop at this request in every step and
-        never reach the requests behind it, which hold the missing blocks.
+        vLLM has released the blocks of the load. With sliding-window layers, computing the request
+        takes more blocks than the load. If too few blocks are free, vLLM would stop at this request
+        in every step and never reach the later requests, which hold the missing blocks.
         """
         yields, self.yields_once = self.yields_once, False
         return yields
 
     def record_wait(self, now: float, wait_s: float) -> bool:
-        """Record that the request waits, and return True if it may wait longer.
+        """Record that the request waits. Return True if the request may wait longer.
 
-        Its total waiting time, for all reasons together, is limited to ``wait_s``.
+        The total waiting time of a request, across all reasons, is limited to ``wait_s``.
         """
         if self.waiting_since is None:
             self.waiting_since = now

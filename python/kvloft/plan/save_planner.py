@@ -1,7 +1,7 @@
 """Plans saves: finds the units that a step completes, and reserves frames for their chunks.
 
-Units without a frame are retried in later steps, in turn, until their request no longer owns the
-blocks. They are then dropped and counted.
+If no frame is available for a unit, later steps retry until the request no longer owns the blocks.
+The unit is then dropped and counted.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from kvloft.seam.plan import Chunks, SavePlan
 from kvloft.seam.views import StepView
 
 MAX_RETRIES = 8
-"""Maximum number of requests that retry a save in a step. Each retry needs a lookup, and host
-memory can stay full for a long time.
+"""Maximum number of requests that retry a save in the same step. Each retry takes a lookup, and
+host memory can be full for a long time.
 """
 
 _new_save: Callable[[tuple[ReqId, Chunks]], SavePlan] = partial(tuple.__new__, SavePlan)
-"""Makes a `SavePlan` from a pair, three times as fast as the constructor."""
+"""Creates a `SavePlan` from a pair, three times as fast as the constructor does."""
 _req_id: Callable[[RequestState], ReqId] = attrgetter("req_id")
 
 
@@ -50,14 +50,14 @@ class SavePlanner:
         self._schedule = SaveSchedule()
         self._states = StatePlanner(context)
         self._unsent: list[SavePlan] = []
-        """Saves that have frames but are not in a step plan yet."""
+        """Saves with reserved frames that are not in a step plan yet."""
         self._owed: dict[RequestState, int] = {}
-        """Number of units without a frame, by request, in the order of retries."""
+        """Number of units without a frame for each request, in retry order."""
 
     def plan(self, step: StepView, admitted: Collection[ReqId]) -> list[SavePlan]:
         """Reserve frames for the units that ``step`` completes, and return their saves.
 
-        ``admitted`` are the requests admitted since the previous step.
+        ``admitted`` contains the requests that were admitted since the previous step.
         """
         self._unsent = []
         if self._draft_limit is not None and longest_request(step) > self._draft_limit:
@@ -84,14 +84,14 @@ class SavePlanner:
         return self._unsent
 
     def end_plan(self) -> None:
-        """Record that the last planned saves are in a step plan."""
+        """Record that a step plan contains the last planned saves."""
         self._unsent = []
 
     def abandon_plan(self) -> None:
         """Abort the reservations of a failed plan (I5).
 
-        Block tables may lack the blocks that the failed step added, so no current request is saved
-        until it gets a new table (I6).
+        Block tables may lack the blocks that the failed step added, so saves of all current
+        requests are blocked until they get new tables (I6).
         """
         self._store.abort([ticket for save in self._unsent for ticket in save.chunks.tickets()])
         self._writers.clear()
@@ -100,7 +100,7 @@ class SavePlanner:
             request.forget_saves()
 
     def drop_owed(self, request: RequestState) -> None:
-        """Drop and count the units that got no frame while the request owned their blocks."""
+        """Drop and count the units that did not get a frame while the request owned the blocks."""
         if num_units := self._owed.pop(request, 0):
             self._context.counters["save_dropped_chunks"] += num_units
 
@@ -112,8 +112,8 @@ class SavePlanner:
         return [NEVER if request is None else request.next_save for request in requests]
 
     def _block_saves(self, step: StepView) -> None:
-        """Block the saves of all scheduled requests, because the engine skips the draft model in
-        this step, and the scheduled tokens get no draft KV.
+        """Block saves of all scheduled requests. The engine skips the draft model in this step, so
+        there is no draft KV for the scheduled tokens.
         """
         for request in self._known(step.num_scheduled_tokens):
             request.save_blocked = True
@@ -141,7 +141,7 @@ class SavePlanner:
         return due
 
     def _examine_running(self, step: StepView) -> list[RequestState]:
-        """Examine the running requests that are due, which are few in most steps."""
+        """Examine the running requests that are due. In most steps, few requests are due."""
         due: list[RequestState] = []
         running, computed = step.running, step.num_computed_tokens
         scheduled = step.num_scheduled_tokens
@@ -171,11 +171,11 @@ class SavePlanner:
         return due
 
     def _examine_left_out(self, step: StepView) -> list[RequestState]:
-        """Examine requests of the previous step that are not in this step. With async scheduling,
-        their last token was unknown until now.
+        """Examine requests that were in the previous step and are not in this step. With async
+        scheduling, the last token of such a request was unknown in the previous step.
 
-        In the meantime, draft tokens may have been rejected, or a streaming session may have
-        replaced the last sampled token. vLLM's number of computed tokens reflects both.
+        Draft tokens may have been rejected since then, or a streaming session may have replaced the
+        last sampled token. vLLM's number of computed tokens reflects both.
         """
         due: list[RequestState] = []
         for req_id in self._schedule.running:
@@ -187,7 +187,7 @@ class SavePlanner:
         return due
 
     def _examine(self, request: RequestState, frontier: int, step: StepView) -> bool:
-        """Set ``next_save``, and return True if units must be saved at ``frontier``."""
+        """Set ``next_save``. Return True if units must be saved at ``frontier``."""
         if step.tables is not None and not refresh_tables(request, step):
             request.next_save = frontier + 1
             return False
@@ -207,7 +207,7 @@ class SavePlanner:
         """Record the blocks that the request wrote, and schedule its next examination.
 
         The request is examined again when vLLM caches its next block, because a later request can
-        hit that block and save it if this request does not.
+        hit and save that block if this request does not save it.
         """
         num_tokens = request.num_confirmed
         num_units = num_complete_units(request, num_tokens, frontier, self._unit_tokens)
@@ -220,7 +220,7 @@ class SavePlanner:
     # -- frames ---------------------------------------------------------------------------------
 
     def _reserve(self, due: list[RequestState]) -> None:
-        """Reserve the frames of all due requests in one call, because the forward pass waits."""
+        """Reserve frames for all due requests in one call, because the forward pass waits."""
         rows = [
             (
                 each.chain,
@@ -234,7 +234,7 @@ class SavePlanner:
         ]
         reserved, dropped = self._store.reserve(rows)
         has_frames = map(is_not, reserved, repeat(None))
-        # Recorded first, so that an error below does not leak the reservations (I5).
+        # Record the reservations first, so that a later error does not leak them (I5).
         pairs = zip(map(_req_id, due), reserved, strict=True)
         self._unsent += map(_new_save, compress(pairs, has_frames))
         self._context.notes.add_saves(due)
@@ -246,7 +246,7 @@ class SavePlanner:
                 self._unsent.remove(save)
 
     def _note_owed(self, due: list[RequestState], dropped: Sequence[int]) -> None:
-        """Record units without a frame, and set the first unit to retry."""
+        """Record the units that did not get a frame, and set the first unit to retry."""
         is_late = self._store.is_save_late
         for request, num_units in zip(due, dropped, strict=True):
             self._owed.pop(request, None)
@@ -260,9 +260,10 @@ class SavePlanner:
             request.saved_units = first
 
     def _retry_in_next_step(self) -> None:
-        """Make the next requests in the retry order due in the next step.
+        """Make the first requests in retry order due in the next step.
 
-        Moves them to the end of the order, so that requests that do not run do not delay others.
+        These requests move to the end of the order, so that requests that are not running do not
+        delay others.
         """
         for request in list(islice(self._owed, MAX_RETRIES)):
             self._owed[request] = self._owed.pop(request)

@@ -1,9 +1,9 @@
 """Decides when to examine running requests for complete units.
 
-Most requests complete no unit in a step, and every forward pass waits for this decision. A request
-is due once its frontier reaches a stored value. If each request advances by one token per step, the
-step in which it is due is predicted. In other steps, the frontiers of all requests are compared as
-columns.
+Most requests do not complete a unit in a step, and every forward pass waits for this decision. A
+request is due once its frontier reaches a stored value. While each request advances by one token
+per step, the steps in which requests are due are predicted. In other steps, the frontiers of all
+requests are compared in bulk.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,12 +14,12 @@ from kvloft.plan.request_state import NEVER
 from kvloft.seam.ids import ReqId
 
 STEADY_STEPS = 8
-"""Number of steady steps before predictions start. Making them costs as much as a few steps."""
+"""Number of steady steps before predictions start. Predicting takes as long as a few steps."""
 
 
 class SaveSchedule:
-    """Running requests, in the order of the step's columns, and the frontiers at which they are
-    due.
+    """The running requests, in the order of the step's lists, and the frontiers at which the
+    requests are due.
     """
 
     def __init__(self) -> None:
@@ -27,13 +27,13 @@ class SaveSchedule:
         self._before: list[int] = []
         """Frontier at which each request is due, minus one."""
         self._predicted: dict[int, list[int]] | None = None
-        """Positions of due requests by step; None while steps are not predictable."""
+        """Positions of due requests, by step. None while steps are not predictable."""
         self._step = self._num_steady = 0
         self._next_sum: int | None = None
         """Sum of the computed tokens in the next step if each request advances by one token."""
 
     def line_up(self, running: Iterable[ReqId], due_at: Iterable[int]) -> None:
-        """Replace the running requests."""
+        """Replace all running requests."""
         self.running, self._before = [], []
         self.add(running, due_at)
 
@@ -46,13 +46,13 @@ class SaveSchedule:
     def due(self, computed: Sequence[int], scheduled: Iterable[int] | None) -> Sequence[int]:
         """Return the positions of requests that are due with ``computed`` and ``scheduled`` tokens.
 
-        ``scheduled`` is None if it is one token for each request.
+        ``scheduled`` is None if one token is scheduled for each request.
         """
         if scheduled is not None:
             self._next_sum = None
             return list(compress(count(), map(gt, map(add, computed, scheduled), self._before)))
         total = sum(computed)
-        # No request advances by more than one token, so with this sum, each advanced by one.
+        # No request advances by more than one token, so an equal sum means that all advanced.
         is_steady, self._next_sum = total == self._next_sum, total + len(computed)
         self._num_steady = self._num_steady + 1 if is_steady else 0
         self._step += 1
@@ -70,7 +70,7 @@ class SaveSchedule:
     def put(self, positions: Iterable[int], computed: Sequence[int], due_at: Iterable[int]) -> None:
         """Store new due frontiers for the requests at ``positions``.
 
-        ``computed`` has the computed tokens of all running requests in this step.
+        ``computed`` contains the computed tokens of all running requests in this step.
         """
         before, predicted, step = self._before, self._predicted, self._step
         if predicted is None:

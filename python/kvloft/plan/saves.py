@@ -1,9 +1,9 @@
-"""Finds the complete units of one request, and the blocks that saves may still be reading.
+"""Finds the complete units of a request, and the blocks that saves may still be reading.
 
-A chunk is saved in the step that completes its unit, while its request owns the blocks (I2, I6). A
-unit is complete if its tokens are known and their KV is written by the end of the step, that is, up
-to ``min(frontier, known tokens)``. The frontier excludes draft tokens (I7). The lookahead tokens of
-a draft model must also be known.
+A chunk is saved in the step that completes its unit, while the request owns the blocks (I2, I6). A
+unit is complete if it ends at or before ``min(frontier, known tokens)``: its tokens are known, and
+their KV is written by the end of the step. The frontier excludes draft tokens (I7). The lookahead
+tokens of a draft model must also be known.
 """
 
 from operator import add
@@ -17,10 +17,10 @@ from kvloft.seam.views import StepView
 def take_complete_units(request: RequestState, unit_tokens: int, frontier: int) -> bool:
     """Find the units of ``request`` that are complete at the end of this step and not saved.
 
-    Returns True if units [save_start, saved_units) must be saved; they are then treated as saved.
-    ``frontier`` is the number of tokens whose KV is in the blocks at the end of the step, without
-    draft tokens. Sets ``next_save`` to the frontier at which the next unit will be complete. Avoids
-    calls of ``min``, because it runs for many requests in every step.
+    Returns True if units [save_start, saved_units) must be saved; these units are then treated as
+    saved. ``frontier`` is the number of tokens whose KV is in the blocks at the end of the step,
+    excluding draft tokens. Sets ``next_save`` to the frontier at which the next unit is complete.
+    This function runs for many requests in every step, so it avoids calls to ``min``.
     """
     token_ids = request.confirmed_tokens()
     if request.save_blocked or request.kv_outdated:
@@ -38,8 +38,8 @@ def take_complete_units(request: RequestState, unit_tokens: int, frontier: int) 
         num_units = limit // unit_tokens
     if (num_held := len(tables.main_table) // tables.main_size) < num_units:
         num_units = num_held
-    # With async scheduling, a token becomes known a few steps after its KV is computed, at a later
-    # frontier. With draft tokens, that frontier is unpredictable, because they can be rejected.
+    # With async scheduling, a token becomes known a few steps after its KV is computed, when the
+    # frontier has advanced. Draft tokens can be rejected, which makes the frontier unpredictable.
     request.next_save = (num_units + 1) * unit_tokens + (0 if request.had_drafts else lag)
     request.num_complete = num_units
     if is_limited:  # a later request can save the rest if its prompt contains it
@@ -56,16 +56,17 @@ def take_complete_units(request: RequestState, unit_tokens: int, frontier: int) 
 def num_complete_units(
     request: RequestState, num_tokens: int, frontier: int, unit_tokens: int
 ) -> int:
-    """Return the number of leading units whose KV is computed at ``frontier`` and whose tokens are
-    among the first ``num_tokens``, which are known.
+    """Return the number of leading units whose tokens are known and whose KV is computed.
+
+    ``num_tokens`` tokens are known, and the KV of ``frontier`` tokens is computed.
     """
     return min(min(frontier, num_tokens) // unit_tokens, len(request.blocks))
 
 
 def refresh_tables(request: RequestState, step: StepView) -> bool:
-    """Read the current block tables of the request, and return False if vLLM does not report them.
+    """Read the current block tables of the request. Return False if vLLM does not report them.
 
-    Used for shapes whose blocks vLLM frees while requests run.
+    The tables must be read for shapes whose blocks vLLM frees while requests run.
     """
     if step.tables is None or not (tables := step.tables(request.req_id)):
         return False
@@ -74,7 +75,7 @@ def refresh_tables(request: RequestState, step: StepView) -> bool:
 
 
 def longest_request(step: StepView) -> int:
-    """Return the number of tokens of the longest request after this step, with draft tokens."""
+    """Return the length of the longest request after this step, including draft tokens."""
     scheduled = step.num_scheduled_tokens
     ends = [new.num_computed_tokens + scheduled[new.req_id] for new in step.new]
     ends += map(add, step.num_computed_tokens, map(scheduled.__getitem__, step.running))
@@ -82,10 +83,10 @@ def longest_request(step: StepView) -> int:
 
 
 def rewritten_blocks(step: StepView, store: Session, unit_tokens: int) -> tuple[BlockId, ...]:
-    """Return the blocks that this step assigns to a writer while saves may still read them (I2).
+    """Return the blocks that this step assigns for writing while saves may still read them (I2).
 
     A save reads its blocks after its step is launched, when its request may have finished. A new
-    request only reads the blocks of its computed tokens, and writes to all blocks after them.
+    request only reads the blocks of its computed tokens and writes to all later blocks.
     """
     if not store.num_in_flight:
         return ()

@@ -1,8 +1,8 @@
-"""The scheduler side, with one method per hook of vLLM's scheduler.
+"""The scheduler side, with one method for each hook of vLLM's scheduler.
 
-`SchedulerCore` connects `Admission`, `LoadPlanner` and `SavePlanner`. It takes requests and steps,
-returns answers and plans, and settles the reports of the workers. It is deterministic, except for
-the clock that is passed in.
+`SchedulerCore` connects `Admission`, `LoadPlanner` and `SavePlanner`. The class takes requests and
+steps, returns results and plans, and processes the reports of the workers. Except for the clock,
+which is passed in, `SchedulerCore` is deterministic.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ from kvloft.seam.views import LiveRequest, RequestView, StepView
 
 
 class SchedulerCore:
-    """The scheduler side of one engine. ``announcer`` is None if KV events are off."""
+    """The scheduler side of one engine. ``announcer`` is None if KV events are disabled."""
 
     def __init__(
         self,
@@ -54,23 +54,20 @@ class SchedulerCore:
         self._saves = SavePlanner(context, self._writers)
         self._scheduled: Mapping[ReqId, int] = {}
         self._admitted: set[ReqId] = set()
-        """Requests admitted since the last step."""
+        """Requests that were admitted since the last step."""
         self._usable_bytes: dict[int, int] = {}
-        """Number of leading arena bytes that each rank can copy to, by rank. Ranks that have not
-        reported are missing.
-        """
+        """Number of leading arena bytes to which each rank can copy, if reported."""
 
     # -- lookups and admission ------------------------------------------------------------------
 
     def still_waits(self, req_id: ReqId, local_tokens: int) -> bool:
-        """Return True if the last answer was Wait and `match` would return it again."""
+        """Return True if the last result was Wait and `match` would return Wait again."""
         return self._admission.still_waits(req_id, local_tokens)
 
     def match(self, live: LiveRequest, local_tokens: int, *, may_wait: bool = True) -> Answer:
-        """Return the number of tokens that can be loaded after ``local_tokens``, or Wait or Miss
-        (I9).
+        """Offer the tokens after ``local_tokens`` that can be loaded, or return Wait or Miss (I9).
 
-        Without ``may_wait``, only chunks that are in host memory now are offered.
+        Without ``may_wait``, only chunks that are currently in host memory are offered.
         """
         request = self._request(live)
         request.local_tokens = local_tokens
@@ -84,12 +81,12 @@ class SchedulerCore:
         return self._admission.match(request, local_tokens, may_wait=may_wait)
 
     def _may_retry_load(self) -> bool:
-        """Return True if the tripped breaker allows a load. Loads are then tried one at a time."""
+        """Return True if the tripped breaker allows a load and no other load is in progress."""
         return not self._loads.in_progress and self._breaker.allows(self._clock())
 
     def admit(self, live: LiveRequest, num_tokens: int, tables: Tables) -> None:
-        """Record the block tables of a request that vLLM admits, and plan the load of the
-        ``num_tokens`` that it accepted.
+        """Record the block tables of a request that vLLM admits, and plan the load of the accepted
+        ``num_tokens``.
         """
         request = self._request(live)
         keeps_kv = self._keeps_blocks(request, tables)
@@ -117,22 +114,22 @@ class SchedulerCore:
 
     def _keeps_blocks(self, request: RequestState, tables: Tables) -> bool:
         """Return True if the request is admitted again with its current blocks, which happens after
-        a load or with the next input of a streaming session.
+        a load and when a streaming session receives its next input.
         """
         if not request.blocks:
             return False
         if self._shape.is_dense:
             return list(request.blocks[:1]) == list(tables[:1])
-        # Tables of sliding-window groups begin with null blocks, so blocks are not compared.
+        # Tables of sliding-window groups begin with null blocks, so blocks cannot be compared.
         return request.live.num_computed_tokens > 0
 
     def fail_load(self, live: LiveRequest, num_tokens: int, tables: Tables) -> None:
-        """Plan a load that fails, for an admitted request for which `admit` raised an error."""
+        """Plan a load that fails, because `admit` raised an error for an admitted request."""
         self._loads.plan_failure(live.req_id, num_tokens, tables)
 
     def hit_tokens(self, req_id: ReqId) -> Mapping[str, int]:
-        """Return the number of tokens in the last planned load of a request, by tier. Lost blocks
-        are not included.
+        """Return the number of tokens in the last planned load of a request by tier, excluding lost
+        blocks.
         """
         request = self._requests.get(req_id)
         return request.loaded_tokens if request is not None else {}
@@ -140,7 +137,7 @@ class SchedulerCore:
     # -- steps ----------------------------------------------------------------------------------
 
     def plan_step(self, step: StepView) -> StepPlan:
-        """Return the plan of queued loads and new saves for the workers."""
+        """Return the plan for the workers, with all queued loads and new saves."""
         self._admission.gates.num_running = len(step.running) + len(step.new)
         self._scheduled = step.num_scheduled_tokens
         for req_id in step.preempted:
@@ -154,7 +151,7 @@ class SchedulerCore:
     def _preempt(self, req_id: ReqId) -> None:
         if (request := self._requests.get(req_id)) is None:
             return
-        if req_id in self._admitted:  # preempted by a reset between steps, and admitted again
+        if req_id in self._admitted:  # a reset preempted the request before it was admitted again
             request.kv_outdated = False
             return
         self._writers.record(request)
@@ -162,7 +159,7 @@ class SchedulerCore:
         self._admission.disk.backlog.leave(req_id)
 
     def _note_prompts(self, step: StepView) -> None:
-        """Record the prompt tokens that the step computes, and the prompt tokens that remain."""
+        """Record the prompt tokens that the step computes and the remaining prompt tokens."""
         disk, requests = self._admission.disk, self._requests
         for new in step.new:
             if (request := requests.get(new.req_id)) is not None:
@@ -176,14 +173,14 @@ class SchedulerCore:
         self._admission.disk.pacing.observe_step_end(self._clock())
 
     def plan_loads_only(self) -> StepPlan:
-        """Return a plan with the queued loads but no saves, for a step that could not be read."""
+        """Return a plan with queued loads and without saves for a step that could not be read."""
         self._saves.abandon_plan()
         return self._end_plan((), tuple(self._store.being_read()))
 
     def _end_plan(self, saves: tuple[SavePlan, ...], rewritten: tuple[BlockId, ...]) -> StepPlan:
         """Return the plan and begin the next step.
 
-        Must be the last call of a plan, because a plan that fails is made again.
+        `_end_plan` must be the last call of a plan, because a failed plan is retried without saves.
         """
         self._admission.begin_step()
         self._admitted.clear()
@@ -192,15 +189,13 @@ class SchedulerCore:
         return StepPlan(self._arena, loads, saves, rewritten)
 
     def take_notes(self) -> list[Callable[[], None]]:
-        """Return the queued calls to the announcer, to be made after the plan is complete."""
+        """Return the queued calls to the announcer. Call them after the plan is complete."""
         return self._notes.take()
 
     # -- reports --------------------------------------------------------------------------------
 
     def absorb(self, report: StepReport) -> None:
-        """Process the report of one worker: commit or abort saves, settle loads, and remove damaged
-        chunks.
-        """
+        """Process a worker's report: settle saves and loads, and remove damaged chunks."""
         if report.usable_bytes is not None:
             rank, num_bytes = report.usable_bytes
             self._usable_bytes[rank] = num_bytes
@@ -219,13 +214,13 @@ class SchedulerCore:
 
     @property
     def has_work_in_flight(self) -> bool:
-        """True if copies are not reported yet, so the engine must continue to poll the workers."""
+        """True while there are unreported copies, so the engine must keep polling the workers."""
         return bool(self._store.num_in_flight or self._loads.in_progress)
 
     # -- finish, reset and close ----------------------------------------------------------------
 
     def finish(self, req_id: ReqId) -> None:
-        """Remove a request that finished or was aborted. Its copies in flight still settle (I5)."""
+        """Remove a request that finished or was aborted. Copies in flight still settle (I5)."""
         request = self._requests.pop(req_id, None)
         self._admission.forget(req_id)
         if req_id in self._scheduled:
@@ -239,7 +234,7 @@ class SchedulerCore:
     def _record_last(self, request: RequestState) -> None:
         """Record the blocks of a finished request.
 
-        With async scheduling, vLLM also caches blocks whose tokens became known in its last step.
+        With async scheduling, vLLM also caches blocks whose tokens became known in the last step.
         """
         if request.was_examined:
             num_tokens = len(request.confirmed_tokens())
@@ -249,9 +244,7 @@ class SchedulerCore:
         self._writers.record(request)
 
     def reset(self) -> None:
-        """Clear the store, including saves in flight. KV that running requests have already
-        computed is not saved.
-        """
+        """Clear the store, including saves in flight. KV from before the reset is not saved."""
         for request in self._requests.values():
             request.kv_outdated = bool(request.blocks)
             request.forget_saves()
@@ -260,20 +253,20 @@ class SchedulerCore:
         self._store.clear()
 
     def count_on(self, num_bytes: int) -> None:
-        """Set the number of bytes of a shared arena that this store can use."""
+        """Set the number of bytes in a shared arena that this store can use."""
         if self._arena is not None:
             self._admission.turns.set_memory(min(self._arena.size_bytes, num_bytes))
 
     @property
     def has_queued_loads(self) -> bool:
-        """True if queued loads use frames of the current arena, so it must not be replaced yet."""
+        """True if queued loads use frames in the current arena, which then must not be replaced."""
         return bool(self._loads.queued)
 
     def meet_store(self, arena: ArenaSpec | None) -> None:
         """Switch to a store that was replaced or has lost its chunks.
 
-        ``arena`` is the arena of the store; None if it is unavailable. Must not be called while
-        loads are queued.
+        ``arena`` is the arena of the store, or None if the store is unavailable. This method must
+        not be called while loads are queued.
         """
         for request in self._requests.values():
             request.forget_saves()
@@ -291,8 +284,8 @@ class SchedulerCore:
             self._notes.announcer.withdraw()
 
     def close(self) -> None:
-        """Release all leases. Reservations are kept until the session closes, because workers may
-        still write to their frames.
+        """Release all leases. Reservations are kept until the session is closed, because workers
+        may still write to the reserved frames.
         """
         self._admission.close()
         self._requests.clear()

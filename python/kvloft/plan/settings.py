@@ -8,10 +8,10 @@ from kvloft.seam.shape import ArenaSpec, CacheShape
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """Size of vLLM's block pool.
+    """The size of vLLM's block pool, and limits on the tokens in each step.
 
-    ``step_tokens`` is the maximum number of tokens in all steps in flight, and ``num_drafts`` the
-    number of draft tokens per step and request.
+    ``step_tokens`` is the maximum number of tokens in all steps in flight. ``num_drafts`` is the
+    number of draft tokens per request and step.
     """
 
     num_blocks: int
@@ -21,29 +21,29 @@ class PoolSize:
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """Settings of one scheduler side.
+    """The settings of the scheduler side of one engine.
 
-    A ticket or load is settled once each of the ``shape.num_ranks`` ranks has reported it (I10).
+    A ticket or load is settled once all ``shape.num_ranks`` ranks have reported it (I10).
     """
 
     shape: CacheShape
     arena: ArenaSpec | None = None
-    """The host arena at startup; None if no store is available yet."""
+    """The host arena at startup, or None if the store is not available yet."""
     wait_s: float = 10.0
-    """Maximum time that a request waits for the disk, or for the load of another request."""
+    """Maximum time for which a request waits for the disk or for the load of another request."""
     loads_allowed: bool = True
     saves_allowed: bool = True
     shares_blocks: bool = False
     """True if vLLM's prefix cache is enabled, so that requests can share the blocks of a load."""
     retry_loads_s: float = RETRY_S
-    """Pause after too many failed loads; infinite if loads are not retried."""
+    """Pause in seconds after too many failed loads; infinite if loads are not retried."""
     save_prompts_only: bool = False
-    """Default for requests that do not specify what to save."""
+    """True if generated tokens are not saved. A request can override this setting."""
     max_running: int | None = None
-    """Number of vLLM's running slots; None if unknown."""
+    """Number of running slots in vLLM; None if unknown."""
     draft_limit: int | None = None
-    """The engine skips the draft model in steps with a request of more tokens than this. None if
-    there is no draft model with such a limit.
+    """Maximum length of a request, in tokens, for which the engine runs the draft model in a step.
+    None if there is no draft model or no limit.
     """
     pool: PoolSize | None = None
-    """vLLM's block pool, if loads must leave blocks for each other (multiple KV cache groups)."""
+    """vLLM's block pool, or None if concurrent loads cannot exhaust it (one KV cache group)."""

@@ -1,7 +1,7 @@
-"""Plans saves of Mamba and gated delta net states, which vLLM offers one by one.
+"""Plans saves of Mamba and gated delta net states.
 
-vLLM offers each state once, after it has hashed the tokens that precede the state. A state that
-gets no frame in that step is not saved.
+vLLM offers each state once, after it has hashed the tokens that precede the state. If no frame is
+available in that step, the state is not saved.
 """
 
 from kvloft.plan.context import PlanContext
@@ -12,7 +12,7 @@ from kvloft.seam.views import BoundaryState, StepView
 
 
 class StatePlanner:
-    """Plans the saves of states."""
+    """Plans the saves of Mamba and gated delta net states."""
 
     def __init__(self, context: PlanContext) -> None:
         self._context = context
@@ -35,7 +35,7 @@ class StatePlanner:
         return saves
 
     def can_save(self, state: BoundaryState, step: StepView) -> bool:
-        """Return True if ``state`` should be saved, its key is known and its block is valid."""
+        """Return True if ``state`` should be saved, has a key and is in a valid block."""
         request = self._context.requests.get(state.req_id)
         if request is None or state.num_tokens % self._unit_tokens:
             return False
@@ -49,11 +49,11 @@ class StatePlanner:
         return has_key and not is_blocked and not self._context.breaker.has_tripped
 
     def is_in_table(self, request: RequestState, state: BoundaryState) -> bool:
-        """Return True if the block of the state is still at its position in the block table.
+        """Return True if the block of the state is still at the expected position in its table.
 
-        With async scheduling, vLLM offers states that the previous step confirmed, but has already
-        released the blocks that accepted draft tokens made obsolete. The content of such a block is
-        undefined at the end of this step, even if vLLM assigned it to the same request again.
+        With async scheduling, vLLM offers states that the previous step confirmed, although it may
+        have released their blocks because of accepted draft tokens. The content of a released block
+        is undefined at the end of this step, even if vLLM assigned it to the same request again.
         """
         num_units = state.num_tokens // self._unit_tokens
         return request.blocks.tables[state.group][num_units - 1 : num_units] == [state.block]

@@ -1,1 +1,1 @@
-"""Types that the scheduler side and the worker side share, without torch, vLLM or the extension."""
+"""Types shared by both sides. This package does not import torch, vLLM or the extension."""

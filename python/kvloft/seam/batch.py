@@ -1,7 +1,5 @@
-"""The chunks that a plan copies, with their frames, keys and blocks of paged KV, and the block
-tables of a request.
-
-Saves and loads use the same types.
+"""Types for the chunks that a plan copies, with their frames, keys and blocks, and for the block
+tables of a request. Saves and loads use the same types.
 """
 
 from collections.abc import Sequence
@@ -11,16 +9,16 @@ from kvloft.seam.ids import BlockId, ChunkKey, Ticket
 
 if TYPE_CHECKING:
     from kvloft._core import ChunkBatch as ChunkBatch
-else:  # do not load the extension only for a type
+else:  # avoid loading the extension just for a type
     ChunkBatch = Any
 
 
 class ChunkCopy(NamedTuple):
     """One chunk of a batch.
 
-    ``blocks[i]`` is block ``first_block + i`` of the chunk; ``first_block`` is 0 for a save.
-    ``num_blocks`` is the number of blocks in the frame, as recorded in its trailer. A load of the
-    end of a chunk has fewer ``blocks``.
+    ``blocks[i]`` is block ``first_block + i`` of the chunk. For a save, ``first_block`` is 0.
+    ``num_blocks`` is the number of blocks in the frame, as recorded in its trailer. If a load only
+    copies the end of a chunk, ``blocks`` is shorter.
     """
 
     frame: int
@@ -34,8 +32,9 @@ class ChunkCopy(NamedTuple):
 class Tables:
     """The block tables of a request, one per KV cache group.
 
-    ``len`` returns the number of units, and a slice of units returns blocks of group ``main``.
-    ``per_unit`` is the number of blocks per unit of each group; None means one block each.
+    ``len`` returns the number of units. Indexing with a slice of units returns blocks of group
+    ``main``. ``per_unit`` is the number of blocks per unit for each group, or None if every group
+    has one block per unit.
     """
 
     __slots__ = ("main", "main_size", "main_table", "per_unit", "tables")
@@ -56,11 +55,11 @@ class Tables:
         return self.of(self.main, units)
 
     def size_of(self, group: int) -> int:
-        """Return the number of blocks per unit of a group."""
+        """Return the number of blocks per unit in a group."""
         return self.per_unit[group] if self.per_unit else 1
 
     def of(self, group: int, units: slice) -> Sequence[BlockId]:
-        """Return the blocks of a group in ``units``. Its bounds must not be negative."""
+        """Return the blocks of a group for a slice of units, whose bounds must not be negative."""
         size = self.size_of(group)
         start, stop = units.start, units.stop
         return self.tables[group][start and start * size : stop and stop * size]
@@ -70,9 +69,9 @@ class Tables:
         return type(self)([list(table) for table in self.tables], self.main, self.per_unit)
 
     def grow(self, blocks: Sequence[BlockId]) -> None:
-        """Append blocks to the table, which must be the only one."""
+        """Append blocks to the table of the only group."""
         self.main_table += blocks  # type: ignore[operator]
 
 
 NO_TABLES = Tables(((),))
-"""Block tables of a request without blocks."""
+"""The block tables of a request without blocks."""

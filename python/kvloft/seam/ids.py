@@ -1,4 +1,4 @@
-"""Types of ids that both sides share. At run time, ids are plain ints, strings and bytes."""
+"""Id types that both sides share. At run time, ids are plain ints, strings and bytes."""
 
 from typing import NewType
 

@@ -1,4 +1,4 @@
-"""StepPlan and StepReport, the immutable messages between the two sides."""
+"""StepPlan and StepReport are the immutable messages between scheduler side and worker side."""
 
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -7,15 +7,15 @@ from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.shape import ArenaSpec
 
 Chunks = Any
-"""A `kvloft.seam.batch.ChunkBatch`, or () if there are no chunks."""
+"""Either a `kvloft.seam.batch.ChunkBatch`, or () if there are no chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
     """Chunks to copy to the GPU for one request, which waits until the workers report the load.
 
-    ``chunks`` can be empty. ``lost`` are blocks that were offered to vLLM but whose chunks are no
-    longer available; the worker reports them as load errors.
+    ``chunks`` can be empty. ``lost`` contains blocks that were offered to vLLM but whose chunks are
+    no longer available. The worker reports these blocks as load errors.
     """
 
     req_id: ReqId
@@ -29,16 +29,16 @@ class LoadPlan:
 
 
 class SavePlan(NamedTuple):
-    """Chunks to copy to host memory for one request, from blocks that it owns during this step."""
+    """Chunks to copy to host memory from blocks that a request owns during this step."""
 
     req_id: ReqId
     chunks: Chunks
 
 
 class StepPlan(NamedTuple):
-    """The work of one step.
+    """The work for one step.
 
-    ``rewritten`` are blocks that the forward pass of this step may write to while a save of an
+    ``rewritten`` contains blocks that the forward pass of this step may write while a save of an
     earlier step still reads them.
     """
 
@@ -49,15 +49,15 @@ class StepPlan(NamedTuple):
 
 
 LAYOUT: Final = "layout"
-"""Problem reported for a chunk whose trailer records a different memory layout."""
+"""The reason reported for a chunk whose trailer records a different memory layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """Result of one LoadPlan on one rank.
+    """The result of one LoadPlan on one rank.
 
-    ``bad_keys`` has the chunks that failed verification, with the reason. ``failed`` is True if
-    nothing was copied although the chunks may be valid, so no chunk is removed.
+    ``bad_keys`` contains the key of each chunk that failed verification, with the reason.
+    ``failed`` is True if nothing was copied. The chunks may be valid, so they are not removed.
     """
 
     req_id: ReqId
@@ -68,11 +68,11 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Results of one rank, which reports each save ticket once, in ``saved`` or in ``failed``.
+    """The results of one rank. Each save ticket is reported once, in ``saved`` or in ``failed``.
 
-    ``misfits`` are the tickets in ``failed`` whose chunk did not fit a frame for compressed chunks.
-    ``usable_bytes`` is set when it changes: (rank, n) means that the rank can copy to the first n
-    bytes of the arena.
+    ``misfits`` contains the tickets in ``failed`` whose chunk did not fit into a frame for
+    compressed chunks. ``usable_bytes`` is (rank, n) if the number of bytes has changed; the rank
+    can copy to the first n bytes of the arena.
     """
 
     saved: tuple[Ticket, ...] = ()

@@ -1,6 +1,7 @@
-"""The KV cache groups, the shards and the arena, with the sizes that both sides and the store use.
+"""Describes the KV cache groups, the shards and the arena, including all sizes.
 
-At startup, `kvloft.vllm.shape` builds these values from vLLM's configuration.
+Both sides and the store use these values. `kvloft.vllm.shape` builds them at startup from vLLM's
+configuration.
 """
 
 from collections.abc import Sequence
@@ -9,23 +10,23 @@ from typing import Final, Literal, Self
 
 COMPACT_SHARE: Final = 0.7188
 """Space for compressed pages in a frame for compressed chunks, as a fraction of the uncompressed
-size. All KV of real models fits (docs/design/compression.md).
+size. The KV of all tested models fits (docs/design/compression.md).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """One KV cache group: layers that share a block table.
+    """One KV cache group: the layers that share a block table.
 
-    ``kind`` determines the blocks that a hit of L tokens needs:
+    ``kind`` determines which blocks a hit of L tokens needs:
 
     - "full": all blocks
-    - "window": blocks of the last ``reach`` tokens before L
-    - "local": blocks of the attention chunk of ``reach`` tokens that contains position L
+    - "window": the blocks of the last ``reach`` tokens before L
+    - "local": the blocks of the attention chunk of ``reach`` tokens that contains position L
     - "state": the state after L tokens
 
-    Chunks of all groups end at the same tokens, so a group with shorter blocks has more blocks per
-    chunk.
+    Chunks have the same boundaries in all groups, so a group with shorter blocks has more blocks
+    per chunk.
     """
 
     block_tokens: int
@@ -35,7 +36,7 @@ class GroupShape:
     part_bytes: int = 4096
     """Size of a shard's part of a frame, in bytes."""
     compact_bytes: int = 0
-    """Size of a shard's part of a frame for compressed chunks; 0 if there are no such frames."""
+    """Size of a shard's part of a frame for compressed chunks, in bytes; 0 without compression."""
 
     @property
     def unit_tokens(self) -> int:
@@ -43,9 +44,9 @@ class GroupShape:
 
     @property
     def kept_blocks(self) -> int:
-        """Return the number of blocks at the end of a unit that its chunk contains.
+        """Return the number of blocks in a chunk, which are the last blocks of the unit.
 
-        No hit needs the blocks before them, and vLLM may have freed them.
+        Hits do not need the earlier blocks of the unit, and vLLM may have freed them.
         """
         match self.kind:
             case "full" | "local":
@@ -57,21 +58,21 @@ class GroupShape:
 
 
 def part_sizes(groups: Sequence[GroupShape]) -> list[int]:
-    """Return the size of a part in bytes, by size class. Groups with equal sizes share a class."""
+    """Return the size of a part in bytes for each size class. Equal sizes share a class."""
     every = {group.part_bytes for group in groups} | {group.compact_bytes for group in groups}
     return sorted(every - {0})
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """KV cache groups and shards.
+    """The KV cache groups and shards of a model.
 
-    ``num_replicas`` neighboring ranks form one shard: they hold the same bytes (MLA, or fewer KV
-    heads than ranks). The first rank of a shard writes the shard's part of each frame, and all its
-    ranks read it. ``lookahead`` is the number of tokens after a block on which a draft model's KV
-    in that block depends. ``encoding`` is the encoding that parts can have, as numbered in
-    `kvloft.transfer.frames`; with 0, all parts are raw. Raises ValueError if ``num_ranks`` is not a
-    multiple of ``num_replicas``.
+    Each shard consists of ``num_replicas`` consecutive ranks that hold the same bytes (MLA, or
+    fewer KV heads than ranks). The first rank of a shard writes the shard's part of each frame, and
+    all ranks of the shard read it. ``lookahead`` is the number of tokens after a block that affect
+    the draft model's KV in the block. ``encoding`` is the encoding of compressed parts, as defined
+    in `kvloft.transfer.frames`; 0 means that all parts are raw. Raises ValueError if ``num_ranks``
+    is not a multiple of ``num_replicas``.
     """
 
     groups: tuple[GroupShape, ...]
@@ -88,31 +89,31 @@ class CacheShape:
 
     @property
     def main(self) -> int:
-        """Return the first group with full attention, or the first sliding-window group if there is
-        none.
+        """Return the index of the first full-attention group, or of the first sliding-window group
+        if no group has full attention.
         """
         kinds = [group.kind for group in self.groups]
         return kinds.index("full" if "full" in kinds else "window")
 
     def number_of(self, group: int) -> int | None:
-        """Return the group number used in keys; None for the keys of the prefix itself."""
+        """Return the group number that keys include, or None if the prefix keys are used as is."""
         return None if group == self.main and self.groups[group].kind == "full" else group + 1
 
     @property
     def unit_tokens(self) -> int:
-        """Return the number of tokens of a unit, which is whole blocks in every group."""
+        """Return the number of tokens per unit. A unit consists of whole blocks in every group."""
         return self.groups[0].unit_tokens
 
     @property
     def is_divisible(self) -> bool:
-        """Return True if the beginning of a stored prefix is always a hit, which requires a single
+        """Return True if every unit boundary of a stored prefix is a hit, which requires a single
         full-attention group.
         """
         return len(self.groups) == 1 and self.groups[0].kind == "full"
 
     @property
     def is_dense(self) -> bool:
-        """Return True if a group needs every block, so that no hit extends past a missing chunk."""
+        """Return True if a group has full attention, so no hit extends past a missing chunk."""
         return any(group.kind == "full" for group in self.groups)
 
     @property
@@ -121,22 +122,22 @@ class CacheShape:
 
     @property
     def frame_sizes(self) -> tuple[int, ...]:
-        """Return the size of a frame in bytes, by size class."""
+        """Return the size of a frame in bytes for each size class."""
         return tuple(size * self.num_shards for size in part_sizes(self.groups))
 
     @property
     def raw_frame_sizes(self) -> tuple[int, ...]:
-        """Return the size of an uncompressed chunk in bytes, by size class."""
+        """Return the size of an uncompressed chunk in bytes for each size class."""
         raw = {group.compact_bytes: group.part_bytes for group in self.groups}
         return tuple(raw.get(size, size) * self.num_shards for size in part_sizes(self.groups))
 
     def frame_bytes(self, group: int) -> int:
-        """Return the size of a frame for an uncompressed chunk of the group, in bytes."""
+        """Return the size in bytes of a frame for an uncompressed chunk of the group."""
         return self.groups[group].part_bytes * self.num_shards
 
     def size_classes(self, group: int) -> tuple[int, int | None]:
-        """Return the size classes of the group's frames for uncompressed and compressed chunks. The
-        second is None if the group has no frames for compressed chunks.
+        """Return the size classes of the group's frames for uncompressed and for compressed chunks.
+        The second size class is None if the group's chunks are not compressed.
         """
         sizes, shape = part_sizes(self.groups), self.groups[group]
         compact = sizes.index(shape.compact_bytes) if shape.compact_bytes else None
@@ -144,8 +145,8 @@ class CacheShape:
 
     @property
     def unit_bytes(self) -> int:
-        """Return the total size in bytes of the frames of a unit, in the groups that need every
-        unit.
+        """Return the total size in bytes of a unit's frames in all full-attention groups, or in the
+        main group if there is no full-attention group.
         """
         full = [nth for nth, group in enumerate(self.groups) if group.kind == "full"]
         return sum(map(self.frame_bytes, full or [self.main]))
@@ -162,20 +163,19 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class ArenaSpec:
-    """Location and layout of the host arena, for workers that map it."""
+    """The location and layout of the host arena. Workers use this to map the arena."""
 
     path: str
     size_bytes: int
     slab_bytes: int
-    """Size of a slab, which holds whole frames of one size. The last slab includes the remainder.
-    """
+    """Size of a slab, which holds frames of one size. The last slab also covers the remainder."""
     groups: tuple[GroupShape, ...]
-    """The KV cache groups of the scheduler side, whose sizes take all ranks into account."""
+    """The KV cache groups of the scheduler side, with sizes that take all ranks into account."""
     id: int = 0
-    """Identifies the memory, because paths are reused; 0 if unknown."""
+    """Identifies the memory, because a path can be reused; 0 if unknown."""
     lifeline: tuple[str, int] | None = None
     """Path and inode of the pipe that workers hold open (see `Lifeline`); None without a server."""
 
     def is_same_memory(self, other: Self | None) -> bool:
-        """Return True if ``other`` is the same memory, possibly through a different connection."""
+        """Return True if ``other`` is the same memory, even if the connection is different."""
         return other is not None and replace(other, lifeline=self.lifeline) == self and self.id != 0

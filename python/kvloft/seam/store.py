@@ -1,4 +1,4 @@
-"""Types of the store. At run time, they are ``Any``, so that the extension is not imported."""
+"""Types of the store. At run time, the types are ``Any`` to avoid importing the extension."""
 
 from typing import TYPE_CHECKING, Any
 

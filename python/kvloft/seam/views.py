@@ -1,4 +1,4 @@
-"""Views of vLLM's requests and steps with the values that kvloft reads, independent of vLLM."""
+"""Views of vLLM's requests and steps that do not depend on vLLM's types."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,9 @@ from kvloft.seam.ids import BlockId, ReqId
 
 @dataclass(frozen=True, slots=True)
 class EmbedRows:
-    """Prompt embeddings of ``num_rows`` positions starting at ``start``. ``rows`` holds the bytes
-    of a C-contiguous array.
+    """Prompt embeddings for ``num_rows`` positions starting at ``start``.
+
+    ``rows`` contains the bytes of a C-contiguous array.
     """
 
     start: int
@@ -24,7 +25,7 @@ class EmbedRows:
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """The identifier of a multimodal item, and the positions that it covers."""
+    """The identifier of a multimodal item and the positions it covers."""
 
     identifier: str
     start: int
@@ -33,11 +34,11 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """The inputs to the keys of a request other than token ids.
+    """The inputs to a request's keys other than token ids.
 
-    ``embeds`` has the positions whose input is an embedding; the token ids there are ignored.
-    ``savable_tokens`` is the maximum number of leading tokens to save, because no later request can
-    have the keys after them.
+    ``embeds`` contains the positions whose input is an embedding; token ids at these positions are
+    ignored. ``savable_tokens`` is the number of leading tokens that may be saved; no later request
+    can match the keys after them.
     """
 
     adapter: tuple[str, str] | None = None
@@ -48,25 +49,25 @@ class RequestView:
 
 
 class LiveRequest(Protocol):
-    """A read-only view of a vLLM request. vLLM changes the request between steps, so the view must
+    """A read-only view of a vLLM request. vLLM modifies the request between steps, so the view may
     only be read inside a scheduler hook.
     """
 
     @property
     def req_id(self) -> ReqId: ...
     def tokens(self) -> tuple[Sequence[int], int]:
-        """Return vLLM's list of known tokens, and the length of the prompt.
+        """Return vLLM's list of known tokens and the length of the prompt.
 
-        A streaming session can shorten the list, and its next input changes the length of the
-        prompt. Called for hundreds of requests per step.
+        A streaming session can shorten the list, and the next input of the session changes the
+        prompt length. This method is called for hundreds of requests per step.
         """
         ...
 
     @property
     def num_computed_tokens(self) -> int:
-        """Return the number of tokens scheduled so far, without rejected draft tokens.
+        """Return the number of tokens scheduled so far, excluding rejected draft tokens.
 
-        Includes draft tokens of steps in flight, which may still be rejected.
+        The number includes draft tokens of steps in flight, which may still be rejected.
         """
         ...
 
@@ -77,7 +78,7 @@ class LiveRequest(Protocol):
 
     @property
     def saves(self) -> Literal["all", "prompt"] | None:
-        """Return the part of the request to save; None if the request does not specify it."""
+        """Return which tokens to save, or None if the request does not specify it."""
         ...
 
     def view(self) -> RequestView: ...
@@ -93,8 +94,8 @@ class NewRequest:
 
 
 class BoundaryState(NamedTuple):
-    """A state in ``block`` that follows ``num_tokens`` tokens. It is complete after the forward
-    pass of this step.
+    """The state after ``num_tokens`` tokens, stored in ``block``. The state is complete after the
+    forward pass of this step.
     """
 
     req_id: ReqId
@@ -104,11 +105,11 @@ class BoundaryState(NamedTuple):
 
 
 class StepView(NamedTuple):
-    """The decisions of one ``schedule()`` call, independent of vLLM's two formats.
+    """The decisions of one ``schedule()`` call, independent of vLLM's two output formats.
 
-    ``running`` and ``num_computed_tokens`` are parallel columns. They are vLLM's lists and not
-    copies, because they are read in every step. ``grown`` has the requests whose block table grew,
-    with the added blocks.
+    ``running`` and ``num_computed_tokens`` are vLLM's own parallel lists, because copying the lists
+    in every step would be slow. ``grown`` contains the requests whose block table grew, with the
+    added blocks.
     """
 
     new: Sequence[NewRequest] = ()
@@ -120,7 +121,7 @@ class StepView(NamedTuple):
     num_draft_tokens: Mapping[ReqId, int] = MappingProxyType({})
     preempted: frozenset[ReqId] = frozenset()
     tables: Callable[[ReqId], Tables | None] | None = None
-    """Returns the current block tables of a request, with null blocks for freed blocks. Set if vLLM
-    frees blocks of running requests; if None, tables only change by ``grown``.
+    """Returns the current block tables of a request, with null blocks in place of freed blocks. The
+    function is None if vLLM does not free blocks of running requests.
     """
     states: Sequence[BoundaryState] = ()

@@ -1,4 +1,4 @@
-"""CPU mover: copies synchronously. Tests of the CUDA kernels use it as the reference.
+"""The CPU mover copies synchronously, and is the reference in tests of CUDA kernels.
 
 A failed copy is reported as a failed ticket or a failed load, never as an exception.
 """
@@ -23,7 +23,7 @@ class CpuMover:
     usable_bytes = None
 
     def __init__(self, layouts: Sequence[PagedLayout], frames: Sequence[GroupFrames]) -> None:
-        """Create a mover for one layout and one set of frames per KV cache group.
+        """Create a mover from a layout and a set of frames for each KV cache group.
 
         This mover does not support compressed chunks.
         """
@@ -76,7 +76,7 @@ class CpuMover:
         """Do nothing, because the mover owns no resources."""
 
     def _load(self, group: int, copy: ChunkCopy) -> str | None:
-        """Check and scatter one chunk. Return the reason if the load failed, or None."""
+        """Verify and scatter one chunk. Return the reason if the load failed, otherwise None."""
         layout, _ = self._groups[group]
         try:
             problem = self._parts[group].fetch(copy, layout.digest, layout.page_bytes)
@@ -98,7 +98,7 @@ class CpuMover:
             page[:] = saved
 
     def _pages(self, group: int, copy: ChunkCopy, first: int) -> Iterator[tuple[Any, Any]]:
-        """Yield pairs of pages, one in the private part and one in paged KV.
+        """Yield pairs of pages: a page in the private part and the matching page in paged KV.
 
         The pages in the part start at block ``first``.
         """

@@ -1,4 +1,4 @@
-"""Maps the host arena in a worker: frames, this rank's part of each frame, and the lifeline."""
+"""Maps the host arena in a worker, and provides the frames, this rank's parts and the lifeline."""
 
 import ctypes
 import os
@@ -17,21 +17,21 @@ from kvloft.seam.shape import COMPACT_SHARE, ArenaSpec, CacheShape, part_sizes
 from kvloft.transfer.layout import LayoutError
 
 PART_ALIGN = 4096
-"""Alignment of parts: the page size, so that direct disk I/O requires no bounce buffers."""
+"""Alignment of parts: the page size, so that direct disk I/O does not need bounce buffers."""
 
 
 RAW, E348 = 0, 1
-"""Encodings of a part, as stored in trailers and namespaces. Numbers are never reused."""
+"""Encodings of a part, as stored in trailers and namespaces. Numbers must never be reused."""
 TABLE_ENTRY_BYTES = 8
 """Size of a table entry in an encoded part. The table has one entry per tile."""
 TILE_BYTES = 4096
-"""Maximum size of a tile, which never spans two pages. Mirrors csrc/kv_layout.cuh."""
+"""Maximum size of a tile, as in csrc/kv_layout.cuh. A tile never spans two pages."""
 
 
 def compact_bytes_for(payload_bytes: int, encoded_bytes: int, num_tiles: int) -> int:
-    """Return the size of a part for compressed chunks; 0 if it saves less than 10 %.
+    """Return the size of a part for compressed chunks, or 0 if compression saves less than 10 %.
 
-    ``encoded_bytes``: the total size of the pages in the payload that can be compressed.
+    ``encoded_bytes`` is the total size of all pages in the payload that can be compressed.
     """
     saved = int(encoded_bytes * (1 - COMPACT_SHARE))
     compact = part_bytes_for(payload_bytes - saved, num_tiles)
@@ -39,17 +39,17 @@ def compact_bytes_for(payload_bytes: int, encoded_bytes: int, num_tiles: int) ->
 
 
 def part_bytes_for(payload_bytes: int, num_tiles: int = 0) -> int:
-    """Return the size of a part: table of ``num_tiles`` entries, payload, padding and trailer."""
+    """Return the size of a part: table with ``num_tiles`` entries, payload, padding and trailer."""
     table_bytes = num_tiles * TABLE_ENTRY_BYTES
     return -(-(table_bytes + payload_bytes + _core.TRAILER_BYTES) // PART_ALIGN) * PART_ALIGN
 
 
 @dataclass(frozen=True, slots=True)
 class FrameMemory:
-    """Addresses of all frames of one size, and of this rank's part of each frame.
+    """Addresses of all frames of one size, and of this rank's part in each frame.
 
-    The part has ``part_bytes`` at ``part_offset`` in the frame. Frames are consecutive in a slab
-    and never span two slabs, as in `rust/core/src/io/frame.rs`.
+    The part has ``part_bytes`` bytes at ``part_offset`` in the frame. Frames are consecutive in a
+    slab and never span two slabs, as in `rust/core/src/io/frame.rs`.
     """
 
     address: int
@@ -60,11 +60,11 @@ class FrameMemory:
     part_bytes: int
     rank: int
     owner: object
-    """Reference that keeps the memory mapped."""
+    """Object that keeps the memory mapped."""
     is_shared: bool = False
     """True if multiple ranks use these frames."""
     per_slab: int = field(init=False)
-    """Number of frames per slab. The last slab can have more."""
+    """Number of frames per slab. The last slab can have more frames."""
     last_slab: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,12 +79,12 @@ class FrameMemory:
 
     @property
     def is_dense(self) -> bool:
-        """Return True if there is no gap between the frames of two slabs."""
+        """Return True if there are no gaps between the frames of consecutive slabs."""
         return self.slab_bytes % self.frame_bytes == 0
 
     @property
     def part_capacity(self) -> int:
-        """Return the size of a part without its trailer, in bytes."""
+        """Return the size of a part in bytes, excluding its trailer."""
         return self.part_bytes - _core.TRAILER_BYTES
 
     def start(self, frame: int) -> int:
@@ -106,17 +106,17 @@ class FrameMemory:
 
 
 class FrameWindow:
-    """This rank's parts of all frames of one size, as addresses and as tensors."""
+    """Gives access to this rank's parts of all frames of one size, as addresses and tensors."""
 
     def __init__(self, memory: FrameMemory, arena_bytes: torch.Tensor) -> None:
         self.memory = memory
         self.bytes = arena_bytes
-        """The whole arena, as uint8."""
+        """The entire arena as a uint8 tensor."""
 
     def part(self, frame: int) -> torch.Tensor:
         """Return a uint8 view of this rank's part of ``frame``: payload, padding and trailer.
 
-        Raises IndexError if the arena has no such frame.
+        Raises IndexError if the arena does not have this frame.
         """
         if not 0 <= frame < self.memory.num_frames:
             raise IndexError(f"no frame {frame}: the arena has {self.memory.num_frames} frames")
@@ -126,9 +126,10 @@ class FrameWindow:
 
 @dataclass(frozen=True, slots=True)
 class GroupFrames:
-    """Frames of one KV cache group: a window and a size class for raw chunks.
+    """The frames of one KV cache group.
 
-    If the group has frames for compressed chunks, it has a second window and size class.
+    ``compact`` and ``compact_class`` are the window and size class for compressed chunks, if the
+    group has frames for compressed chunks.
     """
 
     raw: FrameWindow
@@ -142,7 +143,7 @@ def map_frames(
 ) -> list[GroupFrames]:
     """Map the arena and return the frames of each KV cache group.
 
-    Groups with frames of the same size share a window. The scheduler side decides the size of
+    Groups with frames of the same size share a window. The scheduler side determines the size of
     parts, because it has the shapes of all ranks. Raises LayoutError if a part is smaller than a
     group's ``payload_bytes``, and RuntimeError if the arena has been replaced.
     """
@@ -156,7 +157,7 @@ def map_frames(
             )
     arena = _core.Arena.open(spec.path, size_bytes=spec.size_bytes)
     if spec.id not in (0, arena.id):
-        raise RuntimeError("the host arena of this plan no longer exists; its loads are misses")
+        raise RuntimeError("the host arena of this plan no longer exists; treating loads as misses")
     raw = (ctypes.c_uint8 * arena.size_bytes).from_address(arena.address)
     arena_bytes = torch.frombuffer(raw, dtype=torch.uint8)
     windows: dict[int, FrameWindow] = {}
@@ -183,11 +184,11 @@ def map_frames(
 
 
 class PrivatePart:
-    """Private copy of one part, which is sealed before it is copied to a frame.
+    """A private copy of one part. The copy is sealed before it is written to a frame.
 
-    For loads, a part is copied from its frame before it is checked. A worker whose scheduler died
-    can still write to frames that now belong to a different engine. If parts were sealed or checked
-    in place, such a write could go undetected between the check and the copy.
+    For loads, a part is copied from its frame before it is verified. A worker whose scheduler died
+    can still write to frames that now belong to a different engine. If parts were sealed or
+    verified in place, a write between verification and copy would not be detected.
     """
 
     def __init__(self, frames: FrameWindow) -> None:
@@ -197,7 +198,7 @@ class PrivatePart:
         self.bytes = torch.frombuffer(raw, dtype=torch.uint8)
 
     def store(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> None:
-        """Seal the payload in ``bytes``, and write payload and trailer to ``copy.frame``."""
+        """Seal the payload in ``bytes``, and write the payload and trailer to ``copy.frame``."""
         self._arena.seal(self._describe(copy, layout, page_bytes))
         num_bytes = sum(page_bytes) * copy.num_blocks
         part, private = self._frames.part(copy.frame).numpy(), self.bytes.numpy()
@@ -205,9 +206,9 @@ class PrivatePart:
             part[begin:end] = private[begin:end]
 
     def fetch(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> str | None:
-        """Copy this rank's part of ``copy.frame`` to ``bytes``, and check it.
+        """Copy this rank's part of ``copy.frame`` to ``bytes``, and verify the copy.
 
-        Returns None if the part belongs to the chunk with ``copy.key``, or else the problem.
+        Returns None if the part is valid for ``copy.key``, otherwise the problem.
         """
         num_bytes = sum(page_bytes) * copy.num_blocks
         part, private = self._frames.part(copy.frame).numpy(), self.bytes.numpy()
@@ -231,23 +232,23 @@ class PrivatePart:
 
 
 class Lifeline:
-    """A worker's end of its engine's lifeline: a pipe whose end-of-file shows a server that no
-    process can write to the frames.
+    """A worker's end of the engine's lifeline, which is a pipe. When the server reads end-of-file,
+    no process can write to the frames.
 
-    Holds the pipe open until `close`, and never writes to it; the kernel closes it when the process
-    ends for any reason. Open it before mapping the arena.
+    The worker holds the pipe open until `close` and never writes to it. The kernel closes the pipe
+    when the process exits for any reason. The lifeline must be opened before mapping the arena.
     """
 
     def __init__(self, path: str, inode: int) -> None:
-        """Open the pipe. Raises OSError if the engine is gone, or ``path`` is another file."""
+        """Open the pipe. Raises OSError if the engine exited or ``path`` is a different file."""
         self._fd: int | None = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if os.fstat(self._fd).st_ino != inode:
             self.close()
-            raise OSError(f"{path} is no longer this engine's lifeline: its scheduler has ended")
+            raise OSError(f"{path} is no longer this engine's lifeline: the scheduler has exited")
 
     def is_server_gone(self) -> bool:
-        """Return True if no process can read the pipe: the server has exited, or has released
-        all frames of this engine after a lost connection.
+        """Return True if no process can read the pipe, because the server has exited or has
+        released all frames of this engine after a lost connection.
         """
         if self._fd is None:
             return False
@@ -256,7 +257,7 @@ class Lifeline:
         return any(events & select.POLLERR for _, events in poll.poll(0))
 
     def close(self) -> None:
-        """Close the pipe; this process must not write to frames afterwards. Idempotent."""
+        """Close the pipe. After this call, this process must not write to frames. Idempotent."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)

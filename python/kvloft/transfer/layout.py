@@ -1,9 +1,9 @@
-"""Finds the pages of paged KV: planes of equally spaced pages, computed from registered tensors.
+"""Finds the pages of paged KV, as planes of equally spaced pages, in the registered tensors.
 
-A page is a run of opaque bytes: the page of block b starts at ``base + b * block_stride`` in each
-plane. Data pointers and strides define the geometry. Shapes are not sufficient: the CPU backend
-packs K and V differently from CUDA, dimension 0 can count kernel blocks, and layers can share
-memory.
+A page is a run of opaque bytes. In each plane, the page of block b starts at
+``base + b * block_stride``. Data pointers and strides define the geometry. Shapes are not
+sufficient: the CPU backend packs K and V differently from CUDA, dimension 0 can be a number of
+kernel blocks, and layers can share memory.
 """
 
 import hashlib
@@ -21,11 +21,11 @@ class LayoutError(UnsupportedError):
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Pages of one layer, or of one of its heads.
+    """The pages of one layer, or of one head in a layer.
 
     Page b has ``page_bytes`` bytes and starts at ``base + b * block_stride``. ``storage`` keeps the
-    memory alive; ``offset`` is the byte offset of ``base`` in it. If ``is_bf16``, the pages contain
-    bfloat16 words, which can be compressed.
+    memory alive, and ``offset`` is the byte offset of ``base`` in ``storage``. If ``is_bf16`` is
+    True, the pages contain bfloat16 words, which can be compressed.
     """
 
     storage: torch.UntypedStorage
@@ -62,7 +62,7 @@ def read_layout(
     num_blocks: int,
     fingerprint: str = "",
 ) -> PagedLayout:
-    """Return the planes of all registered layers, in the order of registration.
+    """Return the planes of all registered layers, in registration order.
 
     Layers that share memory also share planes. The digest covers ``fingerprint`` (dtype, backend,
     version) and the geometry inside pages, so that loads reject frames with a different layout.
@@ -99,15 +99,15 @@ def without_pages(other: PagedLayout) -> PagedLayout:
 
 
 def _dense_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the inner dimensions in memory order, which distinguishes NHD from HND pages."""
+    """Return the inner dimensions in memory order, which differs between NHD and HND pages."""
     dims = [d for d in range(1, tensor.dim()) if tensor.shape[d] > 1]
     return tuple(sorted(dims, key=lambda d: -tensor.stride(d)))
 
 
 def _planes_of(name: str, tensor: torch.Tensor, num_blocks: int) -> list[Plane]:
-    """Split one layer's tensor into planes of dense pages.
+    """Split a layer's tensor into planes of dense pages.
 
-    Dimensions with a larger stride than a block (K and V, or heads) become separate planes. The
+    A dimension whose stride spans all blocks (K and V, or heads) becomes separate planes. The
     dimensions inside a page must be dense, so that a page is one run of bytes.
     """
     if tensor.shape[0] % num_blocks:

@@ -1,4 +1,4 @@
-"""Interface of movers, which copy chunks between paged KV and frames.
+"""The interface of movers, which copy chunks between paged KV and frames.
 
 `cpu.CpuMover` copies synchronously. The copies of a CUDA mover can take more than one step.
 """
@@ -13,10 +13,10 @@ from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
 
 @dataclass(slots=True)
 class Finished:
-    """Results of the copies that finished since the last poll.
+    """The results of copies that finished since the last poll.
 
-    ``bad_blocks`` are the blocks whose load failed. ``misfits`` is the subset of ``failed`` whose
-    chunks did not fit their frames for compressed chunks.
+    ``bad_blocks`` contains the blocks whose load failed. ``misfits`` contains the tickets in
+    ``failed`` whose chunks did not fit into frames for compressed chunks.
     """
 
     saved: list[Ticket] = field(default_factory=list)
@@ -35,26 +35,26 @@ class Mover(Protocol):
 
     @property
     def usable_bytes(self) -> int | None:
-        """Return how much of the arena, from its start, can be written; None if all of it can."""
+        """Return the number of leading arena bytes that can be written, or None if all can."""
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
         """Make the next forward pass wait for saves that still read ``rewritten`` (I2).
 
         The forward pass may write to the blocks in ``rewritten``. ``has_loads`` is True if loads
-        will be submitted in this step. vLLM 0.30 and newer may submit them after the launch of the
-        forward pass; loads wait for the work launched before this call, but not for that pass.
+        will be submitted in this step. vLLM 0.30 and newer may submit loads after launching the
+        forward pass. Loads wait for work launched before this call, but not for the forward pass.
         """
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
-        """Gather chunks after the forward pass that wrote their blocks and before the next (I2)."""
+        """Gather chunks after the current forward pass and before the next forward pass (I2)."""
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
-        """Check and scatter chunks. Their blocks belong to requests that wait for the load."""
+        """Verify and scatter chunks. Their blocks belong to requests that wait for the load."""
 
     def poll(self) -> Finished: ...
 
     def drain(self) -> Finished:
-        """Wait for all copies in flight and return their results. Used for sleep and shutdown."""
+        """Wait for all copies in flight and return the results. Used for sleep and shutdown."""
 
     def close(self) -> None:
         """Wait for all copies in flight and release all resources."""

@@ -1,9 +1,7 @@
-"""WorkerCore: submits each step's plan to a mover and reports the results. Each worker hook calls
-one method.
+"""WorkerCore submits the plan of each step to a mover and reports the results.
 
-The connector calls `begin` with a StepPlan, then `run_loads` and `run_saves`, then takes the
-report. Each call is idempotent within a step, because vLLM releases differ in the hooks that they
-call.
+The connector calls `begin` with a StepPlan, then `run_loads` and `run_saves`, and then takes the
+report. Each call is idempotent within a step, because different vLLM releases call different hooks.
 """
 
 import logging
@@ -22,7 +20,7 @@ from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover
 logger = logging.getLogger(__name__)
 
 ALL_BYTES = (1 << 63) - 1
-"""A number of bytes larger than any arena."""
+"""A number of bytes that exceeds the size of any arena."""
 
 
 class WorkerCore:
@@ -36,7 +34,7 @@ class WorkerCore:
         settings: MoverSettings | None = None,
         make_mover: MakeMover | None = None,
     ) -> None:
-        """Without ``make_mover``, `register` chooses the mover by the device of the KV cache."""
+        """Create a worker. By default, the device of the KV cache determines the mover."""
         self._settings = settings or MoverSettings()
         self._shape = shape
         self._rank = rank
@@ -47,21 +45,21 @@ class WorkerCore:
         self._make: Callable[[Sequence[GroupFrames]], Mover] | None = None
         self._payload_bytes: list[int] = []
         self._mover: Mover | None = None
-        """None before the first plan, and while copies must fail."""
+        """The mover, or None before the first plan and while all copies must fail."""
         self._could_be_made = True
         self._is_asleep = self._is_stopped = False
         self._plan = StepPlan()
         self._arena: ArenaSpec | None = None
-        """The arena of the mover, or of the failed attempt to create the mover."""
+        """The arena of the mover, even if creating the mover failed."""
         self._lifeline: Lifeline | None = None
-        """Open while the mover can write to a server's frames."""
+        """The lifeline, which is open while the mover can write to a server's frames."""
         self._loads_run = self._saves_run = True
         self._pending = Finished()
         self._num_announced = 0
         self._lost: set[int] = set()
-        """IDs of loads whose plan has lost blocks."""
+        """IDs of loads whose plans contain lost blocks."""
         self.failed_loads: set[ReqId] = set()
-        """Requests whose load was incomplete, from the last call of `take_finished_loads`."""
+        """Requests with an incomplete load in the last result of `take_finished_loads`."""
         self._totals = Finished()
 
     def register(
@@ -69,9 +67,9 @@ class WorkerCore:
     ) -> PagedLayout:
         """Read the layouts of the KV cache groups. Return the first layout that has pages.
 
-        A pipeline stage can lack a group's layers: its part of the group's frames only has a
-        trailer. Raises LayoutError for an unsupported layout, UnsupportedError for an unsupported
-        GPU.
+        If a pipeline stage has no layers of a group, the stage's part of the group's frames only
+        contains a trailer. Raises LayoutError if a layout is unsupported, and UnsupportedError if
+        the GPU is unsupported.
         """
         self.shutdown()
         self._could_be_made, self._is_asleep = True, False
@@ -89,7 +87,9 @@ class WorkerCore:
         return first
 
     def begin(self, plan: StepPlan) -> None:
-        """Start a step before its forward pass. Saves of the last plan that were not run fail."""
+        """Begin a step before its forward pass. Saves of the previous plan that were never started
+        are reported as failed.
+        """
         if not self._saves_run:
             self._fail_saves()
         self._plan = plan
@@ -106,8 +106,8 @@ class WorkerCore:
     def _enter_arena(self, new: ArenaSpec) -> None:
         """Wait for copies in flight, then switch to the frames of ``new``.
 
-        After a reconnect, ``new`` can be the same memory with a new lifeline. The mover and the
-        registered memory are then kept.
+        After a reconnect, ``new`` can be the same memory with a new lifeline. In this case, the
+        mover and the registered memory are kept.
         """
         self.drain()
         if not new.is_same_memory(self._arena) or not self._could_be_made:
@@ -119,7 +119,7 @@ class WorkerCore:
             lifeline = Lifeline(*new.lifeline) if new.lifeline is not None else None
         except OSError as error:
             logger.error(
-                "kvloft: this worker cannot use the server's memory, so nothing is cached: %s",
+                "kvloft: this worker cannot use the server's memory; caching is disabled: %s",
                 error,
             )
             self._close_mover()
@@ -127,10 +127,10 @@ class WorkerCore:
         self._replace_lifeline(lifeline)
 
     def _release_lost_arena(self) -> None:
-        """Wait for copies in flight, then unmap the arena of a server that has exited. Until then,
-        its memory stays allocated, and a restarted server needs the same amount.
+        """Wait for copies in flight, then unmap the arena of a server that has exited.
 
-        Later copies that name this arena fail.
+        The memory stays allocated until it is unmapped, and a restarted server needs the same
+        amount. Later copies that refer to this arena fail.
         """
         if self._lifeline is not None and self._lifeline.is_server_gone():
             self.drain()
@@ -150,7 +150,7 @@ class WorkerCore:
             old.close()
 
     def run_loads(self) -> None:
-        """Start this step's loads, whose requests do not run until the loads finish."""
+        """Start the loads of this step. The requests do not run until the loads finish."""
         if not self._loads_run:
             self._loads_run = True
             if plans := self._plan.loads:
@@ -158,17 +158,17 @@ class WorkerCore:
                 self._hand_over(lambda mover: mover.submit_loads(plans), self._fail_loads)
 
     def run_saves(self) -> None:
-        """Start this step's saves. The forward pass that writes the blocks was already launched."""
+        """Start the saves of this step. The forward pass that writes the blocks is launched."""
         if not self._saves_run:
             self._saves_run = True
             if not self._is_writer:
-                # Another rank writes the same bytes, but a ticket needs the reports of all ranks.
+                # Another rank writes these bytes, but a ticket is settled once all ranks report it.
                 self._pending.saved += self._tickets()
             elif plans := self._plan.saves:
                 self._hand_over(lambda mover: mover.submit_saves(plans), self._fail_saves)
 
     def take_finished_loads(self) -> tuple[set[ReqId], set[BlockId]]:
-        """Return the requests whose load finished, and their blocks that were not loaded."""
+        """Return the requests whose load finished, and the blocks that were not loaded."""
         self._collect()
         results = self._pending.loads[self._num_announced :]
         self.failed_loads = {
@@ -182,7 +182,7 @@ class WorkerCore:
         return {result.req_id for result in results}, bad
 
     def take_report(self) -> StepReport | None:
-        """Return new results; only includes loads that `take_finished_loads` has returned."""
+        """Return new results, excluding loads that `take_finished_loads` has not returned yet."""
         self._collect()
         done = self._pending
         loads = done.loads[: self._num_announced]
@@ -198,50 +198,50 @@ class WorkerCore:
         return report
 
     def _usable_bytes(self) -> tuple[int, int] | None:
-        """Return (rank, bytes that it can copy to), if they changed since the last report."""
+        """Return the rank and its number of usable arena bytes, or None if unchanged."""
         if self._mover is None or (usable := self._mover.usable_bytes) == self._told_usable:
             return None
         self._told_usable = usable
         return self._rank, ALL_BYTES if usable is None else usable
 
     def take_totals(self) -> Finished:
-        """Return the bytes copied and seconds spent since the last call."""
+        """Return the number of bytes copied and the time spent since the last call."""
         totals, self._totals = self._totals, Finished()
         return totals
 
     def drain(self) -> None:
-        """Wait for copies in flight. Their results are reported as usual."""
+        """Wait for copies in flight. The results are reported as usual."""
         if self._mover is not None:
             self._note(self._mover.drain())
 
     def suspend(self) -> None:
-        """Wait for copies in flight; until `resume`, copies fail. Idempotent."""
+        """Wait for copies in flight, and fail all copies until `resume` is called. Idempotent."""
         if not self._is_asleep:
             self.drain()
             self._is_asleep = True
 
     def resume(self) -> None:
-        """Allow copies again; the pages have their previous addresses. Idempotent."""
+        """Allow copies again. The addresses of the pages are unchanged. Idempotent."""
         self._is_asleep = False
 
     def stop(self, reason: str) -> None:
-        """Wait for copies in flight, then fail every later save and load."""
+        """Wait for copies in flight, then fail all later saves and loads."""
         if self._is_stopped:
             return
-        logger.error("kvloft: this worker no longer moves pages, so nothing is cached: %s", reason)
+        logger.error("kvloft: this worker stops copying KV; caching is disabled: %s", reason)
         self._is_stopped = True
         self.drain()
         self._close_mover()
         self._replace_lifeline(None)
 
     def shutdown(self) -> None:
-        """Wait for copies in flight. Do not write to frames until a plan names an arena again."""
+        """Wait for copies in flight. Do not write to frames until a plan contains an arena."""
         self._close_mover()
         self._arena = None
         self._replace_lifeline(None)
 
     def _ready_mover(self) -> Mover | None:
-        """Return the mover, created for the current plan's arena; None if copies must fail."""
+        """Return the mover for the current plan's arena, or None if copies must fail."""
         if self._is_asleep or self._is_stopped:
             return None
         if self._mover is None and self._could_be_made:
@@ -252,14 +252,12 @@ class WorkerCore:
                 frames = map_frames(arena, self._shape, shard=self._shard, payload_bytes=sizes)
                 self._mover = self._make(frames)
             except (RuntimeError, ValueError, OSError) as error:
-                logger.error(
-                    "kvloft: this worker cannot move pages, so nothing is cached: %s", error
-                )
+                logger.error("kvloft: this worker cannot copy KV; caching is disabled: %s", error)
                 self._could_be_made = False
         return self._mover
 
     def _hand_over(self, submit: Callable[[Mover], None], fail: Callable[[], None]) -> None:
-        """Submit copies. If that raises, collect the accepted copies and ``fail`` the rest."""
+        """Submit copies. If this fails, collect the accepted copies and ``fail`` the others."""
         mover: Mover | None = None
         is_taken = False
         try:
@@ -274,7 +272,7 @@ class WorkerCore:
                 fail()
 
     def _fail_loads(self) -> None:
-        """Report this step's unaccepted loads as failed; otherwise, their requests would hang."""
+        """Report the loads that were not accepted as failed, so that their requests do not hang."""
         done = {result.load_id for result in self._pending.loads}
         plans = [plan for plan in self._plan.loads if plan.load_id not in done]
         results = [LoadResult(plan.req_id, plan.load_id, failed=True) for plan in plans]
@@ -283,12 +281,12 @@ class WorkerCore:
         )
 
     def _fail_saves(self) -> None:
-        """Report this step's unaccepted saves as failed; otherwise, frames would stay reserved."""
+        """Report the saves that were not accepted as failed, so that their frames are released."""
         done = {*self._pending.saved, *self._pending.failed}
         self._note(Finished(failed=[ticket for ticket in self._tickets() if ticket not in done]))
 
     def _tickets(self) -> list[Ticket]:
-        """Return the tickets of this step's saves."""
+        """Return the tickets of all saves in this step."""
         return [ticket for plan in self._plan.saves for ticket in plan.chunks.tickets()]
 
     def _collect(self) -> None:

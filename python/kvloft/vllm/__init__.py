@@ -1,5 +1,5 @@
-"""The integration into vLLM. The setting ``kv_connector_module_path: "kvloft.vllm"`` loads the
-connector from here.
+"""The vLLM integration. The setting ``kv_connector_module_path: "kvloft.vllm"`` loads the connector
+from this package.
 """
 
 from kvloft.vllm.connector import KVLoftConnector

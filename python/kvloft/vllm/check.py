@@ -1,8 +1,8 @@
 """Runs an engine of `kvloft check` in a separate process: ``python -m kvloft.vllm.check JOB.json``.
 
-Starts vLLM with the user's flags, with or without kvloft, runs the prompts of the job, and appends
-one line of JSON per event to a file. The parent process compares the outputs. When the parent
-exits, stdin closes, and this process and its workers exit.
+This process starts vLLM with the user's flags, with or without kvloft, runs the prompts of the job,
+and appends a line of JSON to a file for each event. The parent process compares the outputs. When
+the parent exits, stdin is closed, and this process and its workers exit.
 """
 
 import json
@@ -36,13 +36,13 @@ COUNTERS = {
 
 @dataclass(slots=True)
 class Engine:
-    """vLLM's engine in this process. It runs one prompt at a time, so that batches have the same
+    """Runs prompts with vLLM's engine in this process, one at a time, so that batches have the same
     shape in every pass.
     """
 
     llm: Any
     blocks: Counter[int] = field(default_factory=Counter)
-    """Number of loaded blocks, by KV cache group."""
+    """Number of loaded blocks for each KV cache group."""
     num_asked: int = 0
 
     @property
@@ -55,7 +55,7 @@ class Engine:
         return self.core.scheduler.kv_cache_config
 
     def watch(self) -> None:
-        """Count the loaded blocks of each group in step plans, because no metric counts them."""
+        """Count the loaded blocks per group in step plans, because no metric provides this."""
         connector = self.core.scheduler.connector
         if connector is None:
             return
@@ -73,8 +73,8 @@ class Engine:
     def ask(self, ids: Sequence[int]) -> dict[str, Any]:
         """Run a prompt and return its greedy tokens, the margin of each token, and the counters.
 
-        ``clear`` has a row for each token: its log probability, the distance to the log probability
-        of the second-best token, and the id of the second-best token.
+        ``clear`` has a row for each token, with its log probability, the difference from the log
+        probability of the second-best token, and the id of the second-best token.
         """
         from vllm import SamplingParams
 
@@ -109,21 +109,21 @@ class Engine:
         }
 
     def settle(self) -> None:
-        """Step until no request or transfer is in flight."""
+        """Run steps until no request or transfer is in flight."""
         for _ in range(NUM_SETTLING_STEPS):
             if not (self.core.scheduler.has_requests() or self.core.batch_queue):
                 return
             self.llm.step()
         raise RuntimeError(
-            f"the engine is not idle after {NUM_SETTLING_STEPS} steps: a request or a transfer "
-            "does not complete"
+            f"the engine is not idle after {NUM_SETTLING_STEPS} steps: a request or a transfer has "
+            "not completed"
         )
 
     def forget(self, *, connector: bool = False) -> None:
-        """Clear vLLM's prefix cache, and with ``connector`` also kvloft."""
+        """Clear vLLM's prefix cache and, with ``connector``, kvloft's cache."""
         if not self.llm.reset_prefix_cache(reset_connector=connector):
             raise RuntimeError(
-                "vLLM did not clear its prefix cache: blocks are in use although no request runs"
+                "vLLM did not clear its prefix cache: blocks are in use, but no request is running"
             )
 
     def counters(self) -> Counter[str]:
@@ -138,7 +138,7 @@ class Engine:
         return found
 
     def groups(self) -> list[dict[str, Any]]:
-        """Describe vLLM's KV cache groups with the values that kvloft uses."""
+        """Return a description of vLLM's KV cache groups, with the values that kvloft uses."""
         found, specs = [], layer_specs(self.config)
         for group in self.config.kv_cache_groups:
             spec = specs[group.layer_names[0]]
@@ -158,16 +158,16 @@ class Engine:
     def facts(self) -> dict[str, Any]:
         """Return facts about the engine.
 
-        KV memory fits ``full_requests`` requests of max_model_len tokens, and each takes
-        ``request_bytes``; both are None if unknown. Use ``request_bytes`` to compare engines,
-        because block sizes depend on the number of groups.
+        ``full_requests`` is the number of requests with max_model_len tokens that fit into KV
+        memory, and ``request_bytes`` is the size of such a request. Both are None if unknown.
+        Compare engines by ``request_bytes``, because block sizes depend on the number of groups.
         """
         from vllm.v1.core import kv_cache_utils
 
         config, vllm_config = self.config, self.llm.vllm_config
         concurrency = getattr(kv_cache_utils, "get_max_concurrency_for_kv_cache_config", None)
         full_requests = concurrency(vllm_config, config) if concurrency else None
-        specs = layer_specs(config)  # groups share tensors: a block has the size of the largest
+        specs = layer_specs(config)  # groups share tensors, so the largest sets the block size
         kv_bytes = config.num_blocks * max(
             sum(specs[name].page_size_bytes for name in names) for names in group_layers(config)
         )
@@ -186,7 +186,7 @@ class Engine:
 
 
 def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
-    """Return the engine and the ignored flags. Raises ConfigError for unsupported flags."""
+    """Start the engine and return it with the ignored flags. Raises ConfigError for a bad flag."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -258,7 +258,7 @@ def _run_passes(engine: Engine, job: dict[str, Any], report: Any) -> None:
 
 
 def end_with_parent() -> None:
-    """Kill this process group once stdin is closed, that is, when the parent exits."""
+    """Kill this process group when stdin is closed, which happens when the parent exits."""
 
     def wait() -> None:
         sys.stdin.buffer.read()

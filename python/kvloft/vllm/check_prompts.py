@@ -1,5 +1,5 @@
-"""Chooses prompts for `kvloft check`: with lengths that reveal cache errors, and with outputs that
-rounding does not change.
+"""Chooses prompts for `kvloft check` with lengths that reveal cache errors and outputs that do not
+depend on rounding.
 
 The prompts are chosen in an engine without kvloft's connector.
 """
@@ -20,8 +20,8 @@ NUM_FORKED = 2
 NUM_TRIES = 4
 """Maximum number of prompts to try per length."""
 CLEAR, CLEAR_ELSE = 0.01, 0.3
-"""Minimum distance between the log probabilities of the two best tokens, in float32 and in other
-dtypes. At smaller distances, rounding could change the output.
+"""Minimum difference in log probability between the two best tokens, for float32 and for other
+dtypes. With a smaller difference, rounding could change the output.
 """
 WORDS = """
     river stone seven under garden letter cold bright number window paper walk green often table
@@ -30,14 +30,14 @@ WORDS = """
 """
 
 Chosen = tuple[list[int], dict[str, Any]]
-"""A prompt, and its output without a cache."""
+"""A prompt and its output without a cache."""
 
 
 def choose_prompts(engine: Engine, num_output_tokens: int) -> dict[str, Chosen]:
-    """Return prompts by name. Some lengths are multiples of the hit granularity plus a remainder,
-    and some exceed every sliding window and every chunk.
+    """Return prompts by name. Some lengths are fractional multiples of the hit granularity, and
+    some exceed every sliding window and attention chunk.
 
-    A "fork" starts like a previous prompt and then differs.
+    A "fork" starts with the same tokens as an earlier prompt and then differs.
     """
     facts = engine.facts()
     unit, reach = facts["hit_tokens"], max(group["reach"] for group in facts["groups"])
@@ -55,7 +55,7 @@ def choose_prompts(engine: Engine, num_output_tokens: int) -> dict[str, Chosen]:
 
 
 def _clear_prompt(engine: Engine, head: list[int], length: int) -> Chosen:
-    """Try prompts that start with ``head``, and return the prompt with the largest margin."""
+    """Try prompts that start with ``head``, and return the prompt with the clearest output."""
     enough = CLEAR if engine.facts()["dtype"] == "float32" else CLEAR_ELSE
     best: Chosen = ([], {})
     clearest = -1.0

@@ -1,8 +1,8 @@
-"""KVLoftConnector: implements vLLM's hooks by calling the scheduler side or the worker side.
+"""KVLoftConnector implements vLLM's hooks by calling the scheduler side or the worker side.
 
-An error in a hook becomes a miss: it is logged once per hook and counted, and the engine continues.
-The constructor raises errors, because an engine with invalid settings must not start. All loads are
-asynchronous.
+An error in a hook is treated as a miss: it is counted and logged once per hook, and the engine
+continues. The constructor raises errors, because an engine with invalid settings must not start.
+All loads are asynchronous.
 """
 
 import logging
@@ -39,14 +39,14 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass
 class KVLoftMetadata(KVConnectorMetadata):
-    """Sent from the scheduler to every worker in each step."""
+    """The metadata that the scheduler sends to every worker in each step."""
 
     plan: StepPlan
 
 
 @dataclass
 class KVLoftWorkerMetadata(KVConnectorWorkerMetadata):
-    """Sent from the workers to the scheduler, with one report per rank."""
+    """The metadata that the workers send to the scheduler, with one report per rank."""
 
     reports: list[StepReport] = field(default_factory=list)
 
@@ -56,7 +56,7 @@ class KVLoftWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 def _miss_on_error(default: Callable[..., Any] = lambda _: None) -> Callable[[_F], _F]:
-    """Turn an error in a hook into ``default(self)``, logged once per hook and counted."""
+    """Make a hook return ``default(self)`` on an error, which is counted and logged once."""
 
     def wrap(hook: _F) -> _F:
         @wraps(hook)
@@ -75,9 +75,9 @@ def _miss_on_error(default: Callable[..., Any] = lambda _: None) -> Callable[[_F
 
 
 class KVLoftConnector(KVConnectorBase_V1):
-    """An external KV cache for vLLM; see kvloft's README for settings and metrics."""
+    """An external KV cache for vLLM. kvloft's README describes the settings and metrics."""
 
-    # Only the half for the role of this process is set. vLLM only calls hooks of that role.
+    # Only the half for this process's role is set. vLLM only calls the hooks for this role.
     _scheduler: SchedulerHalf
     _worker: WorkerHalf
     _half: SchedulerHalf | WorkerHalf
@@ -101,9 +101,9 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return False, and raise ConfigError if settings are invalid.
+        """Return False. Raises ConfigError if the settings are invalid.
 
-        vLLM calls this while it reads its arguments, before it loads any weights.
+        vLLM calls this method while parsing its arguments, before loading any weights.
         """
         load_config(extra_config or {})
         return False
@@ -113,12 +113,13 @@ class KVLoftConnector(KVConnectorBase_V1):
         if hook not in self._errors_logged:
             self._errors_logged.add(hook)
             logger.exception(
-                "kvloft: error in %s; treated as a miss (logged once, counted in hook_errors)", hook
+                "kvloft: error in %s; treating it as a miss (logged once, counted in hook_errors)",
+                hook,
             )
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False, because a save that is dropped only causes a miss later."""
+        """False, because a dropped save only causes a later miss."""
         return False
 
     # -- worker side ------------------------------------------------------------------------------
@@ -128,12 +129,12 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @_miss_on_error()
     def unregister_kv_caches(self) -> None:
-        """Suspend transfers before vLLM 0.33 or newer unmaps the pages of a sleeping engine."""
+        """Suspend transfers. vLLM 0.33 and newer calls this before unmapping pages for sleep."""
         self._worker.core.suspend()
 
     @_miss_on_error()
     def restore_kv_caches(self) -> None:
-        """Resume transfers after the pages are mapped again, at their old addresses."""
+        """Resume transfers after vLLM has mapped the pages again at the same addresses."""
         self._worker.core.resume()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
@@ -149,7 +150,7 @@ class KVLoftConnector(KVConnectorBase_V1):
         self._worker.core.run_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing, because loads are asynchronous and no layer waits for a load."""
+        """Do nothing, because loads are asynchronous and layers never wait for them."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -197,7 +198,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @_miss_on_error()
     def _note_for_events(self, note: Callable[[], None]) -> None:
-        """Note the chunks of one request. An error only affects its KV events, not the plan."""
+        """Pass chunks to the announcer. An error only affects their KV events, not the plan."""
         note()
 
     @_miss_on_error(lambda self: self._scheduler.core.plan_loads_only())
@@ -216,8 +217,8 @@ class KVLoftConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return False: vLLM may free the blocks, because saves read blocks in the step that owns
-        them (I2).
+        """Return False, because saves read blocks while their request owns them (I2), so vLLM may
+        free the blocks.
         """
         self._scheduler.core.finish(request.request_id)
         return False, None
@@ -233,21 +234,22 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     def meet_scheduler(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
         """Determine whether this is the only connector or a child of MultiConnector. vLLM calls
-        this before it adds a request.
+        this method before adding a request.
 
-        If this is the only connector, vLLM frees the blocks of preempted and finished requests
-        immediately, as it does without a connector. By default, vLLM defers this while a step in
-        flight can still write to the blocks, because a connector could fill them first. While it
-        does, vLLM 0.26 to 0.29 preempts one request after another. kvloft needs no delay: its loads
-        run after all work launched before their step (on a GPU, they wait for an event recorded
-        when the step begins; on a CPU, workers run in order), and after saves that read the blocks.
+        If this is the only connector, make vLLM free the blocks of preempted and finished requests
+        immediately, as it does without a connector. By default, vLLM waits for steps in flight that
+        can still write to the blocks, because a connector could fill the blocks first. During this
+        time, vLLM 0.26 to 0.29 preempts one request after another. kvloft does not need the delay:
+        its loads run after all work launched before their step (on a GPU, they wait for an event
+        recorded when the step begins; on a CPU, workers run in order) and after saves that read the
+        blocks.
         """
         if self._scheduler.siblings is not None:
             return
         children = getattr(scheduler.connector, "_connectors", ())
         if scheduler.connector is self:
             self._scheduler.siblings = ()
-            # HiSparse reads pages after they are freed.
+            # HiSparse reads pages after they have been freed.
             if not getattr(scheduler, "defer_async_loads", False):
                 scheduler.defer_block_free = False
         elif any(child is self for child in children):
@@ -277,16 +279,16 @@ class KVLoftConnector(KVConnectorBase_V1):
 
 
 class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
-    """KVLoftConnector with SupportsHMA. With connectors that lack SupportsHMA, vLLM disables its
-    hybrid KV cache manager and uses one group.
+    """KVLoftConnector with SupportsHMA. If a connector lacks SupportsHMA, vLLM disables its hybrid
+    KV cache manager and uses a single group.
     """
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return the requests with completed loads and the requests with failed loads.
 
-        With multiple groups, block ids do not identify a request, so a failed load is reported by
-        request. With one group, it is reported by block, and vLLM only computes the tokens starting
-        at the first bad block.
+        With multiple groups, block ids do not identify a request, so failed loads are reported by
+        request. With one group, failed loads are reported by block, and vLLM only computes the
+        tokens starting at the first bad block.
         """
         if not self._worker.fails_requests:
             return super().get_transfer_results(finished_req_ids)
@@ -296,15 +298,15 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
     @_miss_on_error(lambda self: (set(), set()))
     def _take_finished(self) -> tuple[set[str], set[str]]:
         done, failed = self._worker.take_finished(), self._worker.core.failed_loads
-        # Bad blocks are known before their load completes. With multiple groups, vLLM would fail if
-        # they were reported; it is enough that the load is reported as failed.
+        # Bad blocks are known before their load completes. With multiple groups, reporting bad
+        # blocks would make vLLM fail, so only report the load as failed.
         self._worker.take_bad_blocks()
         return done, set(failed)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Like `request_finished`, but for the blocks of all groups."""
+        """Like `request_finished`, but with the blocks of all groups."""
         finished: tuple[bool, dict[str, Any] | None] = self.request_finished(request, [])
         return finished
 

@@ -1,9 +1,9 @@
-"""Converts the events of `kvloft.plan.kv_events` to vLLM's KV events, which vLLM publishes to
+"""Converts the events in `kvloft.plan.kv_events` to vLLM's KV events, which vLLM publishes to
 routers.
 
-Hashes, parents and extra keys are the same as in vLLM's events for the same blocks, so a router can
-combine both. Blocks with embeddings or multimodal items are not published, because token ids do not
-identify them.
+Hashes, parents and extra keys match vLLM's events for the same blocks, so routers can combine both.
+Blocks with embeddings or multimodal items are not published, because token ids do not identify
+them.
 """
 
 import logging
@@ -26,10 +26,9 @@ from kvloft.seam.views import LiveRequest
 logger = logging.getLogger("vllm.kvloft")
 
 MEDIUM = {HOST: "CPU", DISK: "STORAGE"}
-"""Medium of each tier, as named by vLLM's own offloading."""
+"""The medium of each tier, using the names of vLLM's offloading."""
 NO_EVENTS = (
-    'kvloft: with "kv_role": "%s", kvloft publishes no KV events; only vLLM\'s own blocks have '
-    "events"
+    'kvloft: KV events do not include blocks in the cache, because "kv_role" is "%s"; use "kv_both"'
 )
 """Warning for an engine whose role excludes loads or saves."""
 
@@ -37,10 +36,10 @@ NO_EVENTS = (
 def announcer_of(
     vllm_config: Any, kv_cache_config: Any, store: Session, shape: CacheShape, *, is_shared: bool
 ) -> Announcer | None:
-    """Return the announcer of ``store``. With ``is_shared``, other engines use the store, too.
+    """Return the announcer for ``store``. With ``is_shared``, other engines also use the store.
 
-    Returns None if KV events are disabled in vLLM's ``kv_events_config``, or with a warning if they
-    are not available for the engine's ``kv_role``.
+    Returns None if KV events are disabled in vLLM's ``kv_events_config``. Logs a warning and
+    returns None if the engine's ``kv_role`` does not support KV events.
     """
     events = getattr(vllm_config, "kv_events_config", None)
     if events is None or not events.enable_kv_cache_events:
@@ -50,8 +49,8 @@ def announcer_of(
         logger.warning(NO_EVENTS, transfer.kv_role)
         return None
     store.watch(MAX_WAITING)
-    # Number of tokens between two hashes of a request. With multiple groups or
-    # ``--prefix-match-unit``, all block sizes are multiples of it.
+    # vLLM computes a hash for every hash_tokens tokens. With multiple groups or
+    # ``--prefix-match-unit``, all block sizes are multiples of this number.
     hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or gcd(
         *(group.block_tokens for group in shape.groups)
     )
@@ -61,10 +60,10 @@ def announcer_of(
 def describe(
     hash_tokens: int, live: LiveRequest, block_tokens: int, begin: int, end: int
 ) -> Sequence[Block]:
-    """Return blocks [begin, end) of a `VllmRequest`; none if other processes cannot compute the
-    hashes from the tokens.
+    """Return blocks [begin, end) of a `VllmRequest`, or an empty sequence if other processes cannot
+    compute the hashes from the tokens.
 
-    vLLM computes a hash every ``hash_tokens`` tokens, and identifies a block by its last hash
+    vLLM computes a hash for every ``hash_tokens`` tokens and identifies a block by its last hash
     (`BlockHashListWithBlockSize`).
     """
     request: Any = live.request  # type: ignore[attr-defined]
@@ -92,7 +91,7 @@ def describe(
 
 
 class EventWriter:
-    """Creates vLLM's events. ``specs`` has the KV cache spec of each group of ``shape``."""
+    """Creates vLLM's events. ``specs`` contains the KV cache spec of each group in ``shape``."""
 
     def __init__(self, specs: Sequence[Any], shape: CacheShape) -> None:
         kind = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
@@ -106,7 +105,7 @@ class EventWriter:
             }
             for nth, (spec, group) in enumerate(zip(specs, shape.groups, strict=True))
         ]
-        # vLLM 0.30 and older publish the keys in the form in which they are hashed.
+        # vLLM 0.30 and older publish the keys in the same form in which they are hashed.
         self._extra_keys = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
     def write(self, event: Event) -> BlockStored | BlockRemoved:

@@ -1,9 +1,8 @@
-"""The table of vLLM methods that kvloft wraps because vLLM has no connector hook for them, and
-listeners for calls to these methods.
+"""Wraps vLLM methods for which vLLM has no connector hook, and calls listeners.
 
-If a vLLM release lacks a method, a guarantee is lost. Each row names the lost guarantee and the
-reaction: the engine does not start, the cache is only used in this run, or a warning is logged and
-support is reduced. Each method is wrapped once per process, for all engines in the process.
+If a vLLM release lacks a method, a guarantee is lost. Each entry in the table describes the lost
+guarantee and the reaction: the engine does not start, the cache is only used in this run, or
+support is reduced with a warning. Each method is wrapped once per process, for all its engines.
 """
 
 import inspect
@@ -33,7 +32,7 @@ class Missing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A vLLM method that kvloft wraps, the reason, and the consequence if the method is missing."""
+    """A vLLM method that kvloft wraps, the reason, and the consequence if it is missing."""
 
     module: str
     owner: str
@@ -43,7 +42,7 @@ class Patch:
     missing: Missing
 
     def find(self) -> Any:
-        """Return the owner of the method; None if the method is missing or abstract."""
+        """Return the owner of the method, or None if the method is missing or abstract."""
         try:
             owner = getattr(import_module(self.module), self.owner, None)
         except ImportError:
@@ -58,9 +57,9 @@ ENGINE_RPC = Patch(
     _CORE,
     "EngineCore",
     "collective_rpc",
-    "it can replace weights, and vLLM does not notify connectors",
-    "kvloft cannot detect weights replaced in the running engine, and would load KV computed with "
-    "the old weights",
+    "a call can replace weights, and vLLM does not notify connectors",
+    "kvloft cannot detect when weights are replaced in a running engine, and would load KV "
+    "computed with the old weights",
     Missing.REFUSE,
 )
 WORKER_RELOAD = Patch(
@@ -69,7 +68,7 @@ WORKER_RELOAD = Patch(
     "reload_weights",
     "code inside a worker may call it",
     "kvloft cannot detect a reload that bypasses the engine core, and would save KV computed with "
-    "the new weights as KV of the old weights",
+    "the new weights as if it had been computed with the old weights",
     Missing.THIS_RUN,
 )
 ADD_ADAPTER = Patch(
@@ -77,14 +76,14 @@ ADD_ADAPTER = Patch(
     "EngineCore",
     "add_lora",
     "kvloft checks the files of an adapter before vLLM loads them",
-    "the files of an adapter are unknown, so requests with adapters share no KV",
+    "the files of an adapter are unknown, so requests with adapters do not share KV",
     Missing.LESS,
 )
 PAUSE_RESET = Patch(
     _CORE,
     "EngineCore",
     "_reset_caches",
-    "pause and sleep clear connectors although KV stays valid",
+    "pause and sleep clear connectors although KV remains valid",
     "pause and sleep clear the cache, including the disk tier",
     Missing.LESS,
 )
@@ -92,7 +91,7 @@ ENGINE_SLEEP = Patch(
     _CORE,
     "EngineCore",
     "sleep",
-    "only its level shows whether vLLM keeps the weights",
+    "only the sleep level shows whether vLLM keeps the weights",
     "pause and sleep clear the cache, including the disk tier",
     Missing.LESS,
 )
@@ -100,16 +99,16 @@ POOL_RESET = Patch(
     "vllm.v1.core.block_pool",
     "BlockPool",
     "reset_prefix_cache",
-    "its event removes all blocks, including kvloft's blocks",
-    "after a reset of vLLM's own cache, KV events omit the chunks in kvloft",
+    "the event it publishes removes all blocks, including kvloft's blocks",
+    "after a reset of vLLM's prefix cache, KV events no longer include the chunks in kvloft",
     Missing.LESS,
 )
 ADD_REQUEST = Patch(
     "vllm.v1.core.sched.scheduler",
     "Scheduler",
     "add_request",
-    "no hook shows whether a connector is a child of MultiConnector, or lets it free blocks while "
-    "a step is in flight (vLLM 0.26 to 0.29 preempt requests if blocks are not freed)",
+    "no hook shows whether a connector is a child of MultiConnector, or lets the connector free "
+    "blocks while a step is in flight (vLLM 0.26 to 0.29 preempts requests otherwise)",
     "requests do not wait for chunks on disk, and vLLM preempts more requests under async "
     "scheduling",
     Missing.LESS,
@@ -130,20 +129,20 @@ RANK_CONFIGS = Patch(
     "the layers of other ranks are unknown, so pipeline parallelism is not supported",
     Missing.LESS,
 )
-# vLLM 0.33 has the hooks `unregister_kv_caches` and `restore_kv_caches` instead.
+# vLLM 0.33 replaces these methods with the hooks `unregister_kv_caches` and `restore_kv_caches`.
 SLEEP = Patch(
     _ALLOCATOR,
     "CuMemAllocator",
     "sleep",
     "vLLM unmaps paged KV without notifying connectors",
-    "copies in flight could access unmapped memory and crash the engine when it goes to sleep",
+    "copies in flight could access unmapped memory and crash the engine when it enters sleep mode",
     Missing.REFUSE,
 )
 DISCARD = Patch(
     _ALLOCATOR,
     "CuMemAllocator",
     "discard",
-    "like sleep, in vLLM 0.30 and newer",
+    "vLLM 0.30 and newer discards paged KV without notifying connectors",
     "copies in flight could access KV memory after vLLM discards it",
     Missing.REFUSE,
 )
@@ -166,7 +165,7 @@ _listeners: defaultdict[Patch, WeakKeyDictionary[Any, Callable[..., Any]]] = def
 
 
 def settle(patches: Iterable[Patch]) -> bool:
-    """Log each missing method once, and return True if the cache may only be used in this run.
+    """Log each missing method once. Return True if the cache may only be used in this run.
 
     Raises UnsupportedError if the engine must not start.
     """
@@ -187,8 +186,8 @@ def settle(patches: Iterable[Patch]) -> bool:
 def wrap(patch: Patch, around: Around, owner: Any = None) -> None:
     """Replace the method with ``around(method, args, kwargs)``, unless it is already wrapped.
 
-    ``owner`` is the class or object with the method; None for vLLM's class. Does nothing if the
-    method is missing, because `settle` has logged the consequence.
+    ``owner`` is the class or object that has the method, or None for vLLM's class. If the method is
+    missing, do nothing, because `settle` has logged the consequence.
     """
     owner = owner if owner is not None else patch.find()
     method = getattr(owner, patch.method, None)
@@ -207,10 +206,10 @@ def wrap(patch: Patch, around: Around, owner: Any = None) -> None:
 
 
 def listen(patch: Patch, listener: Callable[..., Any], owner: Any = None) -> None:
-    """Call ``listener`` with the arguments of the method before each call of the method.
+    """Call ``listener`` with the arguments of the method before each call to the method.
 
-    ``listener`` is a bound method; listening stops when its object is deleted. If it returns a
-    function, the function is called after the method. Exceptions are logged and suppressed.
+    ``listener`` is a bound method. Calls stop when its object is deleted. If ``listener`` returns a
+    function, this function is called after the method. Exceptions are logged and suppressed.
     ``owner`` has the same meaning as in `wrap`.
     """
     _listeners[patch][listener.__self__] = listener.__func__  # type: ignore[attr-defined]

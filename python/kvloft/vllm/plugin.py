@@ -1,8 +1,7 @@
 """The entry point of the vLLM plugin, which registers ``KVLoftConnector`` in every vLLM process.
 
 The plugin also reports invalid settings before vLLM loads weights, and records the KV cache configs
-of all ranks. This module must not import the connector, because engines without kvloft load it,
-too.
+of all ranks. Engines without kvloft also load this module, so it must not import the connector.
 """
 
 import sys
@@ -24,7 +23,7 @@ MODULE = "kvloft.vllm.connector"
 
 
 def register() -> None:
-    """Register the connector by name. vLLM may call this more than once in a process."""
+    """Register the connector by name. vLLM may call this function more than once per process."""
     note_start()
     register_classes()
     check_settings_early(KVConnectorFactory)
@@ -34,7 +33,7 @@ def register() -> None:
 def register_classes() -> None:
     """Register every connector class under its class name.
 
-    Users only specify `NAME`, but MultiConnector looks up the statistics class of a child by the
+    Users only specify `NAME`, but MultiConnector looks up the statistics of a child by the
     ``__name__`` of the child's class.
     """
     for name in CLASS_NAMES:
@@ -44,12 +43,12 @@ def register_classes() -> None:
 
 def check_settings_early(factory: Any) -> None:
     """Make ``factory`` check kvloft's settings when it looks up kvloft's class. The lookup raises
-    ConfigError if they are invalid.
+    ConfigError if the settings are invalid.
 
-    vLLM creates connectors after it has loaded the weights, but looks up the class while it checks
-    its arguments, when the settings are available. There is no connector hook that vLLM always
-    calls at that point. Valid settings are not read again, so a file that changes later does not
-    stop a running engine.
+    vLLM creates connectors after loading the weights, but looks up the class while checking its
+    arguments, when the settings are available. vLLM has no connector hook that it always calls at
+    this point. Valid settings are not read again, so a file that changes later does not stop a
+    running engine.
     """
     right: dict[str, str] = {}
 
@@ -64,7 +63,7 @@ def check_settings_early(factory: Any) -> None:
                 try:
                     config = load_config(extra)
                     refuse_here(config)
-                except ConfigError as error:  # shown inside vLLM's ValidationError, for example
+                except ConfigError as error:  # vLLM may wrap it, for example in ValidationError
                     raise ConfigError(f"kvloft: {error}") from error
                 right[repr(extra)] = config.kv_groups
             return sys.modules[MODULE].class_of(right[repr(extra)])

@@ -1,10 +1,10 @@
 """Records the KV cache configs of all ranks.
 
-vLLM only passes the layers of the first rank to the scheduler's connector, with one size per group,
-although pipeline stages have different layers, and layers can differ in size. kvloft therefore
-observes the call that passes a config to each rank; the scheduler's process makes this call before
-it creates the scheduler. This module must not import the connector, because engines without kvloft
-load it, too.
+vLLM only passes the layers of the first rank to the scheduler's connector, with one size per group.
+However, pipeline stages have different layers, and layers can differ in size. kvloft therefore
+observes the call that passes a config to each rank. The scheduler process makes this call before it
+creates the scheduler. Engines without kvloft also load this module, so it must not import the
+connector.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from kvloft.vllm.patches import RANK_CONFIGS, listen
 
 
 class Ranks:
-    """The last KV cache configs that this process passed to ranks, one per rank."""
+    """The KV cache configs that this process last passed to the ranks, one per rank."""
 
     def __init__(self) -> None:
         self.configs: Sequence[Any] = ()
@@ -30,7 +30,7 @@ _RANKS = Ranks()
 
 
 def watch() -> None:
-    """Start to record the configs of ranks. Idempotent."""
+    """Start recording the configs of all ranks. Idempotent."""
     listen(RANK_CONFIGS, _RANKS.hear)
 
 
@@ -38,7 +38,7 @@ def configs_of_ranks(vllm_config: Any, kv_cache_config: Any) -> Sequence[Any]:
     """Return the KV cache configs of all ranks of the scheduler's engine, or only
     ``kv_cache_config`` if the other configs are unknown.
 
-    Raises UnsupportedError if configs are unknown with pipeline parallelism.
+    Raises UnsupportedError if the other configs are unknown and pipeline parallelism is enabled.
     """
     parallel, found = vllm_config.parallel_config, _RANKS.configs
     if len(found) == parallel.world_size and _outline(found[0]) == _outline(kv_cache_config):
@@ -54,7 +54,7 @@ def configs_of_ranks(vllm_config: Any, kv_cache_config: Any) -> Sequence[Any]:
 
 
 def _outline(config: Any) -> Any:
-    """Return the values that the scheduler's config has in common with the first rank's config."""
+    """Return the values that are equal in the configs of the scheduler and of the first rank."""
     return config.num_blocks, [
         (list(group.layer_names), group.kv_cache_spec.block_size)
         for group in config.kv_cache_groups

@@ -1,7 +1,7 @@
-"""The scheduler side inside vLLM: connects the settings, the namespace and the store with
-SchedulerCore. It has one method per hook and never touches KV bytes.
+"""The scheduler side inside vLLM connects the settings, the namespace and the store to
+SchedulerCore. The scheduler side has one method per hook and never touches KV bytes.
 
-The connector turns errors into misses. `admit` also plans a failed load on an error, because vLLM
+The connector treats errors as misses. On an error, `admit` also plans a failed load, because vLLM
 would otherwise never schedule the request.
 """
 
@@ -66,14 +66,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvloft")
 _pausing: ContextVar[bool] = ContextVar("kvloft_pausing", default=False)
-"""True while vLLM resets caches because it pauses or sleeps."""
+"""True while vLLM resets caches for a pause or for sleep."""
 
 STATS_STEPS = 32
-"""Number of steps between two reads of the store's counters if there is nothing else to report."""
+"""Number of steps between reads of the store's counters if there is nothing else to report."""
 MEDIA_ARE_NUMBERED = (
-    "kvloft: prompts with images or other media are only saved up to the first item, because with "
-    "--no-enable-prefix-caching and --mm-processor-cache-gb 0, vLLM numbers media items instead of "
-    "hashing them. Remove one of the two flags to cache whole prompts"
+    "kvloft: prompts with images or other media are only saved up to the first item, because vLLM "
+    "numbers media items instead of hashing them with --no-enable-prefix-caching and "
+    "--mm-processor-cache-gb 0. Remove one of these flags to cache entire prompts"
 )
 REPLACEABLE_WEIGHTS = (
     "server = unix:{} ({}) is not supported if a trainer can replace the weights of a running "
@@ -92,8 +92,8 @@ def tiers_text(
 ) -> str:
     """Return the part of the first log line that describes chunks and tiers.
 
-    ``num_found`` is the number of chunks that the engine found in ``disk_path``; None if the disk
-    tier is not open yet.
+    ``num_found`` is the number of chunks that the engine found in ``disk_path``, or None if the
+    disk tier is not open yet.
     """
     counts = sorted({group.blocks_per_unit for group in shape.groups})
     blocks = _count(counts[0], "block")
@@ -125,15 +125,15 @@ class SchedulerHalf:
         shape: CacheShape,
         config: Config,
     ) -> None:
-        """``ranks`` has the KV cache configs of all ranks, or only of this process if the others
-        are unknown. The first config belongs to this process.
+        """Open the store. ``ranks`` contains the KV cache configs of all ranks, or only of this
+        process if the others are unknown. The first config belongs to this process.
         """
         for warning in warnings(config):  # before the store creates its directory
             logger.warning("kvloft: %s", warning)
         self._unit_tokens = shape.unit_tokens
         self._new_tables = tables_of(shape)
         self._are_resolved = not shape.is_divisible
-        """True if vLLM frees blocks of running requests, so block tables are read in each step."""
+        """True if vLLM frees blocks of running requests, so each step reads the block tables."""
         has_adapters = getattr(vllm_config, "lora_config", None) is not None
         is_blind = settle([*OF_EVERY_ENGINE, *([ADD_ADAPTER] * has_adapters)])
         fields = namespace_fields(vllm_config, ranks, shape, config.namespace)
@@ -154,7 +154,7 @@ class SchedulerHalf:
         self._announcer = announcer_of(
             vllm_config, ranks[0], self._store, shape, is_shared=self._is_shared
         )
-        # If a failed load fails its request, retried loads could fail more requests.
+        # If a failed load fails its request, retrying loads could fail more requests.
         is_recomputed = getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute"
         settings = PlanSettings(
             shape,
@@ -183,8 +183,8 @@ class SchedulerHalf:
         self._quiet_steps = 0
         self._is_stopped = False
         self.siblings: tuple[Any, ...] | None = None
-        """The other children of MultiConnector, or () if this is the only connector; None before
-        `KVLoftConnector.meet_scheduler`.
+        """The other children of MultiConnector, or () if this is the only connector. None until
+        `KVLoftConnector.meet_scheduler` is called.
         """
         self._asks_siblings = False
         sees_pauses = None not in (PAUSE_RESET.find(), ENGINE_SLEEP.find())
@@ -221,7 +221,7 @@ class SchedulerHalf:
     # -- hooks ------------------------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Switch to a new server if the old server is gone. Must be called between two plans."""
+        """Switch to a new server if the old server has exited. Only call this between plans."""
         if self._is_shared and not self.core.has_queued_loads and self._store.renew():
             self.core.meet_store(arena_of(self._store, self._shape))
 
@@ -229,8 +229,8 @@ class SchedulerHalf:
         """Return the number of tokens that can be loaded for a waiting request, or None while it
         must wait. The second value is True if there are tokens to load.
 
-        MultiConnector uses the tokens of no child while any child returns None, so a child only
-        waits if no sibling offers tokens.
+        MultiConnector ignores all children while any child returns None, so a child only waits if
+        no sibling offers tokens.
         """
         self.renew()
         may_wait = self.siblings is not None
@@ -252,8 +252,8 @@ class SchedulerHalf:
                 return None
 
     def _sibling_offers(self, request: Request, num_computed_tokens: int) -> bool:
-        """Return True if a sibling offers tokens for this request. A sibling that is also a kvloft
-        connector may call this connector in turn.
+        """Return True if a sibling offers tokens for this request. If the sibling is also a kvloft
+        connector, it may call this connector again.
         """
         if not self.siblings or self._asks_siblings:
             return False
@@ -269,8 +269,8 @@ class SchedulerHalf:
     def admit(
         self, request: Request, tables: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
-        """Admit a request. If its load cannot be planned, a failed load is planned instead, because
-        the request waits for a result.
+        """Admit a request. If its load cannot be planned, plan a failed load, because the request
+        waits for a result.
         """
         live, own = VllmRequest(request, self._adapters), self._new_tables(tables)
         try:
@@ -285,10 +285,10 @@ class SchedulerHalf:
         return self.core.plan_step(view_step(output, new_tables))
 
     def reset(self) -> None:
-        """Clear the cache, unless vLLM resets it for a pause that keeps the weights.
+        """Clear the cache, unless vLLM resets the cache for a pause that keeps the weights.
 
-        If a trainer can replace weights, a pause also clears it, because a pause can be the only
-        sign of new weights.
+        If a trainer can replace weights, a pause also clears the cache, because a pause can be the
+        only sign of new weights.
         """
         if _pausing.get() and not (self._clears_on_pause or self._weights_go):
             return
@@ -296,9 +296,9 @@ class SchedulerHalf:
         self.core.reset()
 
     def take_stats(self) -> KVLoftStats | None:
-        """Return the statistics since the last call; None if there is nothing to report.
+        """Return the statistics since the last call, or None if there is nothing to report.
 
-        The store's counters are read if a local counter changed, and every `STATS_STEPS` steps.
+        The store's counters are read if a local counter has changed, and every `STATS_STEPS` steps.
         """
         self._quiet_steps += 1
         if not self.core.counters and not self.hook_errors and self._quiet_steps < STATS_STEPS:
@@ -315,8 +315,8 @@ class SchedulerHalf:
         return KVLoftStats(dict(data) | {name: stats[name] for name in GAUGES if name in stats})
 
     def take_kv_events(self) -> Iterable[KVCacheEvent]:
-        """Return the changes of the store's tiers since the last call. Empty if KV events are
-        disabled.
+        """Return the changes in the store's tiers since the last call, or an empty sequence if KV
+        events are disabled.
         """
         if self._announcer is None:
             return ()
@@ -324,7 +324,7 @@ class SchedulerHalf:
         try:
             events = self._announcer.take()
             return [self._writer.write(event) for event in events]
-        except BaseException:  # subscribers could miss events
+        except BaseException:  # subscribers may have missed events
             self._announcer.withdraw(events)
             raise
 
@@ -335,15 +335,15 @@ class SchedulerHalf:
         self._adapters.identify(lora_request)
 
     def hear_pause(self, *_args: Any, **_kwargs: Any) -> Callable[[], None]:
-        """Mark resets during this call as part of a pause or sleep."""
+        """Treat resets during this call as part of a pause or sleep."""
         return partial(_pausing.reset, _pausing.set(True))
 
     def hear_sleep(self, _engine: Any, level: int = 1, *_args: Any, **_kwargs: Any) -> None:
-        """Note that vLLM discards the weights, except at sleep levels 0 and 1."""
+        """Record that vLLM discards the weights, except at sleep levels 0 and 1."""
         self._weights_go |= level not in (0, 1)
 
     def hear_pool_reset(self, pool: Any, *_args: Any, **_kwargs: Any) -> Callable[[], None]:
-        """Repeat kvloft's events after vLLM has published the removal of all blocks."""
+        """Publish kvloft's events again after vLLM has published the removal of all blocks."""
         queued = len(pool.kv_event_queue)
 
         def repeat() -> None:
@@ -353,12 +353,12 @@ class SchedulerHalf:
         return repeat
 
     def stop(self, reason: str) -> None:
-        """Stop offers and saves. If a trainer can replace weights, clear the cache instead."""
+        """Stop offers and saves, or only clear the cache if a trainer can replace weights."""
         if self._is_live:
             self.core.reset()
         elif not self._is_stopped:
             self._is_stopped = True
-            logger.error("kvloft: caching has stopped until the engine is restarted: %s", reason)
+            logger.error("kvloft: caching is disabled until the engine is restarted: %s", reason)
             self.core.stop()
 
     def close(self) -> None:

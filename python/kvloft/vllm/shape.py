@@ -1,7 +1,7 @@
 """Converts vLLM's KV cache configuration to a CacheShape at startup.
 
-Determines the KV cache groups, the unit, and the ranks that hold the same bytes. Other modules use
-the functions here to read the groups of a configuration.
+This module determines the KV cache groups, the unit, and the ranks that hold the same bytes, and
+provides functions to read the groups of a configuration.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,10 +20,10 @@ from kvloft.transfer.frames import E348, RAW, TILE_BYTES, compact_bytes_for, par
 
 
 def cache_shape(vllm_config: Any, ranks: Sequence[Any], encoding: int = RAW) -> CacheShape:
-    """Return the cache shape. ``ranks`` has the KV cache configs of all ranks, or of this worker.
+    """Return the cache shape. ``ranks`` has the KV cache configs of all ranks or of this worker.
 
-    In each group, a shard has the size that the largest rank needs. A worker only knows the sizes
-    of its layers, so with pipeline stages its shape can be smaller; the arena has the real sizes.
+    In each group, the largest rank determines the size of a shard. A worker only has the sizes of
+    its own layers, so with pipeline stages, its shape can be smaller than in the ArenaSpec.
     """
     groups = in_units([group_shape(spec) for spec in group_specs(ranks[0])])
     sizes = zip(*(_payload_sizes(rank, groups, encoding) for rank in ranks), strict=True)
@@ -40,8 +40,8 @@ def cache_shape(vllm_config: Any, ranks: Sequence[Any], encoding: int = RAW) -> 
 
 
 class _PayloadSize(NamedTuple):
-    """Size of a chunk on one rank: its bytes, the bytes of its bfloat16 pages, which are
-    compressed, and its tiles.
+    """The size of a chunk on one rank: total bytes, bytes in bfloat16 pages (which are compressed),
+    and number of tiles.
     """
 
     num_bytes: int
@@ -52,7 +52,7 @@ class _PayloadSize(NamedTuple):
 def _payload_sizes(
     rank: Any, groups: Sequence[GroupShape], encoding: int
 ) -> Iterator[_PayloadSize]:
-    """Yield the size of a chunk of each group on one rank. Without ``encoding``, pages are not
+    """Yield the size of a chunk in each group on one rank. Without ``encoding``, pages are not
     compressed.
     """
     specs = layer_specs(rank)
@@ -61,7 +61,7 @@ def _payload_sizes(
         size = _PayloadSize(num * sum(spec.page_size_bytes for spec in layers))
         if encoding:
             bf16 = [spec for spec in layers if getattr(spec, "dtype", None) == torch.bfloat16]
-            # An upper bound, because K and V may be stored separately.
+            # This is an upper bound, because K and V may be stored separately.
             tiles = sum(-(-spec.page_size_bytes // TILE_BYTES) + 1 for spec in layers)
             encoded = sum(spec.page_size_bytes for spec in bf16)
             size = size._replace(encoded_bytes=num * encoded, num_tiles=num * tiles)
@@ -79,8 +79,8 @@ def _with_sizes(group: GroupShape, of_ranks: Sequence[_PayloadSize]) -> GroupSha
 
 
 def in_units(groups: Sequence[GroupShape]) -> tuple[GroupShape, ...]:
-    """Return ``groups`` with the smallest unit that is whole blocks in every group. Hits in vLLM's
-    prefix cache also end at multiples of this unit.
+    """Return ``groups`` with the smallest unit that consists of whole blocks in every group. Hits
+    in vLLM's prefix cache also end at multiples of this unit.
     """
     tokens = lcm(*(group.block_tokens for group in groups))
     return tuple(replace(group, blocks_per_unit=tokens // group.block_tokens) for group in groups)
@@ -89,8 +89,8 @@ def in_units(groups: Sequence[GroupShape]) -> tuple[GroupShape, ...]:
 def encoding_of(ranks: Sequence[Any], config: Config) -> int:
     """Return the encoding of frames, `RAW` or `E348`, which is part of the namespace.
 
-    The result is the same in all processes of an engine, because it does not depend on the GPU. A
-    worker writes raw parts if its GPU, page alignment or staging buffer prevents encoding.
+    The result does not depend on the GPU, so it is the same in all processes of an engine. A worker
+    writes raw parts if its GPU, page alignment or staging buffer does not support encoding.
     """
     is_on = config.compression != "off" and config.gpu_copies == "kernels"
     if not is_on or not current_platform.is_cuda():
@@ -104,32 +104,32 @@ HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp")
 """Methods with `SpeculativeConfig.use_eagle`, whose layers read hidden states and the next token.
 """
 PREFIX_DRAFTERS = ("draft_model", "dflash")
-"""Methods whose KV only depends on the tokens up to its position. DFlash reads hidden states of
-these tokens.
+"""Methods whose KV only depends on tokens up to the same position. DFlash reads the hidden states
+of these tokens.
 """
 
 
 def has_draft_kv(vllm_config: Any) -> bool:
-    """Return True if a draft model has KV in the engine's blocks."""
+    """Return True if the KV of a draft model is in the engine's blocks."""
     speculative = getattr(vllm_config, "speculative_config", None)
     return speculative is not None and speculative.method in (*HIDDEN_DRAFTERS, *PREFIX_DRAFTERS)
 
 
 def draft_limit(vllm_config: Any) -> int | None:
-    """Return the maximum length of requests for which the engine always runs the draft model; None
-    if no draft model has KV.
+    """Return the maximum length of requests for which the engine always runs the draft model, or
+    None if no draft model has KV.
     """
     if not has_draft_kv(vllm_config):
         return None
     speculative, longest = vllm_config.speculative_config, vllm_config.model_config.max_model_len
     if (draft := getattr(speculative, "draft_model_config", None)) is not None:
         longest = min(longest, draft.max_model_len)
-    # DFlash needs one more token, and one token is spare.
+    # DFlash needs one more token, and another token is a safety margin.
     return int(longest) - int(speculative.num_speculative_tokens) - 2
 
 
 def pool_size(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> PoolSize | None:
-    """Return the size of vLLM's block pool; None if there is one group with full attention."""
+    """Return the size of vLLM's block pool, or None if the only group has full attention."""
     if shape.is_divisible:
         return None
     speculative = getattr(vllm_config, "speculative_config", None)
@@ -140,7 +140,7 @@ def pool_size(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> Pool
 
 
 def lookahead(vllm_config: Any) -> int:
-    """Return the number of tokens after a position on which its draft KV depends."""
+    """Return the number of tokens after a position that affect the draft KV at the position."""
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is None or speculative.method not in HIDDEN_DRAFTERS:
         return 0
@@ -157,9 +157,9 @@ KIND_OF_SPEC: dict[str, Literal["full", "window", "local", "state"]] = {
 }
 """Kind of a group (see `GroupShape`), by the class of its KV cache spec.
 
-If all layers share one block table, layers with a sliding window or chunked local attention are
-also FullAttentionSpec: vLLM converts their specs (`unify_hybrid_kv_cache_specs`) and keeps all
-their blocks, and only the computation uses the window. If every layer has the same sliding window,
+If all layers share one block table, layers with a sliding window or chunked local attention also
+have a FullAttentionSpec: vLLM converts their specs (`unify_hybrid_kv_cache_specs`), keeps all
+blocks, and applies the window only in the computation. If every layer has the same sliding window,
 the spec of the only group is a SlidingWindowSpec.
 """
 
@@ -176,7 +176,7 @@ def group_shape(spec: Any) -> GroupShape:
 
 
 def group_specs(kv_cache_config: Any) -> list[Any]:
-    """Return the spec of each group, or of its first layer if layers of a group differ in size."""
+    """Return the spec of each group, or of its first layer if the layers differ in size."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [
         next(iter(layers.values())) if (layers := getattr(spec, "kv_cache_specs", None)) else spec
@@ -185,7 +185,7 @@ def group_specs(kv_cache_config: Any) -> list[Any]:
 
 
 def group_layers(kv_cache_config: Any) -> list[list[str]]:
-    """Return the names of the layers of each group."""
+    """Return the names of the layers in each group."""
     return [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
 
 
@@ -210,7 +210,7 @@ def stage_layers(vllm_config: Any) -> list[int]:
 
 
 def num_replicas(vllm_config: Any) -> int:
-    """Return the number of neighboring tensor-parallel ranks that hold the same KV.
+    """Return the number of consecutive tensor-parallel ranks that hold the same KV.
 
     With MLA, all ranks hold the same KV. With fewer KV heads than ranks, rank r holds KV head
     ``r // (ranks // heads)`` (`QKVParallelLinear`).

@@ -1,7 +1,7 @@
-"""kvloft's metrics in vLLM's statistics and Prometheus export.
+"""Exports kvloft's metrics through vLLM's statistics and Prometheus.
 
-Statistics pass between processes as a flat dict of numbers. Counters are added, and gauges keep the
-newest value. Only the scheduler side sets gauges, so there is one value to aggregate.
+Processes exchange statistics as flat dicts of numbers. Counters are summed, and gauges keep the
+newest value. Only the scheduler side sets gauges, so each gauge has a single source.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ CONNECTED: Final = "server_connected"
 
 @dataclass
 class KVLoftStats(KVConnectorStats):
-    """Statistics of one interval, with the names in ``COUNTERS`` and ``GAUGES``."""
+    """The statistics of one interval, with the names in ``COUNTERS`` and ``GAUGES``."""
 
     def reset(self) -> None:
         self.data = dict[str, Any]()
@@ -41,7 +41,7 @@ class KVLoftStats(KVConnectorStats):
 
 
 class KVLoftPromMetrics(KVConnectorPromMetrics):
-    """The metrics ``vllm:kvloft_*``, which are counters and gauges with vLLM's labels."""
+    """The Prometheus metrics ``vllm:kvloft_*``, with vLLM's labels."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class KVLoftPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, dict[int, Any]] = {}
         self._label_values = per_engine_labelvalues
-        # With multiple API servers, every process exports a copy of each gauge, and only the newest
-        # value is current.
+        # With multiple API servers, every process exports a copy of each gauge. Only the newest
+        # value is up to date.
         newest = {"multiprocess_mode": "mostrecent"}
         for metric in exported(Scope.ENGINE):
             cls, more = (self._gauge_cls, newest) if metric.is_gauge else (self._counter_cls, {})

@@ -1,4 +1,4 @@
-"""Logs events of the store, and problems that its counters indicate."""
+"""Logs events of the store and problems that its counters indicate."""
 
 import logging
 import threading
@@ -14,35 +14,35 @@ logger = logging.getLogger("vllm.kvloft")
 WARN_EVERY_S = 60.0
 DAMAGE = (
     "kvloft: %s on disk failed verification and were treated as misses (namespace %s). Check the "
-    "health of the disk, or stop the engine and run `kvloft verify`"
+    "disk for errors, or stop the engine and run `kvloft verify`"
 )
 NO_ROOM = (
-    "kvloft: %s could not be written to disk, and no writes succeeded (namespace %s); the cache "
-    "continues with host memory. disk_path may be full, read-only, hung, or in use by another "
-    "process; see other log lines about the disk, or the server's log"
+    "kvloft: %s could not be written to disk, and no writes succeeded (namespace %s); continuing "
+    "with host memory only. disk_path may be full, read-only, hung, or in use by another process; "
+    "see other log lines about the disk, or the server's log"
 )
 OTHER_LAYOUT = (
-    "kvloft: %s in this namespace (%s) were saved by an engine with a different memory layout; "
-    "they are kept but not loaded. Set a different value of namespace for each engine, and report "
-    "the settings in which the engines differ"
+    "kvloft: %s in this namespace (%s) were saved by an engine with a different memory layout and "
+    "cannot be loaded. Set a different namespace for each engine, and report the settings in which "
+    "the engines differ"
 )
 SLOW_DISK = (
     "kvloft: %s on disk were computed, because reading them was expected to take longer "
-    "(namespace %s). The metric disk_slow_tokens counts them"
+    "(namespace %s). The metric disk_slow_tokens counts these tokens"
 )
 MISFITS = (
-    "kvloft: %s compressed too little for their frames and were not saved (namespace %s); they get "
-    "full frames the next time. The metric save_misfit_chunks counts them"
+    "kvloft: %s did not fit into compressed frames and were not saved (namespace %s); the next "
+    "save uses full-size frames. The metric save_misfit_chunks counts these chunks"
 )
 LOADS_FAIL = (
     f"kvloft: {MAX_FAILED_LOADS} consecutive loads failed; pausing loads and saves for a minute "
-    "(namespace %s). Requests are computed instead. See the log of the workers for the reason"
+    "(namespace %s). Requests are computed instead. See the workers' log for the reason"
 )
 POLL_EVERY_S: Final = 1.0
 
 
 class StoreLog:
-    """Logs the events and problems of the store of one engine."""
+    """Logs the events and problems of an engine's store."""
 
     def __init__(self, store: Any, namespace: bytes) -> None:
         self._store, self._namespace = store, namespace.hex()[:16]
@@ -50,10 +50,10 @@ class StoreLog:
         self._last_event = ""
 
     def log_events(self) -> None:
-        """Log the store's events since the last call, problems as WARNING and recoveries as INFO.
+        """Log the store's events since the last call: problems as WARNING, recoveries as INFO.
 
-        Skips consecutive duplicates, because many operations can hang and recover one after
-        another.
+        Consecutive duplicates are skipped, because many operations can hang and recover in
+        sequence.
         """
         for event, is_problem in self._store.take_events():
             if event != self._last_event:
@@ -62,7 +62,7 @@ class StoreLog:
             self._last_event = event
 
     def warn(self, counts: Counter[str]) -> None:
-        """Log the problems that the counts of an interval indicate."""
+        """Log the problems indicated by the counts of an interval."""
         self._warn(counts["disk_verify_failures"], DAMAGE)
         self._warn(counts["layout_mismatches"], OTHER_LAYOUT)
         self._warn(counts["disk_slow_tokens"], SLOW_DISK, unit="token", level=logging.INFO)
@@ -82,9 +82,9 @@ class StoreLog:
 
 
 class EventPoller:
-    """Calls ``log_events`` every second in a thread, until it is closed.
+    """Calls ``log_events`` every second in a thread until it is closed.
 
-    vLLM calls no hook while an engine is idle, but the connection to a server can change.
+    vLLM calls no hooks while an engine is idle, but the connection to a server can change.
     """
 
     def __init__(self, log_events: Callable[[], None], *, every_s: float = POLL_EVERY_S) -> None:
@@ -93,7 +93,7 @@ class EventPoller:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread. There are no calls after this method returns. Idempotent."""
+        """Stop the thread. ``log_events`` is not called after this method returns. Idempotent."""
         self._is_over.set()
         self._thread.join()
 

@@ -1,7 +1,7 @@
-"""Rejects models and settings that kvloft does not support. The engine then does not start, and
-the error gives the reason.
+"""Rejects models and settings that kvloft does not support.
 
-All checks run at startup.
+All checks run at startup. If a check fails, the engine does not start, and the error message gives
+the reason.
 """
 
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ from kvloft.vllm.shape import KIND_OF_SPEC, group_specs, has_draft_kv, layer_spe
 HAS_GROUPS = hasattr(base, "KVConnectorTransferResults") and hasattr(
     output, "KVConnectorBlockState"
 )
-"""True if this vLLM release passes enough information about KV cache groups to connectors."""
+"""True if this vLLM release passes the necessary data about KV cache groups to connectors."""
 IN_ONE = ' (with kv_groups set to "one", vLLM keeps every token in every layer instead)'
 
 
 def check_supported(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_groups: str = "auto"
 ) -> None:
-    """Raise UnsupportedError for models and settings that kvloft does not support."""
+    """Raise UnsupportedError if kvloft does not support the model or a setting."""
     if reason := next(_of_model(vllm_config, kv_cache_config, kv_groups), None):
         raise UnsupportedError(
             f"kvloft {reason}; run {vllm_config.model_config.model!r} without kvloft"
@@ -49,7 +49,7 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) 
         yield "does not support diffusion models: they modify KV after it is computed"
     if not getattr(model, "is_prefix_caching_supported", True):
         yield (
-            "only supports models whose prefixes vLLM can cache; this model needs the output of "
+            "only supports models whose prefixes vLLM can cache; this model requires the output of "
             "every token (mean or CLS pooling, or bidirectional attention)"
         )
     yield from _of_layers(vllm_config, kv_cache_config, kv_groups)
@@ -66,7 +66,7 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) 
 
 
 def _of_layers(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) -> Iterator[str]:
-    """Yield reasons to reject the types of the model's layers."""
+    """Yield reasons to reject the model because of the types of its layers."""
     specs = list(layer_specs(kv_cache_config).values())
     kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs}
     served: set[str | None] = {"full"}
@@ -133,9 +133,7 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
         )
     has_window = any((getattr(spec, "sliding_window", None) or 0) > 1 for spec in specs)
     if "full" not in kinds and not has_window:
-        yield (
-            "requires a layer with full attention, or with a sliding window of more than one token"
-        )
+        yield ("requires a layer with full attention or a sliding window of more than one token")
     if None in kinds:
         yield f"does not support KV of the type {type(specs[kinds.index(None)]).__name__}"
     yield from _of_block_sizes(vllm_config, kv_cache_config, specs)
@@ -161,7 +159,7 @@ def _of_block_sizes(vllm_config: Any, kv_cache_config: Any, specs: list[Any]) ->
     sizes = f"{' and '.join(map(str, blocks))} tokens"
     if alignment != unit and (len(blocks) != 1 or unit % alignment):
         yield (
-            "requires hits that end at block boundaries of all groups; here, blocks have "
+            "requires hits that end at block boundaries in all groups; here, blocks have "
             f"{sizes}, and hits end at multiples of {alignment}"
         )
     if len(blocks) == 1:
@@ -192,9 +190,10 @@ def _of_drafts_with_block_sizes(vllm_config: Any, sizes: str) -> Iterator[str]:
 def _of_drafts_with_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
     """Yield reasons to reject speculative decoding with states.
 
-    In the rejected cases, vLLM 0.32 computes wrong outputs on hits of its own prefix cache
+    In the rejected cases, vLLM 0.32 computes wrong outputs after hits in its own prefix cache
     (tests/e2e/zoo/test_faults.py), and kvloft would save the wrong KV. All methods except suffix
-    were tested with gated delta nets; suffix only differs from ngram in its draft tokens.
+    were tested with gated delta nets. The suffix method only differs from ngram in its draft
+    tokens.
     """
     states = [spec for spec in specs if hasattr(spec, "mamba_cache_mode")]
     if any("GDN" not in str(getattr(spec, "mamba_type", "")) for spec in states):
@@ -233,17 +232,17 @@ def _of_settings(vllm_config: Any) -> Iterator[str]:
         yield f"requires all workers on one host (nnodes={parallel.nnodes}); set nnodes to 1"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         yield (
-            "does not support calculate_kv_scales=True, because the scales differ after each start "
+            "does not support calculate_kv_scales=True, because the scales change at each startup "
             "and are not stored with the KV; use a checkpoint with KV scales, or disable it"
         )
 
 
 def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    """Yield reasons to reject pipeline parallelism, in cases that are untested or fail in vLLM."""
+    """Yield reasons to reject pipeline parallelism. These cases are untested or fail in vLLM."""
     if (size := getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1)) == 1:
         return
-    # Check the specs of groups as well as layers: this rank can lack layers of a group, and the
-    # scheduler only knows the layers of the first rank.
+    # Check the specs of both groups and layers, because this rank may have no layers of a group,
+    # and the scheduler only has the layers of the first rank.
     specs = [*group_specs(kv_cache_config), *layer_specs(kv_cache_config).values()]
     kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs}
     if "state" in kinds and not current_platform.is_cpu():

@@ -1,6 +1,6 @@
 """Converts vLLM's requests and steps to kvloft's views.
 
-Fields that a supported vLLM release lacks are read with a default.
+Fields that are missing in a supported vLLM release are read with a default value.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ except ImportError:  # before vLLM 0.32, hits have no source
 
 
 class VllmRequest:
-    """Implements `LiveRequest` for vLLM's Request. ``adapters`` identifies its LoRA adapter."""
+    """Implements `LiveRequest` for a vLLM Request. ``adapters`` identifies its LoRA adapter."""
 
     __slots__ = ("_adapters", "req_id", "request")
 
@@ -38,7 +38,7 @@ class VllmRequest:
         self.req_id = ReqId(request.request_id)
 
     def tokens(self) -> tuple[Sequence[int], int]:
-        # Use the list inside the read-only wrapper, because Rust reads a list without copying it.
+        # Use the list inside the read-only wrapper: Rust reads a list without copying it.
         request = self.request
         return request._all_token_ids, request.num_prompt_tokens  # noqa: SLF001
 
@@ -48,8 +48,8 @@ class VllmRequest:
 
     @property
     def skip_load(self) -> bool:
-        """Return True if the request must not read a cache, or if a different connector transfers
-        its KV from a prefill server.
+        """Return True if the request must not read from a cache, or if a different connector
+        transfers its KV from a prefill server.
         """
         skips = getattr(self.request, "skip_reading_prefix_cache", False)
         return bool(skips or self._transfer_params().get("do_remote_prefill"))
@@ -80,7 +80,7 @@ class VllmRequest:
 
 
 def _embeds(request: Request) -> tuple[EmbedRows, ...]:
-    """Return the embedding rows of a prompt, except positions that vLLM marks as token ids."""
+    """Return the embedding rows of a prompt, excluding positions that vLLM marks as token ids."""
     rows = request.prompt_embeds
     if rows is None:
         return ()
@@ -101,17 +101,17 @@ NewTables = Callable[[Any], Tables]
 
 
 def tables_of(shape: CacheShape) -> NewTables:
-    """Return a function that converts vLLM's block tables of all groups to `Tables`."""
+    """Return a function that converts vLLM's block tables for all groups to `Tables`."""
     per_unit = [group.blocks_per_unit for group in shape.groups]
     return partial(Tables, main=shape.main, per_unit=per_unit if max(per_unit) > 1 else None)
 
 
 def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> StepView:
     """Convert a SchedulerOutput, in either of vLLM's formats, to a StepView. A resumed request
-    appears as a new request with its whole block table.
+    appears as a new request with its complete block table.
 
-    With ``new_tables``, the view returns vLLM's current block tables, and ``grown`` has all blocks
-    that requests received.
+    With ``new_tables``, the view returns vLLM's current block tables, and ``grown`` contains all
+    blocks that vLLM assigned to requests.
     """
     blocks_of = _first_of if new_tables is None else _flatten
     cached = output.scheduled_cached_reqs
@@ -124,7 +124,7 @@ def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> S
         for request in output.scheduled_new_reqs
     ]
     req_ids, computed = cached.req_ids, cached.num_computed_tokens
-    # Most requests get no block in a step. Rust skips them, without Python code per request.
+    # Most requests get no blocks in a step. Rust code skips these requests efficiently.
     added = cached.new_block_ids
     if new_tables is None:
         grown = _core.first_of_each(req_ids, added)
@@ -156,10 +156,10 @@ def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> S
 
 
 def _resolve(view: StepView, output: SchedulerOutput, new_tables: NewTables) -> StepView:
-    """Return ``view`` with vLLM's current block tables and the states that vLLM offers."""
+    """Add vLLM's current block tables and the states that vLLM offers to ``view``."""
     state = output.kv_connector_block_state
     assert state is not None, (
-        "set for every connector in the vLLM releases whose KV cache groups kvloft supports"
+        "vLLM sets this for every connector in releases whose KV cache groups kvloft supports"
     )
     grown = [*view.grown, *((new.req_id, new.block_ids) for new in view.new)]
     offered = state.boundary_state_offloads.items()
@@ -187,11 +187,11 @@ def _flatten(tables: Sequence[Sequence[int]]) -> Sequence[int]:
 
 
 _first_of: Callable[[Any], Sequence[int]] = itemgetter(0)
-"""Returns the table of the only group."""
+"""A function that returns the table of the only group."""
 
 
 def hit_sources(by_tier: Mapping[str, int], num_tokens: int) -> dict[Any, int]:
-    """Return the number of tokens by vLLM's source labels, with the sum ``num_tokens``."""
+    """Return the number of tokens for each of vLLM's source labels. The sum is ``num_tokens``."""
     if CacheHitSource is None:
         return {}
     tiers = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}

@@ -1,10 +1,10 @@
-"""The worker side inside vLLM: passes connector metadata to WorkerCore, with one method per hook.
+"""The worker side inside vLLM passes connector metadata to WorkerCore, with one method per hook.
 
-vLLM releases call hooks in different orders: before 0.31, they do not call ``wait_for_save`` in
-empty steps, and with speculative decoding, they collect results before it. Saves therefore run in
-the first hook after the forward pass. The KV of a draft model, and the states of accepted draft
-tokens, are written after results are collected. In these cases, saves run in ``wait_for_save``,
-which is the last hook.
+vLLM releases call hooks in different orders. Before 0.31, vLLM does not call ``wait_for_save`` in
+empty steps, and with speculative decoding, it collects results before ``wait_for_save``. Saves
+therefore run in the first hook after the forward pass. The KV of a draft model and the states of
+accepted draft tokens are written after results are collected. In these cases, saves run in
+``wait_for_save``, which is the last hook.
 """
 
 from itertools import chain
@@ -31,7 +31,7 @@ from kvloft.vllm.stats import KVLoftStats
 
 
 class WorkerHalf:
-    """Implements kvloft's hooks in one of vLLM's worker processes."""
+    """Implements kvloft's hooks in a vLLM worker process."""
 
     def __init__(
         self,
@@ -43,13 +43,12 @@ class WorkerHalf:
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         self._num_blocks = kv_cache_config.num_blocks
         self.fails_requests = not shape.is_divisible
-        """True if failed loads are reported by request, because block ids do not identify a group.
-        """
+        """True if failed loads are reported by request. Block ids do not identify a group."""
         self._group_layers = [] if shape.is_divisible else group_layers(kv_cache_config)
         dtypes = f"{model.dtype}|{vllm_config.cache_config.cache_dtype}"
         self._fingerprint = f"{vllm.__version__}|{current_platform.device_name}|{dtypes}"
-        # Before the first hook of a step, vLLM writes to new blocks: it zeroes them or moves states
-        # to them.
+        # vLLM writes to new blocks before the first hook of a step: it zeroes the blocks or moves
+        # states into them.
         zeroes_first = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         moves_states = any(group.kind == "state" for group in shape.groups)
         settings = MoverSettings(
@@ -76,7 +75,7 @@ class WorkerHalf:
         groups = [kv_caches]
         if self._group_layers:
             for name in chain(*self._group_layers):
-                if name not in kv_caches:  # no check would detect the missing KV
+                if name not in kv_caches:  # no other check detects the missing KV
                     raise LayoutError(
                         f"layer {name!r} of a KV cache group has no KV tensor, so kvloft cannot "
                         "cache its KV"
@@ -85,7 +84,7 @@ class WorkerHalf:
         self.core.register(groups, self._num_blocks, self._fingerprint)
 
     def take_finished(self) -> set[str]:
-        """Return the requests whose loads completed. Runs copies that no earlier hook has run."""
+        """Start copies that no hook has started, and return requests with completed loads."""
         self.core.run_loads()
         if not self._saves_late:
             self.core.run_saves()
@@ -113,8 +112,8 @@ class WorkerHalf:
     def drain(self, *_args: Any, **_kwargs: Any) -> None:
         """Finish all copies before the allocator unmaps memory.
 
-        vLLM only waits for work on the GPU, and not for copies that kvloft has queued. A kernel
-        that accesses unmapped pages crashes the engine.
+        vLLM only waits for work on the GPU, not for copies in kvloft's queue. A kernel that
+        accesses unmapped pages crashes the engine.
         """
         self.core.drain()
 

@@ -1,1 +1,1 @@
-"""GPU mover: kernels, staging slots in HBM, and copies that never block a step."""
+"""The GPU mover uses kernels and staging slots in HBM. GPU copies never block a step."""

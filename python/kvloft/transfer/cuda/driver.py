@@ -1,8 +1,8 @@
-"""CUDA driver calls used by the GPU mover. Errors become exceptions; handles are ints.
+"""CUDA driver calls for the GPU mover. Errors raise exceptions, and handles are ints.
 
-All calls use the current context, which torch owns. Unlike torch's wrappers, they take about 1 us
-and accept raw addresses. They use ctypes because the first calls through NVIDIA's bindings are
-slow: on an idle GPU, the first copy of a save started 100 us later with them.
+All calls use the current context, which torch owns. Unlike torch's wrappers, the calls take about
+1 us and accept raw addresses. This module uses ctypes, because the first calls through NVIDIA's
+bindings are slow: they delayed the first copy of a save on an idle GPU by 100 us.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Final
 import numpy as np
 
 NOT_READY: Final = 600
-"""CUDA_ERROR_NOT_READY: a normal result of a query, not an error."""
+"""The code CUDA_ERROR_NOT_READY, which is a normal result of a query."""
 _HOST, _DEVICE = 1, 2
 _BATCH_ATTRIBUTES, _BATCH_FIRST = (c_int * 6)(1), c_size_t(0)
-"""CUmemcpyAttributes of a batch: sources are read in stream order; no hints or flags."""
+"""CUmemcpyAttributes of a batch. Sources are read in stream order, without hints or flags."""
 _NON_BLOCKING = 1
 _QUIET_EVENT = 1 | 2
 """CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING."""
@@ -45,7 +45,7 @@ _SIGNATURES: Final[tuple[tuple[str, tuple[Any, ...]], ...]] = (
     ("cuLaunchKernel", (_P, *(c_uint,) * 7, _P, _P, _P)),
 )
 _ARGUMENTS: Final = {name: arguments for names, arguments in _SIGNATURES for name in names.split()}
-"""Argument types by exported name. The driver never changes the signature of an exported name."""
+"""Argument types by exported name. The driver never changes the signature of a function."""
 
 
 class CudaError(RuntimeError):
@@ -61,9 +61,9 @@ def _library() -> Any:
 
 
 class _Driver:
-    """Functions of the driver, resolved at first use.
+    """The functions of the driver, which are resolved on first use.
 
-    They release the GIL and raise CudaError if the call fails.
+    The functions release the GIL and raise CudaError if the call fails.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -92,14 +92,14 @@ _cu = _Driver()
 
 
 def _made(kind: Any, call: Callable[..., int], *arguments: Any) -> Any:
-    """Call ``call`` and return the value of type ``kind`` that it writes to its first argument."""
+    """Invoke ``call`` with an output argument of type ``kind``, and return the output."""
     out = kind()
     call(ctypes.byref(out), *arguments)
     return out.value
 
 
 class Stream:
-    """Non-blocking stream, or a view of a stream that torch owns."""
+    """A non-blocking stream, or a view of a stream that torch owns."""
 
     __slots__ = ("handle",)
 
@@ -108,7 +108,7 @@ class Stream:
 
     @classmethod
     def create(cls) -> Stream:
-        """Create a stream with the lowest priority, so that kernels of the engine run first."""
+        """Create a stream with the lowest priority, so that the engine's kernels run first."""
         low = _made(c_int, _cu.cuCtxGetStreamPriorityRange, None)
         return cls(_made(c_void_p, _cu.cuStreamCreateWithPriority, _NON_BLOCKING, low))
 
@@ -141,8 +141,8 @@ class Stream:
     ) -> None:
         """Copy equally spaced rows with one copy-engine command.
 
-        Fields of CUDA_MEMCPY2D: source, destination, row size, number of rows. Fields of source and
-        destination: x, y, memory type, host address, device address, array, pitch.
+        The fields of CUDA_MEMCPY2D are source, destination, row size and number of rows. Source and
+        destination consist of x, y, memory type, host address, device address, array and pitch.
         """
         sides = (0, 0, _HOST, host, 0, 0, host_pitch), (0, 0, _DEVICE, 0, device, 0, device_pitch)
         source, to = sides[::-1] if to_host else sides
@@ -154,10 +154,10 @@ class Stream:
     ) -> None:
         """Copy many ranges between registered memory and the device with one command.
 
-        The copies run in any order. Separate commands for copies of a few MiB would leave the link
-        idle between them and fill the stream's queue, which blocks the host. Drivers older than
-        12.8 do not support batches; this function then queues single copies (`cuMemcpyAsync` infers
-        the direction).
+        The copies run in any order. With a separate command for each copy of a few MiB, the link
+        would be idle between commands, and the stream's queue would fill up, which blocks the host.
+        Drivers older than 12.8 do not support batches. This function then queues separate copies
+        (`cuMemcpyAsync` infers the direction).
         """
         if not hasattr(_library(), "cuMemcpyBatchAsync"):
             for each in zip(to, source, num_bytes, strict=True):
@@ -191,7 +191,7 @@ class Stream:
 
 
 class Event:
-    """CUDA event. `synchronize` spins if the event was created with ``timing``, or else sleeps."""
+    """A CUDA event. `synchronize` spins if the event has ``timing``, and sleeps otherwise."""
 
     __slots__ = ("handle",)
 
@@ -202,7 +202,7 @@ class Event:
         _cu.cuEventRecord(self.handle, stream.handle)
 
     def is_done(self) -> bool:
-        """Return True if the work before the event is done. Raise CudaError if it failed."""
+        """Return True if all work before the event is done. Raises CudaError if the work failed."""
         return bool(_cu.cuEventQuery(self.handle) != NOT_READY)
 
     def synchronize(self) -> None:
@@ -218,7 +218,7 @@ class Event:
 def load_functions(cubin: bytes, names: tuple[str, ...]) -> dict[str, int]:
     """Load kernels into the current context and return their handles by name.
 
-    The kernels stay loaded until the process exits.
+    The kernels remain loaded until the process exits.
     """
     module = _made(c_void_p, _cu.cuModuleLoadData, cubin)
     return {name: _made(c_void_p, _cu.cuModuleGetFunction, module, name.encode()) for name in names}
@@ -236,7 +236,7 @@ def use_context(context: int | None) -> None:
 
 
 def kernels_reach_registered() -> bool:
-    """Return True if kernels can use the host address of registered memory."""
+    """Return True if kernels can access registered memory by its host address."""
     device = _made(c_int, _cu.cuCtxGetDevice)
     return bool(_made(c_int, _cu.cuDeviceGetAttribute, _CAN_USE_HOST_POINTER, device))
 
@@ -247,7 +247,7 @@ def host_register(address: int, num_bytes: int) -> None:
 
 
 def host_unregister(address: int) -> None:
-    """Unregister the range that was registered at ``address``."""
+    """Unregister the memory that was registered at ``address``."""
     _cu.cuMemHostUnregister(address)
 
 
@@ -262,7 +262,7 @@ def host_free(address: int) -> None:
 
 
 def synchronize() -> None:
-    """Wait for all work on the device. For tests and benchmarks; a step must not wait."""
+    """Wait for all work on the device. Only for tests and benchmarks: a step must not wait."""
     _cu.cuCtxSynchronize()
 
 

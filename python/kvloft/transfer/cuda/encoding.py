@@ -1,8 +1,8 @@
-"""Sizes of encoded parts, and the conditions under which a layout is encoded.
+"""Computes the sizes of encoded parts, and determines whether a layout is encoded.
 
-docs/design/compression.md describes the format "e348"; its kernels are in csrc/e348.cu. Encoded
-sizes vary, so the copy engine moves a constant number of bytes of each part (its width), and
-kernels access the rest in host memory. This module only does arithmetic.
+docs/design/compression.md describes the e348 format, and csrc/e348.cu contains its kernels. Encoded
+sizes vary, so the copy engine copies a constant number of bytes per part (its width), and kernels
+access the remaining bytes in host memory. This module does not use CUDA.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from kvloft.transfer.frames import TABLE_ENTRY_BYTES, TILE_BYTES, FrameMemory
 from kvloft.transfer.layout import PagedLayout
 
 SHARE: Final = 0.70
-"""Fraction of the bytes of bf16 pages that the copy engine moves. 99.75 % of real KV fits."""
+"""Fraction of the bytes in bf16 pages that the copy engine copies. 99.75 % of real KV fits."""
 MAX_PART_BYTES: Final = 1 << 28
-"""Size limit of an encoded part: a table entry has 24 bits for an offset in units of 16 bytes."""
+"""Maximum size of an encoded part. A table entry has a 24-bit offset in units of 16 bytes."""
 _MIN_PAGE_BYTES: Final = 1024
-"""Minimum size of pages that encoding makes smaller."""
+"""Minimum page size for which encoding saves space."""
 
 
 def _tiles_per_block(layout: PagedLayout) -> int:
@@ -29,13 +29,13 @@ def _tiles_per_block(layout: PagedLayout) -> int:
 
 
 def _saved_bytes(layout: PagedLayout) -> int:
-    """Return the number of bytes that encoding is expected to save per block, before the table."""
+    """Return the number of bytes that encoding saves per block, ignoring the size of the table."""
     sizes = (plane.page_bytes for plane in layout.planes if plane.is_bf16)
     return int(sum(size for size in sizes if size >= _MIN_PAGE_BYTES) * (1 - SHARE))
 
 
 def can_encode(layout: PagedLayout, num_blocks: int, slot_bytes: int) -> bool:
-    """Return True if encoding saves bytes and a chunk of any encoded size fits a staging slot."""
+    """Return True if encoding saves space and any encoded chunk fits into a staging slot."""
     table_bytes = TABLE_ENTRY_BYTES * _tiles_per_block(layout)
     if num_blocks > MAX_BLOCKS or vec_bytes_of(layout) != 16 or _saved_bytes(layout) <= table_bytes:
         return False
@@ -50,13 +50,13 @@ def slot_stride(width: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PartEncoding:
-    """Sizes of encoded parts of one layout.
+    """Sizes of encoded parts for one layout.
 
     Attributes:
-        frames: the frames that kernels access directly; None if the frames are not registered, so
-            that kernels must not access them.
-        capacity: size of a part without its trailer, in bytes.
-        block_width: number of bytes that the copy engine moves for each block of a chunk.
+        frames: the frames that kernels access directly, or None if the frames are not registered,
+            so kernels cannot access them.
+        capacity: size of a part in bytes, excluding its trailer.
+        block_width: number of bytes that the copy engine copies for each block of a chunk.
     """
 
     frames: FrameMemory | None
@@ -67,7 +67,7 @@ class PartEncoding:
     def of(cls, layout: PagedLayout, frames: FrameMemory, *, everything: bool = False) -> Self:
         """Return the sizes for ``layout``.
 
-        With ``everything``, the copy engine moves as many bytes as an encoded part can have, as
+        With ``everything``, the copy engine copies the maximum size of an encoded part, which is
         required for loads from frames that are not registered yet.
         """
         saved = 0 if everything else _saved_bytes(layout)
@@ -75,13 +75,13 @@ class PartEncoding:
         return cls(None if everything else frames, frames.part_capacity, block_width)
 
     def width(self, num_blocks: int) -> int:
-        """Return the number of bytes that the copy engine moves for a part with ``num_blocks``."""
+        """Return the number of bytes that the copy engine copies for a part with ``num_blocks``."""
         return min(self.capacity, (num_blocks * self.block_width + 16 + 63) // 64 * 64)
 
     def parts(
         self, frames: Sequence[int], num_blocks: Sequence[int], is_raw: npt.NDArray[np.bool_] | None
     ) -> npt.NDArray[Any]:
-        """Return one `PART` record for each chunk of a piece."""
+        """Return a `PART` record for each chunk in a piece."""
         parts: npt.NDArray[Any] = np.zeros(len(frames), PART)
         if (memory := self.frames) is not None:
             first = np.uint64(memory.address + memory.part_offset)

@@ -1,4 +1,4 @@
-"""Copies in progress of CudaMover: loads, jobs, and the sizes of the first pieces."""
+"""Tracks CudaMover's copies in progress (loads and jobs), and sizes the first pieces."""
 
 import math
 from collections.abc import Sequence
@@ -15,28 +15,27 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece
 
 SAVE_PREPARE_US, LOAD_PREPARE_US, PREPARE_CHUNK_US = 100.0, 150.0, 1.5
-"""Time to prepare and submit one of the first pieces, and additional time per chunk of the piece.
+"""Time to prepare and submit one of the first pieces, and additional time per chunk in the piece.
 
-Measured on the host of an H200 with cold caches. The time for a load includes the launch of the
-previous piece's kernel.
+Measured on the host of an H200 with cold caches. The time for a load includes launching the kernel
+of the previous piece.
 """
 LINK_BYTES_PER_US = 55_000.0
 LAST_PIECE_DIVISOR = 4
-"""The last piece of a load has 1/4 of the usual size, because the link is idle during its scatter.
-"""
+"""Divisor for the size of a load's last piece. The link is idle while this piece is scattered."""
 SORTED_PIECES = 4
-"""Number of pieces of a load whose chunks are sorted together."""
+"""Number of pieces in a load whose chunks are sorted together."""
 
 
 def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int, ...]:
-    """Return the sizes, in chunks, of the first pieces on an idle link. Later pieces are full.
+    """Return the sizes, in chunks, of the first pieces on an idle link. Later pieces are full-size.
 
-    The first piece is small, because the link is idle until it is submitted. The transfer of each
-    piece takes as long as the preparation of the next piece.
+    The first piece is small, because the link is idle until the piece is submitted. The transfer of
+    each piece takes as long as preparing the next piece.
     """
     link_us = part_bytes / LINK_BYTES_PER_US
     spare_us = link_us - PREPARE_CHUNK_US
-    # 1.2: the second piece is larger than the first, so it takes longer to prepare.
+    # The factor is 1.2 because the second piece is larger and takes longer to prepare.
     size = chunks_per_piece if spare_us <= 0 else math.ceil(1.2 * prepare_us / spare_us)
     sizes: list[int] = []
     while size < chunks_per_piece:
@@ -47,7 +46,7 @@ def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int
 
 @dataclass(slots=True, eq=False)
 class Mark:
-    """Point in the compute stream that jobs wait for. The event is reused for later marks."""
+    """A point in the compute stream for which jobs wait. The event is reused for later marks."""
 
     event: driver.Event
     spare: list[driver.Event]
@@ -58,7 +57,7 @@ class Mark:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """LoadPlan in progress. ``num_missing`` is the number of chunks without a result."""
+    """A LoadPlan in progress. ``num_missing`` is the number of chunks without a result."""
 
     plan: LoadPlan
     num_missing: int
@@ -67,7 +66,7 @@ class Load:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """Chunks of one load with pages of one ``kind``. The first ``num_sent`` are taken already."""
+    """Chunks of one load with pages of one ``kind``. The first ``num_sent`` have been taken."""
 
     load: Load
     kind: int
@@ -75,19 +74,19 @@ class Waiting:
     after: Mark | None
     num_sent: int = 0
     window: ChunkBatch | tuple[()] = ()
-    """Chunks sorted by frame. The first ``num_window_sent`` of them are taken already."""
+    """Chunks sorted by frame. The first ``num_window_sent`` chunks have been taken."""
     num_window_sent: int = 0
 
     @property
     def num_left(self) -> int:
-        """Return the number of chunks that are not taken yet."""
+        """Return the number of chunks that have not been taken yet."""
         return len(self.chunks) - self.num_sent
 
     def take(self, count: int, *, per_piece: int, is_last: bool) -> ChunkBatch:
-        """Take at most ``count`` chunks, in the order of their frames.
+        """Take at most ``count`` chunks, sorted by frame.
 
-        The last piece is small if no load is queued behind this one (``is_last``). After the first
-        pieces, the link has enough work to sort the chunks of `SORTED_PIECES` pieces together.
+        The last piece is small if no other load is queued (``is_last``). After the first pieces,
+        the link is busy for long enough to sort the chunks of `SORTED_PIECES` pieces together.
         """
         chunks, begin, left = self.chunks, self.num_sent, self.num_left
         last = per_piece // LAST_PIECE_DIVISOR
@@ -110,15 +109,15 @@ class Waiting:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Chunks of one kind that finish together: all chunks of a piece, or a chunk of many pieces.
+    """Chunks of one kind that finish together: the chunks of a piece, or one chunk in many pieces.
 
     Attributes:
-        tags: for each chunk, the sum that the kernels have computed so far.
-        record_units: for each chunk, the size of its encoded records in units of 16 bytes.
-        after: the copies wait for this mark. None once the last piece has been submitted.
-        owners: for loads, each load with its number of chunks, in the order of ``chunks``.
+        tags: the sum that the kernels have computed so far for each chunk.
+        record_units: the size of the encoded records of each chunk, in units of 16 bytes.
+        after: the mark for which the copies wait. None once the last piece has been submitted.
+        owners: for loads, each load and its number of chunks, in the order of ``chunks``.
         wanted_tags: for loads, the tags in the trailers.
-        problems: for loads, why a chunk failed its check, by index in ``chunks``.
+        problems: for loads, the reason why a chunk failed verification, by index in ``chunks``.
     """
 
     kind: int
@@ -132,4 +131,4 @@ class Job:
     wanted_tags: npt.NDArray[np.uint64] | None = None
     problems: dict[int, str] = field(default_factory=dict)
     is_all_registered: bool = True
-    """True if all frames were registered when their pieces were submitted. If not, a save fails."""
+    """False if a piece was submitted before its frames were registered. A save then fails."""

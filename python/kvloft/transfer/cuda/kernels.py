@@ -1,7 +1,8 @@
 """Compiles the kernels in csrc, and defines their launch parameters and the tile table.
 
-NVRTC compiles the kernels for the device; cuda.core's program cache stores them on disk. Compiling
-requires neither nvcc nor torch's C++ ABI nor a GPU. The launch parameters mirror kv_layout.cuh.
+NVRTC compiles the kernels for the device, and cuda.core's program cache stores them on disk.
+Compilation does not require nvcc, torch's C++ ABI or a GPU. The launch parameters mirror
+kv_layout.cuh.
 """
 
 import ctypes
@@ -24,7 +25,7 @@ from kvloft.transfer.frames import TILE_BYTES
 from kvloft.transfer.layout import PagedLayout
 
 HEADERS = ("tag.cuh", "kv_layout.cuh", "piece.cuh")
-"""Ordered by dependency: a header only includes earlier headers."""
+"""The headers in dependency order: each header only includes earlier headers."""
 VEC_BYTES = (16, 8, 4, 1)
 CACHE_BYTES = 64 << 20
 CTA_THREADS: Final = 512
@@ -34,7 +35,7 @@ MAX_BLOCKS: Final = 1024
 
 
 class Family(NamedTuple):
-    """The two kernels of one source file. ``sources`` lists its headers, then the file."""
+    """The two kernels in a source file. ``sources`` contains the headers, then the source file."""
 
     sources: tuple[str, ...]
     gather: str
@@ -51,7 +52,7 @@ class KernelError(UnsupportedError):
 
 @cache
 def kernel_source(family: Family = CHUNKS) -> str:
-    """Return the source of ``family`` as one text without includes, for the program cache."""
+    """Return the source of ``family`` as one string without includes, for the program cache."""
     folder = resources.files("kvloft") / "csrc"
     text = "".join(
         (folder / name).read_text(encoding="utf-8") for name in (*HEADERS, *family.sources)
@@ -70,8 +71,8 @@ def compile_kernels(
     """Return the cubin of ``family`` for ``arch``, for example "sm_90".
 
     Args:
-        vec_bytes: width of the kernels' memory accesses.
-        cache_dir: directory of the cubin cache; None for no cache.
+        vec_bytes: width of memory accesses in the kernels.
+        cache_dir: directory of the cubin cache, or None to disable the cache.
         macros: preprocessor macros for benchmarks that omit parts of the kernels.
 
     Raises KernelError with the compiler's log.
@@ -81,7 +82,7 @@ def compile_kernels(
         from cuda.core.utils import FileStreamProgramCache
     except ImportError as error:
         raise KernelError(
-            "kvloft compiles its GPU kernels with NVRTC, and a required package is missing "
+            "kvloft compiles GPU kernels with NVRTC, and a required package is missing "
             f"({error}); run: "
             "pip install 'kvloft[cu13]', or kvloft[cu12] if torch was built for CUDA 12"
         ) from error
@@ -95,7 +96,7 @@ def compile_kernels(
             store = FileStreamProgramCache(cache_dir, max_size_bytes=CACHE_BYTES)
         program = Program(kernel_source(family), "c++", options)
         return bytes(program.compile("cubin", cache=store).code)
-    # cuda.core raises different types for a missing NVRTC, an invalid arch and a compile error.
+    # cuda.core raises different exceptions if NVRTC is missing, arch is invalid or compiling fails.
     except Exception as error:
         raise KernelError(
             f"kvloft's GPU kernels could not be compiled for {arch}: {error}"
@@ -128,7 +129,7 @@ SEGMENT: Final = np.dtype(
     ]
 )
 PART: Final = np.dtype([("address", "<u8"), ("width", "<u4"), ("is_raw", "<u4")])
-# kv_layout.cuh asserts the same sizes.
+# kv_layout.cuh also asserts these sizes.
 assert TILE.itemsize == 32 and SEGMENT.itemsize == 24 and PART.itemsize == 16
 
 
@@ -137,7 +138,7 @@ def _fields_of(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
 
 
 class PieceParams(ctypes.Structure):
-    """Parameters of one launch. kv_layout.cuh documents the fields."""
+    """The parameters of a kernel launch. kv_layout.cuh documents the fields."""
 
     _fields_ = (
         *_fields_of(ctypes.c_uint64, "tiles sums num_done tags_out block_bytes base"),
@@ -149,14 +150,14 @@ class PieceParams(ctypes.Structure):
     )
 
 
-# kv_layout.cuh asserts the same size.
+# kv_layout.cuh also asserts this size.
 assert ctypes.sizeof(PieceParams) == 88 + (24 + 16) * MAX_SEGMENTS + 4 * MAX_BLOCKS
 
 
 def vec_bytes_of(layout: PagedLayout) -> int:
-    """Return the widest access to which all pages and strides of ``layout`` are aligned.
+    """Return the widest memory access that the alignment of pages and strides allows.
 
-    Frames are aligned to pages, so they do not limit the width.
+    Frames are page-aligned, so they do not limit the width.
     """
     common = 16
     for plane in layout.planes:
@@ -167,12 +168,12 @@ def vec_bytes_of(layout: PagedLayout) -> int:
 def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
     """Return the tiles of a block in payload order.
 
-    Raises UnsupportedError if a block has 4 GiB or more.
+    Raises UnsupportedError if the size of a block is 4 GiB or more.
     """
     if layout.block_bytes >= 1 << 32:
         raise UnsupportedError(
-            f"a block of {layout.block_bytes} bytes is too large for kvloft's kernels; use a "
-            "smaller block_size"
+            f"a block of {layout.block_bytes} bytes is too large for kvloft's kernels; reduce "
+            "block_size"
         )
     rows: list[tuple[int, ...]] = []
     payload_offset = 0
@@ -187,7 +188,7 @@ def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class BlockTiles:
-    """Sizes for splitting chunks into pieces. ``tile_offsets[t]`` is tile t's offset in a block."""
+    """Sizes for splitting chunks into pieces. ``tile_offsets`` are the offsets in a block."""
 
     block_bytes: int
     tiles_per_block: int
@@ -199,13 +200,13 @@ class BlockTiles:
         return cls(layout.block_bytes, len(tiles), tiles["payload_offset"].astype(np.int64))
 
     def payload_offset(self, tile: int) -> int:
-        """Return the offset of ``tile``, counted from the start of the chunk, in the payload."""
+        """Return the offset in the payload of ``tile``, which is an index in the chunk."""
         block, rest = divmod(tile, self.tiles_per_block)
         return block * self.block_bytes + int(self.tile_offsets[rest])
 
 
 class Kernels:
-    """Compiled kernels and tile table of one layout. Launches allocate no memory."""
+    """The compiled kernels and the tile table for one layout. Launches do not allocate memory."""
 
     def __init__(
         self,
@@ -218,11 +219,11 @@ class Kernels:
     ) -> None:
         """Compile and load the kernels.
 
-        With ``encodes``, load the kernels that encode parts (see `encoding.can_encode`). Raises
-        KernelError if the kernels cannot be compiled, and CudaError if they cannot be loaded.
+        With ``encodes``, load kernels that encode and decode parts (see `encoding.can_encode`).
+        Raises KernelError if compilation fails, and CudaError if the kernels cannot be loaded.
         """
         major, minor = torch.cuda.get_device_capability(device)
-        # Makes the context current on this thread. Runs at startup, never in a step.
+        # Make the context current on this thread. This runs at startup, never in a step.
         torch.cuda.current_stream(device).synchronize()
         self.vec_bytes, self.encodes = vec_bytes_of(layout), encodes
         family = E348 if encodes else CHUNKS

@@ -1,4 +1,4 @@
-"""Lanes: the staging slots of one direction, their streams, and the order of kernels and copies.
+"""Lanes manage the staging slots and streams of one direction, and order kernels and copies.
 
 A kernel and the copy engine work on different slots at the same time. All work is queued on the
 GPU; only `stop` and `close` block the host. A lane treats tags as opaque numbers.
@@ -40,7 +40,7 @@ With slots of 20 MiB, 256 pieces keep a PCIe Gen5 link busy for about 95 ms.
 
 FEW_RUNS: Final = 2
 FEW_ROWS: Final = 8
-"""In a piece with more than FEW_RUNS runs, all runs of at most FEW_ROWS rows are copied as one
+"""If a piece has more than FEW_RUNS runs, all runs with at most FEW_ROWS rows are copied as one
 batch, because the link is idle for 5 us between commands.
 """
 
@@ -50,24 +50,24 @@ _ALIGN: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Number and size of staging slots, and the number of CTAs per kernel.
+    """The number and size of staging slots, and the number of CTAs per kernel.
 
     All pieces pass through a staging slot. With pages of 4 KiB to 2 MiB, copies reach 98 % of the
-    rate of one large copy (benches/results). A kernel that accesses frames directly was never
-    faster in measurements.
+    bandwidth of one large copy (benches/results). In measurements, kernels that access frames
+    directly were never faster.
     """
 
     num_slots: int = 2
     slot_bytes: int = 40 << 20
-    """Size of a slot. A kernel of the engine that fills the GPU delays the next gather, so the
-    slots of a direction must keep the link busy until that kernel is done: an 8192^3 matmul takes
-    1.4 to 1.6 ms, and 80 MiB take 1.5 ms to copy.
+    """Size of a slot. An engine kernel that fills the GPU delays the next gather, so the slots of a
+    direction must keep the link busy until this kernel is done. An 8192^3 matmul takes 1.4 to
+    1.6 ms, and copying 80 MiB takes 1.5 ms.
     """
     num_ctas: int = 66
-    """Number of CTAs per kernel. The default is one CTA on half of an H200's SMs, which leaves the
-    other half to the engine. The kernel for a piece then takes 35 us instead of 30 us. A matmul
-    during a save takes as long as without a save (13 % longer if the kernel uses all SMs, 10 %
-    longer if it uses a quarter).
+    """Number of CTAs per kernel. The default is one CTA on half of the SMs of an H200, which leaves
+    the other half to the engine. The kernel for a piece then takes 35 us instead of 30 us, and a
+    save does not slow down a matmul. The matmul takes 13 % longer if the kernel uses all SMs and
+    10 % longer if it uses a quarter of the SMs.
     """
 
     @classmethod
@@ -80,11 +80,11 @@ class Tuning:
 
     @classmethod
     def slot_bytes_of(cls, staging_bytes: int) -> int:
-        """Return the size of a slot before `fitted`. Raises the same errors as `of`."""
+        """Return the size of a slot before `fitted`. Raises the same exceptions as `of`."""
         slot_bytes = staging_bytes // cls().num_slots // _ALIGN * _ALIGN
         if slot_bytes < MIN_SLOT_BYTES:
             raise ValueError(
-                f"{staging_bytes} bytes are too few for staging slots; use at least "
+                f"{staging_bytes} bytes are not enough for staging slots; use at least "
                 f"{cls().num_slots * MIN_SLOT_BYTES} bytes"
             )
         return slot_bytes
@@ -92,8 +92,8 @@ class Tuning:
     def fitted(self, chunk_bytes: int, least: int = 0) -> Tuning:
         """Return a tuning whose slots hold a whole number of chunks and at least ``least`` bytes.
 
-        The link is idle for longer if slots are not full. Returns this tuning if a chunk is larger
-        than a slot.
+        Slots that are not full increase the idle time of the link. Returns this tuning if a chunk
+        is larger than a slot.
         """
         if chunk_bytes > self.slot_bytes:
             return self
@@ -116,9 +116,9 @@ class Tuning:
 class _Slot:
     """Device memory for one piece at a time. The slot is free after the event ``freed``.
 
-    Each slot has a stream for copies. A copy engine serves one stream for as long as that stream
-    has a copy that can start. The next copy of a slot cannot start before the kernel for that slot
-    is done, so copies of other streams wait for at most one copy per slot.
+    Each slot has a separate stream for copies. A copy engine serves a stream as long as this stream
+    has a copy that can start. The next copy of a slot cannot start before the slot's kernel is
+    done, so copies on other streams wait for at most one copy per slot.
     """
 
     address: int
@@ -131,23 +131,23 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Submitted piece. Its source is no longer used after the event ``read``; the copy and ``tags``
-    are complete after the event ``done``.
+    """A submitted piece. The source is no longer used after the event ``read``. The copy and
+    ``tags`` are complete after the event ``done``.
     """
 
     read: driver.Event
     done: driver.Event
     tags: npt.NDArray[np.uint64]
-    """Shape [MAX_SEGMENTS]: the sum of each segment."""
+    """The sum of each segment. The shape is [MAX_SEGMENTS]."""
     record_units: npt.NDArray[np.uint64]
-    """Shape [MAX_SEGMENTS]: for saves that encode, the size of each segment's records, in units of
-    16 bytes.
+    """For saves that encode, the total size of the records in each segment, in units of 16 bytes.
+    The shape is [MAX_SEGMENTS].
     """
     tags_address: int
 
 
 class Lane:
-    """One direction of copies.
+    """Copies pieces in one direction.
 
     Saves: paged KV -> slot -> frames. Loads: frames -> slot -> paged KV.
     """
@@ -162,18 +162,18 @@ class Lane:
     ) -> None:
         """Allocate the slots, which all ``kinds`` of pages share.
 
-        ``frames`` has one entry for each of ``kinds``.
+        ``frames`` contains the frames for each of ``kinds``.
         """
         device, slot_bytes = kinds[0].tiles.device, tuning.slot_bytes
         self._to_host, self._frames = to_host, frames
         self._encodes = [kernels.encodes for kernels in kinds]
         # Encoding and decoding use two CTAs on every SM. With fewer CTAs, a piece takes too long
-        # between the engine's kernels that fill the GPU (docs/design/compression.md).
+        # between engine kernels that fill the GPU (docs/design/compression.md).
         self._num_ctas = [
             4 * tuning.num_ctas if kernels.encodes else tuning.num_ctas for kernels in kinds
         ]
         self._functions = [kernels.gather if to_host else kernels.scatter for kernels in kinds]
-        # Zeroed, so that a bug in copies cannot expose data of another process.
+        # Zero the memory, so that a bug in copies cannot expose the data of another process.
         self._staging = torch.zeros(
             tuning.num_slots * slot_bytes + _ALIGN, dtype=torch.uint8, device=device
         )
@@ -190,7 +190,7 @@ class Lane:
             )
             for i in range(tuning.num_slots)
         )
-        """Staging slots. The first slot is used for the next piece."""
+        """The staging slots. The next piece uses the first slot."""
         self.copy_streams = tuple(slot.copy_stream for slot in self._slots)
         self.kernel_streams = tuple(slot.kernel_stream for slot in self._slots)
         self._tags_address = driver.host_alloc(MAX_PIECES * 2 * MAX_SEGMENTS * 8)
@@ -209,19 +209,19 @@ class Lane:
         return len(self._slots)
 
     def next_kernel_stream(self, kind: int) -> driver.Stream:
-        """Return the stream on which the next kernel runs, for pages of ``kind``.
+        """Return the stream on which the next kernel for pages of ``kind`` runs.
 
-        Kernels that encode or decode use one stream per slot: when a kernel of the engine that
-        filled the GPU is done, the kernels of all free slots start before the engine's next kernel.
-        All other kernels are fast enough to share one stream.
+        Kernels that encode or decode use one stream per slot. When an engine kernel that filled the
+        GPU is done, the kernels for all free slots then start before the next engine kernel. All
+        other kernels are fast enough to share a stream.
         """
         return self._slots[0].kernel_stream if self._encodes[kind] else self.kernel_streams[0]
 
     def submit(self, piece: Piece, *, kind: int = 0, is_registered: bool = True) -> Sent:
-        """Queue one piece with pages of ``kind``, after the previous piece in the same slot.
+        """Queue a piece with pages of ``kind``, which runs after the previous piece in its slot.
 
-        The returned `Sent` is reused after MAX_PIECES pieces. A save to frames that are not
-        registered copies nothing.
+        The returned `Sent` is reused after MAX_PIECES pieces. If the frames are not registered, a
+        save copies nothing.
         """
         sent, slot, kernels = next(self._next_sent), self._slots[0], self.next_kernel_stream(kind)
         launch = partial(self._launch, piece, kind, sent, slot, kernels)
@@ -243,7 +243,7 @@ class Lane:
         return sent
 
     def stop(self) -> None:
-        """Wait until no work of this lane is running. Ignores errors of the work."""
+        """Wait until no work in this lane is running. Ignores errors."""
         for stream in (*self.kernel_streams, *self.copy_streams):
             with contextlib.suppress(driver.CudaError):
                 stream.synchronize()
@@ -263,16 +263,16 @@ class Lane:
     ) -> None:
         """Launch the kernel for ``piece``.
 
-        A piece without pages needs one CTA, too, which writes sums of 0.
+        Even a piece without pages needs one CTA, which writes sums of 0.
         """
         address = slot.params[kind].filled(piece, slot.address, sent.tags_address)
         num_ctas = max(1, min(self._num_ctas[kind], -(-piece.num_tiles // WARPS_PER_CTA)))
         stream.launch(self._functions[kind], num_ctas, CTA_THREADS, address)
 
     def _copy(self, piece: Piece, frames: FrameMemory, slot: _Slot, *, is_registered: bool) -> None:
-        """Copy the piece's runs between ``slot`` and the frames.
+        """Copy the runs of ``piece`` between ``slot`` and the frames.
 
-        If the frames are not registered, the driver copies through its own staging buffers.
+        If the frames are not registered, the driver copies through internal staging buffers.
         """
         stream, pitch, stride = slot.copy_stream, frames.frame_bytes, piece.slot_stride
         host: list[int] = []
@@ -306,15 +306,15 @@ class Lane:
 
 
 class _Params:
-    """Launch parameters of one slot. The slot's launches can share them, because the driver copies
-    the parameters before the launch call returns.
+    """The launch parameters of a slot. All launches for the slot share these parameters, because
+    the driver copies them before the launch call returns.
     """
 
     def __init__(self, kernels: Kernels, part_capacity: int) -> None:
         self._sums = torch.zeros(
             2 * MAX_SEGMENTS + 1, dtype=torch.int64, device=kernels.tiles.device
         )
-        # The sums must be zero before the first launch. Steps never wait here.
+        # The sums must be zero before the first launch. This runs at startup, never in a step.
         torch.cuda.current_stream(kernels.tiles.device).synchronize()
         self._tiles, sums = kernels.tiles, self._sums.data_ptr()
         self._params = PieceParams(
@@ -331,8 +331,8 @@ class _Params:
         self._address = ctypes.addressof(self._pointers)
         self._segments = np.frombuffer(self._params.segments, dtype=SEGMENT)
         self._written: npt.NDArray[Any] | None = None
-        """Segments that are already in ``_segments``. Full pieces share one array of segments, so
-        this array must not be modified.
+        """The segments that were last written to ``_segments``. Full pieces share this array, so it
+        must not be modified.
         """
         self._block_ids = np.frombuffer(self._params.block_ids, dtype=np.int32)
         self._parts = np.frombuffer(self._params.parts, dtype=PART)
@@ -340,8 +340,8 @@ class _Params:
     def filled(self, piece: Piece, base: int, tags_out: int) -> int:
         """Set the parameters for ``piece`` in the slot at ``base``.
 
-        Returns the address of the array of pointers to the parameters. At ``tags_out``, the kernel
-        writes one u64 sum per segment and, MAX_SEGMENTS words later, the sizes of encoded records.
+        Returns the address of the array of pointers to the parameters. The kernel writes one u64
+        sum per segment at ``tags_out`` and, MAX_SEGMENTS words later, the sizes of encoded records.
         """
         if piece.segments is not self._written:
             self._segments[: len(piece.segments)] = self._written = piece.segments

@@ -1,7 +1,7 @@
-"""Loads of CudaMover: queued loads, their pieces, and their results.
+"""The loads of CudaMover: queued loads, their pieces, and their results.
 
-Chunks are split into pieces just before the pieces are submitted. Each load is reported once, with
-all chunks that failed their check. A scatter waits for saves that still read its blocks.
+Chunks are split into pieces just before submission. Each load is reported once, with all chunks
+that failed verification. A scatter waits for saves that still read its blocks.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Loads(Direction):
-    """Copies chunks to the GPU, checks and scatters them, in the order in which loads arrive."""
+    """Copies chunks to the GPU and verifies and scatters them, in order of arrival."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Loads(Direction):
         self._num_since_idle = 0
         self._open: dict[Load, None] = {}
         self._before: Mark | None = None
-        """Mark after all work that was launched before this step; None in steps without loads."""
+        """Mark after all work launched before this step, or None in steps without loads."""
 
     @property
     def is_behind(self) -> bool:
@@ -79,7 +79,7 @@ class Loads(Direction):
             if piece is job.pieces[0]:
                 started.append(job)
         for job in started:
-            # Trailers are read while the link copies the pieces: these reads are slow.
+            # Reading trailers is slow, so do it during the transfer of the pieces.
             job.wanted_tags, job.problems = self._shared.trailers_of(job).read(
                 job.table.frames, job.table.keys, job.table.num_blocks
             )
@@ -91,7 +91,7 @@ class Loads(Direction):
         self.waiting.clear()
 
     def _mark_before(self) -> Mark | None:
-        """Return the mark after which this step's loads start; None if the mover is broken."""
+        """Return the mark after which this step's loads start, or None after a CUDA error."""
         if self._before is None and self._shared.broken is None:
             with self._shared.guarded():
                 self._before = self._shared.mark()
@@ -104,9 +104,9 @@ class Loads(Direction):
         return self.queued.popleft() if self.queued else None
 
     def _take(self) -> tuple[int, ChunkBatch, Mark | None, list[tuple[Load, int]]]:
-        """Take chunks of one or more loads for the next job.
+        """Take chunks from one or more loads for the next job.
 
-        Returns their kind, the chunks, their mark, and each load with its number of chunks.
+        Returns the kind, the chunks, the mark, and each load with its number of chunks.
         """
         queue, per_job = self.waiting, self._shared.chunks_per_load
         capacity, after, kind = per_job, queue[0].after, queue[0].kind
@@ -148,7 +148,7 @@ class Loads(Direction):
             begin += count
 
     def _finish_load(self, load: Load, chunks: ChunkBatch, problems: dict[int, str]) -> None:
-        """Record the results of ``chunks``. Report the load after its last chunk."""
+        """Record the results of ``chunks``, and report the load after its last chunk."""
         for i, problem in problems.items():
             load.bad.append((chunks[i].key, problem))
             self._shared.done.bad_blocks.update(chunks[i].blocks)

@@ -1,14 +1,14 @@
-"""CudaMover: copies chunks between paged KV in HBM and registered host frames, without blocking
+"""CudaMover copies chunks between paged KV in HBM and registered host frames without blocking
 steps.
 
-- Saves (`saves`): once the forward pass that wrote a piece is done, a kernel gathers the piece
-  into a staging slot. The copy engine copies the slot to the frames, and the host writes trailers.
-- Loads (`loads`): the copy engine copies a piece to a slot. A kernel scatters it to paged KV and
-  computes its tag.
+- Saves (`saves`): after the forward pass that wrote a piece, a kernel gathers the piece into a
+  staging slot. The copy engine copies the slot to the frames, and the host writes trailers.
+- Loads (`loads`): the copy engine copies a piece to a slot. A kernel scatters the piece to paged KV
+  and computes its tag.
 - Events order the work on the GPU: `begin_step` makes the next forward pass wait for gathers that
-  still read a block which the pass may write (I2). Loads wait for work launched before the step.
+  still read blocks that the pass may write (I2). Loads wait for work launched before the step.
 - Only a few pieces per direction are on the GPU at a time. One thread per direction (`submitter`)
-  submits the rest. Saves to frames that are not registered yet wait for registration.
+  submits the others. Saves to frames that are not registered yet wait for registration.
 
 No step allocates GPU memory or waits for the device.
 """
@@ -44,16 +44,16 @@ from kvloft.transfer.movers import MoverSettings
 logger = logging.getLogger(__name__)
 
 FIRST_KIND: Final = MappingProxyType({(0, 0): 0})
-"""Default for ``kind_of``: one KV cache group and one size of frames."""
+"""Default value of ``kind_of`` for one KV cache group and one frame size."""
 SLOTS_AHEAD = 8
-"""Limit of the bytes on the GPU per direction, in slots. 8 slots of 40 MiB keep the link busy for
-6 ms, and a submitter can wait up to 5 ms for the GIL; with 3 slots, loads took 4 to 6 % longer.
-Copies of the engine wait for at most one copy per slot (see `lanes`).
+"""Maximum amount of data on the GPU per direction, in slots. 8 slots of 40 MiB keep the link busy
+for 6 ms, and a submitter can wait up to 5 ms for the GIL. With 3 slots, loads took 4 to 6 % longer.
+The engine's copies wait for at most one copy per slot (see `lanes`).
 """
 
 
 class CudaMover:
-    """Moves chunks for one GPU."""
+    """Copies chunks for one GPU."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class CudaMover:
         All kinds share streams, staging slots and registered memory.
 
         Args:
-            frames: the frames of each of ``kinds``.
+            frames: the frames for each of ``kinds``.
             blocks_per_chunk: the number of blocks in a frame, for each of ``kinds``.
-            kind_of: the index in ``kinds``, by KV cache group and size class.
+            kind_of: the index in ``kinds`` for each KV cache group and size class.
             gathers_first: make the compute stream wait for the gathers of a step's saves. Required
-                for engines that write to blocks before they pass them to `begin_step`.
+                for engines that write to blocks before passing them to `begin_step`.
 
         Raises CudaError, or ValueError if the staging slots are too small.
         """
@@ -107,7 +107,7 @@ class CudaMover:
         )
         self._save_submitter = Submitter("kvloft-saves", shared.lock, self._saves)
         self._load_submitter = Submitter("kvloft-loads", shared.lock, self._loads)
-        # Ranks that share the arena can use GPUs of different NUMA nodes.
+        # Ranks that share the arena can use GPUs on different NUMA nodes.
         node = None if arena.is_shared else numa_node_of(self._device)
         shared.registered = RegisteredRange(
             arena.address,
@@ -120,25 +120,25 @@ class CudaMover:
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
         """Implement `Mover.begin_step`.
 
-        ``rewritten`` lists blocks whose KV was saved and that now belong to a different request.
+        ``rewritten`` lists blocks that were saved and now belong to a different request.
         """
         with self._shared.lock:
             if self._shared.broken is None:
                 self._loads.begin_step(has_loads=has_loads)
             if rewritten and self._shared.broken is None:
-                # Without this order, a gather could read blocks that are already rewritten.
+                # Without this ordering, a gather could read blocks after they are rewritten.
                 with self._shared.guarded():
                     blocks = np.asarray(rewritten, dtype=np.int64)
                     self._saves.order_after_gathers(self._compute(), blocks)
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
-        """Queue gathers after the forward pass just launched. Drop saves if the queue is full."""
+        """Queue gathers after the last launched forward pass. Drop saves if the queue is full."""
         with self._shared.lock:
             self._saves.submit(plans)
             self._save_submitter.wake()
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
-        """Queue loads. The next `poll` reports loads without chunks."""
+        """Queue loads. The next `poll` reports loads that have no chunks."""
         with self._shared.lock:
             self._loads.submit(plans)
             self._loads.feed()
@@ -175,21 +175,21 @@ class CudaMover:
 
     @property
     def is_behind(self) -> bool:
-        """Return True if copies wait to be submitted to the GPU."""
-        # Locked, because a submitter may have taken the last piece without submitting it yet.
+        """Return True if copies are waiting to be submitted to the GPU."""
+        # Take the lock, because a submitter may have taken the last piece and not submitted it yet.
         with self._shared.lock:
             return self._saves.is_behind or self._loads.is_behind
 
     @property
     def usable_bytes(self) -> int | None:
-        """Return the number of registered bytes; None if all host memory is registered."""
+        """Return the number of registered bytes, or None if all host memory is registered."""
         registered = self._shared.registered
         return None if registered.is_complete else registered.num_registered_bytes
 
     def wait_registered(self, timeout_s: float | None = None) -> bool:
         """Wait until registration of host memory has completed or failed.
 
-        Returns False after ``timeout_s``.
+        Returns False if ``timeout_s`` expires.
         """
         return self._shared.registered.wait(timeout_s)
 
@@ -198,15 +198,15 @@ class CudaMover:
         self._loads.feed()
 
     def _feed_saves(self) -> None:
-        """Submit saves that waited for registration. Called when registration makes progress."""
+        """Submit saves that were waiting for registration, after a piece has been registered."""
         with self._shared.lock:
             self._saves.feed()
             self._save_submitter.wake()
 
     def _break(self, reason: str) -> None:
-        """Wait until no copy is running. All queued and future copies fail."""
+        """Wait until no copy is running, and fail all queued and future copies."""
         logger.error(
-            "kvloft: CUDA error; this worker no longer copies KV, so nothing is cached: %s", reason
+            "kvloft: CUDA error; this worker stops copying KV, and caching is disabled: %s", reason
         )
         self._shared.broken = reason
         self._saves.stop()
@@ -218,10 +218,10 @@ class CudaMover:
 
 
 def _kernels_of(layout: PagedLayout, device: torch.device, *, encodes: bool) -> Kernels:
-    """Return kernels that encode, or kernels for raw parts.
+    """Return kernels that encode parts, or kernels for raw parts.
 
-    Returns kernels for raw parts if ``encodes`` is False or if the kernels that encode cannot be
-    compiled or loaded. Raises the same errors as `Kernels`.
+    Returns kernels for raw parts if ``encodes`` is False or the encoding kernels cannot be compiled
+    or loaded. Raises the same exceptions as `Kernels`.
     """
     cache_dir = default_cache_dir() / "kernels"
     if encodes:
@@ -241,7 +241,7 @@ def _device_encodes(device: torch.device) -> bool:
     if torch.cuda.get_device_capability(device) < (8, 0):
         return False
     with torch.cuda.device(device):
-        # Makes the context current on this thread. Runs at startup, never in a step.
+        # Make the context current on this thread. This runs at startup, never in a step.
         torch.cuda.current_stream(device).synchronize()
         return driver.kernels_reach_registered()
 
@@ -258,7 +258,7 @@ def _kind(
     frames: FrameMemory,
     slabs_per_registration: int,
 ) -> PageKind:
-    """Return the kind of a layout with chunks of ``num_blocks``. Its slot size is still unset."""
+    """Return the kind for a layout with chunks of ``num_blocks``, without a slot size."""
     frames_per_run = frames.per_slab * (slabs_per_registration if frames.is_dense else 1)
     limits = unregistered = PieceLimits(
         kernels.block_tiles, 0, frames.part_bytes, num_blocks, frames_per_run
@@ -286,9 +286,9 @@ def prepare(
 ) -> Callable[[Sequence[GroupFrames]], CudaMover]:
     """Compile the kernels for ``layouts`` and return a function that creates the mover.
 
-    ``layouts`` has one entry per KV cache group; ``blocks_per_chunk`` has the number of blocks in a
-    frame of each group. Parts are encoded if the settings, the layout and the device support it.
-    Called at startup, so that the engine does not start if the kernels are unavailable. Raises
+    ``layouts`` has one entry per KV cache group, and ``blocks_per_chunk`` the number of blocks per
+    frame for each group. Parts are encoded if the settings, the layout and the device allow it.
+    Compiling at startup prevents the engine from starting if the kernels are unavailable. Raises
     UnsupportedError or CudaError.
     """
     device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
@@ -323,7 +323,7 @@ def prepare(
         )
 
     def make(frames: Sequence[GroupFrames]) -> CudaMover:
-        # A kind is a combination of one layout of pages and one frame size.
+        # A kind is a combination of a page layout and a frame size.
         distinct: dict[tuple[object, ...], tuple[int, FrameMemory]] = {}
         kind_of: dict[tuple[int, int], int] = {}
         for group, (where, own) in enumerate(zip(addresses, frames, strict=True)):

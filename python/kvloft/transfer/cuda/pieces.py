@@ -2,7 +2,7 @@
 
 A piece consists of whole chunks or, if a chunk is larger than a slot, of consecutive tiles of one
 chunk. Chunks in a slot are equally spaced, like their parts in the arena, so that one command can
-copy chunks in neighboring frames. This module only does arithmetic, without CUDA.
+copy chunks in adjacent frames. This module does not use CUDA.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,15 +18,15 @@ from kvloft.transfer.cuda.encoding import PartEncoding, slot_stride
 from kvloft.transfer.cuda.kernels import MAX_BLOCKS, MAX_SEGMENTS, SEGMENT, BlockTiles
 
 MAX_FRAME = (1 << 28) - 1
-"""Maximum frame number. Higher bits hold the size class, which is the same for a whole batch."""
+"""Maximum frame number. Higher bits contain the size class, which is constant within a batch."""
 NOT_WANTED = -1
-"""Block id of a block of the payload that is included in the tag but not scattered."""
+"""Block id of a block in the payload that is included in the tag but not scattered."""
 _SLOT_ALIGN = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
-    """A batch as columns: chunk c has ``frames[c]`` and ``block_ids[starts[c]:starts[c + 1]]``."""
+    """The columns of a batch. The blocks of chunk c are ``block_ids[starts[c]:starts[c + 1]]``."""
 
     frames: Sequence[int]
     num_blocks: Sequence[int]
@@ -37,7 +37,7 @@ class ChunkTable:
     @classmethod
     def of(cls, chunks: ChunkBatch) -> Self:
         ((_, frames, keys, blocks),) = chunks.columns()[0] or [(0, b"", b"", b"")]
-        # Lists, because the first calls of numpy are slow, and the link is idle until the first
+        # Use lists, because the first NumPy calls are slow and the link is idle until the first
         # table is ready.
         numbers = memoryview(frames).cast("I").tolist()
         if numbers and numbers[0] > MAX_FRAME:
@@ -49,7 +49,7 @@ class ChunkTable:
 
 
 class Run(NamedTuple):
-    """One copy-engine command: ``num_rows`` rows of ``row_bytes``, in consecutive frames."""
+    """One copy-engine command, which copies ``num_rows`` rows in consecutive frames."""
 
     frame: int
     part_offset: int
@@ -60,11 +60,11 @@ class Run(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """Work of one launch: the chunks [begin, end), or consecutive tiles of one chunk.
+    """The work of one launch: chunks [begin, end), or consecutive tiles of one chunk.
 
-    Segment s belongs to chunk ``begin + s``. Its base is relative to the slot, where chunks are
-    ``slot_stride`` apart. Only the first ``num_segments`` entries of ``segments`` belong to the
-    piece. ``parts`` describes the encoded parts in host memory; None if pages are raw.
+    Segment s belongs to chunk ``begin + s``. Segment bases are relative to the slot, where chunks
+    are ``slot_stride`` bytes apart. Only the first ``num_segments`` entries of ``segments`` belong
+    to the piece. ``parts`` describes the encoded parts in host memory; None if pages are raw.
     """
 
     begin: int
@@ -79,7 +79,7 @@ class Piece:
 
     @property
     def link_bytes(self) -> int:
-        """Return the number of bytes that the copy engine moves."""
+        """Return the number of bytes that the copy engine copies."""
         return sum(run.row_bytes * run.num_rows for run in self.runs)
 
     @property
@@ -89,11 +89,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PieceLimits:
-    """Size of a slot and layout of parts in frames, which limit the size of pieces.
+    """The size of a slot and the layout of parts in frames, which limit the size of pieces.
 
     ``encoding`` is None if parts are raw. A run must not cross a frame number that is a multiple of
-    ``frames_per_run``: CUDA rejects a copy across two separately registered ranges, and frames of
-    two slabs may not be equally spaced.
+    ``frames_per_run``, because CUDA rejects a copy across separately registered ranges, and frames
+    in different slabs may not be equally spaced.
     """
 
     block_tiles: BlockTiles
@@ -103,7 +103,7 @@ class PieceLimits:
     frames_per_run: int
     encoding: PartEncoding | None = None
     full_segments: npt.NDArray[Any] = field(init=False, compare=False, repr=False)
-    """Segments of a piece that has full chunks only, as almost all pieces do."""
+    """The segments of a piece in which all chunks are full. Almost all pieces are of this form."""
 
     def __post_init__(self) -> None:
         blocks: npt.NDArray[np.int64] = np.full(
@@ -114,12 +114,12 @@ class PieceLimits:
             raise ValueError(
                 f"a staging slot of {self.slot_bytes} bytes is too small for an encoded chunk"
             )
-        segments.flags.writeable = False  # launches reuse them
+        segments.flags.writeable = False  # launches share these segments
         object.__setattr__(self, "full_segments", segments)
 
     @property
     def chunks_per_piece(self) -> int:
-        """Return the number of chunks per piece; 0 if a chunk does not fit a slot."""
+        """Return the number of chunks per piece, or 0 if a chunk does not fit into a slot."""
         if not self.block_tiles.tiles_per_block:
             return MAX_SEGMENTS
         return min(
@@ -128,13 +128,13 @@ class PieceLimits:
 
     @property
     def slot_stride(self) -> int:
-        """Return the distance between chunks in a slot."""
+        """Return the distance between chunks in a slot, in bytes."""
         if self.encoding is None:
             return self.part_bytes
         return slot_stride(self.encoding.width(self.blocks_per_chunk))
 
     def row_bytes(self, num_blocks: int) -> int:
-        """Return the number of bytes that the copy engine moves for a chunk of ``num_blocks``."""
+        """Return the number of bytes that the copy engine copies for a chunk of ``num_blocks``."""
         if self.encoding is None:
             return num_blocks * self.block_tiles.block_bytes
         return self.encoding.width(num_blocks)
@@ -145,8 +145,8 @@ def split(
 ) -> Iterator[Piece]:
     """Yield the pieces of ``table``.
 
-    ``is_raw`` marks the chunks with raw parts. If it is None, all parts are encoded if ``limits``
-    has an encoding, and raw otherwise.
+    ``is_raw`` marks the chunks with raw parts. If ``is_raw`` is None, all parts are encoded if
+    ``limits`` has an encoding, and raw otherwise.
     """
     per_piece = limits.chunks_per_piece
     if not per_piece:
@@ -167,7 +167,7 @@ def _whole_chunks(
     tiles, num_chunks = limits.block_tiles, end - begin
     first, last = table.starts[begin], table.starts[end]
     total = last - first
-    named = last if tiles.tiles_per_block else first  # blocks without pages need no order
+    named = last if tiles.tiles_per_block else first  # blocks without pages need no ordering
     lengths = table.num_blocks[begin:end]
     are_full = total == num_chunks * limits.blocks_per_chunk
     segments = limits.full_segments if are_full else _segments(np.array(lengths), limits)
@@ -189,7 +189,7 @@ def _whole_chunks(
 
 
 def _segments(num_blocks: npt.NDArray[np.int64], limits: PieceLimits) -> npt.NDArray[Any]:
-    """Return the segments of chunks with these numbers of blocks, in order."""
+    """Return the segments of consecutive chunks. ``num_blocks`` has the size of each chunk."""
     segments: npt.NDArray[Any] = np.zeros(len(num_blocks), SEGMENT)
     blocks_before = np.cumsum(num_blocks) - num_blocks
     segments["base"] = np.arange(len(num_blocks), dtype=np.uint64) * np.uint64(limits.slot_stride)
@@ -201,10 +201,10 @@ def _segments(num_blocks: npt.NDArray[np.int64], limits: PieceLimits) -> npt.NDA
 def _runs(
     frames: Sequence[int], num_blocks: Sequence[int], limits: PieceLimits, *, are_full: bool
 ) -> Iterator[Run]:
-    """Yield one run for each sequence of chunks in neighboring frames.
+    """Yield a run for each sequence of chunks in adjacent frames.
 
-    The chunks of a run have equal lengths: bytes of a slot that follow a shorter payload are stale
-    and must not be copied.
+    The chunks of a run have equal lengths, because the bytes after a shorter payload in a slot are
+    stale and must not be copied.
     """
     stride, per_run = limits.slot_stride, limits.frames_per_run
     if not limits.block_tiles.block_bytes:
@@ -227,7 +227,7 @@ def _parts_of_chunk(table: ChunkTable, chunk: int, limits: PieceLimits) -> Itera
     while tile < num_tiles:
         stop = _last_tile(tile, num_tiles, limits)
         begin_byte, end_byte = tiles.payload_offset(tile), tiles.payload_offset(stop)
-        head = begin_byte % _SLOT_ALIGN  # the slot keeps the payload's alignment
+        head = begin_byte % _SLOT_ALIGN  # preserve the alignment of the payload
         first_block, last_block = tile // tiles.tiles_per_block, (stop - 1) // tiles.tiles_per_block
         segments: npt.NDArray[Any] = np.zeros(1, SEGMENT)
         segments["base"] = np.uint64((head - begin_byte) % (1 << 64))
@@ -247,7 +247,7 @@ def _parts_of_chunk(table: ChunkTable, chunk: int, limits: PieceLimits) -> Itera
 
 
 def _last_tile(tile: int, num_tiles: int, limits: PieceLimits) -> int:
-    """Return the end of the range of tiles that fits a slot, starting at ``tile``.
+    """Return the end of the range of tiles starting at ``tile`` that fits into a slot.
 
     Raises ValueError if no tile fits.
     """

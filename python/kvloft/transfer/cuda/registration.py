@@ -1,8 +1,8 @@
 """Registers the host arena with CUDA in the background.
 
-Memory is registered in pieces, so that the cache can be used before registration completes. For
-each piece, multiple threads first populate the pages, on the GPU's NUMA node and with huge pages if
-possible. They do not modify the memory, because other ranks may be writing to it.
+Memory is registered in pieces, so that the cache can be used before registration completes.
+Multiple threads first populate the pages of each piece, on the GPU's NUMA node and with huge pages
+if possible. The threads do not modify the memory, because other ranks may be writing to it.
 """
 
 import ctypes
@@ -21,14 +21,14 @@ from kvloft.transfer.cuda import driver
 logger = logging.getLogger(__name__)
 
 GOOD_PIECE_BYTES: Final = 256 << 20
-"""Size of a piece. Well below 1 GiB, because launches block while the driver registers a piece."""
+"""Size of a piece. The size is small because launches block while the driver registers a piece."""
 _PAGE: Final = 4096
 _NUM_THREADS: Final = 8
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 
 
 class RegisteredRange:
-    """Memory that a thread registers in ascending order; `num_registered_bytes` are done."""
+    """Memory that a thread registers in ascending order. `num_registered_bytes` is the progress."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class RegisteredRange:
         self.size_bytes = size_bytes
         self.num_registered_bytes = 0
         self.is_over = False
-        """True once registration has completed, failed or been stopped."""
+        """True after registration has completed, failed or been stopped."""
         self._numa_node = numa_node
         self._context = driver.current_context()
         self._pieces: list[int] = []
@@ -63,7 +63,7 @@ class RegisteredRange:
         return self.num_registered_bytes >= self.size_bytes
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until registration is over. Return False after ``timeout_s``."""
+        """Wait until registration is over. Return False if ``timeout_s`` expires."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -94,7 +94,7 @@ class RegisteredRange:
         except (RuntimeError, OSError) as error:
             logger.error(
                 "kvloft: only %.1f of %.1f GiB of host memory could be registered (%s); saves only "
-                "use this memory. Lower host_size, or increase the container's memory limit",
+                "use registered memory. Lower host_size or increase the container's memory limit",
                 self.num_registered_bytes / 2**30,
                 self.size_bytes / 2**30,
                 error,
@@ -107,7 +107,7 @@ class RegisteredRange:
 def pieces_of(size_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield the offset and size of each piece.
 
-    The last piece includes the remainder, like the last slab of an arena, so that no frame spans
+    Like the last slab of an arena, the last piece includes the remainder, so that no frame spans
     two pieces.
     """
     begin = 0
@@ -119,7 +119,7 @@ def pieces_of(size_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _touch(address: int, num_bytes: int, numa_node: int | None, pool: ThreadPoolExecutor) -> None:
-    """Populate the pages in parallel. If this fails, registration populates them, more slowly."""
+    """Populate the pages in parallel. On failure, registration populates the pages more slowly."""
     libc = ctypes.CDLL(None, use_errno=True)
     begin, end = address & -_PAGE, -(-(address + num_bytes) // _PAGE) * _PAGE
     libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
@@ -135,7 +135,7 @@ def _touch(address: int, num_bytes: int, numa_node: int | None, pool: ThreadPool
 
 
 def numa_node_of(device: torch.device) -> int | None:
-    """Return the NUMA node of a GPU; None if the kernel does not report it."""
+    """Return the NUMA node of a GPU, or None if the operating system does not report it."""
     properties = torch.cuda.get_device_properties(device)
     names = ("domain", "bus", "device")
     domain, bus, number = (int(getattr(properties, f"pci_{name}_id", 0)) for name in names)

@@ -1,7 +1,7 @@
-"""Saves of CudaMover: queued pieces, their order, and the results of tickets.
+"""The saves of CudaMover: queued pieces, their order, and the results of tickets.
 
-A piece is submitted once its frames are registered, and no later than when its blocks may be
-overwritten (I2). A save fails if its frames are not registered by then.
+A piece is submitted once its frames are registered, or when its blocks may be overwritten (I2),
+whichever is earlier. A save fails if its frames are not registered when it is submitted.
 """
 
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saves(Direction):
-    """Gathers chunks and copies them to the host, in the order in which saves arrive."""
+    """Gathers chunks and copies them to the host in order of arrival."""
 
     def __init__(
         self, shared: Shared, lane: Lane, ramp_sizes: tuple[int, ...], *, gathers_first: bool
@@ -33,14 +33,14 @@ class Saves(Direction):
         self._gathers_first = gathers_first
         self._open: dict[Job, None] = {}
         self._num_pieces = 0
-        """Number of pieces queued so far, including pieces that are already submitted or done."""
+        """Number of pieces queued so far, including pieces that have been submitted or are done."""
         self._last_gather: npt.NDArray[np.int64] = np.full(shared.num_blocks, -1, dtype=np.int64)
-        """For each block, the index of the last piece that reads it; -1 if no piece has read it."""
+        """Index of the last piece that reads each block, or -1 if no piece has read the block."""
         self.waits_for_registration = True
-        """False while saves are submitted even if their frames are not registered, so they fail."""
+        """If False, saves are submitted even if their frames are not registered, and fail."""
 
     def submit(self, plans: Sequence[SavePlan]) -> None:
-        """Queue gathers after the forward pass just launched, and submit as many as allowed.
+        """Queue gathers after the last launched forward pass, and submit as many as possible.
 
         Saves that exceed MAX_PIECES are dropped.
         """
@@ -66,7 +66,7 @@ class Saves(Direction):
                 if (pieces := self._queue(kind, batch.by_frame(), mark)) is None:
                     break
                 done += len(batch)
-                self.feed()  # the link copies while the next batch is prepared
+                self.feed()  # start the transfer before preparing the next batch
                 for number, piece in enumerate(pieces, first_number):
                     self._last_gather[piece.block_ids] = number
                     if self._gathers_first:
@@ -78,7 +78,7 @@ class Saves(Direction):
     ) -> None:
         """Make ``stream`` wait until no save reads ``blocks``.
 
-        Queued saves of these blocks are submitted first.
+        Submit all queued saves of these blocks first.
         """
         if not (self.in_flight or self.queued):
             return
@@ -87,8 +87,8 @@ class Saves(Direction):
         while number >= first_in_flight + len(self.in_flight):
             self._submit_piece(*self.queued.popleft())
         if (last := number - first_in_flight) >= 0:
-            # Pieces use the slots in turn, and pieces in one slot run in order, so waiting for the
-            # last piece of each slot is sufficient.
+            # Pieces use the slots in turn, and pieces in the same slot run in order, so it is
+            # sufficient to wait for the last piece in each slot.
             for nth in range(max(0, last + 1 - self.lane.num_slots), last + 1):
                 stream.wait(self.in_flight[nth].sent.read)
 
@@ -102,7 +102,7 @@ class Saves(Direction):
         self._shared.done.failed += chunks.tickets()
 
     def _queue(self, kind: int, chunks: ChunkBatch, after: Mark) -> Sequence[Piece] | None:
-        """Queue the pieces of ``chunks`` and return them; None if they would exceed MAX_PIECES."""
+        """Queue and return the pieces of ``chunks``, or return None if MAX_PIECES is exceeded."""
         if (problem := self._shared.problem_of(kind, chunks)) is not None:
             logger.error("kvloft: saves dropped: %s", problem)
             self._drop(chunks)
@@ -120,9 +120,10 @@ class Saves(Direction):
             self._submit_piece(*self.queued.popleft())
 
     def _must_wait(self) -> bool:
-        """Return True if frames of the next piece are not registered yet.
+        """Return True if the frames of the next piece are not registered yet.
 
-        Frames are registered in ascending order, and the store uses the lowest free frames first.
+        Frames are registered in ascending order, and the store allocates the lowest free frames
+        first.
         """
         shared = self._shared
         return (

@@ -1,4 +1,4 @@
-"""State shared by saves and loads of CudaMover, and `Direction`, the base class of both.
+"""State that the saves and loads of CudaMover share, and their base class `Direction`.
 
 One lock guards all of this state.
 """
@@ -31,16 +31,16 @@ from kvloft.transfer.mover import Finished
 logger = logging.getLogger(__name__)
 
 NUM_MARKS = 8
-"""Number of events created at startup. More events are created if copies of more steps are waiting,
-which is rare.
+"""Number of events created at startup. More events are only created if copies from more steps are
+waiting, which is rare.
 """
 
 
 class PageKind(NamedTuple):
     """Pages of one layout in frames of one size. KV cache groups can share a kind.
 
-    ``saves`` and ``loads`` are the limits of pieces. ``unregistered`` has the limits of pieces
-    loaded from frames that are not registered yet.
+    ``saves`` and ``loads`` are the limits for pieces. ``unregistered`` contains the limits for
+    pieces loaded from frames that are not registered yet.
     """
 
     saves: PieceLimits
@@ -52,7 +52,7 @@ class PageKind(NamedTuple):
     """False if the frames are for compressed chunks but the kernels do not support compression."""
 
     def with_slots(self, save_bytes: int, load_bytes: int) -> Self:
-        """Return this kind with staging slots of these sizes."""
+        """Return a copy of this kind with staging slots of these sizes."""
         return self._replace(
             saves=replace(self.saves, slot_bytes=save_bytes),
             loads=replace(self.loads, slot_bytes=load_bytes),
@@ -65,33 +65,33 @@ class Shared:
     """State that saves and loads share.
 
     Attributes:
-        kind_of: the kind of pages of each KV cache group and size class.
+        kind_of: the kind of pages for each KV cache group and size class.
         num_blocks: the number of blocks. A block id refers to the same memory in all groups.
-        compute: returns the stream of the forward pass.
-        fail: called with the reason after a CUDA error.
-        broken: the reason why the mover fails all copies; None while it works.
+        compute: a function that returns the stream of the forward pass.
+        fail: a function that is called with the reason after a CUDA error.
+        broken: the reason why the mover fails all copies, or None while the mover works.
     """
 
     kinds: Sequence[PageKind]
     kind_of: Mapping[tuple[int, int], int]
     num_blocks: int
     bytes_ahead: int
-    """No piece is submitted while a direction has more than this number of bytes on the GPU."""
+    """Limit on the bytes on the GPU per direction. No piece is submitted above this limit."""
     compute: Callable[[], driver.Stream]
     fail: Callable[[str], None]
     lock: threading.RLock = field(default_factory=threading.RLock)
-    """Guards all state, which the submitters and the registration thread modify, too."""
+    """Guards all state, which submitters and the registration thread also modify."""
     done: Finished = field(default_factory=Finished)
     broken: str | None = None
     registered: RegisteredRange = field(init=False)
-    """Set at the end of initialization, before the first copy is submitted."""
+    """The host memory, which is set during initialization, before the first copy is submitted."""
     spare_marks: list[driver.Event] = field(
         default_factory=lambda: [driver.Event() for _ in range(NUM_MARKS)]
     )
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Suppress any exception and fail all copies instead, so that submitter threads survive."""
+        """Fail all copies instead of raising an exception, so that submitter threads survive."""
         try:
             yield
         except Exception as error:
@@ -101,12 +101,12 @@ class Shared:
 
     @property
     def chunks_per_save(self) -> int:
-        """Return the number of chunks of a full save job."""
+        """Return the number of chunks in a full save job."""
         return max(1, min(kind.saves.chunks_per_piece for kind in self.kinds))
 
     @property
     def chunks_per_load(self) -> int:
-        """Return the number of chunks of a full load job."""
+        """Return the number of chunks in a full load job."""
         return max(1, min(kind.loads.chunks_per_piece for kind in self.kinds))
 
     def by_kind(self, plans: Sequence[SavePlan | LoadPlan]) -> list[tuple[int, ChunkBatch]]:
@@ -132,13 +132,13 @@ class Shared:
         return mark
 
     def problem_of(self, kind: int, chunks: ChunkBatch) -> str | None:
-        """Return why ``chunks`` cannot be copied; None if they can.
+        """Return the reason why ``chunks`` cannot be copied, or None if they can.
 
         A copy must stay within the arena, its frame and the paged KV.
         """
         limits, memory = self.kinds[kind].loads, self.kinds[kind].memory
         if not self.kinds[kind].fits:
-            return LAYOUT  # a different engine may be able to load them
+            return LAYOUT  # a different engine may be able to load these chunks
         try:
             chunks.check(
                 num_frames=memory.num_frames,
@@ -158,7 +158,7 @@ class Shared:
     ) -> Job:
         """Return a job for ``chunks``, which `problem_of` has checked.
 
-        The job is a load if ``owners`` are given, and a save otherwise.
+        The job is a load if ``owners`` is given, and a save otherwise.
         """
         table, pages = ChunkTable.of(chunks), self.kinds[kind]
         limits, is_raw = pages.saves, None
@@ -185,7 +185,7 @@ class Shared:
 
 
 class InFlight(NamedTuple):
-    """Piece on the GPU, with the time at which it was submitted."""
+    """A piece on the GPU, and the time at which it was submitted."""
 
     job: Job
     piece: Piece
@@ -194,12 +194,12 @@ class InFlight(NamedTuple):
 
 
 class Direction(ABC):
-    """One direction of copies: queued pieces, and pieces on the GPU, oldest first."""
+    """One direction of copies, with queued pieces and pieces on the GPU in order."""
 
     def __init__(self, shared: Shared, lane: Lane, ramp_sizes: tuple[int, ...]) -> None:
         """Create an idle direction.
 
-        ``ramp_sizes``: the sizes, in chunks, of the first pieces on an idle link.
+        ``ramp_sizes`` contains the sizes of the first pieces on an idle link, in chunks.
         """
         self._shared, self.lane, self._ramp_sizes = shared, lane, ramp_sizes
         self.queued: deque[tuple[Job, Piece]] = deque()
@@ -210,11 +210,11 @@ class Direction(ABC):
 
     @property
     def is_behind(self) -> bool:
-        """Return True if copies wait to be submitted."""
+        """Return True if copies are waiting to be submitted."""
         return bool(self.queued)
 
     def awaited(self) -> driver.Event | None:
-        """Return the event after which more copies can be submitted; None if no copies wait."""
+        """Return the event after which more copies can be submitted, or None if no copies wait."""
         return self.in_flight[0].sent.done if self.in_flight and self.is_behind else None
 
     def feed(self) -> None:
@@ -230,7 +230,7 @@ class Direction(ABC):
             self.in_flight[0].sent.done.synchronize()
 
     def stop(self) -> None:
-        """Wait until no copy is running, and drop all copies."""
+        """Wait until no copy is running, then drop all copies."""
         self.lane.stop()
         self.in_flight.clear()
         self.queued.clear()
@@ -242,14 +242,14 @@ class Direction(ABC):
 
     @abstractmethod
     def _on_done(self, job: Job, piece: Piece, seconds: float) -> None:
-        """Handle a finished piece, whose copy took ``seconds``."""
+        """Process a finished piece, whose copy took ``seconds``."""
 
     def _has_capacity(self) -> bool:
-        """Return True if a further piece can be submitted."""
+        """Return True if another piece can be submitted."""
         return self.num_bytes <= self._shared.bytes_ahead and len(self.in_flight) < MAX_PIECES
 
     def _submit_piece(self, job: Job, piece: Piece) -> None:
-        """Submit the piece, to run after the mark of its job."""
+        """Submit a piece, which runs after the mark of its job."""
         if job.after is not None:
             self.lane.next_kernel_stream(job.kind).wait(job.after.event)
             if piece is job.pieces[-1]:

@@ -1,9 +1,9 @@
-"""Submitter: a thread that submits copies of one direction as earlier copies complete.
+"""A submitter is a thread that submits copies in one direction as earlier copies complete.
 
 Submitting copies late keeps the queues on the GPU short. A copy engine serves one stream until the
 stream's queue is empty, regardless of priorities: a copy of four bytes on a different stream waited
-36 ms behind 48 copies of 40 MiB in the same direction (H200; benches/results). Copies of the engine
-must wait for one or two pieces at most, not for a whole prompt.
+36 ms behind 48 copies of 40 MiB in the same direction (H200; benches/results). The engine's copies
+must wait for one or two pieces at most, not for an entire prompt.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ from kvloft.transfer.cuda.shared import Direction
 
 
 class Submitter:
-    """Calls ``direction.feed`` after each awaited event. Sleeps while no event is awaited."""
+    """Calls ``direction.feed`` after each awaited event, and sleeps while there is none."""
 
     def __init__(self, name: str, lock: threading.RLock, direction: Direction) -> None:
-        """Start the thread. It uses the caller's current CUDA context."""
+        """Start the thread, which uses the caller's current CUDA context."""
         self._changed = threading.Condition(lock)
         self._direction = direction
         self._context = driver.current_context()
@@ -26,7 +26,7 @@ class Submitter:
         self._thread.start()
 
     def wake(self) -> None:
-        """Wake the thread after copies were queued. The caller must hold the lock."""
+        """Wake the thread after copies have been queued. The caller must hold the lock."""
         self._changed.notify()
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class Submitter:
                     self._changed.wait()
                 if event is None or self._closing:
                     return
-            with contextlib.suppress(driver.CudaError):  # `feed` handles the same error
+            with contextlib.suppress(driver.CudaError):  # `feed` handles this error
                 event.synchronize()
             with self._changed:
                 self._direction.feed()

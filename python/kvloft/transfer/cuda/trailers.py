@@ -1,6 +1,6 @@
-"""Writes and checks the trailers of this rank's parts, for many frames in one call.
+"""Writes and verifies the trailers of this rank's parts for many frames in one call.
 
-The GPU computes the tags. docs/design/frames.md describes the format; a test compares this
+The GPU computes the tags. docs/design/frames.md describes the format. A test compares this
 implementation with `_core.Arena`.
 """
 
@@ -31,26 +31,26 @@ assert TRAILER.itemsize == 128
 
 
 class TrailerColumn:
-    """Numpy view of the trailers of this rank's parts, with dtype `TRAILER`."""
+    """A NumPy view of the trailers of this rank's parts, with dtype `TRAILER`."""
 
     def __init__(self, memory: FrameMemory) -> None:
         raw = (ctypes.c_uint8 * memory.size_bytes).from_address(memory.address)
         self._memory = memory
         self._offset = memory.part_offset + memory.part_bytes - TRAILER.itemsize
-        # One element per page of the arena: frames and parts are whole pages, so a trailer can
-        # start at this offset in any page.
+        # The array has one element per page of the arena. Frames and parts consist of whole pages,
+        # so a trailer can start at this offset in any page.
         num_pages = (memory.size_bytes - self._offset - TRAILER.itemsize) // PART_ALIGN + 1
         self.pages: npt.NDArray[Any] = np.ndarray(
             (num_pages,), TRAILER, raw, self._offset, (PART_ALIGN,)
         )
 
     def at(self, frames: npt.ArrayLike) -> npt.NDArray[np.uint64]:
-        """Return the indices in ``pages`` of the trailers of ``frames``."""
+        """Return the index in ``pages`` of each frame's trailer."""
         return self._memory.starts(frames) // np.uint64(PART_ALIGN)
 
 
 class Trailers:
-    """Seals and checks frames of one layout."""
+    """Seals and verifies frames of one layout."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class Trailers:
         block_tiles: int | None = None,
         holds_raw: bool = True,
     ) -> None:
-        """Prepare to write and check the trailers of ``memory``.
+        """Prepare to write and verify the trailers in ``memory``.
 
         ``block_tiles`` is the number of tiles per block, or None if all parts are raw.
-        ``holds_raw`` is False if raw chunks do not fit the parts.
+        ``holds_raw`` is False if raw chunks do not fit into the parts.
         """
         self._column, self._holds_raw = TrailerColumn(memory), holds_raw
         self._block_bytes, self._block_tiles = block_bytes, block_tiles
@@ -85,9 +85,9 @@ class Trailers:
     ) -> list[int]:
         """Write the trailers of ``frames`` after their payloads are complete.
 
-        ``keys`` has 32 bytes per chunk. ``record_units`` has the size of each chunk's encoded
-        records, in units of 16 bytes. Returns the indices of the chunks that do not fit their
-        parts; their payloads are incomplete, so they stay unsealed.
+        ``keys`` has 32 bytes per chunk. ``record_units`` contains the size of the encoded records
+        of each chunk, in units of 16 bytes. Returns the indices of chunks that do not fit into
+        their parts. These chunks are not sealed, because their payloads are incomplete.
         """
         pages, at = self._column.pages, self._column.at(frames)
         rows = self._rows(keys, tags, num_blocks)
@@ -104,9 +104,9 @@ class Trailers:
         return [int(i) for i in np.flatnonzero(~fits)]
 
     def are_raw(self, frames: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Return True for each frame whose trailer says that its part is raw.
+        """Return True for each frame whose trailer marks the part as raw.
 
-        The trailers are not checked, so the result may be wrong until `read` has checked them.
+        The trailers are not verified, so the result may be wrong until `read` verifies them.
         """
         encodings = self._column.pages["encoding"][self._column.at(frames)]
         return np.asarray((encodings != E348) & self._holds_raw)
@@ -116,13 +116,13 @@ class Trailers:
     ) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
         """Return the tags of all chunks, and the problem of each invalid trailer by chunk index.
 
-        A problem is 'unsealed', 'key', 'layout' or 'shape'.
+        The problem is 'unsealed', 'key', 'layout' or 'shape'.
         """
         rows = self._column.pages[self._column.at(frames)]
         tags = rows["tag"].astype(np.uint64)
         good = self._rows(keys, tags, num_blocks)
         if self._block_tiles is not None:
-            # An encoded part can have any length, because the decoder checks all bounds.
+            # Accept any length of an encoded part, because the decoder checks all bounds.
             are_encoded = rows["encoding"] == E348
             good["encoding"] = np.where(are_encoded, E348, RAW if self._holds_raw else E348)
             good["encoded_bytes"] = np.where(
@@ -140,7 +140,7 @@ class Trailers:
     def _rows(
         self, keys: bytes, tags: npt.NDArray[np.uint64], num_blocks: npt.ArrayLike
     ) -> npt.NDArray[Any]:
-        """Return the expected trailers of the chunks with ``keys``."""
+        """Return the expected trailers for the chunks with ``keys``."""
         rows: npt.NDArray[Any] = np.full(len(keys) // 32, self._blank, TRAILER)
         rows["key"] = np.frombuffer(keys, dtype="V32")
         rows["tag"] = tags

@@ -1,1 +1,1 @@
-"""Identifies all inputs to KV other than the prompt: namespace, weights and adapters."""
+"""Identifies everything except the prompt that determines KV: namespace, weights and adapters."""

@@ -1,4 +1,4 @@
-"""The identity of LoRA adapters in keys."""
+"""Identifies LoRA adapters in keys."""
 
 from uuid import uuid4
 
@@ -11,23 +11,23 @@ from kvloft.vllm.identity.weights import Look, LooksInTime, engine_start_s, hub_
 class AdapterNames:
     """Identifies each LoRA adapter by its name, its path and a fingerprint of its weights.
 
-    Runs can share KV of an adapter if its files have not changed since this engine started, or if a
-    commit identifies them, because the workers then loaded exactly these weights. Otherwise, the
-    identity is only valid for this run. Once the files differ from the first check, requests no
-    longer share KV of the adapter. vLLM identifies adapters by name in its prefix cache, and by
-    number in its workers.
+    Runs can share KV computed with an adapter if its files have not changed since this engine
+    started or a commit identifies them, because the workers have loaded exactly these weights.
+    Otherwise, the identity is only valid for this run. Once the files differ from the first check,
+    requests no longer share KV computed with the adapter. vLLM identifies adapters by name in its
+    prefix cache and by number in its workers.
     """
 
     def __init__(self, media_prefix: str = "", *, are_seen: bool = True) -> None:
-        """``media_prefix`` precedes every media identifier. It is unique to this engine if vLLM
-        numbers media items.
+        """Create an object without known adapters. ``media_prefix`` precedes all media identifiers
+        and is unique to this engine if vLLM numbers media items.
 
         ``are_seen`` is True if `identify` is called before vLLM loads an adapter. Otherwise,
-        requests with adapters share no KV.
+        requests with adapters do not share KV.
         """
         self._are_seen = are_seen
         self._seen: dict[tuple[str, str], tuple[Look | None, str | None]] = {}
-        """The files at the first check, and the identity, which is None once the files have
+        """The files at the first check, and the identity. The identity is None after the files have
         changed.
         """
         self._first_of: dict[int, tuple[str, str]] = {}
@@ -36,23 +36,21 @@ class AdapterNames:
         self.media_prefix = media_prefix
 
     def identify(self, lora: LoRARequest | None) -> tuple[str, str] | None:
-        """Return the name of ``lora``, and its path with its weights. Returns None for the base
-        model.
-        """
+        """Return the name and the identity of ``lora``, or None for the base model."""
         return (lora.lora_name, self._shared(lora) or uuid4().hex) if lora is not None else None
 
     def close(self) -> None:
-        """Stop the thread that checks files. Must be the last call."""
+        """Stop the thread that checks files. No method may be called afterwards."""
         self._looks.close()
 
     def _shared(self, lora: LoRARequest) -> str | None:
-        """Return the path and the weights; None if this request must share KV with no other."""
+        """Return an identity with path and weights, or None if this request must not share KV."""
         path, number = lora.lora_path or "", lora.lora_int_id
         # With load_inplace, vLLM reloads the adapter in each step.
         if not self._are_seen or getattr(lora, "load_inplace", False):
             return None
         if self._first_of.setdefault(number, (lora.lora_name, path)) != (lora.lora_name, path):
-            return None  # the workers have loaded a different adapter with this number
+            return None  # the workers loaded a different adapter with this number
         slot = (f"{number} {lora.lora_name}", path)
         try:
             files = self._looks.look(path)
@@ -62,7 +60,7 @@ class AdapterNames:
             self._seen[slot] = files, self._state(lora, path, files)
         first, state = self._seen[slot]
         if state is None or first != files:
-            # The workers may have loaded, or may load, any version of the files.
+            # The workers may have loaded any version of the files, or may still load it.
             self._seen[slot] = first, None
             return None
         shape = getattr(lora, "is_3d_lora_weight", None)
@@ -70,8 +68,8 @@ class AdapterNames:
 
     def _state(self, lora: LoRARequest, path: str, files: Look | None) -> str:
         if getattr(lora, "tensorizer_config_dict", None):
-            return uuid4().hex  # the weights are not below the path
+            return uuid4().hex  # the weights are not at the path
         if files is None:
-            # A trainer passed tensors, or vLLM loads the current files of the hub unless offline.
+            # A trainer passed tensors, or vLLM loads the latest files from the hub unless offline.
             return (hub_commit(path) if path and hub.HF_HUB_OFFLINE else None) or uuid4().hex
         return files.fingerprint() if files.latest_s <= self._start_s else uuid4().hex

@@ -1,7 +1,7 @@
-"""The namespace: everything except content that determines KV bytes, as (name, value) pairs.
+"""The namespace is everything except content that determines KV bytes, as (name, value) pairs.
 
-Fields that might affect KV are included: an unnecessary miss costs time, but a wrong hit produces a
-wrong output.
+All fields that might affect KV are included, because an unnecessary miss only costs time, but a
+wrong hit produces a wrong output.
 """
 
 import ast
@@ -26,7 +26,7 @@ from kvloft.vllm.shape import has_draft_kv, layer_specs, stage_layers
 
 try:
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
-except ImportError:  # older releases have one layout
+except ImportError:  # older releases have only one layout
     get_conv_state_layout = None
 
 MAX_DESCRIPTION_CHARS = 1000
@@ -44,7 +44,7 @@ ENVIRONMENT = (
     "VLLM_DEEPEPLL_NVFP4_DISPATCH",
     "VLLM_KV_CACHE_LAYOUT",
 )
-"""Environment variables that change KV and have no corresponding setting."""
+"""Environment variables that affect KV and have no corresponding setting."""
 
 
 def namespace_fields(
@@ -75,7 +75,7 @@ def namespace_fields(
             getattr(model, "model_class_overrides", None),
         ),
         # Settings for images, video and audio. vLLM's media identifiers only depend on the input
-        # and the parameters of the request.
+        # and parameters of the request, not on these settings.
         "media": _settings(
             getattr(model, "multimodal_config", None),
             "mm_processor_kwargs",
@@ -87,9 +87,9 @@ def namespace_fields(
         ),
         "kv_dtype": cache.cache_dtype,
         "kv_scales": getattr(cache, "calculate_kv_scales", None),
-        # Llama 4's attention and LongRoPE's factors depend on it.
+        # Llama 4's attention and LongRoPE's factors depend on this setting.
         "max_model_len": model.max_model_len,
-        # Models read these settings when they are built (Llama 4 for its temperature tuning).
+        # Models read these settings when they are created (Llama 4 for temperature tuning).
         "model_settings": _settings(
             model, "override_generation_config", "disable_sliding_window", "disable_cascade_attn"
         ),
@@ -97,8 +97,8 @@ def namespace_fields(
         "platform": _platform(),
         "attention": _settings(getattr(vllm_config, "attention_config", None), "backend"),
         "layout": getattr(ranks[0], "kv_cache_layout", None),
-        # Whole specs and not only sizes, because they contain the shapes and dtypes of states,
-        # which different flags can set.
+        # Complete specs instead of sizes, because specs contain the shapes and dtypes of states,
+        # which various flags can change.
         "pages": _digest(json.dumps(sorted(specs))),
         "conv_states": get_conv_state_layout() if get_conv_state_layout is not None else None,
         "block_tokens": shape.unit_tokens,
@@ -117,7 +117,7 @@ def namespace_fields(
         fields |= _drafter_fields(vllm_config)
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
         fields["stages"] = stage_layers(vllm_config)
-    if shape.encoding:  # an engine without this encoding cannot read encoded parts
+    if shape.encoding:  # engines without this encoding cannot read encoded parts
         fields["encoding"] = shape.encoding
     if not shape.is_divisible:
         fields["groups"] = [(group.kind, group.reach) for group in shape.groups]
@@ -143,7 +143,7 @@ def _drafter_fields(vllm_config: Any) -> dict[str, Any]:
 
 
 def description_of(fields: Sequence[tuple[str, str]]) -> str:
-    """Return the non-empty fields as JSON, shortened to fit into a superblock."""
+    """Return the non-empty fields as JSON, truncated to fit into a superblock."""
     said: dict[str, str] = {}
     for name, value in fields:
         text = _unquoted(value)
@@ -155,7 +155,7 @@ def description_of(fields: Sequence[tuple[str, str]]) -> str:
 
 
 def _unquoted(value: str) -> str:
-    """Return the string whose repr is ``value``, or ``value`` if it is not the repr of a string."""
+    """Return the string with the repr ``value``, or ``value`` if it is not the repr of a string."""
     try:
         text = ast.literal_eval(value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -177,8 +177,8 @@ def are_replaced(vllm_config: Any) -> bool:
 
 
 def _lora_settings(lora: Any) -> list[tuple[str, str]] | None:
-    """Return all fields of the LoRA configuration. They determine which modules an adapter changes,
-    and the precision.
+    """Return all fields of the LoRA configuration, which determine the modules that an adapter
+    changes and the precision.
     """
     if lora is None:
         return None
@@ -191,20 +191,20 @@ def _config_digest(model: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` with strings as keys, which JSON can sort."""
+    """Return a copy of ``value`` with strings as keys, so that JSON can sort the keys."""
     if isinstance(value, dict):
         return {f"{type(key).__name__} {key}": _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _settings(config: Any, *names: str) -> list[str] | None:
-    """Return the values of ``names`` in ``config``; None if vLLM has no such ``config``."""
+    """Return the values of ``names`` in ``config``, or None if vLLM does not have ``config``."""
     return [str(getattr(config, name, None)) for name in names] if config is not None else None
 
 
 def _platform() -> str:
-    """Return the device name, and for CPUs also the features on which the page layout depends.
-    Shapes and strides do not reveal this layout.
+    """Return the device name and, for CPUs, the features that determine the page layout. Shapes and
+    strides do not reveal this layout.
     """
     name = str(current_platform.device_name)
     if not current_platform.is_cpu():

@@ -1,4 +1,4 @@
-"""Detects calls to vLLM's workers that can replace weights."""
+"""Detects calls to vLLM's workers that may replace weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ _HARMLESS = """
     update_max_model_len vocab_size wake_up
 """
 HARMLESS = frozenset(_HARMLESS.split())
-"""Worker methods in vLLM 0.30 to 0.33 that change neither weights nor KV."""
+"""Worker methods in vLLM 0.30 to 0.33 that do not change weights or KV."""
 
 
 class WeightsWatch:
@@ -35,7 +35,7 @@ class WeightsWatch:
         self._files, self._commit = look(model.model), hub_commit(*self._name)
 
     def hear_rpc(self, _core: Any, /, *args: Any, **kwargs: Any) -> Callable[[], None] | None:
-        """Handle a call of the engine core: collective_rpc(method, timeout, args, kwargs)."""
+        """Process a call to the engine core's collective_rpc(method, timeout, args, kwargs)."""
         given = dict(zip(("method", "timeout", "args", "kwargs"), args, strict=False)) | kwargs
         method = given.get("method")
         if method == RELOAD:
@@ -46,11 +46,11 @@ class WeightsWatch:
         return self._check(str(method), is_other=True)
 
     def hear_reload(self, _worker: Any, /, *args: Any, **kwargs: Any) -> Callable[[], None]:
-        """Handle a call of reload_weights by code inside a worker."""
+        """Process a call to reload_weights by code inside a worker."""
         return self._check(RELOAD, is_other=_names_weights(args, kwargs))
 
     def _check(self, method: str, *, is_other: bool) -> Callable[[], None]:
-        """Check the weights before the call, and return a function that checks them after the call.
+        """Check the weights before a call, and return a function that checks them after the call.
 
         The second check detects a newer commit.
         """
@@ -67,7 +67,7 @@ class WeightsWatch:
         return look_again
 
     def _are_there(self) -> bool:
-        """Return True if a reload loads the same weights."""
+        """Return True if a reload would load the current weights again."""
         if self._is_dummy:
             return False
         if self._files is None:
@@ -78,7 +78,7 @@ class WeightsWatch:
 
 
 def _names_weights(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if the arguments of a reload specify weights. Otherwise, vLLM loads the files of
-    the model.
+    """Return True if the arguments of a reload specify weights. Otherwise, vLLM loads the model's
+    files.
     """
     return bool(args) or any(value is not None for value in kwargs.values())

@@ -1,10 +1,10 @@
 """Identifies the weights of an engine by files and commits. Engines only share KV if their weights
-are the same.
+are identical.
 
 vLLM does not report the loaded weights to connectors, so kvloft reads the files, which must not
 have changed since the engine's process started. If the weights cannot be identified, the identity
-is unique to this run: an unnecessary miss costs time, but a wrong hit produces a wrong output. A
-file that cannot be read is not an error.
+is unique to this run, because an unnecessary miss only costs time, but a wrong hit produces a wrong
+output. An unreadable file is not an error.
 """
 
 import hashlib
@@ -31,28 +31,28 @@ from vllm import envs
 logger = logging.getLogger("vllm.kvloft")
 
 MAX_ENTRIES: Final = 10_000
-"""Maximum number of files and directories to check. With more, the files are treated as unknown."""
+"""Maximum number of files and directories to check. With more files, the weights are unknown."""
 MAX_LINKS: Final = 64
 LOOK_TIMEOUT_S: Final = 0.5
 FILE_FORMATS: Final = {
     *("auto", "hf", "pt", "safetensors", "npcache", "gguf", "mistral", "bitsandbytes"),
     *("sharded_state", "fastsafetensors", "runai_streamer", "runai_streamer_sharded"),
 }
-"""Load formats that read the weights from the directory of the model."""
+"""Load formats that read the weights from the model's directory."""
 _SAMPLE_BYTES = 1 << 16
 _registered_s = 0.0
 
 
 def note_start() -> None:
-    """Record the time at which vLLM loads its plugins, which is before it loads any weights."""
+    """Record the time at which vLLM loads its plugins. vLLM loads weights later."""
     global _registered_s
     _registered_s = _registered_s or time.time()
 
 
 def engine_start_s() -> float:
-    """Return the start time of this process's engine as Unix time.
+    """Return the start time of the engine in this process as Unix time.
 
-    The engine loaded the current content of all files that have not changed after this time.
+    If a file has not changed after this time, the engine has loaded its current content.
     """
     try:
         started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
@@ -65,7 +65,7 @@ def engine_start_s() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The files below a path as (name, size, mtime in ns, ctime in ns), and the time of the latest
+    """The files under a path as (name, size, mtime in ns, ctime in ns), and the time of the latest
     change.
     """
 
@@ -86,10 +86,10 @@ class Look:
 
 
 def look(path: str, *, below: bool = True) -> Look | None:
-    """Return the files of a local model or adapter, without hidden files. ``below`` includes the
-    files of subdirectories.
+    """Return the files of a local model or adapter, excluding hidden files. With ``below``, include
+    files in subdirectories.
 
-    Returns None if there are no files, or too many to check.
+    Returns None if there are no files or too many files to check.
     """
     if not path:
         return None
@@ -113,8 +113,8 @@ class LooksInTime:
     """Checks directories in a separate thread, because the scheduler must not wait for a hung file
     system.
 
-    The thread exits when this object is closed or garbage collected, because a process can run many
-    engines in sequence.
+    A process can run many engines in sequence, so the thread exits when this object is closed or
+    garbage collected.
     """
 
     def __init__(self, timeout_s: float = LOOK_TIMEOUT_S) -> None:
@@ -124,13 +124,13 @@ class LooksInTime:
         self._end: Callable[[], object] = lambda: None
 
     def close(self) -> None:
-        """Stop the thread, if it runs, after the current check. Must be the last call."""
+        """Stop the thread, if any, after the current check. No method may be called afterwards."""
         self._end()
 
     def look(self, path: str) -> Look | None:
         """Like the function `look`, but without subdirectories, which vLLM ignores in adapters.
 
-        Raises TimeoutError after the timeout, or immediately while a previous check hangs.
+        Raises TimeoutError after the timeout, or immediately if a previous check hangs.
         """
         if self._last is None:
             threading.Thread(
@@ -157,7 +157,7 @@ def _look_when_asked(asked: SimpleQueue[tuple[str, Future[Look | None]] | None])
 def _entries(
     root: bytes, *, below: bool
 ) -> Iterator[tuple[bytes, os.stat_result, tuple[float, ...]]]:
-    """Yield ``root`` and all entries below it, as (name, status of the target, times)."""
+    """Yield ``root`` and all entries under it as (name, status of the target, times)."""
     todo, count = [b""], 0
     folders: set[tuple[int, int]] = set()
     while todo:
@@ -168,7 +168,7 @@ def _entries(
         try:
             own = os.lstat(path)
             status = os.stat(path)  # noqa: PTH116 - bytes
-        except OSError:  # missing, or a broken link, which vLLM cannot load either
+        except OSError:  # a missing file or a broken link, which vLLM cannot load either
             continue
         is_folder = stat.S_ISDIR(status.st_mode)
         if is_folder and name and not below:
@@ -181,13 +181,13 @@ def _entries(
             except OSError:
                 if not name:
                     raise
-                continue  # for example lost+found, which vLLM cannot read either
+                continue  # for example, lost+found, which vLLM cannot read either
             todo += [os.path.join(name, each) for each in inside if not each.startswith(b".")]  # noqa: PTH118
 
 
 def _links_to(path: str) -> Iterator[float]:
-    """Resolve ``path``, and yield the times of all symbolic links and of all directories that may
-    have been renamed.
+    """Resolve ``path``. Yield the times of all symbolic links, and of directories that may have
+    been renamed.
     """
     todo, seen = [path], {path}
     while todo:
@@ -204,12 +204,12 @@ def _links_to(path: str) -> Iterator[float]:
                     seen.add(target)
                     todo.append(target)
             elif each != place and own.st_ctime_ns != own.st_mtime_ns:
-                # A new entry changes ctime and mtime; renaming the directory only changes ctime.
+                # A new entry changes ctime and mtime. Renaming the directory only changes ctime.
                 yield own.st_ctime
 
 
 def _samples(path: bytes, size: int) -> Iterator[bytes]:
-    """Yield samples from the beginning, middle and end of a file; nothing if it cannot be read."""
+    """Yield samples from the beginning, middle and end of a file. Ignores read errors."""
     with suppress(OSError), open(path, "rb", buffering=0, opener=_without_waiting) as file:
         for position in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
             yield os.pread(file.fileno(), _SAMPLE_BYTES, position)
@@ -220,10 +220,10 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def hub_commit(name: str, revision: str | None = None, cache_dir: str | None = None) -> str | None:
-    """Return the commit of ``name`` in the local cache of the Hugging Face hub. Returns None if it
-    is not in the cache, or if vLLM uses a different hub.
+    """Return the commit of ``name`` in the local Hugging Face cache. Returns None if ``name`` is
+    not in the cache or vLLM uses a different hub.
 
-    After a load, this is the loaded commit. Makes no network connection.
+    After a load, this is the loaded commit. This function does not use the network.
     """
     if envs.VLLM_USE_MODELSCOPE:
         return None
@@ -260,7 +260,7 @@ def model_fields(model: Any, load: Any) -> dict[str, str | None]:
 def _why_unknown(
     model: Any, load_format: str, commit: str | None, files: Look | None
 ) -> str | None:
-    """Return the reason why the weights cannot be identified; None if they are identified."""
+    """Return the reason why the weights cannot be identified, or None if they can."""
     settings = model.hf_config.to_dict()
     others = [name for name, value in settings.items() if str(name).endswith("_model_id") and value]
     auto_map = settings.get("auto_map")
