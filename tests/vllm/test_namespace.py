@@ -14,11 +14,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from kvloft import _core
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.vllm.identity import namespace
+from kvloft.vllm.identity.adapters import media_prefix
 from kvloft.vllm.identity.namespace import (
     ENVIRONMENT,
     MAX_DESCRIPTION_CHARS,
     description_of,
-    media_ids_are_counted,
     namespace_fields,
 )
 
@@ -290,13 +290,16 @@ def test_unidentified_weights_are_valid_for_this_run_only() -> None:
     [(0, False, True), (0, True, False), (4, False, False)],
 )
 def test_media_are_numbered_only_if_both_caches_are_off(
-    cache_gb: int, *, prefix_caching: bool, counted: bool
+    caplog: pytest.LogCaptureFixture, cache_gb: int, *, prefix_caching: bool, counted: bool
 ) -> None:
     model = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb))
     cache = SimpleNamespace(enable_prefix_caching=prefix_caching)
-    assert media_ids_are_counted(SimpleNamespace(model_config=model, cache_config=cache)) == counted
+    config = SimpleNamespace(model_config=model, cache_config=cache)
+    prefixes = {media_prefix(config) for _ in range(2)}
+    assert len(prefixes - {""}) == (2 if counted else 0), "no two engines share a prefix"
+    assert ("only saved up to the first item" in caplog.text) == counted
     model.multimodal_config = None
-    assert not media_ids_are_counted(SimpleNamespace(model_config=model, cache_config=cache))
+    assert media_prefix(config) == ""
 
 
 def test_the_description_is_json_that_a_superblock_has_room_for() -> None:

@@ -33,11 +33,10 @@ from kvloft.seam.views import RequestView
 from kvloft.store import arena_of, disk_path_of, open_store
 from kvloft.version import BUILD
 from kvloft.vllm.events import EventWriter, announcer_of
-from kvloft.vllm.identity.adapters import AdapterNames
+from kvloft.vllm.identity.adapters import AdapterNames, media_prefix
 from kvloft.vllm.identity.namespace import (
     are_replaced,
     description_of,
-    media_ids_are_counted,
     namespace_fields,
 )
 from kvloft.vllm.identity.reload import WeightsWatch
@@ -70,11 +69,6 @@ _pausing: ContextVar[bool] = ContextVar("kvloft_pausing", default=False)
 
 STATS_STEPS = 32
 """Number of steps between reads of the store's counters if there is nothing else to report."""
-MEDIA_ARE_NUMBERED = (
-    "kvloft: prompts with images or other media are only saved up to the first item, because vLLM "
-    "numbers media items instead of hashing them with --no-enable-prefix-caching and "
-    "--mm-processor-cache-gb 0. Remove one of these flags to cache entire prompts"
-)
 REPLACEABLE_WEIGHTS = (
     "server = unix:{} ({}) is not supported if a trainer can replace the weights of a running "
     "engine (weight_transfer_config, worker_extension_cls), because other engines would load KV "
@@ -172,11 +166,8 @@ class SchedulerHalf:
         self.core = SchedulerCore(
             self._store, self._new_chain, settings, clock=time.monotonic, announcer=self._announcer
         )
-        if are_numbered := media_ids_are_counted(vllm_config):
-            logger.warning(MEDIA_ARE_NUMBERED)
         self._adapters = AdapterNames(
-            media_prefix=f"{uuid4().hex}|" if are_numbered else "",
-            are_seen=ADD_ADAPTER.find() is not None,
+            media_prefix(vllm_config), are_seen=ADD_ADAPTER.find() is not None
         )
         self.hook_errors = 0
         self._last: dict[str, int] = {}

@@ -1,11 +1,33 @@
-"""Identifies LoRA adapters in keys."""
+"""Identifies LoRA adapters and media items in keys."""
 
+import logging
+from typing import Any
 from uuid import uuid4
 
 from huggingface_hub import constants as hub
 from vllm.lora.request import LoRARequest
 
 from kvloft.vllm.identity.weights import Look, LooksInTime, engine_start_s, hub_commit
+
+logger = logging.getLogger("vllm.kvloft")
+
+MEDIA_ARE_NUMBERED = (
+    "kvloft: prompts with images or other media are only saved up to the first item, because vLLM "
+    "numbers media items instead of hashing them with --no-enable-prefix-caching and "
+    "--mm-processor-cache-gb 0. Remove one of these flags to cache entire prompts"
+)
+
+
+def media_prefix(vllm_config: Any) -> str:
+    """Return the prefix of the identifiers of media items in keys. If vLLM numbers media items
+    instead of hashing their content, the prefix is unique to this process and a warning is logged.
+    """
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    has_cache = getattr(media, "mm_processor_cache_gb", None) != 0
+    if has_cache or vllm_config.cache_config.enable_prefix_caching:
+        return ""
+    logger.warning(MEDIA_ARE_NUMBERED)
+    return f"{uuid4().hex}|"
 
 
 class AdapterNames:

@@ -163,13 +163,6 @@ def _unquoted(value: str) -> str:
     return text if isinstance(text, str) else value
 
 
-def media_ids_are_counted(vllm_config: Any) -> bool:
-    """Return True if vLLM numbers media items per process instead of hashing their content."""
-    media = getattr(vllm_config.model_config, "multimodal_config", None)
-    has_cache = getattr(media, "mm_processor_cache_gb", None) != 0
-    return not has_cache and not vllm_config.cache_config.enable_prefix_caching
-
-
 def are_replaced(vllm_config: Any) -> bool:
     """Return True if a trainer can replace the weights of the running engine."""
     extension = getattr(vllm_config.parallel_config, "worker_extension_cls", None)
