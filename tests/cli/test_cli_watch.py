@@ -47,9 +47,8 @@ COUNTS = (
     "late_chunks",
 )
 OF_VLLM = {
-    "vllm:external_prefix_cache_queries_total",
     "vllm:prefix_cache_hits_total",
-    "vllm:prefix_cache_queries_total",
+    "vllm:prompt_tokens_total",
     "vllm:time_to_first_token_seconds_bucket",
 }
 
