@@ -13,7 +13,7 @@ use self::part::{Part, check_table, numbers, wanted};
 use crate::engine::Group;
 use crate::io::{FrameId, SizeClass};
 use crate::key::ChunkKey;
-use crate::store::{LeasedFrame, Reservation, TierName};
+use crate::store::{LeasedFrame, Reserved, TierName};
 use crate::{Error, Result};
 
 /// vLLM's null block, which belongs to no request and is never saved.
@@ -95,14 +95,15 @@ impl ChunkBatch {
     pub fn add_saves(
         &mut self,
         group: u32,
-        reserved: &[Reservation],
+        reserved: &[Reserved],
         table: &[i32],
         first_unit: u32,
         num_blocks: u32,
     ) -> Result<Vec<u64>> {
         check_table(table)?;
-        let (mut part, mut without_kv) = (Part::new(group, reserved.len(), num_blocks), Vec::new());
-        for chunk in reserved {
+        let num_chunks = reserved.iter().map(|run| run.chunks.len()).sum();
+        let (mut part, mut without_kv) = (Part::new(group, num_chunks, num_blocks), Vec::new());
+        for chunk in reserved.iter().flat_map(|run| &run.chunks) {
             let unit = chunk.unit.checked_sub(first_unit).ok_or_else(|| {
                 Error::invalid("a chunk is before the first unit of the block table")
             })?;

@@ -15,8 +15,8 @@ use rustc_hash::FxHashMap;
 use crate::key::ChunkKey;
 use crate::numbered::Numbered;
 use crate::store::{
-    Anchors, Changes, LeasedFrame, Listener, Lookup, Prefix, Progress, ReadLease, Reservation,
-    SaveCounts, SaveRequest, Store, StoreConfig, WriteLease,
+    Anchors, Changes, LeasedFrame, Listener, Lookup, Prefix, Progress, ReadLease, Reserved,
+    SaveRequest, Store, StoreConfig, WriteLease,
 };
 pub use crate::store::{ArenaInfo, LifelineInfo};
 use crate::{Event, Result};
@@ -52,14 +52,10 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn frames(&self, lease: LeaseId) -> Vec<LeasedFrame>;
     /// Releases a lease. A second call has no effect.
     fn release(&self, lease: LeaseId);
-    /// Reserves frames for the missing chunks of each request. Returns the reservations in order,
-    /// and the counts for each request. Reserves nothing if a prefix is shorter than its range of
-    /// units. Tickets always ascend within a store, and a new store never reuses a ticket that this
-    /// session has received.
-    fn reserve_many(
-        &self,
-        asked: &[SaveRequest<'_>],
-    ) -> Result<(Vec<Reservation>, Vec<SaveCounts>)>;
+    /// Reserves frames for the missing chunks of each request. Reserves nothing if a prefix is
+    /// shorter than its range of units. Tickets always ascend within a store, and a new store never
+    /// reuses a ticket that this session has received.
+    fn reserve_many(&self, asked: &[SaveRequest<'_>]) -> Result<Vec<Reserved>>;
     /// Commits reservations. Returns the number of chunks that became visible.
     fn commit(&self, tickets: &[u64]) -> u32;
     /// Aborts reservations and frees their frames.
@@ -194,19 +190,17 @@ impl Session for Local {
         drop(released);
     }
 
-    fn reserve_many(
-        &self,
-        asked: &[SaveRequest<'_>],
-    ) -> Result<(Vec<Reservation>, Vec<SaveCounts>)> {
-        let (leases, got) =
-            self.store.reserve_many(Some(self.limit_bytes.load(Ordering::Relaxed)), asked)?;
-        let reserved = leases.iter().map(|lease| *lease.reservation()).collect();
+    fn reserve_many(&self, asked: &[SaveRequest<'_>]) -> Result<Vec<Reserved>> {
+        let limit_bytes = Some(self.limit_bytes.load(Ordering::Relaxed));
+        let reserved = self.store.reserve_many(limit_bytes, asked)?;
         let writes = &mut self.leases().writes;
-        writes.reserve(leases.len());
-        for lease in leases {
-            writes.insert(lease.reservation().ticket, lease);
-        }
-        Ok((reserved, got))
+        writes.reserve(reserved.iter().map(|each| each.chunks.len()).sum());
+        let mut keep = |lease: WriteLease| {
+            let reservation = *lease.reservation();
+            writes.insert(reservation.ticket, lease);
+            reservation
+        };
+        Ok(reserved.into_iter().map(|each| each.map(&mut keep)).collect())
     }
 
     fn commit(&self, tickets: &[u64]) -> u32 {

@@ -414,7 +414,7 @@ fn save_prompts(store: &Store, range: std::ops::Range<u32>) {
     let arena = arena_of(store);
     for first in range {
         let reserved = store.reserve(&prompt(first), 0..1).unwrap();
-        let reservation = reserved.leases[0].reservation();
+        let reservation = reserved.chunks[0].reservation();
         arena
             .seal(
                 u64::from(reservation.frame.number()) * FRAME as u64,
@@ -422,7 +422,7 @@ fn save_prompts(store: &Store, range: std::ops::Range<u32>) {
                 &spec(reservation.key),
             )
             .unwrap();
-        assert_eq!(store.commit(reserved.leases), 1);
+        assert_eq!(store.commit(reserved.chunks), 1);
         assert!(store.flush(HUNG));
     }
 }

@@ -124,11 +124,11 @@ fn save(dir: &Path, life: u64) {
         let tokens = (0..8).map(|at| n * 8 + at + u32::try_from(life).unwrap() * 1_000_000);
         chain.append_tokens(&tokens.collect::<Vec<_>>()).unwrap();
         let reserved = store.reserve(&chain, 0..8).unwrap();
-        for lease in &reserved.leases {
+        for lease in &reserved.chunks {
             fill(&mut frame, &lease.reservation().key);
             arena.write_all_at(&frame, grid.start(lease.reservation().frame.number())).unwrap();
         }
-        store.commit(reserved.leases);
+        store.commit(reserved.chunks);
         store.flush(Duration::from_millis(1));
     }
 }

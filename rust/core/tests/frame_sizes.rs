@@ -36,12 +36,13 @@ fn save(store: &Store, prompt: u32, classes: &[u8]) -> u32 {
             ..(chain.into(), 0..LEN).into()
         })
         .collect();
-    let (leases, got) = store.reserve_many(None, &asked).unwrap();
-    store.commit(leases);
+    let reserved = store.reserve_many(None, &asked).unwrap();
+    let num_dropped = reserved.iter().map(|each| each.num_dropped).sum();
+    store.commit(reserved.into_iter().flat_map(|each| each.chunks));
     if prompt.is_multiple_of(256) {
         store.check().unwrap();
     }
-    got.iter().map(|got| got.num_dropped).sum()
+    num_dropped
 }
 
 fn open(pages: &[u64], namespace: u8) -> StoreConfig {

@@ -138,15 +138,16 @@ impl World {
                 is_independent: false,
             })
             .collect();
-        let (leases, got) = self.stores[nth].reserve_many(None, &asked).unwrap();
-        for lease in leases {
+        let reserved = self.stores[nth].reserve_many(None, &asked).unwrap();
+        let num_dropped = reserved.iter().map(|each| each.num_dropped).sum();
+        for lease in reserved.into_iter().flat_map(|each| each.chunks) {
             let row = *lease.reservation();
             let (start, len) = self.at(nth, row.frame);
             assert!(start + len <= self.pool.size_bytes());
             self.memory.write_all_at(&content(nth, &row.key, len), start).unwrap();
             self.writing.push((nth, lease));
         }
-        got.iter().map(|got| got.num_dropped).sum()
+        num_dropped
     }
 
     fn commit_all(&mut self, nth: usize) {
@@ -318,7 +319,7 @@ fn is_given_back(mut world: World, nth: usize) {
     let got = store.reserve(&chain(nth, 0, 98), 0..98).unwrap();
     let num_frames = world.grid(nth, SizeClass(0)).num_frames();
     assert_eq!(
-        got.leases.len(),
+        got.chunks.len(),
         98.min(num_frames as usize),
         "a single store must get every frame"
     );
@@ -412,7 +413,7 @@ fn a_store_is_asked_again_only_while_another_wants() {
     .unwrap();
     let stores = [0, 1].map(|nth| Store::open_in(&config(nth, None), &pool, None).unwrap());
     let got = stores[0].reserve(&chain(0, 0, 60), 0..60).unwrap();
-    stores[0].commit(got.leases);
+    stores[0].commit(got.chunks);
     assert_eq!(news.load(Ordering::SeqCst), 0);
     assert_eq!(stores[0].release_slab(), SlabRelease::NotNeeded);
     assert_eq!(stores[1].reserve(&chain(1, 0, 60), 0..60).unwrap().num_dropped, 60);
@@ -491,7 +492,7 @@ fn a_store_with_an_equal_share_of_what_is_left_has_a_slab_at_least() {
         })
         .collect();
     let got = stores[0].reserve(&chain(0, 0, 60), 0..60).unwrap();
-    stores[0].commit(got.leases);
+    stores[0].commit(got.chunks);
     for _ in 0..100 {
         let got = stores[1].reserve(&chain(0, 1, 1), 0..1).unwrap();
         if got.num_dropped == 0 {
@@ -510,7 +511,7 @@ fn a_long_pinned_chain_is_visited_once_per_round() {
     let stores = [0, 1].map(|nth| Store::open_in(&of(nth), &pool, None).unwrap());
     let long = chain(0, 0, 4096);
     let got = stores[0].reserve(&long, 0..4096).unwrap();
-    assert_eq!(stores[0].commit(got.leases), 4096);
+    assert_eq!(stores[0].commit(got.chunks), 4096);
     let lease = stores[0].acquire(&long);
     assert_eq!(stores[1].reserve(&chain(1, 0, 1), 0..1).unwrap().num_dropped, 1);
     for _ in 0..3 {

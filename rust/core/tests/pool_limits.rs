@@ -54,7 +54,7 @@ fn save(store: &Store, prompt: u32) -> u32 {
 
 fn save_first(store: &Store, prompt: u32, stop: u32) -> u32 {
     let got = store.reserve(&chain(prompt), 0..stop).unwrap();
-    store.commit(got.leases);
+    store.commit(got.chunks);
     store.check().unwrap();
     got.num_dropped
 }

@@ -14,7 +14,7 @@ use kvloft_core::io::FrameId;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::{ArenaInfo, LeaseId, Local, Session};
 use kvloft_core::store::{
-    Changes, LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveCounts, SaveRequest,
+    Changes, LeasedFrame, Lookup, Prefix, Progress, Reservation, Reserved, SaveRequest,
     StoreConfig, TierName,
 };
 use kvloft_testing::one_prefix::SessionExt;
@@ -111,15 +111,9 @@ impl Session for Odd {
         Vec::new()
     }
     fn release(&self, _: LeaseId) {}
-    fn reserve_many(
-        &self,
-        asked: &[SaveRequest<'_>],
-    ) -> kvloft_core::Result<(Vec<Reservation>, Vec<SaveCounts>)> {
-        let each: Vec<_> =
-            asked.iter().map(|_| self.rows.lock().expect("no panic").remove(0)).collect();
-        let got =
-            each.iter().map(|own| SaveCounts { num_reserved: own.len(), num_dropped: 0 }).collect();
-        Ok((each.concat(), got))
+    fn reserve_many(&self, asked: &[SaveRequest<'_>]) -> kvloft_core::Result<Vec<Reserved>> {
+        let mut rows = self.rows.lock().expect("no panic");
+        Ok(asked.iter().map(|_| Reserved { chunks: rows.remove(0), num_dropped: 0 }).collect())
     }
     fn commit(&self, tickets: &[u64]) -> u32 {
         self.note("commit", tickets);

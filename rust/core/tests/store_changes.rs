@@ -126,8 +126,8 @@ impl Run {
             Step::Save { prompt, len, later } => {
                 let chain = prompt_chain(prompt);
                 let reserved = self.store.reserve(&chain, 0..len.min(chain.num_blocks())).unwrap();
-                reserved.leases.iter().for_each(|lease| fill(&self.arena, lease.reservation()));
-                self.writes.extend(reserved.leases);
+                reserved.chunks.iter().for_each(|lease| fill(&self.arena, lease.reservation()));
+                self.writes.extend(reserved.chunks);
                 if !later {
                     self.store.commit(std::mem::take(&mut self.writes));
                 }

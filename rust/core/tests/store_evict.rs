@@ -220,7 +220,7 @@ impl World {
             class: SizeClass(0),
             is_independent: true,
         };
-        let (leases, _) = self.store().reserve_many(None, &[asked]).unwrap();
+        let leases = self.store().reserve_many(None, &[asked]).unwrap().remove(0).chunks;
         for lease in &leases {
             fill(&self.arena, lease.reservation());
         }
@@ -317,7 +317,7 @@ fn many_chunks_are_evicted_in_slices() {
                 class: SizeClass(0),
                 is_independent: true,
             };
-            let (leases, _) = store.reserve_many(None, &[asked]).unwrap();
+            let leases = store.reserve_many(None, &[asked]).unwrap().remove(0).chunks;
             store.commit(leases);
         }
         // the second: the walk passes the first
@@ -364,7 +364,7 @@ fn a_save_in_flight_is_dropped() {
     let chain = chain_of(1, 0);
     let reserved = store.reserve(&chain, 0..3).unwrap();
     assert_eq!(store.evict(of_salt(Some(0), false), soon()).num_in_use, 3);
-    assert_eq!(store.commit(reserved.leases), 0);
+    assert_eq!(store.commit(reserved.chunks), 0);
     assert_eq!(store.lookup(&chain).stored_units, 0);
     store.check().unwrap();
 }

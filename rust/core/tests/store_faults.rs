@@ -160,14 +160,14 @@ impl Run {
     fn save(&mut self, prompt: usize, len: u32, settle: Settle) {
         let chain = prompt_chain(prompt);
         let reserved = self.store.reserve(&chain, 0..len.min(chain.num_blocks())).unwrap();
-        reserved.leases.iter().for_each(|lease| fill(&self.arena, lease.reservation()));
+        reserved.chunks.iter().for_each(|lease| fill(&self.arena, lease.reservation()));
         match settle {
             Settle::Commit => {
-                self.committed.extend(reserved.leases.iter().map(|lease| lease.reservation().key));
-                self.store.commit(reserved.leases);
+                self.committed.extend(reserved.chunks.iter().map(|lease| lease.reservation().key));
+                self.store.commit(reserved.chunks);
             }
             Settle::Abort => drop(reserved),
-            Settle::Later => self.writes.extend(reserved.leases),
+            Settle::Later => self.writes.extend(reserved.chunks),
         }
     }
 
@@ -369,7 +369,7 @@ fn a_save_that_fails_after_its_children_leaves_the_tree_after_them() {
         assert!(Instant::now() < deadline, "no thread reads");
         std::thread::sleep(Duration::from_micros(200));
     }
-    let mut saves = store.reserve(&wanted, 1..4).unwrap().leases;
+    let mut saves = store.reserve(&wanted, 1..4).unwrap().chunks;
     assert_eq!(saves.len(), 3, "the parent is being read");
     for save in &saves {
         fill(&arena, save.reservation());
@@ -554,9 +554,9 @@ fn close_ends_waiting_leases_and_keeps_chunks_on_disk() {
 fn a_failed_save_removes_no_other_prompt() {
     let store = Store::open(&config(8, Eviction::Lru)).unwrap();
     let (own, other) = (chain(&[1, 2]), chain(&[3]));
-    let mut leases = store.reserve(&own, 0..2).unwrap().leases;
+    let mut leases = store.reserve(&own, 0..2).unwrap().chunks;
     drop(leases.pop());
-    let others = store.reserve(&other, 0..1).unwrap().leases;
+    let others = store.reserve(&other, 0..1).unwrap().chunks;
     drop(leases);
     fill(&arena_of(&store), others[0].reservation());
     assert_eq!(store.commit(others), 1);

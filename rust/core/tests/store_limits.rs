@@ -219,7 +219,7 @@ impl World {
         let prefix =
             if is_independent { Prefix::new(attached.0, keys) } else { Prefix::from(chain) };
         let asked = SaveRequest { prefix, units: 0..len, class: SizeClass(0), is_independent };
-        let (leases, _) = self.store().reserve_many(None, &[asked]).unwrap();
+        let leases = self.store().reserve_many(None, &[asked]).unwrap().remove(0).chunks;
         let (now_s, on_disk) = (self.now_s(), self.disk.chunks());
         for key in leases.iter().map(|lease| lease.reservation().key) {
             let saved_s = self.saved_s.entry(key).or_insert(now_s);

@@ -126,9 +126,9 @@ impl Run {
         }
         let reserved = self.store.reserve(&chain, start..stop).unwrap();
         assert_eq!(reserved.num_dropped, dropped);
-        assert_eq!(reserved.leases.len(), expected.len());
+        assert_eq!(reserved.chunks.len(), expected.len());
         let arena = arena_of(&self.store);
-        for (lease, (key, unit, life)) in reserved.leases.into_iter().zip(expected) {
+        for (lease, (key, unit, life)) in reserved.chunks.into_iter().zip(expected) {
             let got = lease.reservation();
             assert_eq!((got.key, got.unit), (key, unit));
             fill(&arena, got);

@@ -40,7 +40,7 @@ fn save_turn(store: &Store, number: u32, num_blocks: u32, has_prefix: bool, afte
         is_independent: true,
     };
     for asked in [kv, state] {
-        let (leases, _) = store.reserve_many(None, &[asked]).unwrap();
+        let leases = store.reserve_many(None, &[asked]).unwrap().remove(0).chunks;
         let arena = arena_of(store);
         for lease in &leases {
             fill(&arena, lease.reservation());

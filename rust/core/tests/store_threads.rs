@@ -26,18 +26,18 @@ fn live(store: &Store, seed: usize) {
         let chain = prompt_chain(random >> 40 & 63);
         let lease = store.acquire(&chain);
         let reserved = store.reserve(&chain, 0..chain.num_blocks()).unwrap();
-        reserved.leases.iter().for_each(|lease| fill(&arena, lease.reservation()));
+        reserved.chunks.iter().for_each(|lease| fill(&arena, lease.reservation()));
         for frame in lease.frames() {
             assert_eq!(verify(&arena, frame.frame, frame.key), None);
         }
         match random >> 50 & 7 {
             0 => drop(reserved),
             1 => {
-                store.commit(reserved.leases);
+                store.commit(reserved.chunks);
                 store.discard(&chain.keys()[1..2]);
             }
             _ => {
-                store.commit(reserved.leases);
+                store.commit(reserved.chunks);
             }
         }
         if turn % 97 == 0 {

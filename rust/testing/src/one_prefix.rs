@@ -4,17 +4,7 @@ use std::ops::Range;
 
 use kvloft_core::Result;
 use kvloft_core::session::{LeaseId, Session};
-use kvloft_core::store::{Lookup, Prefix, ReadLease, Reservation, Store, WriteLease};
-
-/// Result of [`StoreExt::reserve`]: a lease for each chunk to fill, and the number of chunks that
-/// got no frame.
-#[derive(Debug, Default)]
-pub struct Reserved {
-    /// Leases in prefix order.
-    pub leases: Vec<WriteLease>,
-    /// Number of chunks, counted from the first chunk without a frame or parent.
-    pub num_dropped: u32,
-}
+use kvloft_core::store::{Lookup, Prefix, ReadLease, Reservation, Reserved, Store, WriteLease};
 
 /// Calls to a store for a single prefix.
 pub trait StoreExt {
@@ -25,7 +15,11 @@ pub trait StoreExt {
     fn acquire<'a>(&self, prefix: impl Into<Prefix<'a>>) -> ReadLease;
 
     /// See [`Store::reserve_many`].
-    fn reserve<'a>(&self, prefix: impl Into<Prefix<'a>>, units: Range<u32>) -> Result<Reserved>;
+    fn reserve<'a>(
+        &self,
+        prefix: impl Into<Prefix<'a>>,
+        units: Range<u32>,
+    ) -> Result<Reserved<WriteLease>>;
 }
 
 impl StoreExt for Store {
@@ -37,9 +31,12 @@ impl StoreExt for Store {
         self.acquire_all(&[prefix.into()])
     }
 
-    fn reserve<'a>(&self, prefix: impl Into<Prefix<'a>>, units: Range<u32>) -> Result<Reserved> {
-        let (leases, got) = self.reserve_many(None, &[(prefix.into(), units).into()])?;
-        Ok(Reserved { leases, num_dropped: got[0].num_dropped })
+    fn reserve<'a>(
+        &self,
+        prefix: impl Into<Prefix<'a>>,
+        units: Range<u32>,
+    ) -> Result<Reserved<WriteLease>> {
+        Ok(self.reserve_many(None, &[(prefix.into(), units).into()])?.remove(0))
     }
 }
 
@@ -58,8 +55,8 @@ pub trait SessionExt: Session {
     /// See [`Session::reserve_many`]. Returns the reservations and the number of chunks that got no
     /// frame.
     fn reserve(&self, prefix: Prefix<'_>, units: Range<u32>) -> Result<(Vec<Reservation>, u32)> {
-        let (reserved, got) = self.reserve_many(&[(prefix, units).into()])?;
-        Ok((reserved, got.first().map_or(0, |got| got.num_dropped)))
+        let reserved = self.reserve_many(&[(prefix, units).into()])?.remove(0);
+        Ok((reserved.chunks, reserved.num_dropped))
     }
 }
 

@@ -10,7 +10,9 @@ use common::{FRAME, chain, connect, save, serve, server_config};
 use kvloft_core::ChunkKey;
 use kvloft_core::evict::Eviction;
 use kvloft_core::session::{LeaseId, Local, Session};
-use kvloft_core::store::{LeasedFrame, Prefix, Progress, Reservation, SaveRequest, StoreConfig};
+use kvloft_core::store::{
+    LeasedFrame, Prefix, Progress, Reservation, Reserved, SaveRequest, StoreConfig,
+};
 use kvloft_testing::one_prefix::SessionExt;
 use kvloft_wire::protocol::MAX_PREFIXES;
 use kvloft_wire::{Server, ServerConfig};
@@ -141,18 +143,15 @@ impl Twins {
             Step::Reserve(parts) => {
                 let asked = asked(parts);
                 let to_save: Vec<_> = asked.iter().map(Asked::to_save).collect();
-                let (reserved, got) = self.at_once.reserve_many(&to_save).expect("in range");
-                let each: Vec<_> =
-                    asked.iter().map(|each| each.reserve_one_by_one(&*self.one_by_one)).collect();
-                let counts: Vec<_> =
-                    got.iter().map(|got| (got.num_reserved, got.num_dropped)).collect();
-                let wanted: Vec<_> =
-                    each.iter().map(|(rows, dropped)| (rows.len(), *dropped)).collect();
-                assert_eq!(
-                    (&reserved, counts),
-                    (&each.iter().flat_map(|(rows, _)| rows.clone()).collect(), wanted)
-                );
-                self.tickets.extend(reserved.iter().map(|row| row.ticket));
+                let reserved = self.at_once.reserve_many(&to_save).expect("in range");
+                let each: Vec<_> = asked
+                    .iter()
+                    .map(|each| each.reserve_one_by_one(&*self.one_by_one))
+                    .map(|(chunks, num_dropped)| Reserved { chunks, num_dropped })
+                    .collect();
+                assert_eq!(reserved, each);
+                let chunks = reserved.iter().flat_map(|each| &each.chunks);
+                self.tickets.extend(chunks.map(|row| row.ticket));
             }
             Step::Release(at) if !self.leases.is_empty() => {
                 let (one, each) = self.leases.swap_remove(at.index(self.leases.len()));
@@ -250,8 +249,9 @@ fn large_batches_are_split_into_messages() {
         (0..3).map(|prompt| Part { prompt, start: 0, stop: 4000, is_independent: true }).collect();
     let asked = asked(&parts);
     let to_save: Vec<_> = asked.iter().map(Asked::to_save).collect();
-    let (reserved, _) = engine.reserve_many(&to_save).expect("in range");
-    let tickets: Vec<_> = reserved.iter().map(|row| row.ticket).collect();
+    let reserved = engine.reserve_many(&to_save).expect("in range");
+    let chunks = reserved.iter().flat_map(|each| &each.chunks);
+    let tickets: Vec<_> = chunks.map(|chunk| chunk.ticket).collect();
     assert_eq!((tickets.len(), engine.commit(&tickets)), (12_000, 12_000));
     let prefixes: Vec<_> = asked.iter().flat_map(Asked::prefixes).collect();
     assert!(engine.lookup_many(&prefixes).iter().all(|found| found.host_units == 1));
@@ -308,8 +308,8 @@ fn found_by_chats(session: &dyn Session, has_prefix: bool) -> u32 {
             is_independent: true,
         };
         for asked in [kv, attached] {
-            let (reserved, _) = session.reserve_many(&[asked]).expect("in range");
-            session.commit(&reserved.iter().map(|row| row.ticket).collect::<Vec<_>>());
+            let reserved = session.reserve_many(&[asked]).expect("in range").remove(0);
+            session.commit(&reserved.chunks.iter().map(|row| row.ticket).collect::<Vec<_>>());
         }
     };
     let mut num_found = 0;

@@ -5,14 +5,14 @@ use kvloft_core::io::FrameId;
 use kvloft_core::io::SizeClass;
 use kvloft_core::key::SaltTag;
 use kvloft_core::store::{
-    Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, Tenant, TierName, Tiers,
+    Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, Reserved, Tenant, TierName, Tiers,
 };
 use kvloft_wire::protocol::admin::{
     AdminRequest, EngineStatus, EvictRequest, RefusalStatus, Stats,
 };
 use kvloft_wire::protocol::{
-    Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, ReservedRange, Response,
-    SentAnchors, SentChanges, SentPrefixes, SentRange, VERSION, Welcome,
+    Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, Response, SentAnchors,
+    SentChanges, SentPrefixes, SentRange, VERSION, Welcome,
 };
 use kvloft_wire::{NamespaceStatus, Status};
 use proptest::collection::vec;
@@ -123,7 +123,7 @@ fn response(parts: &Parts) -> Response {
         4 => Response::Progress(Progress { ready_units: one, pending_units: two }),
         5 => Response::Frames(vec![leased; num_rows]),
         6 => {
-            let range = |nth| ReservedRange { num_dropped: one, rows: vec![row; nth] };
+            let range = |nth| Reserved { num_dropped: one, chunks: vec![row; nth] };
             Response::Reserved((0..num_rows).map(range).collect())
         }
         7 => Response::Count(parts.number),

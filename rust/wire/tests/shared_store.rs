@@ -484,8 +484,10 @@ fn batched_reservations_equal_single_ones() {
     let mut wrong = asked.clone();
     wrong.insert(3, (Prefix::from(&chains[3]), part(0, 9)).into());
     assert!(engine.reserve_many(&wrong).is_err(), "the range exceeds one of the chains");
-    let (rows, got) = engine.reserve_many(&asked).expect("in range");
-    let counts: Vec<_> = got.iter().map(|got| (got.num_reserved, got.num_dropped)).collect();
+    let reserved = engine.reserve_many(&asked).expect("in range");
+    let counts: Vec<_> =
+        reserved.iter().map(|each| (each.chunks.len(), each.num_dropped)).collect();
+    let rows: Vec<_> = reserved.into_iter().flat_map(|each| each.chunks).collect();
     assert_eq!(
         counts,
         [(8, 0), (3, 0), (0, 0), (5, 0), (0, 0), (48, 12)],

@@ -144,7 +144,7 @@ fn lookup_after_a_dropped_save_is_not_counted() {
         class: SizeClass(0),
         is_independent: true,
     };
-    assert_eq!(engine.reserve_many(&[attached]).expect("in range").1[0].num_dropped, 1);
+    assert_eq!(engine.reserve_many(&[attached]).expect("in range")[0].num_dropped, 1);
     after(&state, 0, [5, 25, 18]); // saves of attached chunks do not continue
 }
 

@@ -93,7 +93,7 @@ fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> Vec<usize> {
         hits.push(start as usize);
         let range = start..chain.num_blocks();
         let reserved = store.reserve(&chain, range).expect("the chain has the range");
-        store.commit(reserved.leases);
+        store.commit(reserved.chunks);
     }
     store.check().expect("the invariants hold");
     hits

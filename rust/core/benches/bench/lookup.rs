@@ -51,7 +51,7 @@ pub(crate) fn full_store(num_blocks: u32, eviction: Eviction) -> Store {
         let reserved = store
             .reserve(&prompt(seed, num_blocks, num_blocks), range)
             .expect("the chain has the range");
-        store.commit(reserved.leases);
+        store.commit(reserved.chunks);
     }
     store
 }

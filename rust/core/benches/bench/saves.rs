@@ -42,7 +42,7 @@ fn round(eviction: Eviction) -> Vec<Duration> {
             let range = start..start + 1;
             let began = Instant::now();
             let reserved = store.reserve(&chain, range).expect("the chain has the range");
-            store.commit(reserved.leases);
+            store.commit(reserved.chunks);
             times.push(began.elapsed());
         }
     }

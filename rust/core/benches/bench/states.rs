@@ -87,13 +87,13 @@ fn replay(trace: &Trace, frames: usize, eviction: Eviction, has_prefix: bool) ->
             store
                 .reserve(&chain, whole(chain.num_blocks()))
                 .expect("the chain has the range")
-                .leases,
+                .chunks,
         );
         for (root, keys) in groups.iter().map(|group| state(group, chain.keys().len() - 1)) {
             let prefix = Prefix::new(root, &keys[..=usize::from(has_prefix)]);
             let asked =
                 SaveRequest { prefix, units: whole(1), class: SizeClass(0), is_independent: true };
-            store.commit(store.reserve_many(None, &[asked]).expect("one chunk").0);
+            store.commit(store.reserve_many(None, &[asked]).expect("one chunk").remove(0).chunks);
         }
     }
     store.check().expect("the invariants hold");

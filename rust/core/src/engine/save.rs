@@ -9,7 +9,7 @@ use super::group::{Group, GroupKind};
 use crate::Result;
 use crate::chunk_batch::{ChunkBatch, NULL_BLOCK};
 use crate::key::{ChunkKey, KeyChain};
-use crate::store::{Prefix, Reservation, SaveCounts, SaveRequest};
+use crate::store::{Prefix, Reserved, SaveRequest};
 
 /// Units of one request to save, in all groups except Mamba groups.
 #[derive(Debug)]
@@ -110,14 +110,14 @@ impl EngineSession {
             self.runs(part, &mut asked);
             nums_of_runs.push(asked.len() - before);
         }
-        let (reserved, got) = self.session.reserve_many(&asked)?;
-        let mut got = got.iter();
-        let mut got = nums_of_runs.into_iter().map(|num_runs| total(got.by_ref().take(num_runs)));
+        let reserved = self.session.reserve_many(&asked)?;
         let (mut batches, mut rest) = (Vec::new(), reserved.as_slice());
+        let mut of_part = nums_of_runs.into_iter().map(|num| rest.split_off(..num).unwrap_or(&[]));
         for parts in rows {
-            let joined = self.join(parts, &mut rest, &mut got);
+            let joined = self.join(parts.iter().zip(&mut of_part));
             batches.push(joined.inspect_err(|_| {
-                self.abort_reservations(reserved.iter().map(|chunk| chunk.ticket));
+                let chunks = reserved.iter().flat_map(|each| &each.chunks);
+                self.abort_reservations(chunks.map(|chunk| chunk.ticket));
             })?);
         }
         let mut added = Vec::with_capacity(batches.len());
@@ -165,44 +165,26 @@ impl EngineSession {
 
     /// Combines the reservations of one request into a batch. Also returns the tickets of chunks
     /// without KV and the number of units without a frame.
-    fn join(
+    fn join<'a>(
         &self,
-        parts: &[Part<'_>],
-        reserved: &mut &[Reservation],
-        got: &mut impl Iterator<Item = SaveCounts>,
+        parts: impl Iterator<Item = (&'a Part<'a>, &'a [Reserved])>,
     ) -> Result<(ChunkBatch, Vec<u64>, u32)> {
         let (mut batch, mut without_kv, mut num_dropped) = (ChunkBatch::default(), Vec::new(), 0);
         let has_full = self.full_groups().next().is_some();
-        for part in parts {
-            let got = got.next().unwrap_or_default();
-            let num_reserved = got.num_reserved.min(reserved.len());
-            let own = reserved.split_off(..num_reserved).unwrap_or_default();
+        for (part, runs) in parts {
             let group = &self.groups[part.group];
             let number = u32::try_from(part.group).unwrap_or(u32::MAX);
             let num_blocks =
                 if part.is_independent { group.kept_blocks } else { group.blocks_per_unit };
             let first_unit = part.units.start;
-            without_kv.extend(batch.add_saves(
-                number,
-                own,
-                &part.blocks,
-                first_unit,
-                num_blocks,
-            )?);
+            let skipped = batch.add_saves(number, runs, &part.blocks, first_unit, num_blocks)?;
+            without_kv.extend(skipped);
             if group.is_full() || !has_full {
-                num_dropped = num_dropped.max(got.num_dropped);
+                num_dropped = num_dropped.max(runs.iter().map(|run| run.num_dropped).sum());
             }
         }
         Ok((batch, without_kv, num_dropped))
     }
-}
-
-/// Returns the sum of the counts of all runs of a group.
-fn total<'a>(runs: impl Iterator<Item = &'a SaveCounts>) -> SaveCounts {
-    runs.fold(SaveCounts::default(), |sum, got| SaveCounts {
-        num_reserved: sum.num_reserved + got.num_reserved,
-        num_dropped: sum.num_dropped + got.num_dropped,
-    })
 }
 
 /// Returns the chunks of a sliding-window or local group whose blocks vLLM has not freed. `blocks`

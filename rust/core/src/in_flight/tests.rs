@@ -9,7 +9,7 @@ use super::{InFlight, Settled};
 use crate::chunk_batch::ChunkBatch;
 use crate::io::FrameId;
 use crate::key::ChunkKey;
-use crate::store::Reservation;
+use crate::store::{Reservation, Reserved};
 
 const RANKS: u32 = 2;
 const KEY: ChunkKey = ChunkKey([7; 32]);
@@ -54,13 +54,10 @@ fn planned(first: u64, num: u32) -> ChunkBatch {
     };
     // the same blocks each time, because multiple saves can read a block
     let table: Vec<_> = (1..).take(num as usize).collect();
-    {
-        let mut batch = ChunkBatch::default();
-        batch
-            .add_saves(0, &(0..num).map(reservation).collect::<Vec<_>>(), &table, 0, 1)
-            .expect("the row fits");
-        batch
-    }
+    let reserved = Reserved { chunks: (0..num).map(reservation).collect(), num_dropped: 0 };
+    let mut batch = ChunkBatch::default();
+    batch.add_saves(0, &[reserved], &table, 0, 1).expect("the row fits");
+    batch
 }
 
 fn reported(model: &mut BTreeMap<u64, Row>, ticket: u64) -> Option<Settled> {

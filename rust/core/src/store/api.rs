@@ -14,7 +14,7 @@ use crate::store::host::emptying::SlabRelease;
 use crate::store::locked::{ReadLease, WriteLease};
 use crate::store::lookup::{Anchors, Lookup, Prefix};
 use crate::store::open::Store;
-use crate::store::save::{SaveCounts, SaveRequest};
+use crate::store::save::{Reserved, SaveRequest};
 use crate::store::state::State;
 use crate::store::tenants::limits::Ceiling;
 use crate::store::tenants::table::TENANTS_PER_SLICE;
@@ -101,9 +101,8 @@ impl Store {
     }
 
     /// Reserves frames for chunks that are neither in host memory nor being filled. Returns the
-    /// leases of all requests, in order, and the counts for each request. A request for dependent
-    /// chunks stops at the first chunk that gets no frame. A request for independent chunks skips
-    /// that chunk.
+    /// result of each request. A request for dependent chunks stops at the first chunk that gets no
+    /// frame. A request for independent chunks skips that chunk.
     ///
     /// If `limit_bytes` is set, this and all later saves only use the first `limit_bytes` of the
     /// arena. Reserves nothing if a prefix is shorter than its range of units.
@@ -111,7 +110,7 @@ impl Store {
         &self,
         limit_bytes: Option<u64>,
         asked: &[SaveRequest<'_>],
-    ) -> Result<(Vec<WriteLease>, Vec<SaveCounts>)> {
+    ) -> Result<Vec<Reserved<WriteLease>>> {
         let reserved = self.inner.with_open_state(|state| {
             if let Some(limit_bytes) = limit_bytes {
                 state.host.limit(limit_bytes);
@@ -119,19 +118,11 @@ impl Store {
             let num_classes = state.host.num_classes();
             asked.iter().try_for_each(|each| each.check_in(num_classes))?;
             state.warm(asked);
-            let mut reserved = Vec::with_capacity(asked.iter().map(|each| each.units.len()).sum());
-            let got = asked.iter().map(|each| state.reserve(each, &mut reserved)).collect();
-            Ok((reserved, got))
+            Ok(asked.iter().map(|each| state.reserve(each)).collect::<Vec<_>>())
         });
-        let none = || {
-            asked
-                .iter()
-                .map(|each| SaveCounts { num_reserved: 0, num_dropped: each.num_units() })
-                .collect()
-        };
-        let (reserved, got) = reserved.unwrap_or_else(|| Ok((Vec::new(), none())))?;
+        let none = || Ok(asked.iter().map(SaveRequest::dropped).collect());
         let lease = |(id, reservation)| WriteLease::new(Arc::clone(&self.inner), id, reservation);
-        Ok((reserved.into_iter().map(lease).collect(), got))
+        Ok(reserved.unwrap_or_else(none)?.into_iter().map(|each| each.map(lease)).collect())
     }
 
     /// Makes filled chunks visible. Returns the number of chunks that became visible.

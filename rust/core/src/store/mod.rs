@@ -47,7 +47,7 @@ pub use load::{LeasedFrame, Progress, TierName};
 pub use locked::{Clock, Opener, ReadLease, WriteLease};
 pub use lookup::{Anchors, Lookup, Prefix};
 pub use open::Store;
-pub use save::{Reservation, SaveCounts, SaveRequest};
+pub use save::{Reservation, Reserved, SaveRequest};
 pub use stats::Evicted;
 pub use tenants::expiry::remove_expired;
 pub use tenants::limits::{Limits, Quota, TenantLimits};

@@ -25,14 +25,22 @@ pub struct Reservation {
     pub unit: u32,
 }
 
-/// Result of one [`SaveRequest`].
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct SaveCounts {
-    /// Number of reserved chunks, which the caller must fill.
-    pub num_reserved: usize,
+/// Result of one [`SaveRequest`]. `T` is a [`Reservation`], or a lease that contains one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reserved<T = Reservation> {
+    /// The reserved chunks, which the caller must fill, in prefix order.
+    pub chunks: Vec<T>,
     /// Number of chunks that got no frame. In a request for dependent chunks, this includes all
     /// chunks that follow the first failure.
     pub num_dropped: u32,
+}
+
+impl<T> Reserved<T> {
+    /// Converts each reserved chunk.
+    pub fn map<U>(self, convert: impl FnMut(T) -> U) -> Reserved<U> {
+        let Self { chunks, num_dropped } = self;
+        Reserved { chunks: chunks.into_iter().map(convert).collect(), num_dropped }
+    }
 }
 
 /// The chunks of a prefix to save.
@@ -79,9 +87,10 @@ impl SaveRequest<'_> {
         Err(error.with_context("class", self.class.0).with_context("num_classes", num_classes))
     }
 
-    /// Returns the number of units to save.
-    pub fn num_units(&self) -> u32 {
-        self.units.end.saturating_sub(self.units.start)
+    /// Returns the result if no chunk gets a frame.
+    pub fn dropped<T>(&self) -> Reserved<T> {
+        let num_dropped = self.units.end.saturating_sub(self.units.start);
+        Reserved { chunks: Vec::new(), num_dropped }
     }
 }
 
@@ -95,15 +104,10 @@ enum NoFrame {
 }
 
 impl State {
-    /// Reserves frames for the missing chunks of a validated request and appends the reservations
-    /// to `reserved`.
-    pub(crate) fn reserve(
-        &mut self,
-        asked: &SaveRequest<'_>,
-        reserved: &mut Vec<(ChunkId, Reservation)>,
-    ) -> SaveCounts {
+    /// Reserves frames for the missing chunks of a validated request.
+    pub(crate) fn reserve(&mut self, asked: &SaveRequest<'_>) -> Reserved<(ChunkId, Reservation)> {
         let SaveRequest { prefix, ref units, class, is_independent } = *asked;
-        let (before, mut num_dropped) = (reserved.len(), 0);
+        let (mut chunks, mut num_dropped) = (Vec::with_capacity(units.len()), 0);
         let with = prefix.keys.get((units.end - prefix.first) as usize).filter(|_| is_independent);
         let mut above = None; // the previous chunk, if it is in host memory
         for unit in units.clone() {
@@ -127,7 +131,7 @@ impl State {
                         self.keep_with(id, end);
                     }
                     let ticket = self.new_ticket();
-                    reserved.push((id, Reservation { ticket, frame, key, unit }));
+                    chunks.push((id, Reservation { ticket, frame, key, unit }));
                 }
                 Err(why) => {
                     let num_lost = if is_independent { 1 } else { units.end - unit };
@@ -141,7 +145,7 @@ impl State {
             }
         }
         self.stats.reserve_dropped += u64::from(num_dropped);
-        SaveCounts { num_reserved: reserved.len() - before, num_dropped }
+        Reserved { chunks, num_dropped }
     }
 
     /// Loads the first index entries of each request into the CPU cache. These memory accesses

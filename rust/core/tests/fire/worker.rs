@@ -209,7 +209,7 @@ impl<'a> Worker<'a> {
         let reserved = self.shared.store.reserve(chain, start..stop).unwrap();
         self.count("reserve");
         let mut bytes = [0; FRAME];
-        for lease in reserved.leases {
+        for lease in reserved.chunks {
             let (chunk, frame) =
                 (self.shared.recorder.id(&lease.reservation().key), lease.reservation().frame);
             let version = self.shared.recorder.reserve(chunk);

@@ -104,8 +104,8 @@ pub(crate) fn verify(arena: &Arena, frame: FrameId, key: ChunkKey) -> Option<Dam
 /// Saves units in one call, and returns how many became visible.
 pub(crate) fn save(store: &Store, arena: &Arena, chain: &KeyChain, units: Range<u32>) -> u32 {
     let reserved = store.reserve(chain, units).unwrap();
-    reserved.leases.iter().for_each(|lease| fill(arena, lease.reservation()));
-    store.commit(reserved.leases)
+    reserved.chunks.iter().for_each(|lease| fill(arena, lease.reservation()));
+    store.commit(reserved.chunks)
 }
 
 /// A disk in memory, with a clock.

@@ -297,7 +297,7 @@ impl Connection {
                 return Some(answer);
             }
             if let Response::Reserved(ranges) = answer {
-                let rows = ranges.iter().flat_map(|range| &range.rows);
+                let rows = ranges.iter().flat_map(|range| &range.chunks);
                 self.send(&Request::Abort(rows.map(|row| row.ticket).collect()));
             }
         }

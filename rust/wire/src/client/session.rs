@@ -4,14 +4,12 @@ use std::borrow::Cow;
 use std::time::{Duration, Instant};
 
 use kvloft_core::session::{ArenaInfo, LeaseId, Session};
-use kvloft_core::store::{
-    Changes, LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveCounts, SaveRequest,
-};
+use kvloft_core::store::{Changes, LeasedFrame, Lookup, Prefix, Progress, Reserved, SaveRequest};
 use kvloft_core::{ChunkKey, Event, Result};
 
 use crate::client::state::ClientState;
 use crate::client::{Client, clamp_prefix, join_responses, sent_range, split_batches};
-use crate::protocol::{Keys, MAX_KEYS, MAX_PREFIXES, Request, ReservedRange, Response};
+use crate::protocol::{Keys, MAX_KEYS, MAX_PREFIXES, Request, Response};
 
 /// Interval between checks while a flush or close waits.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -108,10 +106,7 @@ impl Session for Client {
         }
     }
 
-    fn reserve_many(
-        &self,
-        asked: &[SaveRequest<'_>],
-    ) -> Result<(Vec<Reservation>, Vec<SaveCounts>)> {
+    fn reserve_many(&self, asked: &[SaveRequest<'_>]) -> Result<Vec<Reserved>> {
         let ranges = asked.iter().map(sent_range).collect::<Result<Vec<_>>>()?;
         let sent: Vec<_> = ranges.iter().flatten().cloned().collect();
         let parts = split_batches(&sent, |range| range.keys.iter().len());
@@ -121,26 +116,26 @@ impl Session for Client {
             if let Response::Reserved(reserved) = response { Some(reserved) } else { None }
         };
         let mut responses = join_responses(&parts, responses, each_of);
-        let (mut reserved, mut got) = (Vec::new(), Vec::with_capacity(asked.len()));
         let mut num_missed = 0;
-        for (range, each) in ranges.iter().zip(asked) {
-            let response = range.as_ref().map(|_| responses.next().flatten());
-            num_missed += if matches!(response, Some(None)) { each.num_units() } else { 0 };
-            let nothing = || ReservedRange { num_dropped: each.num_units(), rows: Vec::new() };
-            let ReservedRange { num_dropped, rows } = response.flatten().unwrap_or_else(nothing);
-            reserved.extend_from_slice(&rows);
-            got.push(SaveCounts { num_reserved: rows.len(), num_dropped });
-        }
+        let result_of = |(range, each): (&Option<_>, &SaveRequest<'_>)| {
+            let response = range.as_ref().and_then(|_| responses.next().flatten());
+            response.unwrap_or_else(|| {
+                let dropped = each.dropped();
+                num_missed += dropped.num_dropped;
+                dropped
+            })
+        };
+        let reserved: Vec<_> = ranges.iter().zip(asked).map(result_of).collect();
         let dropped = asked
             .iter()
-            .zip(&got)
-            .filter(|(each, got)| got.num_dropped > 0 && !each.is_independent);
+            .zip(&reserved)
+            .filter(|(each, reserved)| reserved.num_dropped > 0 && !each.is_independent);
         let mut state = self.state();
         if state.is_save_late {
             state.missed_calls.num_chunks += u64::from(num_missed);
         }
         state.dropped = dropped.filter_map(|(each, _)| each.prefix.keys.last().copied()).collect();
-        Ok((reserved, got))
+        Ok(reserved)
     }
 
     fn commit(&self, tickets: &[u64]) -> u32 {

@@ -5,7 +5,7 @@
 use kvloft_core::ChunkKey;
 use kvloft_core::io::{FrameId, FrameSizes};
 use kvloft_core::store::{
-    Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, TierName, Tiers,
+    Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, Reserved, TierName, Tiers,
 };
 
 /// Size of the length prefix of each message, in bytes.
@@ -177,6 +177,7 @@ fields! {
     Anchors { num_known, num_stored }
     LeasedFrame { frame, key, tier }
     Reservation { ticket, frame, key, unit }
+    Reserved { num_dropped, chunks }
     Changes { lost, rows }
 }
 

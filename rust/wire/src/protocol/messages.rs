@@ -1,7 +1,7 @@
 //! Requests sent by engines, and responses sent by the server.
 
 use kvloft_core::io::FrameSizes;
-use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation};
+use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reserved};
 
 use crate::protocol::codec::{Field, Reader, Writer, fields, messages};
 use crate::protocol::prefix_cache::SentAnchors;
@@ -120,19 +120,9 @@ pub struct Welcome {
     pub slab_bytes: u64,
 }
 
-/// The reservations for one range of chunks.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct ReservedRange {
-    /// Number of chunks that got no frame.
-    pub num_dropped: u32,
-    /// The reserved chunks, which the engine must fill.
-    pub rows: Vec<Reservation>,
-}
-
 fields! {
     SentChanges<'a> { capacity, limit, asked }
     Welcome { size_bytes, slab_bytes }
-    ReservedRange { num_dropped, rows }
 }
 
 messages! {
@@ -150,7 +140,7 @@ messages! {
         /// Contains the frames of a lease.
         5 = Frames(frames: Vec<LeasedFrame>),
         /// Contains the reservations for each range.
-        6 = Reserved(ranges: Vec<ReservedRange>),
+        6 = Reserved(ranges: Vec<Reserved>),
         /// Contains the number of chunks committed or removed. For `IsSettled`, 1 is true and 0 is
         /// false.
         7 = Count(number: u64),

@@ -16,9 +16,7 @@ pub(crate) mod prefix_cache;
 pub(crate) mod prefixes;
 
 pub use self::codec::LENGTH_BYTES;
-pub use self::messages::{
-    Hello, MAX_CHANGES, Request, ReservedRange, Response, SentChanges, VERSION, Welcome,
-};
+pub use self::messages::{Hello, MAX_CHANGES, Request, Response, SentChanges, VERSION, Welcome};
 pub use self::prefix_cache::SentAnchors;
 pub use self::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
 

@@ -10,12 +10,12 @@ use std::time::Duration;
 
 use kvloft_core::ChunkKey;
 use kvloft_core::session::{LeaseId, Local, Session};
-use kvloft_core::store::{Changes, Listener, Prefix, Progress, SaveCounts, SaveRequest, Store};
+use kvloft_core::store::{Changes, Listener, Prefix, Progress, SaveRequest, Store};
 
 use crate::protocol::prefix_cache::PrefixCache;
 use crate::protocol::{
-    Keys, MAX_CHANGES, MAX_KEYS, Request, ReservedRange, Response, SentAnchors, SentChanges,
-    SentPrefixes, SentRange,
+    Keys, MAX_CHANGES, MAX_KEYS, Request, Response, SentAnchors, SentChanges, SentPrefixes,
+    SentRange,
 };
 use crate::server::namespace::{Count, Counters, Membership};
 
@@ -178,13 +178,7 @@ impl EngineHandler {
 
     fn reserve(&mut self, sent: &[SentRange<'_>], local: &Local) -> Result<Response, Disconnect> {
         let asked = self.ranges(sent)?;
-        let (reserved, got) = local.reserve_many(&asked).map_err(|_| malformed())?;
-        let mut reserved = reserved.into_iter();
-        let range = |SaveCounts { num_reserved, num_dropped }| ReservedRange {
-            num_dropped,
-            rows: reserved.by_ref().take(num_reserved).collect(),
-        };
-        Ok(Response::Reserved(got.into_iter().map(range).collect()))
+        local.reserve_many(&asked).map(Response::Reserved).map_err(|_| malformed())
     }
 
     fn release(&mut self, lease: u64, local: &Local) {

@@ -35,8 +35,8 @@ fn a_store_misses_after_a_panic_under_its_lock() {
     let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).unwrap();
     chain.append_tokens(&[1, 2, 3]).unwrap();
     let mut reserved = store.reserve(&chain, 0..3).unwrap();
-    let last = reserved.leases.pop();
-    assert_eq!(store.commit(reserved.leases), 2);
+    let last = reserved.chunks.pop();
+    assert_eq!(store.commit(reserved.chunks), 2);
     let lease = store.acquire(&chain);
     assert_eq!(lease.poll().ready_units, 2);
     let listener = store.watch(9);
@@ -225,8 +225,7 @@ fn a_chunk_that_is_found_on_disk_unblocks_its_children() {
     let mut chain = KeyChain::new(ChunkKey([9; 32]), 1).unwrap();
     chain.append_tokens(&[1, 2]).unwrap();
     state.disk.opening = DiskOpening::Opening;
-    let mut reserved = Vec::new();
-    state.reserve(&(Prefix::from(&chain), 0..2).into(), &mut reserved);
+    let reserved = state.reserve(&(Prefix::from(&chain), 0..2).into()).chunks;
     for (id, _) in &reserved {
         assert_eq!(state.commit(*id), 1);
     }

@@ -182,8 +182,8 @@ impl Run {
         stop: u32,
     ) -> Vec<(ChunkId, Option<ChunkKey>)> {
         let chain = prompt_chain(prompt);
-        let mut reserved = Vec::new();
-        self.state.reserve(&(Prefix::from(&chain), start.min(stop)..stop).into(), &mut reserved);
+        let asked = (Prefix::from(&chain), start.min(stop)..stop).into();
+        let reserved = self.state.reserve(&asked).chunks;
         for (_, reservation) in &reserved {
             let mut frame = self
                 .state

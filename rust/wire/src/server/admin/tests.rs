@@ -85,7 +85,7 @@ fn eviction_during_close_of_a_namespace_is_cut_short() {
     let closing = Store::open_in(&of_store, &pool, None).expect("a store");
     let chain = chain_of(9, "a", 2);
     let reserved = closing.reserve(Prefix::from(&chain), 0..2);
-    assert_eq!(closing.commit(reserved.expect("in range").leases), 2);
+    assert_eq!(closing.commit(reserved.expect("in range").chunks), 2);
     assert!(closing.flush(LONG));
     let evict = |namespace: &str| server.state.evict(&request(namespace, "a")).expect("done");
     let said = evict("");

@@ -34,7 +34,7 @@ fn queue_of_a_listener_is_bounded() {
         chain.append_tokens(&[token]).expect("tokens");
         let range = 0..1;
         let reserved = store.reserve(&chain, range).expect("in range");
-        assert_eq!(store.commit(reserved.leases), 1);
+        assert_eq!(store.commit(reserved.chunks), 1);
     }
     assert!(is_lost(), "the queue must not exceed its bound");
 }

@@ -181,10 +181,9 @@ fn live(num_sizes: usize, ops: &[Op], fault: Rule) -> Result<(), TestCaseError> 
     for &op in ops {
         if matches!(op, Op::Reopen) {
             drop(tier);
-            let Ok((again, found)) =
-                DiskTier::open_with_files(&config, &std::sync::Arc::default(), &files)
-            else {
-                // Opening failed, which says nothing about the chunks.
+            let opened = DiskTier::open_with_files(&config, &std::sync::Arc::default(), &files);
+            let Some((again, found)) = opened.ok().filter(|_| !files.has_crashed()) else {
+                // The process crashed or opening failed, which says nothing about the chunks.
                 files.heal();
                 return reopen(&config, &mut recorder, &[]);
             };
@@ -237,6 +236,22 @@ proptest! {
         ops in prop::collection::vec(any_op(), 1..30), at in 0..70_u64, full: bool, times in 1..6_u64, sizes in 1..=3_usize
     ) {
         live(sizes, &ops, Rule::new(Fault::Refuse(if full { ENOSPC } else { EIO })).after(at).times(times))?;
+    }
+}
+
+/// The last call of an opening may fail without failing the opening.
+#[test]
+fn test_a_crash_at_each_call_of_an_opening_and_before() {
+    let ops = [
+        Op::Write(489_604_795),
+        Op::Free(0),
+        Op::Write(3_043_321_247),
+        Op::Write(1_795_582_170),
+        Op::Free(883_800_109),
+        Op::Reopen,
+    ];
+    for at in 0..40 {
+        live(2, &ops, Rule::new(Fault::Crash(0)).after(at)).unwrap();
     }
 }
 
