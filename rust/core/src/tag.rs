@@ -2,9 +2,11 @@
 //! produced and checked before they are used.
 //!
 //! `tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C))` mod 2^64, where w[p, j] is the
-//! j-th little-endian 64-bit word of page p (pages are in payload order and padded with zeros to
-//! whole words) and `mix(x): x ^= rotr(x, 17) ^ rotr(x, 36); x *= M1; x ^= x >> 29; x *= M2; x ^= x
-//! >> 32`. The tag is a sum, so threads can add their words in any order. The tag only needs 64-bit
+//! j-th little-endian 64-bit word of page p. Pages are in payload order and padded with zeros to
+//! whole words. The function mix is
+//! `x ^= rotr(x, 17) ^ rotr(x, 36); x *= M1; x ^= x >> 29; x *= M2; x ^= x >> 32`.
+//!
+//! The tag is a sum, so threads can add their words in any order. The tag only needs 64-bit
 //! multiplication, xor, shifts and addition, so a GPU can compute it during the copy. `mix` is a
 //! bijection, so damage within a single word is always detected. The tag detects accidents (torn,
 //! stale, swapped or shifted pages), not adversaries.
