@@ -1,4 +1,4 @@
-# Entry points for development. `make demo` and `make test` install everything they need.
+# Commands for development. `make demo` and `make test` install everything that they need.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 VERSION ?= 0.32.0
@@ -11,28 +11,28 @@ export PYTHON MINUTES
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
 
-demo: ## run a chat on vLLM for CPUs: cold, from host memory, from disk, from a server (DEMO_MODEL=smollm2 selects a trained model)
+demo: ## run a chat with vLLM on the CPU, and load its KV from host memory, from disk and from a server (DEMO_MODEL=smollm2 selects a trained model)
 	@scripts/env.sh 0.32.0 && exec .venv-0.32.0/bin/python examples/chat_demo.py
 
-test: ## run the Rust and Python tests with vLLM 0.32.0, then a short selection with 0.30, 0.31 and 0.33 (no test starts after MINUTES=65)
+test: ## run the Rust tests and the Python tests with vLLM 0.32.0, then the short tests with 0.30, 0.31 and 0.33 (MINUTES=65 limits the time)
 	@scripts/suite.sh all
 
-test-vllm: ## run the whole Python suite with a different vLLM version: make test-vllm VERSION=0.31.0
+test-vllm: ## run all Python tests with a different vLLM version: make test-vllm VERSION=0.31.0
 	@scripts/suite.sh full $(VERSION)
 
-lint: ## check formatting, clippy, ruff, mypy --strict, the stub, import contracts, house rules, prose and the docs site
+lint: ## run all static checks: formatters, clippy, ruff, mypy --strict, the stub, import contracts, house rules, prose and the docs site
 	@scripts/lint.sh
 
-bench: ## run the Rust and Python benches, and compare the results with the targets
+bench: ## run the Rust and Python benchmarks and compare their results with the targets
 	@scripts/bench.sh
 
-soak: ## run engines and the store with injected faults for MINUTES (30), checking tokens, pins, memory, file handles and threads
+soak: ## run engines and the store with injected faults for MINUTES=30, and check tokens, pins, memory, file handles and threads
 	@MINUTES=$(if $(filter file,$(origin MINUTES)),30,$(MINUTES)) scripts/soak.sh
 
-model-check: ## run the state machine of tests/machine for HOURS=1 on VERSION, first on every mutant (make test runs a short form)
+model-check: ## run the correctness machine on every mutant, then for HOURS=1 on kvloft with vLLM VERSION (make test runs it for a short time)
 	@scripts/model_check.sh $(VERSION) $(or $(HOURS),1)
 
-wheels: ## build manylinux wheels and an sdist in dist/, then install and import the files that this machine can run
+wheels: ## build manylinux wheels and an sdist in dist/, then install and import those that this machine can run
 	@scripts/wheels.sh
 
 clean: ## remove the checkout's environments, build outputs and caches

@@ -26,8 +26,8 @@ ROOT = _core.root_key(bytes(32), None, None)
 class Result:
     """One row of the table.
 
-    ``measured`` and ``target`` are in ``unit``. ``plain_ms`` is the time of plain BLAKE3 over the
-    same bytes.
+    ``measured`` and ``target`` are in ``unit``. ``plain_ms`` is the time that plain BLAKE3 needs to
+    hash the same bytes.
     """
 
     name: str
@@ -92,7 +92,7 @@ def token_results(turns: int) -> list[Result]:
 
 
 def embed_results(turns: int) -> list[Result]:
-    """Measure keys of embedding rows on one thread and on all threads.
+    """Measure key computation for embedding rows on one thread and on all threads.
 
     The single-thread cases append one block of rows per call, which is too small to be split across
     threads.

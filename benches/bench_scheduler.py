@@ -7,7 +7,8 @@ Measures:
 - admission of many hits in one step
 - many requests that wait for the disk
 
-The store and the keys are real; no KV is copied. Requires an environment with vLLM.
+The bench uses a real store and real keys, but does not copy KV. It requires an environment with
+vLLM.
 """
 
 import argparse
@@ -45,7 +46,7 @@ GROUPS = (
     GroupShape(BLOCK_TOKENS),
     *(GroupShape(BLOCK_TOKENS, kind="window", reach=1023) for _ in range(6)),
 )
-"""KV cache groups that vLLM forms for Gemma 3."""
+"""KV cache groups that vLLM creates for Gemma 3."""
 GROUPS_TOKENS = 32_768
 TARGET_US = 100.0
 NUM_WAITING = 10_000
@@ -117,7 +118,7 @@ class Engine:
         return list(range(self.next_block - count, self.next_block))
 
     def admit(self, request: Any) -> SchedulerOutput:
-        """Schedule a whole prompt in one step, cached or not, and return the step's output."""
+        """Schedule a whole prompt in one step and return the scheduler output."""
         live = VllmRequest(request, ADAPTERS)
         num_tokens = len(request._all_token_ids)
         request.block_ids = self.blocks(num_tokens // BLOCK_TOKENS + 1)
@@ -129,7 +130,7 @@ class Engine:
         return self.output([new], [], {request.request_id: num_tokens})
 
     def table(self, request: Any) -> Any:
-        """Return the block tables of ``request``; with multiple groups, no block id is shared."""
+        """Return the block tables of ``request``. Groups do not share block ids."""
         if len(self.groups) == 1:
             return Tables([request.block_ids])
         self.tables[request.request_id] = Tables(
@@ -180,7 +181,8 @@ class Engine:
     def decode(self) -> SchedulerOutput:
         """Return the next decoding step of all requests.
 
-        The token of the previous step is known by now, or one step later with ``run_ahead``.
+        The sampled token of a step is known in the next step or, with ``run_ahead``, one step
+        later.
         """
         for request in self.requests:
             lag = 1 if self.run_ahead else 0
@@ -229,7 +231,7 @@ def decode_results(
     """Measure decoding steps.
 
     The requests are at different offsets in their blocks, so that each step completes a block for
-    one sixteenth of them.
+    one sixteenth of the requests.
     """
     num_chunks = NUM_RUNNING * (num_steps // BLOCK_TOKENS + 40) * len(groups)
     engine = Engine(num_chunks, run_ahead, groups)
@@ -441,7 +443,7 @@ def waiting_crowd_results(num_steps: int) -> list[Result]:
 
 
 class DiskThatHangs:
-    """A store with every prompt on disk, whose reads never complete."""
+    """A store that has every prompt on disk, but whose disk reads never complete."""
 
     def __init__(self, store: Any) -> None:
         self._store = store

@@ -1,8 +1,9 @@
 """Benchmark of `kvloft serve`: startup time, CPU time and memory beyond the arena.
 
 Measures the time until the server accepts connections, its CPU time when idle and under lookups
-from 8 engines, its memory per chunk, and the effect of 10,000 connections. The server is a separate
-process; its CPU time and memory are read from /proc. Requires neither a GPU nor a model.
+from 8 engines, its memory per chunk, and the effect of 10,000 connections. The server runs in a
+separate process. Its CPU time and memory are read from /proc. The bench requires neither a GPU nor
+a model.
 """
 
 import os
@@ -53,7 +54,7 @@ def connect(path: str) -> _core.Session:
         path, frame_bytes=FRAME_BYTES, namespace=NAMESPACE, timeout_s=5.0
     )
     deadline = time.monotonic() + 60
-    while not session.num_frames:  # misses until the server accepts connections
+    while not session.num_frames:  # lookups are misses until the server accepts connections
         assert time.monotonic() < deadline, "no server"
         time.sleep(0.001)
         session.renew()
@@ -75,7 +76,7 @@ def cpu_s(pid: int) -> float:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return the process's anonymous memory, which excludes the arena because it is a file."""
+    """Return the process's anonymous memory. The arena is not included, because it is a file."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
@@ -110,13 +111,13 @@ def starts() -> None:
             connect(path).close()
             hello_s = time.monotonic() - own
         told(
-            f"start of the process until it accepts connections {' '.join(more)}",
+            f"time from process start until the server accepts connections {' '.join(more)}",
             1000 * listens_s,
             "ms",
         )
         told("first engine's handshake, which creates the 16 GiB arena", 1000 * hello_s, "ms")
         told(
-            "start of the process until the first engine has the arena",
+            "time from process start until the first engine has the arena",
             1000 * (listens_s + hello_s),
             "ms",
             300,
@@ -126,7 +127,7 @@ def starts() -> None:
         server = _core.Server(f"{folder}/run/kv.sock", host_bytes=16 << 30)
         connect(f"{folder}/run/kv.sock").close()
         told(
-            "in-process server: until the first engine has the 16 GiB arena",
+            "in-process server: time until the first engine has the 16 GiB arena",
             1000 * (time.monotonic() - begin),
             "ms",
             300,
@@ -196,7 +197,7 @@ def memory() -> None:
 
 
 def crowd() -> None:
-    """Open 10,000 connections as the server's user and measure an engine's lookups between them.
+    """Measure an engine's lookups while the server's user opens 10,000 connections.
 
     The server rejects most of the connections, because it accepts 64 at a time.
     """
@@ -224,13 +225,13 @@ def crowd() -> None:
                     old.close()
                 clients.clear()
         told(
-            f"opening {NUM_CONNECTIONS:,} connections, up to 500 of them open",
+            f"opening {NUM_CONNECTIONS:,} connections, with up to 500 open at a time",
             time.monotonic() - begin,
             "s",
         )
-        told("slowest of 100 lookups between the connections", 1000 * slowest, "ms")
+        told("slowest of 100 lookups while connections are opened", 1000 * slowest, "ms")
         told(
-            "additional memory once the connections are closed",
+            "additional memory after the connections are closed",
             (anonymous_bytes(pid) - before) / 2**20,
             "MiB",
         )

@@ -1,8 +1,9 @@
 """Benchmark of vLLM's scheduler while many requests wait for the disk.
 
 Run as `python benches/bench_waiting.py [--waiting N]`. N requests share 40 prefixes of 128 tokens
-on a hung disk and wait while 8 other requests run. The same requests run on a scheduler without a
-connector for comparison. Requires an environment with vLLM; no model is executed.
+on a hung disk and wait while 8 other requests run. For comparison, the same requests run on a
+scheduler without a connector. The bench requires an environment with vLLM, but does not run a
+model.
 """
 
 import argparse
@@ -47,7 +48,7 @@ MODEL = {
 
 
 class DiskThatHangs:
-    """A store with the prefixes on disk, whose reads never complete."""
+    """A store that has the prefixes on disk, but whose disk reads never complete."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -65,7 +66,7 @@ class DiskThatHangs:
 
 
 def scheduler_of(folder: Path, *, has_cache: bool, max_seqs: int) -> Scheduler:
-    """Return vLLM's scheduler for a CPU model; ``has_cache`` adds kvloft with a hung disk."""
+    """Return vLLM's scheduler for a CPU model. ``has_cache`` adds kvloft with a hung disk."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     transfer = KVTransferConfig(
         kv_connector="KVLoftConnector",
@@ -121,7 +122,7 @@ def add(scheduler: Scheduler, name: str, ids: list[int], hasher: Any) -> None:
 
 
 def step(scheduler: Scheduler) -> tuple[float, int]:
-    """Run one step; return the time of ``schedule`` in milliseconds, and the running requests."""
+    """Run one step. Return the time of ``schedule`` in milliseconds and the running requests."""
     start = time.perf_counter()
     output = scheduler.schedule()
     ids = list(output.num_scheduled_tokens)

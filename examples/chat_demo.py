@@ -1,4 +1,4 @@
-"""`make demo`: runs one chat six times with vLLM on the CPU, and shows where the KV came from.
+"""`make demo`: runs a chat six times with vLLM on the CPU and shows where its KV came from.
 
 1. without any cache (the reference)
 2. with kvloft, cold
@@ -7,8 +7,8 @@
 5. again in a new engine process: from disk
 6. in a new engine process after the previous engine was killed: from the memory of `kvloft serve`
 
-DEMO_MODEL selects the model (`demo_models.py`). Output is greedy and compared token by token. If
-rounding alone could change a token of a turn, the turn is replaced before the comparison.
+DEMO_MODEL selects the model (`demo_models.py`). Decoding is greedy, and outputs are compared token
+by token. If rounding could change a token of a turn, the turn is replaced before the comparison.
 """
 
 import json
@@ -33,11 +33,11 @@ FOLDER = Path(__file__).resolve().parents[1] / "build" / "demo"
 NUM_TURNS = 4
 ANSWER_TOKENS = 34
 SAFE_MARGIN = 3e-4
-"""Minimum distance between the two best logits; batch shapes change logits by about 1e-5."""
+"""Minimum distance between the two highest logits. Batch shapes change logits by about 1e-5."""
 
 MAX_ATTEMPTS = 20
 PROGRESS_S = 10.0
-"""Interval between progress lines if the output is not a terminal."""
+"""Interval between progress lines if the output is not a terminal, in seconds."""
 BAR_CHARS = 20
 
 PASSES = {
@@ -50,17 +50,17 @@ PASSES = {
 }
 MEANINGS = {
     "none": "plain vLLM, the reference",
-    "cold": "kvloft is empty and saves",
+    "cold": "kvloft is empty and saves KV",
     "gpu": "hit in vLLM's own prefix cache",
     "host": "vLLM's cache cleared: host memory",
     "disk": "new engine: from disk",
     "server": "engine killed: from `kvloft serve`",
 }
 WARM_UP = [1 + 7 * i % 90 for i in range(300)]
-"""An unrelated prompt."""
+"""A prompt that is not part of the chat."""
 NOTE = (
-    "The column vLLM shows tokens from vLLM's own prefix cache, including earlier turns. Times of "
-    "a small model on a busy machine vary. Hits save more time with long prompts on a GPU."
+    "The column vLLM shows tokens from vLLM's own prefix cache, including earlier turns. With a "
+    "small model on a busy machine, times vary. With long prompts on a GPU, hits save more time."
 )
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -75,8 +75,9 @@ ENVIRONMENT = {
 class Turn:
     """The result of one turn.
 
-    ``gpu``, ``host``, ``disk`` and ``computed`` are numbers of prompt tokens by source. ``dropped``
-    is the number of chunks that were not saved, ``late`` the number of calls that timed out.
+    ``gpu``, ``host``, ``disk`` and ``computed`` are the numbers of prompt tokens by source.
+    ``dropped`` is the number of chunks that were not saved, and ``late`` is the number of calls
+    that timed out.
     """
 
     tokens: list[int]
@@ -91,7 +92,7 @@ class Turn:
 
 
 class EngineProcess:
-    """A vLLM engine in a new process; its log goes to a file."""
+    """A vLLM engine in a new process that writes its log to a file."""
 
     def __init__(self, name: str, model: Path, **arguments: Any) -> None:
         self.log = FOLDER / f"{name}.log"
@@ -134,7 +135,7 @@ class EngineProcess:
         )
 
     def wait(self) -> "EngineProcess":
-        """Wait until the engine is ready. Serve a prompt, so that no turn is an engine's first."""
+        """Wait until the engine is ready, then run a first prompt that is not a turn."""
         self._answer()
         self.serve("warm-up", WARM_UP)
         return self
@@ -155,16 +156,16 @@ class EngineProcess:
         return Turn(**self._ask(turn_id=turn_id, prompt=prompt, max_tokens=ANSWER_TOKENS))
 
     def clear_gpu_cache(self) -> None:
-        """Clear vLLM's own prefix cache, but keep kvloft's chunks."""
+        """Clear vLLM's own prefix cache but keep kvloft's chunks."""
         self._ask(reset=True)
 
     def kill(self) -> None:
-        """Kill the engine, like a crash."""
+        """Kill the engine to simulate a crash."""
         self._process.kill()
         self._process.wait()
 
     def stop(self) -> None:
-        """Shut the engine down, which writes every chunk in host memory to disk."""
+        """Shut down the engine. On shutdown, kvloft writes every chunk in host memory to disk."""
         self._requests.close()
         self._answer()
         self._process.wait()
@@ -172,7 +173,7 @@ class EngineProcess:
 
 @contextmanager
 def kv_server() -> Iterator[str]:
-    """Run `kvloft serve` without a disk tier; yield the engines' ``server`` setting."""
+    """Run `kvloft serve` without a disk tier and yield the value of the setting ``server``."""
     log = FOLDER / "server.log"
     with tempfile.TemporaryDirectory(prefix="kvloft-") as folder, log.open("wb") as out:
         socket = Path(folder) / "kvloft.sock"
@@ -203,7 +204,7 @@ def kv_server() -> Iterator[str]:
 def settle_chat(
     engine: EngineProcess, model: DemoModel, console: Console
 ) -> tuple[list[list[int]], list[Turn]]:
-    """Run the chat without a cache; return its prompts and results."""
+    """Run the chat without a cache and return its prompts and results."""
     history: list[int] = []
     prompts: list[list[int]] = []
     truth: list[Turn] = []
@@ -245,7 +246,7 @@ def report(console: Console, name: str, index: int, turn: Turn, truth: Turn) -> 
 
 @contextmanager
 def stage(console: Console, what: str) -> Iterator[None]:
-    """Show progress: a spinner on a terminal, else a line every few seconds."""
+    """Show progress with a spinner on a terminal, or with a line every few seconds elsewhere."""
     if console.is_terminal:
         with console.status(what):
             yield
@@ -267,7 +268,7 @@ def stage(console: Console, what: str) -> Iterator[None]:
 
 
 def run_all(console: Console) -> tuple[dict[str, list[Turn]], list[Turn]]:
-    """Run the demo; return the turns by pass name, and the turns of the killed engine."""
+    """Run the demo. Return the turns by pass and the turns of the killed engine."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     name = os.environ.get("DEMO_MODEL") or "random"
@@ -315,7 +316,7 @@ def with_kvloft(name: str, model: Path, settings: dict[str, str]) -> EngineProce
 def after_a_kill(
     model: Path, prompts: list[list[int]], truth: list[Turn], console: Console
 ) -> tuple[list[Turn], list[Turn]]:
-    """Run an engine with a server, kill it and run another; return the turns of both engines."""
+    """Run an engine with a server, kill it, and run a new engine. Return the turns of both."""
     with kv_server() as server:
         with stage(console, "running vLLM with `kvloft serve`, then killing the engine"):
             engine = with_kvloft("killed", model, {"server": server}).wait()
@@ -401,17 +402,17 @@ def verdict(passes: dict[str, list[Turn]]) -> tuple[bool, str]:
 
 
 def explain_misses(turns: list[Turn]) -> str:
-    """Return a sentence about unsaved chunks and late calls; empty if there are none."""
+    """Return a sentence about unsaved chunks and late calls, or "" if there are none."""
     dropped, late = sum(turn.dropped for turn in turns), sum(turn.late for turn in turns)
     if not dropped and not late:
         return ""
     losses = [f"chunks not saved: {dropped}"] * bool(dropped)
-    losses += [f"calls that the server answered too late: {late}"] * bool(late)
+    losses += [f"late responses of the server: {late}"] * bool(late)
     return f"This machine is busy ({', '.join(losses)}): vLLM computed the tokens instead."
 
 
 def main() -> int:
-    """Run the demo. Return 0 if the cache was used and all outputs are correct, else 1."""
+    """Run the demo. Return 0 if the cache was used and all outputs are correct, otherwise 1."""
     console = Console()
     passes, killed = run_all(console)
     good, sentence = verdict(passes)

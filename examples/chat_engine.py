@@ -1,8 +1,8 @@
 """Runs one vLLM engine in a separate process for chat_demo.py.
 
-Started as ``python chat_engine.py ARGUMENTS_JSON``. Reads requests from file descriptor 3 and
-writes responses to file descriptor 4, one JSON object per line. Refers to kvloft only by the
-connector's name and by metric names.
+The command is ``python chat_engine.py ARGUMENTS_JSON``. The process reads requests from file
+descriptor 3 and writes responses to file descriptor 4, one JSON object per line. It uses kvloft
+only through the name of the connector and the names of metrics.
 """
 
 import json
@@ -27,7 +27,7 @@ def counters() -> dict[str, float]:
 
 
 def serve_turn(engine: Any, turn_id: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-    """Run one prompt with greedy sampling; return the fields of `chat_demo.Turn`."""
+    """Run one prompt with greedy sampling and return the fields of `chat_demo.Turn`."""
     from vllm import SamplingParams
 
     before, begin, ttft_s = counters(), time.perf_counter(), 0.0

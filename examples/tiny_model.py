@@ -1,7 +1,7 @@
 """Generates a small Llama with random weights, so that an engine can run without a download.
 
-A random model with the usual weight scales repeats its last token, which would hide wrong KV. Here,
-the scales are chosen so that greedy output depends on the whole prompt through attention. This
+A random model with the usual weight scales repeats its last token, which would hide wrong KV. With
+the weight scales in this module, greedy output depends on the whole prompt through attention. This
 module uses neither vLLM nor kvloft.
 """
 
@@ -31,7 +31,7 @@ class Shape:
 
 
 def write_model(folder: Path, shape: Shape = Shape(), seed: int = 1) -> Path:
-    """Write config.json and float32 weights in Hugging Face's format; return ``folder``."""
+    """Write config.json and float32 weights in Hugging Face format, and return ``folder``."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def config(shape: Shape) -> dict[str, object]:
 
 
 def weights(shape: Shape, seed: int) -> dict[str, NDArray[np.float32]]:
-    """Return all tensors by their Hugging Face names."""
+    """Return all tensors, keyed by their Hugging Face names."""
     rng = np.random.default_rng(seed)
 
     def dense(rows: int, cols: int, gain: float = 1.0) -> NDArray[np.float32]:

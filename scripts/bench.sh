@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs all benches: Rust with cargo, then Python in the environment with vLLM 0.32.0.
+# Runs all benchmarks: first the Rust benchmarks with cargo, then the Python benchmarks in the
+# environment with vLLM 0.32.0.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-Name = tuple[str, ...]  # a module's path from the crate's root, or a path in the text
+Name = tuple[str, ...]  # the path of a module from the crate's root, or a path in the text
 
 TEST = re.compile(
     r"^( *)#\[cfg\((?:test|any\(test\b.*)\)\]\n(?:\1#.*\n)*(?:\1\S.*;\n|\1\S[\s\S]*?^\1\}.*\n)",
@@ -35,8 +35,8 @@ METHOD = re.compile(r"^    (?:pub(?:\(.*?\))? )?(?:const )?fn (\w+)", re.MULTILI
 class Module:
     """A source file.
 
-    ``code`` is its text without comments, strings, tests and `use`; ``uses`` and ``exports`` are
-    the imported and the re-exported names, with their paths.
+    ``code`` is its text without comments, strings, tests and `use` declarations. ``uses`` and
+    ``exports`` map the imported and the re-exported names to their paths.
     """
 
     code: str
@@ -45,7 +45,7 @@ class Module:
 
 
 class Crate:
-    """The modules of a crate, without tests, and their dependencies (``edges``)."""
+    """The modules of a crate without tests. ``edges`` contains their dependencies."""
 
     def __init__(self, folder: Path) -> None:
         self.modules: dict[Name, Module] = {}
@@ -94,7 +94,7 @@ class Crate:
     def _used(self, name: Name) -> Iterator[Name]:
         """Yield the modules that define the names used in ``name``.
 
-        Using only a module's name is not a dependency; using a name inside the module is.
+        A reference to a module is not a dependency. A reference to a name inside a module is one.
         """
         module = self.modules[name]
         words = set(re.findall(r"\w+", module.code))

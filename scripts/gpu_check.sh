@@ -55,7 +55,7 @@ pytest() { "$PYTHON" -m pytest -q -p no:cacheprovider -o addopts="--import-mode=
 sanitize() {
   local tool=$1
   shift
-  # A few small cases of every kernel, because the tools slow programs down by a factor of 100.
+  # Run only a few small cases of every kernel, because the tools make programs 100 times slower.
   local cases="(bitwise and (odd_mix or per_layer_8 or mla) and 3) or partial or ranks or faults or trailers or submitters_send"
   cases+=" or (e348 and ((content and (outliers or random)) or (width and (6k or mixed) and 0.6) or saved_raw or damage))"
   KV_NUM_FAULTS=100 compute-sanitizer --tool "$tool" "$@" --error-exitcode 9 --target-processes all \
@@ -68,20 +68,20 @@ if has tests; then
   grep -Eq '^[0-9]+ passed' "$OUT/tests.log" || grep -Eq ' passed' "$OUT/tests.log" || failed+=("tests: none ran")
 fi
 has copy && TAIL=60 stage copy "$PYTHON" -m kvloft.cli bench copy --json "$OUT/copy.json" --plot "$OUT/copy.png"
-# No save may fail while 60 GiB of host memory is being registered.
+# Saves must not fail while 60 GiB of host memory is being registered.
 has startup && stage startup "$PYTHON" -m benches.gpu.engine --connectors kvloft --phases startup --host-gib "${STARTUP_GIB:-60}" --timeout 240 \
   --json "$OUT/engine_startup.json" --logs "$OUT/startup"
 has engine && TAIL=60 stage engine "$PYTHON" -m benches.gpu.engine --json "$OUT/engine.json" --logs "$OUT" ${ENGINE_ARGS:-}
 has chats && TAIL=30 stage chats "$PYTHON" -m benches.gpu.chats --json "$OUT/chats.json" --logs "$OUT/chats" ${CHATS_ARGS:-}
 has crowd && TAIL=30 stage crowd "$PYTHON" -m benches.gpu.equality --setups reference,plain-pc,hnd --phases crowd --timeout 400 \
   --json "$OUT/equality_crowd.json" --logs "$OUT/crowd"
-if has prefill; then # multiple runs in new processes, because runs differ by as much as the target
+if has prefill; then # run multiple times in new processes, because runs differ by as much as the target
   rm -f "$OUT"/engine_again_*.json # otherwise, the report would include files of an earlier call
   for number in $(seq "${PREFILL_RUNS:-3}"); do
     TAIL=30 stage "engine_again_$number" "$PYTHON" -m benches.gpu.engine --connectors none,kvloft --phases cold,wave \
       --json "$OUT/engine_again_$number.json" --logs "$OUT/again_$number"
   done
-  # With and without the connector in one process, so that everything else is equal.
+  # Compare runs with and without the connector in one process, so that everything else is equal.
   TAIL=30 stage engine_attached "$PYTHON" -m benches.gpu.engine --connectors kvloft --phases attached \
     --json "$OUT/engine_attached.json" --logs "$OUT/attached"
 fi
@@ -94,8 +94,8 @@ if has sanitize; then
   stage initcheck sanitize initcheck
 fi
 if has profile; then
-  # Profiles gathers and scatters of 4 KiB pages, the hardest case, then kills the bench. Clocks are not locked, because other users may
-  # share the GPU.
+  # Profile gathers and scatters of 4 KiB pages, which are the hardest case, then kill the bench.
+  # Clocks are not locked, because other users may share the GPU.
   say "profile"
   ncu --clock-control none --kill on -k 'regex:(gather|scatter)' --launch-skip 4 --launch-count 6 --section SpeedOfLight --section Occupancy \
     --section WarpStateStats --section MemoryWorkloadAnalysis "$PYTHON" -m kvloft.cli bench copy --mib 256 >"$OUT/ncu.txt" 2>&1
@@ -105,7 +105,7 @@ has kv1 && stage engine_kv1 "$PYTHON" -m benches.gpu.engine --connectors native,
   --json "$OUT/engine_kv1.json" --logs "$OUT/kv1"
 has equality && TAIL=90 stage equality "$PYTHON" -m benches.gpu.equality --json "$OUT/equality.json" --logs "$OUT" ${EQUALITY_ARGS:-}
 
-if has groups; then # 13 layers are six sliding-window groups, one of them smaller, and one full attention group
+if has groups; then # 13 layers form six sliding-window groups, one of them smaller, and one full attention group
   for phase in prompts crowd; do
     TAIL=30 stage "equality_groups_$phase" "$PYTHON" -m benches.gpu.equality --model gemma3 --layers 13 --blocks 1300 --timeout 115 \
       --setups reference,plain-pc,groups --phases $phase --json "$OUT/equality_groups_$phase.json" --logs "$OUT/groups_$phase"
@@ -114,7 +114,7 @@ if has groups; then # 13 layers are six sliding-window groups, one of them small
     --setups reference,plain-pc,groups --phases prompts,crowd --json "$OUT/equality_gemma4.json" --logs "$OUT/gemma4"
 fi
 
-if has states; then # gated delta net groups and a full attention group, two layers each; Triton compiles for minutes first
+if has states; then # the model has gated delta net groups and a full attention group with two layers each; Triton first compiles for minutes
   for model in tiny-gdn tiny-gdn-mtp; do
     TAIL=30 stage "equality_$model" "$PYTHON" -m benches.gpu.equality --model $model --blocks 900 --host-gib 2 \
       --timeout "${STATES_S:-400}" --setups plain-flash,flash-groups --phases kept,crowd --json "$OUT/equality_$model.json" \
@@ -133,7 +133,7 @@ has served && TAIL=30 stage engine_served "$PYTHON" -m benches.gpu.engine --laye
   --phases ttft,cold,shared --blocks 4700 --host-gib 20 --timeout 300 --json "$OUT/engine_served.json" --logs "$OUT/served"
 has restart && TAIL=30 stage restart "$PYTHON" -m benches.gpu.restart --layers 8 --blocks 2700 --host-gib 12 --timeout 200 \
   --json "$OUT/restart.json" --logs "$OUT/restart"
-if has peers; then # host memory holds more than one round; servers register it at startup, which takes a second per GiB
+if has peers; then # host memory holds more than one round; servers register the memory at startup, which takes one second per GiB
   TAIL=30 stage engine_peers "$PYTHON" -m benches.gpu.engine --layers 16 --connectors served,pegaflow,lmcache-server --phases ttft \
     --blocks 4700 --host-gib 16 --timeout 300 --json "$OUT/engine_peers.json" --logs "$OUT/peers"
   TAIL=30 stage chats_peers "$PYTHON" -m benches.gpu.chats --layers 16 --connectors served,pegaflow,lmcache-server --host-gib 32 \

@@ -1,8 +1,7 @@
 """Prints a Markdown report of GPU results: `python scripts/gpu_report.py DIRECTORY`.
 
-The directory contains the output of `scripts/gpu_check.sh`. The report has each figure with its
-target, and ends with the directory's NOTES.md unchanged. Sections without a result file are
-omitted.
+The directory contains the output of `scripts/gpu_check.sh`. The report compares each figure with
+its target and ends with the directory's NOTES.md. Sections without a result file are omitted.
 """
 
 import json
@@ -108,7 +107,7 @@ def _head(files: dict[str, Any]) -> Iterator[str]:
 
 
 def _failed(files: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each failed engine; the report includes its earlier measurements."""
+    """Yield a line for each failed engine. The report includes its earlier measurements."""
     for name, results in files.items():
         for connector, result in results.items() if name.startswith("engine") else ():
             if "error" in result:
@@ -212,9 +211,9 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
 
 
 def _share(row: dict[str, Any], what: str, ceiling: dict[str, float]) -> float:
-    """Return the share of the ceiling measured right before each run.
+    """Return the shares of the ceilings that were measured immediately before each run.
 
-    Results of older benches have one ceiling per row, or only one.
+    The results of older benches have one ceiling per row, or only one ceiling.
     """
     return float(row.get(f"{what}_share") or row[what] / row.get(f"{what}_ceiling", ceiling[what]))
 
@@ -222,7 +221,8 @@ def _share(row: dict[str, Any], what: str, ceiling: dict[str, float]) -> float:
 def _bound(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str]:
     """Compare each warm TTFT of kvloft with its lower bound.
 
-    The bound is the time of the bytes on the link plus the TTFT from HBM measured right afterwards.
+    The bound is the time to transfer the bytes over the link plus the TTFT from HBM, which is
+    measured immediately afterwards.
     """
     ours = results.get("kvloft", {}).get("ttft", {})
     times = ours.get("all_ms", {})
@@ -349,9 +349,10 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
 
 
 def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
-    """Return tokens per second over all cold prompts: single prompts and waves.
+    """Return the tokens per second of all cold prompts, both single prompts and waves.
 
-    Returns None if either is missing or incomplete, because engines must do the same work.
+    Returns None if single prompts or waves are missing or incomplete, because engines must do the
+    same work.
     """
     context = _get(result, ("cold", "context")) or _get(result, ("ttft", "context"))
     alone = result.get("cold", {}).get("all_ms", ())
@@ -365,7 +366,7 @@ def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
 
 
 def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
-    """Summarize cold prefill over multiple runs, because runs differ by as much as the target."""
+    """Summarize the cold prefill of multiple runs, because runs differ by as much as the target."""
     context = next(
         (found for run in runs if (found := _get(run.get("none", {}), ("cold", "context")))), 0.0
     )
@@ -405,7 +406,7 @@ def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _attached(results: dict[str, Any]) -> Iterator[str]:
-    """Report the time that a connector adds, measured with and without it in one process."""
+    """Report the time that a connector adds, as measured with and without it in one process."""
     for connector, result in results.items():
         found = result.get("attached", {})
         kinds = [found.get(what, {}) for what in ("prompts", "waves")]
@@ -623,7 +624,7 @@ def _crowd(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _profile(text: str) -> Iterator[str]:
-    """Report one row per kernel launch in the output of ncu."""
+    """Report one row for each kernel launch in the output of ncu."""
     metrics = ("Duration", "DRAM Throughput", "Compute (SM) Throughput", "Achieved Occupancy")
     launches: list[tuple[str, dict[str, str]]] = []
     for line in text.splitlines():

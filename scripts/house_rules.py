@@ -1,8 +1,8 @@
 """Checks rules of this repository that no linter covers.
 
 The rules restrict `unsafe`, environment variables, imports, the length of files and documents, and
-dependency cycles. Prints one line per violation; the exit status is 1 if there are any. The cost of
-`import kvloft` is checked in the environment that runs this script.
+dependency cycles. The script prints one line per violation and exits with status 1 if there are
+any. It checks `import kvloft` in the environment that runs the script.
 """
 
 import re
@@ -26,16 +26,16 @@ PURE_FILES = ("python/kvloft/errors.py", "python/kvloft/counters.py")
 PATCHES_FILE = "python/kvloft/vllm/patches.py"
 MAX_LINES = 400
 MAX_TEST_LINES = 700
-"""Maximum length of tests, benches and scripts."""
+"""Maximum number of lines of a test, benchmark or script."""
 MAX_WORDS = 16_000
 """Maximum number of words in all Markdown files outside RESULTS."""
 RESULTS = "benches/results/"
 MAX_README_LINES, MAX_README_WORDS = 70, 500
 README_LINKS = "\n## More\n"
-"""Heading at which the word count of the README stops."""
+"""The README's word limit applies to the text before this heading."""
 MAX_ARCHITECTURE_LINES = 150
 MAX_CHANGELOG_ENTRIES = 30
-"""Maximum number of entries per release."""
+"""Maximum number of changelog entries per release."""
 FREE_OF_CIRCLES = ("core", "wire")
 """Crates under rust/ that must not have dependency cycles."""
 HEAVY = ("torch", "vllm", "numpy", "yaml", "rich")
@@ -48,7 +48,7 @@ def sources(folder: str, suffix: str) -> Iterator[tuple[str, str]]:
 
 
 def unsafe_elsewhere() -> Iterator[str]:
-    """`unsafe` is only allowed in UNSAFE_FILES, and every use has a SAFETY comment."""
+    """Only UNSAFE_FILES may contain `unsafe`, and every use must have a SAFETY comment."""
     for name, text in sources("rust", ".rs"):
         lines = [line.split("//")[0] for line in text.splitlines()]
         count = sum(bool(re.search(r"\bunsafe\b", line)) for line in lines)
@@ -124,7 +124,7 @@ def documents() -> dict[str, str]:
 
 
 def cut_tables() -> Iterator[str]:
-    """No blank line may separate rows of a table: the rows after it are not in the table."""
+    """No blank line may separate rows of a table, because it would end the table."""
     for name, text in documents().items():
         for match in re.finditer(r"\|\n\n+(?=\|)(?!.*\n\|[ :|-]+\n)", text):
             yield f"{name}:{text.count(chr(10), 0, match.start()) + 2}: blank line in a table"

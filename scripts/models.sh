@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the core's concurrency tests with shuttle, which tries KV_ORDERS thread schedules per test
-# (default 2,000).
+# Runs the concurrency tests of the core with shuttle, which executes each test with KV_ORDERS
+# thread schedules (default 2,000).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export RUSTFLAGS="--cfg shuttle" CARGO_TARGET_DIR=target/models

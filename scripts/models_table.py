@@ -1,8 +1,8 @@
 """Writes docs/models.md from the reports of `kvloft check` on the tiny models of tests/e2e/zoo.
 
-Run `KV_ZOO=all pytest tests/e2e/zoo/test_checks.py`, which writes one report per model to
-build/models, then `python scripts/models_table.py`. Models without a report are missing from the
-table. `make test` compares new reports with the page.
+First run `KV_ZOO=all pytest tests/e2e/zoo/test_checks.py`, which writes one report per model to
+build/models. Then run `python scripts/models_table.py`. The table only contains models with a
+report. `make test` compares new reports with the page.
 """
 
 import json
@@ -19,9 +19,9 @@ REASONS = {
     "AMX": "vLLM computes MLA prompts in one piece on this CPU (no AMX)",
     "Mamba2": "speculative decoding with Mamba2",
 }
-"""Substring of a reported reason, and the text that replaces the reason in the table."""
+"""Maps a substring of a reported reason to the text that replaces the reason in the table."""
 NEEDS_GROUPS = "Failed to promote local KV cache specs"
-"""vLLM's error if a model's layers cannot be in a single KV cache group."""
+"""vLLM's error if the layers of a model do not fit in a single KV cache group."""
 ABOUT = """\
 Written by `scripts/models_table.py` from `kvloft check` runs on {date}: kvloft {kvloft}, vLLM
 {vllm} on {machine} CPUs, float32, [tiny models with random weights](\
@@ -92,12 +92,12 @@ REFUSED = (
         "a different draft model, or none",
     ),
 )
-"""Settings that `vllm/support.py` rejects; reports do not contain them."""
+"""Settings that `vllm/support.py` rejects. Reports do not contain these settings."""
 COLUMNS = ("model", "groups", "tokens", "blocks")
 
 
 def main() -> int:
-    """Write the page. Return 1 if there are no reports."""
+    """Write the page. Return 1 if no reports exist."""
     reports = [json.loads(path.read_text()) for path in sorted(REPORTS.glob("*.json"))]
     if not reports:
         print(f"no reports in {REPORTS}; run KV_ZOO=all pytest tests/e2e/zoo/test_checks.py first")

@@ -50,7 +50,7 @@ PHRASES = {
     r"(?:one|bytes|tokens|blocks|case|tensor) an? "
     r"(?:block|chunk|layer|line|rank|request|second|step|token|unit)": "per",
 }
-"""Patterns and their replacements, for all files."""
+"""Patterns and their replacements. These rules apply to all files."""
 
 _DETERMINER = "the|a|that|this|each|every|any|no|last|first|new|next|other|second"
 _FUNCTION_WORD = "after|and|at|before|for|from|has|in|is|it|on|or|that|to|which|with"
@@ -71,7 +71,7 @@ STRICT = {
     r"the system(?! (?:prompt|calls?|clock|allocator)\b)": "the kernel, the operating system",
     r"(?<=\"\"\")(?-i:Whether)": "True if, Return True if",
 }
-"""Patterns and their replacements, for the files in STRICT_PATHS."""
+"""Patterns and their replacements. These rules apply to the files in STRICT_PATHS."""
 STRICT_PATHS = (
     "benches/bench_",
     "benches/gpu/",
@@ -82,11 +82,11 @@ STRICT_PATHS = (
     "rust/",
     "scripts/",
 )
-"""Beginnings of the paths to which the rules in STRICT apply."""
+"""Prefixes of the paths to which the rules in STRICT apply."""
 
 
 def pattern_of(phrases: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern with one group per phrase; spaces match all whitespace."""
+    """Return a pattern with one group per phrase. A space in a phrase matches any whitespace."""
     regex = "|".join(rf"(\b(?:{phrase})\b)" for phrase in phrases)
     regex = regex.replace(r"\b(?:(?:, |; )", "(?:(?:, |; )")
     return re.compile(regex.replace(" ", r"\s+"), re.IGNORECASE)
@@ -96,7 +96,7 @@ RULES = ((pattern_of(PHRASES), tuple(PHRASES.values())),)
 STRICT_RULES = (*RULES, (pattern_of(STRICT), tuple(STRICT.values())))
 
 CODE = "\0"
-"""Replacement for characters that are not prose."""
+"""The character that replaces characters other than prose."""
 C_LIKE = re.compile(
     r"//[/!]?(?P<line>[^\n]*)"
     r"|/\*(?P<block>.*?)\*/"
@@ -119,7 +119,7 @@ class Hit(NamedTuple):
 
 
 def blank(text: str) -> str:
-    """Replace everything except whitespace, which keeps line numbers unchanged."""
+    """Replace everything except whitespace, so that line numbers do not change."""
     return re.sub(r"\S", CODE, text)
 
 
@@ -169,7 +169,7 @@ def prose_of_python(text: str) -> str:
         begin = starts[token.start[0] - 1] + token.start[1]
         piece = text[begin : starts[token.end[0] - 1] + token.end[1]]
         if token.type == tokenize.STRING and not re.search(r"\s", piece):
-            continue  # a name, not prose
+            continue  # a string without whitespace is a name
         if token.type == tokenize.STRING and re.match(r"[a-zA-Z]*[fF]", piece):
             piece = re.sub(r"\{[^{}]*\}", lambda match: blank(match[0]), piece)
         piece = re.sub(r"``?[^`]*``?", lambda match: blank(match[0]), piece)

@@ -15,6 +15,6 @@ rm -rf build/sanitize
 mkdir -p build/sanitize
 cp -r python/kvloft build/sanitize/kvloft
 cp target/sanitize/$TARGET/debug/lib_core.so build/sanitize/kvloft/_core.abi3.so
-# Leaks are only checked in the Rust tests, because the Python interpreter leaks on purpose.
+# Only the Rust tests check for leaks, because the Python interpreter leaks memory on purpose.
 LD_PRELOAD=$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitize \
   "$PYTHON" -m pytest -q -p no:cacheprovider --noconftest tests/core/test_key_chain.py tests/core/test_keys.py tests/core/test_tag.py

@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
 # Runs the tests against the installed wheel: scripts/suite.sh all | full VLLM_VERSION | short VLLM_VERSION
 #
-# "all" is `make test`: the Rust tests, all Python tests with the newest vLLM for CPUs, and a short
-# selection of tests with other releases (for 0.33.0, see env.sh). Tests with engines mostly wait, so
-# the other tests run at the same time; their output follows at the end. A failed phase does not stop
-# the others; the table at the end and the exit status report it.
+# "all" is `make test`. It runs the Rust tests, all Python tests with the newest vLLM for CPUs, and
+# the tests marked short with other releases (for 0.33.0, see env.sh). Tests with engines mostly
+# wait, so the other tests run at the same time, and their output is printed at the end. If a phase
+# fails, the other phases still run. The table at the end and the exit status report the failure.
 #
-# After MINUTES (default 65; most machines need 12 to 20), only short tests start, and after 1.2 times
-# MINUTES no tests start. A slow machine thus runs the most important tests; the table counts the skipped tests.
+# Most machines need 12 to 20 minutes. After MINUTES (default 65), only short tests are started, and
+# after 1.2 times MINUTES, no tests are started. The table shows how many tests were not started.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 [[ ${MINUTES:-65} =~ ^[1-9][0-9]*$ ]] || { echo "kvloft: MINUTES=$MINUTES is not a positive integer; use, for example, make test MINUTES=65" >&2 && exit 2; }
-unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE # multiple processes import vLLM, but only the first needs to compile it
+unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE # bytecode caching: only the first process that imports vLLM needs to compile it
 export KV_STARTED=${KV_STARTED:-$(date +%s)}
 export TEST_DEADLINE=$((KV_STARTED + ${MINUTES:-65} * 60)) TEST_LAST_DEADLINE=$((KV_STARTED + ${MINUTES:-65} * 72))
-export PROFILE=tested # has debug assertions and overflow checks; shared by the wheel and the Rust tests, so that each crate compiles once
+export PROFILE=tested # enables debug assertions and overflow checks; used for the wheel and the Rust tests, so that each crate is compiled once
 NEWEST=0.32.0
 OTHERS="0.30.0 0.31.0 0.33.0"
-REPORT=$PWD/build/suite # results and numbers of skipped tests
+REPORT=$PWD/build/suite # contains the results and the numbers of skipped tests
 rm -rf "$REPORT"
 mkdir -p "$REPORT" build/logs
 touch "$REPORT/table" "$REPORT/left-out"
@@ -102,20 +102,20 @@ with_engines() {
 without_engines() {
   local version
   other_environments >build/logs/others.log 2>&1 </dev/null &
-  # kvloft-py only converts values; the Python tests cover it.
+  # The Python tests cover kvloft-py, which only converts values.
   phase "Rust tests" cargo test --quiet --locked --no-fail-fast --profile "$PROFILE"
-  # Only type-checks them; scripts/fuzz.sh runs them.
+  # This phase only type-checks the targets. scripts/fuzz.sh runs them.
   phase "fuzz targets" cargo check --quiet --locked --no-default-features --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz
   phase "Python tests without engines on vLLM $NEWEST" pytest_on "$NEWEST" tests --ignore=tests/e2e
   phase "correctness machine on vLLM $NEWEST" pytest_on "$NEWEST" tests/machine
-  wait # if an environment failed, the phases below fail again and report it
+  wait # if an environment could not be created, its phases below fail and report it
   KV_STORE=server phase "short form over a server on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e -m short
   for version in $OTHERS; do short "$version"; done
   KV_SHARD=1/2 check_half second
   touch "$REPORT/without-engines"
 }
 
-# Creates the other environments during the tests, because this is mostly downloads.
+# Creates the other environments while tests run, because most of the time is spent on downloads.
 other_environments() {
   local version
   for version in $OTHERS; do scripts/env.sh "$version"; done

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Builds the release files in dist/: scripts/wheels.sh [x86_64] [aarch64] (default: both)
 #
-# Builds an sdist and manylinux wheels for glibc 2.28, and checks their metadata. Installs and imports
-# the files that this machine can run.
+# The script builds an sdist and manylinux wheels for glibc 2.28, and checks their metadata. It then
+# installs and imports the files that this machine can run.
 #
 # Requires Python, Rust and the Rust target of the other architecture (`rustup target add`). A missing
 # target is skipped; the exit status is then 1 unless ALLOW_MISSING=1. maturin and zig (the linker)

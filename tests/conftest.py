@@ -1,15 +1,15 @@
-"""Shared setup of all tests: hypothesis profiles, a check that the installed wheel is tested,
-vLLM's release, and time limits.
+"""The shared setup of all tests: hypothesis profiles, a check that the tests use the installed
+wheel, the release of vLLM, and time limits.
 
-Time limits: tests wait for events and never assert on time, but a busy machine is slower at
-everything. Timeouts are therefore scaled by the machine's pace (TEST_PACE, measured here), and
-property tests run fewer examples on a slow machine. With TEST_DEADLINE (seconds since 1970;
-TEST_LAST_DEADLINE for tests marked short), tests that have not started by then are skipped and
+Time limits: tests wait for events and never assert durations, but everything is slower on a busy
+machine. This module therefore measures the pace of the machine (TEST_PACE) and multiplies timeouts
+by it, and property tests run fewer examples on a slow machine. Tests that have not started by
+TEST_DEADLINE (in seconds since 1970; TEST_LAST_DEADLINE for tests marked short) are skipped and
 counted in the summary and in the file TEST_LEFT_OUT.
 
-Leftovers: a test that leaves a thread or a process behind fails. Otherwise a later test would fail
-occasionally, when the thread logs a warning or the process is still running. SIGTERM ends the test
-run like Ctrl-C, so that fixtures terminate their processes.
+Leftovers: a test fails if it leaves a thread or a process behind. Otherwise, a later test would
+fail occasionally, when the thread logs a warning or the process is still running. SIGTERM ends the
+test run like Ctrl-C, so that fixtures terminate their processes.
 """
 
 import gc
@@ -30,19 +30,19 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 USUAL_START_S = 0.25
-"""Time to start a Python process that imports a few dozen modules, on two idle cores."""
+"""Time in which two idle cores start a Python process that imports a few dozen modules."""
 LEFT_OUT = pytest.StashKey[int]()
 TICKS = os.sysconf("SC_CLK_TCK")
 END_S = 60.0
-"""Timeout, at the usual pace, for a test's threads, processes and files to disappear."""
+"""Timeout, at the usual pace, until threads, processes and files of a test must be gone."""
 COLLECT_S = 0.1
-"""Delay until objects kept alive only by a cycle are collected; doubled for each further
-collection.
+"""Delay until objects that only a cycle keeps alive are collected. The delay is doubled for each
+further collection.
 """
 
 
 def measured_pace() -> float:
-    """Return how many times slower than usual a process starts on this machine: 1 to 20."""
+    """Return the factor (1 to 20) by which a process starts slower than usual on this machine."""
     begin = time.monotonic()
     subprocess.run(
         [sys.executable, "-I", "-c", "import asyncio, http.client, unittest.mock, decimal"],
@@ -51,7 +51,7 @@ def measured_pace() -> float:
     return min(20.0, max(1.0, (time.monotonic() - begin) / USUAL_START_S))
 
 
-if "TEST_PACE" not in os.environ:  # before any other conftest is imported
+if "TEST_PACE" not in os.environ:  # this code runs before any other conftest is imported
     os.environ["TEST_PACE"] = f"{measured_pace():.1f}"
 PACE = float(os.environ["TEST_PACE"])
 
@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _interrupt(tests: int, number: int, _frame: object) -> None:
-    """End the test run, once; a forked process exits immediately."""
+    """End the test run once. A forked process exits immediately."""
     signal.signal(number, signal.SIG_DFL)
     if os.getpid() != tests:
         os.kill(os.getpid(), number)
@@ -86,7 +86,7 @@ def _interrupt(tests: int, number: int, _frame: object) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run tests without an engine first, then one scenario per defect.
 
-    This order loses the least at a deadline.
+    With this order, a deadline skips the least important tests.
     """
     e2e = REPOSITORY / "tests" / "e2e"
     items.sort(
@@ -122,7 +122,7 @@ def pytest_terminal_summary(
 
 
 def pytest_report_header() -> str:
-    """Report which kvloft is under test."""
+    """Report the version of kvloft that is tested."""
     import kvloft
 
     return (
@@ -132,10 +132,10 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="session")
 def vllm_release() -> tuple[int, int]:
-    """Return vLLM's release, for example (0, 32) for 0.32.x.
+    """Return the release of vLLM, for example (0, 32) for 0.32.x.
 
-    Skips depend on the release and never on a feature: a test must fail if a newer release renames
-    what it uses.
+    Skips depend on the release and never on a feature, because a test must fail if a newer release
+    renames a feature that the test uses.
     """
     version = next(
         found.version
@@ -147,9 +147,9 @@ def vllm_release() -> tuple[int, int]:
 
 
 def running(since_s: float = 0.0) -> dict[object, str]:
-    """Return everything that a test could leave behind, by name:
+    """Return the names of everything that a test could leave behind.
 
-    Python threads, kvloft's Rust threads, and processes started since.
+    These are Python threads, kvloft's Rust threads, and processes started since ``since_s``.
     """
     found: dict[object, str] = {each: f"thread {each.name}" for each in threading.enumerate()}
     for task in Path("/proc/self/task").iterdir():
@@ -167,7 +167,7 @@ def children(since_s: float) -> dict[object, str]:
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return {}  # the common case, and cheaper than checking
+        return {}  # the common case, which this call detects faster than /proc
     pids = {
         pid for task in Path("/proc/self/task").iterdir() for pid in read(task / "children").split()
     }
@@ -195,7 +195,7 @@ def read(path: Path) -> str:
 
 
 def left_behind(before: dict[object, str], since_s: float) -> list[str]:
-    """Wait for leftovers to disappear, and return the names of the leftovers that did not exist
+    """Wait until leftovers are gone, and return the names of the leftovers that did not exist
     before the test.
     """
     begin, collect_s = time.monotonic(), COLLECT_S
@@ -204,7 +204,8 @@ def left_behind(before: dict[object, str], since_s: float) -> list[str]:
         if waited_s > END_S * PACE:
             break
         if waited_s > collect_s:
-            # Collect repeatedly: a thread that has just finished may have kept a cycle alive.
+            # Collect repeatedly, because a thread that has just finished may have kept a cycle
+            # alive.
             gc.collect()
             collect_s = 2 * waited_s
         time.sleep(0.002)
@@ -215,8 +216,8 @@ def left_behind(before: dict[object, str], since_s: float) -> list[str]:
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check for leftovers.
 
-    Set up before all other fixtures, including `monkeypatch`, so that the check runs after their
-    teardown.
+    This fixture is set up before all other fixtures, including `monkeypatch`, so that the check
+    runs after their teardown.
     """
     since_s, before, num_failed = (
         time.clock_gettime(time.CLOCK_BOOTTIME),
@@ -233,7 +234,7 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[logging.LogRecord]]:
-    """Return the log records of kvloft in this test; other libraries may log at any time."""
+    """Return the log records of kvloft in this test. Other libraries may log at any time."""
     return lambda: [record for record in caplog.records if record.getMessage().startswith("kvloft")]
 
 

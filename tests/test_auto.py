@@ -1,5 +1,5 @@
-"""Tests `server: auto` with processes that behave like engines: how the server is started, what it
-inherits, and what makes it exit.
+"""Tests the start, the inherited resources and the exit of a server with `server: auto`, using
+processes that behave like engines.
 """
 
 import errno
@@ -54,7 +54,7 @@ def until(is_so: Callable[[], Any], otherwise: str) -> Any:
 
 
 class Host:
-    """A user's directory for sockets, with its engines and servers."""
+    """The directory for the sockets of a user, with its engines and servers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -79,7 +79,7 @@ class Host:
         return engine
 
     def look_after(self, config: Config) -> Callable[[], None]:
-        """Watch the server like an engine in this process."""
+        """Watch the server as an engine in this process would."""
         leave = auto.look_after(config, logging.getLogger())
         self._leaves.append(leave)
         return leave
@@ -173,7 +173,7 @@ def test_engines_that_start_at_once_share_one_server_that_ends_after_them(host: 
 def test_a_server_inherits_neither_descriptors_nor_settings_nor_the_engines_end(host: Host) -> None:
     marker = host.folder / "as a GPU"
     marker.touch()
-    engine = host.start(marker, server_linger="5min")  # outlives this test
+    engine = host.start(marker, server_linger="5min")  # this process outlives the test
     lines_until_ready(engine)
     (server,) = host.servers()
     descriptors = Path(f"/proc/{server}/fd")

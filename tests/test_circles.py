@@ -1,5 +1,5 @@
 """Tests that scripts/circles.py finds the dependency cycles in invented crates, and that the list
-of crates without cycles is right.
+of crates without cycles is correct.
 """
 
 import importlib.util

@@ -1,5 +1,5 @@
-"""Tests settings: which source takes precedence, how values are read back, and that every mistake
-gives one helpful sentence.
+"""Tests the settings: the precedence of sources, parsed values, and one helpful sentence for every
+invalid setting.
 """
 
 import json
@@ -262,7 +262,7 @@ def test_server_settings_need_server_auto() -> None:
     assert ("server", "auto", "kv_connector_extra_config") in describe(starting)
     shared = load_config(
         {"server": "unix:/s"}, {"KVLOFT_HOST_SIZE": "1GiB"}
-    )  # the server may be able to read the file there
+    )  # the server may be able to read the file
     assert (shared.server, shared.host_size) == ("/s", 1 << 30)
     assert (
         load_config(
@@ -287,7 +287,7 @@ def test_environment_and_extra_config_read_values_alike(values: dict[str, str]) 
 
 @pytest.mark.parametrize("key", ["disk_path", "server", *OF_LIMITS])
 def test_null_is_suggested_only_for_keys_that_allow_it(key: str, tmp_path: Path) -> None:
-    """Variables and flags are text, so "null" is an ordinary word there."""
+    """Variables and flags are text, in which "null" is an ordinary word."""
     file = tmp_path / "kvloft.yaml"
     file.write_text(
         f"disk_path: /cache\n{key}: [1]\n" if key != "disk_path" else "disk_path: [1]\n"

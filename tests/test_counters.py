@@ -1,4 +1,4 @@
-"""Checks that the table of counters agrees with a store, a server, an engine of the server, and
+"""Checks that the table of counters matches a store, a server, an engine that uses the server, and
 docs/metrics.md.
 """
 
@@ -19,7 +19,7 @@ DOCS = (ROOT / "docs" / "metrics.md").read_text()
 NAMES = {metric.name for metric in METRICS}
 BY_NAMESPACE = {"slabs"}
 BY_STATUS = {"host_bytes", "slab_bytes", "engines"}
-"""Fields of a status that are not part of its statistics."""
+"""Fields of a status that are not statistics."""
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""Tests the check of `conftest.py` for leftovers of tests: it waits for threads and processes that
-finish late.
+"""Tests the check for leftovers in `conftest.py`, which waits for threads and processes that finish
+late.
 """
 
 import gc
@@ -11,9 +11,9 @@ import pytest
 
 
 class Owner:
-    """An object in a reference cycle, like a test's objects.
+    """An object in a reference cycle, like the objects of a test.
 
-    Its thread ends when it is collected.
+    Its thread ends when the object is collected.
     """
 
     def __init__(self, end: Callable[[], None]) -> None:

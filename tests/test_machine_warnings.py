@@ -305,8 +305,8 @@ def test_host_size_is_compared_with_the_memory_that_is_left() -> None:
 def test_an_unwritable_directory_does_not_block_the_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As with a directory that is writable by others or in use, host memory works until the
-    operator fixes the directory.
+    """As with a directory that is in use or that other users can write to, the cache uses host
+    memory until the operator fixes the directory.
     """
     monkeypatch.setattr(os, "access", lambda *_: False)
     config = load_config({"disk_path": str(tmp_path / "x"), "disk_size": "1MiB"}, {})

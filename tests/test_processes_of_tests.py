@@ -21,7 +21,7 @@ echo "$(basename "$0")" >&"$STARTED"
 sleep 1000 &
 sleep 1000
 """
-"""Replaces each command of `make test`. It starts a child and runs until it is terminated."""
+"""Replaces each command of `make test` with a script that starts a child and then sleeps."""
 ENGINE_TEST = """
 import os, subprocess, time
 
@@ -34,12 +34,12 @@ def test_engine():
         process.kill()
         process.wait()
 """
-"""A test with a child in another session, like an engine: only the test can terminate it."""
+"""A test with a child in another session, like an engine. Only the test can terminate it."""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_zygote_ends_with_the_tests_that_started_it(tmp_path: Path, number: int) -> None:
-    """The zygote must also exit if the tests exit before it has started to run."""
+    """The zygote must also exit if the tests exit before the zygote has started to run."""
     command = [sys.executable, "-c", START, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parent) as tests:
         assert tests.stdout is not None
@@ -82,7 +82,7 @@ def assert_all_end(argv: list[str], folder: Path, started: str, **env: str) -> N
     """Run ``argv`` until one of its descendants writes the line ``started``, then terminate
     ``argv`` with SIGTERM.
 
-    No descendant may be left. All descendants keep the pipe open.
+    No descendant may remain. All descendants keep the pipe open.
     """
     reader, writer = os.pipe()
     pipe = os.readlink(f"/proc/self/fd/{writer}")
@@ -118,7 +118,7 @@ def assert_all_end(argv: list[str], folder: Path, started: str, **env: str) -> N
 
 
 def read_in_time(pipe: int) -> bytes:
-    """Return the bytes written to the pipe; empty if no process has the other end open."""
+    """Return the bytes in the pipe, or no bytes if no process has the other end open."""
     assert select.select([pipe], [], [], WAIT_S)[0], "a process is still running"
     return os.read(pipe, 4096)
 

@@ -1,4 +1,4 @@
-"""Tests of the prose lint, scripts/prose.py."""
+"""Tests the prose lint in scripts/prose.py."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""Tests which store an engine opens."""
+"""Tests that an engine opens the correct store."""
 
 import tempfile
 from pathlib import Path

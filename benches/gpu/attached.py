@@ -1,8 +1,8 @@
 """Measures the time that a connector adds to cold prompts, within one process.
 
-Prompts alternate between an attached and a detached connector. Identical engines in separate
-processes differ by -0.2 to +0.7 % on an H200 (benches/results), as much as the effect itself; here
-only the connector differs.
+The connector is alternately attached and detached between prompts. A comparison of separate
+processes is less precise: on an H200, identical engines differ by -0.2% to +0.7% (benches/results),
+which is as large as the effect itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REST_S = 60.0
 def detached(engine: Any) -> Iterator[None]:
     """Detach the connector of ``engine``, an in-process LLMEngine, and reattach it on exit.
 
-    Raises RuntimeError if requests are running on entry or exit, because the connector takes part
+    Raises RuntimeError if requests are running on entry or exit, because the connector is involved
     in their block accounting and reports.
     """
     from vllm.distributed.kv_transfer import kv_transfer_state
@@ -34,7 +34,7 @@ def detached(engine: Any) -> Iterator[None]:
     scheduler = core.scheduler
     in_runner = getattr(
         core.model_executor.driver_worker.worker.model_runner, "kv_connector", None
-    )  # only in vLLM's newer model runner
+    )  # exists only in vLLM's newer model runner
     settings = {"connector": None, "defer_block_free": False}
     kept = {name: getattr(scheduler, name) for name in settings if hasattr(scheduler, name)}
     agent = kv_transfer_state._KV_CONNECTOR_AGENT
@@ -77,9 +77,9 @@ def _bring_to_rest(engine: Any, core: Any) -> None:
 def compare(engine: Engine, context: int, num_prompts: int, num_waves: int) -> dict[str, Any]:
     """Measure cold prompts and waves with and without the connector.
 
-    A prompt has ``context`` tokens; a wave is eight prompts of half that length. Both with and
-    without the connector, ``num_prompts`` prompts and ``num_waves`` waves are measured. Returns
-    {"prompts" or "waves": {"attached" or "detached": {"ms": median, "all_ms": [...],
+    A prompt has ``context`` tokens. A wave consists of eight prompts of half this length. Measures
+    ``num_prompts`` prompts and ``num_waves`` waves with the connector, and as many without it.
+    Returns {"prompts" or "waves": {"attached" or "detached": {"ms": median, "all_ms": [...],
     "parts_ms": [...], and the median of each part}}}.
     """
     for _ in range(2):

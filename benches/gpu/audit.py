@@ -1,10 +1,10 @@
 """An independent byte-for-byte check of the pages that a worker saves and loads.
 
 `PageAudit` wraps a worker's mover and uses plain torch indexing; it shares no kernel, tag, stream
-or frame with the mover. It clones the pages of every saved chunk on the stream of the forward pass.
-It compares a loaded chunk with the clone once the worker reports the load, and a chunk that is
-computed and saved again with the clone of its first save. Clones stay on the device, so the audit
-is for checks only.
+or frame with the mover. The audit clones the pages of every saved chunk on the stream of the
+forward pass. Once the worker reports a load, the audit compares the loaded chunk with its clone. If
+a chunk is computed and saved again, the audit compares the chunk with the clone of its first save.
+Clones occupy GPU memory, so the audit is only used in checks, not in measurements.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvloft.transfer.mover import Finished
 def paged_kv(engine: Any) -> list[list[torch.Tensor]]:
     """Return the paged KV of each layer of an in-process engine, one list per KV cache group.
 
-    The first dimension of each tensor is the block.
+    The first dimension of each tensor is the block index.
     """
     layers = engine.vllm_config.compilation_config.static_forward_context
     config = engine.engine_core.engine_core.scheduler.kv_cache_config
@@ -36,7 +36,8 @@ def paged_kv(engine: Any) -> list[list[torch.Tensor]]:
 def whole_blocks(layer: Any, num_blocks: int) -> list[torch.Tensor]:
     """Return a layer's paged KV as tensors of shape [num_blocks, ...].
 
-    If the kernel's blocks are smaller than the scheduler's, a block becomes multiple rows.
+    If the kernel's blocks are smaller than the scheduler's, each block of the scheduler has
+    multiple rows.
     """
     tensors = [kv for kv in _tensors(getattr(layer, "kv_cache", None)) if kv.numel()]
     return [
@@ -45,7 +46,7 @@ def whole_blocks(layer: Any, num_blocks: int) -> list[torch.Tensor]:
 
 
 def _tensors(kv: Any) -> Sequence[torch.Tensor]:
-    """Return the tensors of a layer: one for attention, more for a Mamba state, none without KV."""
+    """Return the KV tensors of a layer: one for attention, more for Mamba, none without KV."""
     return [kv] if isinstance(kv, torch.Tensor) else kv or []
 
 
@@ -59,16 +60,17 @@ def poison(tensors: Sequence[torch.Tensor], seed: int) -> None:
         kv.normal_(0.0, 3.0, generator=generator)
         if (
             kv.dtype == torch.float32
-        ):  # a state; other groups read the same memory as bfloat16 and must not find NaN
+        ):  # a Mamba state; other groups read its memory as bfloat16, so it must not contain NaN
             kv.copy_(kv.bfloat16())
     if tensors and tensors[0].is_cuda:
         torch.cuda.synchronize()
 
 
 class PageAudit:
-    """Wraps ``mover`` once constructed.
+    """Audits the saves and loads of ``mover``.
 
-    With ``skip_loads`` set, loads report success without copying any bytes.
+    The constructor wraps the methods of ``mover``. If ``skip_loads`` is set, loads report success
+    without copying any bytes.
     """
 
     def __init__(self, mover: Any, *groups: Sequence[torch.Tensor]) -> None:
@@ -102,8 +104,8 @@ class PageAudit:
     def take_counts(self) -> dict[str, int]:
         """Return the numbers of chunks since the last call.
 
-        The keys are loaded, loaded_differing, resaved, resaved_differing, saved and unknown; with
-        multiple groups also loaded_0, saved_0, loaded_1 and so on.
+        The dictionary has the keys loaded, loaded_differing, resaved, resaved_differing, saved and
+        unknown; with multiple groups also loaded_0, saved_0, loaded_1 and so on.
         """
         counts = dict.fromkeys(
             ("saved", "loaded", "loaded_differing", "resaved", "resaved_differing", "unknown"), 0
@@ -171,7 +173,7 @@ class PageAudit:
         return [(group, copies) for group, copies in found.items() if self._groups[group]]
 
     def _count(self, name: str, group: int, num_chunks: int) -> None:
-        """Add to the total and, with more than one group, to the group's own count."""
+        """Add to the total and, with more than one group, to the count of the group."""
         for label in (name, f"{name}_{group}") if len(self._groups) > 1 and num_chunks else (name,):
             self._counts[label] = self._counts.get(label, 0) + num_chunks
 

@@ -1,9 +1,9 @@
-"""`python -m benches.gpu.chats`: a closed loop of chats, with different external caches.
+"""`python -m benches.gpu.chats`: runs a closed loop of chats with different external caches.
 
 Compares plain vLLM, OffloadingConnector, kvloft, kvloft's server, PegaFlow and LMCache. Engines run
 one at a time, each in a separate process (`chats_child`), and alternate for the requested number of
-rounds. Results are written after each engine, so that an interrupted run keeps them. This module
-does not import vLLM.
+rounds. Results are written after each engine, so that an interrupted run does not lose them. This
+module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def run(
     keep: Callable[[dict[str, Any]], None],
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Return {connector: {"runs": [...], "start_s": ..., "error": ...}}; "error" is optional.
+    """Run all engines.
 
+    Return {connector: {"runs": [...], "start_s": ..., "error": ...}}, where "error" is optional.
     Calls ``keep`` with all results so far after each engine.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -70,7 +71,7 @@ def run(
 
 
 def _measure(name: str, options: dict[str, Any], log: Path) -> dict[str, Any]:
-    """Run one engine and return its results. "error" describes a failure."""
+    """Run one engine and return its results, with "error" if it failed."""
     if not is_installed(name):
         return {"error": f"{name} is not installed"}
     host_gib = options["host_bytes"] >> 30
@@ -139,7 +140,7 @@ def parser() -> argparse.ArgumentParser:
     chats = argparse.ArgumentParser(
         prog="chats",
         description=(
-            f"Run a closed loop of chats with each external cache in turn, and without. {STATUS}"
+            f"Run a closed loop of chats with each external cache, and without a cache. {STATUS}"
         ),
     )
     chats.add_argument(
@@ -154,16 +155,19 @@ def parser() -> argparse.ArgumentParser:
             option, dest=name, type=whole(1, 100_000), default=value, help=f"default {value}"
         )
     chats.add_argument(
-        "--seqs", type=whole(1, 1024), default=32, help="maximum running sequences (default 32)"
+        "--seqs",
+        type=whole(1, 1024),
+        default=32,
+        help="maximum number of running sequences (default 32)",
     )
     chats.add_argument(
         "--rounds",
         type=whole(1, 10),
         default=1,
-        help="processes per engine; engines alternate (default 1)",
+        help="number of processes per engine; engines alternate (default 1)",
     )
     chats.add_argument(
-        "--repeats", type=whole(1, 10), default=2, help="runs per process (default 2)"
+        "--repeats", type=whole(1, 10), default=2, help="number of runs per process (default 2)"
     )
     chats.add_argument(
         "--each",

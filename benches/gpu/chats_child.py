@@ -1,8 +1,8 @@
 """Runs one engine under a closed loop of chats: `python -m benches.gpu.chats_child NAME JSON`.
 
-Each chat sends its next turn once the previous turn finishes. A turn's prompt is all earlier tokens
-of the chat plus some new tokens. Prints a line `RESULT {...}` after each run of all chats, even if
-the time limit ends the run.
+Each chat sends its next turn when the previous turn finishes. The prompt of a turn consists of all
+earlier tokens of the chat and some new tokens. Prints a line `RESULT {...}` after each run of all
+chats, even if the run reaches the time limit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Load:
 
 @dataclass(slots=True)
 class Chat:
-    """A chat: its tokens so far, and when its current turn was sent and returned a token."""
+    """The tokens of a chat so far, and the times of its current turn's request and first token."""
 
     said: list[int]
     turn: int = 0
@@ -45,7 +45,7 @@ class Seen:
     ttfts_s: list[list[float]] = field(default_factory=list)
     prompt_tokens: int = 0
     known_tokens: int = 0
-    """Prompt tokens that an earlier turn of the chat already contained."""
+    """Number of prompt tokens that an earlier turn of the chat already contained."""
     cached_tokens: int = 0
     num_turns: int = 0
 
@@ -53,9 +53,10 @@ class Seen:
 def run_chats(
     engine: Any, load: Load, deadline_s: float, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Any]:
-    """Run all chats; return the makespan and the numbers of cached tokens.
+    """Run all chats.
 
-    Stops at ``deadline_s`` of the clock; "unfinished" is the number of turns left.
+    Return the makespan and the numbers of cached tokens. Stops at ``deadline_s`` on the clock.
+    "unfinished" is the number of turns that are left.
     """
     chats: dict[str, Chat] = {}
     seen = Seen([[] for _ in range(load.num_turns)])
@@ -109,7 +110,7 @@ def _take(seen: Seen, chat: Chat, output: Any, load: Load, now_s: float) -> None
 
 
 def count_preemptions(engine: Any) -> list[int]:
-    """Return a one-item list with the number of preemptions; the scheduler updates it."""
+    """Return a one-item list with the number of preemptions, which the scheduler updates."""
     scheduler = engine.engine.engine_core.engine_core.scheduler
     preempt, count = scheduler._preempt_request, [0]
 
@@ -122,7 +123,7 @@ def count_preemptions(engine: Any) -> list[int]:
 
 
 def main(name: str, options: dict[str, Any]) -> None:
-    """Start the engine and run ``options["repeats"]`` times, each time with new chats."""
+    """Start the engine and run the loop ``options["repeats"]`` times, each time with new chats."""
     import vllm
     from benches.gpu.engine_child import wait_registered
     from benches.gpu.llama import Engine, worker_totals

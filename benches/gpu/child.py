@@ -1,6 +1,6 @@
 """Starts the child processes of the engine benches and reads their results.
 
-Each engine runs in a child process, so that an engine that fails to start loses only its own row.
+Each engine runs in a child process, so an engine that fails to start only loses its own results.
 This module does not import torch or vLLM.
 """
 
@@ -51,7 +51,7 @@ def command(child: str, *asked: str) -> list[str]:
 
 
 def end_of(process: subprocess.Popen[bytes], timeout_s: float) -> int | str:
-    """Return the process's exit status, or "timeout" if it had to be killed."""
+    """Wait for the process. Return its exit status, or "timeout" if it had to be killed."""
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:

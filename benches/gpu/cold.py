@@ -1,7 +1,7 @@
 """Measures new prompts, one at a time or in waves, and splits the times into parts.
 
-Python's garbage is collected before each measurement, so that the collector only examines objects
-of the measurement itself.
+The garbage collector runs before each measurement, so that collections during the measurement only
+examine new objects.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def cold_prompt(
 def cold_wave(
     engine: Engine, prompts: Sequence[list[int]], around: ForwardParts
 ) -> tuple[dict[str, Any], Parts | None]:
-    """Like `wave`, but also return the parts of the makespan; the row has them as "parts_ms"."""
+    """Like `wave`, but the returned row also contains the parts of the makespan as "parts_ms"."""
     gc.collect()
     around.start()
     row = wave(engine, prompts)
@@ -99,6 +99,6 @@ def milliseconds(parts: Parts | None) -> dict[str, float]:
 
 
 def medians(every: Sequence[Parts | None]) -> dict[str, float]:
-    """Return the median of each part in milliseconds; empty if no parts were taken."""
+    """Return the median of each part in milliseconds, or {} if no parts were measured."""
     taken = [parts for parts in every if parts is not None]
     return milliseconds(Parts(*map(statistics.median, zip(*taken, strict=True)))) if taken else {}

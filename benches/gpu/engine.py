@@ -1,9 +1,9 @@
 """`python -m benches.gpu.engine`: compares plain vLLM, OffloadingConnector and kvloft on one GPU.
 
-Each engine runs in a separate process (`engine_child`), and the engines alternate. Decoding is
-measured with one engine on the GPU at a time, and so is everything else if the engines do not fit
-together. This module does not import vLLM, so that an engine that fails to start loses only its own
-row.
+Each engine runs in a separate process (`engine_child`), and the engines alternate. Decode steps are
+always measured with only one engine on the GPU. If the engines do not fit on the GPU together, all
+phases run with one engine at a time. This module does not import vLLM, so an engine that fails to
+start only loses its own results.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from kvloft.bench.command import console, gpu_bytes, whole, write
 from kvloft.errors import UnsupportedError
 
 ALONE = ("decode", "attached", "startup")
-"""Phases with one engine on the GPU at a time.
+"""Phases that run with one engine on the GPU at a time.
 
-Decode steps of plain vLLM are up to 4 % shorter with idle engines on the same GPU, which production
-servers do not have. "attached" and "startup" do not compare engines.
+With idle engines on the same GPU, which production servers do not have, decode steps of plain vLLM
+are up to 4% shorter. "attached" and "startup" do not compare engines.
 """
 EMBEDDING_BYTES, LAYER_BYTES = 4 * 128256 * 4096, 2 * 218_112_000
 """Weights of the Llama shape in bfloat16; other shapes are smaller."""
 OTHER_BYTES = 5 << 30
-"""Memory of an engine in addition to weights and paged KV: activations of 8,192 tokens, CUDA
-graphs, kvloft's staging buffers and the CUDA context.
+"""Size of an engine's memory other than weights and paged KV, in bytes: activations of 8,192
+tokens, CUDA graphs, kvloft's staging buffers and the CUDA context.
 """
 POLL_S = 0.2
 COUNT_NAMES = {
@@ -65,9 +65,10 @@ def run(
     together: bool,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Return {connector: results of its phases, or {"error": ...}}; logs go to ``log_dir``.
+    """Run all phases.
 
-    With ``together``, engines share the GPU and alternate, except in the phases in ALONE. Raises
+    Return {connector: results of its phases, or {"error": ...}}. With ``together``, engines share
+    the GPU and alternate, except in the phases in ALONE. Logs are written to ``log_dir``. Raises
     UnsupportedError if there is nothing to measure.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -115,7 +116,8 @@ def _run_groups(
 ) -> None:
     for number, (names, asked_phases) in enumerate(groups):
         with tempfile.TemporaryDirectory() as folder:
-            # If one engine needs floods, all engines use them, so that they are treated alike.
+            # If one engine needs floods, all engines use them, so that all engines do the same
+            # work.
             floods = not set(PEERS).isdisjoint(names)
             asked = {
                 "turns": folder,
@@ -151,9 +153,9 @@ def _run_groups(
 
 
 def _add(result: dict[str, Any], found: dict[str, Any]) -> None:
-    """Merge the results of another process of the same connector.
+    """Merge the results of two processes with the same connector.
 
-    Totals are added; an earlier error is kept.
+    Totals are added, and an earlier error is kept.
     """
     totals = {
         key: result.get("totals", {}).get(key, 0) + value
@@ -386,7 +388,7 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument(
         "--trace",
         action="store_true",
-        help="record in --json when the pieces of each load were submitted and copied",
+        help="record the times of each load's pieces in --json",
     )
     engine.add_argument(
         "--gpus",

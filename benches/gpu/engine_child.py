@@ -30,7 +30,7 @@ LANDED_S = 0.1
 """Pause after a turn, so that its saves do not run during the next engine's turn."""
 
 LINK_BYTES = 256 << 20
-"""Size of the large copy that loads are compared with."""
+"""Size of the large copy with which loads are compared, in bytes."""
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def wait_registered(engine: Engine, options: dict[str, Any]) -> None:
     if options["name"] in KVLOFT:
         engine.ttft(engine.prompt(64))
         mover = get_kv_transfer_group()._worker.core._mover
-        named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # in earlier commits
+        named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # its former name
         getattr(mover, "wait_registered", named_before)(120.0)
 
 
@@ -67,7 +67,7 @@ def load_trace(options: dict[str, Any]) -> Any:
 
 
 def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Measure cached prompts: from the connector after the GPU's cache is emptied, then from HBM.
+    """Measure cached prompts: first loaded by the connector into an empty GPU cache, then from HBM.
 
     Also records the cold times, which `phase_cold` measures more precisely.
     """
@@ -139,7 +139,8 @@ def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
 def of_bound(link_ms: float, warm_ms: Sequence[float], hbm_ms: Sequence[float]) -> dict[str, Any]:
     """Return the ratio of each warm TTFT to its lower bound, and the median ratio.
 
-    The bound is the time of the bytes on the link plus the TTFT from HBM measured right afterwards.
+    The bound is the time to transfer the bytes over the link plus the TTFT from HBM, which is
+    measured immediately afterwards.
     """
     shares = [warm / (link_ms + hit) for warm, hit in zip(warm_ms, hbm_ms, strict=True)]
     return {"shares_of_bound": shares, "warm_of_bound": statistics.median(shares)}
@@ -254,7 +255,7 @@ def phase_startup(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     rows: list[dict[str, float]] = []
-    worker_totals()  # starts counting
+    worker_totals()  # the first call starts the counters
     begin = time.perf_counter()
     with turn(turns):
         while not rows or rows[-1]["at_s"] < options.get("startup_s", 10.0):
@@ -334,7 +335,7 @@ def phase_decode(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[
 def _middle(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Return the median of each figure over the runs, and all runs.
 
-    The median keeps a run that was disturbed by the host from determining a percentile.
+    With the median, a run that the host disturbed cannot determine a percentile.
     """
     return {
         **{name: statistics.median(run[name] for run in runs) for name in runs[0]},
@@ -345,7 +346,8 @@ def _middle(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
 def _by_kind(steps: Sequence[tuple[float, str]]) -> dict[str, float]:
     """Return percentiles by kind of step.
 
-    "all" covers every step after the first arrival: the delay between tokens of a running request.
+    "all" covers every step after the first arrival, that is, the delay between two tokens of a
+    running request.
     """
     kinds = {
         kind: [seconds for seconds, other in steps if other == kind] for kind in ("alone", "mixed")

@@ -2,7 +2,7 @@
 
 Exact equality requires vLLM's batch-invariant mode (with a fix, see `equality_child`) and Triton
 attention, whose tiles do not depend on the batch. FlashAttention 3 selects its kernel by the
-longest query of a batch, so that the same row may round differently. The reference has neither a
+longest query of a batch, so equal rows can be rounded differently. The reference has neither a
 connector nor a prefix cache. The last setups show how much vLLM's results vary without the
 batch-invariant mode. Engines share one GPU, so timings are meaningless.
 """
@@ -45,7 +45,7 @@ class Setup:
 
 _EXACT = {"VLLM_BATCH_INVARIANT": "1"}
 _TUNED = {"TRITON_CACHE_AUTOTUNING": "1"}
-"""Lets an engine reuse the kernels that the previous engine tuned; requires `--at-once 1`."""
+"""Environment in which engines reuse autotuned Triton kernels; requires `--at-once 1`."""
 _TRITON = {"attention_backend": "TRITON_ATTN"}
 
 
@@ -75,14 +75,14 @@ SETUPS = {
 }
 DEFAULT_SETUPS = tuple(SETUPS)
 SETUPS["hnd-sleep"] = _exact("kvloft, HND, put to sleep", "HND", enable_sleep_mode=True)
-"""Used in the phase `sleep`, with `reference`."""
+"""This setup is for the phase `sleep` and is run together with `reference`."""
 SETUPS["groups"] = _exact("kvloft, kv_groups=all", "NHD", connector="groups")
-"""Used with `--model gemma3`, `reference` and `plain-pc`."""
+"""This setup is for `--model gemma3` and is run together with `reference` and `plain-pc`."""
 SETUPS["flash-groups"] = Setup(
     "kvloft, kv_groups=all, vLLM's defaults", "groups", exact=False, env=_TUNED
 )
-"""Used with `plain-flash` and `--model qwen35` or `tiny-gdn`, whose kernels are not
-batch-invariant.
+"""This setup is for `--model qwen35` or `tiny-gdn`, whose kernels are not batch-invariant, and is
+run together with `plain-flash`.
 
 The phase `kept` runs prompts one at a time: if kvloft and vLLM's own prefix cache find the same
 number of tokens, the outputs must be equal.
@@ -108,7 +108,7 @@ def run(
     timeout_s: float,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Return {setup: results of its child, or {"error": ...}}.
+    """Run all setups. Return {setup: results of its child, or {"error": ...}}.
 
     At most ``at_once`` engines share the GPU.
     """
@@ -163,19 +163,19 @@ class Row:
     setup: str
     run: str
     equal: int | None
-    """Number of requests, out of ``total``, whose tokens equal the reference's.
+    """Number of the ``total`` requests whose tokens equal the reference's tokens.
 
     `_alike` selects the reference of a setup that is not exact.
     """
     total: int
     preemptions: int
     loaded: int
-    """Number of chunks loaded and compared with the computed pages; ``differing`` are unequal."""
+    """Number of loaded chunks that were compared with the computed pages."""
     differing: int
     resaved: str
     problem: str
     loaded_of: tuple[int, ...] = ()
-    """Number of loaded chunks per KV cache group with loads; empty with a single group."""
+    """Number of loaded chunks per KV cache group; empty with a single group."""
 
 
 def judge(results: Mapping[str, Any]) -> list[Row]:
@@ -192,7 +192,7 @@ def judge(results: Mapping[str, Any]) -> list[Row]:
 
 
 def _alike(results: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
-    """Return the runs of plain vLLM if they have the same batches: prompts one at a time."""
+    """Return the runs of plain vLLM if prompts run one at a time, so that batches are equal."""
     plain: Mapping[str, Any] = results.get("plain-flash", {}).get("phases", {}).get(phase, {})
     return plain if phase == "prompts" else {}
 
@@ -270,7 +270,7 @@ def _kept_problems(
 
 
 def problems(results: Mapping[str, Any]) -> list[str]:
-    """Return the reasons why the check fails; empty if it passes."""
+    """Return the reasons why the check fails, or an empty list if it passes."""
     found = [f"{name}: {result['error']}" for name, result in results.items() if "error" in result]
     rows = judge(results)
     found += [f"{row.setup}, {row.run}: {row.problem}" for row in rows if row.problem]

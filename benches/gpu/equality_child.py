@@ -27,8 +27,8 @@ def make_norm_invariant() -> None:
     """Fix vLLM's batch-invariant mode for the norm that adds a residual (vLLM 0.26.0).
 
     The norm calls a CUDA kernel whose block size, and therefore order of summation, depends on
-    whether a step has 256 tokens. A decoding request's row then rounds differently in a step with a
-    prefill.
+    whether a step has 256 tokens. The row of a decoding request is then rounded differently in
+    steps with a prefill.
     """
     from vllm.model_executor.layers import layernorm
 
@@ -82,7 +82,7 @@ class Subject:
             self.engine.settle()
             worker = get_kv_transfer_group()._worker
             mover = worker.core._mover
-            named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # in earlier commits
+            named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # its former name
             getattr(mover, "wait_registered", named_before)(60.0)
             self.audit = PageAudit(mover, *groups)
 
@@ -101,9 +101,10 @@ class Subject:
         poison(self._tensors, self._num_poisoned)
 
     def measured(self, runs: dict[str, Callable[[], list[tuple[int, ...]]]]) -> dict[str, Any]:
-        """Run ``runs``; return the tokens, copied bytes, audit counts and preemptions of each.
+        """Execute ``runs`` and return the tokens, copied bytes, audit counts and preemptions of
+        each.
 
-        The reference executes only the first run.
+        The reference only executes the first run.
         """
         found: dict[str, Any] = {}
         for name, run in list(runs.items())[: 1 if self.only_first else None]:
@@ -190,7 +191,7 @@ def phase_load(subject: Subject) -> dict[str, Any]:
 
 
 def phase_sleep(subject: Subject) -> dict[str, Any]:
-    """Put the engine to sleep while saves are in flight; outputs must be the same after wake-up."""
+    """Put the engine to sleep during saves. Outputs must be the same after it wakes up."""
     prompts = [subject.prompt(random.Random(100 + n), 3000) for n in range(8)]
 
     def tokens() -> list[tuple[int, ...]]:
@@ -210,7 +211,7 @@ def phase_sleep(subject: Subject) -> dict[str, Any]:
 def phase_kept(subject: Subject) -> dict[str, Any]:
     """Run prompts one at a time, and compare loaded blocks with vLLM's own prefix cache.
 
-    The prompts' lengths are near block boundaries.
+    The lengths of the prompts are close to block boundaries.
     """
     size, longest = subject.block_tokens, subject.longest
     lengths = (
@@ -239,7 +240,7 @@ def phase_kept(subject: Subject) -> dict[str, Any]:
         if subject.audit is not None:
             for name, count in kept.compare(subject.audit.take_loaded()).items():
                 looks[-1][name] = looks[-1].get(name, 0) + count
-        if len(looks) == 1:  # computed by a forward pass; in later runs, blocks may be loaded
+        if len(looks) == 1:  # the first run computes all blocks; later runs can load them
             kept.note()
         return answer
 

@@ -1,9 +1,10 @@
 """Compares loaded pages with vLLM's own prefix cache, independently of kvloft's keys and plans.
 
-vLLM identifies each cached block by a hash of its prefix and the number of its KV cache group.
-Pages are cloned under this name after they are computed, and compared with a loaded block of the
-same name. The check detects KV of the wrong position, group or prompt, even if its bytes were
-copied correctly. Clones stay on the device, so it is for checks only.
+vLLM identifies each cached block by a hash of its prefix and the number of its KV cache group. The
+hash and number are the name under which computed pages are cloned. Each loaded block is compared
+with the clone of the same name. The check detects KV of a wrong position, group or prompt, even if
+its bytes were copied correctly. Clones occupy GPU memory, so this module is only used in checks,
+not in measurements.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 
 class KeptBlocks:
-    """Clones of the cached blocks of an in-process engine.
+    """Clones of cached blocks in an in-process engine.
 
     ``groups`` is the engine's paged KV: one list of tensors per KV cache group, with the block as
     the first dimension.
@@ -28,7 +29,7 @@ class KeptBlocks:
         self._clones: dict[bytes, torch.Tensor] = {}
 
     def note(self) -> int:
-        """Clone cached blocks that have no clone yet; return the total number of clones."""
+        """Clone cached blocks that have no clone yet, and return the total number of clones."""
         for block in self._pool.blocks:
             name = block.block_hash
             if name is not None and name not in self._clones:
@@ -36,9 +37,9 @@ class KeptBlocks:
         return len(self._clones)
 
     def compare(self, loaded: Sequence[tuple[int, int]]) -> Counter[str]:
-        """Compare loaded blocks, given as (group, block), with their clones; return the counts.
+        """Compare loaded blocks, given as (group, block), with their clones and return the counts.
 
-        The keys are "same_0", "differing_0" and so on by group, and "unnamed" for a block without a
+        The keys are "same_0", "differing_0" and so on by group, and "unnamed" for blocks without a
         clone.
         """
         counts: Counter[str] = Counter()

@@ -20,23 +20,23 @@ from benches.gpu.peers import CONNECTORS, SERVED
 from benches.gpu.shapes import DRAFT, config_of
 
 SHARPNESS = 2.5
-"""Standard deviation of the entries of queries and keys; that of the logits is its square."""
+"""Standard deviation of query and key entries. The logits have the square of this value."""
 FLOOD_PROMPTS = 3
 """Number of prompts that together fill paged KV.
 
-Each fills at most an equal share, so that the next prompt fits while a connector still holds
+Each prompt fills at most an equal share, so that the next prompt fits while a connector still holds
 blocks.
 """
 SLOW_DECAY = -6.0
-"""Logarithm of a gated delta net's decay, for a state that covers a few hundred tokens."""
+"""Logarithm of the decay of gated delta nets. Their state then covers a few hundred tokens."""
 
 
 def sharpen(model: Any) -> int:
-    """Replace the weights in place with random weights of unit gain; return the parameter count.
+    """Replace the weights in place with random weights of unit gain, and return their number.
 
-    The weights depend only on the architecture: each parameter's name is its seed. With a seed per
-    pipeline stage, the embeddings and the output head would be equal, and the engine would repeat
-    the last token regardless of its KV.
+    The weights depend only on the architecture, because each parameter's name is its seed. With a
+    seed per pipeline stage, the embeddings and the output head would be equal, and the engine would
+    repeat the last token regardless of its KV.
     """
     import torch
 
@@ -60,12 +60,12 @@ def sharpen(model: Any) -> int:
         if "qkv_proj" in name:
             q_and_k = parameter.shape[0] * (heads + kv_heads) // (heads + 2 * kv_heads)
             parameter.data[:q_and_k] *= SHARPNESS
-        if "q_b_proj" in name:  # multi-head latent attention: keys come from a latent of unit gain
+        if "q_b_proj" in name:  # MLA computes keys from a latent vector of unit gain
             parameter.data *= SHARPNESS**2
         if "lm_head" in name:
             parameter.data *= 4.0
     for module in model.modules():
-        if hasattr(module, "W_UK_T"):  # vLLM derives it from the weights after loading
+        if hasattr(module, "W_UK_T"):  # vLLM derives W_UK_T from the weights
             module.process_weights_after_loading(parameters[0][1].dtype)
     return count
 
@@ -130,7 +130,8 @@ class Engine:
         self.num_parameters = apply_model(self.llm, sharpen)[0]
         self.engine = self.llm.llm_engine
         self.block_tokens = 16
-        # Engines that share a server get different prompts: each must compute its own.
+        # Engines that share a server get different prompts, so that each engine computes its
+        # prompts.
         self._random = random.Random(8 if name in SERVED[1:] else 7)
         self._next = 0
         self._floods = options.get("floods", False)
@@ -147,7 +148,7 @@ class Engine:
         )
 
     def ttft(self, prompt: list[int]) -> tuple[float, tuple[int, float], int]:
-        """Compute one token; return (seconds, (token, its logprob), number of cached tokens)."""
+        """Compute one token. Return (seconds, (token, its logprob), number of cached tokens)."""
         begin = time.perf_counter()
         output = self.llm.generate(
             [{"prompt_token_ids": prompt}], self.params(1, logprobs=1), use_tqdm=False
@@ -166,7 +167,7 @@ class Engine:
     def answers(
         self, prompts: Sequence[list[int]], max_tokens: int
     ) -> list[tuple[tuple[int, ...], int]]:
-        """Run all prompts together; return (tokens, number of cached prompt tokens) for each."""
+        """Run all prompts together. Return (tokens, number of cached prompt tokens) for each."""
         outputs = self.llm.generate(
             [{"prompt_token_ids": p} for p in prompts], self.params(max_tokens), use_tqdm=False
         )
@@ -182,7 +183,7 @@ class Engine:
         return name
 
     def settle(self) -> None:
-        """Give pending saves time to finish; small requests keep the engine stepping."""
+        """Run small requests, so that the engine keeps stepping while pending saves complete."""
         for _ in range(4):
             self.ttft(self.prompt(40))
             time.sleep(0.1)
@@ -198,7 +199,7 @@ class Engine:
             self.settle()
             if self.llm.reset_prefix_cache():
                 return None
-        raise RuntimeError("vLLM's prefix cache could not be emptied: some blocks are never freed")
+        raise RuntimeError("vLLM's prefix cache could not be emptied: some blocks were not freed")
 
     def _flood(self) -> None:
         """Overwrite every block with new prompts.
@@ -248,14 +249,14 @@ def apply_model(llm: Any, function: Any) -> list[Any]:
 
 
 def prompt_of(rng: random.Random, num_tokens: int) -> list[int]:
-    """Return a random prompt; the same ``rng`` state gives every engine the same prompt."""
+    """Return a random prompt. Engines with equal ``rng`` states get the same prompt."""
     return [rng.randrange(10, 128000) for _ in range(num_tokens)]
 
 
 def count_asked(engine: Engine) -> list[int]:
     """Return a one-item list with the number of tokens that vLLM loads from the connector.
 
-    The in-process scheduler updates it.
+    The in-process scheduler updates the number.
     """
     connector, count = engine.engine.engine_core.engine_core.scheduler.connector, [0]
     if connector is not None:
@@ -270,9 +271,9 @@ def count_asked(engine: Engine) -> list[int]:
 
 
 def worker_totals() -> dict[str, int]:
-    """Return bytes, chunks and loads that kvloft's worker has copied since the first call.
+    """Return the numbers of bytes, chunks and loads copied by kvloft's worker since the first call.
 
-    Empty if kvloft is not the connector.
+    Returns an empty dictionary if kvloft is not the connector.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -289,7 +290,7 @@ _TOTALS: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
 def _counted(core: Any) -> Counter[str]:
-    """Count the mover's reports to ``core``; return the counter."""
+    """Count the mover's reports to ``core``, and return the counter."""
     totals, note = Counter[str](), core._note
 
     def counting(done: Any) -> None:

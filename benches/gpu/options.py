@@ -66,7 +66,7 @@ def add_model(engines: argparse.ArgumentParser) -> None:
 
 
 def table_of(rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table of ``rows``; the first row is the header."""
+    """Return a table of ``rows``, whose first row is the header."""
     head, *body = rows
     table = Table()
     for name in head:

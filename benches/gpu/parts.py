@@ -1,7 +1,7 @@
-"""Splits the time to first token: before, during and after the request's forward passes.
+"""Splits the time to first token into parts before, during and after the forward passes.
 
-The whole time varies by about a percent with the GPU's clock and the host's load. The parts show
-where a connector adds time.
+The total varies by about one percent with the GPU's clock and the host's load. The parts show where
+a connector adds time.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ class Parts(NamedTuple):
     """The parts of one request, or of requests sent together, in seconds."""
 
     before_s: float
-    """From `ForwardParts.start` until the launch of the first forward pass on an idle GPU."""
+    """Time from `ForwardParts.start` until the first forward pass is launched on an idle GPU."""
     gpu_s: float
-    """From the start of the first to the end of the last forward pass."""
+    """Time from the start of the first forward pass to the end of the last forward pass."""
     between_s: float
-    """Part of ``gpu_s`` between forward passes."""
+    """The part of ``gpu_s`` between forward passes."""
     after_s: float
-    """From the end of the last forward pass until the caller receives the last token."""
+    """Time from the end of the last forward pass until the caller receives the last token."""
     collected_s: float
-    """Time of Python's garbage collections in the other parts."""
+    """Time of Python's garbage collections, which the other parts include."""
 
 
 MAX_FORWARDS = 256
@@ -57,7 +57,8 @@ class ForwardParts:
     def take(self, seconds: float) -> Parts | None:
         """Return the parts of the request since `start`, which took ``seconds``.
 
-        Returns None if the hooks saw no forward pass, as in a CUDA graph replay, or too many.
+        Returns None if the hooks recorded too many forward passes or, as in a CUDA graph replay,
+        none.
         """
         if self._first_s is None or self._num > MAX_FORWARDS:
             return None

@@ -1,7 +1,7 @@
 """Connector settings, environments and servers of the external caches that benches compare.
 
-This module imports neither vLLM nor a peer, so that a cache that fails to start loses only its own
-row.
+This module imports neither vLLM nor a peer, so a cache that fails to start only loses its own
+results.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ READY_S, STOP_S = 90.0, 10.0
 BEFORE = "BENCH_BEFORE"
 """Name of the environment variable with the PYTHONPATH of a different kvloft."""
 SERVED = ("served", "served2")
-"""Engines that share one `kvloft serve`."""
+"""Names of the engines that share one `kvloft serve`."""
 
 
 def env_of(name: str, host_gib: int) -> dict[str, str]:
@@ -104,8 +104,8 @@ def _errors_to(errors: dict[str, str], name: str) -> Iterator[None]:
 def _pegaflow(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
     """Return the command and environment of PegaFlow's server.
 
-    The server links against a Python and a CUDA runtime, which come with the package or from the
-    environment.
+    The server is linked with a Python and a CUDA runtime, which the package or the environment
+    provides.
     """
     package = find_spec("pegaflow")
     torch = find_spec("torch")
@@ -148,7 +148,7 @@ def _pegaflow(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
 def _lmcache(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
     """Return the command and environment of LMCache's multi-process server.
 
-    It allocates all its memory at startup, like kvloft's server.
+    The server allocates all of its memory at startup, like kvloft's server.
     """
     command = [
         sys.executable,
@@ -218,7 +218,7 @@ def kvloft_server(names: Iterable[str], host_bytes: int, log: Path) -> Iterator[
 
 
 def _wait_ready(server: subprocess.Popen[bytes], log: Path, http: str | None) -> None:
-    """Wait until the server's health endpoint responds or, without ``http``, its log says ready."""
+    """Wait until the server's health endpoint or, without ``http``, its log reports readiness."""
     deadline = time.monotonic() + READY_S
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while server.poll() is None and time.monotonic() < deadline:
@@ -246,7 +246,7 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 def is_installed(name: str) -> bool:
     """Return True if the connector ``name`` is available.
 
-    A peer requires its package, "before" requires the environment variable BENCH_BEFORE.
+    A peer requires its package, and "before" requires the environment variable BENCH_BEFORE.
     """
     if name == "before":
         return BEFORE in os.environ

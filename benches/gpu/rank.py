@@ -8,13 +8,13 @@ from benches.gpu.audit import PageAudit, poison, whole_blocks
 from benches.gpu.llama import worker_totals
 
 _audits: list[PageAudit] = []
-"""The audit of this process, once `begin_audit` has run."""
+"""The audit of this process. `begin_audit` creates it."""
 
 
 def _paged_kv(worker: Any) -> list[list[Any]]:
     """Return the paged KV of this rank's layers, one list per KV cache group.
 
-    The first dimension of each tensor is the block.
+    The first dimension of each tensor is the block index.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -35,13 +35,13 @@ def _paged_kv(worker: Any) -> list[list[Any]]:
 
 
 def begin_audit(worker: Any) -> int:
-    """Start auditing this rank's mover; return the number of tensors of paged KV."""
+    """Start auditing this rank's mover, and return the number of paged KV tensors."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     mover = get_kv_transfer_group()._worker.core._mover
-    named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # in earlier commits
+    named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # its former name
     getattr(mover, "wait_registered", named_before)(60.0)
-    worker_totals()  # starts counting
+    worker_totals()  # the first call starts the counters
     groups = _paged_kv(worker)
     _audits.append(PageAudit(mover, *groups))
     return sum(map(len, groups))
@@ -58,5 +58,5 @@ def skip_loads(worker: Any, skip: bool) -> None:
 
 
 def counts(worker: Any) -> dict[str, int]:
-    """Return the audit's counts since the last call, and the worker's totals."""
+    """Return the audit's counts since the last call and the worker's totals."""
     return {**_audits[0].take_counts(), **worker_totals()}

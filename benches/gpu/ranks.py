@@ -1,8 +1,8 @@
-"""`python -m benches.gpu.ranks`: checks the outputs of a tensor or pipeline parallel engine.
+"""`python -m benches.gpu.ranks`: checks the outputs of tensor and pipeline parallel engines.
 
-Outputs must be the same with and without loads from host memory. Each rank compares its loads with
-the bytes that its forward passes wrote. Uses vLLM's batch-invariant mode, as in `equality`, without
-CUDA graphs. This module does not import vLLM.
+Outputs must be the same with and without loads from host memory. Each rank compares the loaded
+bytes with the bytes that its forward passes wrote. The engine uses vLLM's batch-invariant mode, as
+in `equality`, and no CUDA graphs. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ENV = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
-"""Environment of the engine.
+"""Environment variables of the engine.
 
-Ranks are forked, so that they inherit the child's patches of kvloft. They reduce with plain NCCL,
+Ranks are forked, so that they inherit the child's patches of kvloft. All-reduces use plain NCCL,
 because NVLink multicast can disturb other programs on the host's GPUs.
 """
 

@@ -1,10 +1,10 @@
 """Runs one engine on multiple GPUs: `python -m benches.gpu.ranks_child JSON`.
 
-The runs, each followed by a line `RESULT {...}`:
+Executes the following runs and prints a line `RESULT {...}` after each of them:
 - prompts one at a time: cold, from HBM, and from host memory after each rank's paged KV is
   overwritten
-- the same and new prompts together, so that multiple steps are in flight in the pipeline; then
-  again from host memory
+- the same prompts together with new prompts, so that multiple steps are in flight in the pipeline;
+  then again, loaded from host memory
 - prompts one at a time, with loads that copy nothing
 """
 
@@ -23,17 +23,17 @@ from benches.gpu.rank import begin_audit, counts, overwrite, skip_loads
 
 LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
 NUM_NEW = 4
-"""Number of new prompts in the crowd, with the first lengths of LENGTHS."""
+"""Number of new prompts in the crowd. Their lengths are the first entries of LENGTHS."""
 NUM_TOKENS = 24
 Answer = tuple[tuple[int, ...], int]
-"""Output tokens, and the number of cached prompt tokens."""
+"""The output tokens and the number of cached prompt tokens."""
 
 
 def main(options: dict[str, Any]) -> None:
-    """Run all runs and print the results as JSON."""
+    """Execute all runs and print the results as JSON."""
     from kvloft.vllm.ranks import watch
 
-    watch()  # pipeline stages need it; kvloft's plugin, which calls it, is not loaded here
+    watch()  # pipeline stages need this call, which kvloft's plugin makes in other processes
     engine = Engine("groups" if "layer_types" in options["model"] else "kvloft", options)
     executor = engine.engine.engine_core.engine_core.model_executor
     engine.settle()

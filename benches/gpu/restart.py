@@ -1,7 +1,7 @@
 """`python -m benches.gpu.restart`: kills an engine and starts it again with the same cache.
 
 The cache is in `kvloft serve` or in a disk directory. Prints the second engine's time to first
-token of a prompt that the first engine computed. This module does not import vLLM.
+token for a prompt that the first engine computed. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ POLL_S = 0.1
 
 
 def run(*, options: dict[str, Any], log_dir: Path, timeout_s: float) -> list[dict[str, Any]]:
-    """Run the engine LIVES times; return the results of each run, or {"error": ...}.
+    """Run the engine LIVES times.
 
-    The engine is killed with SIGKILL after each run.
+    Return the results of each run, or {"error": ...}. The engine is killed with SIGKILL after each
+    run.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
@@ -73,7 +74,7 @@ def _live(options: dict[str, Any], log: Path, deadline: float) -> dict[str, Any]
 
 
 def problems(lives: Sequence[dict[str, Any]], context: int, block_tokens: int = 16) -> list[str]:
-    """Return the reasons why the check fails; empty if it passes."""
+    """Return the reasons why the check fails, or an empty list if it passes."""
     failed = [
         f"engine {nth + 1} {life['error']}" for nth, life in enumerate(lives) if "error" in life
     ]
@@ -132,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
         "--context",
         type=whole(2048, 40000),
         default=32768,
-        help="tokens in the prompt (default 32768)",
+        help="number of prompt tokens (default 32768)",
     )
     add_model(restart)
     add_sizes(restart, blocks=4700, host_gib=24)

@@ -1,7 +1,7 @@
 """Runs the engine that `restart` kills: `python -m benches.gpu.restart_child JSON`.
 
-Runs the same prompt in every process: first, again from HBM and, once its saves are complete, from
-the cache. Then prints `RESULT {...}` and waits to be killed.
+Every process runs the same prompt three times: in a new engine, then from HBM and, once its saves
+are complete, from the cache. The process then prints `RESULT {...}` and waits to be killed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def main(options: dict[str, Any]) -> None:
     engine = Engine(options["name"], options)
     started_s = time.monotonic() - options["begin_s"]
     if options["life"] == 0:
-        wait_registered(engine, options)  # saves only use registered frames; loads use any
-        # Warms up compilation, so that both processes run the same code.
+        wait_registered(engine, options)  # saves only use registered frames; loads use all frames
+        # This warm-up compiles kernels, so that both processes run the same code.
         engine.ttft(engine.prompt(options["context"]))
     prompt = prompt_of(random.Random("restart"), options["context"])
     first = engine.ttft(prompt)

@@ -91,8 +91,8 @@ def qwen35(num_layers: int) -> dict[str, Any]:
 def gemma4(num_layers: int) -> dict[str, Any]:
     """Gemma 4, the text model without experts.
 
-    Like Gemma 3, but full attention has heads of twice the width, so that block sizes differ by
-    group.
+    The model is like Gemma 3, but its full-attention layers have heads of twice the width, so block
+    sizes differ between groups.
     """
     rope = {"rope_theta": 10000.0, "rope_type": "default"}
     return gemma3(num_layers) | {
@@ -161,8 +161,9 @@ def tiny_mla(num_layers: int) -> dict[str, Any]:
 class Shape:
     """A model architecture.
 
-    ``changes`` returns the config values that differ from `LLAMA`. ``llm`` has vLLM's settings for
-    the model, ``drafts`` its speculative decoding method and number of draft tokens.
+    ``changes`` returns the config values that differ from `LLAMA`. ``llm`` contains vLLM's settings
+    for the model. ``drafts`` contains the speculative decoding method and the number of draft
+    tokens.
     """
 
     num_layers: int
@@ -172,9 +173,9 @@ class Shape:
 
 
 TRITON_GDN = {"additional_config": {"gdn_prefill_backend": "triton"}}
-"""The alternative prefill backend, flashinfer, is not installed everywhere."""
+"""Settings for the Triton prefill backend. Its alternative, flashinfer, is not always installed."""
 NO_GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
-"""CUDA graphs would keep using weights that `sharpen` replaces."""
+"""Settings without CUDA graphs, which would keep using weights that `sharpen` replaces."""
 SHAPES = {
     "llama": Shape(32, lambda num_layers: {"num_hidden_layers": num_layers}),
     "eagle": Shape(
@@ -194,7 +195,7 @@ SHAPES = {
         8, tiny_gdn_mtp, TRITON_GDN, {"method": "mtp", "num_speculative_tokens": 2}
     ),
 }
-"""Shapes by the name for `--model`. Heads of 512 require Triton attention or FlashAttention 4."""
+"""Shapes by `--model` name. A head size of 512 requires Triton attention or FlashAttention 4."""
 
 
 def options_of(name: str, num_layers: int | None = None) -> dict[str, Any]:

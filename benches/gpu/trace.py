@@ -1,7 +1,7 @@
 """Records when the pieces of a load are submitted and copied.
 
-`LoadTrace` wraps a mover's load lane and records a timing event after the copies of each piece. The
-events cost the lane about a microsecond per piece. Nothing waits for the device until `summary`.
+`LoadTrace` wraps a mover's load lane and records a timing event after the copies of each piece. An
+event takes about one microsecond per piece. Only `summary` waits for the device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvloft.transfer.cuda import driver
 
 
 class LoadTrace:
-    """Wraps ``mover`` once constructed. Times are in seconds since `start`."""
+    """Traces the loads of ``mover``. Times are in seconds since `start`."""
 
     def __init__(self, mover: Any) -> None:
         self._lane, self._mover = mover.load_lane, mover
@@ -51,8 +51,8 @@ class LoadTrace:
     def summary(self) -> dict[str, Any]:
         """Return the times of submissions and copies in milliseconds.
 
-        ``worst_gaps_ms`` has the longest gaps between copies, without the time to transfer their
-        bytes.
+        ``worst_gaps_ms`` contains the longest gaps between copies, which exclude the time to
+        transfer their bytes.
         """
         driver.synchronize()
         done = [event.seconds_since(self._zero) for event in self._pool[: len(self._pieces)]]

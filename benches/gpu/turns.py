@@ -1,4 +1,5 @@
-"""Lets engines that share a GPU take turns: one measures while the others are idle.
+"""Lets engines that share a GPU take turns, so that the other engines are idle during a
+measurement.
 
 Changes during a run, such as a warming GPU or other load on the host, then affect all engines
 equally.
@@ -17,8 +18,8 @@ POLL_S = 0.002
 class Turns:
     """The turns of this process.
 
-    Processes take turns in the order of ``names`` and communicate through files in ``folder``. A
-    process that left is skipped.
+    Processes take turns in the order of ``names`` and communicate through files in ``folder``.
+    Processes that have left are skipped.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Makes the emulated GPU of `tests/gpu`, the models of `tests/model`, and `benches` importable."""
+"""Makes the emulated GPU of `tests/gpu`, the models of `tests/model` and `benches` importable."""
 
 import sys
 from pathlib import Path

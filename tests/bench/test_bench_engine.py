@@ -1,7 +1,7 @@
 """Tests `benches.gpu.engine` without a GPU.
 
-Invalid arguments and missing hardware are reported in one sentence, and an engine that crashes
-loses only its own row. The measurements themselves run on a GPU.
+The bench reports invalid arguments and missing hardware in one sentence, and an engine that crashes
+only loses its own results. The measurements themselves run on a GPU.
 """
 
 import json
@@ -48,7 +48,7 @@ print("RESULT", json.dumps(result), flush=True)
 
 @pytest.fixture
 def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the engines with child processes that take turns but measure nothing; "native" exits
+    """Replace the engines with child processes that take turns but do not measure. "native" exits
     before its first turn.
     """
 

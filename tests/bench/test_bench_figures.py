@@ -1,5 +1,5 @@
-"""Tests the evaluation of GPU benches on invented figures: percentiles, medians of runs, and the
-report's verdicts.
+"""Tests the evaluation of GPU benches with invented figures: percentiles, medians of runs, and the
+verdicts of the report.
 """
 
 import importlib.util
@@ -52,7 +52,7 @@ def test_a_warm_first_token_is_compared_with_the_link_and_a_hit() -> None:
 
 
 def test_a_share_is_of_the_ceiling_measured_right_before_it() -> None:
-    """The ceilings are 10, 20 and 30, the shares 0.9, 0.5 and 0.7.
+    """The ceilings are 10, 20 and 30, and the shares are 0.9, 0.5 and 0.7.
 
     Separate medians would give 10 of 20.
     """
@@ -195,7 +195,7 @@ def test_the_report_pools_every_cold_prompt(
     last_ms: float, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Plain vLLM takes 1 s for each of two prompts of 1,000 tokens and 2 s for a wave of 4,000
-    tokens: 4 s for 6,000 tokens. With kvloft it takes 0.25 % or 0.5 % longer.
+    tokens, or 4 s for 6,000 tokens in total. With kvloft, it takes 0.25% or 0.5% longer.
     """
 
     def engine(*times_ms: float) -> dict[str, Any]:
@@ -240,10 +240,10 @@ def test_the_report_compares_rates_of_the_same_work_only(
 
     good = engine(1000.0, 4000.0)
     for none, ours in (
-        (engine(1000.0, None), engine(1050.0, 4400.0)),  # plain vLLM died before its waves
+        (engine(1000.0, None), engine(1050.0, 4400.0)),  # plain vLLM failed before its waves
         (good, engine(1050.0, None)),
         (good, {"wave": good["wave"]}),
-        (good, engine(1000.0, 1500.0, 3)),  # a wave that hung
+        (good, engine(1000.0, 1500.0, 3)),  # this wave hung
     ):
         out = report(
             tmp_path,
@@ -305,9 +305,9 @@ def test_the_report_shows_the_parts_of_a_cold_prompt(
 def test_the_report_pairs_a_warm_prompt_with_the_hit_right_after_it(
     warm: list[float], verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The link takes 100 ms; the hits take 10, 100 and 200 ms.
+    """The link takes 100 ms, and the hits take 10, 100 and 200 ms.
 
-    The report takes the median over the pairs.
+    The report contains the median of the pairs.
     """
     ttft = {"kv_bytes": 5e9, "all_ms": {"warm": warm, "hbm": [10.0, 100.0, 200.0]}}
     copy = {
@@ -549,8 +549,8 @@ def test_the_report_shows_errors_of_a_rank(
 def test_the_report_names_engines_with_tokens_left_in_hbm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A token left in HBM would mean that the time is not a load from the server: prompts between
-    rounds should have emptied the cache.
+    """If a token remains in HBM, the time is not the time of a load from the server. Prompts
+    between rounds should have emptied the cache.
     """
     both = {
         name: {"warm_ms": 70.0, "cached_tokens": [96, 96], "from_connector": [96, 96]}

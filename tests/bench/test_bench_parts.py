@@ -1,6 +1,6 @@
-"""Tests how the time to first token is split into parts, with a torch model on the emulated GPU.
+"""Tests the split of the time to first token into parts, with a torch model on the emulated GPU.
 
-Needs no GPU.
+The tests do not need a GPU.
 """
 
 import gc
@@ -70,8 +70,8 @@ def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(
                 gpu.compute.enqueue(lambda: None)  # sampling
             found = around.take(100.0)
             assert found is not None
-            # An event counts the work before it. Between the first and the last event: 3 forward
-            # passes, 2 sampling commands, 3 end events and 2 start events.
+            # An event includes the work before it. Between the first event and the last event are 3
+            # forward passes, 2 sampling commands, 3 end events and 2 start events.
             assert found.gpu_s == 3 * 7 + 2 + 3 + 2
             assert found.between_s == 2 * 2, "one sampling command and one event"
             assert found.before_s in (0.5, 0.25)
@@ -102,7 +102,7 @@ def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(
 class Wave:
     """An engine that finishes one request per step.
 
-    Each step runs a forward pass, which the model's hooks may or may not see.
+    Each step runs a forward pass, for which the hooks of the model may or may not be called.
     """
 
     llm = None
@@ -225,7 +225,7 @@ def test_with_and_without_a_connector_take_turns_and_neither_is_always_first(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the connector attached, a forward pass has one more command, so each time must appear in
-    its own column.
+    a separate column.
     """
     away: list[str] = []
     order: list[str] = []

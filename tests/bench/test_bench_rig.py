@@ -1,7 +1,7 @@
-"""Tests the copy bench's rig on the emulated GPU: a run lasts until its last byte has arrived, and
-dropped copies are reported.
+"""Tests the rig of the copy bench on the emulated GPU. A run lasts until its last byte has arrived,
+and dropped copies are reported.
 
-Time is the number of commands run. Needs no GPU.
+Time is the number of commands that have run. The tests do not need a GPU.
 """
 
 import ctypes
@@ -134,7 +134,7 @@ def test_saves_during_loads_use_frames_that_are_not_read(order: str, gpu: Gpu) -
 
 
 def test_a_run_that_moved_less_is_no_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mover drops copies when it has no space: the rate would include bytes that were never
+    """A mover drops copies if it has no space. The rate would then include bytes that were never
     moved.
     """
     rig = make_rig(HostFrames(2 * CHUNKS * PART), slot_parts=1)

@@ -45,9 +45,9 @@ if name == "kvloft":
 
 
 class FakeEngine:
-    """Completes every request in two steps, one token each.
+    """Completes every request in two steps with one token each.
 
-    Like vLLM, it appends a suffix to request ids.
+    Like vLLM, the engine appends a suffix to request ids.
     """
 
     def __init__(self) -> None:
@@ -116,8 +116,8 @@ def test_a_loop_that_times_out_reports_missing_turns() -> None:
 
 
 class Child(subprocess.Popen[bytes]):
-    """Never times out, except the child process that keeps running after it has printed its
-    results.
+    """A child process whose `wait` only times out for the process that keeps running after it
+    has printed its results.
     """
 
     def __init__(self, argv: list[str], **more: Any) -> None:
@@ -128,7 +128,7 @@ class Child(subprocess.Popen[bytes]):
         while timeout is not None and self._goes_on and self.poll() is None:
             if re.search(
                 r"^RESULT .*\n", self._log.read_text(), re.MULTILINE
-            ):  # print writes a line in multiple pieces
+            ):  # print writes a line in multiple calls
                 raise subprocess.TimeoutExpired(self.args, timeout)
             time.sleep(0.01)
         return super().wait(timeout)

@@ -1,4 +1,4 @@
-"""Tests the equality check itself: it must report every wrong token and page. Needs no GPU."""
+"""Tests without a GPU that the equality check reports every wrong token and page."""
 
 from collections.abc import Callable
 from copy import deepcopy

@@ -1,4 +1,4 @@
-"""Tests the multi-rank check itself: it must report an error in any rank. Needs no GPU."""
+"""Tests without a GPU that the multi-rank check reports an error in any rank."""
 
 from copy import deepcopy
 from typing import Any

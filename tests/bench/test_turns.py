@@ -1,4 +1,4 @@
-"""Tests how benches take turns on a shared GPU: turns alternate strictly, pass to the next bench
+"""Tests the turns of benches on a shared GPU. Turns alternate strictly, pass to the next bench
 after a failure, and time out.
 """
 
@@ -48,7 +48,7 @@ def test_one_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
                 log.append(name)
         turns.leave()
 
-    leave(tmp_path, "native")  # it was never started
+    leave(tmp_path, "native")  # the process was never started
     threads = [
         threading.Thread(target=take_turns, args=(name, count))
         for name, count in (("kvloft", 4), ("none", 2))

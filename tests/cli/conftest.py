@@ -19,8 +19,8 @@ sys.path[:0] = [str(HERE.parent / "model"), str(HERE)]
 
 @pytest.fixture
 def socket() -> Iterator[str]:
-    """Start a server with one engine that has saved three chunks; return its socket."""
-    from watched import save  # importable only after the path was changed
+    """Start a server with one engine that has saved three chunks, and return its socket."""
+    from watched import save  # these modules can only be imported after the change of the path
 
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         path = f"{folder}/run/kv.sock"

@@ -1,6 +1,6 @@
 """Replaces `kvloft.vllm.check` in tests of its parent process.
 
-Reports the result selected by the model's name, without vLLM.
+The fake engine reports the result that the name of the model selects. It does not use vLLM.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Tests `kvloft check` without vLLM: its arguments, how engines exit, how outputs are compared, and
-what it prints.
+"""Tests `kvloft check` without vLLM: its arguments, the exit of engines, the comparison of outputs,
+and its output.
 """
 
 import json
@@ -35,7 +35,7 @@ def _fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr("kvloft.cli.check.vllm_version", lambda: "0.0")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     yield
-    assert not list(temporary.iterdir()), "the temporary directory is still there"
+    assert not list(temporary.iterdir()), "the temporary directory was not removed"
 
 
 def test_flags_of_vllm_follow_the_first_dashes() -> None:
@@ -131,8 +131,8 @@ def test_a_wrong_argument_is_status_2(wrong: list[str]) -> None:
 
 
 class Hours:
-    """Replaces `time`: all timeouts expire in the first sleep after an engine hangs, no matter how
-    slowly it started.
+    """Replaces `time`. All timeouts expire in the first sleep after an engine hangs, even if the
+    engine started slowly.
     """
 
     def __init__(self, pids: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_signal_ends_the_engines_and_removes_the_files(
     tmp_path: Path, sent: signal.Signals
 ) -> None:
     program = (
-        # This process may be a shell's background job, which ignores SIGINT.
+        # This process may be a background job of a shell, which ignores SIGINT.
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from kvloft.cli import check, check_engine; from kvloft.cli.__main__ import main; "
         "check_engine.MODULE = 'fake_engine'; check.vllm_version = lambda: '0'; "
@@ -193,7 +193,7 @@ def test_a_signal_ends_the_engines_and_removes_the_files(
 def assert_gone(pid: int) -> None:
     stat = Path(f"/proc/{pid}/stat")
     while stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z":
-        time.sleep(0.05)  # pytest's own timeout fails a hanging test
+        time.sleep(0.05)  # if the test hangs, pytest's own timeout fails it
 
 
 TRUE = {
@@ -215,10 +215,10 @@ TRUE = {
     ("tokens", "kind"),
     [
         ([1, 2, 3], "equal"),
-        ([1, 8, 5], "near"),  # second-best token, as good as the best
-        ([1, 7, 5], "wrong"),  # neither of the two best tokens
-        ([9, 2, 3], "wrong"),  # second-best token, clearly worse
-        ([1, 2], "wrong"),  # too short
+        ([1, 8, 5], "near"),  # the second-best token, which is as good as the best token
+        ([1, 7, 5], "wrong"),  # a token that is neither of the two best tokens
+        ([9, 2, 3], "wrong"),  # the second-best token, which is clearly worse
+        ([1, 2], "wrong"),  # an output that is too short
     ],
 )
 def test_answers_differ_by_rounding_only_between_equally_good_tokens(
@@ -236,7 +236,7 @@ def test_answers_differ_by_rounding_only_between_equally_good_tokens(
 def report(extra: dict[str, str] | None = None, /, **changes: dict[str, Any]) -> dict[str, Any]:
     """Return the report of a successful run.
 
-    ``changes`` replaces a pass's output or an engine's properties.
+    ``changes`` replaces the output of a pass or the properties of an engine.
     """
     good = {"host": {"host": 16}, "disk": {"disk": 16}}
     names = ("plain", "own", "cold", "host", "fork", "disk", "reset")

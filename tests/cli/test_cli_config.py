@@ -187,8 +187,8 @@ def test_server_memory_is_not_shown_as_the_engines(
 def test_unknown_options_are_reported_with_the_known_ones(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Abbreviations are rejected: an abbreviated option could mean something other than the user
-    expects.
+    """Abbreviations are rejected, because an abbreviation could select an option that the user did
+    not mean.
     """
     with pytest.raises(SystemExit) as ended:
         main(argv)

@@ -1,5 +1,5 @@
-"""Tests `kvloft inspect` and `kvloft verify`: their output for users and for scripts, and their
-exit status if chunks are damaged.
+"""Tests `kvloft inspect` and `kvloft verify`: their output for users and for scripts, and the exit
+status if chunks are damaged.
 """
 
 import json
@@ -212,7 +212,7 @@ def test_damage_is_status_1_if_the_reader_closes_early(folder: Path, is_json: bo
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        environ = os.environ | {"PYTHONUNBUFFERED": "1"}  # as if there were a lot of output
+        environ = os.environ | {"PYTHONUNBUFFERED": "1"}  # simulates a large output
         done = subprocess.run(
             argv, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, env=environ
         )

@@ -1,4 +1,4 @@
-"""Tests the behavior that all commands share: closed standard streams, and Ctrl-C at any time."""
+"""Tests behavior that all commands share, with closed standard streams and Ctrl-C at any time."""
 
 import importlib.metadata
 import os
@@ -102,7 +102,7 @@ def test_a_stdin_that_is_closed_is_empty(argv: list[str], folder: Path) -> None:
 def test_a_write_error_at_exit_is_one_sentence(argv: list[str], place: str, reason: str) -> None:
     """Python flushes its buffers at exit.
 
-    An unhandled error there would print a traceback and exit with status 120.
+    An unhandled error during the flush would print a traceback and exit with status 120.
     """
     with open(place, "r" if place == "/dev/null" else "w") as out:
         done = subprocess.run(
@@ -178,7 +178,7 @@ def buffered() -> dict[str, str]:
 def test_ctrl_c_is_quiet_while_a_server_loads_its_modules(
     module: str, is_lost: bool, folder: Path
 ) -> None:
-    """Also during code that swallows exceptions, such as a callback of the import system."""
+    """Ctrl-C also works while code runs that swallows exceptions, such as an import callback."""
     interrupted(
         [module, str(is_lost), "serve", "--host-size", "1MiB", "--socket", str(folder / "kv.sock")]
     )

@@ -92,7 +92,7 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(
         process.send_signal(signal.SIGTERM)
         process.send_signal(
             signal.SIGINT
-        )  # as timeout(1) does: one signal to the process, one to its group
+        )  # timeout(1) also sends one signal to the process and one signal to its group
         rest, _ = process.communicate(timeout=120)
         assert process.returncode == 0
         assert rest.splitlines()[-1].endswith("stopped")
@@ -122,7 +122,7 @@ def test_each_signal_that_ends_it_leaves_the_last_writes_on_disk(
 
 
 def test_a_closing_terminal_ends_the_server_after_its_last_writes(folder: Path) -> None:
-    """The kernel then sends SIGHUP, and writing output fails."""
+    """When the terminal closes, the kernel sends SIGHUP, and writing output fails."""
     ours, its = pty.openpty()
     try:
         with served(
@@ -328,7 +328,7 @@ def until_it_listens(socket: str) -> None:
 
 
 def without_nohup() -> None:
-    """Undo `nohup`: these tests may themselves run under it."""
+    """Undo `nohup`, because these tests can run under `nohup`."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
@@ -338,7 +338,7 @@ def served(
 ) -> "Iterator[tuple[subprocess.Popen[str], str]]":
     """Start a server with a disk tier in ``folder``.
 
-    If its output can be read, wait for a first line that contains ``wanted``.
+    If the output of the server can be read, wait for a first line that contains ``wanted``.
     """
     socket = str(folder / "run" / f"{name}.sock")
     sizes = ["--host-size", "4MiB", "--disk-path", str(folder / "disk"), "--disk-size", "4MiB"]
@@ -399,7 +399,7 @@ def test_a_background_server_is_reported_with_process_socket_and_log(folder: Pat
 def ended(pid: int) -> Iterator[None]:
     """Stop a background server at the end of the block and wait until it exits.
 
-    It is not a child of this process.
+    The server is not a child of this process.
     """
     process = os.pidfd_open(pid)
     try:
@@ -618,8 +618,8 @@ def test_an_engine_that_came_and_went_between_two_looks_was_the_first(
 
 
 def looks_left(looks: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return how many of the ``looks`` (engines and joins per server status) remain when a server
-    without a linger time exits.
+    """Return the number of ``looks`` (engines and joins per server status) that remain when a
+    server without a linger time exits.
     """
 
     class Watched:
@@ -692,7 +692,7 @@ def test_another_user_reads_how_to_run_the_command(
 
 
 def exit_status_as(uid: int, argv: list[str]) -> int:
-    """Run a command in this process, with another effective user."""
+    """Run a command in this process with a different effective user."""
     os.seteuid(uid)
     try:
         return main(argv)

@@ -1,4 +1,4 @@
-"""Tests `kvloft size`: KV sizes of known models, computed by hand from their published shapes."""
+"""Tests `kvloft size` with KV sizes that were computed by hand from published model shapes."""
 
 import json
 from pathlib import Path
@@ -170,7 +170,7 @@ def test_unknown_kind_of_layer_is_refused(
 
 
 def test_bfloat16_kv_is_compressed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A compressed 2 MiB chunk takes 0.7188 of its size plus 512 entries of 8 bytes: 0.7208 in
+    """A compressed 2 MiB chunk takes 0.7188 of its size plus 512 entries of 8 bytes, or 0.7208 in
     total.
     """
     found = size(tmp_path, LLAMA_8B, capsys, "--host-size", "16GiB", "--disk-size", "32GiB")

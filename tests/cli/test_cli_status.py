@@ -1,4 +1,4 @@
-"""Tests `kvloft status`: the summary for operators, and the same figures for scripts."""
+"""Tests `kvloft status`: the summary for operators and the same figures for scripts."""
 
 import io
 import json
@@ -24,7 +24,7 @@ def shown_first(status: dict[str, Any]) -> list[str]:
 
 
 def looked_at(socket: str, **stats: int) -> dict[str, Any]:
-    """Return the server's status with some numbers changed."""
+    """Return the status of the server with some numbers changed."""
     status = _core.server_status(socket)
     return status | {"stats": status["stats"] | stats, "settings": {"disk_path": "/a/disk"}}
 

@@ -478,7 +478,7 @@ def drawn_on_terminal(socket: str, term: str) -> bytes:
     ):
         os.close(its)
         drawn = b""
-        with contextlib.suppress(OSError):  # once the other end is closed
+        with contextlib.suppress(OSError):  # after the other end is closed
             while part := screen.read(1 << 16):
                 drawn += part
         assert process.wait(timeout=120) == 0
@@ -594,7 +594,7 @@ def test_ctrl_c_ends_watch_with_status_0(socket: str) -> None:
     def heed() -> None:
         signal.signal(
             signal.SIGINT, signal.SIG_DFL
-        )  # SIGINT is ignored in a shell's background job, which this process may be
+        )  # this process may be a background job of a shell, which ignores SIGINT
 
     argv = [sys.executable, "-m", "kvloft.cli", "status", "--watch", "--json", "--socket", socket]
     with subprocess.Popen(

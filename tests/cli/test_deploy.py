@@ -33,7 +33,7 @@ DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A container of a deployment; ``mounts`` maps each path inside it to the content."""
+    """A container of a deployment. ``mounts`` maps each path in the container to its content."""
 
     argv: list[str]
     mounts: dict[str, str]
@@ -41,7 +41,7 @@ class Container:
 
 
 def default(part: str) -> str:
-    """Replace ``${NAME:-value}`` with the default, as compose does if NAME is not set."""
+    """Replace ``${NAME:-value}`` with the default value, as compose does if NAME is not set."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", part)
 
 
@@ -145,7 +145,7 @@ def test_composes_health_check_asks_the_server_at_its_socket() -> None:
 
 def test_an_image_with_vllm_serve_as_entrypoint_starts_both() -> None:
     """vLLM's image has the entrypoint `vllm serve`, so each service must name its program, and its
-    command contains only arguments.
+    command must only contain arguments.
     """
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     assert [service.get("entrypoint") for service in services.values()] == [
@@ -234,8 +234,8 @@ def verified(folder: Path, text: str) -> str:
 
 
 def unit_command(run: Path, cache: Path) -> list[str]:
-    """Return the unit's command with small sizes, and with these directories in place of /run and
-    /var/cache.
+    """Return the command of the unit with small sizes, and with the given directories instead of
+    /run and /var/cache.
     """
     (line,) = re.findall(r"^ExecStart=/opt/kvloft/bin/kvloft (.*)$", UNIT, re.MULTILINE)
     for written, here in {
@@ -251,8 +251,8 @@ def unit_command(run: Path, cache: Path) -> list[str]:
 
 
 def test_the_units_command_starts_in_the_directories_that_systemd_makes() -> None:
-    """systemd creates RuntimeDirectory under %t and CacheDirectory under %C, accessible only by the
-    unit's user.
+    """systemd creates RuntimeDirectory under %t and CacheDirectory under %C. Only the unit's user
+    can access these directories.
     """
     lines = {
         f"{kind}Directory{rest}"

@@ -1,5 +1,5 @@
-"""Tests that replayed KV events of the real store match its lookups: after any steps, lost keys, a
-full book, and restarts.
+"""Tests that replayed KV events of the real store match its lookups after any steps, lost keys,
+restarts, and with a full book.
 
 The store is embedded in the engine or runs in a server (`announced.py`). KV_EVENT_STEPS sets the
 number of steps.
@@ -97,9 +97,9 @@ def test_an_engine_that_stops_offering_retracts_its_events(tmp_path: Path) -> No
 
 
 def test_repeated_events_start_at_the_beginning(tmp_path: Path) -> None:
-    """A router may drop a block whose parent is unknown.
+    """A router may drop a block if it does not have the parent.
 
-    Later requests repeat only the beginning or only the end of the prompt.
+    Later requests only repeat the beginning or only the end of the prompt.
     """
     world = World(6, tmp_path, capacity=100, slots=40)
     longest = max(world.prompts, key=len)
@@ -175,8 +175,8 @@ def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) 
 
 
 def test_chunks_without_a_frame_or_with_a_failed_save_are_not_announced(tmp_path: Path) -> None:
-    """With little memory, the book of expected chunks would otherwise fill with chunks that never
-    appear.
+    """If these chunks were kept, the book of expected chunks would fill with chunks that never
+    appear if memory is small.
     """
     world = World(5, tmp_path, capacity=1000, slots=40)
     for prompt in sorted(world.prompts):
@@ -204,7 +204,7 @@ def test_chunks_without_a_frame_or_with_a_failed_save_are_not_announced(tmp_path
     ],
 )
 def test_of_a_prompt_the_end_is_taken_back_first(requests: str, kept: str, tmp_path: Path) -> None:
-    """Chunked prefill adds a prompt step by step, and other prompts start with its beginning."""
+    """Chunked prefill adds a prompt step by step, and other prompts share its prefix."""
     world = World(8, tmp_path, capacity=1000, slots=40)
     announcer = Announcer(world.store, CacheShape((GroupShape(BLOCK),)), describe, max_chunks=7)
 

@@ -1,7 +1,7 @@
 """Tests that replayed KV events of multiple KV cache groups match lookups in the real store,
 including sliding-window and Mamba groups.
 
-The groups' blocks have the same size or different sizes. The oracle looks up every prefix; in
+The blocks of the groups have equal or different sizes. The oracle looks up every prefix or, in
 sliding-window groups, the blocks that a hit can need.
 """
 
@@ -81,8 +81,8 @@ class World:
         return chain
 
     def save(self) -> None:
-        """Save like the scheduler side: the blocks of all groups, and the state at the prompt's
-        end.
+        """Save as the scheduler side does: the blocks of all groups, and the state at the end of
+        the prompt.
         """
         prompt = self.rng.choice(self.prompts)
         num_chunks, live, chain = (
@@ -155,7 +155,7 @@ class World:
         self.seen |= {group for group, _ in stored}
 
     def there(self, tier: int) -> Iterator[Place]:
-        """Return the blocks of requested prompts that a hit may need, if lookups find them in host
+        """Return the blocks of requested prompts that a hit can need and that lookups find in host
         memory (0) or in any tier (1).
         """
         for nth, prefix in self.noted:
@@ -188,7 +188,7 @@ def test_the_replayed_index_matches_the_store_for_each_group(
         "too few blocks removed, or none in some group"
     )
     one = world.chain((1,) * world.size)
-    for num_chunks in (0, 2):  # loaded nothing, or more than the known chunks
+    for num_chunks in (0, 2):  # nothing was loaded, or more than the known chunks
         world.announcer.note_states(SimpleNamespace(prompt=(1,) * world.size), one, num_chunks)  # type: ignore[arg-type]
     world.announcer.withdraw()
     world.hear()

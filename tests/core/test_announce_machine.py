@@ -1,10 +1,10 @@
-"""Property test: checks what subscribers learn from KV events under any order of requests, added
-and removed chunks, lost keys, resets, and late subscriptions.
+"""Property test: checks the view of subscribers to KV events after any order of requests, added and
+removed chunks, lost keys, resets, and late subscriptions.
 
-The store is a model, so that a tier may change between any two lookups. One subscriber listens from
-the start; others join later and trust every event. The oracle: once the announcer is idle,
-subscribers have exactly the stored chunks that fit into the book (`Book`). The announcer becomes
-idle even while requests continue (`calm`), and after any number of lost keys.
+The store is a model, so that a tier can change between any two lookups. One subscriber listens from
+the start. Other subscribers join later and trust every event. The oracle is that once the announcer
+is idle, subscribers have exactly the stored chunks that fit into the book (`Book`). The announcer
+must become idle even while requests continue (`calm`), and after any number of lost keys.
 """
 
 from collections import OrderedDict
@@ -44,7 +44,7 @@ PROMPTS = [
     for units in ((1, 1, 1), (1, 2, 1), (2,), (1, 1, 2, 2))
 ]
 Key = tuple[int, tuple[int, ...]]
-"""The machine's keys: a group and the prefix."""
+"""A key in the machine: a group and the prefix."""
 
 
 class Chain:
@@ -58,12 +58,12 @@ class Chain:
 
 
 class Store:
-    """Tiers of keys, and the last few changes."""
+    """The tiers of keys and the last few changes."""
 
     def __init__(self, capacity: int) -> None:
         self.where: dict[Any, int] = {}
         self.coming = set[Any]()
-        """Chunks that are being saved; each belongs to a request."""
+        """Chunks that are being saved. Each chunk belongs to a request."""
         self.capacity, self.waiting, self.has_lost, self.num_asked = capacity, list[Any](), False, 0
 
     def put(self, key: Any, where: int) -> None:
@@ -84,15 +84,15 @@ class Store:
         self.num_asked += len(asked)
         lost, self.has_lost = self.has_lost, False
         if lost:
-            self.waiting.clear()  # all have been looked up
+            self.waiting.clear()  # all keys have been looked up
         told, self.waiting = self.waiting[:limit], self.waiting[limit:]
         return [(key, self.say(key)) for key in [*asked, *told]], lost
 
 
 class Book(dict[Key, tuple[int, int]]):
-    """The largest set that can be announced if the store keeps everything.
+    """The largest set of chunks that can be announced if the store keeps all chunks.
 
-    The least recent leaf is dropped first, by row and position. The chunks before a leaf are as
+    The least recent leaf, by row and position, is dropped first. The chunks before a leaf are as
     recent as the leaf.
     """
 
@@ -107,8 +107,8 @@ class Book(dict[Key, tuple[int, int]]):
 
 
 def parent(key: Key) -> Key | None:
-    """Return the preceding chunk in the main group or, for another group's chunk, the main group's
-    chunk.
+    """Return the preceding chunk of a chunk in the main group, or the main group's chunk for a
+    chunk in another group.
     """
     group, prefix = key
     above = prefix[:-SIZE] if group == SHAPE.main else prefix
@@ -116,7 +116,7 @@ def parent(key: Key) -> Key | None:
 
 
 def blocks_of(key: Key) -> set[tuple[int, bytes]]:
-    """Return the subscribers' hashes of a chunk's blocks that a hit may need."""
+    """Return the subscribers' hashes of the blocks in a chunk that a hit can need."""
     nth, prefix = key
     group = SHAPE.groups[nth]
     first = len(prefix) - (min(group.reach, SIZE) if group.kind == "window" else SIZE)
@@ -153,7 +153,7 @@ class Subscriber:
 
 
 class Machine(RuleBasedStateMachine):
-    """One engine's lifetime, until it withdraws."""
+    """The lifetime of an engine until it withdraws its events."""
 
     @initialize(
         capacity=st.sampled_from((1, 4, 100)),
@@ -169,7 +169,7 @@ class Machine(RuleBasedStateMachine):
         self.noted = OrderedDict[Key, None]()
 
     def note(self, prompt: tuple[int, ...], start: int, stop: int) -> None:
-        """Call `note` like the scheduler side, then save the chunks that are neither stored nor
+        """Call `note` as the scheduler side does, then save the chunks that are neither stored nor
         being saved.
         """
         chain: Any = Chain(prompt)
@@ -212,7 +212,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.store.coming)
     def drop(self, data: st.DataObject) -> None:
-        """Simulate a chunk that got no frame or whose save failed.
+        """Simulate a chunk that got no frame or a failed save.
 
         Chunks on disk are not reported.
         """
@@ -261,7 +261,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(is_busy=st.booleans())
     def calm(self, is_busy: bool) -> None:
-        """Run until the store is idle; requests may continue."""
+        """Run until the store is idle. Requests may continue."""
         for _ in range(3 + 3 * -(-min(len(self.noted), self.most) // SLICE)):
             if is_busy and self.noted:
                 prompt = next(reversed(self.noted))[1]
@@ -314,7 +314,7 @@ def test_subscribers_always_know_the_stored_chunks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(announcing, "SLICE", SLICE)
     run_state_machine_as_test(
         Machine, settings=settings(max_examples=4 * settings().max_examples)
-    )  # each step takes little time
+    )  # each step is short
 
 
 def test_a_chunk_that_leaves_the_disk_during_its_save_is_announced_after_it() -> None:

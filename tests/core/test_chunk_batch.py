@@ -18,7 +18,7 @@ from kvloft.seam.batch import ChunkCopy
 
 @st.composite
 def batches(draw: st.DrawFn, is_save: bool | None = None, size: int | None = None) -> Chunks:
-    """Generate chunks with the same number of blocks and any frames.
+    """Generate chunks with equal numbers of blocks and any frames.
 
     Loads can omit some blocks at either end.
     """

@@ -1,5 +1,5 @@
-"""Compares hits, leases and saves of multiple KV cache groups on the real store with a brute-force
-search over the saved chunks.
+"""Compares hits, leases and saves of multiple KV cache groups in the real store with a brute-force
+search of the saved chunks.
 """
 
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ MAX_UNITS = 12
 FRAME = 4096
 
 SIZES = st.sampled_from([(UNIT, 1), (UNIT, 1), (2, 2), (1, 4)])
-"""Tokens per block, and blocks per unit."""
+"""Number of tokens per block and number of blocks per unit."""
 WINDOWS = st.builds(
     lambda size, reach: GroupShape(*size, kind="window", reach=reach), SIZES, st.integers(0, 40)
 )
 SOME_WINDOW = WINDOWS.filter(lambda group: group.reach > 0)
-"""Without full attention, a boundary must need at least some blocks."""
+"""Without full attention, a hit at a boundary must need at least some blocks."""
 LOCALS = st.builds(
     lambda size, reach: GroupShape(*size, kind="local", reach=reach), SIZES, st.integers(1, 40)
 )
@@ -35,7 +35,7 @@ FULLS = SIZES.map(lambda size: GroupShape(*size))
 
 
 def attended_blocks(group: GroupShape, boundary: int) -> set[int]:
-    """Return the blocks with a token that the query after ``boundary`` units can attend to, or the
+    """Return the blocks with a token to which the query after ``boundary`` units can attend, or the
     state from which it continues.
     """
     query = boundary * UNIT
@@ -64,7 +64,7 @@ def test_chunks_keep_all_blocks_that_any_prefix_needs(group: GroupShape, boundar
 
 
 def block_of(nth: int, block: int) -> int:
-    """Return the paged block for a group's block: each group has separate ids."""
+    """Return the paged block for a block of a group. Groups have separate block ids."""
     return 1000 * (nth + 1) + block
 
 
@@ -272,7 +272,7 @@ def test_a_complete_group_is_looked_up_again_for_a_shorter_prefix() -> None:
     ("stored", "wanted"), [(range(40, 100), 100), (range(3), 3), (range(60, 62), 62), (range(0), 0)]
 )
 def test_without_full_attention_a_hit_may_begin_anywhere(stored: range, wanted: int) -> None:
-    """Chunks before the window are not looked up, and chunks after it are not needed."""
+    """Chunks before the window are not looked up, and chunks after the window are not needed."""
     bench = Bench(
         CacheShape((GroupShape(UNIT, kind="window", reach=2 * UNIT),)),
         100,

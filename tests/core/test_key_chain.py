@@ -1,6 +1,6 @@
-"""Tests edge cases of KeyChain in Python: accepted and rejected input.
+"""Tests accepted and rejected input of KeyChain in Python.
 
-A rejected call changes nothing.
+A rejected call does not change the chain.
 """
 
 import array
@@ -35,8 +35,8 @@ def token_keys(ids: list[int], block_tokens: int) -> list[bytes]:
 def test_chunks_of_groups_have_separate_keys(
     num_tokens: int, first: int, group: int, more: int
 ) -> None:
-    """Keys of full-attention groups are computed as the chain grows, keys of other groups on
-    request.
+    """Keys of full-attention groups are computed as the chain grows. Keys of other groups are
+    computed on request.
     """
     ids = list(range(num_tokens + more))
     chain, keys = _core.KeyChain(ROOT, block_tokens=8), token_keys(ids, 8)
@@ -74,7 +74,7 @@ def test_chunks_of_groups_have_separate_keys(
 
 
 class Index:
-    """Convertible to an integer with ``__index__``, as numpy's integer scalars are."""
+    """An object that ``__index__`` converts to an integer, like numpy's integer scalars."""
 
     def __index__(self) -> int:
         return 7

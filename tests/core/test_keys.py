@@ -1,5 +1,5 @@
-"""Compares keys with the golden vectors and an independent oracle: a prefix has the same key on
-every machine.
+"""Compares keys with golden vectors and an independent oracle. A prefix has the same key on every
+machine.
 """
 
 import json

@@ -76,8 +76,8 @@ def test_sessions_of_one_server_share_and_each_holds_its_own(socket: str) -> Non
 
 
 def test_a_lookup_after_a_save_without_a_frame_is_not_counted(socket: str) -> None:
-    """Call like the scheduler side: the chain is as long as at the save, and may continue after the
-    saved units.
+    """Make calls as the scheduler side does. The chain is as long as at the save and can continue
+    after the saved units.
     """
     server = _core.Server(socket, host_bytes=8 * FRAME)
     engine, long, short = connect(socket), chain_of([]), chain_of([])
@@ -193,7 +193,7 @@ def test_a_forked_child_neither_hides_that_an_engine_died_nor_loses_it_its_frame
         return len(space["engines"]), status["stats"]["quarantined_reservations"]
 
     until(lambda: state() == (0, 3))
-    time.sleep(1.0)  # longer than the server waits for GPU copies to settle
+    time.sleep(1.0)  # longer than the time that the server waits for GPU copies
     assert state() == (0, 3)
     os.kill(child, signal.SIGKILL)
     until(lambda: state() == (0, 0))

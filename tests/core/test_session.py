@@ -58,8 +58,8 @@ def test_a_lease_returns_the_chunks_of_any_part_of_a_prompt(
     "table", [[5, 6], [5, 6, -1], [5, 6, 2**31], [5, 6, "7"], b"567", [5, 6, None]]
 )
 def test_a_table_that_is_none_is_refused_and_nothing_stays_reserved(table: Any) -> None:
-    """The scheduler side builds the worker's batch, because the worker could not report an error
-    for the request.
+    """The scheduler side builds the batch for the worker, because the worker could not report an
+    error for the request.
     """
     store, chain = session(8), chain_of([1, 2, 3])
     store.settle([row[0] for row in reserve(store, chain, 0, 2)[0]])
@@ -140,8 +140,8 @@ def test_a_session_that_ends_leaves_nothing_reserved_or_pinned() -> None:
 
 
 class Saves(RuleBasedStateMachine):
-    """Sends reports of ranks about chunks of one block, and compares the results with the model's
-    count.
+    """Sends reports of ranks for chunks of one block, and compares the results with the counts of
+    the model.
     """
 
     @initialize(num_ranks=st.integers(1, 3))
@@ -155,9 +155,9 @@ class Saves(RuleBasedStateMachine):
 
     @rule(blocks=st.lists(st.integers(0, 6), min_size=1, max_size=5))
     def saves_are_planned(self, blocks: list[int]) -> None:
-        """Plan saves of requests that share blocks, as happens over time.
+        """Plan saves of requests that share blocks over time.
 
-        Block 0 belongs to no request.
+        Block 0 does not belong to any request.
         """
         first, self.next_prompt = self.next_prompt, self.next_prompt + len(blocks)
         prompts = range(first, self.next_prompt)
@@ -184,7 +184,7 @@ class Saves(RuleBasedStateMachine):
         random=st.randoms(use_true_random=False), with_unknown=st.booleans(), is_whole=st.booleans()
     )
     def a_rank_reports(self, random: Any, with_unknown: bool, is_whole: bool) -> None:
-        """Report, as a rank, all saves in flight, or arbitrary tickets: repeated, settled long ago,
+        """Report, as a rank, all saves in flight, or arbitrary tickets, which can be repeated, old
         or unknown.
         """
         tickets = (

@@ -1,5 +1,5 @@
-"""Tests the store through `kvloft._core` without a disk: the guarantees that the scheduler and
-worker sides rely on.
+"""Tests the guarantees of the store on which the scheduler and worker sides rely, through
+`kvloft._core` and without a disk.
 """
 
 import ctypes
@@ -84,7 +84,7 @@ def test_a_full_store_evicts_leaves_and_never_pinned_ones() -> None:
     assert store.lookup(chain_of(1, 2, 3)) == (2, 2)
     assert (
         save(store, chain_of(7, 8), 0, 2) == 1
-    )  # only block 9's frame can be evicted; the pinned prefix stays
+    )  # only the frame of block 9 can be evicted, because the prefix is pinned
     assert store.lookup(chain_of(1, 2, 3)) == (2, 2)
     del lease
     assert save(store, chain_of(7, 8), 0, 2) == 1

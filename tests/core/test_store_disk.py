@@ -1,4 +1,4 @@
-"""Tests the store with a real directory: chunks survive a restart, and only one process owns the
+"""Tests the store with a real directory: chunks survive a restart, and only one process can use the
 directory.
 """
 
@@ -97,7 +97,7 @@ def test_a_restart_finds_what_was_flushed(tmp_path: Path) -> None:
     by_tier = tiers(again.acquire(chain))
     assert by_tier.pop("host") == 3 and by_tier.keys() <= {
         "disk"
-    }  # the other chunks may be in host memory by now
+    }  # the other chunks can already be in host memory
     assert load(again, chain) == 5
     assert again.lookup(chain) == (5, 5)
     again.close()
@@ -125,7 +125,10 @@ def test_more_than_host_holds_comes_from_disk_as_far_as_frames_go(tmp_path: Path
         assert load(store, chain) == 4
     pinned = store.acquire(chains[0])
     assert settled(pinned) == (4, 0)
-    assert settled(store.acquire(chains[1])) == (0, 0)  # every frame is pinned: a miss, not a wait
+    assert settled(store.acquire(chains[1])) == (
+        0,
+        0,
+    )  # every frame is pinned, so the lookup is a miss and does not wait
     store.close()
 
 
@@ -213,7 +216,7 @@ def test_a_killed_process_leaves_whole_chunks_only(tmp_path: Path) -> None:
             process.kill()
             turns = max(
                 turns, 100 + process.stdout.read().count(b"\n")
-            )  # the reads that were started; their number depends on the machine
+            )  # the number of started reads depends on the machine
         store = make_store(tmp_path, num_frames=64)
         found = [(turn, store.lookup(chain_of(turn, 1, 2, 3))[1]) for turn in range(turns)]
         assert sum(blocks for _, blocks in found) == store.stats()["disk_recovered"] <= 80

@@ -1,8 +1,8 @@
-"""Property test: compares the store, after any order of events and restarts, with the dictionary of
+"""Property test: compares the store, after any order of events and restarts, with the dictionary in
 `tests/model/store.py`.
 
-Runs with and without a disk. With ample space the results are equal; with little space they never
-exceed the model's.
+The test runs with and without a disk. With ample space, the results are equal. With little space,
+the store never finds more chunks than the model.
 """
 
 import importlib.util
@@ -165,7 +165,7 @@ class StoreMachine(RuleBasedStateMachine):
     def reopen(self, flush: bool) -> None:
         """Reopen the store.
 
-        Leases can outlive the old store; its tickets are invalid in the new store.
+        Leases can outlive the old store. Tickets of the old store are invalid in the new store.
         """
         if flush:
             assert self.store.flush(LONG_S)
@@ -228,7 +228,7 @@ class StoreMachine(RuleBasedStateMachine):
             0,
             0,
         )  # I5
-        self.store.abort()  # a chunk waiting for its parent is dropped when the parent aborts
+        self.store.abort()  # aborting a parent also drops a chunk that waits for it
         stats = self.store.stats()
         assert (stats["frames_visible"], stats["frames_reserved"]) == (0, 0)
         self.store.close()

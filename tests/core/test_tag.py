@@ -46,7 +46,7 @@ def test_golden_tag(case: dict[str, Any], arena: _core.Arena) -> None:
 
 
 def unspread(y: int) -> int:
-    """Invert `spread`. Its 64th power is the identity, as for rotations by 64 * n."""
+    """Invert `spread`. The 64th power of `spread` is the identity, as for rotations by 64 * n."""
     for _ in range(63):
         y = model.spread(y)
     return y
@@ -54,8 +54,8 @@ def unspread(y: int) -> int:
 
 @pytest.mark.parametrize(("top_bits", "fewest_flips"), [(8, 20), (16, 10)])
 def test_few_flipped_bits_never_end_in_the_top_bits_alone(top_bits: int, fewest_flips: int) -> None:
-    """The weak masks differ only in the top bits of the product, and two such words often cancel
-    out.
+    """The weak masks only differ in the top bits of the product, and two words with such
+    differences often cancel out.
     """
     basis = [unspread(1 << bit) for bit in range(64 - top_bits, 64)]
     assert all(

@@ -1,8 +1,8 @@
 """Runs `kvloft serve` for the engines of a test, and replaces embedded stores with servers.
 
-`KV_STORE=server pytest tests/e2e` replaces the store of each engine with a server that has the
-store's settings and lifetime: it shuts down with its engine, and is killed with SIGKILL if its
-engine is. This module must not import vLLM.
+`KV_STORE=server pytest tests/e2e` replaces the store of each engine with a server that has the same
+settings and lifetime. If the engine shuts down, the server also shuts down. If the engine is killed
+with SIGKILL, the server is killed, too. This module must not import vLLM.
 """
 
 import json
@@ -32,9 +32,9 @@ of_own_store = pytest.mark.skipif(
 
 
 class CacheServer:
-    """`kvloft serve` as users run it.
+    """A `kvloft serve` process that is started as users start it.
 
-    ``kill`` sends SIGKILL; ``start`` starts the server again with the same disk directory.
+    ``kill`` sends SIGKILL. ``start`` starts the server again with the same disk directory.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class CacheServer:
         )
 
     def end(self, number: int = signal.SIGKILL) -> int:
-        """Send the signal, wait for the exit, and return the exit status."""
+        """Send the signal, wait until the server exits, and return the exit status."""
         if self._process is None:
             return 0
         self.send(number)
@@ -116,7 +116,7 @@ class CacheServer:
             ]
             return not any(held) and status["stats"]["quarantined_leases"] == 0
 
-        until(is_at_rest, "something is still pinned or reserved")
+        until(is_at_rest, "chunks are still pinned or reserved")
 
     def close(self) -> None:
         self.end()
@@ -126,8 +126,8 @@ class CacheServer:
 def has_ended(process: subprocess.Popen[bytes], sent: float) -> bool:
     """True if the main thread has exited and only threads blocked in a frozen file system remain.
 
-    Other threads exit a moment later and hold the socket's lock until then, so this waits for them
-    first.
+    Other threads exit a moment later and hold the lock of the socket until then, so this function
+    first waits for these threads.
     """
     if process.poll() is not None:
         return True
@@ -139,7 +139,7 @@ def has_ended(process: subprocess.Popen[bytes], sent: float) -> bool:
 
 
 _ending: list[subprocess.Popen[bytes]] = []
-"""Processes kept referenced until this process exits, so that they are reaped."""
+"""References to processes that are kept until this process exits, so that they are reaped."""
 
 
 def until(is_so: Callable[[], bool], otherwise: str) -> None:
@@ -172,7 +172,7 @@ def instead(transfer: Any, servers: list[CacheServer]) -> Any:
 
 
 def end(servers: list[CacheServer], number: int) -> None:
-    """Stop the servers when their engine exits."""
+    """Stop the servers when the engine exits."""
     while servers:
         server = servers.pop()
         server.end(number)

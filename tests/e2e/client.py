@@ -1,6 +1,6 @@
-"""The test's side of an engine process: requests as values, and one handle per engine.
+"""The test's side of an engine process: classes for requests and a handle per engine.
 
-Uses the protocol of engine.py and does not import vLLM.
+This module uses the protocol of engine.py and does not import vLLM.
 """
 
 import base64
@@ -27,20 +27,20 @@ from numpy.typing import NDArray
 from .cache_server import IS_SERVED, CacheServer, argv_instead, end, instead
 
 BLOCK = 32
-"""Number of tokens per block of vLLM's CPU backend in all these tests."""
+"""Number of tokens per block in vLLM's CPU backend in these tests."""
 
 PACE = float(os.environ.get("TEST_PACE", "1"))
-"""How many times slower than usual this machine is; every timeout is scaled by it."""
+"""Factor by which this machine is slower than usual. All timeouts are multiplied by it."""
 
 _ids = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class Req:
-    """One request with greedy sampling.
+    """A request with greedy sampling.
 
-    ``embeds`` is float32 of shape (positions, hidden); with ``is_token`` the prompt mixes tokens
-    and embeddings.
+    ``embeds`` is a float32 array of shape (positions, hidden). With ``is_token``, the prompt mixes
+    tokens and embeddings.
     """
 
     ids: tuple[int, ...] | None = None
@@ -89,8 +89,8 @@ class Req:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One request's result: its output tokens, and the external tokens of each admission (the
-    first, and after each preemption).
+    """The result of a request: its output tokens, and the number of external tokens at each
+    admission (the first admission and the admission after each preemption).
     """
 
     tokens: tuple[int, ...]
@@ -111,9 +111,9 @@ class EngineError(RuntimeError):
 
 
 class Engine:
-    """One engine process.
+    """An engine process with a tiny block pool.
 
-    ``kill`` sends SIGKILL; ``stop`` shuts down cleanly. The block pool is tiny.
+    ``kill`` sends SIGKILL. ``stop`` shuts the engine down cleanly.
     """
 
     def __init__(
@@ -196,13 +196,13 @@ class Engine:
         }
 
     def ask(self, *requests: Req) -> list[Result]:
-        """Add all requests, run until idle, and return their results in order."""
+        """Add all requests, run until the engine is idle, and return their results in order."""
         self.add(*requests)
         results = self.run()
         return [results[r.id] for r in requests]
 
     def ask_each(self, *requests: Req) -> list[Result]:
-        """Like `ask`, but run one request after another."""
+        """Like `ask`, but run the requests one after another."""
         return [self.ask(r)[0] for r in requests]
 
     def abort(self, *ids: str) -> None:
@@ -229,9 +229,9 @@ class Engine:
         self._ask("core", method=method, kwargs=kwargs)
 
     def preempt_as_0_26(self, *, deferred: bool = False) -> None:
-        """Preempt as vLLM 0.26 does.
+        """Preempt requests as vLLM 0.26 does.
 
-        With ``deferred``, also free blocks as late as 0.26 does for other connectors.
+        With ``deferred``, also free blocks as late as vLLM 0.26 does for other connectors.
         """
         self._ask("old_preemption", deferred=deferred)
 
@@ -283,7 +283,7 @@ class Engine:
     def assert_at_rest(self) -> None:
         """Check that nothing is pinned, reserved or queued (I5, I8)."""
         state, store = self.state(), self.store()
-        # A disk read that no request waits for may complete later.
+        # Disk reads for which no request waits may complete later.
         for _ in range(int(1200 * PACE)):
             if not store["pins"] and not store["frames_reserved"]:
                 break
@@ -295,8 +295,8 @@ class Engine:
         assert store["frames_visible"] + store["frames_free"] == store["frames_total"], store
 
     def flip_frames(self, *, keep: int = 0, offset: int = 5) -> int:
-        """Flip a bit at ``offset`` in each used frame of the host tier except the first ``keep``,
-        and return the number of flips.
+        """Flip a bit at ``offset`` in each used frame of the host tier, except in the first
+        ``keep`` frames, and return the number of flipped bits.
         """
         frame_bytes = self.call("_scheduler._store.frame_sizes")[0]
         with (
@@ -341,9 +341,9 @@ class Engine:
 
 
 class Server:
-    """``vllm serve`` as users run it:
+    """A ``vllm serve`` that runs as for users.
 
-    API server, engine core and worker in separate processes, accessed over HTTP.
+    The API server, the engine core and the worker are separate processes. Tests use HTTP.
     """
 
     def __init__(self, address: Path, argv: list[str], *, log: Path, port: int) -> None:
@@ -385,9 +385,9 @@ class Server:
             return response.read().decode()
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """POST JSON and return the response.
+        """Send a POST request with JSON and return the response.
 
-        Raises an exception with the body on an error status.
+        Raises an exception that contains the response body if the status is an error.
         """
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -399,7 +399,7 @@ class Server:
             raise EngineError(f"{error.code}: {error.read().decode()}") from error
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of /metrics, summed over labels."""
+        """Return the metrics from /metrics, summed over labels."""
         totals: dict[str, float] = {}
         for line in self.get("/metrics").splitlines():
             if line and not line.startswith("#"):
@@ -428,7 +428,7 @@ class Server:
 
 
 def _group_alive(group: int) -> bool:
-    """True if a process of the group is still running; zombies are ignored."""
+    """Return True if a process of the group is still running. Zombies are ignored."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             fields = stat.read_text().rsplit(")", 1)[1].split()
@@ -438,7 +438,7 @@ def _group_alive(group: int) -> bool:
 
 
 class Zygote:
-    """Handle of the process that forks engines; see zygote.py."""
+    """The handle of the process that forks engines (see zygote.py)."""
 
     def __init__(self, folder: Path) -> None:
         self.address = folder / "zygote.sock"
@@ -513,11 +513,11 @@ ENV = {
     "TORCHDYNAMO_DISABLE": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-"""Environment of every vLLM process here. num_gpu_blocks_override sets the size of the pool.
+"""Environment variables for all vLLM processes. num_gpu_blocks_override sets the size of the pool.
 
-Engines run eagerly. This includes the one compiled function of the sampler, which would start a C++
-compiler in each new environment. Numba, which implements ngram drafting, would use one OpenMP
-thread per core; on a busy machine these threads mostly wait for each other.
+Engines run eagerly. This setting includes the sampler's only compiled function, which would start a
+C++ compiler in each new environment. Numba, which implements ngram drafting, would use one OpenMP
+thread per core. On a busy machine, these threads would mostly wait for each other.
 """
 
 
@@ -549,7 +549,7 @@ def kvloft(
 ) -> dict[str, Any]:
     """Return a kv_transfer_config for kvloft with a small host tier.
 
-    With ``disk_path`` it has a disk tier, which may be slow in these tests.
+    With ``disk_path``, kvloft also has a disk tier, which may be slow in these tests.
     """
     settings: dict[str, Any] = {"host_size": "64MiB", "load_timeout": f"{30 * PACE:g}s"} | extra
     if disk_path is not None:

@@ -1,7 +1,7 @@
 """Fixtures of the end-to-end tests: the model, the zygote, engines by configuration, and the
 reference outputs (the truth).
 
-The truth comes from the same vLLM without a connector and without a prefix cache.
+The reference outputs come from the same vLLM without a connector and without a prefix cache.
 """
 
 import importlib.util
@@ -15,9 +15,9 @@ from . import tiny
 from .client import Engine, Req, Result, Zygote, engine_kwargs
 
 CLEAR, MARGIN = 1e-4, 4e-5
-"""Minimum distance between the two best logits: for choosing prompts, and for accepting outputs.
+"""Minimum distance between the two highest logits, for choosing prompts and for accepting outputs.
 
-Rounding differs by about 1e-5 between batch shapes, so a request with a smaller distance cannot be
+Logits differ by about 1e-5 between batch shapes, so requests with a smaller distance cannot be
 compared exactly.
 """
 
@@ -33,8 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the zygote immediately: it imports vLLM for half a minute while the preceding tests
-    run.
+    """Start the zygote early, because it takes half a minute to import vLLM. The preceding tests
+    run in the meantime.
     """
     wanted = any(Path(__file__).parent in i.path.parents for i in session.items)
     if (
@@ -63,12 +63,13 @@ def zygote(pytestconfig: pytest.Config) -> Zygote:
 
 
 class Truth:
-    """Outputs of an engine without any cache, memoized by request content."""
+    """The outputs of an engine without any cache, memoized by request content."""
 
     def __init__(self, engine: Callable[[], Engine], book: Path | None = None) -> None:
         """Set up the engine.
 
-        ``book`` is a file for the outputs, which draft models read (zoo/draft_kernels.py).
+        ``book`` is a file to which the outputs are written. Drafting reads this file
+        (zoo/draft_kernels.py).
         """
         self._book = book
         if book is not None:
@@ -104,7 +105,7 @@ class Truth:
     def tokens(self, request: Req) -> tuple[int, ...]:
         """Return the model's output for ``request``.
 
-        Fails if rounding could decide a token (choose another seed).
+        Fails if rounding could change a token. Choose another seed in this case.
         """
         result = self._run([request])[0]
         assert result.margin is not None and result.margin > MARGIN, (
@@ -121,8 +122,8 @@ class Truth:
         ]
 
     def pick(self, make: Callable[[int], Req], seed: int) -> Req:
-        """Return ``make(seed)``, or the result for a later seed if rounding could change the
-        output.
+        """Return ``make(seed)``, or the result for a later seed if rounding could change the output
+        of the request.
         """
         return next(r for r in (make(seed + 100_000 * i) for i in range(50)) if self.clear([r]))
 
@@ -141,8 +142,8 @@ def truth(zygote: Zygote, model: Path) -> Iterator[Truth]:
 
 @pytest.fixture
 def start(zygote: Zygote, model: Path) -> Iterator[Callable[..., Engine]]:
-    """Start engines (``start(num_blocks=..., v2_shape=..., kv_transfer_config=...)``) and kill
-    those still running after the test.
+    """Start engines (``start(num_blocks=..., v2_shape=..., kv_transfer_config=...)``) and kill the
+    engines that are still running after the test.
     """
     engines: list[Engine] = []
 
@@ -171,7 +172,7 @@ NGRAM = {
     "prompt_lookup_max": 2,
     "prompt_lookup_min": 1,
 }
-"""Settings for speculative decoding with ngram drafts."""
+"""The settings for speculative decoding with ngram drafting."""
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,9 @@
-"""One real vLLM engine in this process, driven by JSON lines over a socket.
+"""Runs a real vLLM engine in this process, which is controlled through JSON lines on a socket.
 
-Every message is ``{"op": name, ...}``, every response ``{"ok": value}`` or ``{"error": text}``. The
-engine core runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so a test decides when a step
-happens. This module must not import tests; kvloft is named only in the arguments that a test sends.
+Every message is ``{"op": name, ...}``, and every response is ``{"ok": value}`` or ``{"error":
+text}``. The engine core runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so the test
+decides when a step runs. This module must not import tests. Only the arguments that a test sends
+refer to kvloft.
 """
 
 import base64
@@ -27,7 +28,7 @@ STALL_STEPS = 20000
 
 
 class Engine:
-    """The operations that tests can call; each public ``do_*`` method is an operation."""
+    """The operations that tests can call. Each public ``do_*`` method is an operation."""
 
     def __init__(self) -> None:
         self.llm: Any = None
@@ -37,7 +38,7 @@ class Engine:
         self.results: dict[str, dict[str, Any]] = {}
         self.admissions: list[dict[str, Any]] = []
         self.hooks_s: list[float] = []
-        """Time that each step spent in the scheduler-side connector since `do_time_hooks`."""
+        """Time that each step has spent in the scheduler-side connector since `do_time_hooks`."""
 
     # -- start and stop
     # -----------------------------------------------------------------------------------------
@@ -50,10 +51,10 @@ class Engine:
         v2_shape: bool = False,
         prepare: str = "",
     ) -> int:
-        """Build the engine with the ``kwargs`` of vllm.LLM, log to the file ``log``, and return
-        this process's id.
+        """Build the engine with the ``kwargs`` of vllm.LLM, log to the file ``log``, and return the
+        id of this process.
 
-        ``prepare`` names a function of zoo/kernels.py to call first.
+        ``prepare`` is the name of a function in zoo/kernels.py that is called first.
         """
         _redirect(log)
         os.environ.update(env)
@@ -83,8 +84,8 @@ class Engine:
         return os.getpid()
 
     def _watch_admissions(self) -> None:
-        """Record how many external tokens the scheduler accepted from the connector for each
-        admitted request.
+        """Record the number of external tokens that the scheduler accepted from the connector for
+        each admitted request.
         """
         connector = self.core.scheduler.connector
         if connector is None:
@@ -105,7 +106,7 @@ class Engine:
         connector.update_state_after_alloc = update_state_after_alloc
 
     def do_stop(self) -> None:
-        """Shut the engine down cleanly. The process exits after sending the response."""
+        """Shut down the engine cleanly. The process exits after sending the response."""
         self.llm.engine_core.shutdown()
         raise SystemExit(0)
 
@@ -113,7 +114,7 @@ class Engine:
     # -----------------------------------------------------------------------------------------
 
     def do_add(self, requests: list[dict[str, Any]]) -> None:
-        """Add requests to the queue; see client.Req for the fields."""
+        """Add requests to the queue (client.Req defines the fields)."""
         for fields in requests:
             self._add(**fields)
 
@@ -208,14 +209,14 @@ class Engine:
         }
 
     def do_abort(self, ids: list[str]) -> None:
-        """Abort requests, in any state, by the ids that the test assigned."""
+        """Abort requests in any state, given the ids that the test assigned."""
         self.llm.abort_request([self.internal[i] for i in ids], internal=True)
 
     # -- everything else
     # -----------------------------------------------------------------------------------------
 
     def do_reset(self, connector: bool = False, running: bool = False) -> bool:
-        """Call reset_prefix_cache and return True if it succeeded. vLLM rejects it while an
+        """Call reset_prefix_cache and return True if it succeeded. vLLM rejects the call while an
         in-flight batch or a load holds blocks.
         """
         try:
@@ -230,7 +231,7 @@ class Engine:
             return False
 
     def do_print(self) -> str:
-        """Return the output of ``print(llm)``, printed by LLM's own method."""
+        """Return the output of ``print(llm)``, which LLM's own method generates."""
         from vllm import LLM
 
         llm = object.__new__(LLM)
@@ -248,7 +249,7 @@ class Engine:
         getattr(self.core, method)(**kwargs)
 
     def do_old_preemption(self, deferred: bool) -> None:
-        """Preempt as vLLM 0.26 does and, with ``deferred``, also free blocks as late as 0.26."""
+        """Preempt as vLLM 0.26 does and, with ``deferred``, also free blocks that late."""
         shapes.preempt_as_0_26(self.core.scheduler)
         if deferred:
             self.core.scheduler.defer_block_free = True
@@ -258,8 +259,8 @@ class Engine:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     def do_state(self) -> dict[str, Any]:
-        """Return the statuses by id, the state of the block pool, and the scheduler's other
-        contents.
+        """Return the statuses by id, the state of the block pool, and the other contents of the
+        scheduler.
         """
         scheduler = self.core.scheduler
         back = {v: k for k, v in self.internal.items()}
@@ -295,8 +296,8 @@ class Engine:
         return totals
 
     def do_call(self, path: str, args: list[Any] | None = None) -> Any:
-        """Read or call an attribute of the scheduler-side connector by dotted path, for white-box
-        checks.
+        """Read or call an attribute of the scheduler-side connector, given as a dotted path, for
+        white-box checks.
         """
         value = self.core.scheduler.connector
         for name in path.split("."):
@@ -352,8 +353,8 @@ class Engine:
     def do_serve_http(self, argv: list[str], env: dict[str, str], log: str) -> int:
         """Run ``vllm serve`` in a child of this process and return its id.
 
-        Multiple API servers require the `vllm` command, which the CPU package breaks; otherwise the
-        module runs as it does for users.
+        Multiple API servers require the `vllm` command, which does not work in the CPU package.
+        Otherwise, the module runs as for users.
         """
 
         def run() -> None:
@@ -385,14 +386,14 @@ class Engine:
         return os.waitstatus_to_exitcode(os.waitpid(_fork(run, {}, log), 0)[1])
 
     def do_check(self, job: str, starter: int, prepare: str) -> None:
-        """Run an engine of `kvloft check` in this process and exit; see forked.py."""
+        """Run an engine of `kvloft check` in this process and exit (see forked.py)."""
         _redirect(str(Path(job).with_suffix(".log")))
         importlib.import_module(".forked", __package__).run(job, starter, prepare)
         raise SystemExit(0)
 
 
 def _fork(run: Callable[[], None], env: dict[str, str], log: str) -> int:
-    """Run ``run`` in a child process, which exits with this process."""
+    """Run ``run`` in a child process, which exits when this process exits."""
     parent = os.getpid()
     child = os.fork()
     if child:
@@ -424,7 +425,7 @@ def _redirect(path: str) -> None:
 
 
 def serve(connection: socket.socket) -> int:
-    """Handle messages until ``stop`` or the end of the connection, and return the exit status."""
+    """Handle messages until ``stop`` or until the connection closes, and return the exit status."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     engine = Engine()

@@ -1,7 +1,7 @@
-"""Mounts a real ext4 from a file through a loop device; a test can make it read-only, frozen or
-full.
+"""Mounts an ext4 file system from a file through a loop device. Tests can make the file system
+read-only, frozen or full.
 
-Needs root and loop devices. Makes no assumptions about the stored files.
+This module requires root and loop devices. It makes no assumptions about the stored files.
 """
 
 import os
@@ -20,10 +20,10 @@ class Ext4:
         self._is_frozen = False
 
     def read_only(self) -> None:
-        """Remount read-only with files open for writing, as the kernel does after an error
-        (``errors=remount-ro``).
+        """Remount the file system read-only while files are open for writing, as the kernel does
+        after an error (``errors=remount-ro``).
 
-        Earlier writes are on the device. The file system stays read-only until `mount_again`.
+        Earlier writes are on the device. The file system remains read-only until `mount_again`.
         """
         os.sync()
         subprocess.run(
@@ -31,7 +31,7 @@ class Ext4:
         )
 
     def mount_again(self) -> None:
-        """Mount the file system again, writable; no file may be open."""
+        """Mount the file system again for writing. No file may be open."""
         subprocess.run(["umount", str(self.path)], check=True)
         subprocess.run(
             ["mount", "-o", "loop", str(self._image), str(self.path)],
@@ -40,7 +40,7 @@ class Ext4:
         )
 
     def freeze(self) -> None:
-        """Freeze the file system: writes hang until `thaw`."""
+        """Freeze the file system, so that writes hang until `thaw`."""
         if not self._is_frozen:
             subprocess.run(["fsfreeze", "--freeze", str(self.path)], check=True)
             self._is_frozen = True
@@ -76,7 +76,7 @@ def can_mount() -> bool:
 def mounted(folder: Path, size_mib: int = 64) -> Iterator[Ext4]:
     """Create and mount a file system under ``folder``.
 
-    Raises OSError or CalledProcessError if that fails.
+    Raises OSError or CalledProcessError on failure.
     """
     image, path = folder / "image", folder / "mount"
     path.mkdir(parents=True)
@@ -99,7 +99,7 @@ LIMITS = ("blkio.throttle.read_bps_device", "blkio.throttle.write_bps_device")
 @contextmanager
 def throttled(disk: Ext4, pid: int, mib_s: float) -> Iterator[None]:
     """Limit the reads and the writes of process ``pid`` on the device of ``disk`` to ``mib_s``
-    each, with blkio (cgroup v1) or io.max (v2).
+    each. The limit uses blkio (cgroup v1) or io.max (cgroup v2).
     """
     number = os.stat(disk.path).st_dev
     device, rate = f"{os.major(number)}:{os.minor(number)}", int(mib_s * 2**20)

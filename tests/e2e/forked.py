@@ -1,8 +1,8 @@
-"""Replaces `kvloft.vllm.check` with an engine that the zygote forks, so that vLLM is not imported
+"""Replaces `kvloft.vllm.check` with an engine that the zygote forks. vLLM is then not imported
 again, which would take half a minute.
 
-``python -m e2e.forked JOB.json``, as started by kvloft.cli.check_engine, is a stub that runs as
-long as the engine. The engine runs `kvloft.vllm.check.run`.
+kvloft.cli.check_engine starts ``python -m e2e.forked JOB.json``, a stub that runs as long as the
+engine. The engine runs `kvloft.vllm.check.run`.
 """
 
 import importlib

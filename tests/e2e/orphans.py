@@ -1,10 +1,10 @@
-"""Kills EngineCore in a long step that its workers outlive: `python -m tests.e2e.orphans --rounds
-10 --step-s 15`.
+"""Kills EngineCore during a long step that its workers survive: `python -m tests.e2e.orphans
+--rounds 10 --step-s 15`.
 
-In each round a worker writes to its frames long after its scheduler has died, while another engine
-fills and reads the same memory. Prints how long the frames stayed reserved after the last worker
-exited. The exit status is 1 if a token is wrong, a check fails, or frames were free while a worker
-could still write to them.
+In each round, a worker writes to its frames long after its scheduler has died, while another engine
+fills and reads the same memory. The script prints the time for which the frames remained reserved
+after the last worker exited. The exit status is 1 if a token is wrong, a check fails, or frames
+were free while a worker could still write to them.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from .conftest import Truth
 from .report import finish
 
 HOST_SIZE = "4MiB"
-"""Smaller than the prompts below need, so that frames are reused all the time."""
+"""Size of host memory, which is too small for the prompts below, so that frames are reused."""
 NUM_DOOMED, NUM_ASKED = 6, 24
 
 
@@ -39,7 +39,7 @@ NUM_DOOMED, NUM_ASKED = 6, 24
 class Scene:
     """Engines with the same KV on one server.
 
-    ``hold`` selects how forward passes are held; see zoo/held.py.
+    ``hold`` selects how forward passes are held (see zoo/held.py).
     """
 
     start: Callable[..., Engine]
@@ -121,7 +121,7 @@ def is_running(pid: int) -> bool:
 
 
 def begin_to_die(engine: Engine) -> threading.Thread:
-    """Start the engine's next step, which never completes."""
+    """Start the next step of the engine, which never completes."""
 
     def step() -> None:
         with contextlib.suppress(EngineError, ValueError, OSError):
@@ -133,8 +133,8 @@ def begin_to_die(engine: Engine) -> threading.Thread:
 
 
 def orphan(scene: Scene, other: Engine, seed: int, step_s: float) -> dict[str, Any]:
-    """Kill an engine's scheduler during a step of at least ``step_s``, and return the effects on
-    ``other`` and the server.
+    """Kill the scheduler of an engine during a step that takes at least ``step_s``, and return the
+    effects on ``other`` and on the server.
     """
     hold = scene.hold / "hold"
     for file in scene.hold.iterdir():
@@ -165,12 +165,12 @@ def orphan(scene: Scene, other: Engine, seed: int, step_s: float) -> dict[str, A
     stepping.join()
     num_stored = sum(len(file.read_text()) for file in scene.hold.glob("*.stored"))
     if num_wrong:
-        problems.append(f"{num_wrong} wrong answers")
+        problems.append(f"{num_wrong} wrong outputs")
     return {"reserved": reserved, "stored": num_stored, "back_s": back_s[0], "problems": problems}
 
 
 def seconds_until_back(scene: Scene, workers: list[int]) -> float:
-    """Return how long the frames stayed reserved after the last worker exited."""
+    """Return the time for which the frames remained reserved after the last worker exited."""
     until(lambda: not any(map(is_running, workers)), "a worker does not exit")
     ended = time.monotonic()
     until(lambda: scene.quarantined() == 0, "the frames stay reserved")
@@ -205,20 +205,18 @@ def main() -> int:
         "--rounds",
         type=int,
         default=10,
-        help="engines that are killed, for each number of ranks (default 10)",
+        help="number of engines to kill for each number of ranks (default 10)",
     )
     parser.add_argument(
         "--step-s",
         type=float,
         default=15.0,
-        help="shortest step in which they are killed (default 15)",
+        help="minimum duration of the step in which engines are killed (default 15)",
     )
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=[1, 2], help="tensor parallel sizes (default 1 2)"
     )
-    parser.add_argument(
-        "--json", metavar="FILE", help="also write everything that was counted to FILE"
-    )
+    parser.add_argument("--json", metavar="FILE", help="also write all counts to FILE")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
     with console.status("starting") as status:

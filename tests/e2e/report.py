@@ -1,5 +1,5 @@
-"""Reports the result of a long run (soak.py, storm.py): counters in a file, problems in red, and an
-exit status.
+"""Reports the result of a long run (soak.py, storm.py): writes counters to a file, prints problems
+in red, and returns an exit status.
 """
 
 import json
@@ -10,9 +10,10 @@ from rich.console import Console
 
 
 def finish(console: Console, result: dict[str, Any], file: str | None) -> int:
-    """Print the report and return the exit status: 1 if ``result["problems"]`` is not empty.
+    """Print the report and return the exit status, which is 1 if ``result["problems"]`` is not
+    empty.
 
-    The problems are sentences.
+    Each problem is a sentence.
     """
     if file:
         Path(file).write_text(json.dumps(result, indent=1))

@@ -1,9 +1,10 @@
-"""Makes vLLM's CPU engine behave as on a GPU: async scheduling, and the scheduler output of Model
-Runner V2.
+"""Makes vLLM's CPU engine behave as on a GPU, with async scheduling and the scheduler output of
+Model Runner V2.
 
-The CPU platform disables async scheduling and always uses Model Runner V1. V1 supports async
-scheduling. For V2, the scheduler emits output in V2's shape, which kvloft sees; just before the V1
-worker receives it, it is converted to V1's shape. This module runs only in the engine's process.
+The CPU platform disables async scheduling and always uses Model Runner V1, although V1 supports
+async scheduling. For V2, the scheduler emits output in V2's format, which kvloft receives. The
+output is converted to V1's format just before the V1 worker receives it. This module only runs in
+the process of the engine.
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ def allow_async_scheduling() -> None:
 
 
 def emit_v2_shape(scheduler: Any) -> None:
-    """Let ``scheduler`` emit V2's shape until build_connector_meta and V1's shape after it."""
+    """Make ``scheduler`` emit V2's format until build_connector_meta, and V1's afterwards."""
     scheduler.use_v2_model_runner = True
     original = scheduler._update_after_schedule
     started: set[str] = set()
@@ -62,8 +63,8 @@ def _to_v1_shape(scheduler: Any, output: Any, started: set[str], previous: set[s
 
 
 def preempt_as_0_26(scheduler: Any) -> None:
-    """Let ``scheduler`` keep preempting if the last victim's blocks are deferred, as vLLM 0.26 to
-    0.29 do. vLLM 0.30 and newer stop preempting.
+    """Make ``scheduler`` continue to preempt requests if the blocks of the last preempted request
+    are deferred, as in vLLM 0.26 to 0.29. vLLM 0.30 and newer stop preempting.
     """
     import sys
 
@@ -76,9 +77,9 @@ def preempt_as_0_26(scheduler: Any) -> None:
 
 
 def fork_processes() -> None:
-    """Let vLLM fork its engine and worker processes.
+    """Make vLLM fork its engine and worker processes.
 
-    The CPU platform spawns them, which imports vLLM two more times (40 s).
+    The CPU platform spawns these processes, which import vLLM two more times (40 s).
     """
     import os
 

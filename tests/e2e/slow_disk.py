@@ -1,10 +1,11 @@
 """Measures cached prompts on a disk with limited speed, while other requests generate: `python -m
 tests.e2e.slow_disk`.
 
-Uses real engines on a loop-mounted ext4 whose block device the kernel throttles (cgroup blkio or
-io.max; needs root). Reports for each speed the time until all requests have finished, compared with
-vLLM without kvloft, and the fraction of the generating requests' saves that is found after a
-restart. Speeds are in MiB/s or multiples of the engine's prefill rate (``2x``).
+The script uses real engines on a loop-mounted ext4 file system whose block device the kernel
+throttles (with cgroup blkio or io.max, which requires root). For each speed, it reports the time
+until all requests have finished, compared with vLLM without kvloft, and the fraction of the
+generating requests' saves that an engine finds after a restart. Speeds are in MiB/s or multiples of
+the engine's prefill rate (``2x``).
 """
 
 import argparse
@@ -41,11 +42,11 @@ TOKEN_BYTES = 2 * tiny.NUM_LAYERS * NUM_HEADS * tiny.HEAD_DIM * 4
 FILL_BATCH = 20
 NUM_GENERATING, GENERATED_TOKENS = 8, 96
 WARM_UP = [Req(random_ids(90_000 + i, 300), max_tokens=2, skip_reading=True) for i in range(8)]
-"""Uncached prompts, to measure the engine's prefill rate."""
+"""Number of uncached prompts for measuring the engine's prefill rate."""
 
 
 class Scene:
-    """One model, the cached prompts, the generating requests, and the engines that serve them."""
+    """A model, the cached prompts, the generating requests, and the engines that run them."""
 
     def __init__(
         self, stack: contextlib.ExitStack, folder: Path, num_prompts: int, num_tokens: int
@@ -77,8 +78,8 @@ class Scene:
             engine.kill()
 
     def fill(self, disk: Path) -> None:
-        """Write the cached prompts to disk, a few at a time: they do not all fit into host
-        memory.
+        """Write the cached prompts to disk, a few at a time, because host memory does not hold all
+        of them.
         """
         with self.engine(disk) as engine:
             for at in range(0, len(self.known), FILL_BATCH):
@@ -86,7 +87,7 @@ class Scene:
                 engine.flush()
 
     def run(self, engine: Engine) -> tuple[float, list[Result]]:
-        """Return the time in seconds until all requests have finished, and the results of the
+        """Return the time in seconds until all requests have finished and the results of the
         generating requests.
         """
         engine.ask(*[prompt.again() for prompt in WARM_UP])
@@ -101,8 +102,8 @@ class Scene:
     def found(self, disk: Path, results: list[Result]) -> float:
         """Return the fraction of the generating requests' saves that a new engine finds on disk.
 
-        The engine may compute chunks instead of waiting for the disk, but writes only chunks that
-        are missing there.
+        The engine may compute chunks instead of waiting for the disk, but it only writes chunks
+        that are missing on disk.
         """
         # The last generated token is never computed.
         prompts = [
@@ -118,8 +119,8 @@ class Scene:
 
 
 def plain(scene: Scene) -> tuple[float, float]:
-    """Return the seconds that vLLM without kvloft needs for all requests, and its prompt tokens per
-    second.
+    """Return the time in seconds that vLLM without kvloft needs for all requests, and the number of
+    prompt tokens per second.
     """
     with scene.engine(None) as engine:
         seconds, _ = scene.run(engine)
@@ -132,9 +133,11 @@ def plain(scene: Scene) -> tuple[float, float]:
 
 
 def measure(scene: Scene, folder: Path, speed: str, rounds: int, say: Any) -> dict[str, Any]:
-    """Measure kvloft with all cached prompts on a disk of the given speed and none in host memory.
+    """Measure kvloft with all cached prompts on a disk of the given speed and no prompts in host
+    memory.
 
-    Runs alternate with plain vLLM because the load of the machine changes. Times are medians.
+    Runs alternate with runs of plain vLLM, because the load of the machine changes. Times are
+    medians.
     """
     pairs, found = [], 0.0
     with mounted(folder / speed, size_mib=2400) as disk:
@@ -168,7 +171,7 @@ def measure(scene: Scene, folder: Path, speed: str, rounds: int, say: Any) -> di
 
 
 def judge(result: dict[str, Any]) -> list[str]:
-    """Return one sentence for each result that misses its target."""
+    """Return a sentence for each result that misses its target."""
     problems = []
     for row in result["rows"]:
         most = 0.8 if row["mib_s"] >= 1.9 * row["prefill_mib_s"] else 1.1
@@ -185,20 +188,25 @@ def judge(result: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--prompts", type=int, default=300, help="known prompts (default 300)")
-    parser.add_argument("--tokens", type=int, default=300, help="tokens of each (default 300)")
     parser.add_argument(
-        "--rounds", type=int, default=3, help="engines of each kind at each speed (default 3)"
+        "--prompts", type=int, default=300, help="number of cached prompts (default 300)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=300, help="number of tokens per prompt (default 300)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="number of engines of each kind at each speed (default 3)",
     )
     parser.add_argument(
         "--speeds",
         nargs="+",
         default=["32", "2x", "100x"],
-        help="MiB/s, or multiples of the prefill rate",
+        help="speeds in MiB/s or in multiples of the prefill rate",
     )
-    parser.add_argument(
-        "--json", metavar="FILE", help="also write everything that was measured to FILE"
-    )
+    parser.add_argument("--json", metavar="FILE", help="also write all measurements to FILE")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
     with contextlib.ExitStack() as stack:

@@ -1,11 +1,11 @@
 """Runs two real engines with chats and injected faults for a given time: `python -m tests.e2e.soak
 --minutes 30`.
 
-One engine runs the whole time, so that its memory, handles and threads can be monitored. The other
-is repeatedly killed or stopped, and restarted. Disks are real ext4 file systems that freeze and
-fill up (plain directories if mounting is not allowed); bits flip in files and frames. Every token
-is compared with vLLM without any cache. The exit status is 1 if a token differs, a pin leaks, or a
-resource grows.
+The first engine runs the whole time, and its memory, handles and threads are monitored. The second
+engine is repeatedly killed or stopped, and restarted. Disks are real ext4 file systems that freeze
+and fill up, or plain directories if mounting is not allowed. Bits are flipped in files and frames.
+Every token is compared with vLLM without any cache. The exit status is 1 if a token differs, a pin
+leaks, or the use of a resource grows.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from .ext4 import Ext4, can_mount, mounted
 from .report import finish
 
 MAX_GROWTH = {"memory MiB": 48.0, "handles": 4.0, "threads": 2.0}
-"""Maximum growth of the median from the second to the last third of the samples."""
+"""Maximum growth of the median from the second third to the last third of the samples."""
 
 
 class Subject:
-    """One engine with a disk, its faults, and its results."""
+    """An engine with its disk, its faults and its results."""
 
     def __init__(
         self, name: str, start: Callable[[Path], Engine], folder: Path, disk: Ext4 | None
@@ -57,7 +57,7 @@ class Subject:
         )
 
     def sample(self) -> None:
-        """Sample the private memory, open handles and threads of the engine's process."""
+        """Sample the private memory, open handles and threads of the engine process."""
         proc = Path(f"/proc/{self.engine.pid}")
         status = dict(
             line.split(":", 1) for line in (proc / "status").read_text().splitlines() if ":" in line
@@ -133,7 +133,7 @@ class Subject:
 
 
 def chats(truth: Truth, pick: random.Random) -> Iterator[list[Req]]:
-    """Generate batches of chat turns: prompts that grow, share prefixes and recur."""
+    """Generate batches of chat turns with prompts that grow, share prefixes and recur."""
     known = [random_ids(i, 90 + 13 * i) for i in range(12)]
     while True:
         batch: list[Req] = []
@@ -208,7 +208,7 @@ def run(minutes: float, seed: int, progress: Callable[[str], None]) -> dict[str,
         truth.close()
     growth = subjects[0].growth()
     problems += [f"{name} grew by {by:g}" for name, by in growth.items() if by > MAX_GROWTH[name]]
-    problems += [f"{num_wrong} answers were wrong"] if num_wrong else []
+    problems += [f"{num_wrong} outputs were wrong"] if num_wrong else []
     return {
         "minutes": minutes,
         "seed": seed,
@@ -222,16 +222,16 @@ def run(minutes: float, seed: int, progress: Callable[[str], None]) -> dict[str,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--minutes", type=float, default=30.0, help="how long (default 30)")
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="duration in minutes (default 30)"
+    )
     parser.add_argument(
         "--seed",
         type=int,
         default=int(time.time()),
-        help="of prompts and faults (default: the time)",
+        help="seed for prompts and faults (default: the time)",
     )
-    parser.add_argument(
-        "--json", metavar="FILE", help="also write everything that was counted to FILE"
-    )
+    parser.add_argument("--json", metavar="FILE", help="also write all counts to FILE")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
     with console.status("starting") as status:

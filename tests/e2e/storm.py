@@ -1,9 +1,9 @@
 """Kills and freezes a server at random moments under load: `python -m tests.e2e.storm --rounds 20`.
 
-One real engine runs the same prompts repeatedly, with the default deadline. Prints the time that
-its steps spend in kvloft, with and without faults, and compares every token with vLLM without any
-cache. The exit status is 1 if a token differs, a request fails, or hits do not return. On a busy
-machine, other load dominates the times.
+A real engine runs the same prompts repeatedly, with the default deadline. The script prints the
+time that the engine's steps spend in kvloft, with and without faults, and compares every token with
+vLLM without any cache. The exit status is 1 if a token differs, a request fails, or there are no
+hits after a fault. On a busy machine, other load dominates the times.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def prompts(truth: Truth) -> list[Req]:
 
 @contextlib.contextmanager
 def fault(server: CacheServer, kind: str, after_s: float, lasts_s: float) -> Iterator[None]:
-    """Inject one fault for the duration of the block."""
+    """Inject a fault for the duration of the block."""
 
     def strike() -> None:
         time.sleep(after_s)
@@ -66,7 +66,7 @@ def storm(
 ) -> dict[str, Any]:
     """Inject ``num_faults`` faults at random times, alternating with rounds without faults.
 
-    Return the seconds that each step spent in kvloft, and the problems.
+    Returns the time in seconds that each step spent in kvloft and the problems.
     """
     pick, asked = random.Random(seed), prompts(truth)
     found, hooks_s, problems = 0, dict[str, list[float]](), list[str]()
@@ -78,7 +78,7 @@ def storm(
         hooks_s.setdefault(kind, []).extend(engine.hooks_s())
         right = [truth.tokens(p) for p in asked for _ in range(2)]
         problems += [
-            f"{kind}: a wrong answer"
+            f"{kind}: a wrong output"
             for result, tokens in zip(results, right, strict=True)
             if result.tokens != tokens
         ]
@@ -137,13 +137,14 @@ def row(kind: str, seconds: Sequence[float]) -> tuple[str, ...]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=20, help="faults (default 20)")
+    parser.add_argument("--rounds", type=int, default=20, help="number of faults (default 20)")
     parser.add_argument(
-        "--seed", type=int, default=int(time.time()), help="of their moments (default: the time)"
+        "--seed",
+        type=int,
+        default=int(time.time()),
+        help="seed for the times of the faults (default: the time)",
     )
-    parser.add_argument(
-        "--json", metavar="FILE", help="also write everything that was counted to FILE"
-    )
+    parser.add_argument("--json", metavar="FILE", help="also write all counts to FILE")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
     with console.status("starting") as status:

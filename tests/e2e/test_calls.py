@@ -1,5 +1,5 @@
-"""Tests that calls which cannot change the weights keep the cache (introspection, pauses, sleep),
-and calls which can change them do not.
+"""Tests that calls that cannot change the weights (introspection, pauses, sleep) keep the cache,
+and that calls that can change the weights do not.
 """
 
 from collections.abc import Callable

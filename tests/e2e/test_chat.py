@@ -1,8 +1,7 @@
-"""Defect 2: checks with every kind of scheduling that generated tokens are hits, and not one token
-more.
+"""Tests that generated tokens are hits if they have KV, with every kind of scheduling.
 
-The second turn of a chat is prompt + output + new words. Neither the last sampled token (I7) nor
-rejected draft tokens have KV.
+The second turn of a chat consists of the prompt, the output and new words. Neither the last sampled
+token (I7) nor rejected draft tokens have KV.
 """
 
 from collections.abc import Callable
@@ -31,12 +30,12 @@ WAYS: dict[str, dict[str, Any]] = {
 def two_turns(truth: Truth, engine: Engine, seed: int, num_prompt: int, num_output: int) -> None:
     """Run two turns and check their tokens.
 
-    Turn two must load every full block of turn one that has KV.
+    The second turn must load every full block of the first turn that has KV.
     """
     first = truth.pick(lambda s: Req(random_ids(s, num_prompt), max_tokens=num_output), seed)
     said = engine.ask(first)[0].tokens
     assert said == truth.tokens(first)
-    engine.reset()  # reset the GPU's own prefix cache, if enabled
+    engine.reset()  # reset vLLM's own prefix cache if it is enabled
     history = (first.ids or ()) + said
     second = truth.pick(lambda s: Req(history + random_ids(s, 21), max_tokens=30), seed + 1)
     result = engine.ask(second)[0]
@@ -56,7 +55,7 @@ def test_turn_two_finds_prompt_and_output_of_turn_one(
         settings |= request.getfixturevalue("ngram")
     engine = start(kv_transfer_config=kvloft(), **settings)
     two_turns(truth, engine, 1000, 70, 50)
-    two_turns(truth, engine, 1010, 70, 58)  # 128 tokens; only 127 have KV
+    two_turns(truth, engine, 1010, 70, 58)  # only 127 of the 128 tokens have KV
     two_turns(truth, engine, 1020, 70, 59)
     if way not in ("chunked", "chunked-async"):
         return
@@ -116,7 +115,7 @@ def test_local_and_external_hits_add_up(truth: Truth, start: Callable[..., Engin
     other = Req(random_ids(1401, 18 * BLOCK), max_tokens=4)
     assert engine.ask(other)[0].tokens == truth.tokens(
         other
-    )  # evicts the end of the first prompt from the GPU
+    )  # this prompt evicts the end of the first prompt from the GPU
     again = long.again()
     result = engine.ask(again)[0]
     assert result.tokens == truth.tokens(again)

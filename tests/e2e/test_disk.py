@@ -1,6 +1,7 @@
 """Tests the disk tier with real engines.
 
-A restart finds chunks. Damage, foreign files and kill -9 cause misses, never a wrong token.
+A restarted engine finds its chunks. Damage, foreign files and kill -9 cause misses but never a
+wrong token.
 """
 
 import json
@@ -29,7 +30,7 @@ def ask_all(truth: Truth, engine: Engine) -> int:
 def ask_known(truth: Truth, engine: Engine) -> int:
     """Like `ask_all`, but include tokens on disk that the engine computed.
 
-    On a busy machine, an engine may expect computing to be faster than reading.
+    On a busy machine, an engine may expect that computing is faster than reading.
     """
     slow = "vllm:kvloft_disk_slow_tokens_total"
     num_before = engine.metrics().get(slow, 0)
@@ -79,8 +80,8 @@ def test_a_host_tier_smaller_than_the_working_set_is_refilled_from_disk(
 
 
 def used(data: NDArray[np.uint8]) -> int:
-    """Return the file's bytes up to the last nonzero byte: files are as large as the tier may
-    become.
+    """Return the bytes of a file up to the last nonzero byte, because files have the maximum size
+    of the tier.
     """
     return int(np.flatnonzero(data)[-1]) + 1
 
@@ -100,7 +101,7 @@ def damage_some_frames(folder: Path) -> None:
 
 
 def swap_frames(folder: Path) -> None:
-    """Swap the bytes of all frames, including checksums, so that each holds another chunk."""
+    """Swap the bytes of all frames, including checksums, so that each frame holds another chunk."""
     (frame_bytes,) = json.loads(the_file(folder, "superblock.json").read_text())["frame_sizes"]
     path = the_file(folder, "frames-*.dat")
     data = np.fromfile(path, dtype=np.uint8)
@@ -237,8 +238,8 @@ def test_another_model_finds_nothing_of_this_one(
 def test_weights_replaced_in_a_running_engine_are_neither_served_nor_kept(
     zygote: Zygote, truth: Truth, start: Callable[..., Engine], tmp_path: Path
 ) -> None:
-    """vLLM does not notify connectors of new weights, so the namespace is still that of the first
-    weights.
+    """vLLM does not notify connectors of new weights, so the namespace is still the namespace of
+    the first weights.
     """
     other = tiny.write_model(tmp_path / "other", seed=99)
     others = Truth(lambda: zygote.engine(engine_kwargs(other, num_blocks=200)))

@@ -1,7 +1,7 @@
-"""Tests failed loads: chunks offered to vLLM turn out to be damaged.
+"""Tests failed loads, in which chunks that were offered to vLLM are damaged.
 
-With the policy "recompute" the output is right; with "fail" the request finishes with an error. The
-engine continues in both cases.
+With the policy "recompute", the output is correct. With "fail", the request finishes with an error.
+The engine continues in both cases.
 """
 
 from collections.abc import Callable

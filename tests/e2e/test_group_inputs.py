@@ -38,7 +38,7 @@ def embedded(
 ) -> Req:
     """Return a prompt of random rows, or of alternating rows and tokens.
 
-    It starts with the rows of ``before``.
+    The prompt starts with the rows of ``before``.
     """
     width = place.model.config()["hidden_size"]
 

@@ -1,8 +1,9 @@
 """Stress test of models with multiple KV cache groups, Mamba states and draft models.
 
-Faults occur at random times: little host memory, so that groups are evicted unevenly; salts, a
-failing disk, damaged frames, aborts, resets, restarts and kills. Every output is compared with vLLM
-without any cache; hits are not checked here. KV_STORM_ROUNDS sets the number of rounds.
+Host memory is small, so that groups are evicted unevenly. Requests have salts, and faults occur at
+random times: a failing disk, damaged frames, aborts, resets, restarts and kills. Every output is
+compared with vLLM without any cache. This test does not check hits. KV_STORM_ROUNDS sets the number
+of rounds.
 """
 
 import os
@@ -65,7 +66,7 @@ class Storm:
     def ask(self) -> None:
         """Run some requests with resets in between.
 
-        One request may be aborted; the outputs of all finished requests must be right.
+        One request may be aborted. The outputs of all finished requests must be correct.
         """
         pick, engine = self._pick, self.engine
         chosen = [pick.choice(self._prompts) for _ in range(pick.randrange(2, 8))]
@@ -113,7 +114,7 @@ class Storm:
             self._disk.make_room()
 
     def end(self) -> None:
-        """Check after the faults that everything is released and that a repeated prompt is a
+        """After the faults, check that all resources are released and that a repeated prompt is a
         hit.
         """
         self.heal()
@@ -128,8 +129,8 @@ class Storm:
 
 
 def small(place: Place, pick: random.Random, config: dict[str, Any]) -> dict[str, Any]:  # noqa: F811
-    """Configure few blocks, so that requests are preempted and blocks outside windows are
-    reused.
+    """Configure a small number of blocks, so that requests are preempted and blocks outside windows
+    are reused.
     """
     groups, per_chunk = len(place.model.kinds), max(1, place.model.hit_tokens // 32)
     num_blocks = (20 + 16 * groups * pick.choice([1, 2])) * per_chunk

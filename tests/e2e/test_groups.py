@@ -1,9 +1,9 @@
-"""Tests models with multiple KV cache groups, Mamba states and draft models: outputs must be right
-without a hit and with every kind of hit.
+"""Tests models with multiple KV cache groups, Mamba states and draft models: outputs must be
+correct without a hit and with every kind of hit.
 
-The oracle is exact: the same vLLM without connector, prefix cache and draft model; zoo/test_zoo.py
-shows that it detects any wrong page. A hit must have at least as many tokens as vLLM's own prefix
-cache finds at the same point, minus one unit for alignment.
+The oracle is the same vLLM without a connector, a prefix cache and a draft model. zoo/test_zoo.py
+shows that comparing with it detects any wrong page. A hit must have at least as many tokens as
+vLLM's own prefix cache finds at the same point, minus one unit for alignment.
 """
 
 from collections import Counter
@@ -25,21 +25,21 @@ from .zoo.models import IS_WHOLE, ZOO, Draft, ZooModel, chosen
 from .zoo.test_zoo import needed
 
 REFUSED = {
-    "ngram-mamba2": "kvloft rejects draft tokens with Mamba2: vLLM alone answers some hits wrongly "
-    "(zoo/test_faults.py)",
-    "deepseek-v2": "kvloft rejects latent attention on CPUs without AMX: vLLM computes prompts "
-    "only whole there",
+    "ngram-mamba2": "kvloft rejects draft tokens with Mamba2: plain vLLM is wrong on some "
+    "hits (zoo/test_faults.py)",
+    "deepseek-v2": "kvloft rejects latent attention on CPUs without AMX: vLLM does not split "
+    "prompts there",
 }
-"""Unsupported models and the reason. Remove the row when kvloft supports the model."""
+"""Unsupported models with the reason. Remove a row when kvloft supports the model."""
 VLLM_DIFFERS = {"lfm2": {65}}
 """Prompt lengths for which vLLM's CPU build gives a different output with its own prefix cache,
-even without kvloft: it splits these prompts at token 64.
+even without kvloft, because vLLM splits these prompts at token 64.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One model, its files, and its reference outputs."""
+    """A model with its files and reference outputs."""
 
     model: ZooModel
     folder: Path
@@ -48,7 +48,7 @@ class Place:
     def prompt(
         self, seed: int, num_tokens: int, max_tokens: int = 12, before: tuple[int, ...] = ()
     ) -> Req:
-        """Return a prompt that starts with ``before`` and whose output does not depend on
+        """Return a prompt that starts with ``before`` and has an output that does not depend on
         rounding.
         """
         return self.truth.pick(
@@ -60,7 +60,7 @@ class Place:
 def names() -> list[Any]:
     """Return the chosen models of the zoo.
 
-    Unsupported models run only with the whole zoo and are expected to fail.
+    Unsupported models only run with the whole zoo and are expected to fail.
     """
     waiting = {name: pytest.mark.xfail(strict=False, reason=why) for name, why in REFUSED.items()}
     tried = [name for name in chosen() if IS_WHOLE or name not in waiting]
@@ -191,10 +191,10 @@ def test_another_ending_after_a_cached_prefix_is_right(
 
 
 def test_turn_two_hits_the_tokens_of_turn_one(place: Place, serve: Callable[..., Engine]) -> None:
-    """Turn one decodes beyond the window and past more than one state, so vLLM frees their blocks
-    during the run.
+    """The first turn decodes beyond the window and past more than one state, so vLLM frees their
+    blocks during the run.
     """
-    # By default vLLM retains only the states at a prompt's end and offers no others to connectors.
+    # By default, vLLM only retains the states at the end of a prompt and offers no other states.
     retained = (
         {"prefix_cache_retention_interval": place.model.hit_tokens}
         if "state (align)" in place.model.kinds
@@ -207,8 +207,8 @@ def test_turn_two_hits_the_tokens_of_turn_one(place: Place, serve: Callable[...,
     assert engine.reset()
     second = place.prompt(9601, len(history) + 21, before=history)
     found = ask(place, engine, second)[0]
-    # With such a draft model, a state is saved only if the token after it is already available when
-    # vLLM offers the state; see the next test.
+    # With such a draft model, a state is only saved if the token after the state is already known
+    # when vLLM offers the state (see the next test).
     is_chance = bool(retained) and place.model.drops_a_block
     assert is_chance or found >= least(place, len(history) - 1)
     assert_sound(engine)
@@ -221,8 +221,8 @@ def require_batches(place: Place) -> None:
 
 
 def require_draft_kv(place: Place) -> Draft:
-    """Return the model's draft model that has its own KV; skip models without such a draft
-    model.
+    """Return the draft model, which must have its own KV. Skip models without a draft model of this
+    kind.
     """
     if place.model.draft is None or not place.model.draft.layer:
         pytest.skip("this model has no draft model with its own KV")
@@ -240,7 +240,7 @@ def test_states_at_boundaries_that_accepted_drafts_passed_are_right(
 ) -> None:
     """vLLM moves the state at such a boundary to its block only after sampling.
 
-    It offers few of these states; at least one of the prompts must hit one of them.
+    vLLM offers few of these states. At least one of the prompts must hit such a state.
     """
     require_drafts_with_states(place)
     size = place.model.hit_tokens
@@ -268,7 +268,8 @@ def test_overwriting_a_loaded_state_changes_answers(
 ) -> None:
     """Shows that these tests can fail.
 
-    Each group has a separate engine because kvloft stops when a test changes a worker's memory.
+    Each group has a separate engine, because kvloft stops caching when a test changes the memory of
+    a worker.
     """
     require_drafts_with_states(place)
     prompt = place.prompt(9690, 418)
@@ -292,7 +293,7 @@ def test_overwriting_a_loaded_block_changes_answers_with_blocks_of_two_sizes(
 ) -> None:
     """Damage the first or the last block that kvloft loads in each group.
 
-    The block can be at any position in its chunk; see the test above.
+    The block can be at any position in its chunk (see the test above).
     """
     engine = serve()
     if len({group["block_tokens"] for group in engine.probe("groups")["groups"]}) == 1:
@@ -317,7 +318,7 @@ def test_overwriting_a_loaded_block_changes_answers_with_blocks_of_two_sizes(
 def test_few_blocks_and_many_requests_say_the_truth(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """Covers preemptions and blocks that are reused as soon as possible."""
+    """Covers preemptions and blocks that are reused immediately."""
     require_batches(place)
     groups = len(place.model.kinds)
     engine = serve(
@@ -351,8 +352,8 @@ def test_a_loaded_page_of_the_drafter_that_is_overwritten_is_seen(
 ) -> None:
     """Shows that the test above can fail.
 
-    Damage to a loaded page of the draft model leaves the tokens right, but fewer draft tokens are
-    accepted.
+    If a loaded page of the draft model is damaged, the tokens remain correct, but fewer draft
+    tokens are accepted.
     """
     draft = require_draft_kv(place)
     if place.model.drops_a_block and any(kind.startswith("window") for kind in place.model.kinds):
@@ -384,7 +385,7 @@ def test_aborts_and_resets_under_way_say_the_truth(
 ) -> None:
     """Requests are aborted while they load, wait or run.
 
-    During the other requests, vLLM's cache is reset, and they are recomputed.
+    While the other requests run, vLLM's cache is reset, and the requests are recomputed.
     """
     require_batches(place)
     engine = serve(
@@ -424,8 +425,8 @@ def block_sizes(engine: Engine) -> list[int]:
 
 
 def predicted_hit(place: Place, told: Subscriber, sizes: list[int], prompt: Req) -> int:
-    """Return the number of tokens at the deepest boundary where, according to a router's events,
-    each group has the chunks of a hit.
+    """Return the number of tokens at the deepest boundary for which, according to the events that a
+    router receives, each group has the chunks of a hit.
     """
     unit, kinds = place.model.hit_tokens, list(zip(place.model.kinds, sizes, strict=True))
     names, there = told.names(prompt, set(sizes)), {**told.blocks["CPU"], **told.blocks["STORAGE"]}
@@ -446,7 +447,8 @@ def test_events_contain_the_blocks_of_each_group(
     router: Subscriber,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """Few frames and slots, so that chunks of each group are saved and evicted.
+    """The numbers of frames and slots are small, so that chunks of each group are saved and
+    evicted.
 
     After a restart, chunks on disk are announced when they are looked up.
     """
@@ -467,20 +469,20 @@ def test_events_contain_the_blocks_of_each_group(
         sizes = block_sizes(engine)
         router.join()
         for nth, prompt in ((nth, prompts[nth]) for nth in order):
-            # on disk, where chunks have no tokens
+            # the chunks are on disk, where they have no tokens
             is_of_before = order is again and nth not in seen
             for attempt in range(4):
                 num_cleared = router.num_cleared
                 assert engine.reset()
                 settle(engine)
-                step(engine)  # earlier events are sent again, which may take one more step
+                step(engine)  # earlier events are repeated, which can take one more step
                 until(
                     lambda n=num_cleared: (router.hear(), router.num_cleared > n)[1],
                     "no event for the reset",
                 )  # type: ignore[misc]
                 expected = predicted_hit(place, router, sizes, prompt)
                 found += ask(place, engine, prompt)
-                # On a busy machine, kvloft may expect computing the tokens to be faster than
+                # On a busy machine, kvloft may expect that computing the tokens is faster than
                 # reading them from disk.
                 if is_of_before or expected <= found[-1] or attempt == 3:
                     break
@@ -500,8 +502,8 @@ def test_blocks_have_vllms_hashes_with_every_algorithm(
     router: Subscriber,  # noqa: F811
     is_finer: bool,
 ) -> None:
-    """A vLLM configured to keep everything sends the same fields for each block of each group:
-    size, name, parent, tokens and extra keys.
+    """A vLLM that is configured to keep all blocks sends the same fields for each block of each
+    group: size, name, parent, tokens and extra keys.
     """
     if is_finer and len(place.model.kinds) == 1:
         pytest.skip("this model has one KV cache group: vLLM rejects --prefix-match-unit")

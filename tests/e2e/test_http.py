@@ -23,7 +23,7 @@ NUM_ROWS = 100
 
 
 def encoded(rows: NDArray[np.float32]) -> str:
-    """Encode rows in the API's format: base64 of torch.save."""
+    """Encode rows in the format of the API, which is base64 of torch.save."""
     import torch
 
     buffer = io.BytesIO()
@@ -32,7 +32,7 @@ def encoded(rows: NDArray[np.float32]) -> str:
 
 
 class Serving:
-    """Starts servers with one model and one disk directory, one server at a time."""
+    """Starts servers, one at a time, with the same model and disk directory."""
 
     def __init__(self, zygote: Zygote, model: Path, disk: Path) -> None:
         self._zygote, self.model, self._disk = zygote, model, disk
@@ -93,7 +93,7 @@ def settled(
 ) -> float:
     """Wait until a metric has increased.
 
-    Statistics are sent with engine steps, so each check requests one token.
+    Engines send statistics with their steps, so each check requests one token.
     """
     deadline = time.monotonic() + timeout_s
     while (value := server.metrics().get(name, 0.0)) < at_least and time.monotonic() < deadline:
@@ -191,7 +191,7 @@ def test_bench_serve_with_shared_prefixes_fails_no_request_and_metrics_add_up(
 
 
 def among(*children: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a MultiConnector with these children, in this order."""
+    """Return the configuration of a MultiConnector with the given children in order."""
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
@@ -200,7 +200,7 @@ def among(*children: dict[str, Any]) -> dict[str, Any]:
 
 
 def example(folder: Path) -> dict[str, Any]:
-    """vLLM's ExampleConnector, which needs no GPU. It keeps whole prompts in ``folder``."""
+    """Return the configuration of vLLM's ExampleConnector, which stores prompts in ``folder``."""
     return {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",

@@ -1,7 +1,7 @@
-"""Defect 1: checks that a prefix's key includes everything its KV depends on: embedding rows,
-adapters, salts. Only equal prefixes share KV.
+"""Tests that the key of a prefix includes everything on which its KV depends, such as embedding
+rows, adapters and salts. Only equal prefixes share KV.
 
-Each scenario asserts the exact number of external tokens, and compares the tokens with vLLM without
+Each scenario asserts the exact number of external tokens and compares the tokens with vLLM without
 any cache.
 """
 
@@ -23,14 +23,14 @@ by_block = partial(kvloft)
 
 
 def embeds(seed: int, num_rows: int = NUM_ROWS) -> NDArray[np.float32]:
-    """Return random rows that look like the model's embeddings but belong to no token."""
+    """Return random rows that resemble the model's embeddings but do not belong to any token."""
     rng = np.random.default_rng(seed)
     return (rng.standard_normal((num_rows, tiny.HIDDEN)) * tiny.EMBED_STD).astype(np.float32)
 
 
 def check(truth: Truth, engine: Engine, request: Req, *, num_external: int) -> None:
-    """Run ``request`` alone and check for the right tokens and exactly ``num_external`` tokens from
-    kvloft.
+    """Run ``request`` alone and check that its tokens are correct and that exactly ``num_external``
+    tokens came from kvloft.
     """
     request = request.again()
     result = engine.ask(request)[0]
@@ -100,7 +100,9 @@ def test_mixed_prompts_share_only_equal_positions(
 ) -> None:
     ids, rows, others = random_ids(5, NUM_ROWS), embeds(6), embeds(7)
     position = np.arange(NUM_ROWS)
-    is_token = (position < 40) | (position >= 80)  # rows at 40..79: inside blocks 1 and 2
+    is_token = (position < 40) | (
+        position >= 80
+    )  # the rows at positions 40 to 79 are in blocks 1 and 2
     mask = tuple(bool(m) for m in is_token)
 
     def mixed(tokens: tuple[int, ...], values: NDArray[np.float32]) -> Req:
@@ -155,8 +157,8 @@ def test_salts_separate_equal_token_ids(truth: Truth, start: Callable[..., Engin
 
 
 def patient(engine: Engine) -> Engine:
-    """Wait for an adapter's file check, which can take long on a busy machine; only a checked
-    adapter is shared.
+    """Wait until the files of an adapter are checked, which can take long on a busy machine. Only
+    checked adapters are shared.
     """
     engine.call("_scheduler._adapters._looks.__setattr__", "_timeout_s", 60.0 * PACE)
     return engine

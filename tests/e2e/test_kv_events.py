@@ -1,5 +1,5 @@
-"""Subscribes to a real engine's KV events over ZMQ. Before each prompt, the events must predict how
-many tokens kvloft will offer.
+"""Subscribes to the KV events of a real engine through ZMQ. Before each prompt, the events must
+predict the number of tokens that kvloft offers.
 
 The subscriber reads the wire format, like a router in another language, and uses neither vLLM's nor
 kvloft's classes.
@@ -25,12 +25,12 @@ from .conftest import Truth
 from .test_server import server, shared  # noqa: F401
 
 FRAME_KIB = 32
-"""Larger than a frame of the tiny model with one block, smaller than two such frames."""
+"""Size of about one frame of the tiny model, in KiB: more than one frame, less than two."""
 
 
 class Subscriber:
-    """A router's view of one engine: medium -> (group, block hash) -> the block's other fields from
-    the event.
+    """A router's view of an engine: maps medium -> (group, block hash) -> the other fields of the
+    block's event.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,7 +43,7 @@ class Subscriber:
         self.begin()
 
     def begin(self) -> None:
-        """Forget all blocks: the engine is new, so earlier events are invalid."""
+        """Remove all blocks, because the engine is new and earlier events are invalid."""
         self.blocks: dict[str, dict[tuple[int, int | bytes], dict[str, Any]]] = {
             "GPU": {},
             "CPU": {},
@@ -53,11 +53,11 @@ class Subscriber:
         self._next = 0
 
     def join(self) -> None:
-        """Wait until the started engine serves this subscriber. Earlier events are lost."""
+        """Wait until the engine sends events to this subscriber. Earlier events are lost."""
         assert self._joins.poll(int(10_000 * PACE)), "no publisher"
         self._joins.recv_multipart()
-        # The subscription follows the handshake; nothing reports when the publisher has processed
-        # it.
+        # The subscription follows the handshake, and the publisher does not report when it has
+        # processed the subscription.
         time.sleep(0.2 * PACE)
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class Subscriber:
         return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.endpoint}
 
     def hear(self) -> None:
-        """Receive everything published so far and check that no batch is missing."""
+        """Receive all events published so far and check that no batch is missing."""
         while self._socket.poll(int(300 * PACE)):
             _, number, payload = self._socket.recv_multipart()
             assert int.from_bytes(number, "big") == self._next, "a batch was missed"
@@ -94,7 +94,7 @@ class Subscriber:
             return
         size, parent = event["block_size"], event["parent_block_hash"]
         if medium == "GPU" and len(event["token_ids"]) > size * len(event["block_hashes"]):
-            # For windows that vLLM keeps only in part, it sends the tokens of all blocks without
+            # If vLLM keeps only a part of a window, it sends the tokens of all blocks without
             # naming the cached blocks.
             return
         assert len(event["token_ids"]) == size * len(event["block_hashes"])
@@ -132,7 +132,7 @@ class Subscriber:
             (parent,), found = here, found + BLOCK
 
     def names(self, prompt: Req, sizes: set[int]) -> dict[int, int | bytes | None]:
-        """Return the hashes of the prompt's announced prefixes by their ends.
+        """Return the hashes of the prompt's announced prefixes by end position.
 
         Blocks of all ``sizes`` must have the same hash.
         """
@@ -169,14 +169,15 @@ def settle(engine: Engine) -> None:
 
 
 def step(engine: Engine) -> None:
-    """Run one request to make some steps: vLLM collects events from connectors only in steps."""
+    """Run one request for some steps, because vLLM only collects events in steps."""
     engine.ask(Req(random_ids(1, BLOCK // 2), max_tokens=2))
 
 
 def ask_as_predicted(engine: Engine, router: Subscriber, truth: Truth, prompt: Req) -> int:
-    """Check the prompt's tokens, and check that kvloft offers as many tokens as the events predict.
+    """Check the tokens of the prompt, and check that kvloft offers as many tokens as the events
+    predict.
 
-    Return that number.
+    Returns the number of offered tokens.
     """
     settle(engine)
     router.hear()
@@ -192,7 +193,7 @@ def ask_as_predicted(engine: Engine, router: Subscriber, truth: Truth, prompt: R
 def test_events_predict_each_prompts_hit(
     truth: Truth, start: Callable[..., Engine], router: Subscriber, tmp_path: Path
 ) -> None:
-    """Few frames and few slots, so that chunks are evicted from both tiers.
+    """The numbers of frames and slots are small, so that chunks are evicted from both tiers.
 
     After a restart, chunks on disk are announced when they are looked up.
     """
@@ -234,9 +235,9 @@ def test_an_engine_announces_evictions_by_others_and_the_loss_of_its_server(
     router: Subscriber,
     server: CacheServer,  # noqa: F811
 ) -> None:
-    """Another engine fills memory, the operator clears it, and the server is killed with SIGKILL.
+    """Another engine fills host memory, the operator clears the cache, and the server is killed.
 
-    Chunks on its disk are announced again.
+    Chunks on the server's disk are announced again.
     """
     server.end()
     server.start(host_size=f"{12 * FRAME_KIB}KiB")
@@ -285,7 +286,7 @@ def test_an_engine_announces_evictions_by_others_and_the_loss_of_its_server(
 def test_blocks_have_vllms_hashes(
     start: Callable[..., Engine], router: Subscriber, tmp_path: Path
 ) -> None:
-    """Covers prompts that diverge in the middle of a chunk, a salt, and an adapter.
+    """Covers prompts that diverge in the middle of a chunk, a salt and an adapter.
 
     Embeddings are not announced.
     """

@@ -1,5 +1,5 @@
-"""Tests that everything is released: requests aborted at any moment, resets with and without the
-connector, and idle engines.
+"""Tests that all resources are released after aborts at any time, after resets with and without the
+connector, and in idle engines.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_abort_at_any_step_releases_everything(
     truth: Truth, start: Callable[..., Engine], shape: str
 ) -> None:
-    """Abort one request in each state: queued (step 0), computing its prompt in chunks, saving, and
-    decoding.
+    """Abort one request in each state: while it is queued (step 0), computes its prompt in chunks,
+    saves, and decodes.
     """
     engine = start(
         num_blocks=40, max_num_batched_tokens=64, kv_transfer_config=kvloft(), **SHAPES[shape]
@@ -139,8 +139,8 @@ def test_an_idle_engine_has_settled_its_saves(truth: Truth, start: Callable[...,
 
 
 def test_prefixes_shared_within_one_batch(truth: Truth, start: Callable[..., Engine]) -> None:
-    """Requests that start together save the same chunks at the same time and load them at the same
-    time. Each chunk is stored once, and all tokens are right.
+    """Requests that start together save and load the same chunks at the same time. Each chunk is
+    stored once, and all tokens are correct.
     """
     system = random_ids(5500, 4 * BLOCK)
     requests = truth.clear(

@@ -1,4 +1,4 @@
-"""Tests tenant limits with real engines on one `kvloft serve`: a tenant at its quota evicts only
+"""Tests tenant limits with real engines on one `kvloft serve`: a tenant at its quota only evicts
 its own chunks, and expired chunks are removed.
 """
 
@@ -57,8 +57,8 @@ def test_a_tenant_over_its_quota_takes_nothing_from_another(
     most = full_blocks(PROMPTS[0].num_prompt_tokens) // BLOCK + 2
     quota = most * frame_bytes(server)
     server.end()
-    # The memory only fits the other tenants plus one quota. Without a quota, all tenants would lose
-    # chunks.
+    # The memory only holds the chunks of the other tenants and one quota. Without a quota, all
+    # tenants would lose chunks.
     needed = len(PROMPTS) * most
     limits = {"salt_quota": f"{quota}B", "salt_disk_quota": f"{quota}B"}
     server.serve({"host_size": f"{needed * quota // most}B"} | server.disk | limits)
@@ -112,7 +112,7 @@ def test_expired_chunks_are_computed_again(
 def test_the_store_of_one_engine_has_limits_too(
     truth: Truth, start: Callable[..., Engine], tmp_path: Any
 ) -> None:
-    """A salt has a quota of zero: its requests are always computed."""
+    """The requests of a salt with a quota of zero are always computed."""
     limits = tmp_path / "limits.yaml"
     limits.write_text("- {salt: one, quota: 0}\n")
     extra = {"host_size": "64MiB", "salt_limits": str(limits)}

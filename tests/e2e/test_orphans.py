@@ -1,5 +1,5 @@
-"""Tests a worker that outlives its killed EngineCore and still writes to its frames: no other
-engine uses these frames, and no token is wrong.
+"""Tests workers that outlive their killed EngineCore and still write to its frames. No other engine
+may use these frames, and no token may be wrong.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from . import orphans
 from .client import Zygote
 
 STEP_S = 4.0
-"""Longer than any grace period that a server could use instead of watching its workers."""
+"""Duration of a step, which exceeds any grace period that a server could use instead."""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,9 +1,9 @@
-"""Tests pipeline parallelism: each rank has its own layers and its own shard of every frame. Stages
-may differ in size.
+"""Tests pipeline parallelism, in which each rank has different layers and its own shard of every
+frame. Stages can differ in size.
 
-vLLM's CPU build supports pipeline stages only with a warm-up, which enforce_eager skips ("assert
-self.intermediate_tensors is not None"). The models are therefore compiled, with a compiler that
-does nothing.
+vLLM's CPU build only supports pipeline stages with a warm-up, which enforce_eager skips ("assert
+self.intermediate_tensors is not None"). The models are therefore compiled with a compiler that does
+nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,9 +27,9 @@ STAGES: dict[str, Any] = {
     "enable_prompt_embeds": False,
 }
 MORE_FIRST, MORE_LAST = "2,1", "1,2"
-"""Number of layers in each stage. vLLM gives the scheduler only the first stage's layers."""
+"""Number of layers in each stage. vLLM's scheduler only receives the layers of the first stage."""
 MIXED = ("state", "full", "state", "full")
-"""Layers of a model that has Mamba states and attention in each stage."""
+"""Layers of a model with Mamba states and attention in each stage."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,7 +111,7 @@ def test_a_failed_load_of_one_stage_is_computed_by_all_stages(
 def test_few_blocks_and_many_requests_say_the_truth(
     start: Callable[..., Engine], model: Path, truth: Truth
 ) -> None:
-    """Covers preemptions with as many steps in flight as there are stages."""
+    """Covers preemptions while the number of steps in flight equals the number of stages."""
     requests = [
         truth.pick(lambda s: Req(random_ids(s, 60 + 17 * (s % 7)), max_tokens=40), 7300 + i)
         for i in range(8)
@@ -173,17 +173,17 @@ def test_two_stages_of_two_ranks_each_have_four_parts(
 def test_stages_save_and_load_their_part_of_each_group(
     name: str, layers: str, ranks: int, start: Callable[..., Engine], zygote: Zygote, tmp_path: Path
 ) -> None:
-    """In gemma3, either the first stage has no full-attention layer (3,5), or the last stage has
-    nothing else (7,1).
+    """In gemma3, either the first stage has no full-attention layer (3,5), or the last stage only
+    has a full-attention layer (7,1).
     """
     zoo = ZOO[name]
-    if name == "qwen3-next":  # vLLM requires experts in each stage, and a state in the last
+    if name == "qwen3-next":  # vLLM requires experts in each stage and a state in the last stage
         zoo = replace(
             zoo,
             config=lambda: qwen3_next_config(MIXED) | {"mlp_only_layers": []},
             weights=lambda: qwen3_next_weights(layers=MIXED, all_have_experts=True),
         )
-    elif ranks > 2:  # two ranks per stage, and each has query heads
+    elif ranks > 2:  # each stage has two ranks, and each rank has query heads
         heads = 2 * zoo.config()["num_attention_heads"]
         config = lambda: gemma3_config() | {"num_attention_heads": heads}  # noqa: E731
         zoo = replace(zoo, config=config, weights=lambda: gemma3_weights(num_heads=heads))

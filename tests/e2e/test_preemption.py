@@ -1,8 +1,8 @@
-"""Defect 3: a request that is preempted and resumed reads its own KV, in both of vLLM's formats for
+"""Tests that a preempted and resumed request reads its own KV, with both of vLLM's formats for
 resumed requests.
 
-The block pools here are too small for their requests, so that preemption is certain; the tests
-assert it.
+The block pools are too small for their requests, so preemptions are certain, and the tests assert
+that they occur.
 """
 
 from collections.abc import Callable
@@ -39,8 +39,8 @@ SHORT = {("v1", False), ("v2", False), ("v2-async", True)}
 def test_two_requests_in_seven_blocks(
     truth: Truth, start: Callable[..., Engine], shape: str, caching: bool
 ) -> None:
-    """Request 1 is preempted, request 0 takes its blocks, and request 1 resumes with chunks of
-    kvloft.
+    """Request 1 is preempted, request 0 takes its blocks, and request 1 resumes with chunks that
+    kvloft loads.
     """
     requests = [Req(random_ids(2000 + i, 2 * BLOCK - 2), max_tokens=3 * BLOCK) for i in range(2)]
     engine = start(
@@ -50,15 +50,15 @@ def test_two_requests_in_seven_blocks(
     assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
     assert engine.metrics()["vllm:num_preemptions_total"] > 0
     if not (caching and "async" in shape):
-        # In this case, its blocks are freed immediately and remain in vLLM's own cache, and the
-        # block in flight at the preemption is lost.
+        # In this case, the request's blocks are freed immediately and remain in vLLM's own cache,
+        # and the block in flight at the preemption is lost.
         assert sum(sum(r.resumed) for r in results) >= BLOCK, "nothing was loaded on resume"
 
 
 def shared_prefix_requests(seed: int, count: int = 30) -> list[Req]:
     """Return requests of mixed lengths with three system prompts.
 
-    The largest request fits the pool alone.
+    The pool can hold the largest request if no other request runs.
     """
     rng = np.random.default_rng(seed)
     systems = [random_ids(seed * 10 + i, int(n)) for i, n in enumerate(rng.integers(33, 110, 3))]
@@ -115,8 +115,8 @@ def test_thirty_requests_with_shared_prefixes_on_thirteen_blocks(
 def test_a_crowd_is_preempted_as_rarely_as_without_a_connector(
     truth: Truth, start: Callable[..., Engine], caching: bool
 ) -> None:
-    """Uses async scheduling and vLLM 0.26's rule, which preempts one victim after another while the
-    first victim's blocks are not yet free.
+    """Uses async scheduling and the rule of vLLM 0.26, which preempts further requests while the
+    blocks of the first preempted request are not yet free.
     """
     requests = truth.clear([Req(random_ids(2300 + i, 60 + i), max_tokens=60) for i in range(12)])
     settings: dict[str, Any] = {
@@ -127,7 +127,7 @@ def test_a_crowd_is_preempted_as_rarely_as_without_a_connector(
     preemptions: list[float] = []
     for transfer, deferred in ((None, False), (kvloft(), False), (kvloft(), True)):
         engine = start(**settings, **({"kv_transfer_config": transfer} if transfer else {}))
-        # triggers decisions made at the first request
+        # the first request triggers one-time decisions
         engine.ask(Req(random_ids(2399, 5), max_tokens=1))
         engine.preempt_as_0_26(deferred=deferred)
         results = engine.ask(*[r.again() for r in requests])

@@ -1,5 +1,5 @@
-"""Tests real engines that share one `kvloft serve`: they share chunks, and the death of either side
-causes misses, never a wrong token or a dead engine.
+"""Tests real engines that share one `kvloft serve`. Engines share chunks. If an engine or the
+server dies, there are misses but never a wrong token or a dead engine.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ def server() -> Iterator[CacheServer]:
 
 
 def shared(server: CacheServer, **more: Any) -> dict[str, Any]:
-    """Return the kv_transfer_config of an engine on ``server``.
+    """Return the kv_transfer_config of an engine that uses ``server``.
 
-    The deadline is long because a shared machine meets no short deadline.
+    The deadline is long, because a busy machine cannot meet short deadlines.
     """
     extra = {"server": f"unix:{server.socket}", "server_timeout": f"{10 * PACE}s"} | more
     return {
@@ -57,7 +57,7 @@ def until_full(truth: Truth, engine: Engine) -> None:
 
 
 def has_disk_chunks(server: CacheServer) -> bool:
-    """Return True once an engine is connected and its chunks on disk were found."""
+    """Return True if an engine is connected and the server has found its chunks on disk."""
     spaces = server.namespaces()
     return any(s["engines"] and (s["stats"] or {}).get("disk_used") for s in spaces)
 
@@ -87,7 +87,7 @@ def test_a_server_that_was_stopped_has_everything_on_disk(
     assert server.end(signal.SIGTERM) == 0
     assert ask_all(truth, engine) == 0
     server.start(host_size="32MiB")
-    # Prompts that are sent earlier are computed and saved, and then found in host memory.
+    # Prompts that are sent before reconnecting are computed, saved, and then found in host memory.
     until(lambda: has_disk_chunks(server), "the engine does not reconnect")
     until_full(truth, engine)
     assert engine.metrics()["vllm:kvloft_load_tokens_disk_total"] > 0
@@ -129,7 +129,7 @@ def test_kill_9_of_an_engine_that_saves_leaves_the_other_and_no_reservation(
         os.kill(doomed.pid, signal.SIGKILL)
         assert ask_all(truth, other) <= FULL
         running.join()
-        # frames that the dead engine was writing are quarantined for a while
+        # frames to which the dead engine was writing are quarantined for a while
         until_full(truth, other)
         server.assert_at_rest()
         other.stop()
@@ -295,7 +295,7 @@ def test_two_models_want_more_memory_than_there_is_and_no_token_is_wrong(
         other_truth.pick(lambda seed: Req(random_ids(seed, 200), max_tokens=12), 9000 + nth)
         for nth in range(6)
     ]
-    # This engine's chunks are larger. The first engine determines the size of slabs.
+    # The chunks of this engine are larger. The first engine determines the size of slabs.
     other = start(kv_transfer_config=shared(server), num_blocks=120, model=model)
     one = start(kv_transfer_config=shared(server), num_blocks=120)
     hits = [0, 0]
@@ -328,7 +328,7 @@ def test_reset_empties_the_shared_cache(
 def test_two_ranks_map_the_memory_of_a_restarted_server(
     zygote: Zygote, start: Callable[..., Engine], server: CacheServer, tmp_path: Path
 ) -> None:
-    """With two ranks, workers are separate processes."""
+    """With two ranks, the workers are separate processes."""
     model = tiny.write_model(tmp_path / "model", num_heads=4, num_kv_heads=2)
     truth = Truth(lambda: zygote.engine(engine_kwargs(model)))
     request = truth.pick(lambda s: Req(random_ids(s, 100), max_tokens=20), 7000)

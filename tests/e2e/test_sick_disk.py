@@ -1,8 +1,7 @@
-"""Tests a disk that becomes read-only, freezes or fills up, under a real engine on a real file
-system.
+"""Tests a real engine with a real file system that becomes read-only, freezes or fills up.
 
-Host memory and saves to it keep working, every token is right, the engine can be stopped, and
-earlier chunks on disk stay valid.
+The host tier continues to work, every token is correct, the engine can be stopped, and earlier
+chunks on disk remain valid.
 """
 
 import shutil
@@ -61,7 +60,7 @@ def filled(truth: Truth, start: Callable[..., Engine], folder: Path) -> Engine:
 
 
 def still_works(truth: Truth, engine: Engine) -> None:
-    """Check that prompts in host memory are hits and that saves to host memory work."""
+    """Check that prompts in host memory are hits and that saves to host memory still work."""
     assert ask(truth, engine, OLD) == FULL_HIT
     assert ask(truth, engine, NEW) == 0
     assert ask(truth, engine, NEW) == sum(full_blocks(r.num_prompt_tokens) for r in NEW)
@@ -71,8 +70,8 @@ def still_works(truth: Truth, engine: Engine) -> None:
 def is_there_after(truth: Truth, start: Callable[..., Engine], folder: Path) -> None:
     """Check that a new engine finds earlier chunks on the repaired disk.
 
-    On a busy machine, an engine may compute some chunks instead of waiting for the disk; the next
-    engine then finds them all.
+    On a busy machine, an engine may compute some chunks instead of waiting for the disk. The next
+    engine then finds all chunks.
     """
     for _ in range(NUM_TRIES):
         engine = start(kv_transfer_config=kvloft(folder, disk_size="32MiB"), num_blocks=120)
@@ -107,7 +106,7 @@ def test_a_disk_that_freezes_holds_up_neither_requests_nor_the_stop(
 ) -> None:
     engine = filled(truth, start, disk.path / "cache")
     disk.freeze()
-    # If the stop hangs, the file system is thawed so that the test ends, and the flag is set.
+    # If stopping hangs, the file system is thawed so that the test finishes, and the flag is set.
     rescued = threading.Event()
     rescue = threading.Timer(100.0 * PACE, lambda: (rescued.set(), disk.thaw()))
     rescue.start()

@@ -1,5 +1,5 @@
-"""Tests engines that store their Mamba states with different types or layouts but share a server
-and a disk: they get the same hits as alone.
+"""Tests engines that store their Mamba states with different dtypes or layouts but share a server
+and a disk. They must get the same hits as engines that run alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -85,7 +85,7 @@ def test_engines_with_other_states_find_their_own_on_one_server_and_disk(
     for engine in engines:
         assert_no_damage(engine)
         engine.stop()
-    for expected in ([[0] * len(PROMPTS)] * 2, alone):  # the second time, after a restart
+    for expected in ([[0] * len(PROMPTS)] * 2, alone):  # the second iteration runs after a restart
         for (arguments, env), hits in zip(KINDS[kind], expected, strict=True):
             engine = start(kvloft(tmp_path, kv_groups="all"), env, **arguments)
             assert found(engine) == [hits]

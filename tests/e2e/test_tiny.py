@@ -1,5 +1,5 @@
-"""Tests the test harness: the tiny model's output depends on every block of its prompt, and engines
-can be killed and restarted.
+"""Tests the test harness: the output of the tiny model depends on every block of its prompt, and
+engines can be killed and restarted.
 """
 
 from collections.abc import Callable

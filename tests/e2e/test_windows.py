@@ -1,9 +1,9 @@
-"""Tests sliding windows with full attention (a small random Gemma 3). kvloft supports them because
-vLLM then keeps the KV of every token.
+"""Tests sliding windows in a full-attention group, with a small random Gemma 3. kvloft supports
+this configuration because vLLM keeps the KV of every token.
 
-With a connector that supports only one block table per request, vLLM puts all layers into one
-full-attention group; only the computation uses windows. If vLLM freed a block outside the window, a
-load would restore another block's content.
+With a connector that only supports one block table per request, vLLM puts all layers into one
+full-attention group, and only the computation uses windows. If vLLM freed a block outside the
+window, a load would restore the content of another block.
 """
 
 import json
@@ -22,9 +22,9 @@ from .conftest import Truth
 WINDOW = 40
 LAYERS = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 2
 QK_NORM, BRANCH_NORM = 1.5, 2.0
-"""Gemma's norms multiply by 1 + weight.
+"""Norm weights for Gemma, whose norms multiply by 1 + weight.
 
-These weights give sharp attention, and branches that outweigh the residual.
+With these weights, attention is sharp and branches outweigh the residual.
 """
 PROMPTS = [Req(random_ids(9000 + i, 150 + 23 * i), max_tokens=12) for i in range(6)]
 
@@ -63,7 +63,7 @@ def gemma_config() -> dict[str, object]:
 
 
 def gemma_weights(seed: int = 21) -> dict[str, NDArray[np.float32]]:
-    """Return all tensors by their Hugging Face names, in float32."""
+    """Return all tensors in float32, keyed by their Hugging Face names."""
     rng = np.random.default_rng(seed)
     heads, kv_heads = tiny.NUM_HEADS * tiny.HEAD_DIM, tiny.NUM_KV_HEADS * tiny.HEAD_DIM
 
@@ -125,8 +125,8 @@ def arguments(**more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def gemma_truth(zygote: Zygote, gemma: Path) -> Iterator[Truth]:
-    """Return the outputs without a connector. vLLM then uses its hybrid manager, which reuses
-    blocks outside the window.
+    """Return the outputs without a connector. vLLM then uses its hybrid KV cache manager, which
+    reuses blocks outside the window.
     """
     oracle = Truth(lambda: zygote.engine(engine_kwargs(gemma, **arguments())))
     yield oracle

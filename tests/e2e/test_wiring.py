@@ -1,4 +1,4 @@
-"""Tests how vLLM finds kvloft (by name, by module path, inside MultiConnector), and how invalid
+"""Tests how vLLM finds kvloft (by name, by module path or inside MultiConnector) and how invalid
 settings are reported.
 """
 
@@ -108,7 +108,7 @@ def test_a_bench_can_take_the_connector_away_and_put_it_back(
         assert engine.ask(request.again())[0].tokens == truth.tokens(request)
 
     ask(requests[0])
-    ask(Req(random_ids(6300, 5), max_tokens=2))  # lets saves finish
+    ask(Req(random_ids(6300, 5), max_tokens=2))  # these steps complete the saves
     before = saved_and_loaded()
     assert before == (3, 0)
     running = Req(random_ids(6301, 5), max_tokens=10)
@@ -136,14 +136,14 @@ def test_a_bench_can_take_the_connector_away_and_put_it_back(
 def test_no_step_runs_while_a_connector_is_swapped(
     truth: Truth, start: Callable[..., Engine]
 ) -> None:
-    """Otherwise the report of that step would be lost: its saves would never complete, and vLLM
-    would never free its blocks.
+    """If the connector were detached, the report of the step in flight would be lost. Its saves
+    would never complete, and vLLM would never free its blocks.
     """
     engine = start(kv_transfer_config=kvloft(), num_blocks=100, async_scheduling=True)
     num_free = engine.state()["free_blocks"]
 
     def until_done(request: Req) -> None:
-        """Step like `LLM.generate`, which does not wait for a step in flight."""
+        """Run steps like `LLM.generate`, which does not wait for a step in flight."""
         engine.add(request)
         while request.id not in engine.step(1):
             pass

@@ -1,9 +1,9 @@
-"""Generates a small Llama with random weights, two LoRA adapters for it, and a tokenizer with one
-token per word.
+"""Generates a small Llama with random weights, two LoRA adapters and a tokenizer with one token per
+word.
 
 The weights are scaled so that greedy output depends on the whole prompt through attention. A random
-model at the usual scales keeps repeating its last token, which would hide a wrong KV page;
-test_tiny.py checks the dependence. This module must not import vLLM or kvloft.
+model with the usual scales repeats its last token, which would hide a wrong KV page. test_tiny.py
+checks the dependence on the prompt. This module must not import vLLM or kvloft.
 """
 
 import json
@@ -59,7 +59,7 @@ def config(
 def weights(
     seed: int = SEED, num_heads: int = NUM_HEADS, num_kv_heads: int = NUM_KV_HEADS
 ) -> dict[str, NDArray[np.float32]]:
-    """Return all tensors by their Hugging Face names, in float32."""
+    """Return all tensors in float32, keyed by their Hugging Face names."""
     rng = np.random.default_rng(seed)
 
     def dense(rows: int, cols: int, gain: float = 1.0) -> NDArray[np.float32]:
@@ -90,7 +90,7 @@ def weights(
 def embedding_rows(token_ids: list[int], seed: int = SEED) -> NDArray[np.float32]:
     """Return the embedding rows that the model would look up.
 
-    As a prompt, they give the same result as the token ids.
+    As a prompt, these rows give the same result as the token ids.
     """
     return weights(seed)["model.embed_tokens.weight"][token_ids]
 
@@ -103,7 +103,7 @@ def write_model(
     num_heads: int = NUM_HEADS,
     num_kv_heads: int = NUM_KV_HEADS,
 ) -> Path:
-    """Write config, weights and (for the HTTP tests) a tokenizer to ``folder``, and return it."""
+    """Write config, weights and, for HTTP tests, a tokenizer to ``folder``; return ``folder``."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,9 +124,9 @@ def write_model(
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer in which word ``w17`` is token 17.
+    """Write a tokenizer in which the word ``w17`` is token 17.
 
-    Writing needs no library, only reading does.
+    A library is only needed to read the tokenizer.
     """
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
     special = [

@@ -1,9 +1,10 @@
 """Imports vLLM once, then forks one engine process per connection.
 
-Importing vLLM takes 10-30 s on two cores, building an engine 2 s: with one fork per engine, a test
-can afford a restart. Each connection to the Unix socket is served by one child that speaks
-engine.py's JSON lines. The zygote itself never runs a torch operation, so no thread pool exists
-when it forks. Run as ``python -m <package>.zygote SOCKET PARENT``.
+Importing vLLM takes 10 to 30 s on two cores, while building an engine takes 2 s. With one fork per
+engine, restarts are cheap enough for tests. Each connection to the Unix socket is handled by a
+child process that uses the JSON protocol of engine.py. The zygote itself never runs a torch
+operation, so no thread pool exists when it forks. The command is ``python -m <package>.zygote
+SOCKET PARENT``.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ PRELOAD = (
 
 
 def preload() -> None:
-    """Import the modules of every engine; skip modules missing in this vLLM."""
+    """Import the modules that every engine uses, except modules that this vLLM does not have."""
     import importlib
 
     for name in PRELOAD:
@@ -44,16 +45,16 @@ def preload() -> None:
     for work in (configure_logging, replace_kernels):
         with contextlib.suppress(ImportError, AttributeError):
             work()
-    gc.unfreeze = lambda: None  # an exiting engine unfreezes and traverses all imported objects
+    gc.unfreeze = lambda: None  # an exiting engine would unfreeze and traverse all imported objects
     import vllm.model_executor.models.registry as registry
 
-    # vLLM inspects a model class in a new process (another 20 s of imports); this model is
-    # harmless.
+    # vLLM inspects model classes in a new process (another 20 s of imports). This model does not
+    # need to be inspected separately.
     registry._run_in_subprocess = lambda fn: fn()
 
 
 def configure_logging() -> None:
-    """Configure logging once for all engines; it visits every logger."""
+    """Configure logging once for all engines, because this operation visits every logger."""
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
@@ -61,8 +62,8 @@ def configure_logging() -> None:
 
 
 def replace_kernels() -> None:
-    """Replace the kernels that CPUs lack, once for all workers. vLLM searches every module for
-    them.
+    """Replace the kernels that CPUs lack once for all workers, because vLLM searches every module
+    for these kernels.
     """
     from vllm.platforms import current_platform
 
@@ -85,13 +86,13 @@ def main(path: str, parent: int) -> None:
     end_with(parent)
     preload()
     gc.collect()
-    # The garbage collections of an engine then do not write to these pages, which would copy them.
+    # Garbage collections in an engine then do not write to these pages and so do not copy them.
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{path}.new")
         server.listen(16)
-        os.rename(f"{path}.new", path)  # clients connect once the file exists
+        os.rename(f"{path}.new", path)  # clients connect when the file exists
         while True:
             connection, _ = server.accept()
             if os.fork() == 0:

@@ -1,4 +1,4 @@
-"""Makes the helpers in this directory importable, and reports once why GPU tests are skipped."""
+"""Makes the helpers in this directory importable and reports once why GPU tests are skipped."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "model")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests without a GPU, unless NEED_GPU=1 requires one."""
+    """Skip GPU tests on machines without a GPU. With NEED_GPU=1, the tests fail instead."""
     mine = [item for item in items if item.get_closest_marker("gpu")]
     if not mine or os.environ.get("NEED_GPU") == "1":
         return

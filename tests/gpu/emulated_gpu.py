@@ -1,10 +1,10 @@
-"""A GPU emulated with numpy for the movers' streams, ring and kernels. Commands of different
-streams run in random order.
+"""A GPU emulated with numpy, with the streams, the ring and the kernels of the movers. Commands of
+different streams run in random order.
 
-It replaces `driver` and the compiled kernels, and guarantees exactly as much as CUDA: commands of a
-stream run in order, an event refers to its latest record, and commands not ordered by an event run
-in any order. If a mover is correct here for many seeds, no wait is missing. The tests marked gpu
-check that the real kernels process bytes the same way.
+The emulation replaces `driver` and the compiled kernels, and gives exactly the guarantees of CUDA:
+commands of a stream run in order, an event refers to its latest record, and commands that no event
+orders run in any order. If a mover is correct with many seeds, no wait is missing. The tests marked
+gpu check that the real kernels process bytes in the same way.
 """
 
 import ctypes
@@ -32,18 +32,18 @@ NEVER_WRITTEN = 0xFEED_FACE_DEAD_BEEF
 
 
 class Record:
-    """One record of an event. It is done once its stream has reached it."""
+    """A record of an event. The record is done once its stream has reached it."""
 
     def __init__(self) -> None:
         self.is_done = False
         self.at = 0
-        """Emulated time of the record: the number of commands run on all streams."""
+        """Emulated time of the record: the number of commands that all streams have run."""
 
 
 class Gpu:
-    """Streams, and the order in which their first commands run.
+    """The streams and the order in which their first commands run.
 
-    One lock guards all state, because submitters are threads.
+    One lock protects all state, because submitters are threads.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -54,7 +54,7 @@ class Gpu:
         self.is_broken = False
         self.kept: list[Any] = []
         self.registered: dict[int, int] = {}
-        """Pinned ranges: address -> size in bytes."""
+        """Maps the address of each pinned range to its size in bytes."""
         self.num_run = 0
 
     def check(self) -> None:
@@ -62,7 +62,7 @@ class Gpu:
             raise CudaError("CUDA_ERROR_ILLEGAL_ADDRESS, as the test wanted it")
 
     def check_host(self, address: int, num_bytes: int) -> None:
-        """Check that a copy stays within one registration.
+        """Check that a copy is within one registration.
 
         All other memory is device memory or pageable.
         """
@@ -72,14 +72,14 @@ class Gpu:
                 assert inside, "the driver rejects copies that cross registrations"
 
     def check_registered(self, address: int, num_bytes: int) -> None:
-        """Check that host memory is registered: a kernel that accesses other host memory faults."""
+        """Check that host memory is registered, because kernels fault on any other host memory."""
         ranges = list(self.registered.items())
         assert any(
             begin <= address and address + num_bytes <= begin + size for begin, size in ranges
         ), "a kernel would fault on unregistered memory"
 
     def advance(self, num_commands: int) -> None:
-        """Run up to this many commands that are ready."""
+        """Run at most this number of ready commands."""
         with self.lock:
             for _ in range(num_commands):
                 ready = [s for s in self.streams if s and (s[0][0] is None or s[0][0].is_done)]
@@ -99,7 +99,7 @@ class Gpu:
                 assert self.num_run > before, "the GPU waits for a command that was not enqueued"
 
     def stop_forever(self) -> None:
-        """Emulate a sticky error: enqueued commands never run, and every later call fails."""
+        """Emulate a sticky error, after which enqueued commands never run and every call fails."""
         with self.lock:
             self.is_broken = True
             for stream in self.streams:
@@ -337,7 +337,7 @@ def fake_driver(gpu: Gpu) -> Any:
 
     def host_alloc(num_bytes: int) -> int:
         memory = np.full(-(-num_bytes // 8), NEVER_WRITTEN, np.uint64)
-        # Kept until the test ends: a late write must not hit reused memory.
+        # The memory is kept until the test ends, so that late writes cannot change reused memory.
         gpu.kept.append(memory)
         return memory.ctypes.data
 
@@ -358,7 +358,7 @@ def fake_driver(gpu: Gpu) -> Any:
 
 
 class EmulatedKernels:
-    """Replaces kernels.Kernels without compiling anything."""
+    """Replaces kernels.Kernels without compiling kernels."""
 
     num_sms = 132
 

@@ -26,7 +26,7 @@ from kvloft.transfer.mover import Finished
 POISON = 0xA5
 CACHE = Path("/tmp/kvloft-test-kernels")
 DEVICE = "cuda"
-"""The device of paged KV. emulated_gpu.py changes this and the following names."""
+"""The device of paged KV. emulated_gpu.py replaces this name and the following names."""
 
 
 def make_kernels(layout: PagedLayout, *, encodes: bool = False) -> Kernels:
@@ -41,11 +41,11 @@ class Paged:
 
     buffers: list[torch.Tensor]
     planes: list[tuple[int, int, int, int]]
-    """Each plane is (buffer, offset, block_stride, page_bytes)."""
+    """The planes, each as (buffer, offset, block_stride, page_bytes)."""
     num_blocks: int
     digest: bytes = bytes(range(32))
     are_bf16: Sequence[bool] = ()
-    """True for each plane that contains bfloat16. Empty if no plane does."""
+    """True for each plane that contains bfloat16. Empty if no plane contains bfloat16."""
 
     def layout(self) -> PagedLayout:
         kinds = self.are_bf16 or [False] * len(self.planes)
@@ -70,7 +70,7 @@ class Paged:
     def payload(
         self, blocks: Sequence[int], buffers: list[torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Reference gather: torch slices, page by page."""
+        """The reference gather, which copies torch slices page by page."""
         buffers = buffers or self.buffers
         pages = [
             buffers[i][o + b * s : o + b * s + n] for b in blocks for i, o, s, n in self.planes
@@ -80,7 +80,7 @@ class Paged:
     def place(
         self, buffers: list[torch.Tensor], payload: torch.Tensor, blocks: Sequence[int]
     ) -> None:
-        """Reference scatter, into ``buffers``."""
+        """The reference scatter, which writes to ``buffers``."""
         at = 0
         for b in blocks:
             for i, o, s, n in self.planes:
@@ -93,7 +93,7 @@ class Paged:
 
 
 def per_layer(num_layers: int, num_blocks: int, page: int, offset: int = 0, gap: int = 0) -> Paged:
-    """One tensor per layer. Pages are ``gap`` bytes apart; the first is at ``offset``."""
+    """One tensor per layer. Pages are ``gap`` bytes apart, and the first page is at ``offset``."""
     stride = page + gap
     buffers = [
         torch.empty(offset + num_blocks * stride, dtype=torch.uint8, device=DEVICE)
@@ -103,7 +103,7 @@ def per_layer(num_layers: int, num_blocks: int, page: int, offset: int = 0, gap:
 
 
 def one_buffer(num_layers: int, num_blocks: int, page: int) -> Paged:
-    """All layers in one buffer; the layer is the outermost dimension."""
+    """All layers in one buffer, with the layer as the outermost dimension."""
     buffer = torch.empty(num_layers * num_blocks * page, dtype=torch.uint8, device=DEVICE)
     return Paged(
         [buffer], [(0, i * num_blocks * page, page, page) for i in range(num_layers)], num_blocks
@@ -111,7 +111,7 @@ def one_buffer(num_layers: int, num_blocks: int, page: int) -> Paged:
 
 
 def block_outermost(num_layers: int, num_blocks: int, page: int) -> Paged:
-    """All layers of a block are adjacent; the block is the outermost dimension."""
+    """All layers of a block are adjacent, and the block is the outermost dimension."""
     buffer = torch.empty(num_blocks * num_layers * page, dtype=torch.uint8, device=DEVICE)
     return Paged(
         [buffer], [(0, i * page, num_layers * page, page) for i in range(num_layers)], num_blocks
@@ -126,7 +126,7 @@ def mixed(num_blocks: int, pages: Sequence[int]) -> Paged:
 
 def turned(paged: Paged) -> Paged:
     """The pages of two layers, as a state-space layer can register them: first the second layer,
-    split in two, then the first.
+    which is split in two, and then the first layer.
     """
     first, (buffer, offset, stride, size) = paged.planes
     cut = size // 3
@@ -181,9 +181,9 @@ def make_mover(
 ) -> CudaMover:
     """Return a mover.
 
-    ``blocks_per_chunk`` is for all kinds, or has one value per kind. ``ring`` is the number of
-    staging slots and their size. ``others`` are further kinds of pages, and ``kind_of`` is the kind
-    of each group.
+    ``blocks_per_chunk`` applies to all kinds or contains one value per kind. ``ring`` is the number
+    of staging slots and their size. ``others`` contains further kinds of pages, and ``kind_of``
+    contains the kind of each group.
     """
     layouts = [each.layout() for each in (paged, *others)]
     mover = CudaMover(

@@ -1,7 +1,7 @@
-"""Straightforward reference implementations of the kernels: a tag word by word, a payload page by
-page.
+"""Simple reference implementations of the kernels, which compute tags word by word and payloads
+page by page.
 
-They share no code with the kernels.
+The implementations share no code with the kernels.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Reference model of how copies are split into pieces, tile by tile in Python."""
+"""A reference model in Python that splits copies into pieces tile by tile."""
 
 import numpy as np
 
@@ -18,7 +18,7 @@ def gather(
     paged: dict[int, np.ndarray],
     slot: np.ndarray,
 ) -> None:
-    """Write the tiles of ``piece`` into ``slot``; ``paged[b]`` is the payload of paged block b."""
+    """Write the tiles of ``piece`` into ``slot``. ``paged[b]`` is the payload of paged block b."""
     for _, to, block_id, offset, size in _tiles(piece, shape.block_tiles):
         assert block_id >= 0
         slot[to : to + size] = paged[block_id][offset : offset + size]
@@ -27,7 +27,7 @@ def gather(
 def copy_out(piece: Piece, shape: PieceLimits, slot: np.ndarray, parts: np.ndarray) -> None:
     """Execute the runs of a save.
 
-    ``parts`` is [frames, part_bytes]; row f is this rank's shard of frame f.
+    ``parts`` has the shape [frames, part_bytes]. Row f is this rank's shard of frame f.
     """
     for run in piece.runs:
         assert run.part_offset + run.row_bytes <= parts.shape[1], (

@@ -1,5 +1,5 @@
-"""Tests driver calls through ctypes: arguments that reach the driver, returned errors, and missing
-functions. Needs no GPU.
+"""Tests driver calls through ctypes: the arguments that reach the driver, returned errors, and
+missing functions. The tests do not need a GPU.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ class Library:
         self.said: list[tuple[Any, ...]] = []
         self.lacks: set[str] = set()
         self.writes: dict[str, Any] = {}
-        """Values that a function writes to the address in its first argument."""
+        """The values that a function writes to the address in its first argument."""
         self.copied: list[bytes] = []
 
     def __getitem__(self, name: str) -> Any:
@@ -286,9 +286,10 @@ def test_a_machine_without_a_driver_gets_a_clear_error(monkeypatch: pytest.Monke
 
 
 def test_each_function_has_the_name_of_cuda_12_and_13() -> None:
-    """Compares the names with cuda.h: without ``_v2``, a library returns CUDA 3's version.
+    """Compares the names with cuda.h, because without ``_v2``, a library returns the version of
+    CUDA 3.
 
-    Batch copies deliberately use the 12.8 functions.
+    Batch copies deliberately use the functions of CUDA 12.8.
     """
     header = Path(
         str(

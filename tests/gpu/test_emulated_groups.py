@@ -1,4 +1,4 @@
-"""Runs the tests of multiple KV cache groups on the emulated GPU. Needs no GPU."""
+"""Runs the tests of multiple KV cache groups on the emulated GPU, without a GPU."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -1,5 +1,5 @@
 """Runs the tests of saves and loads on the emulated GPU: layouts, routes, partial loads, ranks,
-pinning and damaged copies. Needs no GPU.
+pinning and damaged copies. The tests do not need a GPU.
 """
 
 import random
@@ -94,7 +94,7 @@ def counting(name: str, original: Callable[..., None], counts: Counter[str]) -> 
 def test_many_short_runs_are_one_command(
     places: list[int], num_commands: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The link is idle between commands.
+    """The link is idle between two commands.
 
     If a store has pairs of adjacent frames, a save must not need one command per frame.
     """
@@ -118,9 +118,9 @@ def test_many_short_runs_are_one_command(
 def test_one_failed_call_is_reported_once_and_nothing_is_written_after(
     seed: int, fails_at: int
 ) -> None:
-    """One driver call fails, at any point and on any thread.
+    """One driver call fails at any point and on any thread.
 
-    By then, reported frames and blocks may have new owners.
+    Reported frames and blocks may already have new owners.
     """
     chance = random.Random(seed)
     with emulated(seed) as gpu, pytest.MonkeyPatch.context() as patch:
@@ -197,9 +197,9 @@ def test_a_load_is_behind_until_its_last_piece_is_sent(
 
 
 def test_after_a_break_loads_say_that_they_failed(gpu: Gpu) -> None:
-    """Otherwise vLLM would be offered the same load again and again.
+    """If the loads were not reported as failed, vLLM would repeatedly be offered the same load.
 
-    One load is in flight and one is queued.
+    One load is in flight, and one load is queued.
     """
     paged = per_layer(2, 23, 37, offset=3, gap=5)
     mover = make_mover(paged, Frames(8, part_bytes_for(paged.block_bytes)), 1)

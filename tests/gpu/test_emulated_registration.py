@@ -1,7 +1,7 @@
-"""Tests saves and loads while host memory is being pinned, on the emulated GPU. Needs no GPU.
+"""Tests saves and loads while host memory is being pinned, on the emulated GPU.
 
-Saves to unpinned frames wait until they are pinned. A save fails only if its blocks are rewritten
-first.
+Saves to unpinned frames wait until the frames are pinned. A save only fails if its blocks are
+rewritten first. The tests do not need a GPU.
 """
 
 import ctypes
@@ -74,8 +74,8 @@ class Rig:
         self.mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies))])
 
     def settled(self) -> tuple[list[int], list[int]]:
-        """Poll until nothing can progress, and return the tickets saved and failed since the last
-        call.
+        """Poll until no copy can progress, and return the tickets that were saved and that failed
+        since the last call.
         """
         saved, failed = [], []
         for _ in range(400):
@@ -140,7 +140,7 @@ def test_only_a_block_that_is_written_again_makes_a_waiting_save_fail(seed: int)
         rewritten = chance.randrange(40)
         num_registered = rig.pins.num_registered_bytes // rig.pins.frame_bytes
         rig.mover.begin_step((BlockId(rewritten),))
-        rig.mover._compute().synchronize()  # the forward pass that rewrites the block may run now
+        rig.mover._compute().synchronize()  # the forward pass that rewrites the block may now run
         for buffer, offset, stride, size in rig.paged.planes:
             rig.paged.buffers[buffer][
                 offset + rewritten * stride : offset + rewritten * stride + size
@@ -173,7 +173,7 @@ def test_saves_to_unregistered_frames_fail_without_waiting(rig: Rig) -> None:
 
 
 def test_draining_does_not_wait_for_pinning(rig: Rig) -> None:
-    """Engine sleep unmaps the blocks."""
+    """A sleeping engine unmaps the blocks."""
     rig.submit(chunks(6))
     done = rig.mover.drain()
     assert done.saved == [] and sorted(done.failed) == [1, 2, 3, 4, 5, 6]
@@ -244,7 +244,7 @@ def test_frames_are_registered_in_order_and_reported(monkeypatch: pytest.MonkeyP
 
 
 def test_memory_stays_on_its_numa_node() -> None:
-    """The first process that places pages decides, for example the server."""
+    """The first process that places pages, for example the server, determines their node."""
     memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     if not _core.prefer_numa_node(begin, 2 * mmap.PAGESIZE, 0):

@@ -1,5 +1,5 @@
 """Runs the tests of Mamba states on the emulated GPU, and tests vLLM's work on states before the
-first hook of a step. Needs no GPU.
+first hook of a step. The tests do not need a GPU.
 """
 
 from collections.abc import Iterator
@@ -33,9 +33,9 @@ test_a_states_frame_is_not_read_as_another_groups = (
 
 
 def test_a_state_that_is_moved_before_the_next_hook_comes_behind_the_gather(gpu: Gpu) -> None:
-    """vLLM moves or copies a running state into a new block before the connector sees the step.
+    """vLLM moves or copies a running state into a new block before the connector receives the step.
 
-    The block's previous owner may have finished, and no step reports the block as rewritten.
+    The previous owner of the block may have finished, and no step reports the block as rewritten.
     """
     rig = Rig("layers outermost", heads_first=True, slot_bytes=6144)
     rig.raw.random_(0, 256)
@@ -43,7 +43,7 @@ def test_a_state_that_is_moved_before_the_next_hook_comes_behind_the_gather(gpu:
     rig.step(saves=rig.batches())
     gpu.compute.enqueue(
         lambda: rig.raw.fill_(0)
-    )  # like the kernels below, launched before `begin_step`
+    )  # like the kernels below, this kernel is launched before `begin_step`
     rig.step()
     assert len(rig.mover.drain().saved) == NUM_BLOCKS
     for group, copies in enumerate(rig.copies):
@@ -58,8 +58,8 @@ def test_a_state_that_is_moved_before_the_next_hook_comes_behind_the_gather(gpu:
 def test_a_loaded_state_is_not_overwritten_by_earlier_work_of_its_step(
     gpu: Gpu,
 ) -> None:
-    """vLLM zeroes a waiting request's new blocks, or copies into them, in the step that starts its
-    load. The load must run last.
+    """In the step that starts the load of a waiting request, vLLM zeroes the request's new blocks
+    or copies data into them. The load must run last.
     """
     rig = Rig("blocks outermost", heads_first=False)
     rig.raw.random_(0, 256)

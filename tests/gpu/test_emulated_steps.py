@@ -1,10 +1,11 @@
 """Property test of CudaMover on the emulated GPU: random steps rewrite, read, save and load,
 compared with a dict of each block's content.
 
-A save stores the content that its block has when the save is requested; later writes must not
-change it. A forward pass reads the bytes written last, even if blocks are loaded in between. A
-damaged frame is reported. One group may have no pages, as on some pipeline stages: only the
-trailers of its frames are written, and no blocks. Needs no GPU.
+A save stores the content that its block has when the save is requested, and later writes must not
+change this content. A forward pass reads the bytes that were written last, even if blocks are
+loaded in between. Damaged frames are reported. A group may have no pages, as on some pipeline
+stages. In this case, only the trailers of its frames are written, and no blocks. The test does not
+need a GPU.
 """
 
 import os
@@ -45,14 +46,14 @@ from kvloft.transfer.mover import Finished
 
 NUM_BLOCKS, NUM_FRAMES, CHUNK = 23, 61, 3
 KIND_OF = (0, 1, 0, 2)
-"""Kind of each group, with multiple groups.
+"""The kind of each group in tests with multiple groups.
 
-The second group has the same pages in a different order, the fourth has none.
+The second group has the same pages in a different order. The fourth group has no pages.
 """
 SIZES = (CHUNK, CHUNK, 7)
 """Number of blocks in a chunk, by kind."""
 FIELDS = ("magic", "key", "layout", "tag", "payload_bytes", "num_blocks", "rank")
-"""The trailer fields that have a meaning."""
+"""The trailer fields that are in use."""
 SHAPES = {
     "chunks share a piece": (37, {"ring": (2, 2 * 4096)}),
     "a chunk takes many pieces": (4099, {"ring": (2, 12 << 10)}),
@@ -67,7 +68,7 @@ def no_pages(paged: Paged) -> Paged:
 
 @dataclass
 class Saved:
-    """A requested save: the expected content of its frame."""
+    """A requested save with the expected content of its frame."""
 
     frame: int
     key: ChunkKey
@@ -76,13 +77,13 @@ class Saved:
     group: int = 0
     is_damaged: bool = False
     before: np.ndarray | None = None
-    """The frame's bytes before the trailer, if the save must not change them."""
+    """The bytes of the frame before the trailer, if the save must not change these bytes."""
 
 
 @dataclass
 class Wanted:
-    """A chunk of a load: the expected content of ``blocks`` once the load is reported, or the fact
-    that it must be reported as bad.
+    """A chunk of a load with the expected content of ``blocks`` after the load is reported, or a
+    mark that the chunk must be reported as bad.
     """
 
     saved: Saved
@@ -133,7 +134,7 @@ class Steps(RuleBasedStateMachine):
     ) -> None:
         """Start the movers.
 
-        ``more_bytes`` are additional shard bytes for another stage's layers.
+        ``more_bytes`` is the number of additional shard bytes for the layers of another stage.
         """
         self.zeroes, self.num_groups = zeroes, num_groups
         self.context = emulated(seed)
@@ -171,7 +172,7 @@ class Steps(RuleBasedStateMachine):
         self.random = np.random.default_rng(seed)
         self.held: dict[int, np.ndarray | None] = dict.fromkeys(
             range(NUM_BLOCKS)
-        )  # None: undefined
+        )  # None if the content is undefined
         self.free = set(range(NUM_FRAMES))
         self.unsaved: dict[int, Saved] = {}
         self.saved: list[Saved] = []
@@ -254,7 +255,7 @@ class Steps(RuleBasedStateMachine):
             for block in wanted.copy.blocks
         }
         mine = random.sample(sorted(set(range(NUM_BLOCKS)) - loading), NUM_BLOCKS - len(loading))
-        loads = self.choose_loads(random, mine, num_loads)  # uses blocks from ``mine``
+        loads = self.choose_loads(random, mine, num_loads)  # the call uses blocks from ``mine``
         written = mine[:num_written]
         read_by_saves = {block for saved in self.unsaved.values() for block in saved.blocks}
         if self.zeroes and not self.gpu.is_broken:
@@ -297,8 +298,8 @@ class Steps(RuleBasedStateMachine):
         )
 
     def seen_by(self, group: int, payload: np.ndarray) -> np.ndarray:
-        """Convert blocks from the first group's layout to this group's layout, or back: the
-        conversion is its own inverse.
+        """Convert blocks between the layouts of the first group and this group. The conversion is
+        its own inverse.
         """
         if not self.kinds[KIND_OF[group]].planes:
             return payload[:0]
@@ -398,7 +399,7 @@ class Steps(RuleBasedStateMachine):
 
     @rule(num_frames=st.integers(1, 40), is_last=st.booleans())
     def memory_is_pinned(self, num_frames: int, is_last: bool) -> None:
-        """Pin more memory. ``is_last`` means that the rest cannot be pinned."""
+        """Pin more memory. With ``is_last``, the remaining memory cannot be pinned."""
         pins, num_bytes = self.pins, num_frames * self.frames.memory.frame_bytes
         if not pins.is_over:
             pins.num_registered_bytes = min(pins.size_bytes, pins.num_registered_bytes + num_bytes)
@@ -432,7 +433,9 @@ class Steps(RuleBasedStateMachine):
             for b in w.copy.blocks
         }
         assert done.bad_blocks <= suspects, "an intact chunk was reported as bad"
-        self.bad_blocks |= done.bad_blocks  # can be reported before their load completes
+        self.bad_blocks |= (
+            done.bad_blocks
+        )  # these blocks can be reported before their load completes
         for result in done.loads:
             chunks = self.loads.pop(result.load_id)
             bad_keys = sorted(key for key, _ in result.bad_keys)

@@ -1,5 +1,5 @@
-"""Tests submitters on the emulated GPU: copies are sent without polling and arrive in the right
-place. Needs no GPU.
+"""Tests submitters on the emulated GPU: copies are sent without polling and arrive in the correct
+place. The tests do not need a GPU.
 """
 
 import os
@@ -91,8 +91,8 @@ def test_submitters_send_copies_without_polls(
 def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise a caller that checks at that moment, such as a bench, sees a copy as done before
-    its last piece has started.
+    """If the piece counted as sent, a caller that checks at that moment, such as a bench, would
+    treat a copy as done before its last piece has started.
     """
     monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 1)
     is_at_last, may_send = threading.Event(), threading.Event()

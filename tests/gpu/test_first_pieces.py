@@ -1,6 +1,6 @@
-"""Tests that the first pieces of a save or load are small when the link is idle, for any request.
+"""Tests that the first pieces of a save or load of any request are small if the link is idle.
 
-Needs no GPU.
+The tests do not need a GPU.
 """
 
 from collections.abc import Iterator
@@ -34,9 +34,9 @@ PER_PIECE, BLOCKS = 6, 120
 
 
 class Rig:
-    """A mover whose first pieces have 2 and 3 chunks and later pieces 6.
+    """A mover whose first pieces have 2 and 3 chunks and whose later pieces have 6 chunks.
 
-    Records the number of chunks of each piece in sending order.
+    The rig records the number of chunks of each piece in the order of sending.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_loads_begin_with_few_chunks_of_any_request(
 ) -> None:
     save(rig.mover, copies_of(range(60), [[block] for block in range(60)]))
     rig.sent()
-    for _ in range(2):  # the second time, the link is idle again
+    for _ in range(2):  # in the second iteration, the link is idle again
         assert rig.submit_loads(*counts) == sizes
         done = rig.mover.drain()
         assert (
@@ -211,7 +211,7 @@ def test_an_impossible_load_fails_no_other_load(rig: Rig) -> None:
 
 
 def test_loads_of_other_steps_do_not_shrink_the_first_piece(rig: Rig) -> None:
-    """Chunks of loads of other steps cannot be in the first piece."""
+    """The first piece cannot contain chunks from loads of other steps."""
     plans = [LoadPlan(ReqId("l"), i, batch_of(copies_of(range(4), [[0]] * 4))) for i in range(2)]
     loads = [Load(plan, 4) for plan in plans]
     rig.mover._loads.waiting.extend(
@@ -281,7 +281,7 @@ def test_a_load_hands_out_each_chunk_once_in_the_order_of_frames(
 def test_the_compute_stream_is_the_one_that_is_current_now(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine may switch streams between steps. A mark in another stream orders nothing (I2)."""
+    """An engine may switch streams between steps. Marks in other streams have no effect (I2)."""
     mover = Rig(monkeypatch).mover
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

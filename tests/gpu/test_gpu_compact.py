@@ -1,6 +1,6 @@
 """Tests frames for compressed chunks and frames for raw chunks in one arena.
 
-Needs a GPU; the same tests run on the emulated GPU.
+These tests need a GPU. The same tests also run on the emulated GPU.
 """
 
 import mmap
@@ -28,8 +28,8 @@ FIRST_LARGE = 1 << 28
 
 
 class TwoSizes:
-    """A mover for an arena with two slabs: the first has compact frames, the second has large
-    frames.
+    """A mover for an arena with two slabs. The first slab has compact frames, and the second slab
+    has large frames.
     """
 
     def __init__(self, paged: Paged, *, encodes: bool = True) -> None:
@@ -111,7 +111,7 @@ def test_a_chunk_that_does_not_compress_is_a_misfit_and_fits_a_large_frame() -> 
 
 
 def test_a_raw_trailer_in_a_compact_frame_is_a_miss() -> None:
-    """A raw payload would end after the frame and, in the last frame, after the arena."""
+    """A raw payload would exceed the frame and, in the last frame, the arena."""
     paged = bf16("pages_of_4k")
     rig = TwoSizes(paged)
     fill(paged, "gaussian")

@@ -32,7 +32,7 @@ from test_gpu_mover import check_load, check_partial_loads, check_unregistered, 
 
 NUM_FAULTS = int(os.environ.get("KV_NUM_FAULTS", "10000"))
 ORACLE_TILES = 300
-"""Number of tiles in a test whose records are compared."""
+"""Number of tiles in a test that compares records."""
 LAYOUTS = {
     "pages_of_4k": lambda: per_layer(5, 29, 4096),
     "pages_of_6k": lambda: one_buffer(3, 31, 6 << 10),
@@ -51,7 +51,7 @@ def some_bf16(paged: Paged, are_bf16: Sequence[bool]) -> Paged:
 
 
 def bf16(name: str) -> Paged:
-    """Return paged KV whose planes are all encoded, unless the layout says otherwise."""
+    """Return paged KV with encoded planes, unless the layout specifies raw planes."""
     paged = LAYOUTS[name]()
     return paged if paged.are_bf16 else some_bf16(paged, [True] * len(paged.planes))
 
@@ -79,8 +79,8 @@ def encoded_frames(paged: Paged, num_frames: int, num_blocks: int, **ranks: int)
 def check_part(
     part: np.ndarray, payload: bytes, tiles: e348.Tiles, encoded_bytes: int, num_tiles: int
 ) -> None:
-    """Check that the shard's records equal the oracle's, have no gaps or overlaps, and decode to
-    ``payload``.
+    """Check that the records of the shard equal the records of the oracle, have no gaps or
+    overlaps, and decode to ``payload``.
     """
     table_bytes = -(-8 * len(tiles) // 16) * 16
     entries = part[: 8 * len(tiles)].view("<u8").tolist()
@@ -107,9 +107,9 @@ def check_part(
 def check_round_trip(
     paged: Paged, sample: str | e348.Words, blocks_per_chunk: int, *, seed: int = 0, **route
 ) -> float:
-    """Save, check and load everything.
+    """Save, check and load all chunks.
 
-    Return the size of the encoded shards as a fraction of the payload.
+    Returns the size of the encoded shards as a fraction of the payload.
     """
     num_frames = paged.num_blocks + 3
     frames = encoded_frames(paged, num_frames, blocks_per_chunk)
@@ -232,7 +232,7 @@ def test_an_encoded_part_is_a_miss_for_raw_readers() -> None:
 
 
 def test_chunks_that_do_not_fit_their_parts_are_not_saved() -> None:
-    """Shards are smaller than a payload, and noise does not compress.
+    """Shards are smaller than a payload, except that noise does not compress.
 
     The bytes after a shard must not change.
     """
@@ -273,7 +273,7 @@ def test_unregistered_frames_are_loaded_but_not_used_by_saves(
     frames = encoded_frames(paged, 20, 1)
     fill(paged, "outliers")
     mover, copies = check_unregistered(paged, frames, monkeypatch, encodes=True)
-    frames.parts[:, :800] = 0xFF  # tables that point past the end
+    frames.parts[:, :800] = 0xFF  # these tables point past the end
     assert len(load(mover, copies).loads[0].bad_keys) == 15
     mover.close()
 

@@ -1,5 +1,5 @@
-"""Damages frames randomly, 10,000 times: the tag (or trailer) check of the load must detect all
-damage.
+"""Damages frames randomly 10,000 times. The check of the tag or the trailer during a load must
+detect all damage.
 """
 
 import os
@@ -20,7 +20,7 @@ KINDS = ("bit", "swap", "stale", "skip", "truncate", "shift", "zero")
 def damage(
     kind: str, part: np.ndarray, old: np.ndarray, pages: int, page: int, rng: random.Random
 ) -> None:
-    """Change the payload in ``part`` like a failure of the given kind.
+    """Change the payload in ``part`` as a failure of the given kind would.
 
     ``old`` is the earlier content of another chunk.
     """
@@ -68,7 +68,7 @@ def test_every_injected_fault_is_caught() -> None:
         hurt = set()
         for i in range(num_chunks):
             if rng.random() < 0.02:
-                continue  # some chunks stay intact, to detect a check that always fails
+                continue  # some chunks remain intact, which detects a check that always fails
             kind = rng.choice(KINDS)
             damage(kind, frames.parts[i], old[i], layers * 2, page, rng)
             if not np.array_equal(frames.parts[i], good[i, 0]):

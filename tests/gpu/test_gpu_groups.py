@@ -33,13 +33,13 @@ from kvloft.transfer.cuda.trailers import TRAILER
 
 pytestmark = pytest.mark.gpu
 GROUPS = (0, 1, 0)
-"""Kind of each group's pages."""
+"""The kind of the pages of each group."""
 BLOCKS = 60
 PAGES = [900, 4096, 5000]
 
 
 def half_block(paged: Paged) -> Paged:
-    """Return a group with fewer layers: only the second layer's pages."""
+    """Return a group that only has the pages of the second layer."""
     return Paged(paged.buffers, paged.planes[1:], paged.num_blocks, digest=bytes(32))
 
 
@@ -55,9 +55,9 @@ OTHERS = {"turned": turned, "half": half_block, "none": no_block}
 
 
 class Rig:
-    """Groups over the same memory, each with a third of the blocks.
+    """Groups that share memory, each with a third of the blocks.
 
-    ``sizes`` is the number of blocks per chunk, by kind.
+    ``sizes`` contains the number of blocks per chunk for each kind.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ def batches_to(copies: list[tuple[ChunkCopy, ...]], targets: list[list[int]]) ->
 def test_groups_may_have_different_numbers_of_blocks_in_a_chunk(
     other: str, sizes: tuple[int, int], slot_bytes: int
 ) -> None:
-    """Each load starts at a different block, as a window starts inside its first chunk."""
+    """Each load starts at a different block, like a window that starts inside its first chunk."""
     rig = Rig(4096, other, sizes=sizes, slot_bytes=slot_bytes)
     rig.paged.randomize(1)
     before = rig.paged.snapshot()
@@ -153,7 +153,7 @@ def test_groups_may_have_different_numbers_of_blocks_in_a_chunk(
 
 
 def test_a_chunk_of_more_blocks_than_its_kinds_frames_hold_is_not_copied() -> None:
-    """Another kind with smaller blocks can have that many blocks per chunk."""
+    """A different kind with smaller blocks can have this number of blocks per chunk."""
     rig = Rig(4096, "half", sizes=(1, 2))
     rig.paged.randomize(1)
     two = copies_of([0], [[1, 2]])
@@ -203,7 +203,7 @@ def test_bytes_of_every_group_come_back(page: int, other: str) -> None:
 
 
 def test_a_block_is_not_loaded_into_for_one_group_before_it_was_saved_for_another() -> None:
-    """The gather of the save is queued when the load starts, and the block's old owner has
+    """The gather of the save is queued when the load starts. The old owner of the block has
     finished, so no step reports the block as rewritten.
     """
     rig = Rig(4096, "turned", slot_bytes=3 * 12288)
@@ -250,7 +250,7 @@ def test_an_error_in_one_group_is_reported_and_others_are_loaded() -> None:
     "field", ["magic", "key", "layout", "tag", "payload_bytes", "num_blocks", "rank"]
 )
 def test_a_damaged_trailer_of_a_group_without_pages_is_reported(field: str) -> None:
-    """The trailer is the only content of such a frame: only the trailer can reveal the wrong
+    """The trailer is the only content of such a frame, so only the trailer can reveal the wrong
     chunk.
     """
     rig = Rig(4096, "none")

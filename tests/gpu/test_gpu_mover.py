@@ -56,7 +56,7 @@ ROUTES = {
 def random_chunks(
     paged: Paged, blocks_per_chunk: int, num_frames: int, seed: int
 ) -> tuple[list[int], list[list[int]]]:
-    """Return some frames, and blocks for each of them, all different."""
+    """Return some frames and different blocks for each frame."""
     rng = random.Random(seed)
     blocks = rng.sample(range(paged.num_blocks), paged.num_blocks)
     chunks = []
@@ -98,7 +98,7 @@ def test_round_trip_is_bitwise(layout: str, route: str, blocks_per_chunk: int) -
 
 
 def check_load(paged: Paged, mover, copies, saved: list[torch.Tensor], seed: int) -> None:
-    """Load everything into other blocks of poisoned KV. All other bytes must stay poison."""
+    """Load all chunks into other blocks of poisoned KV. All other bytes must remain poisoned."""
     paged.poison()
     target = random.Random(seed + 100).sample(range(paged.num_blocks), paged.num_blocks)
     want = paged.snapshot()
@@ -115,9 +115,9 @@ def check_load(paged: Paged, mover, copies, saved: list[torch.Tensor], seed: int
 
 
 def check_partial_loads(paged: Paged, mover) -> None:
-    """Save four chunks of seven blocks and load some blocks of each.
+    """Save four chunks of seven blocks and load some blocks of each chunk.
 
-    All other bytes must stay poison.
+    All other bytes must remain poisoned.
     """
     saved = paged.snapshot()
     copies = copies_of([4, 1, 2, 5], [list(range(7 * i, 7 * i + 7)) for i in range(4)])
@@ -168,9 +168,7 @@ def test_ranks_stay_in_their_part(rank: int) -> None:
 
 
 def test_save_reads_after_the_forward_and_before_the_next_writer() -> None:
-    """The compute stream is kept busy, so that a gather or a writer that does not wait is
-    detected.
-    """
+    """The compute stream is busy, so the test detects a gather or a writer that does not wait."""
     paged = block_outermost(4, 64, 64 << 10)
     frames = Frames(64, part_bytes_for(paged.block_bytes))
     mover = make_mover(paged, frames, 1, ring=(2, 256 << 10))
@@ -216,7 +214,7 @@ def test_load_writes_after_the_last_reader() -> None:
 
 
 def test_loads_follow_saves_of_the_same_blocks() -> None:
-    """A block is saved for one owner and loaded for the next, without a host wait in between."""
+    """A block is saved for one owner and loaded for the next owner, without a wait on the host."""
     paged = block_outermost(2, 64, 256 << 10)
     frames = Frames(128, part_bytes_for(paged.block_bytes))
     mover = make_mover(paged, frames, 1, ring=(2, 1 << 20))
@@ -241,7 +239,7 @@ def test_loads_follow_saves_of_the_same_blocks() -> None:
 
 
 class NothingPinned:
-    """A memory range in which nothing is registered."""
+    """A memory range without registered memory."""
 
     is_complete = is_over = False
     num_registered_bytes = 0
@@ -257,9 +255,9 @@ class NothingPinned:
 def check_unregistered(
     paged: Paged, frames: Frames, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> tuple[Any, tuple[ChunkCopy, ...]]:
-    """Check that unregistered frames can be loaded but not saved to.
+    """Check that chunks can be loaded from unregistered frames but not saved to them.
 
-    Return their mover and the chunks in them.
+    Returns the mover and the chunks in these frames.
     """
     before = paged.snapshot()
     copies = copies_of(random.Random(4).sample(range(20), 15), [[block] for block in range(15)])

@@ -1,4 +1,4 @@
-"""Tests the order of an engine's work, saves and loads on a GPU with submitters: random steps are
+"""Tests the order of an engine's work, saves and loads on a GPU with submitters. Random steps are
 compared with torch clones.
 """
 
@@ -25,7 +25,7 @@ RING = (2, 1 << 20)
 BLOCKS = 64
 DEADLINE_S = 30.0
 LONG_CYCLES = 4_000_000_000
-"""Number of cycles that take about two seconds on the GPU."""
+"""Number of GPU cycles in about two seconds."""
 
 
 def rig() -> tuple[Paged, Frames, CudaMover]:
@@ -64,7 +64,7 @@ def test_submitters_send_everything_by_themselves() -> None:
 
 @pytest.mark.parametrize("verb", ["save", "load"])
 def test_few_bytes_are_on_the_gpu_at_a_time(verb: str) -> None:
-    """The engine's own copies queue behind bytes on the GPU."""
+    """The engine's own copies wait behind bytes that are queued on the GPU."""
     paged, _, mover = rig()
     copies = copies_of(range(BLOCKS), [[block] for block in range(BLOCKS)])
     paged.randomize(1)
@@ -90,8 +90,8 @@ def test_few_bytes_are_on_the_gpu_at_a_time(verb: str) -> None:
 
 @pytest.mark.parametrize("is_submitted", ["before", "after"])
 def test_a_load_waits_neither_for_its_steps_forward_nor_for_a_later_one(is_submitted: str) -> None:
-    """vLLM up to 0.29 submits loads before the forward pass of their step, vLLM 0.30 and newer
-    after it.
+    """vLLM up to 0.29 submits loads before the forward pass of their step. vLLM 0.30 and newer
+    submit loads after it.
     """
     paged, _, mover = rig()
     paged.randomize(1)
@@ -157,7 +157,7 @@ class Engine:
     def step(self, number: int) -> None:
         """Run one forward pass that rewrites blocks while older copies are in flight.
 
-        Loads use other blocks.
+        Loads use different blocks.
         """
         rng = self.rng
         held = {copy.blocks[0] for copies in self.loading.values() for copy in copies}

@@ -26,7 +26,7 @@ from kvloft.transfer.layout import PagedLayout, read_layout
 
 pytestmark = pytest.mark.gpu
 NUM_BLOCKS, NUM_SLOTS = 37, 2
-"""Numbers of blocks, and of slots (one per layer of a group).
+"""The numbers of blocks and of slots (one slot per layer of a group).
 
 Groups share the slots, because a block belongs to one group at a time.
 """
@@ -38,7 +38,7 @@ STRIDES = {
     "layers outermost": (NUM_BLOCKS * PAGE, PAGE),
     "blocks outermost": (PAGE, NUM_SLOTS * PAGE),
 }
-"""Strides of a slot and of a block, as in vLLM's layouts L... and BL...; inside a page, heads or
+"""Strides of a slot and of a block, as in vLLM's layouts L... and BL... Inside a page, heads or
 tokens come first.
 """
 KINDS = ("full", "bytes", "tensors")
@@ -49,8 +49,8 @@ Views = list[torch.Tensor]
 def views_of(
     memory: torch.Tensor, kind: str, strides: tuple[int, int], *, heads_first: bool
 ) -> dict[str, torch.Tensor | Views]:
-    """Return each layer's tensors over ``memory`` as an engine registers them: a state is one byte
-    tensor, or one tensor per part.
+    """Return the tensors of each layer in ``memory`` as an engine registers them. A state is one
+    byte tensor or one tensor per part.
     """
     of_slot, of_block = strides
     found: dict[str, torch.Tensor | Views] = {}
@@ -80,7 +80,7 @@ def views_of(
 
 
 class Rig:
-    """Full attention and states over the same memory. Each group has some of the blocks."""
+    """Full attention and states in shared memory. Each group has some of the blocks."""
 
     def __init__(self, layout: str, *, heads_first: bool, slot_bytes: int = 1 << 16) -> None:
         self.memory = torch.empty(
@@ -114,7 +114,7 @@ class Rig:
         ]
 
     def used(self, group: int, block: int) -> list[slice]:
-        """Return where a group's bytes are in a block, without the padding after a state."""
+        """Return the location of a group's bytes in a block, without the padding after a state."""
         num_bytes = PAGE if GROUPS[group] == "full" else prod(CONV) * 2 + prod(SSM) * 4
         begins = [slot * self.of_slot + block * self.of_block for slot in range(NUM_SLOTS)]
         return [slice(begin, begin + num_bytes) for begin in begins]
@@ -141,8 +141,8 @@ class Rig:
 def rig(request: pytest.FixtureRequest) -> Rig:
     """Return a rig.
 
-    With large slots, a piece contains multiple chunks; with small slots, each chunk needs its own
-    piece.
+    With large slots, a piece contains multiple chunks. With small slots, each chunk needs a
+    separate piece.
     """
     layout, heads_first, slot_bytes = request.param
     return Rig(layout, heads_first=heads_first, slot_bytes=slot_bytes)
@@ -196,7 +196,7 @@ def test_states_and_attention_come_back_and_padding_stays_as_it_was(rig: Rig) ->
 def test_a_states_frame_is_not_read_as_another_groups(rig: Rig) -> None:
     """The keys of the groups differ.
 
-    Even with equal keys, the layouts differ: each load is a miss.
+    Even with equal keys, the layouts differ, so each load is a miss.
     """
     rig.raw.random_(0, 256)
     rig.step(saves=rig.batches())

@@ -1,5 +1,5 @@
-"""Tests the order of saves and loads on the GPU with lanes whose pieces complete when the test says
-so. Needs no GPU.
+"""Tests the order of saves and loads on the GPU with lanes whose pieces complete when the test
+decides. The tests do not need a GPU.
 """
 
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ from kvloft.transfer.frames import FrameMemory
 NUM_BLOCKS, NUM_FRAMES, PART, BLOCK_BYTES, CHUNKS_A_SLOT = 40, 4000, 4096, 3800, 3
 NUM_SLOTS = 2
 LOADED = 64
-"""Number of sealed frames, which are used for loads."""
+"""Number of sealed frames, which loads use."""
 
 
 class Clock:
-    """Records the commands enqueued on the GPU, in order: the compute stream's marks and waits, and
-    the pieces of both lanes.
+    """Records the commands that are enqueued on the GPU, in order: the marks and waits of the
+    compute stream, and the pieces of both lanes.
     """
 
     def __init__(self) -> None:
@@ -52,13 +52,13 @@ class Clock:
 
 @dataclass
 class Gathered:
-    """The event recorded after a gather."""
+    """The event that is recorded after a gather."""
 
     number: int
 
 
 class Stream:
-    """A stream of a lane, with the events for which it waits."""
+    """A stream of a lane with the events for which the stream waits."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -71,7 +71,7 @@ class Stream:
 
 
 class Lane:
-    """A lane whose pieces are done after `finish`.
+    """A lane whose pieces are done after a call of `finish`.
 
     The tag of a chunk is the number of its frame.
     """
@@ -231,7 +231,7 @@ class Queues(RuleBasedStateMachine):
         num_forwards = sum(entry[0] == "forward" for entry in self.clock.log)
         forward_is_first = (
             seed.random() < 0.5
-        )  # vLLM up to 0.29 submits loads before the forward pass, 0.30 and newer after it
+        )  # vLLM up to 0.29 submits loads before the forward pass, newer releases after it
         if forward_is_first:
             self.clock.log.append(("forward",))
         if num_loads:
@@ -308,8 +308,9 @@ class Queues(RuleBasedStateMachine):
         return {int(frame) for _, frames in self.mover.save_lane.pieces for frame in frames}  # type: ignore[attr-defined]
 
     def check_order(self) -> None:
-        """Check that a save's kernel starts after the forward pass that wrote its blocks but does
-        not wait for later ones, and a load's kernel starts after the work that precedes its step.
+        """Check that the kernel of a save starts after the forward pass that wrote its blocks but
+        does not wait for later forward passes, and that the kernel of a load starts after the work
+        that precedes its step.
         """
         forwards = [i for i, entry in enumerate(self.clock.log) if entry[0] == "forward"]
         after: dict[Any, int] = {}

@@ -1,5 +1,5 @@
-"""Compares how chunk copies are split into pieces with a tile-by-tile model: every byte is copied
-once and to the right place.
+"""Compares the split of chunk copies into pieces with a tile-by-tile model: every byte is copied
+exactly once and to the correct place.
 """
 
 import numpy as np
@@ -64,7 +64,7 @@ def cases(draw: st.DrawFn):
 def test_chunks_without_pages_are_in_pieces_too(blocks_per_chunk: int, slot_bytes: int) -> None:
     """Without a piece, a load would never complete.
 
-    No bytes are moved for these chunks here, however large they are on other ranks.
+    This rank moves no bytes for these chunks, regardless of their size on other ranks.
     """
     shape = PieceLimits(tiles_of([]), slot_bytes, 8192, blocks_per_chunk, 1000)
     copies = [
@@ -144,7 +144,7 @@ def test_a_slot_smaller_than_a_tile_is_refused() -> None:
 
 
 def test_segments_that_pieces_share_cannot_be_changed() -> None:
-    """A launch that already has the segments does not write them again."""
+    """A launch that already has the segments does not write the segments again."""
     shape = PieceLimits(tiles_of([4096]), 1 << 20, 8192, 1, 1000)
     with pytest.raises(ValueError, match="read-only"):
         shape.full_segments["base"][0] = 1

@@ -1,4 +1,4 @@
-"""Checks that each frame, of any size, is inside one piece of registered memory. Needs no GPU."""
+"""Checks without a GPU that each frame, of any size, is inside one piece of registered memory."""
 
 import pytest
 from hypothesis import given

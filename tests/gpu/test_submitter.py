@@ -1,5 +1,5 @@
-"""Tests the submitter thread alone: it sends once the awaited event has completed, sleeps while
-nothing is queued, and exits. Needs no GPU.
+"""Tests the submitter thread alone. The thread sends a copy after the awaited event has completed,
+sleeps while no copy is queued, and exits. The tests do not need a GPU.
 """
 
 import os
@@ -13,11 +13,11 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.submitter import Submitter
 
 WAIT_S = 20.0 * float(os.environ.get("TEST_PACE", "1"))
-"""Timeout for an expected event."""
+"""Timeout for an expected event, in seconds."""
 
 
 class Lane:
-    """Counts queued, sent and completed copies; a test sets its events."""
+    """Counts queued, sent and completed copies. The test sets the events."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

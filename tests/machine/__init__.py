@@ -1,3 +1,3 @@
-"""The correctness machine: vLLM's real schedulers and both real sides of kvloft, with symbols as
-KV, and the oracles that check them.
+"""The correctness machine: vLLM's real schedulers and both real sides of kvloft run with symbols
+instead of KV, and oracles check their behavior.
 """

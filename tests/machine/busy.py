@@ -1,8 +1,8 @@
-"""The correctness machine with mostly hits: earlier prompts are requested again, unchanged,
-truncated, or with another turn.
+"""A form of the correctness machine in which most requests are hits: earlier prompts are sent
+again, either unchanged, truncated, or with another turn.
 
-All rules of `ServedMachine` apply too, with shapes of the same kinds. This module only adds the
-rules for repeated requests and their data; it produces most of the hits in the long run.
+The rules and shapes of `ServedMachine` also apply. This module only adds the rules for repeated
+requests and their data. In long runs, it produces most of the hits.
 """
 
 from collections import Counter
@@ -24,15 +24,17 @@ again = {
     "max_tokens": st.sampled_from([1, 1, 2, 5, 12]),
     "ahead": st.integers(0, 8),
 }
-"""Arguments of a rule that repeats ``count`` earlier requests, starting at the ``first``-last.
+"""Arguments of a rule that repeats ``count`` earlier requests, starting at the ``first``-last
+request.
 
-``cut`` removes this many tokens, one more per request, up to ten.
+``cut`` is the number of tokens to remove from the first request. Each later request loses one more
+token, up to ten.
 """
 
 
 @st.composite
 def busy_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
-    """Draw shapes of supported models; some of them run many requests in one step."""
+    """Draw shapes of supported models. Some shapes run many requests in one step."""
     shape = draw(served_groups(names))
     return replace(
         shape,
@@ -42,7 +44,7 @@ def busy_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
 
 
 class BusyMachine(ServedMachine):
-    """The machine with repeated requests; see the module."""
+    """The machine with repeated requests (see the module's docstring)."""
 
     shapes_of = staticmethod(busy_groups)
     shapes = busy_groups()
@@ -51,7 +53,7 @@ class BusyMachine(ServedMachine):
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[Spec] = []
-        """Requests of all engines on one disk."""
+        """The requests of all engines that use one disk."""
 
     def _ask(self, spec: Spec) -> None:
         self.asked.append(spec)
@@ -69,9 +71,9 @@ class BusyMachine(ServedMachine):
     @precondition(lambda self: self.engine)
     @rule(**again, patience=st.integers(0, 40))
     def forget_and_ask_again(self, patience: int, **how: Any) -> None:
-        """Clear vLLM's own cache, in an idle engine or under running requests.
+        """Clear vLLM's own cache, either in an idle engine or while requests run.
 
-        The running requests then hit, too.
+        The running requests then also have hits.
         """
         while patience and self.engine.unfinished:
             self._run(1)
@@ -82,8 +84,8 @@ class BusyMachine(ServedMachine):
     def _changed(self, spec: Spec, nth: int, cut: int, is_next_turn: bool, max_tokens: int) -> Spec:
         """Return a changed request.
 
-        The next turn contains the output, or its beginning. Embeddings and sessions are unchanged;
-        media items stay complete.
+        The next turn contains the output or the beginning of the output. Embeddings and sessions
+        are not changed, and media items are never truncated.
         """
         if spec.embeds is not None or spec.turns:
             return spec
@@ -102,7 +104,7 @@ class BusyMachine(ServedMachine):
 
 
 def busy(name: str) -> type[Machine]:
-    """Return the machine for one kind of group set, with its own counters."""
+    """Return the machine for one kind of group set, with separate counters."""
     return type("BusyMachine", (BusyMachine,), {"shapes": busy_groups((name,)), "seen": Counter()})
 
 

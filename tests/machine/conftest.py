@@ -1,8 +1,8 @@
-"""Runs a bounded form of the correctness machine if vLLM is installed; `make model-check` runs all
-of it.
+"""Runs a short form of the correctness machine if vLLM is installed; `make model-check` runs the
+full form.
 
-The tests run only if they are selected by name: they import vLLM's whole scheduler, and other tests
-would inherit its logging and environment. The import below must precede any other import of vLLM,
+The tests only run if they are selected by name, because they import vLLM's scheduler, which changes
+logging and the environment for other tests. The import below must precede any other import of vLLM,
 because some releases fail otherwise.
 """
 

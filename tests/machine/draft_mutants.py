@@ -1,4 +1,4 @@
-"""Bugs with a draft model that has its own KV. Each is injected into kvloft by one patch."""
+"""Bugs with draft models that have their own KV. Each bug is injected into kvloft by one patch."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ def mutant(bug: str, says: str) -> Any:
 
 
 @mutant(
-    "vLLM #46971, #55503: the draft model's last block of a hit is kept for any next token",
+    "vLLM #46971, #55503: a hit keeps the draft model's last block for any next token",
     "one key, two prefixes|another prefix's chunk|does not hold its key's KV|known \\(I7\\)",
 )
 def last_block_of_a_drafter_is_kept(mp: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def rejected_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
     drafts: dict[str, list[int]] = {}
 
     def drafted(original: Any, self: Any) -> Any:
-        """Bypass `confirmed_tokens`, which detects tokens that are rolled back."""
+        """Bypass `confirmed_tokens`, which detects rolled-back tokens."""
         return [*original(self), *(token for token in drafts.get(self.req_id, ()) if token >= 0)]
 
     def view(original: Any, output: Any, *more: Any) -> Any:
@@ -87,7 +87,7 @@ def steps_without_the_drafter_are_saved(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "the longest request of a step decides about the draft model, and new requests are ignored",
+    "the longest request of a step determines if the draft model runs; new requests are ignored",
     "does not hold its key's KV",
 )
 def new_requests_do_not_count_as_the_longest(mp: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def new_requests_do_not_count_as_the_longest(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "DFlash needs one token more than other draft models, and runs in one step fewer",
+    "DFlash needs one more token than other draft models, and so skips one more step",
     "does not hold its key's KV",
 )
 def drafters_limit_is_two_tokens_too_long(mp: pytest.MonkeyPatch) -> None:

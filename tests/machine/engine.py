@@ -1,9 +1,10 @@
-"""The correctness machine's engine: vLLM's real Scheduler or AsyncScheduler and KV cache manager,
-kvloft's real connector in both roles on its real store, and workers with memory of symbols.
+"""The engine of the correctness machine: vLLM's real Scheduler or AsyncScheduler and KV cache
+manager, kvloft's real connector in both roles with a real store, and workers whose memory holds
+symbols.
 
-Behaves like vLLM's engine core, with synchronous steps or two batches in flight. All messages to
-and from a worker are pickled, as between processes. After each step the ledger must have no breach;
-`assert_at_rest` checks that everything was released.
+The engine behaves like vLLM's engine core, with synchronous steps or two batches in flight. All
+messages to and from workers are pickled, as between processes. After each step, the ledger must not
+contain a breach. `assert_at_rest` checks that everything was released.
 """
 
 import pickle
@@ -58,14 +59,14 @@ class Outcome:
     reason: str | None = None
     turns: int = 0
     has_lost_blocks: bool = False
-    """True if the request was preempted with its last step in flight: the tokens of the previous
-    step arrived too late for a save.
+    """True if the request was preempted while its last step was in flight, so that the tokens of
+    the previous step arrived too late for a save.
     """
 
 
 @contextmanager
 def all_is_tried() -> Iterator[None]:
-    """Enable configurations that kvloft rejects because they were never tested with a model."""
+    """Enable configurations that kvloft rejects because they have not been tested with a model."""
     refused = ("_of_drafts_with_states", "_of_drafts_with_block_sizes")
     with pytest.MonkeyPatch.context() as patch:
         for name in refused:
@@ -74,10 +75,10 @@ def all_is_tried() -> Iterator[None]:
 
 
 class Engine:
-    """The engine; see the module.
+    """The engine (see the module's docstring).
 
-    ``model`` is a directory with a config.json, ``disk`` is a directory for the disk tier, and
-    ``ledger`` is the ledger of the previous engine.
+    ``model`` is a directory that contains config.json, ``disk`` is the directory of the disk tier,
+    and ``ledger`` is the ledger of the previous engine.
     """
 
     store_type: ClassVar[type[SteadyStore]] = SteadyStore
@@ -95,20 +96,20 @@ class Engine:
         self.trouble = Trouble(random.Random(seed))
         self.now, self.step_s = 0.0, 0.05
         self.is_broken = False
-        """True once a step has found a breach; the engine is not used after that."""
+        """True after a step has found a breach. The engine must not be used after that."""
         self.specs: dict[str, Spec] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.admissions: list[tuple[str, int, bool]] = []
-        """In vLLM's order: the request, the number of tokens to load, and whether the request had
-        been preempted.
+        """Loads in vLLM's order: the request, the number of tokens to load, and True if the request
+        had been preempted.
         """
         self.num_steps = self.num_scheduled = self.num_preempted = self.num_loaded = (
             self.num_hits
         ) = self.num_mixed_hits = 0
         self._hoped: dict[str, tuple[int, int]] = {}
-        """First token and number of tokens of loads whose requests have not run since.
+        """The first token and the number of tokens of loads whose requests have not run since.
 
-        A load becomes a hit once its content was loaded.
+        A load is counted as a hit after its content was loaded.
         """
         self._config, self._kv_config = (
             vllm_config(model, shape, disk, self.ledger.namespace),
@@ -123,9 +124,9 @@ class Engine:
             self.workers = [self._make_worker(rank, seed) for rank in range(shape.num_ranks)]
         self._flying: deque[tuple[Any, Any]] = deque()
         self._reports: defaultdict[int, list[tuple[int, Any]]] = defaultdict(list)
-        """Reports of ranks about steps whose results are still in flight."""
+        """Reports of the ranks for steps whose results are still in flight."""
         self._states: dict[str, list[State]] = {}
-        """The states that vLLM offers in the planned step, by request."""
+        """The Mamba states that vLLM offers in the planned step, by request."""
         self._steps_without_tokens = 0
         if shape.has_connector:
             self.half = self.scheduler.connector._scheduler
@@ -135,7 +136,7 @@ class Engine:
             )
             assert self.core._clock() == self.now, "kvloft does not use the machine's clock"
             assert self.half._adapters._looks._timeout_s < 30.0
-            # With a short timeout, the file system of a busy machine would decide the result.
+            # With a short timeout, the result would depend on the speed of the file system.
             self.half._adapters._looks = LooksInTime(30.0)
             self._aggregator = KVOutputAggregator.from_connector(
                 self.scheduler.connector, shape.num_ranks
@@ -190,7 +191,7 @@ class Engine:
         return Worker(connector, memory, self.specs, self.shape, random.Random(seed + 1))
 
     def _owns(self, req_id: str, blocks: Any) -> bool:
-        """True if vLLM still holds all ``blocks`` for the request, aborted or not."""
+        """Return True if vLLM still holds all ``blocks`` for the request, which may be aborted."""
         return set(blocks) <= set(
             chain.from_iterable(self.scheduler.kv_cache_manager.get_block_ids(req_id))
         )
@@ -204,7 +205,7 @@ class Engine:
             self._hoped.pop(request.request_id, None)
             state = self.core._requests.get(request.request_id)
             has_offer = state is not None and state.lease is not None
-            # Adapters with files younger than this process are not shared between runs.
+            # Adapters whose files are newer than this process are not shared between runs.
             is_apart = (
                 self.specs[request.request_id].adapter is not None and self.ledger.num_lives > 1
             )
@@ -215,7 +216,7 @@ class Engine:
             assert answer is None or is_async == (answer > 0)
             if (
                 answer == 0 and self.core._admission.gates.first_without_blocks is not None
-            ):  # kvloft lets it compute
+            ):  # kvloft lets the request compute its tokens
                 self.ledger.standing.add(request.request_id)
             spec = self.specs[request.request_id]
             if spec.skips_cache:
@@ -263,7 +264,7 @@ class Engine:
             self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
 
     def reset(self, *, running: bool, connector: bool) -> None:
-        """Call reset_prefix_cache. With ``connector``, and if no computed request is left, load
+        """Call reset_prefix_cache. With ``connector``, and if no request has computed tokens, load
         different weights afterwards.
 
         vLLM rejects a reset of running requests while a load or a batch holds blocks.
@@ -286,7 +287,7 @@ class Engine:
 
     @property
     def loading(self) -> list[str]:
-        """Return the requests that wait for a load."""
+        """Return the requests that are waiting for a load."""
         waits, requests = RequestStatus.WAITING_FOR_REMOTE_KVS, self.scheduler.requests
         return [
             req_id
@@ -298,7 +299,7 @@ class Engine:
     # -----------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Run one iteration of the engine core's loop and check it."""
+        """Run one iteration of the engine core's loop and check the result."""
         self.is_broken = True
         self.now += self.step_s
         self._step()
@@ -315,11 +316,11 @@ class Engine:
         self.is_broken = False
 
     def _end_a_session_that_blocks(self) -> None:
-        """End a session that blocks others.
+        """End a session that blocks other requests.
 
-        Sessions between two turns keep their blocks, and vLLM does not preempt them. With or
-        without a connector, a few sessions can fill the pool and deadlock; a user would end one of
-        them.
+        Sessions between two turns keep their blocks, and vLLM does not preempt these sessions. Even
+        without a connector, a few sessions can fill the pool and deadlock until a user ends a
+        session.
         """
         self._steps_without_tokens += 1
         sessions = (
@@ -335,7 +336,7 @@ class Engine:
         """Return a session that vLLM lost.
 
         With async scheduling, vLLM 0.32 drops a session from every queue if it is preempted in the
-        step that ends its turn, with or without a connector. The user would end the session.
+        step that ends its turn, with or without a connector. A user would end such a session.
         """
         scheduler = self.scheduler
         queued = {
@@ -394,10 +395,10 @@ class Engine:
         return self._aggregator.aggregate(results) if len(results) > 1 else results[0]
 
     def _count_hits(self) -> None:
-        """Count hits: loads that were admitted, succeeded, and were compared on every rank before
-        the request's first step.
+        """Count hits: admitted loads that succeeded and were compared on every rank before the
+        request's first step.
 
-        With only full attention, vLLM may compute the last loaded token again.
+        If all layers have full attention, vLLM may compute the last loaded token again.
         """
         for work in self.workers[0].works:
             local, num_tokens = self._hoped.pop(work.req_id, (0, 0))
@@ -427,8 +428,7 @@ class Engine:
     def _holds(self, tables: Any, group: int, block: int, num_tokens: int) -> bool:
         """Return True if the block is at the position of the state after ``num_tokens``.
 
-        vLLM may have freed the block in the same pass and allocated it again, even to the same
-        request.
+        vLLM may have freed and reallocated the block in the same pass, even to the same request.
         """
         at = num_tokens // self.shape.groups[group].block_tokens - 1
         return bool(tables[group][at : at + 1] == [block])
@@ -477,7 +477,7 @@ class Engine:
                     self._ended(self.specs[one.request_id], outcome, str(one.finish_reason))
 
     def _ended(self, spec: Spec, outcome: Outcome, reason: str) -> None:
-        """Handle the end of a request, or of one input of a session."""
+        """Handle the end of a request or of one input of a session."""
         if reason == "length" and outcome.turns < len(spec.turns):
             turn = spec.turns[outcome.turns]
             outcome.turns += 1
@@ -488,10 +488,10 @@ class Engine:
             self.scheduler.finish_requests(spec.id, RequestStatus.FINISHED_ABORTED)
 
     def run(self, max_steps: int = 3000) -> None:
-        """Step until nothing is left to do.
+        """Run steps until the engine is idle.
 
-        Each session may block the others for a hundred steps until it is ended. With hundreds of
-        requests, each may take some steps on its own.
+        A session may block other requests for a hundred steps before it is ended. With hundreds of
+        requests, each request may take some steps alone.
         """
         sessions = sum(bool(self.specs[r].turns) for r in self.unfinished)
         for _ in range(max_steps + 10 * len(self.unfinished) + 150 * sessions):
@@ -506,8 +506,8 @@ class Engine:
     # -----------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Run without further faults: every request must finish with the right output, and nothing
-        may be left behind.
+        """Run without further faults. Every request must finish with the correct output, and all
+        resources must be released.
         """
         self.trouble.end()
         self.step_s = 1.0
@@ -521,18 +521,18 @@ class Engine:
     def _check_outcomes(self) -> None:
         """Check the outcome of every request.
 
-        The output is right, or a prefix of the right output if the request was aborted or its load
-        failed; and its KV is stored.
+        The output must be correct, or a prefix of the correct output if the request was aborted or
+        its load failed. The KV of the request must be stored.
         """
         for req_id, outcome in self.outcomes.items():
             spec = self.specs[req_id]
             truth = spec.truth()
             if outcome.reason == "length":
-                assert outcome.tokens == truth, f"{req_id} gave another answer"
+                assert outcome.tokens == truth, f"{req_id} has a different output"
                 if self.shape.has_connector and not spec.turns:
                     prefix = spec.prefix([0] * len(spec.contents) + truth)
-                    # Draft tokens accepted in the last step are reported after the blocks were
-                    # freed.
+                    # vLLM frees the blocks before it reports the draft tokens that the last step
+                    # accepted.
                     late = (1 + self.shape.num_drafts) * (1 + outcome.has_lost_blocks)
                     whole = min(
                         len(prefix) - late, len(spec.contents) if spec.saves else len(prefix)
@@ -568,7 +568,7 @@ class Engine:
         assert not self.core.has_work_in_flight
         assert not self.core._requests
         stats: dict[str, int] = {}
-        for _ in range(500):  # reads that no request waits for may complete later
+        for _ in range(500):  # reads for which no request waits may complete later
             stats = self.store.stats()
             if not stats["pins"] and not stats["frames_reserved"]:
                 break

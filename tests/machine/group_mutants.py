@@ -1,8 +1,8 @@
-"""Bugs with multiple KV cache groups. Each is injected into vLLM's own cache by one patch and
-breaks a guarantee that a connector with groups relies on.
+"""Bugs with multiple KV cache groups. Each bug is injected into vLLM's own cache by one patch and
+breaks a guarantee on which a connector with multiple groups relies.
 
-They check the oracle: a machine that detects none of them would detect none of kvloft's bugs
-(`served_mutants.py`).
+These mutants test the oracle: a machine that does not detect them would not detect the bugs in
+`served_mutants.py`, which are injected into kvloft.
 """
 
 from typing import Any
@@ -27,14 +27,14 @@ def mutant(bug: str, says: str, *where: str) -> Any:
 
 
 def change_hits(mp: pytest.MonkeyPatch, manager: Any, change: Any) -> None:
-    """Let ``change(blocks, length, kwargs)`` change a group's own hit."""
+    """Let ``change(blocks, length, kwargs)`` change the hit of a single group."""
     original = manager.find_longest_cache_hit
 
     def find(cls: Any, **kwargs: Any) -> Any:
         found = original(**kwargs)
         is_pair = (
             isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], int)
-        )  # vLLM 0.30 does not return a pair
+        )  # vLLM 0.30 does not return a tuple
         blocks, length = (
             found if is_pair else (found, len(found[0]) * kwargs["kv_cache_spec"].block_size)
         )
@@ -85,7 +85,7 @@ def one_group_is_not_looked_up(mp: pytest.MonkeyPatch) -> None:
     change_hits(mp, managers.SlidingWindowManager, change)
 
 
-@mutant("sglang #38031: a state from another boundary than the hit's", "state after")
+@mutant("sglang #38031: a hit uses the state of a different boundary", "state after")
 def state_of_the_boundary_before(mp: pytest.MonkeyPatch) -> None:
     def change(blocks: Any, length: int, kwargs: Any) -> Any:
         at = len(blocks[0]) - 2
@@ -100,7 +100,7 @@ def state_of_the_boundary_before(mp: pytest.MonkeyPatch) -> None:
     change_hits(mp, managers.MambaManager, change)
 
 
-@mutant("vLLM #53505: a state is hit in the step that computes it", "state after")
+@mutant("vLLM #53505: a state is used as a hit in the step that computes it", "state after")
 def state_is_hit_in_the_step_that_writes_it(mp: pytest.MonkeyPatch) -> None:
     def cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -109,7 +109,11 @@ def state_is_hit_in_the_step_that_writes_it(mp: pytest.MonkeyPatch) -> None:
     swap(mp, managers.MambaManager, "cache_blocks", cache)
 
 
-@mutant("a local chunk is treated as another length", r"\(local, target\)|null block", "local")
+@mutant(
+    "a local chunk is treated as having a different length",
+    r"\(local, target\)|null block",
+    "local",
+)
 def local_chunk_is_freed_while_it_is_read(mp: pytest.MonkeyPatch) -> None:
     swap(
         mp,
@@ -120,7 +124,8 @@ def local_chunk_is_freed_while_it_is_read(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "weights were replaced, and blocks of the old weights are hit", "WrongKV|position|state after"
+    "after a change of weights, blocks computed with the old weights are hits",
+    "WrongKV|position|state after",
 )
 def reset_keeps_blocks(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(

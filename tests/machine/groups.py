@@ -1,7 +1,7 @@
-"""KV cache groups as in real models, and the positions that a token attends to in each kind of
+"""KV cache groups as in real models, and the positions to which a token attends in each kind of
 group.
 
-This is the machine's model of vLLM, so it must import neither vLLM nor kvloft.
+This module is the machine's model of vLLM, so it must import neither vLLM nor kvloft.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from typing import Literal
 class Group:
     """One KV cache group.
 
-    ``size`` is the number of tokens in a window or a local chunk. ``layers`` are layers of the
-    target, of a draft model, or of both. Draft layers are "draft" for EAGLE and MTP, "dflash", or
-    "model" for a separate draft model.
+    ``size`` is the number of tokens in a window or a local chunk. ``layers`` contains layers of the
+    target model, of a draft model, or of both. Draft layers are "draft" for EAGLE and MTP,
+    "dflash", or "model" for a separate draft model.
     """
 
     kind: Literal["full", "window", "local", "state"] = "full"
@@ -29,19 +29,19 @@ class Group:
 
     @property
     def drafter(self) -> str | None:
-        """Return which kind of draft model has layers in this group."""
+        """Return the kind of draft model that has layers in this group."""
         return next((layer for layer in self.layers if layer != "target"), None)
 
     def reads_from(self, position: int) -> int:
-        """Return the first position that the token at ``position`` attends to."""
+        """Return the first position to which the token at ``position`` attends."""
         if self.kind == "window":
             return max(0, position - self.size + 1)
         return position // self.size * self.size if self.kind == "local" else 0
 
     def needs_from(self, end: int) -> int:
-        """Return the first position whose block is needed by a hit of ``end`` tokens.
+        """Return the first position whose block a hit of ``end`` tokens needs.
 
-        For Mamba states, only the last block is needed.
+        For Mamba states, a hit only needs the last block.
         """
         return max(0, end - self.block_tokens) if self.kind == "state" else self.reads_from(end)
 
@@ -107,31 +107,31 @@ GROUPS: dict[str, tuple[Group, ...]] = {
     "window and state": (STATE, Group("window", size=6)),
     "seven": (FULL, Group("window", size=7), Group("window", size=7), STATE, STATE, STATE, DRAFT),
 }
-"""Groups of each model, including those of its draft model."""
+"""The groups of each model, including the groups of its draft model."""
 
 
 def are_grouped(groups: tuple[Group, ...]) -> bool:
-    """True if a hit needs more than every block of one table."""
+    """Return True if a hit is not simply every block of a single table."""
     return len(groups) > 1 or groups[0].kind != "full"
 
 
 def are_served(groups: tuple[Group, ...]) -> bool:
-    """True if kvloft supports the groups.
+    """Return True if kvloft supports the groups.
 
-    Unsupported groups show that the machine's model of vLLM is right.
+    Unsupported groups validate the machine's model of vLLM.
     """
     kinds, sizes = {group.kind for group in groups}, {group.block_tokens for group in groups}
     return bool(kinds & {"full", "window"}) and (len(sizes) == 1 or kinds <= {"full", "window"})
 
 
 def unit_tokens(groups: tuple[Group, ...]) -> int:
-    """Return the unit: with multiple groups, hits end at multiples of it."""
+    """Return the unit in tokens. With multiple groups, hits end at multiples of the unit."""
     return lcm(*(group.block_tokens for group in groups))
 
 
 def lookahead(groups: tuple[Group, ...]) -> int:
-    """Return how many tokens after a block its KV depends on.
+    """Return the number of tokens after a block on which its KV depends.
 
-    KV of DFlash and of a separate draft model depends only on tokens up to its position.
+    KV of DFlash and of separate draft models only depends on tokens up to its position.
     """
     return int(any("draft" in group.layers for group in groups))

@@ -1,8 +1,8 @@
 """The machine's records of all plans, saves, offers and reports, and the breaches that it finds.
 
 Breaches are collected instead of raised, because they are found inside hooks, where the connector
-turns exceptions into misses. The ledger uses plans and vLLM's block tables; it does not depend on
-how kvloft makes a plan or how a store keeps chunks.
+converts exceptions to misses. The ledger uses plans and vLLM's block tables. It does not depend on
+how kvloft makes plans or how a store keeps chunks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from .groups import Group, are_grouped, lookahead
 from .symbols import Prefix
 
 State = tuple[int, int, int]
-"""A state that vLLM offers: group, block, and number of tokens."""
+"""A Mamba state that vLLM offers: group, block, and number of tokens."""
 
 
 def copies(chunks: Any) -> Iterator[tuple[int, ChunkCopy]]:
@@ -27,7 +27,7 @@ def copies(chunks: Any) -> Iterator[tuple[int, ChunkCopy]]:
 
 @dataclass
 class Planned:
-    """A planned save: the expected content of its frame, and the ranks that have reported it."""
+    """A planned save with the expected content of its frame and the ranks that reported it."""
 
     key: bytes
     words: list[int]
@@ -39,7 +39,7 @@ class Planned:
 
 @dataclass
 class Ledger:
-    """The records shared by all engines that run one after another on one disk."""
+    """The records of all engines that run one after another on one disk."""
 
     num_ranks: int = 1
     groups: tuple[Group, ...] = (Group(),)
@@ -49,26 +49,26 @@ class Ledger:
     num_lives: int = 1
     breaches: list[str] = field(default_factory=list)
     truth: dict[bytes, list[int]] = field(default_factory=dict)
-    """Expected frame content for each key, with the current weights."""
+    """The expected frame content for each key, with the current weights."""
     saved: set[int] = field(default_factory=set)
-    """Symbols of prefixes whose last chunk was saved."""
+    """The symbols of prefixes whose last chunk was saved."""
     tickets: dict[int, Planned] = field(default_factory=dict)
     loads: dict[int, set[int]] = field(default_factory=dict)
-    """Ranks that have reported each load."""
+    """The ranks that have reported each load."""
     asked: dict[str, tuple[int, int | None]] = field(default_factory=dict)
     admitted: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """First token and number of tokens of each admitted load, by request."""
+    """The first token and number of tokens of each admitted load, by request."""
     before: dict[int, int] = field(default_factory=dict)
-    """For KV in a draft model's layers: the prefix without the next token.
+    """The prefix without the next token, for KV in the layers of a draft model.
 
-    Includes KV of earlier engines, whose frames are loaded again.
+    The records include KV of earlier engines, whose frames can be loaded again.
     """
     why_lossy: str | None = None
-    """Why saved chunks may be missing at the moment, or None if none may be missing."""
+    """The reason why saved chunks can be missing now, or None if no chunk may be missing."""
     doubtful: set[str] = field(default_factory=set)
-    """Requests whose load failed. kvloft need not offer them anything."""
+    """Requests with failed loads. kvloft does not have to offer tokens to these requests."""
     standing: set[str] = field(default_factory=set)
-    """Requests with a valid offer from an earlier step, which does not include later saves."""
+    """Requests with a valid offer from an earlier step. The offer does not include later saves."""
     num_saved: int = 0
     num_offered: int = 0
 
@@ -80,7 +80,7 @@ class Ledger:
         self.why_lossy = self.why_lossy or why
 
     def new_life(self, *, has_new_weights: bool) -> None:
-        """Start a new engine: tickets, loads and requests of the old engine become invalid."""
+        """Start a new engine. Tickets, loads and requests of the old engine become invalid."""
         self.num_lives += 1
         if has_new_weights:
             self.namespace += "w"
@@ -91,13 +91,13 @@ class Ledger:
         self.admitted.clear()
 
     def new_weights(self) -> None:
-        """Change the weights: all stored chunks become invalid."""
+        """Change the weights, which invalidates all stored chunks."""
         self.weights = (self.weights + 0x5DEECE66D) & ((1 << 61) - 1)
         self.truth.clear()
         self.saved.clear()
 
     def kv(self, symbol: int, group: int = 0) -> int:
-        """Return the expected memory content at a position, for a group."""
+        """Return the expected memory content of a group at a position."""
         return symbol ^ self.weights ^ (group * 0x9E3779B97F4A)
 
     @cached_property
@@ -110,12 +110,12 @@ class Ledger:
 
     @cached_property
     def ahead(self) -> int:
-        """Number of tokens after a block that its KV depends on."""
+        """Number of tokens after a block on which its KV depends."""
         return lookahead(self.groups)
 
     def words(self, prefix: Prefix, begin: int, end: int, number: int = 0) -> list[int]:
-        """Return the content of a group's blocks for positions [begin, end), block by block and
-        layer by layer.
+        """Return the content of a group's blocks for positions [begin, end), ordered by block and
+        then by layer.
         """
         found, group = list[int](), self.groups[number]
         block = group.block_tokens
@@ -131,8 +131,8 @@ class Ledger:
         return found
 
     def ends(self, prefix: Prefix, begin: int, end: int, number: int = 0) -> list[int]:
-        """Return the symbol of each block's end in [begin, end): the prefix up to the last token
-        that its KV depends on.
+        """Return the symbol of each block that ends in [begin, end). The symbol identifies the
+        prefix up to the last token on which the block's KV depends.
         """
         block = self.groups[number].block_tokens
         return [
@@ -153,9 +153,9 @@ class Ledger:
     ) -> None:
         """Check a save.
 
-        A save names complete blocks of its request (I6), whose tokens are all known and computed in
-        this step (I2, I7). ``states`` are the request's states that vLLM offers in this step; Mamba
-        groups save no other states.
+        A save may only name complete blocks of its request (I6), and all tokens of the blocks must
+        be known and computed by the end of this step (I2, I7). ``states`` contains the states that
+        vLLM offers for the request in this step. Mamba groups must not save other states.
         """
         for number, copy in copies(save.chunks):
             table, blocks, block = (
@@ -190,8 +190,8 @@ class Ledger:
 
     @staticmethod
     def _offered(number: int, blocks: list[int], states: Iterable[State]) -> int:
-        """Return the number of tokens of the state in the block, according to vLLM, or 0 if vLLM
-        does not offer it.
+        """Return the number of tokens of the state in the block according to vLLM, or 0 if vLLM
+        does not offer the state.
         """
         return next(
             (
@@ -205,14 +205,14 @@ class Ledger:
     def check_states(
         self, req_id: str, prefix: Prefix, states: Iterable[State], limit: int
     ) -> None:
-        """Check that states offered by vLLM in this step are saved now or were saved earlier, up to
-        ``limit`` tokens, unless chunks may be missing.
+        """Check that the states that vLLM offers in this step are saved now or were saved earlier,
+        up to ``limit`` tokens, unless chunks may be missing.
         """
         kept = self.saved | {end for planned in self.tickets.values() for end in planned.ends}
         for number, _, num_tokens in states if self.why_lossy is None else ():
             is_known = num_tokens + self.ahead <= min(
                 limit + self.ahead, len(prefix)
-            )  # with a draft model, the token after it must be known too
+            )  # with a draft model, the token after the state must also be known
             is_kept = (
                 not is_known or self.kv(prefix.symbols[num_tokens - 1 + self.ahead], number) in kept
             )
@@ -249,7 +249,7 @@ class Ledger:
         )
 
     def check_load(self, load: Any, prefix: Prefix, tables: Sequence[Sequence[int]]) -> None:
-        """Check that a load fills exactly its allocated blocks, each with the chunk for its
+        """Check that a load fills exactly the allocated blocks, each with the chunk for its
         position (I1, I6).
         """
         self.expect(load.load_id not in self.loads, f"load {load.load_id} planned twice (I10)")
@@ -263,7 +263,7 @@ class Ledger:
             wanted = list(
                 tables[number][first // group.block_tokens : (begin + count) // group.block_tokens]
             )
-            # With multiple groups, nothing is loaded, and lost blocks are reported in the main
+            # With multiple groups, the load is skipped, and lost blocks are reported in the main
             # group.
             if load.lost:
                 is_main = number == self._main
@@ -302,7 +302,7 @@ class Ledger:
     # --------------------------------------------------------------------------------------
 
     def landed(self, ticket: int, words: list[int]) -> None:
-        """Record that a rank has gathered a save into its frame."""
+        """Record that a rank has gathered the blocks of a save into its frame."""
         planned = self.tickets.get(ticket)
         self.expect(planned is not None, f"a copy for ticket {ticket}, which no step planned")
         if planned is not None:
@@ -312,7 +312,7 @@ class Ledger:
             )
 
     def check_report(self, rank: int, report: Any) -> None:
-        """Check that each rank reports each ticket and each load once (I10)."""
+        """Check that each rank reports each ticket and each load exactly once (I10)."""
         for ticket in (*report.saved, *report.failed):
             planned = self.tickets.get(ticket)
             if planned is None or rank in planned.reported:
@@ -345,8 +345,8 @@ class Ledger:
     def check_offer(
         self, req_id: str, prefix: Prefix, local: int, answer: int | None, unit: int
     ) -> None:
-        """Check that all offered tokens were saved and, unless chunks may be missing, that all
-        saved tokens are offered.
+        """Check that all offered tokens were saved. Unless chunks may be missing, also check that
+        all saved tokens are offered.
         """
         self.asked[req_id] = (local, answer)
         if answer is None:
@@ -354,7 +354,7 @@ class Ledger:
         total = local + answer
         most = len(prefix) - are_grouped(
             self.groups
-        )  # with multiple groups, or only windows, vLLM cannot go back by one token
+        )  # with multiple groups, or only windows, vLLM cannot recompute one token of a hit
         if answer:
             self.num_offered += 1
             is_possible = total <= most and answer % unit == 0
@@ -378,8 +378,8 @@ class Ledger:
             )
 
     def _has(self, number: int, prefix: Prefix, begin: int, end: int) -> bool:
-        """True if all chunks of a group were saved that a hit of ``end`` tokens needs, starting at
-        ``begin``.
+        """Return True if a group has saved all chunks, starting at ``begin``, that a hit of ``end``
+        tokens needs.
         """
         block = self.groups[number].block_tokens
         begin = max(begin, self.groups[number].needs_from(end) // block * block)
@@ -387,8 +387,8 @@ class Ledger:
         return len(ends) == max(0, end - begin) // block and self.saved.issuperset(ends)
 
     def num_stored(self, prefix: Prefix, num_tokens: int, unit: int, *, states: bool = True) -> int:
-        """Return the number of tokens of the deepest hit, counting units that were saved and not
-        removed, and the other chunks that the hit needs.
+        """Return the number of tokens of the deepest hit, given the chunks that were saved and not
+        removed.
         """
         found = 0
         full = [number for number, group in enumerate(self.groups) if group.kind == "full"]
@@ -406,10 +406,10 @@ class Ledger:
         return found
 
     def check_stored(self, req_id: str, prefix: Prefix, num_tokens: int, unit: int) -> None:
-        """Check that all tokens of a finished request except the last are stored, unless chunks may
-        be missing.
+        """Check that all tokens of a finished request except the last token are stored, unless
+        chunks may be missing.
 
-        Mamba groups store only the states that vLLM offers.
+        Mamba groups only store the states that vLLM offers.
         """
         if self.why_lossy is None:
             whole = num_tokens - num_tokens % unit
@@ -419,7 +419,7 @@ class Ledger:
             )
 
     def check_at_rest(self) -> None:
-        """Check that every rank has reported everything (I10)."""
+        """Check that every rank has reported all of its saves and loads (I10)."""
         for ticket, planned in self.tickets.items():
             self.expect(
                 len(planned.reported) == self.num_ranks,

@@ -1,8 +1,8 @@
-"""The correctness machine's choices: a hypothesis state machine over `Engine`, and a function that
-runs it with a budget and fixed seeds.
+"""The state machine of the correctness machine: a hypothesis state machine that drives `Engine`,
+and a function that runs it with a budget and fixed seeds.
 
-Every rule is an event that can happen to an engine at any time. Hypothesis makes all random
-choices, so that failures shrink.
+Every rule is an event that can occur in an engine at any time. Hypothesis makes all random choices,
+so that it can shrink failures.
 """
 
 import logging
@@ -33,20 +33,20 @@ from .symbols import ADAPTERS, VOCAB, Item, Spec, Turn, item_content, row_conten
 _pick = random.Random(7)
 STORIES = [tuple(_pick.randrange(3, VOCAB) for _ in range(80)) for _ in range(3)]
 STORIES.append(STORIES[0][:9] + STORIES[1][9:])
-"""Prompts are beginnings of a few stories, so that they share prefixes.
+"""Prompts are prefixes of a few stories, so that prompts share prefixes.
 
-The last story diverges from the first at position 9.
+The last story diverges from the first story at position 9.
 """
 FLAVOURS = ("salt", "adapter", "rows", "mixed", "item", "session", "no load", "prompt only")
 IMAGES = ("image-a", "image-b")
 
 SEVERAL = tuple(name for name, groups in GROUPS.items() if are_grouped(groups))
-"""Includes models with a single group that keeps only a part of a prefix."""
+"""The list includes models with a single group that only keeps a part of a prefix."""
 SERVED = tuple(name for name in SEVERAL if are_served(GROUPS[name]))
 DRAFTERS = tuple(name for name, groups in GROUPS.items() if not are_grouped(groups))
-"""Models whose draft layers are all in the only group."""
+"""Models with a single group, which also contains all draft layers."""
 drafter_tokens = st.sampled_from([None, None, 24])
-"""Prompts have up to 40 tokens."""
+"""Draw the maximum length for the draft model, or None. Prompts have up to 40 tokens."""
 
 MODEL = model_folder(Path(tempfile.mkdtemp(prefix="machine-model-")))
 
@@ -54,15 +54,15 @@ MODEL = model_folder(Path(tempfile.mkdtemp(prefix="machine-model-")))
 def make_spec(
     name: str, flavour: str, story: int, length: int, max_tokens: int, more: tuple[int, ...]
 ) -> Spec:
-    """Return a request with a prefix of a story, and with the given flavor."""
+    """Return a request whose prompt is a prefix of a story, with the given flavor."""
     ids = STORIES[story][:length]
     return flavoured(Spec(name, ids, max_tokens, ids), flavour, more)
 
 
 def flavoured(plain: Spec, flavour: str, more: tuple[int, ...]) -> Spec:
-    """Apply a flavor: other inputs that its KV depends on, or a different kind of lifetime.
+    """Apply a flavor: other inputs on which KV depends, or a different kind of lifetime.
 
-    ``more`` selects among variants, or is the next input of a session.
+    ``more`` selects a variant, or is the next input of a session.
     """
     ids, length = plain.contents, len(plain.contents)
     if flavour == "salt":
@@ -72,7 +72,7 @@ def flavoured(plain: Spec, flavour: str, more: tuple[int, ...]) -> Spec:
     if flavour in ("rows", "mixed"):
         return _with_rows(plain, mixed=flavour == "mixed")
     if flavour == "item":
-        size = min(6, length)  # in vLLM, one identifier has one size
+        size = min(6, length)  # in vLLM, equal identifiers have equal sizes
         item = Item(f"{IMAGES[more[0] % 2]}-{size}", min(2, length - size), size)
         span = range(item.start, item.start + item.length)
         contents = tuple(
@@ -94,7 +94,7 @@ def flavoured(plain: Spec, flavour: str, more: tuple[int, ...]) -> Spec:
 
 
 def _with_rows(plain: Spec, *, mixed: bool) -> Spec:
-    """Replace tokens by embedding rows.
+    """Replace tokens with embedding rows.
 
     Equal ids have equal rows, so that embeddings share prefixes.
     """
@@ -110,7 +110,7 @@ def _with_rows(plain: Spec, *, mixed: bool) -> Spec:
 
 @st.composite
 def one_group(draw: st.DrawFn, has_drafter: bool = False) -> Shape:
-    """Draw shapes with a single full-attention group, with or without draft layers in it."""
+    """Draw shapes with a single full-attention group, which may contain draft layers."""
     groups = GROUPS[draw(st.sampled_from(DRAFTERS))] if has_drafter else (FULL,)
     num_drafts = draw(st.sampled_from([1, 2, 3] if has_drafter else [0, 0, 2]))
     return Shape(
@@ -132,7 +132,7 @@ def one_group(draw: st.DrawFn, has_drafter: bool = False) -> Shape:
 
 @st.composite
 def several_groups(draw: st.DrawFn, names: tuple[str, ...] = SEVERAL) -> Shape:
-    """Draw shapes of vLLM with hybrid models and draft models, without kvloft."""
+    """Draw shapes without kvloft, with hybrid models and draft models."""
     groups = GROUPS[draw(st.sampled_from(names))]
     has_drafter = any(group.is_draft for group in groups)
     has_local = any(group.kind == "local" for group in groups)
@@ -155,7 +155,7 @@ def several_groups(draw: st.DrawFn, names: tuple[str, ...] = SEVERAL) -> Shape:
 def served_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
     """Draw shapes with multiple groups that kvloft supports.
 
-    Several hundred frames hold all saves.
+    The arena has several hundred frames, which hold all saves.
     """
     groups = GROUPS[draw(st.sampled_from(names))]
     has_drafter, kinds = any(group.is_draft for group in groups), {group.kind for group in groups}
@@ -183,8 +183,8 @@ def served_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
 class Arrival(NamedTuple):
     """A future request.
 
-    ``course`` is the index of its flavor in the menu, or negative for none; ``more`` is the next
-    input of a session.
+    ``course`` is the index of the flavor in the menu, or a negative number for no flavor. ``more``
+    is the next input of a session.
     """
 
     story: int
@@ -209,24 +209,24 @@ crowds = st.lists(
 
 
 class Machine(RuleBasedStateMachine):
-    """The state machine; see the module. Subclasses define the shapes."""
+    """The state machine (see the module's docstring). Subclasses define the shapes."""
 
     shapes: ClassVar[Any] = one_group()
     shapes_of: ClassVar[Any]
     """Returns a strategy for shapes with one of the named group sets.
 
-    Only for machines with multiple groups.
+    Only machines with multiple groups use it.
     """
     engine: Engine | None = None
     seen: ClassVar[Counter[str]] = Counter()
-    """Event counts over all engines so far."""
+    """Counts of events in all engines so far."""
 
     def __init__(self) -> None:
         super().__init__()
         self.disk: tempfile.TemporaryDirectory[str] | None = None
         self.num_arrived = 0
         self.menu: list[str] = []
-        """Flavors of this engine's requests. There are only a few, so that equal flavors meet."""
+        """Flavors of this engine's requests. The number is small, so requests share flavors."""
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
@@ -259,8 +259,8 @@ class Machine(RuleBasedStateMachine):
         shape = self.engine.shape
         flavour = self.menu[arrival.course % len(self.menu)] if arrival.course >= 0 else "plain"
         if shape.num_drafts and flavour in ("rows", "mixed", "session"):
-            # vLLM does not support embeddings with draft tokens, and keeps KV of truncated draft
-            # tokens under a session's next input.
+            # vLLM does not support embeddings with draft tokens. In sessions, it keeps the KV of
+            # truncated draft tokens for the next input.
             flavour = "plain"
         length = max(1, min(arrival.length, self.most_tokens()))
         max_tokens = min(arrival.max_tokens, shape.longest - length - 1)
@@ -286,7 +286,7 @@ class Machine(RuleBasedStateMachine):
         delay=st.sampled_from([0, 0, 2, 4]),
     )
     def run(self, count: int, budget: int, acceptance: float, delay: int) -> None:
-        """Run steps with at most ``budget`` tokens each, so that some requests get none.
+        """Run steps with at most ``budget`` tokens each, so that some requests are not scheduled.
 
         Copies are at most ``delay`` steps late.
         """
@@ -305,7 +305,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine and self.engine.unfinished)
     @rule(which=st.integers(0, 20), ahead=st.integers(0, 3), loads=st.booleans())
     def abort(self, which: int, ahead: int, loads: bool) -> None:
-        """Abort a request. With ``loads``, prefer a request with a load in progress."""
+        """Abort a request. With ``loads``, prefer a request whose load is in progress."""
         living = (self.engine.loading if loads else []) or self.engine.unfinished
         self.engine.abort(living[which % len(living)])
         self._run(ahead)
@@ -340,7 +340,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine and self.engine.shape.has_connector)
     @rule(rate=st.sampled_from([0.3, 1.0]), count=st.integers(1, 10))
     def dead_worker_writes(self, rate: float, count: int) -> None:
-        """Write to frames that now belong to this engine, as if a store had released them too
+        """Write to frames that now belong to this engine, as if a store had released the frames too
         early.
         """
         self.engine.trouble.strangers = rate
@@ -371,7 +371,7 @@ class Machine(RuleBasedStateMachine):
     )
     @rule(has_new_weights=st.sampled_from([False, False, True]), crowd=crowds)
     def restart(self, has_new_weights: bool, crowd: list[Arrival]) -> None:
-        """End the engine with all its requests.
+        """End the engine and all of its requests.
 
         The next engine finds the chunks on disk, unless it has different weights.
         """
@@ -401,7 +401,7 @@ class Machine(RuleBasedStateMachine):
                 "blocks read": blocks,
             }
         )
-        hits = "hits with several groups" if len(engine.shape.groups) > 1 else "hits"
+        hits = "hits with multiple groups" if len(engine.shape.groups) > 1 else "hits"
         self.seen.update(
             {hits: engine.num_hits, f"{hits}, behind local ones": engine.num_mixed_hits}
         )
@@ -426,14 +426,14 @@ class Machine(RuleBasedStateMachine):
 
 
 class DraftMachine(Machine):
-    """kvloft with a draft model whose layers are in the only group."""
+    """Engines with kvloft and a draft model, whose layers are in the only group."""
 
     shapes = one_group(has_drafter=True)
     seen: ClassVar[Counter[str]] = Counter()
 
 
 class ServedMachine(Machine):
-    """kvloft with multiple groups."""
+    """Engines with kvloft and multiple groups."""
 
     shapes_of = staticmethod(served_groups)
     shapes = served_groups()
@@ -441,8 +441,8 @@ class ServedMachine(Machine):
 
 
 class GroupMachine(Machine):
-    """Engines with multiple groups and without kvloft: compares vLLM's own prefix cache with the
-    machine's model of its groups.
+    """Engines with multiple groups and without kvloft. The machine compares vLLM's own prefix cache
+    with its model of the groups.
     """
 
     shapes_of = staticmethod(several_groups)
@@ -458,9 +458,9 @@ def check(
     steps: int = 30,
     shrinks: bool = True,
 ) -> None:
-    """Run the machine ``lives`` times; equal seeds give equal runs.
+    """Run the machine ``lives`` times. Equal seeds give equal runs.
 
-    Raises an error with the breaches found.
+    Raises an error that lists the breaches.
     """
     phases = [Phase.generate, Phase.shrink] if shrinks else [Phase.generate]
     chosen = settings(
@@ -473,7 +473,7 @@ def check(
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,
     )
-    logging.disable(logging.ERROR)  # each engine logs a lot
+    logging.disable(logging.ERROR)  # engines log many messages
     try:
         run_state_machine_as_test(seed(first_seed)(machine), settings=chosen)
     finally:

@@ -1,10 +1,11 @@
-"""Paged memory of symbols: one pool of blocks that all groups share, and the reads and writes of a
-forward pass in each kind of layer.
+"""Paged memory that holds symbols: a pool of blocks that all groups share, and the reads and writes
+of a forward pass in each kind of layer.
 
-This is the machine's model of vLLM's kernels. Attention layers have KV at every position. For Mamba
-states in mode "align", a block contains the state after some number of tokens, which is moved
-between columns of the table before a forward pass, as in `preprocess_mamba`. In draft layers, KV at
-a position depends on the next token; positions of rejected or future draft tokens contain garbage.
+This module is the machine's model of vLLM's kernels. Attention layers have KV at every position.
+With Mamba states in mode "align", a block contains the state after a number of tokens. Before a
+forward pass, the state is moved between columns of the table, as in `preprocess_mamba`. In draft
+layers, KV at a position depends on the next token, and positions of rejected or future draft tokens
+contain garbage.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ class WrongKV(AssertionError):
 
 @dataclass
 class Work:
-    """One request's share of a step: positions [start, stop), followed by draft tokens."""
+    """The work of a step for one request: positions [start, stop), followed by draft tokens."""
 
     req_id: str
     state: Any
@@ -39,10 +40,10 @@ class Work:
 
 
 class Memory:
-    """Memory for all groups.
+    """The memory of all groups.
 
-    ``planes`` has one tensor [blocks, words] per layer of a group. Groups share the tensors block
-    by block.
+    ``planes`` contains one tensor [blocks, words] per layer of a group. All groups share these
+    tensors, and each block belongs to one group at a time.
     """
 
     def __init__(self, shape: Shape, ledger: Ledger) -> None:
@@ -83,8 +84,8 @@ class Memory:
     # -----------------------------------------------------------------------------------------
 
     def write(self, work: Work) -> None:
-        """Write KV of the target's layers at all scheduled positions, with draft tokens after the
-        known tokens; then write the states.
+        """Write KV of the target model's layers at all scheduled positions, with draft tokens after
+        the known tokens. Then write the states.
         """
         prefix = work.state.prefix
         symbols = prefix.symbols[work.start : work.stop]
@@ -118,7 +119,7 @@ class Memory:
 
     def check(self, work: Work) -> None:
         """Check that the scheduled tokens attend to their prefix in every attention group of the
-        target.
+        target model.
         """
         for number, group in enumerate(self._shape.groups):
             if group.kind != "state" and "target" in group.layers:
@@ -130,11 +131,11 @@ class Memory:
     def check_drafter(self, work: Work) -> None:
         """Like `check`, but for the draft model's layers, which run after sampling.
 
-        EAGLE's KV of a position includes the next token.
+        With EAGLE, the KV of a position depends on the next token.
         """
         if self._shape.drafter_tokens:
-            # vLLM's own cache also serves blocks of steps without the draft model, which only
-            # reduce acceptance.
+            # vLLM's own cache also returns blocks of steps without the draft model, which only
+            # lowers the acceptance rate.
             return
         for number, group in enumerate(self._shape.groups):
             if group.drafter is not None:
@@ -178,13 +179,13 @@ class Memory:
         group: Group,
         plane: int,
     ) -> bool:
-        """Return True if a draft model's blocks differ only in their last position, written by
-        another continuation of the same prefix.
+        """Return True if the blocks of a draft model only differ in the last position, which a
+        different continuation of the same prefix wrote.
 
-        vLLM's own cache returns such blocks: if two requests computed the same block, a hit takes
-        one request's block and, as the proof of the continuation, the other request's next block.
-        This only reduces the acceptance of draft tokens. kvloft's saves and loads must be exact;
-        the ledger checks them.
+        vLLM's own cache returns such blocks: if two requests computed the same block, a hit can
+        take the block of one request and, as proof of the continuation, the next block of the other
+        request. The error only lowers the acceptance rate of draft tokens. Saves and loads of
+        kvloft must be exact; the ledger checks them.
         """
         if group.layers[plane] != "draft":
             return False
@@ -204,7 +205,7 @@ class Memory:
     # -----------------------------------------------------------------------------------------
 
     def begin_states(self, work: Work) -> None:
-        """Move the running state to this step's column, and check that it is the state after
+        """Move the running state to the column of this step, and check that it is the state after
         exactly ``start`` tokens.
         """
         state = work.state
@@ -249,8 +250,8 @@ class Memory:
             self._words[0][table[column + i], :2] = (value, after)
 
     def end_step(self, work: Work, *, has_drafter: bool = True) -> None:
-        """Do the work after sampling: the draft model's layers, and the state at a block's end that
-        accepted draft tokens have passed.
+        """Do the work after sampling: run the draft model's layers, and write the state at the end
+        of a block that accepted draft tokens have passed.
         """
         state = work.state
         for number, group in enumerate(self._shape.groups):
@@ -261,7 +262,7 @@ class Memory:
                     self._write_draft_layer(number, group, work, plane, state.computed)
 
     def _settle_state(self, number: int, group: Group, work: Work) -> None:
-        """Settle the state like vLLM's `postprocess_mamba`."""
+        """Finalize the state as vLLM's `postprocess_mamba` does."""
         state, size = work.state, group.block_tokens
         table, column = state.tables[number], state.columns[number]
         boundary = state.computed // size * size
@@ -274,10 +275,10 @@ class Memory:
     def _write_draft_layer(
         self, number: int, group: Group, work: Work, plane: int, computed: int
     ) -> None:
-        """Write a draft layer.
+        """Write the KV of a draft layer.
 
-        KV of a confirmed position includes its next token, if needed; positions of rejected and
-        future draft tokens contain garbage.
+        KV of a confirmed position includes the next token if the layer needs it. Positions of
+        rejected and future draft tokens contain garbage.
         """
         symbols, layer = work.state.prefix.symbols, group.layers[plane]
         shift = int(layer == "draft")

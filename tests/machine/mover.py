@@ -1,8 +1,8 @@
-"""kvloft's real CpuMover with the timing of a GPU.
+"""Runs kvloft's real CpuMover with the timing of a GPU.
 
-A save reads its blocks when it is submitted, when they are about to be rewritten, or when it
-completes. A load completes at any time before it is reported. The ledger records the content of
-saved frames. This module does not depend on the scheduler.
+A save reads its blocks when it is submitted, when the blocks are about to be rewritten, or when the
+save completes. A load completes at any time before it is reported. The ledger records the content
+of saved frames. This module does not depend on the scheduler.
 """
 
 import random
@@ -23,7 +23,7 @@ from .ledger import Ledger
 
 @dataclass
 class Trouble:
-    """Rates of faults in copies, and the maximum delay of copies."""
+    """Rates of faults in copies and the maximum delay of copies."""
 
     random: random.Random
     max_delay: int = 0
@@ -33,10 +33,10 @@ class Trouble:
     num_saves_failed: int = 0
     num_loads_failed: int = 0
     damaged: set[bytes] = field(default_factory=set)
-    """Keys of frames that were damaged deliberately."""
+    """Keys of deliberately damaged frames."""
     strangers: float = 0.0
-    """Probability that a dead engine's worker writes to a frame between a copy and its check, for
-    both saves and loads.
+    """Probability that a worker of a dead engine writes to a frame between a copy and its check,
+    for both saves and loads.
     """
 
     def delay(self) -> int:
@@ -46,7 +46,7 @@ class Trouble:
         return rate > 0 and self.random.random() < rate
 
     def end(self) -> None:
-        """Disable all faults: no later copy fails."""
+        """Disable all faults, so that no later copy fails."""
         self.max_delay, self.save_failure, self.load_failure, self.crash, self.strangers = (
             0,
             0.0,
@@ -57,8 +57,8 @@ class Trouble:
 
 
 class Haunted:
-    """An arena in which a dead engine's worker writes to a frame just before it is sealed and just
-    after it was checked.
+    """An arena in which a worker of a dead engine writes to a frame just before the frame is sealed
+    and just after the frame was checked.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Haunted:
     def check(self, part: dict[str, Any]) -> Any:
         problem = self._arena.check(part)
         if self._write(part["key"]):
-            self._trouble.damaged.add(part["key"])  # damaged for the next load
+            self._trouble.damaged.add(part["key"])  # the next load finds this frame damaged
         return problem
 
     def _write(self, key: bytes) -> bool:
-        frame = self._frame_of.get(key)  # None if a different group's mover has it
+        frame = self._frame_of.get(key)  # None if the mover of a different group has the frame
         if frame is None or not self._trouble.happens(self._trouble.strangers):
             return False
         self._frames.part(frame)[:8] ^= 1
@@ -101,7 +101,7 @@ class Saving:
 class SlowMover:
     """Implements ``kvloft.transfer.mover.Mover``.
 
-    ``owns(req_id, blocks)`` returns whether vLLM still holds the blocks for the request. With
+    ``owns(req_id, blocks)`` returns True if vLLM still holds the blocks for the request. With
     ``is_early``, saves read their blocks before the next step begins.
     """
 
@@ -126,7 +126,7 @@ class SlowMover:
             part._arena = Haunted(part._arena, *haunted)  # type: ignore[assignment]
         frames._arena = Haunted(frames.memory.owner, *haunted)  # type: ignore[attr-defined]
         self._saves, self._is_early = list[Saving](), is_early
-        """Saves in flight in all groups: a block belongs to one group at a time."""
+        """Saves in flight in all groups. A block belongs to one group at a time."""
         self._loads: list[tuple[int, LoadPlan]] = []
         self._done = Finished()
 
@@ -134,7 +134,7 @@ class SlowMover:
         self._gather_before(rewritten)
 
     def _gather_before(self, rewritten: Sequence[int]) -> None:
-        """Gather blocks that are about to be rewritten: the fence of a GPU mover (I2)."""
+        """Gather blocks that are about to be rewritten, like the fence of a GPU mover (I2)."""
         for saving in [saving for saving in self._saves if not saving.blocks.isdisjoint(rewritten)]:
             self._saves.remove(saving)
             self._gather(saving)
@@ -159,9 +159,7 @@ class SlowMover:
                         group,
                     )
                     if self._is_early or self._trouble.random.random() < 0.5:
-                        self._land_save(
-                            saving
-                        )  # immediately: a copy may start as soon as it is submitted
+                        self._land_save(saving)  # a copy may start as soon as it is submitted
                     else:
                         self._saves.append(saving)
 

@@ -1,8 +1,9 @@
 """Real bugs of KV connectors. Each is injected into kvloft by one patch, and the correctness
 machine must detect every one of them.
 
-``says`` is the expected message, because a patch that only crashes proves nothing. If a product
-change removes a patch's target, the test fails: update the mutant, never delete it.
+``says`` is a regular expression for the expected message, because a patch that merely crashes would
+prove nothing. If a change of the product removes the target of a patch, the test fails. Update the
+mutant in that case; do not delete it.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 class Mutant:
     """One mutant.
 
-    ``bug`` describes the bug as reported in the field; ``says`` is a regular expression for the
+    ``bug`` describes the bug as users reported it. ``says`` is a regular expression for the
     machine's message.
     """
 
@@ -43,12 +44,12 @@ class Mutant:
     says: str
     patch: Patch
     where: tuple[str, ...] = ()
-    """Names of the groups to test with; empty for all."""
+    """Names of the groups with which the mutant is tested; empty for all groups."""
 
 
 MUTANTS: list[Mutant] = []
 BARE = r"^AssertionError\s*$"
-"""One of vLLM's own assertions, which would end the engine."""
+"""Matches one of vLLM's own assertions, which would end the engine."""
 
 
 def mutant(bug: str, says: str) -> Callable[[Patch], Patch]:
@@ -62,7 +63,7 @@ def mutant(bug: str, says: str) -> Callable[[Patch], Patch]:
 
 
 def swap(mp: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a function, method or property by ``around(original, *args, **kwargs)``."""
+    """Replace a function, method or property with ``around(original, *args, **kwargs)``."""
     original = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
     if isinstance(original, property):
         mp.setattr(owner, name, property(lambda self: around(original.fget, self)))
@@ -71,7 +72,7 @@ def swap(mp: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., An
 
 
 def change_offers(mp: pytest.MonkeyPatch, change: Callable[[int, int, int], int]) -> None:
-    """Replace the offered ``num_tokens`` by ``change(num_tokens, local_tokens, unit_tokens)``."""
+    """Replace the offered ``num_tokens`` with ``change(num_tokens, local_tokens, unit_tokens)``."""
 
     def match(original: Any, self: Any, request: Any, local_tokens: int, **more: Any) -> Answer:
         answer: Answer = original(self, request, local_tokens, **more)
@@ -104,7 +105,7 @@ def resumed_table_is_appended(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "LMCache: KV is loaded for new requests only, and resumed requests read stale blocks",
+    "LMCache: KV is only loaded for new requests, and resumed requests read stale blocks",
     r"were given for it \(I6\)",
 )
 def resumed_are_not_loaded(mp: pytest.MonkeyPatch) -> None:
@@ -205,7 +206,7 @@ def decode_is_not_saved_ahead_of_its_tokens(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "the whole of a chunked prompt is saved with its first chunk",
+    "a whole chunked prompt is saved with its first chunk",
     r"tokens saved, \d+ computed \(I2\)",
 )
 def saved_before_computed(mp: pytest.MonkeyPatch) -> None:
@@ -247,7 +248,7 @@ def saved_from_the_next_block(mp: pytest.MonkeyPatch) -> None:
     swap(mp, SteadyStore, "reserve", reserve)
 
 
-@mutant("the answer of a request with prompt-only saves is saved", "its prompt only")
+@mutant("the output of a request with prompt-only saves is saved", "its prompt only")
 def save_prompts_only_is_ignored(mp: pytest.MonkeyPatch) -> None:
     swap(mp, VllmRequest, "saves", lambda original, self: None)
 
@@ -281,7 +282,7 @@ def load_is_reported_before_it_is_complete(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "dynamo #14416: tokens of vLLM's own cache are counted twice",
+    "dynamo #14416: tokens in vLLM's own cache are counted twice",
     f"tokens offered|not all of them|{BARE}",
 )
 def local_hits_are_offered_again(mp: pytest.MonkeyPatch) -> None:
@@ -289,7 +290,7 @@ def local_hits_are_offered_again(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "LMCache #4247: chunks of the prefix's start are loaded after the local hit",
+    "LMCache #4247: chunks from the start of the prefix are loaded after the local hit",
     r"for tokens \d+ on|\(I6\)",
 )
 def load_begins_at_the_wrong_chunk(mp: pytest.MonkeyPatch) -> None:
@@ -302,13 +303,15 @@ def load_begins_at_the_wrong_chunk(mp: pytest.MonkeyPatch) -> None:
     swap(mp, load_planner, "plan_load", plan)
 
 
-@mutant("vLLM's KV-load checks were an assert: a damaged frame is loaded", "WrongKV|position")
+@mutant(
+    "vLLM's KV-load checks were assert statements: a damaged frame is loaded", "WrongKV|position"
+)
 def frames_are_not_checked(mp: pytest.MonkeyPatch) -> None:
     swap(mp, PrivatePart, "fetch", lambda original, *args: original(*args) and None)
 
 
 def in_place(part: PrivatePart, copy: Any, *layout: Any) -> dict[str, Any]:
-    """Seal and check a frame in place, without a private copy."""
+    """Seal and check frames in place, without a private copy."""
     memory = part._frames.memory
     offset = memory.start(copy.frame) + memory.part_offset
     return part._describe(copy, *layout) | {"offset": offset}
@@ -328,7 +331,7 @@ def frames_are_sealed_in_place(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "a dead engine's worker writes between a frame's check and the copy out of it",
+    "a dead engine's worker writes between the check of a frame and the copy from the frame",
     "WrongKV|position|state after",
 )
 def frames_are_checked_in_place(mp: pytest.MonkeyPatch) -> None:
@@ -412,7 +415,7 @@ def hit_is_one_block_too_long(mp: pytest.MonkeyPatch) -> None:
     change_offers(mp, lambda num_tokens, _, unit_tokens: num_tokens + unit_tokens)
 
 
-@mutant("vLLM: a synchronous load is visible to other requests before its bytes arrive", BARE)
+@mutant("vLLM: a synchronous load is visible to other requests before its bytes have arrived", BARE)
 def loads_are_synchronous(mp: pytest.MonkeyPatch) -> None:
     swap(
         mp, SchedulerHalf, "match", lambda original, self, *args: (original(self, *args)[0], False)
@@ -441,7 +444,7 @@ def pins_of_a_finished_request_stay(mp: pytest.MonkeyPatch) -> None:
         if (request := self._requests.get(req_id)) is not None:
             self.__dict__.setdefault("kept", []).append(
                 request.lease
-            )  # a dropped lease unpins itself
+            )  # dropping a lease unpins its chunks
             request.lease = None
         original(self, req_id)
 

@@ -1,6 +1,6 @@
-"""Bugs of a cache that supports multiple KV cache groups.
+"""Bugs in caches that support multiple KV cache groups.
 
-Each is injected into kvloft by one patch.
+Each bug is injected into kvloft by one patch.
 """
 
 from collections.abc import Callable
@@ -57,16 +57,16 @@ def mutant(bug: str, says: str, *where: str) -> Any:
 
 
 Row = tuple[int | None, str, int, int, int, int]
-"""Number in the keys, kind, tokens per block, blocks per unit, blocks kept, reach."""
+"""Number in keys, kind, tokens per block, blocks per unit, kept blocks, and reach."""
 
 
 def change_groups(mp: pytest.MonkeyPatch, change: Callable[[Row], Row]) -> None:
-    """Let ``change(row)`` change the session's row for each group."""
+    """Let ``change(row)`` change the row of each group in the session."""
     swap(mp, store, "groups_of", lambda original, shape: list(map(change, original(shape))))
 
 
 def change_reach(mp: pytest.MonkeyPatch, kind: str, change: Callable[[int, int], int]) -> None:
-    """Let ``change(reach, unit_tokens)`` change the reach of the groups of a kind."""
+    """Let ``change(reach, unit_tokens)`` change the reach of all groups of one kind."""
     change_groups(
         mp,
         lambda row: (
@@ -76,7 +76,7 @@ def change_reach(mp: pytest.MonkeyPatch, kind: str, change: Callable[[int, int],
 
 
 def leave_out(mp: pytest.MonkeyPatch, pick: Callable[[list[Row]], int]) -> None:
-    """Make a hit need no blocks of the selected group."""
+    """Change hits so that they do not need blocks of the selected group."""
 
     def groups_of(original: Any, shape: Any) -> Any:
         rows = original(shape)
@@ -90,7 +90,7 @@ def leave_out(mp: pytest.MonkeyPatch, pick: Callable[[list[Row]], int]) -> None:
 
 
 def save_nothing_of(mp: pytest.MonkeyPatch, is_left_out: Callable[[Row], bool]) -> None:
-    """Save nothing of groups with block tables. Mamba states are saved individually."""
+    """Save no chunks of groups with block tables. Mamba states are saved individually."""
 
     def reserve(original: Any, self: Any, rows: Any) -> Any:
         tables_of = lambda tables: [  # noqa: E731
@@ -191,7 +191,9 @@ def only_attention_is_loaded_after_a_local_hit(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "LMCache #4463: with windows only, each is treated as one block shorter", LOAD, *ONLY_WINDOWS
+    "LMCache #4463: with windows only, each window is treated as one block shorter",
+    LOAD,
+    *ONLY_WINDOWS,
 )
 def only_windows_are_a_block_short(mp: pytest.MonkeyPatch) -> None:
     change_reach(mp, "window", lambda reach, unit: max(0, reach - unit))
@@ -223,7 +225,7 @@ def hit_of_only_windows_is_the_whole_prompt(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "bad blocks of a window are reported, and vLLM continues before them",
+    "bad blocks of a window are reported, and vLLM continues before these blocks",
     "null block|WrongKV|position",
     "one window",
 )
@@ -263,12 +265,12 @@ def blocks_of_a_chunk_are_reversed(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "the second block of a chunk is the next chunk's",
+    "the second block of a chunk belongs to the next chunk",
     r"computed \(I2\)|known \(I7\)|not all of them saved",
     *HALF_BLOCKS,
 )
 def second_block_is_the_next_chunks(mp: pytest.MonkeyPatch) -> None:
-    """Read the window's table one block too far."""
+    """Read one block too far in the table of the window."""
 
     def reserve(original: Any, self: Any, rows: Any) -> Any:
         move = (  # noqa: E731
@@ -291,7 +293,7 @@ def unit_is_the_main_groups_block(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "only the last of a window's several blocks per chunk is kept",
+    "a chunk with multiple window blocks only keeps the last block",
     "not all of them saved|ended, but only",
     *HALF_BLOCKS,
 )
@@ -310,7 +312,7 @@ def last_block_of_a_chunk_is_kept_only(mp: pytest.MonkeyPatch) -> None:
     *HALF_BLOCKS,
 )
 def hits_end_at_the_shortest_blocks(mp: pytest.MonkeyPatch) -> None:
-    """Offer half a unit more than is stored."""
+    """Offer half a unit more than the stored tokens."""
 
     change_offers(mp, lambda num_tokens, _, unit_tokens: num_tokens + unit_tokens // 2)
 
@@ -320,7 +322,7 @@ def hits_end_at_the_shortest_blocks(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "keys do not contain the group, and one group's block is another's",
+    "keys do not contain the group, so groups return each other's blocks",
     "one key, two prefixes|ended, but only|not all of them saved",
     "four windows",
     "six windows",
@@ -339,12 +341,12 @@ def all_groups_use_the_main_table(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "LMCache #5248: a window's block is saved after vLLM freed it",
+    "LMCache #5248: a block of a window is saved after vLLM has freed it",
     r"\(I6\)|does not hold its key's KV|known \(I7\)",
     *WINDOWS,
 )
 def window_is_saved_after_it_was_freed(mp: pytest.MonkeyPatch) -> None:
-    """Use tables that only grow, one step late."""
+    """Use tables that are one step old and that only grow."""
     seen: dict[str, list[list[int]]] = {}
 
     def refresh(original: Any, request: Any, step: Any) -> bool:
@@ -401,9 +403,9 @@ def states_are_never_saved(mp: pytest.MonkeyPatch) -> None:
 
 
 def states_saved_from(mp: pytest.MonkeyPatch, pick: Callable[[list[int], int], int]) -> None:
-    """Let ``pick(row, block)`` choose which block to save instead of ``block``.
+    """Let ``pick(row, block)`` choose the block to save instead of ``block``.
 
-    ``row`` is the group's row of the block table.
+    ``row`` is the row of the group in the block table.
     """
     tables: list[Any] = []
 
@@ -425,7 +427,7 @@ def states_saved_from(mp: pytest.MonkeyPatch, pick: Callable[[list[int], int], i
 
 
 @mutant(
-    "SGLang #22134: the running state is saved, which is some tokens ahead",
+    "SGLang #22134: the running state, which is some tokens ahead, is saved",
     "that vLLM does not offer",
     *DRAFTED_STATES,
 )
@@ -449,7 +451,7 @@ def state_is_saved_before_accepted_drafts_are_copied(mp: pytest.MonkeyPatch) -> 
 
 
 def states_saved_if(mp: pytest.MonkeyPatch, is_there: Callable[[list[int], int], bool]) -> None:
-    """Replace the planner's check of the group's row of the block table."""
+    """Replace the planner's check of the group's row in the block table."""
 
     def is_in_table(self: Any, request: Any, state: Any) -> bool:
         return is_there(request.blocks.tables[state.group], state.block)
@@ -477,7 +479,7 @@ def state_is_saved_from_a_reallocated_block(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "the state after a draft token is saved, which may be rejected",
+    "the state after a draft token, which may be rejected, is saved",
     "that vLLM does not offer",
     *DRAFTED_STATES,
 )
@@ -575,7 +577,7 @@ def draft_model_is_treated_as_eagle(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "a step without the draft model is saved in some group",
+    "some group saves blocks of a step without the draft model",
     "does not hold its key's KV",
     *OF_DFLASH,
     *DRAFTERS,
@@ -599,7 +601,7 @@ def kept_blocks_are_rounded_down(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "the wrong part of a partly needed chunk is loaded",
+    "the wrong part of a partially needed chunk is loaded",
     "WrongKV|position",
     HALF_BLOCKS[1],
 )
@@ -654,7 +656,8 @@ def failed_requests_are_not_named(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "bad blocks are reported for several groups, which ends the engine", "block-level load failures"
+    "bad blocks are reported for multiple groups, which ends the engine",
+    "block-level load failures",
 )
 def bad_blocks_are_reported_for_groups(mp: pytest.MonkeyPatch) -> None:
     def take(original: Any, self: Any) -> Any:

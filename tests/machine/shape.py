@@ -1,5 +1,5 @@
-"""The fixed parts of one engine (KV cache groups, scheduler, store), and vLLM's configuration for
-them.
+"""The fixed parts of an engine (KV cache groups, scheduler, store) and the vLLM configuration for
+these parts.
 """
 
 import copy
@@ -31,15 +31,15 @@ VERSION = next(
     for found in importlib.metadata.distributions(name=name)
 )
 HAS_GROUPS = tuple(map(int, VERSION.split(".")[:2])) >= (0, 32)
-"""True if kvloft supports multiple groups with this release of vLLM."""
+"""True if kvloft supports multiple groups with the installed release of vLLM."""
 
 
 METHODS = {None: "ngram", "draft": "eagle", "dflash": "dflash", "model": "draft_model"}
-"""vLLM's method names, by the kind of a group's draft layers."""
+"""vLLM's method names, by kind of draft layer."""
 
 
 def spec_of(group: Group, num_drafts: int) -> Any:
-    """Return vLLM's spec of a group. A page has 8 bytes per token, which is one symbol."""
+    """Return vLLM's spec of a group. A page holds 8 bytes (one symbol) per token."""
     if group.kind == "state":
         return MambaSpec(
             block_size=group.block_tokens,
@@ -64,10 +64,10 @@ def spec_of(group: Group, num_drafts: int) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """One configuration of engine and cache.
+    """A configuration of the engine and the cache.
 
-    ``early_results`` means that results of transfers are taken before sampling and the draft model,
-    and saves come after both, as in Model Runner V1 with draft tokens.
+    With ``early_results``, the results of transfers are collected before sampling and the draft
+    model, and saves follow both, as in Model Runner V1 with draft tokens.
     """
 
     groups: tuple[Group, ...] = (Group(),)
@@ -84,18 +84,18 @@ class Shape:
     has_disk: bool = False
     early_results: bool = False
     drafter_tokens: int | None = None
-    """Maximum length of a request with which the draft model runs; steps with a longer request skip
-    it. None if it always runs.
+    """Maximum length of a request for the draft model. Steps with a longer request skip the draft
+    model. None if the draft model always runs.
     """
     marks_drafts: bool = True
-    """True if vLLM marks the group with the draft layer, as with MTP.
+    """True if vLLM marks the group that contains the draft layer, as with MTP.
 
-    False if it treats every group as a draft group, as with EAGLE.
+    False if vLLM treats every group as a draft group, as with EAGLE.
     """
     kv_groups: Literal["one", "all"] = "one"
-    """kvloft's `kv_groups` setting.
+    """The setting `kv_groups` of kvloft.
 
-    Multiple groups with "one" mean an engine without a connector.
+    An engine with multiple groups and "one" has no connector.
     """
 
     @property
@@ -106,13 +106,13 @@ class Shape:
 
     @property
     def unit(self) -> int:
-        """Number of tokens from one key to the next."""
+        """Number of tokens between two keys."""
         return unit_tokens(self.groups)
 
     @property
     def longest(self) -> int:
-        """Maximum number of tokens in one request: its blocks of all groups, including blocks for
-        its draft tokens, fit into the pool.
+        """Maximum number of tokens in a request whose blocks in all groups, including blocks for
+        draft tokens, fit into the pool.
         """
         room = (
             (self.num_blocks - 1) // len(self.groups)
@@ -122,8 +122,8 @@ class Shape:
         return max(8, room * min(group.block_tokens for group in self.groups))
 
     def may_leave_drafter_out(self, num_tokens: int) -> bool:
-        """True if steps of a request with ``num_tokens`` tokens may skip the draft model. kvloft
-        may assume this some tokens earlier than vLLM.
+        """Return True if steps of a request with ``num_tokens`` tokens may skip the draft model.
+        kvloft may assume this some tokens earlier than vLLM.
         """
         return (
             self.drafter_tokens is not None
@@ -132,12 +132,12 @@ class Shape:
 
     @property
     def drafter(self) -> str | None:
-        """The drafting method whose layers are in a group, or None if drafting uses no layers."""
+        """The drafting method with layers in a group, or None if drafting does not use layers."""
         return next((group.drafter for group in self.groups if group.is_draft), None)
 
 
 def model_folder(path: Path) -> Path:
-    """Return a model directory with a config and no weights: no model is ever run."""
+    """Return a model directory with a config but without weights, because no model is run."""
     (path / "config.json").write_text(
         json.dumps(
             {
@@ -177,7 +177,7 @@ def kv_config(shape: Shape) -> KVCacheConfig:
 
 
 def vllm_config(model: Path, shape: Shape, disk: Path | None, namespace: str) -> Any:
-    """Return a VllmConfig for this shape. Slow parts are computed once and changed in copies."""
+    """Return a VllmConfig for this shape. The slow parts are computed once and then copied."""
     base = _base(model)
     config = copy.copy(base)
     config.model_config = copy.copy(base.model_config)
@@ -208,7 +208,7 @@ def vllm_config(model: Path, shape: Shape, disk: Path | None, namespace: str) ->
 def _transfer_config(shape: Shape, disk: Path | None, namespace: str) -> KVTransferConfig:
     extra: dict[str, Any] = {
         "host_size": shape.host_frames * shape.num_ranks * 4096
-    }  # a shard of every shape fits into 4 KiB
+    }  # the shards of all shapes fit into 4 KiB
     extra |= {"namespace": namespace, "kv_groups": shape.kv_groups}
     extra |= {"disk_path": str(disk), "disk_size": "4MiB"} if disk else {}
     return KVTransferConfig(

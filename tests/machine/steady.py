@@ -1,7 +1,7 @@
-"""kvloft's real Session made deterministic: the machine decides when disk reads complete, and
-losses are recorded in the ledger.
+"""Makes kvloft's real Session deterministic: the machine decides when disk reads complete, and the
+ledger records lost chunks.
 
-All calls go to the real store; no model is involved. This module must not import vLLM.
+All calls go to the real store. This module must not import vLLM.
 """
 
 import random
@@ -40,7 +40,7 @@ class SteadyLease:
 class SteadyStore:
     """Wraps ``kvloft._core.Session``, which does all the work.
 
-    ``patience`` is the number of polls that a disk read takes.
+    ``patience`` is the number of polls after which a disk read completes.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class SteadyStore:
         return getattr(self.session, name)
 
     def settle_disk(self) -> None:
-        """Wait for all disk writes, so that the set of evictable chunks does not depend on a
-        thread.
+        """Wait for all disk writes, so that the set of evictable chunks does not depend on the
+        timing of threads.
         """
         if self._has_disk:
             assert self.session.flush(30.0), "the disk does not become idle"
@@ -69,8 +69,8 @@ class SteadyStore:
     def acquire(self, chain: Any, num_units: int) -> SteadyLease:
         """Acquire a lease.
 
-        With multiple groups, all chunks are needed at the same time, so a part in host memory is
-        not enough: the lease waits for all chunks.
+        With multiple groups, all chunks are needed at the same time, so the lease waits until all
+        of its chunks are in host memory.
         """
         self.settle_disk()
         host, _ = self.session.lookup(chain)
@@ -113,8 +113,8 @@ class SteadyStore:
 
 
 class UnkindStore(SteadyStore):
-    """A store that sometimes evicts, rejects reservations and delays reads, as a store may at any
-    time.
+    """A store that sometimes evicts chunks, rejects reservations and delays reads, as any store may
+    at any time.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The model that the correctness machine runs: both KV and the next token are functions of the
 prefix.
 
-A symbol identifies a whole prefix: tokens, embedding rows, media, adapter, salt. KV of a group is
-the symbol combined with the group's number and the version of the weights. As the oracle, this
-module must not import vLLM or kvloft.
+A symbol identifies a whole prefix: tokens, embedding rows, media, adapter and salt. The KV of a
+group is the symbol combined with the number of the group and the version of the weights. This
+module is the oracle, so it must not import vLLM or kvloft.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from typing import Any
 VOCAB = 40
 ADAPTERS = ("lora", "rola")
 POISON = -1
-"""Content of memory before the first write. Rejected draft tokens leave `GARBAGE`."""
+"""The content of memory before the first write. Rejected draft tokens leave `GARBAGE`."""
 GARBAGE = -2
 _MASK = (1 << 62) - 1
 
@@ -41,7 +41,7 @@ def extend(symbol: int, content: int) -> int:
 
 
 def next_token(symbol: int) -> int:
-    """Return the token that greedy decoding gives after a prefix, for any weights."""
+    """Return the token that greedy decoding gives after a prefix, with any weights."""
     return 3 + (symbol >> 7) % (VOCAB - 3)
 
 
@@ -57,7 +57,7 @@ def item_content(token: int, identifier: str, at: int) -> int:
 
 @dataclass
 class Prefix:
-    """Contents of one request's positions and their symbols.
+    """The contents of a request's positions and their symbols.
 
     ``symbols[i]`` identifies positions 0 to i.
     """
@@ -103,9 +103,9 @@ class Item:
 
 @dataclass(frozen=True)
 class Spec:
-    """One request: the contents of its prompt, and vLLM's input for it.
+    """A request: the contents of its prompt and the input for vLLM.
 
-    With ``turns``, it is a streaming session.
+    With ``turns``, the request is a streaming session.
     """
 
     id: str
@@ -123,7 +123,7 @@ class Spec:
 
     @property
     def most_tokens(self) -> int:
-        """Maximum number of positions of the prompt and all outputs, over all turns."""
+        """Maximum number of positions of the prompts and outputs of all turns."""
         return (
             len(self.contents)
             + self.max_tokens
@@ -131,13 +131,13 @@ class Spec:
         )
 
     def prefix(self, ids: Sequence[int] = ()) -> Prefix:
-        """Return the symbols of the prompt and the ids after it. ``ids`` start at position 0."""
+        """Return the symbols of the prompt and of later ids. ``ids`` start at position 0."""
         prefix = Prefix(root(self.adapter, self.salt))
         prefix.append(*self.contents, *ids[len(self.contents) :])
         return prefix
 
     def truth(self) -> list[int]:
-        """Return all output tokens over all turns.
+        """Return the output tokens of all turns.
 
         A session drops the last token of a turn before the next turn.
         """

@@ -1,6 +1,4 @@
-"""Tests many simultaneous requests on vLLM's real scheduler: their loads, their blocks, and their
-order.
-"""
+"""Tests many simultaneous requests with vLLM's real scheduler: their loads, blocks and order."""
 
 import random
 from pathlib import Path
@@ -29,7 +27,7 @@ def prefix(num_blocks: int, salt: int = 0) -> tuple[int, ...]:
 
 
 def serve_before(engine: Engine, prompts: list[tuple[int, ...]]) -> None:
-    """Serve the prompts one after another, then clear vLLM's own cache."""
+    """Run the prompts one after another, then clear vLLM's own cache."""
     for i, prompt in enumerate(prompts):
         engine.add(spec(f"before{i}", (*prompt, 3), 1))
         engine.run()
@@ -68,8 +66,8 @@ def test_a_herd_with_one_prefix_loads_it_once(num_blocks: int, is_async: bool) -
 def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
-    """Sends requests that need more than host memory, after a request that keeps running and saving
-    its output.
+    """Sends requests that need more than the host memory, after a request that continues to run and
+    save its output.
     """
     monkeypatch.setattr(DiskPacing, "always_pays", True)  # computing symbols takes no time
     num_prompts, num_blocks, frames = 30, 16, 200  # the disk holds about 970 chunks
@@ -86,7 +84,7 @@ def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
     prompts = [prefix(num_blocks, salt) for salt in range(1, num_prompts + 1)]
     serve_before(
         engine, [*prompts, *(prefix(num_blocks, 100 + i) for i in range(13))]
-    )  # the last prompts fill host memory
+    )  # the last prompts fill the host memory
     engine.core.counters.clear()
     engine.store.patience = 3
     engine.add(spec("runs", (3, 4, 5), 300))
@@ -104,8 +102,8 @@ def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
     ]
     places = [int(req_id[1:]) for req_id, _ in served]
     assert sorted(places) == list(range(num_prompts))
-    # Among requests with a turn at the same time, the first request whose reads complete runs
-    # first; no other request overtakes it.
+    # Among requests that wait at the same time, the first request whose reads complete runs first.
+    # No other request overtakes it.
     at_once = frames // 2 // num_blocks
     assert all(abs(place - nth) < at_once for nth, place in enumerate(places)), places
     assert all(tokens == num_blocks * BLOCK for _, tokens in served)

@@ -1,5 +1,5 @@
-"""Scenarios on vLLM's real cache with a draft layer in the group: the draft model's KV at a
-position depends on the next token.
+"""Scenarios for vLLM's real cache with a draft layer in the group, whose KV at a position depends
+on the next token.
 """
 
 import pytest
@@ -21,8 +21,8 @@ def serve(engine: Engine, name: str, ids: tuple[int, ...]) -> None:
 
 
 def scene(*lengths: int, forgets: bool = False) -> Engine:
-    """Run requests one after another. Each has a prefix of one story with the given length,
-    followed by its own output.
+    """Run requests one after another. The prompt of each request is a prefix of one story with the
+    given length.
 
     With ``forgets``, kvloft loses all chunks before the last request.
     """
@@ -46,7 +46,7 @@ def test_a_block_whose_next_token_was_another_one_is_not_hit() -> None:
 def test_kv_is_wrong_without_dropping_the_last_block(
     monkeypatch: pytest.MonkeyPatch, vllm_release: tuple[int, int]
 ) -> None:
-    """Reproduces vLLM #46971 and #55503. vLLM 0.33 includes the next token in keys, but only
+    """Reproduces vLLM #46971 and #55503. vLLM 0.33 includes the next token in its keys, but only
     without a connector.
     """
     groups_that_drop = "drop_eagle_group_ids" if vllm_release >= (0, 33) else "eagle_group_ids"
@@ -64,7 +64,7 @@ def test_vllm_joins_blocks_of_two_writers_and_serves_one_position_of_another_con
     """The second request computes the first block again, but the third request hits the first
     request's block.
 
-    If this test fails, vLLM has fixed the bug; then remove `Memory._are_of_others`.
+    If this test fails, vLLM has fixed the bug, and `Memory._are_of_others` can be removed.
     """
     assert others(scene(4, 9, 13)) > 0
 
@@ -74,7 +74,8 @@ def test_a_block_of_vllms_own_cache_is_not_saved_under_another_next_token_than_i
 ):
     """The third request hits the first request's block.
 
-    Its last position is wrong for the third request's key, and later blocks depend on it.
+    The last position of this block is wrong for the key of the third request, and later blocks
+    depend on this position.
     """
     assert scene(4, 9, 13, forgets=True).ledger.num_saved == 1 + 2
 
@@ -84,8 +85,8 @@ def test_a_block_of_vllms_own_cache_is_saved_by_a_request_with_the_same_continua
 
 
 def test_a_block_is_not_trusted_after_a_finished_request_wrote_to_it() -> None:
-    """Like the test with lengths 4, 9 and 13, but each block once had the first request's key with
-    the third request's next token.
+    """Like the test with lengths 4, 9 and 13, but each block was once stored under the key of the
+    first request with the next token of the third request.
 
     The first request finishes before kvloft sees its next token, and its block stays in vLLM's
     cache.

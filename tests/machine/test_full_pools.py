@@ -1,9 +1,9 @@
-"""Tests loads of multiple groups that fill the GPU's pool: vLLM's real scheduler must not deadlock.
+"""Tests that vLLM's real scheduler does not deadlock when loads of multiple groups fill the pool.
 
 With windows and local chunks, vLLM 0.32 keeps too few blocks free for requests with finished loads.
-It frees the blocks of a failed load only when the request is first in a queue, and stops there if
-not all of its tokens fit in one step. In both cases later loads keep their blocks and are never
-reached.
+It only frees the blocks of a failed load when the request is first in a queue, and stops at this
+request if its tokens do not fit in one step. In both cases, the requests behind it keep the blocks
+of their loads and are never scheduled.
 """
 
 import pytest
@@ -33,9 +33,9 @@ pytestmark = pytest.mark.skipif(
 def serve(
     names: str, blocks: int, stored: int, lengths: tuple[int, ...], load_failure: float = 0.0
 ) -> Engine:
-    """Serve requests that share one prefix whose first ``stored`` tokens are stored.
+    """Run requests that share a prefix whose first ``stored`` tokens are stored.
 
-    The pool has ``blocks`` blocks per group; odd numbers use async scheduling.
+    The pool has ``blocks`` blocks per group. Odd numbers use async scheduling.
     """
     num_blocks, is_async = blocks * len(GROUPS[names]), blocks % 2 > 0
     shape = Shape(
@@ -67,7 +67,7 @@ def test_requests_with_failed_loads_yield_to_others(names: str, load_failure: fl
 
 
 def test_room_is_counted_in_each_groups_own_blocks() -> None:
-    """Counted in the longest blocks, two loads would seem to fit and then deadlock."""
+    """If only the longest blocks were counted, two loads would seem to fit and then deadlock."""
     serve("window of longer blocks", 15, 48, (50, 50))
 
 

@@ -1,4 +1,4 @@
-"""Runs the correctness machine on the unmodified product, bounded.
+"""Runs the correctness machine on the unmodified product for a limited time.
 
 MODEL_HOURS makes the run longer (`make model-check HOURS=n`).
 """
@@ -17,7 +17,7 @@ from .shape import HAS_GROUPS
 
 HOURS = float(os.environ.get("MODEL_HOURS", "0"))
 EXAMPLES = 40
-"""Number of engine lifetimes per machine: about ten CPU seconds."""
+"""Number of engine lifetimes per machine, which take about ten CPU seconds."""
 KINDS: dict[str, type[Machine]] = {
     "one group": Machine,
     "drafter": DraftMachine,
@@ -30,20 +30,20 @@ BESIDE_KVLOFT = SEEN | {"saves", "loads", "offers"}
 WANTED = {
     "one group": BESIDE_KVLOFT | {"hits"},
     "drafter": BESIDE_KVLOFT | {"hits"},
-    "several groups": BESIDE_KVLOFT | {"hits with several groups"},
+    "several groups": BESIDE_KVLOFT | {"hits with multiple groups"},
     "no connector": SEEN,
-    "asked again": BESIDE_KVLOFT | {"hits with several groups"},
+    "asked again": BESIDE_KVLOFT | {"hits with multiple groups"},
 }
-"""Events that must occur for a run to be meaningful."""
+"""Events that must occur in a meaningful run."""
 
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Event counters of each machine, starting at zero."""
+    """Return the event counters of each machine, which start at zero."""
     name: str = request.param
     if name in ("several groups", "asked again") and not HAS_GROUPS:
         pytest.skip(
-            "only vLLM 0.32 and newer give connectors enough information about several groups"
+            "only vLLM 0.32 and newer give connectors enough information about multiple groups"
         )
     KINDS[name].seen.clear()
     yield name
@@ -82,12 +82,12 @@ def test_for_hours() -> None:
             f"seed {round_number}:", ", ".join(f"{count} {name}" for name, count in total.items())
         )
         hits = ", ".join(
-            f"{name} {machine.seen['hits'] + machine.seen['hits with several groups']}"
+            f"{name} {machine.seen['hits'] + machine.seen['hits with multiple groups']}"
             for name, machine in BUSY.items()
         )
         print(f"  hits with many repeated requests: {hits}", flush=True)
         if (
             not gc.get_freeze_count()
-        ):  # vLLM is imported by now and need not be searched for garbage again and again
+        ):  # the garbage collector does not have to examine the modules of vLLM repeatedly
             gc.collect()
             gc.freeze()

@@ -1,6 +1,7 @@
 """Checks that the correctness machine detects each mutant by its effect.
 
-``IN_CI`` contains the cheapest mutants; MODEL_MUTANTS=all (`make model-check`) runs all of them.
+``IN_CI`` contains the mutants that are detected fastest. MODEL_MUTANTS=all (`make model-check`)
+runs all mutants.
 """
 
 import os
@@ -36,7 +37,7 @@ IN_CI = {
     "all_groups_use_the_main_table",
     "unit_is_the_main_groups_block",
 }
-"""The cheapest mutants to detect: each takes less than one CPU second."""
+"""The mutants that are detected fastest, each in less than one CPU second."""
 
 
 def chosen(mutants: list[Mutant]) -> list[Mutant]:
@@ -91,7 +92,8 @@ def verdict(mutant: Mutant, machine: type[Machine]) -> str | None:
             try:
                 check(machine, examples=100, first_seed=seed, shrinks=False)
             except Exception as error:
-                found = getattr(error, "exceptions", [error])  # of a failure that did not reproduce
+                # Hypothesis raises a group if the failure did not reproduce.
+                found = getattr(error, "exceptions", [error])
                 return "".join(traceback.format_exception_only(found[0])).partition(
                     "Failing test case"
                 )[0]

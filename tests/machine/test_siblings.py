@@ -1,5 +1,5 @@
-"""Tests kvloft inside vLLM's real MultiConnector and scheduler: while kvloft waits, it must not
-withhold a sibling's tokens.
+"""Tests that kvloft in vLLM's real MultiConnector and scheduler does not withhold the tokens of a
+sibling while it waits.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ SPEC = Spec("r", tuple(range(3, 3 + 4 * BLOCK + 1)), 2, tuple(range(3, 3 + 4 * B
 
 
 class NeverReady:
-    """A lease on chunks that a hung disk never returns."""
+    """A lease on chunks that a hung disk never reads."""
 
     def poll(self) -> tuple[int, int]:
         return 0, 4
@@ -58,7 +58,7 @@ class HungDisk:
 
 
 class Sibling(KVConnectorBase_V1):
-    """Another connector, which has some tokens of every prompt: two blocks by default."""
+    """A sibling connector that has some tokens of every prompt, by default two blocks."""
 
     has: ClassVar[int | None] = 2 * BLOCK
     given: ClassVar[list[int]] = []
@@ -82,9 +82,9 @@ class Sibling(KVConnectorBase_V1):
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Make vLLM's scheduler with kvloft on a hung disk, alone or before a sibling.
+    """Return a vLLM scheduler that has kvloft on a hung disk, alone or before a sibling.
 
-    A request waits in it.
+    The scheduler has one waiting request.
     """
     session = _core.Session
     monkeypatch.setattr(_core, "Session", lambda **settings: HungDisk(session(**settings)))
@@ -112,7 +112,7 @@ def config_of(*, has_sibling: bool) -> Any:
             "kv_connector_extra_config": transfer.kv_connector_extra_config,
         }
         config.scheduler_config.disable_hybrid_kv_cache_manager = (
-            True  # as vLLM does for such a sibling
+            True  # vLLM makes this call for siblings of this kind
         )
         transfer.kv_connector, transfer.kv_connector_module_path = "MultiConnector", None
         transfer.kv_connector_extra_config = {

@@ -1,9 +1,10 @@
-"""Sends random traffic through the correctness machine's engine in every shape: no wrong KV is
-read, and the engine becomes idle in the end.
+"""Sends random traffic to the engine of the correctness machine in every shape. Requests must not
+read wrong KV, and the engine must finally become idle.
 
-Hypothesis chooses few events and many shapes (`test_machine.py`). Here, a seed makes dozens of
-requests meet in one engine: arrivals, aborts, preemptions, resets, late and failed transfers,
-rejected draft tokens, streaming sessions. A failure reports its seed and is reproducible.
+Hypothesis chooses few events and many shapes (`test_machine.py`). In this module, each seed runs
+dozens of concurrent requests in one engine, with arrivals, aborts, preemptions, resets, late and
+failed transfers, rejected draft tokens and streaming sessions. A failure reports its seed and is
+reproducible.
 """
 
 import os
@@ -31,13 +32,13 @@ NUM_SEEDS = int(os.environ.get("TRAFFIC_SEEDS", "3"))
 
 
 class UnkindEngine(Engine):
-    """An engine whose store evicts, rejects reservations and delays reads whenever a store may."""
+    """An engine whose store randomly evicts chunks, rejects reservations and delays reads."""
 
     store_type = UnkindStore
 
 
 class Traffic:
-    """Requests with a few shared beginnings, so that prefixes are hits."""
+    """Return requests that share a few prefixes, so that there are hits."""
 
     def __init__(self, seed: int, shape: Shape) -> None:
         self._random = random.Random(seed)
@@ -64,8 +65,8 @@ class Traffic:
         kind = pick.random()
         if (
             self._shape.num_drafts or kind >= 0.25
-            # With draft tokens, vLLM does not support embeddings, and it keeps the KV of truncated
-            # draft tokens under a session's next input.
+            # vLLM does not support embeddings with draft tokens. In sessions, it keeps the KV of
+            # truncated draft tokens for the next input.
         ):
             return flavoured(plain, "adapter", (1,)) if pick.random() < 0.25 else plain
         if kind < 0.15:
@@ -103,7 +104,7 @@ def drive(
 
 
 def engine_of(shape: Shape, seed: int, kind: type[Engine] = Engine) -> Engine:
-    """Return an engine with the faults chosen by the seed."""
+    """Return an engine with the faults that the seed chooses."""
     pick = random.Random(seed)
     engine = kind(MODEL, shape, seed)
     engine.trouble.max_delay = pick.choice([0, 3])
@@ -112,7 +113,7 @@ def engine_of(shape: Shape, seed: int, kind: type[Engine] = Engine) -> Engine:
 
 
 def shape_of(name: str, seed: int) -> Shape:
-    """Return the named shape with the sizes chosen by the seed."""
+    """Return the named shape with the sizes that the seed chooses."""
     pick = random.Random(seed)
     return replace(
         SHAPES[name],
@@ -162,7 +163,7 @@ def test_a_mover_that_raises_costs_misses_and_hangs_no_request(seed: int) -> Non
 
 
 def test_traffic_meets_the_troubles_it_is_meant_for() -> None:
-    """Checks that the tests above keep producing faults."""
+    """Checks that the tests above produce faults."""
     loaded = resumed = preempted = failed_loads = failed_saves = 0
     for seed in range(4):
         engine = engine_of(

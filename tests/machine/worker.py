@@ -1,9 +1,9 @@
-"""A worker of the correctness machine: implements vLLM's model runner contract on paged memory of
-symbols.
+"""A worker of the correctness machine, which implements vLLM's model runner contract with paged
+memory that holds symbols.
 
-It supports both shapes of scheduler output, verifies draft tokens, and runs the real connector's
-worker side in the hook order of its runner. Every block that a scheduled token attends to is
-compared with its expected content, group by group (`memory`).
+The worker supports both forms of scheduler output, verifies draft tokens, and calls the worker side
+of the real connector in the hook order of the model runner. In each group, it compares every block
+to which a scheduled token attends with its expected content (`memory`).
 """
 
 import random
@@ -19,11 +19,11 @@ from .symbols import Prefix, Spec, extend, next_token
 
 @dataclass
 class Running:
-    """A model runner's state of a request: confirmed and sampled contents, a block table per group,
-    draft tokens.
+    """The model runner's state of a request: confirmed and sampled contents, a block table per
+    group, and draft tokens.
 
     ``computed`` is the number of tokens with confirmed KV. ``columns`` contains the column of the
-    running state, per Mamba group.
+    running state for each Mamba group.
     """
 
     spec: Spec
@@ -54,15 +54,15 @@ class Worker:
             luck,
         )
         self.acceptance = 0.6
-        """Probability that a draft token is right."""
+        """Probability that a draft token is correct."""
         self.running: dict[str, Running] = {}
         self.works: list[Work] = []
-        """The work of the last step."""
+        """The work of the previous step."""
         self._has_drafter = True
         """True if the draft model runs in this step."""
 
     def execute(self, output: Any, metadata: Any) -> ModelRunnerOutput:
-        """Run one step. ``metadata`` is the connector metadata as received."""
+        """Run one step. ``metadata`` is the received connector metadata."""
         connector = self.connector
         if connector is not None and not self._shape.v2:
             connector.handle_preemptions(metadata)
@@ -151,8 +151,8 @@ class Worker:
     def _forward(self, output: Any) -> list[Work]:
         """Run the forward pass.
 
-        States are read first, followed by all writes and then all reads: a request can read blocks
-        that others write in the same step.
+        The worker reads states first, then does all writes and finally all reads, because a request
+        can read blocks that other requests write in the same step.
         """
         works = self._works(output)
         for work in works:
@@ -166,7 +166,8 @@ class Worker:
     def _sample(self, works: list[Work]) -> dict[str, list[int]]:
         """Sample after the forward pass.
 
-        With a draft model, sample after the connector's results are taken, and then run its layers.
+        With a draft model, sampling follows the collection of the connector's results, and the
+        layers of the draft model run last.
         """
         sampled = {work.req_id: self._finish(work) for work in works}
         for work in works if self._has_drafter else ():
@@ -181,8 +182,8 @@ class Worker:
         for req_id, count in output.num_scheduled_tokens.items():
             state = self.running[req_id]
             drafts = self._drafts_of(state, output.scheduled_spec_decode_tokens.get(req_id, ()))
-            # With async scheduling, vLLM treats draft tokens in flight as accepted; the runner has
-            # the right count.
+            # With async scheduling, vLLM treats draft tokens in flight as accepted. The runner
+            # knows the correct number.
             late = self._shape.async_scheduling and self._shape.num_drafts
             assert state.computed == told[req_id] or (late and state.computed < told[req_id]), (
                 state,
@@ -196,14 +197,14 @@ class Worker:
         return works
 
     def _drafts_of(self, state: Running, scheduled: Any) -> list[int]:
-        if scheduled and scheduled[0] == -1:  # async: the worker has its own draft tokens
+        if scheduled and scheduled[0] == -1:  # async scheduling: the worker keeps draft tokens
             own = state.drafts[: len(scheduled)]
             return own + [0] * (len(scheduled) - len(own))
         return list(scheduled)
 
     def _finish(self, work: Work) -> list[int]:
-        """Sample and verify draft tokens, then do the work after sampling: the draft model's KV,
-        and the states of accepted draft tokens.
+        """Sample and verify draft tokens, then do the work after sampling: write the draft model's
+        KV and the states of accepted draft tokens.
         """
         state, said = work.state, list[int]()
         if work.stop == len(state.prefix):
@@ -222,7 +223,7 @@ class Worker:
     def _fits_drafter(self, works: list[Work]) -> bool:
         """Like vLLM's `_input_fits_in_drafter`.
 
-        Blocks of a step without the draft model lack its KV for all later hits.
+        Blocks of a step without the draft model have no draft KV in any later hit.
         """
         limit, is_dflash = self._shape.drafter_tokens, self._shape.drafter == "dflash"
         return (
@@ -232,7 +233,7 @@ class Worker:
         )
 
     def _propose(self, state: Running) -> None:
-        """Return draft tokens that are sometimes right. Without the draft model, vLLM has zeros."""
+        """Return draft tokens that are sometimes correct, or zeros without the draft model."""
         if not self._has_drafter:
             state.drafts = [0] * self._shape.num_drafts
             return
@@ -247,5 +248,5 @@ class Worker:
             symbol = extend(symbol, token)
 
     def drafts(self, req_ids: list[str]) -> list[list[int]]:
-        """Return the draft tokens for the next step, as the sync scheduler requests them."""
+        """Return the draft tokens for the next step, which the synchronous scheduler requests."""
         return [list(self.running[r].drafts) if r in self.running else [] for r in req_ids]

@@ -1,9 +1,9 @@
 """A store, its announcer and a subscriber that take steps in any order, for tests of KV events.
 
-The store belongs to the engine or to a server. With a server, another engine also saves and evicts,
-and the server is stopped and restarted. The oracle is lookups of every prefix, and the assumptions
-a subscriber can make about each event. The test decides how events reach the subscriber and how a
-server is started.
+The store belongs to the engine or to a server. With a server, another engine also saves and evicts
+chunks, and the server is stopped and restarted. The oracle consists of lookups of every prefix and
+the assumptions that a subscriber can make about each event. The test decides how events reach the
+subscriber and how a server is started.
 """
 
 import hashlib
@@ -38,8 +38,8 @@ def hash_of(prompt: Prompt) -> bytes:
 def describe(live: Any, size: int, begin: int, end: int) -> list[Block]:
     """Describe a block as vLLM does.
 
-    Its hash is the hash of the prefix that ends with it, so blocks of any ``size`` with the same
-    end have the same hash.
+    The hash of a block is the hash of the prefix that ends with the block, so blocks of any
+    ``size`` with the same end have the same hash.
     """
     prefixes = [live.prompt[: (nth + 1) * size] for nth in range(begin, end)]
     parents = [hash_of(prefix[:-size]) if len(prefix) > size else None for prefix in prefixes]
@@ -86,7 +86,7 @@ class Index:
                 tier.add(block.hash)
 
     def clear(self) -> None:
-        """Handle the report that the engine dropped its own blocks: chunks in other tiers are
+        """Handle the report that the engine dropped its own blocks. Chunks in other tiers are
         announced again.
         """
         self.tiers = {HOST: set(), DISK: set()}
@@ -96,9 +96,9 @@ class Index:
 
 
 class World:
-    """A store, its announcer and a subscriber, whose steps can come in any order.
+    """A store, its announcer and a subscriber, which take steps in any order.
 
-    ``subscribe`` makes a subscriber for each engine.
+    ``subscribe`` creates a subscriber for each engine.
     """
 
     is_shared = False
@@ -194,7 +194,7 @@ class World:
                 self.announcer.repeat()
 
     def save(self, prompt: Prompt, *, whole: bool = False) -> None:
-        """Save a prompt and notify the announcer like the scheduler side."""
+        """Save a prompt and notify the announcer as the scheduler side does."""
         row, tickets = self.reserve(self.store, prompt, whole=whole)
         chain, _, _, start, stop, _ = row
         self.announcer.note(SimpleNamespace(prompt=prompt), chain, range(start, stop))  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ class World:
         return row, [chunk.ticket for chunk in chunks or ()]
 
     def rest(self) -> None:
-        """Wait until the store is idle and everything is announced, then compare the index with
+        """Wait until the store is idle and all chunks are announced, then compare the index with
         lookups of all requested prompts.
         """
         self.leases.clear()
@@ -247,7 +247,7 @@ class World:
 
 class SharedWorld(World):
     """Like `World`, but with a server that ``host`` stops and restarts, and with another engine
-    whose saves evict.
+    whose saves evict chunks.
     """
 
     is_shared = True
@@ -303,7 +303,7 @@ class SharedWorld(World):
     def lose_server(self, num_takes: int) -> None:
         assert self.server is not None
         self.server.close(60 * PACE)
-        self.server = None  # only then is the socket free
+        self.server = None  # the socket is free only after the exit
         for _ in range(num_takes):
             self.index.replay(self.announcer.take())
         assert num_takes < 300 or not self.index.tiers[HOST] | self.index.tiers[DISK]

@@ -1,4 +1,4 @@
-"""Makes real batches of single chunks, and single chunks of a real session, for tests that examine
+"""Converts single chunks to real batches, and sessions to single chunks, for tests that examine
 each chunk.
 """
 
@@ -27,7 +27,7 @@ def reserve(
     store: _core.Session, chain: _core.KeyChain, start: int, stop: int
 ) -> tuple[list[tuple[int, int, bytes, int]], int]:
     """Return [(ticket, frame, key, unit)] and the number of units without a frame."""
-    table = range(1, chain.num_blocks + 1)  # so that a block's id is its position in the prefix
+    table = range(1, chain.num_blocks + 1)  # the id of a block is its position in the prefix
     (chunks,), (num_dropped,) = store.reserve([(chain, (), 0, start, stop, [table])])
     return [(c.ticket, c.frame, c.key, c.blocks[0] - 1) for c in chunks or ()], num_dropped
 
@@ -40,6 +40,6 @@ def frames(lease: _core.ReadLease) -> list[tuple[int, bytes, int]]:
 
 
 def tiers(lease: _core.ReadLease) -> dict[str, int]:
-    """Return the ready units by the tier they came from."""
+    """Return the ready units by the tier from which they came."""
     num_units, _ = lease.poll()
     return lease.batch([range(1, num_units + 1)], 0, num_units)[1]

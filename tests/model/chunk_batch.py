@@ -23,7 +23,7 @@ class Chunk(NamedTuple):
     ticket: int = -1
 
     def payload(self) -> list[int]:
-        """One entry per block of the frame."""
+        """The list has one entry per block of the frame."""
         behind = self.num_blocks - self.first_block - len(self.blocks)
         return [NOT_WANTED] * self.first_block + list(self.blocks) + [NOT_WANTED] * behind
 

@@ -1,5 +1,5 @@
-"""The encoding e348 in numpy, following docs/design/compression.md: the oracle of csrc/e348.cu,
-with which it shares no code.
+"""The encoding e348 in numpy, as defined in docs/design/compression.md. This module is the oracle
+of csrc/e348.cu and shares no code with it.
 
 `python tests/model/e348.py --write` writes tests/vectors/e348.json; `--check` compares it.
 """
@@ -156,7 +156,7 @@ def decode_tile(entry: int, record: bytes, num_bytes: int) -> bytes:
 
 
 Tiles = Sequence[tuple[int, bool]]
-"""The tiles of a chunk: size in bytes, and whether they are bf16."""
+"""The tiles of a chunk: the size of each tile in bytes, and True if the tile contains bf16."""
 
 
 def tiles_of(
@@ -172,7 +172,7 @@ def tiles_of(
 
 
 def encode_part(payload: bytes, tiles: Tiles) -> bytes:
-    """Return the table and the records, in the order of the tiles."""
+    """Return the table and the records in the order of the tiles."""
     table_bytes = -(-8 * len(tiles) // 16) * 16
     entries, records, at, offset = [], [], 0, 0
     for num_bytes, is_bf16 in tiles:

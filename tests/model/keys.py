@@ -1,8 +1,9 @@
 """The oracle of keys: a second, slow implementation of docs/design/keys.md with the `blake3`
 package.
 
-Recomputes everything from a flat list of positions, shares no code with kvloft and must not import
-it. `python tests/model/keys.py --write` writes tests/vectors/keys.json; `--check` compares it.
+The oracle recomputes all keys from a flat list of positions, shares no code with kvloft and must
+not import kvloft. `python tests/model/keys.py --write` writes tests/vectors/keys.json, and
+`--check` compares the file.
 """
 
 import argparse
@@ -48,7 +49,7 @@ Position = Token | Row
 
 
 def keyed(mode: str, data: bytes) -> bytes:
-    """Return the keyed hash of one mode: 32 bytes."""
+    """Return the keyed hash of one mode, which has 32 bytes."""
     return blake3(data, key=blake3(b"kvloft key v2 " + mode.encode()).digest()).digest()
 
 

@@ -1,9 +1,9 @@
-"""A model of the store and the key chain of `kvloft.seam`, built from dicts, for testing the
+"""A model of the store and the key chain of `kvloft.seam` that uses dicts, for tests of the
 scheduler side.
 
-Follows the rules in `_core.pyi` and checks at every call that its caller follows them too. If the
-rules leave a choice, it chooses the worst case for the caller (a commit after `clear` is lost, a
-frame is reused as soon as possible). This module must not import kvloft.
+The model follows the rules in `_core.pyi` and checks in every call that the caller also follows
+them. If the rules permit a choice, the model chooses the worst case for the caller (a commit after
+`clear` is lost, and a frame is reused as soon as possible). This module must not import kvloft.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ class KeyBook:
     def __init__(self, block_tokens: int, lookahead: int = 0) -> None:
         self.block_tokens, self.lookahead = block_tokens, lookahead
         self.prefix_of: dict[bytes, tuple[Content, ...]] = {}
-        """The root, followed by one entry per position up to the end of the block."""
+        """The root followed by one entry per position up to the end of the block."""
 
     def new_chain(self, view: Any, lookahead: int | None = None) -> "ModelChain":
         root = ("root", view.adapter, view.cache_salt)
@@ -31,9 +31,9 @@ class KeyBook:
 
 
 class ModelChain:
-    """Keys of one prefix, block by block.
+    """The keys of a prefix, block by block.
 
-    Each key is computed by hashing the whole prefix again.
+    To compute a key, the chain hashes the whole prefix again.
     """
 
     def __init__(self, book: KeyBook, root: Content, lookahead: int) -> None:
@@ -87,10 +87,10 @@ def item_content(items: Iterable[tuple[str, int, int]], at: int) -> Iterable[Con
 
 @dataclass(eq=False)
 class Entry:
-    """One chunk.
+    """A chunk.
 
-    ``state`` is reserved (being written), ready, or reading (from disk). Without a frame, the chunk
-    is only on disk.
+    ``state`` is reserved (being written), ready, or reading (from disk). A chunk without a frame is
+    only on disk.
     """
 
     key: bytes
@@ -103,12 +103,12 @@ class Entry:
     gone: bool = False
     """True if the chunk was removed.
 
-    Its frame is freed with its last pin, or when its ticket or read completes.
+    The frame is freed with the last pin, or when the ticket or read completes.
     """
 
 
 class Lease:
-    """Pins on a prefix. Entries after the first failed read are ignored."""
+    """The pins on a prefix. Entries after the first failed read are ignored."""
 
     def __init__(self, store: "ModelStore", entries: list[Entry]) -> None:
         self._store = store
@@ -159,11 +159,11 @@ class Lease:
 
 @dataclass
 class ModelStore(Session):
-    """Host frames, an optional disk, and prefix-aware LRU eviction.
+    """A store with host frames, an optional disk, and prefix-aware LRU eviction.
 
-    ``arena[frame]`` contains the workers' data. ``tick`` completes disk reads. ``drop_next`` is the
-    number of reservations that get no frame. ``is_save_late`` means that a server's response to
-    them was late.
+    ``arena[frame]`` contains the data of the workers. ``tick`` completes disk reads. ``drop_next``
+    is the number of reservations that get no frame. With ``is_save_late``, the server's response to
+    these reservations was late.
     """
 
     num_frames: int
@@ -214,7 +214,7 @@ class ModelStore(Session):
         entries: list[Entry] = []
         for entry in self._present(chain, in_host=False)[:num_units]:
             entry.used = self._clock
-            # pinned, so that evictions for the next chunk do not take this chunk's frame
+            # the pin prevents evictions for the next chunk from taking this chunk's frame
             entry.pins += 1
             entries.append(entry)
             if entry.frame is None:
@@ -365,7 +365,7 @@ class ModelStore(Session):
         return self.free.pop(0)
 
     def evict(self, entry: Entry) -> None:
-        """Evict a leaf. With a disk, the chunk stays on disk."""
+        """Evict a leaf. With a disk, the chunk remains on disk."""
         assert entry.pins == 0, "I4: a pinned frame is not evicted"
         assert entry.frame is not None
         self.arena[entry.frame] = None

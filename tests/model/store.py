@@ -1,9 +1,9 @@
-"""A model of the store as a dictionary: the chunks that may be found after each call, for any
-evictions.
+"""A model of the store as a dictionary, which contains the chunks that lookups may find after each
+call, for any evictions.
 
 The model never evicts, so its results are upper bounds for a small store and exact for a large
-store. Keys are whole prefixes (tuples of token ids), so that two prefixes are the same chunk only
-if they have the same tokens. This module must not import kvloft.
+store. Keys are whole prefixes (tuples of token ids), so two prefixes are the same chunk only if
+they have the same tokens. This module must not import kvloft.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class StoreModel:
         self.tickets[ticket] = prefix
 
     def commit(self, tickets: Sequence[int]) -> int:
-        """Commit a ticket and return how many chunks became visible."""
+        """Commit a ticket and return the number of chunks that became visible."""
         for ticket in tickets:
             prefix = self.tickets.pop(ticket, None)
             if prefix is not None:
@@ -76,7 +76,7 @@ class StoreModel:
         return self.state.get(prefix) == "visible"
 
     def lookup(self, prompt: Prefix) -> int:
-        """Return how many blocks a store that never evicts finds."""
+        """Return the number of blocks that a store without evictions finds."""
         return next(
             (end for end in range(len(prompt)) if not self.visible(prompt[: end + 1])), len(prompt)
         )

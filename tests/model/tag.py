@@ -1,7 +1,8 @@
 """The oracle of tags: a second, slow implementation of docs/design/frames.md in plain integers.
 
-Shares no code with kvloft, must not import it, and derives the constants from their names. `python
-tests/model/tag.py --write` writes tests/vectors/tag.json; `--check` compares it.
+The oracle shares no code with kvloft, must not import kvloft, and derives the constants from their
+names. `python tests/model/tag.py --write` writes tests/vectors/tag.json, and `--check` compares the
+file.
 """
 
 import argparse

@@ -1,6 +1,4 @@
-"""Checks of kvloft in a symbolic engine: visible frames, plans, held resources and output
-tokens.
-"""
+"""Checks kvloft in a symbolic engine: visible frames, plans, held resources and output tokens."""
 
 from typing import Any
 
@@ -10,9 +8,7 @@ from kvloft.seam.plan import LoadPlan, StepPlan
 
 
 def check_visible(engine: Any, key: bytes, content: Any) -> None:
-    """Check I1, I2, I3 and I7: on every rank, visible chunks have the KV of their keys'
-    prefixes.
-    """
+    """Check I1, I2, I3 and I7: on every rank, visible chunks must have the KV of their prefixes."""
     prefix = engine.book.prefix_of[key]
     expected = engine.workers.expected(prefix)[-engine.setup.block_tokens :]
     assert content is not None, "I3: visible, but never written"
@@ -33,7 +29,7 @@ def check_plan(engine: Any, plan: StepPlan) -> None:
             assert (entry.frame, entry.key, 1) == (copy.frame, copy.key, copy.num_blocks)
             unit = len(engine.book.prefix_of[entry.key]) // engine.setup.block_tokens - 1
             assert list(copy.blocks) == request.blocks[unit : unit + 1], (
-                "I6: saved from blocks that are not there"
+                "I6: saved from blocks that do not exist"
             )
             assert 0 not in copy.blocks, "I6: the null block"
     for load in plan.loads:
@@ -72,7 +68,7 @@ def reference(engine: Any, request: Request) -> list[int]:
 
 
 def check_held(engine: Any) -> None:
-    """Check I5, I8, and the outputs of finished requests; called after every rule."""
+    """Check I5, I8 and the outputs of finished requests. The tests call this after every rule."""
     engine.store.check()
     leases = sum(tracker.lease is not None for tracker in engine.core._requests.values())
     assert len(engine.store.open_leases) <= leases + len(engine.core._loads.in_progress), (
@@ -95,12 +91,12 @@ def check_held(engine: Any) -> None:
 
 
 def settle(engine: Any) -> None:
-    """Run until all requests have finished, and check that nothing is left behind (I5)."""
+    """Run until all requests have finished, and check that all resources are released (I5)."""
     for request in list(engine.requests.values()):
         if request.updates is not None and request.status != "finished":
             engine.feed_session(request, None)
     for turn in range(600):
-        if turn % 100 == 99:  # sessions can block each other; a user would end one of them
+        if turn % 100 == 99:  # sessions can block each other until a user ends a session
             holders = [r for r in engine.waiting if r.updates is not None and r.blocks]
             if holders:
                 engine.finish(holders[0], aborted=True)

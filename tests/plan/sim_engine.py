@@ -1,8 +1,9 @@
-"""A symbolic vLLM: the part of the 0.32 scheduler that a connector sees, with symbolic paged KV.
+"""A symbolic vLLM: the part of the 0.32 scheduler that a connector can observe, with symbolic paged
+KV.
 
-Follows vLLM's order of hooks (lookup, admission, plan, then the counts advance; results may be one
-step late) and checks the invariants I1, I2, I4, I6, I7, I9 and I10 at each hook. Supports sync and
-async scheduling, chunked prefill, draft tokens, preemption, and sessions.
+The engine calls hooks in vLLM's order (lookup, admission and plan, after which the counts advance;
+results can be one step late) and checks the invariants I1, I2, I4, I6, I7, I9 and I10 at each hook.
+It supports sync and async scheduling, chunked prefill, draft tokens, preemption, and sessions.
 """
 
 from collections import deque
@@ -34,9 +35,9 @@ class Step:
 
 
 class SymbolicEngine:
-    """One engine that contains kvloft's scheduler side.
+    """An engine that contains kvloft's scheduler side.
 
-    `schedule`, `execute` and `update` may be called in any legal order.
+    `schedule`, `execute` and `update` may be called in any valid order.
     """
 
     def __init__(
@@ -100,9 +101,9 @@ class SymbolicEngine:
         return request
 
     def feed_session(self, request: Request, update: list[int] | None) -> None:
-        """Add further input to a session, or end it (None).
+        """Add further input to a session, or end the session (None).
 
-        The input is used once the current turn has finished.
+        The input is used after the current turn has finished.
         """
         assert request.updates is not None
         request.updates.append(update)  # type: ignore[arg-type]
@@ -120,8 +121,8 @@ class SymbolicEngine:
     ) -> StepPlan:
         """Run schedule() once.
 
-        With probability ``fussy`` each, requests are skipped, matched twice, or dropped after a
-        match.
+        Requests are skipped, matched twice, or dropped after a match, each with probability
+        ``fussy``.
         """
         rng = rng or Random(0)
         self._num, self._drafts = dict[str, int](), dict[str, int]()
@@ -202,7 +203,7 @@ class SymbolicEngine:
         new: list[Request] = []
         for request in sorted(
             self.waiting, key=lambda r: not r.blocks
-        ):  # requests that hold blocks first, as in vLLM
+        ):  # requests that hold blocks come first, as in vLLM
             if budget <= 0 or len(self.running) >= self.setup.max_running:
                 break
             if not self._unblocked(request):
@@ -246,7 +247,7 @@ class SymbolicEngine:
                 answer = self.match(request, local)
                 continue
             before = {key: (e.state, e.frame, e.pins) for key, e in self.store.entries.items()}
-            assert self.match(request, local) == answer, "I9: a repeated call changed the answer"
+            assert self.match(request, local) == answer, "I9: a repeated call changed the result"
             after = {key: (e.state, e.frame, e.pins) for key, e in self.store.entries.items()}
             assert before == after, "I9: asking again changed the store"
         assert answer is None or answer >= 0
@@ -352,8 +353,8 @@ class SymbolicEngine:
         return taken
 
     def _missing(self, request: Request) -> int:
-        """Return how many more blocks the request needs to compute all its tokens and one more
-        step.
+        """Return the number of additional blocks that the request needs to compute all of its
+        tokens and one more step.
         """
         num_tokens = request.num_tokens + 1 + self.setup.num_drafts
         return max(0, -(-num_tokens // self.setup.block_tokens) - len(request.blocks))
@@ -371,7 +372,7 @@ class SymbolicEngine:
     def execute(self, rng: Random | None = None, num_copies: list[int] | None = None) -> None:
         """Run the oldest pending step.
 
-        Each rank then completes ``num_copies`` of its copies (by default all).
+        Each rank then completes ``num_copies`` of its copies, or all of them by default.
         """
         rng = rng or Random(0)
         step = next(step for step in self.steps if not step.executed)
@@ -424,7 +425,7 @@ class SymbolicEngine:
         return failed
 
     def _received(self, req_id: str) -> None:
-        """Handle one rank's finished_recving. The aggregator forwards it after the last rank."""
+        """Handle finished_recving of a rank. The aggregator forwards it after the last rank."""
         self.received[req_id] = self.received.get(req_id, 0) + 1
         assert self.received[req_id] <= self.setup.num_ranks, "I10: a load reported twice"
         if self.received[req_id] < self.setup.num_ranks:
@@ -485,8 +486,8 @@ class SymbolicEngine:
             self._continue_session(request)
 
     def _continue_session(self, request: Request) -> None:
-        """Continue a session like vLLM's `_update_request_as_session`: computed tokens are kept,
-        the last sampled token is dropped, and the prompt grows.
+        """Continue a session as vLLM's `_update_request_as_session` does: keep the computed tokens,
+        drop the last sampled token, and extend the prompt.
         """
         assert request.updates
         update = request.updates.pop(0)
@@ -504,7 +505,7 @@ class SymbolicEngine:
         request.status = "waiting"
 
     def finish(self, request: Request, *, aborted: bool = False) -> None:
-        """Call request_finished for any reason.
+        """Finish a request for any reason and call request_finished.
 
         Blocks of a load in flight are kept until the load is received.
         """
@@ -539,9 +540,9 @@ class SymbolicEngine:
         return True
 
     def swap_weights_hot(self) -> None:
-        """Change the weights under running requests.
+        """Change the weights while requests run.
 
-        Their KV then mixes two sets of weights and must never be saved.
+        The KV of these requests then mixes two sets of weights and must never be saved.
         """
         assert not self.setup.local_cache
         self.core.reset()
@@ -574,7 +575,7 @@ class SymbolicEngine:
         check_held(self)
 
     def drain(self) -> None:
-        """Process all steps in flight without scheduling more steps."""
+        """Process all steps in flight without scheduling further steps."""
         while self.steps:
             if self.can_execute():
                 self.execute()

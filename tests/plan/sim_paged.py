@@ -1,8 +1,8 @@
-"""Paged KV of symbols: an engine's block pool and its workers. Every KV entry identifies its
+"""Symbolic paged KV: the block pool of an engine and its workers. Every KV entry identifies its
 inputs.
 
 The symbol at a position is derived from all earlier symbols that the forward pass *read*, the
-position's content, and the version of the weights. A wrong, stale or missing block therefore
+content of the position, and the version of the weights. A wrong, stale or missing block therefore
 changes every later symbol and token. This module does not depend on kvloft's plans.
 """
 
@@ -44,7 +44,7 @@ class Symbols:
 
     @staticmethod
     def sample(symbol: int) -> int:
-        """Decode greedily: the next token is a function of the last position's symbol."""
+        """Decode greedily. The next token is a function of the symbol at the last position."""
         return (symbol * 7 + symbol // 5) % NUM_TOKEN_IDS
 
 
@@ -101,9 +101,9 @@ class BlockPool:
 
 @dataclass
 class Work:
-    """One request's share of one step, as the worker receives it.
+    """The part of a step that belongs to one request, as the worker receives it.
 
-    ``fresh`` are the request's contents if it is new to the worker.
+    ``fresh`` contains the contents of the request if the request is new to the worker.
     """
 
     req_id: str
@@ -118,7 +118,7 @@ class Work:
 
 @dataclass
 class InFlight:
-    """A copy that a rank has started and not yet reported."""
+    """A copy that a rank has started but not yet reported."""
 
     copy: Any
     payload: list[int] | None
@@ -127,7 +127,7 @@ class InFlight:
 
 
 class Rank:
-    """One worker with its shard of paged KV and its copies in flight."""
+    """A worker with its shard of paged KV and its copies in flight."""
 
     def __init__(self, number: int, num_blocks: int, block_tokens: int) -> None:
         self.number = number
@@ -146,9 +146,9 @@ class Rank:
 
 
 class Workers:
-    """All ranks of one engine.
+    """All ranks of an engine.
 
-    They step together, but each completes its copies at its own pace.
+    The ranks step together, but each rank completes its copies independently.
     """
 
     def __init__(
@@ -159,10 +159,9 @@ class Workers:
         self.weights = 0
         self.ranks = [Rank(i, num_blocks, block_tokens) for i in range(num_ranks)]
         self.corrupt: set[bytes] = set()
-        """Keys whose verification fails at the next load."""
+        """Keys of chunks that fail verification in the next load."""
         self.broken = False
-        """True if no mover could be created: every save and every load fails, without bad
-        frames.
+        """True if no mover could be created, so that all saves and loads fail without bad frames.
         """
         self._contents: dict[str, list[Any]] = {}
         self._computed: dict[str, int] = {}
@@ -205,7 +204,7 @@ class Workers:
             self._computed[work.req_id] += len(work.sampled) - 1
 
     def begin_copies(self, plan: StepPlan, rng: Random, failure_rate: float) -> None:
-        """Copy the blocks to save as they are right after this step's forward pass.
+        """Copy the blocks to save as they are immediately after the forward pass of this step.
 
         Loads run later.
         """
@@ -224,7 +223,7 @@ class Workers:
     ) -> tuple[list[StepReport], list[str], set[int]]:
         """Let each rank complete up to ``num_items`` copies.
 
-        Return reports, ids of completed loads, and blocks without content.
+        Returns the reports, the ids of completed loads, and the blocks without content.
         """
         reports: list[StepReport] = []
         loaded: list[str] = []

@@ -1,5 +1,5 @@
-"""The fixed setup of a symbolic engine and its requests, which are both vLLM's Request and kvloft's
-`LiveRequest`.
+"""The fixed settings of a symbolic engine and its requests, which act both as vLLM's Request and as
+kvloft's `LiveRequest`.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from kvloft.seam.views import EmbedRows, MediaItem, RequestView
 
 @dataclass(frozen=True)
 class Setup:
-    """The fixed settings of one engine."""
+    """The fixed settings of an engine."""
 
     block_tokens: int = 4
     num_blocks: int = 40
@@ -21,8 +21,8 @@ class Setup:
     with_disk: bool = False
     num_ranks: int = 1
     run_ahead: bool = False
-    """True for async scheduling: the next step is scheduled before the results of this step
-    arrive.
+    """True for async scheduling, in which the next step is scheduled before the results of this
+    step arrive.
     """
     num_drafts: int = 0
     local_cache: bool = True
@@ -36,7 +36,7 @@ class Setup:
 
 @dataclass(eq=False)
 class Request:
-    """vLLM's Request, which is also the `LiveRequest` that kvloft sees."""
+    """vLLM's Request, which is also the `LiveRequest` that kvloft receives."""
 
     req_id: Any
     token_ids: list[int]
@@ -61,7 +61,7 @@ class Request:
     num_outputs: int = 0
     blocks: list[int] = field(default_factory=list)
     load: tuple[int, int] | None = None
-    """(local, external) tokens of the load that the request waits for."""
+    """(local, external) tokens of the load for which the request waits."""
     history: list[Any] = field(default_factory=list)
     tainted: bool = False
     """True if the weights changed while the request ran, so that its output cannot be compared."""

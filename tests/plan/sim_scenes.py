@@ -1,6 +1,4 @@
-"""Helpers of the trap tests: a prompt, and functions that serve a request and look up its
-chunks.
-"""
+"""Helpers for the trap tests: a prompt, and functions that run a request and look up its chunks."""
 
 from collections.abc import Iterable
 from typing import cast
@@ -17,7 +15,7 @@ both_modes = pytest.mark.parametrize("run_ahead", [False, True])
 
 
 def stored(engine: SymbolicEngine, request: Request, num_tokens: int | None = None) -> int:
-    """Return how many tokens of the request's prefix a new request would find."""
+    """Return the number of tokens of the request's prefix that a new request would find."""
     chain = engine.book.new_chain(request.view())
     for item in request.items:
         chain.add_item(item.identifier, item.start, item.num_tokens)

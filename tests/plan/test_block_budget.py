@@ -1,4 +1,6 @@
-"""Compares the number of pool blocks that requests with loads need with a full recount."""
+"""Compares the number of pool blocks that requests with loads need with the result of a full
+recount.
+"""
 
 from types import SimpleNamespace
 from typing import cast

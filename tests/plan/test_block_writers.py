@@ -1,4 +1,4 @@
-"""Tests whose KV each block contains up to its last position, with multiple blocks of a group per
+"""Tests the records of the prefix whose KV each block contains, with multiple blocks of a group per
 chunk.
 """
 
@@ -27,7 +27,7 @@ def tracker(keys: str, tables: list[list[int]], num_local: int = 0) -> Any:
 
 
 def test_all_blocks_of_a_chunk_are_of_its_continuation() -> None:
-    """The second request has the first request's blocks but differs in its second chunk."""
+    """The second request has the blocks of the first request but a different second chunk."""
     known = BlockWriters(4, sees_grants=False)
     known.note(tracker("ab", [[1, 2], [11, 12, 13, 14]]))
     same, other = (

@@ -1,5 +1,5 @@
-"""Tests repeated failures of loads: each load is counted once, loads are paused for a while, and
-then a single load is tried.
+"""Tests repeated load failures: each load is counted once, loads are paused for a while, and then a
+single load is tried.
 """
 
 from typing import Any
@@ -34,14 +34,14 @@ def begin(engine: SymbolicEngine) -> tuple[ReqId, int]:
     request: Any = Request(f"r{next(count)}", list(PROMPT), 2)
     assert engine.match(request, 0) == 16
     engine.core.admit(request, 16, tables(list(range(1, 6))))
-    engine.core._loads.queued.clear()  # there is no worker to run it
+    engine.core._loads.queued.clear()  # no worker runs the load
     return request.req_id, max(engine.core._loads.in_progress)
 
 
 def load(engine: SymbolicEngine, *, broken: set[int]) -> bool:
     """Load the prompt, which fails on the ranks ``broken``.
 
-    Return False if the load is not offered.
+    Returns False if the load is not offered.
     """
     if not offered(engine):
         return False
@@ -163,7 +163,7 @@ def test_a_failed_save_during_retried_loads_starts_another_pause() -> None:
 
 
 def test_chunks_of_another_layout_are_kept_and_pause_no_loads() -> None:
-    """The engine that saved these chunks has different settings, for which the chunks are right."""
+    """These chunks were saved by an engine with different settings, with which they are valid."""
     engine = warm()
     keys = list(engine.store.entries)
     for _ in range(MAX_FAILED_LOADS + 2):

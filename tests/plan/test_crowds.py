@@ -1,6 +1,6 @@
-"""Tests many waiting requests: shared loads, turns for host memory, and how waits end.
+"""Tests many waiting requests: shared loads, turns for host memory, and the end of waits.
 
-Calls each hook directly.
+The tests call each hook directly.
 """
 
 from typing import Any
@@ -19,11 +19,11 @@ from kvloft.seam.views import StepView
 
 BLOCK = 4
 WHOLE = 16
-"""Number of tokens in the full blocks of PROMPT."""
+"""Number of tokens in full blocks of PROMPT."""
 
 
 def warm(**setup: Any) -> SymbolicEngine:
-    """Return an engine with PROMPT in host memory and nothing in vLLM's own cache."""
+    """Return an engine with PROMPT in host memory but not in vLLM's own cache."""
     engine = SymbolicEngine(Setup(**setup))
     serve(engine, Request("before", list(PROMPT), 2))
     engine.reset_prefix_cache(with_connector=False)
@@ -206,7 +206,7 @@ def ask(engine: SymbolicEngine, requests: list[Request]) -> list[int | None]:
         may_be_short = engine.core.still_waits(request.req_id, 0)
         answers.append(engine.match(request, 0))
         assert not may_be_short or answers[-1] is None
-        assert engine.match(request, 0) == answers[-1], "I9: a repeated call changed the answer"
+        assert engine.match(request, 0) == answers[-1], "I9: a repeated call changed the result"
     engine.core.plan_step(StepView())
     return answers
 
@@ -391,7 +391,7 @@ def test_a_load_that_cannot_be_planned_is_not_counted_until_the_engine_ends(
 
 
 def test_no_more_wait_for_the_disk_than_there_are_seats_and_those_behind_them_compute() -> None:
-    """vLLM visits each waiting request in every step, so with a hung disk each step would become
+    """vLLM visits each waiting request in every step, so with a hung disk, steps would become
     slower as the queue grows.
     """
     engine, requests = on_disk(18, num_frames=200, local_cache=False, max_running=2)

@@ -1,5 +1,5 @@
-"""Tests the decision whether to wait for the disk: the estimates alone, and many requests on disks
-of known speed.
+"""Tests the decision to wait for the disk: the estimates alone, and many requests with disks of
+known speed.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from kvloft.plan.disk_pacing import GRACE_S, PRIOR_READS, DiskPacing, PromptBack
 
 PROMPT_TOKENS, NUM_PROMPTS = 64, 40
 TOKENS_PER_S = 6400.0
-"""The simulated engine's compute rate: 10 ms per prompt."""
+"""The compute rate of the simulated engine, which takes 10 ms per prompt."""
 STEP_S = 0.0005
 
 
@@ -80,7 +80,7 @@ def test_an_engine_of_unknown_speed_waits_for_half_a_second_at_most() -> None:
     assert waits(pacing(read_s=0.04))
     assert not waits(pacing(read_s=0.06))
     assert not waits(pacing(read_s=0.06, tokens_per_s=100)), (
-        "steps of 100 tokens say nothing about 1000 tokens"
+        "steps of 100 tokens do not determine the rate for 1000 tokens"
     )
 
 
@@ -198,9 +198,9 @@ def makespan(chunks_per_s: float, *, loads: bool, num_warm: int = 4) -> float:
 
 
 def crowd(chunks_per_s: float, *, loads: bool, num_warm: int = 4) -> tuple[float, SymbolicEngine]:
-    """Serve all prompts, which are stored only on disk. Return the seconds taken and the engine.
+    """Run all prompts, which are only stored on disk. Return the time in seconds and the engine.
 
-    ``num_warm`` uncached prompts are computed first, to measure the engine.
+    The engine first computes ``num_warm`` uncached prompts, which measure its rate.
     """
     setup = Setup(
         with_disk=True, num_blocks=4000, num_frames=4000, local_cache=False, max_running=64
@@ -244,7 +244,7 @@ def run(engine: SymbolicEngine) -> None:
 
 
 CHUNKS_PER_S = TOKENS_PER_S / 4
-"""The rate of a disk that is as fast as the engine."""
+"""Return the rate of a disk that is as fast as the engine."""
 
 
 @pytest.mark.parametrize(

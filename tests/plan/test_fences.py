@@ -1,5 +1,5 @@
-"""Tests that a step names the blocks which a save still reads and the step gives to another writer,
-and no other step names them (I2).
+"""Tests that a step names exactly the blocks that a save still reads and that the step gives to
+another writer (I2).
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from kvloft.seam.views import NewRequest, StepView
 
 
 class Saves:
-    """Saves in flight, tracked like in a session."""
+    """Saves in flight, tracked as in a session."""
 
     def __init__(self) -> None:
         self.in_flight = InFlight()

@@ -1,6 +1,6 @@
 """Tests guards of the scheduler side in situations that the symbolic engine rarely produces.
 
-Calls each hook directly.
+The tests call each hook directly.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def saved_blocks(plan: StepPlan) -> list[tuple[BlockId, ...]]:
 
 
 def settled(engine: SymbolicEngine, plan: StepPlan) -> None:
-    """Report every copy as failed: nothing was written here."""
+    """Report every copy as failed, because no data was written."""
     engine.core.absorb(
         StepReport(failed=tuple(copy.ticket for save in plan.saves for copy in save.chunks))
     )
@@ -48,8 +48,8 @@ def view_of_running(computed: int, scheduled: int, grown: list[int] | None = Non
 
 
 def started(table: list[int], scheduled: int) -> tuple[SymbolicEngine, Request, StepPlan]:
-    """Return a request with 12 tokens in blocks of 2, after its admission and first step, with
-    saves in flight.
+    """Return a request with 12 tokens in blocks of 2 after its admission and first step, with saves
+    in flight.
     """
     engine = SymbolicEngine(Setup(block_tokens=2))
     request = Request(A, PROMPT[:12], 9)
@@ -112,7 +112,7 @@ def test_a_hit_of_a_block_that_the_last_result_of_its_request_completed_is_conti
 
 
 def test_a_request_admitted_again_outside_a_step_saves_nothing_until_a_step_names_it() -> None:
-    """Until then, its token count can belong to a load that has not started."""
+    """Before the first step, the token count can belong to a load that has not started."""
     engine, request, _ = started([1, 2, 3, 4, 5, 6], 2)
     engine.core.admit(request, 0, tables([7, 8, 9, 10, 11, 12]))
     request.num_computed_tokens = 8

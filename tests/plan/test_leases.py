@@ -1,4 +1,4 @@
-"""Tests that each stride of a prefix is counted once, no matter how many requests use it."""
+"""Tests that each stride of a prefix is counted once, even if multiple requests use it."""
 
 from collections import Counter
 

@@ -1,5 +1,5 @@
-"""Tests a draft model whose KV at a position depends on the next token: a block is valid only
-together with the token after it.
+"""Tests a draft model whose KV at a position depends on the next token. A block is only valid
+together with the token after the block.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ def test_a_prompts_end_is_saved_after_its_next_token_is_known() -> None:
 
 
 def test_a_pending_load_waits_only_for_blocks_that_vllm_keeps() -> None:
-    """vLLM drops the last block of a hit in its own cache, so waiting for that block is useless."""
+    """vLLM drops the last block of a hit in its own cache, so waiting for this block is useless."""
     engine = SymbolicEngine(Setup(lookahead=1))
     serve(engine, Request("before", list(PROMPT), 3))
     engine.reset_prefix_cache(with_connector=False)
@@ -79,7 +79,7 @@ def test_a_long_prompts_keys_are_made_as_its_blocks_need_them() -> None:
 
 
 def test_a_session_that_replaces_its_last_token_saves_no_more() -> None:
-    """The draft model's KV before the replaced token depends on it."""
+    """The draft model's KV before the replaced token depends on the replaced token."""
     engine = SymbolicEngine(Setup(block_tokens=2, lookahead=1, local_cache=False))
     request = serve(engine, Request("a", PROMPT[:5], 2, updates=[[2, 2, 0, 1, 1], None]))  # type: ignore[list-item]
     assert stored(engine, request) == 4
@@ -104,7 +104,7 @@ def start(
 ) -> Any:
     """Plan the first step of requests with the given tokens and block tables.
 
-    ``local`` tokens are in vLLM's cache; ``num`` is the number of scheduled tokens by request.
+    ``local`` tokens are in vLLM's cache. ``num`` is the number of scheduled tokens by request.
     """
     for name, (prompt, table) in given.items():
         request: Any = Request(name, prompt, 9)
@@ -136,7 +136,7 @@ def test_a_block_that_a_request_wrote_which_saves_nothing_is_not_known_as_what_i
 
 
 def saves_of_a_hit(prompt: list[int], local: int) -> Any:
-    """Plan the first step of a request whose chunks except the last are stored.
+    """Plan the first step of a request whose chunks are all stored except the last chunk.
 
     vLLM has ``local`` of its tokens [1, 2, 3, 4], computed for a request that was aborted before
     its fifth token was known.

@@ -1,9 +1,9 @@
 """Property test: applies engine events to SchedulerCore in random order and checks invariants I1 to
-I10 after each.
+I10 after each event.
 
 The oracle is the symbolic engine. Every saved frame is compared with the KV of its key's prefix,
-and every finished request's tokens with a run without a cache. In the end, every request must have
-finished, and no pin, ticket or tracker may be left.
+and the tokens of every finished request are compared with a run without a cache. At the end, every
+request must have finished, and no pin, ticket or tracker may remain.
 """
 
 from random import Random
@@ -18,9 +18,9 @@ from sim_request import Request, Setup
 from kvloft.seam.views import MediaItem
 
 STORIES = ([0] * 60, [1, 0, 2, 1, 1] * 12, [1, 0, 2, 1, 0] * 12, [2, 2, 0, 1, 2, 0, 1] * 9)
-"""Prompts are beginnings of a few stories, so that they share prefixes.
+"""Prompts are prefixes of a few stories, so that prompts share prefixes.
 
-The second and third story diverge at position 4.
+The second story and the third story diverge at position 4.
 """
 
 seeds = st.integers(0, 1 << 16).map(Random)
@@ -50,7 +50,7 @@ def dress(request: Request, flavour: str, more: list[int], engine: SymbolicEngin
 
 
 def can_feed(session: Request) -> bool:
-    """True if the session can grow further and still fit into the smallest pool."""
+    """Return True if the session can grow further and still fit into the smallest pool."""
     return session.status != "finished" and not session.updates and session.num_tokens <= 30
 
 

@@ -1,4 +1,4 @@
-"""Tests saves of requests whose generated tokens are useless to other requests."""
+"""Tests saves of requests with generated tokens that other requests cannot reuse."""
 
 import pytest
 from sim_engine import SymbolicEngine

@@ -1,5 +1,5 @@
-"""Tests the scheduler side with multiple KV cache groups, or only windows, on the real store:
-saves, skipped saves, and loads.
+"""Tests saves, skipped saves and loads on the scheduler side with multiple KV cache groups, or with
+windows only, on the real store.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ PROMPT = list(range(100, 117))
 
 
 class Bench:
-    """One engine with a store."""
+    """An engine with a store."""
 
     def __init__(self, shape: CacheShape = SHAPE, pool: PoolSize | None = None) -> None:
         self.store = _core.Session(

@@ -1,5 +1,5 @@
-"""Tests the known traps of vLLM's connector contract on the symbolic engine, one per test: what
-must hit, and what must miss.
+"""Tests the known traps of vLLM's connector contract on the symbolic engine. Each test checks which
+chunks must be hits and which must be misses.
 """
 
 from random import Random
@@ -128,7 +128,7 @@ def test_rejected_drafts_are_not_saved_when_a_step_leaves_the_request_out(run_ah
 
 
 def running_alone(num_tokens: int, num_computed: int) -> tuple[SymbolicEngine, Request]:
-    """Return a request in mid-prefill, with blocks 1, 2, 3, ... and no saves.
+    """Return a request in the middle of its prefill, with blocks 1, 2, 3, ... and no saves.
 
     The tests then make plans by hand.
     """
@@ -225,8 +225,8 @@ def test_preempted_request_loads_its_saved_tokens(run_ahead: bool) -> None:
 
 
 def test_blocks_refilled_by_another_request_are_not_saved_as_the_first_ones() -> None:
-    """Two requests run in a pool for one and a half: each preemption transfers blocks, but outputs
-    and frames stay right.
+    """Two requests run in a pool that holds one and a half requests. Each preemption transfers
+    blocks, but outputs and frames must be correct.
     """
     engine = SymbolicEngine(Setup(num_blocks=12, block_tokens=2))
     engine.add(Request("a", PROMPT[:7], 9))

@@ -1,5 +1,5 @@
-"""Tests more traps of vLLM's connector contract: failed or late copies, resets, unreadable steps,
-and the end of requests.
+"""Tests further traps of vLLM's connector contract: failed or late copies, resets, unreadable
+steps, and finished requests.
 """
 
 from typing import Any
@@ -56,7 +56,7 @@ def test_a_save_that_failed_on_one_rank_is_never_visible_and_is_made_again() -> 
 def test_a_unit_without_a_frame_is_retried_until_its_request_ends(
     run_ahead: bool, num_dropped: int
 ) -> None:
-    """The request ends before its next unit."""
+    """The request is aborted before its next unit is complete."""
     engine = SymbolicEngine(Setup(run_ahead=run_ahead))
     request = engine.add(Request("a", list(PROMPT), 5))
     while stored(engine, request) < 16:
@@ -136,7 +136,7 @@ def test_a_session_that_waits_for_input_delays_no_retry_of_others(
 def test_a_unit_whose_prefix_left_host_memory_is_saved_with_it_in_the_next_step(
     run_ahead: bool,
 ) -> None:
-    """The request finishes before its next unit."""
+    """The request finishes before its next unit is complete."""
     engine = SymbolicEngine(Setup(run_ahead=run_ahead))
     request = engine.add(Request("a", list(PROMPT), 5))
     while stored(engine, request) < 16:

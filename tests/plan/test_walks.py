@@ -1,7 +1,7 @@
-"""Applies the same events as the state machine in long random walks, with the frequencies of a real
+"""Applies the events of the state machine in long random walks, with the frequencies of a real
 engine. The seed selects a walk.
 
-Most steps are ordinary work; faults are so rare that requests get far. ``python
+Most steps are ordinary work. Faults are rare, so that requests make progress. ``python
 tests/plan/test_walks.py FIRST LAST`` runs more walks.
 """
 

@@ -1,4 +1,4 @@
-"""A mover that accepts everything and completes nothing."""
+"""A mover that accepts all copies and never completes a copy."""
 
 from collections.abc import Sequence
 

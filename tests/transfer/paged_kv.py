@@ -1,8 +1,8 @@
-"""Paged KV in the layouts of vLLM's releases, and the location of each block's bytes, computed only
-from element addresses.
+"""Paged KV in the layouts of vLLM's releases, with the location of each block's bytes, which is
+computed only from element addresses.
 
-This is the oracle of layouts and movers. It does not use planes: a block's bytes are the bytes of
-its elements, in address order. This module must not import kvloft.
+This module is the oracle for layouts and movers. It does not use planes: the bytes of a block are
+the bytes of its elements in address order. This module must not import kvloft.
 """
 
 import math
@@ -17,7 +17,7 @@ ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Logical sizes of one engine's paged KV."""
+    """The logical sizes of an engine's paged KV."""
 
     layers: int = 3
     blocks: int = 7
@@ -81,7 +81,7 @@ def block_bytes(caches: Mapping[str, torch.Tensor], num_blocks: int, block: int)
 
 
 def snapshot(caches: Mapping[str, torch.Tensor]) -> dict[int, np.ndarray]:
-    """Return a copy of every storage, by its address."""
+    """Return a copy of every storage, keyed by address."""
     return {t.untyped_storage().data_ptr(): storage_bytes(t).copy() for t in caches.values()}
 
 

@@ -1,5 +1,5 @@
-"""Compares the CPU mover with address arithmetic: the right bytes are copied, nothing else changes,
-and every failure is reported.
+"""Compares the CPU mover with address arithmetic: the correct bytes must be copied, no other bytes
+may change, and every failure must be reported.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ BLOCKS_PER_CHUNK = 3
 
 
 class Bench:
-    """One engine's paged KV, a separate arena, and a mover between them."""
+    """The paged KV of an engine, a separate arena, and a mover that copies between them."""
 
     def __init__(
         self, caches: dict[str, torch.Tensor], num_blocks: int, num_ranks: int = 1, rank: int = 0
@@ -253,9 +253,7 @@ def test_a_good_chunk_is_loaded_with_a_bad_one(bench: Bench) -> None:
 
 
 def test_a_copy_that_cannot_be_made_fails_alone(bench: Bench) -> None:
-    """A block outside the pool gives a failed ticket or a bad load, and the other copies
-    succeed.
-    """
+    """A block outside the pool causes a failed ticket or a bad load. The other copies succeed."""
     assert save(bench.mover, copy_of(0, (1, 99, 3), ticket=1), copy_of(1, (2,), ticket=2)) == (
         [2],
         [1],
@@ -281,7 +279,7 @@ class TestAnotherProcessWritesToTheFrame:
 
     @staticmethod
     def foreign_write(bench: Bench) -> None:
-        _, frames = bench.rank(0)  # maps the arena a second time
+        _, frames = bench.rank(0)  # map the arena a second time
         frames.part(0)[:] = 0xAB
 
     def test_before_the_save(self, bench: Bench) -> None:

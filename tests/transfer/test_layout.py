@@ -1,5 +1,5 @@
-"""Checks that the planes derived from strides contain exactly each block's bytes, for every layout
-of vLLM, and that no layout is guessed.
+"""Checks for every layout of vLLM that the planes derived from strides contain exactly the bytes of
+each block, and that unknown layouts are rejected.
 """
 
 import itertools
@@ -68,7 +68,7 @@ def test_planes_name_exactly_each_blocks_bytes(
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC"])
 @pytest.mark.parametrize("ratio", [2, 4])
 def test_kernel_blocks_are_grouped_into_the_engines_blocks(order: str, ratio: int) -> None:
-    """Dim 0 then contains num_blocks * ratio smaller blocks."""
+    """In this case, dimension 0 contains num_blocks * ratio smaller blocks."""
     caches = carve(order, Sizes(blocks=6 * ratio))
     layout = read_layout(caches, 6)
     for block in range(6):
@@ -180,7 +180,7 @@ def test_planes_keep_the_memory_alive() -> None:
 
 
 def test_planes_say_which_of_them_are_bf16() -> None:
-    """Each plane has its tensor's dtype, even within one layer."""
+    """Each plane has the dtype of its tensor, even within one layer."""
     caches = {
         "a": torch.zeros(4, 2, 8, dtype=torch.bfloat16),
         "b": [torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(4, 16, dtype=torch.float32)],

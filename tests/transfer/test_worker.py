@@ -1,5 +1,5 @@
-"""Tests WorkerCore, which runs one step's plan on a mover: hooks are idempotent, reports are taken
-once, and a broken mover only causes misses.
+"""Tests WorkerCore, which runs the plan of a step on a mover. Hooks are idempotent, each report is
+returned once, and a broken mover only causes misses.
 """
 
 import os
@@ -131,8 +131,8 @@ def test_steps_without_a_plan_do_nothing(store: _core.Session) -> None:
 
 
 def assert_all_failed(worker: WorkerCore) -> None:
-    """Check that the save and the load of `plan_of` are reported as failed, and the load's block
-    must be computed.
+    """Check that the save and the load of `plan_of` are reported as failed and that the block of
+    the load must be computed.
     """
     assert worker.take_finished_loads() == ({"l"}, {2})
     report = worker.take_report()
@@ -161,7 +161,7 @@ def test_a_mover_that_cannot_be_created_fails_copies_only(
 def test_frames_must_hold_a_chunk_of_every_group(
     store: _core.Session, kept: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Covers a group with more blocks than the others."""
+    """Covers a group with more blocks than the other groups."""
     worker = WorkerCore(
         replace(SHAPE, groups=(GroupShape(16 * kept), GroupShape(16, kept))), rank=0
     )
@@ -298,7 +298,7 @@ def test_a_plan_of_another_arena_ends_the_mover_of_the_one_before(store: _core.S
 def test_memory_of_a_new_arena_is_not_touched_by_old_plans(
     store: _core.Session,
 ) -> None:
-    """A path is reused for a different arena."""
+    """A path can be reused for a different arena."""
     worker = worker_for()
     plan = plan_of(store)
     right = arena_of(store, SHAPE)

@@ -1,6 +1,6 @@
 """Tests the identities of LoRA adapters.
 
-Requests, runs and restarts share an adapter's KV only if the workers' weights are known.
+Requests, runs and restarts only share KV of an adapter if the weights in the workers are known.
 """
 
 import os
@@ -23,7 +23,7 @@ PACE = float(os.environ.get("TEST_PACE", "1"))
 
 @pytest.fixture(autouse=True)
 def _looks_are_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make file checks succeed in time, even if this process gets no core for longer than a
+    """Make file checks succeed in time, even if this process does not run for longer than a
     scheduler would wait.
     """
     monkeypatch.setattr(adapters, "LooksInTime", partial(LooksInTime, 60 * PACE))
@@ -31,14 +31,14 @@ def _looks_are_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return an adapter's directory that is older than the engine."""
+    """Return the directory of an adapter that is older than the engine."""
     folder = tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_model.safetensors").write_bytes(b"one")
     files = look(str(folder))
     assert files is not None
     monkeypatch.setattr(adapters, "engine_start_s", lambda: files.latest_s + 0.01)
-    time.sleep(0.05)  # longer than a file system's clock tick
+    time.sleep(0.05)  # longer than a clock tick of a file system
     return folder
 
 
@@ -58,7 +58,7 @@ def test_adapter_is_name_path_and_state_of_its_files(adapter: Path) -> None:
 def test_an_adapter_that_changed_since_the_start_is_this_runs_own(
     adapter: Path, change: str
 ) -> None:
-    """The files do not show which version the workers have loaded, and will load again after an
+    """The files do not show which version the workers have loaded and will load again after an
     eviction.
     """
     link = adapter.parent / "current"
@@ -75,8 +75,8 @@ def test_an_adapter_that_changed_since_the_start_is_this_runs_own(
 
 
 def test_an_adapter_that_changed_and_changed_back_is_not_shared(adapter: Path) -> None:
-    """The files are restored including their times, but workers may have loaded the other version
-    in between.
+    """The files are restored with their times, but workers may have loaded the other version in the
+    meantime.
     """
     names, lora = AdapterNames(), LoRARequest("a", 1, str(adapter))
     first, seen = names.identify(lora), names._looks.look(str(adapter))
@@ -95,7 +95,7 @@ def test_an_adapter_loaded_in_place_is_not_shared(adapter: Path) -> None:
 
 
 def test_another_adapter_under_a_known_number_is_not_shared(adapter: Path) -> None:
-    """Workers keep the adapter that they loaded first."""
+    """Workers keep the version of the adapter that they loaded first."""
     names = AdapterNames()
     first = names.identify(LoRARequest("a", 1, str(adapter)))
     other = LoRARequest("b", 1, str(adapter))
@@ -136,7 +136,7 @@ def test_a_hub_adapter_is_identified_by_its_commit_offline(
     lora = LoRARequest("a", 1, "hub/adapter")
     monkeypatch.setattr(
         "huggingface_hub.constants.HF_HUB_OFFLINE", False
-    )  # other tests of this process, or its user, may be offline
+    )  # other tests in this process, or the user, may have set offline mode
     assert AdapterNames().identify(lora) != AdapterNames().identify(lora), (
         "vLLM checks the hub for a newer version"
     )
@@ -162,7 +162,7 @@ def test_an_error_while_looking_is_a_miss_and_the_next_look_works(
 def test_a_file_system_that_hangs_delays_no_request(
     adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until the file system responds, requests with adapters share nothing."""
+    """Requests with adapters do not share KV until the file system responds."""
     lora = LoRARequest("a", 1, str(adapter))
     names = AdapterNames()
     first = names.identify(lora)

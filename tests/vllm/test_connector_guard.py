@@ -1,5 +1,5 @@
-"""Tests exceptions from hooks inside vLLM: any error in kvloft becomes a miss; only exceptions that
-end the process are propagated.
+"""Tests exceptions in hooks that vLLM calls. Any error in kvloft becomes a miss, and only
+exceptions that end the process are propagated.
 """
 
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ LOADS_ONLY = StepPlan()
 
 
 class PanicLike(BaseException):
-    """Like pyo3's PanicException, which is not derived from Exception."""
+    """An exception like pyo3's PanicException, which is not derived from Exception."""
 
 
 def broken(error: type[BaseException]) -> KVLoftConnector:

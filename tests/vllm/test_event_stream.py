@@ -40,11 +40,11 @@ TIERS = {"CPU": HOST, "STORAGE": DISK}
 NUM_STEPS = int(os.environ.get("KV_EVENT_STEPS", "1000"))
 CHECK_EVERY, RESTART_EVERY = 100, 400
 BUFFERED = 50
-"""Number of batches that the publisher keeps for subscribers that missed some."""
+"""Number of batches that the publisher keeps for subscribers that missed batches."""
 
 
 class Router:
-    """A subscriber of one engine: an `Index` that follows the stream."""
+    """A subscriber to one engine, which is an `Index` that follows the stream."""
 
     def __init__(self, prompts: set[Prompt], endpoint: str, replay_endpoint: str) -> None:
         self.index, self._endpoint, self.num_missed = Index(prompts), endpoint, 0
@@ -69,7 +69,7 @@ class Router:
         self._replay.close(linger=0)
 
     def stumble(self) -> None:
-        """Leave the stream, or rejoin it."""
+        """Leave or rejoin the stream."""
         (self._sub.disconnect if self._is_in else self._sub.connect)(self._endpoint)
         self._is_in = not self._is_in
 
@@ -80,7 +80,7 @@ class Router:
             self._take(int.from_bytes(number, "big"), payload)
 
     def catch_up(self, num_published: int) -> None:
-        """Receive all published batches without publishing more."""
+        """Receive all published batches without publishing further batches."""
         deadline = time.monotonic() + 30 * PACE
         while self._next < num_published:
             assert time.monotonic() < deadline, (
@@ -100,7 +100,7 @@ class Router:
                 self._learn(event)
 
     def _ask(self) -> None:
-        """Request missed batches again. The last message of a response has no number."""
+        """Request missed batches again. The last message of a response does not have a number."""
         first = self._next
         self._replay.send_multipart((b"", first.to_bytes(8, "big")))
         while True:
@@ -139,9 +139,9 @@ class Router:
 
 
 class Stream:
-    """One engine's publisher and its subscriber.
+    """The publisher of an engine and its subscriber.
 
-    Replaces an `Index` that receives events immediately.
+    This class replaces an `Index` that receives events immediately.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Stream:
         self._num_unheard = 0
 
     def replay(self, events: list[Event]) -> None:
-        """Publish events in each step, as vLLM's scheduler does."""
+        """Publish the events of each step, as vLLM's scheduler does."""
         self._publish([self._writer.write(event) for event in events])
 
     def clear(self) -> None:
@@ -216,7 +216,7 @@ class Totals:
 
 
 class Served:
-    """`kvloft serve` as users run it."""
+    """A `kvloft serve` process that is started as users start it."""
 
     def __init__(
         self, socket: str, *, host_bytes: int, disk_path: str, disk_bytes: int, disk_threads: int
@@ -245,7 +245,7 @@ class Served:
             return False
 
     def close(self, timeout_s: float = 60 * PACE) -> None:
-        """Stop the server; every second server is killed with SIGKILL."""
+        """Stop the server. Every second server is killed with SIGKILL."""
         self._process.send_signal(signal.SIGKILL if Totals.num_servers % 2 else signal.SIGTERM)
         self._process.wait(timeout_s)
 

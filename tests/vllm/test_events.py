@@ -1,4 +1,4 @@
-"""Tests that the store's log lines reach vLLM's log once each, with the namespace."""
+"""Tests that each log line of the store appears once in vLLM's log, with the namespace."""
 
 import logging
 import os

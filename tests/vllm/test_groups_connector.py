@@ -13,15 +13,15 @@ from kvloft.vllm.connector import KVLoftGroupsConnector
 @pytest.fixture(autouse=True)
 def _release(vllm_release: tuple[int, int]) -> None:
     if vllm_release < (0, 32):
-        pytest.skip("before 0.32 vLLM asks connectors for no results of several groups")
+        pytest.skip("vLLM before 0.32 does not support multiple groups with connectors")
 
 
 @pytest.mark.parametrize("fails_requests", [True, False])
 def test_bad_blocks_are_reported_by_id_only_with_one_group(
     fails_requests: bool,
 ) -> None:
-    """Only with one group does a block id identify the missing tokens: vLLM then recomputes from
-    there. Otherwise it recomputes everything.
+    """A block id identifies the missing tokens only with one group. vLLM then recomputes the tokens
+    starting at this block. With multiple groups, it recomputes all tokens.
     """
     bad = {5, 6}
 
@@ -47,7 +47,7 @@ def test_bad_blocks_are_reported_by_id_only_with_one_group(
 def test_bad_blocks_of_a_running_load_are_not_reported_with_several_groups() -> None:
     """Bad blocks are found chunk by chunk.
 
-    Reporting them for multiple groups would crash the engine.
+    Reporting bad blocks of multiple groups would crash the engine.
     """
     connector: Any = object.__new__(KVLoftGroupsConnector)
     bad = {5}

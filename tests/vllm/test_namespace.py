@@ -1,5 +1,5 @@
-"""Tests the namespace: changing any single field that decides KV bytes changes the digest (computed
-by the real extension).
+"""Tests that a change of any field that determines KV bytes changes the digest of the namespace,
+which the real extension computes.
 """
 
 import json
@@ -211,8 +211,8 @@ def test_environment_variables_that_change_results_count(
 
 
 def test_the_layers_of_each_stage_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if the first stage is the same, which is the only stage in the scheduler's
-    configuration.
+    """The namespaces differ even if the first stage is the same. The scheduler's configuration only
+    contains the first stage.
     """
     found = [digest(), digest(stages=2), digest(stages=3)]
     for layers in ("1,2,1", "1,1,2"):
@@ -223,7 +223,7 @@ def test_the_layers_of_each_stage_count(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_pages_of_every_rank_count() -> None:
-    """vLLM gives the scheduler only the first rank's layers."""
+    """The scheduler only receives the layers of the first rank from vLLM."""
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
 
     def rank(name: str, head_size: int) -> KVCacheConfig:
@@ -244,7 +244,7 @@ def test_pages_of_every_rank_count() -> None:
 
 
 def test_sizes_of_blocks_count_group_by_group() -> None:
-    """The digests differ even if all chunks have the same number of tokens."""
+    """The digests differ, even if all chunks have the same number of tokens."""
     full = GroupShape(32)
     windows = [GroupShape(32 // size, size, kind="window", reach=64) for size in (1, 2, 4)]
     assert len({digest(groups=(full, window)) for window in windows}) == 3
@@ -349,7 +349,9 @@ def digest_of_states(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     "change",
     [
-        {"dtypes": (torch.float16, torch.float16)},  # --mamba-cache-dtype: same size as bfloat16
+        {
+            "dtypes": (torch.float16, torch.float16)
+        },  # --mamba-cache-dtype, with the same size as bfloat16
         {"dtypes": (torch.bfloat16, torch.float16)},  # --mamba-ssm-cache-dtype
         {"shapes": ((8, 3), (4, 8))},  # VLLM_SSM_CONV_STATE_LAYOUT
     ],

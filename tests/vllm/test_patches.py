@@ -1,4 +1,4 @@
-"""Tests the table of wrapped vLLM calls: each target exists in this release; if a target is
+"""Tests the table of wrapped vLLM calls. Each target exists in this release. If a target is
 missing, its row defines the consequence.
 """
 
@@ -70,7 +70,7 @@ def test_a_renamed_target_has_the_consequence_that_its_row_states(
     patch: Patch, monkeypatch: pytest.MonkeyPatch, logged: Any
 ) -> None:
     monkeypatch.delattr(patch.find(), patch.method)
-    wrap(patch, lambda *_: None)  # nothing to wrap, and nothing breaks
+    wrap(patch, lambda *_: None)  # the call does not exist, and its absence has no consequence
     if patch.missing is Missing.REFUSE:
         with pytest.raises(UnsupportedError, match=rf"{patch.owner}\.{patch.method}"):
             settle([patch])
@@ -146,13 +146,13 @@ def methods_of_workers() -> set[str]:
 
 
 def test_each_method_of_vllms_workers_is_classified() -> None:
-    """A new method is treated as replacing weights until it is added to one of the two sets."""
+    """A new method is treated as changing weights until it is added to one of the two sets."""
     assert methods_of_workers() - HARMLESS - NOT_HARMLESS == set()
     assert not HARMLESS & NOT_HARMLESS
 
 
 def test_no_judged_name_is_stale(vllm_release: tuple[int, int]) -> None:
-    """Names that exist only in other releases are listed here, so that a typo is detected."""
+    """The test lists names that only exist in other releases, so that a typo is detected."""
     later = {
         (0, 31): {"discard", "randomize_dummy_inputs"},
         (0, 32): {
@@ -181,7 +181,7 @@ def test_calls_that_unmap_pages_are_wrapped() -> None:
         if inspect.isfunction(method) and "unmap_and_release(" in inspect.getsource(method)
     }
     wrapped = {patches.SLEEP.method, patches.DISCARD.method}
-    # When the process exits, and for blocks that torch releases.
+    # torch makes this call when the process exits and for blocks that it releases.
     assert (
         unmapping - {"release_pools", "use_memory_pool", "_trim", "_python_free_callback"}
         == wrapped
@@ -194,9 +194,7 @@ def test_calls_that_unmap_pages_are_wrapped() -> None:
 
 @pytest.fixture
 def engine() -> Any:
-    """The part of vLLM's engine core that handles pauses, and a scheduler side that records
-    them.
-    """
+    """Return the part of vLLM's engine core that handles pauses, with a fake scheduler side."""
 
     class Core:
         def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""Tests that invalid settings are reported while vLLM checks its arguments, by vLLM's own factory,
-before anything is created or loaded.
+"""Tests that vLLM's own factory reports invalid settings while vLLM checks its arguments, before
+models or engines are created.
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ OTHER = "ExampleConnector"
 
 @pytest.fixture
 def factory() -> Iterator[Any]:
-    """Return vLLM's factory as it is after the first call of the plugin, and restore it after the
-    test.
+    """Return vLLM's factory in its state after the first call of the plugin, and restore the
+    factory after the test.
     """
     method, registry = (
         vars(KVConnectorFactory)["get_connector_class"],
@@ -169,5 +169,5 @@ def test_vllm_keeps_several_groups_if_supported_and_not_overridden(
 
 @pytest.mark.parametrize("connector", [KVLoftConnector, KVLoftGroupsConnector])
 def test_every_connector_class_is_found_by_its_own_name(factory: Any, connector: Any) -> None:
-    """MultiConnector looks up a child's class by its name when it rebuilds statistics."""
+    """MultiConnector looks up the class of a child by name when it rebuilds statistics."""
     assert factory.get_connector_class_by_name(connector.__name__) is connector

@@ -1,5 +1,5 @@
-"""Tests which ranks the scheduler side sees: the configs that vLLM's executor passes to this
-engine's ranks, and not those of another engine in the process.
+"""Tests that the scheduler side uses the configs that vLLM's executor passes to the ranks of this
+engine, and not the configs of another engine in the process.
 """
 
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ SPEC = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torc
 
 
 class Given(Executor):
-    """An executor without workers that has these configs."""
+    """An executor with these configs but without workers."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -27,7 +27,7 @@ class Given(Executor):
         self.calls.append(method)
 
     def check_health(self) -> None:
-        """Do nothing: there are no workers."""
+        """Do nothing, because there are no workers."""
 
     def _init_executor(self) -> None:
         """Start nothing."""

@@ -76,7 +76,7 @@ def test_replicas_read_the_part_that_the_first_of_them_writes() -> None:
 
 
 def stage(*groups: tuple[Any, Sequence[str]]) -> Any:
-    """Return a rank's config: the spec of each group, and the group's layers on this rank."""
+    """Return the config of a rank, with the spec and the layers of each group on the rank."""
     return SimpleNamespace(
         kv_cache_groups=[
             SimpleNamespace(layer_names=list(names), kv_cache_spec=spec) for spec, names in groups
@@ -110,8 +110,8 @@ def test_a_stage_may_have_no_layer_of_a_group() -> None:
 
 
 def test_layers_of_one_group_that_differ_in_size_are_added_up() -> None:
-    """vLLM gives the scheduler a single size but each rank all sizes; kvloft uses the ranks'
-    sizes.
+    """vLLM passes a single size to the scheduler but all sizes to each rank. kvloft uses the sizes
+    of the ranks.
     """
     kv: Any = {"block_size": 16, "num_kv_heads": 1, "dtype": torch.float32}
     specs: Any = {
@@ -157,7 +157,7 @@ def test_parts_are_raw_on_cpus() -> None:
 
 
 def test_encoded_parts_have_room_for_a_table() -> None:
-    """A table has one entry per 4 KiB, and one more per layer if K and V are separate."""
+    """A table has one entry per 4 KiB, and one more entry per layer if K and V are separate."""
     ranks = [stage((BF16, [f"layer {i}" for i in range(32)]))]
     shape, without = (cache_shape(pipeline(1, 1), ranks, encoding) for encoding in (E348, RAW))
     assert (shape.encoding, without.encoding) == (E348, RAW)
@@ -276,8 +276,8 @@ def test_each_data_parallel_engine_has_a_separate_directory() -> None:
 
 @pytest.mark.parametrize("is_moe", [False, True])
 def test_independent_engines_of_vllm_have_separate_paths(is_moe: bool) -> None:
-    """As in vLLM's engine process, the engine of a dense model sees only itself, except in its
-    index.
+    """As in vLLM's engine process, the config of a dense model describes a single engine, except
+    for the index of the engine.
     """
     paths = []
     for index in range(3):
@@ -349,9 +349,9 @@ def test_each_group_has_frames_of_its_own_size() -> None:
 def test_groups_of_shorter_blocks_have_more_of_them_in_a_chunk(
     sizes: tuple[int, int], window: int, unit: int, counts: tuple[int, int], kept: tuple[int, int]
 ) -> None:
-    """All chunks end where vLLM's hits end.
+    """All chunks end where hits of vLLM end.
 
-    A window shorter than a unit keeps only the blocks it covers.
+    With a window that is shorter than a unit, a chunk only keeps the blocks within the window.
     """
     kv: Any = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     full = FullAttentionSpec(block_size=sizes[0], **kv)

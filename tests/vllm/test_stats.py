@@ -48,7 +48,7 @@ class FakeStore:
 
 @pytest.fixture
 def half() -> Any:
-    """Return the part of a scheduler side that its statistics need."""
+    """Return the part of a scheduler side that the statistics need."""
     half: Any = object.__new__(SchedulerHalf)
     half._last, half._quiet_steps, half.hook_errors = {}, 0, 0
     half._store, half.core = FakeStore(), SimpleNamespace(counters=Counts())

@@ -1,4 +1,4 @@
-"""Tests that events of servers and disks are logged even if the engine runs no step."""
+"""Tests that events of servers and disks are logged even if the engine does not run a step."""
 
 import logging
 import os
@@ -40,7 +40,7 @@ def test_an_idle_engine_logs_the_connection_to_its_server() -> None:
             server.close(0.0)
             assert has_heard("lost the connection to the kvloft server")
         heard.clear()
-        del server  # only then is the socket free
+        del server  # the socket is free only after the exit
         _server = _core.Server(path, host_bytes=1 << 20)
         poller.close()
         assert not heard, "nothing may be logged after close"

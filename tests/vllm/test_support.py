@@ -37,7 +37,7 @@ MLA = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.
 
 
 def per_layer(*specs: Any) -> Any:
-    """Return one group with separate specs for its layers, like vLLM's UniformTypeKVCacheSpecs."""
+    """Return a group with separate specs for its layers, like vLLM's UniformTypeKVCacheSpecs."""
     return SimpleNamespace(kv_cache_specs={f"layer{i}": spec for i, spec in enumerate(specs)})
 
 
@@ -178,7 +178,7 @@ WIDE = FullAttentionSpec(**SIZES | {"head_size": 64})
 
 
 def merged(*layers: Any) -> KVCacheConfig:
-    """Return the groups that vLLM forms for these layers without its hybrid manager."""
+    """Return the groups that vLLM creates for these layers without its hybrid KV cache manager."""
     engine: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True)
     )
@@ -210,7 +210,7 @@ def test_windows_and_local_chunks_are_treated_as_full_attention(
 
 
 def test_local_chunks_in_every_layer_are_refused() -> None:
-    """A hit that ends at a chunk boundary would need no blocks at all."""
+    """A hit that ends at the boundary of a local chunk would not need any blocks."""
     with pytest.raises(UnsupportedError, match="ChunkedLocalAttentionSpec"):
         check_supported(settings(), merged(CHUNKED))
 
@@ -219,7 +219,7 @@ def test_local_chunks_in_every_layer_are_refused() -> None:
 def test_windows_in_every_layer_are_supported_if_failed_loads_can_be_reported(
     layers: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM does not convert such a model to full attention.
+    """vLLM does not convert this model to full attention.
 
     It frees blocks outside the window, so it cannot resume before the first bad block.
     """
@@ -281,7 +281,7 @@ def test_kv_groups_one_is_suggested_if_it_would_work(
 def test_windows_and_full_attention_may_have_blocks_of_different_sizes(
     alignment: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hits end at complete blocks of all groups. vLLM only defines this with a prefix cache."""
+    """Hits end at complete blocks of all groups, which vLLM only defines with a prefix cache."""
     monkeypatch.setattr(support, "HAS_GROUPS", True)
     several = groups(replace(FULL, block_size=alignment or 64), WINDOW)
     several.cache_hit_alignment_tokens = alignment
@@ -326,8 +326,8 @@ GDN = replace(ALIGNED, mamba_type="GDN_ATTN")
 
 
 def test_states_within_blocks_are_refused() -> None:
-    """Supporting such a model would be useless: vLLM offers no state at a block's end, so prompts
-    would hardly ever hit.
+    """Caching would be useless for this model, because vLLM does not offer states at the ends of
+    blocks, so prompts would rarely be hits.
     """
     for unit in (8, 16):
         with pytest.raises(
@@ -360,7 +360,7 @@ def test_draft_tokens_are_supported_with_gated_delta_nets(method: str) -> None:
 def test_states_with_other_block_sizes_are_rejected_and_name_the_draft_model(
     method: str | None,
 ) -> None:
-    """The draft model's KV heads differ from the model's."""
+    """The KV heads of the draft model differ from the KV heads of the model."""
     config = settings(speculative_config=method and SimpleNamespace(method=method))
     with pytest.raises(UnsupportedError, match="the same block size") as caught:
         check_supported(config, groups(replace(FULL, block_size=96), GDN, FULL), "all")
@@ -409,7 +409,7 @@ def test_pipeline_stages_are_served_but_of_models_with_states_on_gpus(
         check_supported(stages, groups(FULL, GDN), "all")
     elsewhere = groups(FULL, GDN)
     elsewhere.kv_cache_groups[1].layer_names.clear()
-    with nullcontext() if is_cpu else refused:  # another stage has them
+    with nullcontext() if is_cpu else refused:  # a different stage has these layers
         check_supported(stages, elsewhere, "all")
     monkeypatch.setattr(support, "HAS_GROUPS", False)
     with pytest.raises(UnsupportedError, match=r"0\.32 or newer for pipeline_parallel_size=2"):

@@ -121,9 +121,9 @@ def test_media_named_by_a_count_are_this_engines_own() -> None:
 
 
 def test_hit_sources_never_exceed_taken_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses vLLM's labels if available (0.32 and newer), substitutes otherwise.
+    """The test uses vLLM's labels if they are available (0.32 and newer) and substitutes otherwise.
 
-    No tokens are without a label.
+    Every token has a label.
     """
     labels = views.CacheHitSource or SimpleNamespace(
         HOST="host", DISK="disk", EXTERNAL_UNSPECIFIED="other"
@@ -201,8 +201,8 @@ def test_with_several_groups_all_blocks_are_reported_and_tables_requested() -> N
 
 
 def test_tables_are_counted_in_chunks_of_the_main_group() -> None:
-    """If block sizes differ, a chunk contains multiple blocks of a group, and tables can end inside
-    a chunk while a request grows.
+    """If block sizes differ, a chunk contains multiple blocks of a group. The table of a growing
+    request can then end inside a chunk.
     """
     shape = CacheShape(
         (GroupShape(16, 2, kind="window", reach=40), GroupShape(8, 4), GroupShape(32))

@@ -28,7 +28,7 @@ LONG_AGO = (1_000_000_000, 1_000_000_000)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a model's weights in a separate directory that is older than the engine."""
+    """Return the weights of a model in a separate directory that is older than the engine."""
     model = tmp_path / "model"
     (model / "whisper").mkdir(parents=True)
     for name in (
@@ -69,7 +69,7 @@ def is_shared(model: str, **more: Any) -> bool:
 
 
 def rewrite(path: Path, at: int, byte: bytes = b"\1") -> None:
-    """Replace the content but keep size and time, as `cp -p` and rsync do."""
+    """Replace the content but keep the size and the time, as `cp -p` and rsync do."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(at)
@@ -148,7 +148,7 @@ def test_files_changed_since_start_are_valid_for_this_run_only(
     (folder / "linked").symlink_to(folder / "whisper")
     before = look(str(folder.parent / "current"))
     assert before is not None
-    time.sleep(0.05)  # longer than a file system's clock tick
+    time.sleep(0.05)  # longer than a clock tick of a file system
     monkeypatch.setattr(weights, "engine_start_s", lambda: before.latest_s + 0.01)
     assert is_shared(str(folder.parent / "current")) and not logged()
     change(folder)
@@ -161,8 +161,8 @@ def test_files_changed_since_start_are_valid_for_this_run_only(
     ["hub/name", "/no/such/folder", "./models/a/b", "s3://bucket/model", "x" * 5000, "~no-user/x"],
 )
 def test_unidentified_weights_are_valid_for_this_run_only(name: str) -> None:
-    """The model may come from a different hub, for example: the name alone does not reveal further
-    training.
+    """The model could come from a different hub. The name alone does not show whether it was
+    trained further.
     """
     assert not is_shared(name)
     assert is_shared(name, commit="abc")
@@ -208,7 +208,7 @@ def test_odd_files_are_neither_an_error_nor_waited_for(folder: Path) -> None:
 def test_a_folder_below_that_cannot_be_listed_is_left_out(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example lost+found at the root of a volume."""
+    """An example is lost+found at the root of a volume."""
     listed = os.listdir
 
     def listdir(path: bytes) -> list[bytes]:
@@ -238,7 +238,7 @@ def test_too_many_files_are_not_looked_at(folder: Path, monkeypatch: pytest.Monk
 def test_a_configuration_without_a_commit_has_that_of_the_hubs_cache(
     hub_cache: Any, file: str, revision: str | None
 ) -> None:
-    """Covers Mistral's format, whose configurations are not transformers' own."""
+    """Covers Mistral's format, which does not use the configuration classes of transformers."""
     hub_cache("hub/name", file, "c0ffee", revision or "main")
     assert fields("hub/name", revision=revision) == fields(
         "hub/name", commit="c0ffee", revision=revision

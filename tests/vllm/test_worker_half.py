@@ -95,7 +95,7 @@ def test_one_that_cannot_drain_stops_neither_the_others_nor_the_sleep(
 
 
 def listeners(monkeypatch: pytest.MonkeyPatch) -> dict[Patch, Any]:
-    """Return the calls that a worker side starts to observe."""
+    """Return the calls that a worker side observes."""
     heard: dict[Patch, Any] = {}
     monkeypatch.setattr(
         worker_half, "listen", lambda patch, listener, _owner=None: heard.update({patch: listener})
@@ -135,7 +135,7 @@ def half_of(
 def test_a_worker_drains_before_sleep_if_its_engine_can_sleep(
     is_on: bool, has_hook: bool, drains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.33 and newer call a connector hook instead."""
+    """vLLM 0.33 and newer call a hook of the connector instead."""
     heard = listeners(monkeypatch)
     base: Any = type("Base", (), {"unregister_kv_caches": None} if has_hook else {})
     monkeypatch.setattr(worker_half, "KVConnectorBase_V1", base)
@@ -165,9 +165,9 @@ def test_vllms_hooks_of_sleep_reach_the_worker() -> None:
 def test_gathers_run_first_if_the_engine_zeroes_new_blocks(
     zeroes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's own setting is passed to the GPU mover.
+    """kvloft passes vLLM's own setting to the GPU mover.
 
-    The engine zeroes before any hook of the step.
+    The engine zeroes blocks before any hook of the step.
     """
     assert hasattr(KVCacheConfig, "needs_kv_cache_zeroing")
     settings = half_of(zeroes=zeroes).core._settings

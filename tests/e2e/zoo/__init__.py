@@ -1,1 +1,1 @@
-"""Tiny random models with every kind of KV cache group that vLLM supports; README.md lists them."""
+"""Tiny random models with every type of KV cache group that vLLM supports (see README.md)."""

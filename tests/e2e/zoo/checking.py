@@ -1,7 +1,7 @@
-"""Runs `kvloft check` on a model of the zoo. Its engines are started as for a user, or forked by
+"""Runs `kvloft check` on a model of the zoo. The engines are started as for a user, or forked by
 the zygote (`../forked.py`).
 
-Results are written to build/models, which scripts/models_table.py reads.
+The results are written to build/models, where scripts/models_table.py finds them.
 """
 
 import json
@@ -34,13 +34,13 @@ NOT_SERVED = {
     *((name, "one") for name in STATES),
     ("ngram-mamba2", "auto"),
 }
-"""Unsupported models, with a value of kv_groups. Remove the row when kvloft supports the model."""
+"""Unsupported models and kv_groups values. Remove a row when kvloft supports the model."""
 AS_A_USER, FORKED = (
     "import sys; from kvloft.cli import __main__, check_engine; "
     f"{change}sys.exit(__main__.main(sys.argv[1:]))"
     for change in ("", "check_engine.MODULE = 'e2e.forked'; ")
 )
-"""Commands that run `kvloft`."""
+"""The command lines that run `kvloft`."""
 
 
 def flags_of(arguments: dict[str, Any]) -> list[str]:
@@ -62,7 +62,7 @@ def check(
 ) -> tuple[int, dict[str, Any], str]:
     """Return the exit status, the report and stderr.
 
-    Without ``zygote``, only models that need no replaced kernels can run.
+    Without ``zygote``, only models that do not need replaced kernels can run.
     """
     model = ZOO[name]
     files = model.write(folder / "files")
@@ -100,5 +100,5 @@ def check(
         }
         KEPT.mkdir(parents=True, exist_ok=True)
         (KEPT / f"{name}-{kv_groups}.json").write_text(json.dumps(report, indent=1))
-    assert not list(folder.glob("kvloft-check-*")), "the temporary directory is still there"
+    assert not list(folder.glob("kvloft-check-*")), "the temporary directory was not removed"
     return done.returncode, report, done.stderr

@@ -1,5 +1,5 @@
-"""Runs the zoo only if it is selected by name or with KV_ZOO=all; `make test` runs kvloft check on
-all its models.
+"""Runs the tests of the zoo only if they are selected by name or with KV_ZOO=all. `make test` runs
+kvloft check on all models of the zoo.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""Replaces what DFlash needs and the CPU build lacks: a Triton kernel that arranges a step's draft
-tokens, and norms of multiple layers in one call.
+"""Replaces kernels that DFlash needs and the CPU build lacks: a Triton kernel that arranges the
+draft tokens of a step, and a kernel that computes the norms of multiple layers in one call.
 
-The replacements take the kernels' arguments and write the same results. vLLM's surrounding code is
-unchanged.
+The replacements take the arguments of the kernels and write the same results. The surrounding code
+of vLLM is unchanged.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ class _Expand:
     """Replaces copy_and_expand_dflash_inputs_kernel."""
 
     def register_warmup(self, **_constants: Any) -> None:
-        """Do nothing: there is nothing to compile."""
+        """Do nothing, because there is nothing to compile."""
 
     def __call__(self, **named: Any) -> None:
         bounds, num_queries, num_drafts = (

@@ -1,9 +1,9 @@
-"""Replaces what Mamba states with draft tokens need and the CPU build lacks: vLLM's two Triton
-kernels that move states, and support for rows of draft tokens.
+"""Replaces kernels that Mamba states need with draft tokens and the CPU build lacks: vLLM's two
+Triton kernels that move states, and support for rows of draft tokens.
 
-The replacements take the kernels' arguments and copy the same bytes; vLLM's surrounding code
-decides which state moves where. The module also provides a drafting method with many right tokens.
-It does not depend on how layers are computed (kernels.py).
+The replacements take the arguments of the kernels and copy the same bytes. The surrounding code of
+vLLM decides which state is moved to which block. The module also provides a drafting method whose
+tokens are often correct. It does not depend on how layers are computed (kernels.py).
 """
 
 import ctypes
@@ -18,10 +18,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request's share of a step in one layer."""
+    """The part of a step that belongs to one request in one layer."""
 
     slots: list[int]
-    """State blocks: a single block or, with draft tokens, one block per token that the step can
+    """State blocks: one block or, with draft tokens, one block for each token that the step can
     compute.
     """
     rejected_from: int = 0
@@ -30,14 +30,14 @@ class Row:
     Later states do not belong to the request.
     """
     is_new: bool = False
-    """True if there is no state yet."""
+    """True if the request has no state yet."""
     is_drafted: bool = False
-    """True if a part of the step can be rolled back."""
+    """True if part of the step can be rolled back."""
 
 
 def rows(step: Any) -> Iterator[tuple[Any, Row]]:
-    """Yield each request's tokens (an index into the step's rows) and row, from vLLM's metadata of
-    gated delta nets.
+    """Yield the tokens (an index into the rows of the step) and the row of each request, according
+    to vLLM's metadata of gated delta nets.
     """
     every = torch.arange(step.num_actual_tokens)
     others = every if step.spec_sequence_masks is None else step.non_spec_token_indx
@@ -60,7 +60,7 @@ def rows(step: Any) -> Iterator[tuple[Any, Row]]:
 
 
 def moved_states() -> None:
-    """Make vLLM move states to the position of accepted draft tokens, before and after a step."""
+    """Make vLLM move states to the position of accepted draft tokens before and after a step."""
     from vllm.v1.worker import mamba_utils
 
     mamba_utils.precopy_mamba_align_fused_kernel = _Launched(_before_a_step)
@@ -166,8 +166,8 @@ def _copy(
 
 
 def drafted_convolutions() -> None:
-    """Make Mamba2 layers start after the accepted draft tokens: vLLM's CPU convolution ignores
-    their number.
+    """Make Mamba2 layers start after the accepted draft tokens, whose number vLLM's CPU convolution
+    ignores.
     """
     from vllm.model_executor.layers.mamba import mamba_mixer2
 
@@ -194,8 +194,8 @@ def drafted_convolutions() -> None:
 
 
 def drafted_scans() -> None:
-    """Make Mamba2 layers continue from the state after the accepted draft tokens, and keep the
-    state after each token.
+    """Make Mamba2 layers continue from the state after the accepted draft tokens and keep the state
+    after each token.
     """
     from vllm.model_executor.layers.mamba import mamba_mixer2
 
@@ -226,18 +226,18 @@ def drafted_scans() -> None:
 
 
 BOOK = "ZOO_BOOK"
-"""Environment variable that names a file of texts, one JSON line each.
+"""Environment variable with the path of a file that contains one text per line as JSON.
 
-Drafting looks up nothing without it.
+Without this variable, drafting does not look up texts.
 """
 
 
 def well_read_ngram() -> None:
-    """Make ngram drafting also search texts recorded by the tests: in random texts it finds almost
-    nothing.
+    """Make ngram drafting also search texts that the tests recorded, because it finds almost no
+    matches in random texts.
 
-    Every fifth token found there is wrong, so that steps accept none, some, or all of their draft
-    tokens.
+    Every fifth token from these texts is wrong, so that steps accept none, some, or all of their
+    draft tokens.
     """
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
@@ -262,7 +262,7 @@ def well_read_ngram() -> None:
 
 
 class Book:
-    """The texts recorded by the tests, read while the file grows."""
+    """The texts that the tests recorded. The file is read while it grows."""
 
     def __init__(self) -> None:
         self._path, self._at = os.environ.get(BOOK), 0

@@ -1,10 +1,10 @@
 """Qwen3-Next with draft models that have KV and are correct by construction, as in drafts.py.
 
-The target's first layer has full attention and decides almost everything; the gated delta nets
-after it add little. Its predictor (MTP) is a copy of the first layer, including the experts: vLLM
-puts both layers into one group and marks it as a draft group. Other draft models copy the first
-layer of a target in which this layer equals a Llama layer (`plain_weights`); there vLLM marks no
-group.
+The first layer of the target has full attention and determines almost all of the output; the gated
+delta nets after this layer add little. The predictor (MTP) is a copy of the first layer, including
+the experts. vLLM puts both layers into one group and marks this group as a draft group. Other draft
+models copy the first layer of a target in which this layer equals a Llama layer (`plain_weights`).
+In this case, vLLM does not mark a group.
 """
 
 from typing import Any
@@ -20,17 +20,17 @@ from .states import QK_NORM, delta_net, qwen3_next_config, qwen_experts
 
 LAYERS = ("full", "state", "state", "state")
 MORE_LAYERS = (*LAYERS, "state", "state")
-"""Layers in an order that puts all full-attention layers into one group.
+"""The layers, in an order that puts all full-attention layers into one group.
 
-DFlash has four, which must be in the same group.
+DFlash has four full-attention layers, which must be in the same group.
 """
 STATES_GAIN = 0.18
-"""Weight of a gated delta net, relative to that in qwen3-next."""
+"""Weight of a gated delta net relative to its weight in qwen3-next."""
 
 
 def qwen3_next_mtp_config() -> dict[str, Any]:
-    """Put experts only into the first layer: the predictor's layer also has number 0, and vLLM
-    expects experts in it.
+    """Put experts only into the first layer, because the predictor's layer also has number 0 and
+    vLLM expects experts in this layer.
     """
     return qwen3_next_config(LAYERS, experts_in=0)
 
@@ -67,7 +67,7 @@ def qwen3_next_mtp_weights(seed: int = 37) -> Tensors:
     embed = made.tensors["model.embed_tokens.weight"]
     embed *= (
         EMBED_STD * np.sqrt(HIDDEN) / np.linalg.norm(embed, axis=1, keepdims=True)
-    )  # so that a norm is a single factor
+    )  # rows have equal norms, so that a norm layer is a single factor
     first = "model.layers.0."
     _first_layer(made, first)
     _delta_nets(made)
@@ -91,8 +91,8 @@ def plain_config(layers: tuple[str, ...] = LAYERS) -> dict[str, Any]:
 def plain_weights(seed: int = 38, layers: tuple[str, ...] = LAYERS) -> Tensors:
     """Return the target's weights.
 
-    Norms of queries and keys only multiply: each head rotates a third of its input, and all thirds
-    have equal norm.
+    Norms of queries and keys only multiply, because each head rotates a third of its input and all
+    thirds have equal norms.
     """
     made = weights(seed)
     made.ends(embed_std=EMBED_STD, one=0.0)
@@ -138,8 +138,8 @@ def eagle_weights() -> Tensors:
 
 
 def eagle3_config() -> dict[str, Any]:
-    """Return EAGLE-3 with explicit layers: vLLM's default picks three distinct layers only in a
-    larger model.
+    """Return EAGLE-3 with explicit layers, because vLLM's default only picks three distinct layers
+    in larger models.
     """
     return drafts.eagle3_config() | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 

@@ -1,10 +1,10 @@
-"""Draft models that are right most of the time, by construction and without training.
+"""Draft models that are correct most of the time by construction, without training.
 
-The target is a Llama whose first layer decides almost everything; later layers add little. At
-position p, a draft model has token p and its own KV of tokens 1 to p. It copies the target's first
-layer and therefore computes almost the target's result. The less the target's later layers add
-(REST_GAIN), the closer the results. Its KV matters as much as the target's: without one of its
-pages, it drafts wrong tokens.
+The target is a Llama whose first layer determines almost all of the output; later layers add
+little. At position p, a draft model has token p and its own KV of tokens 1 to p. The draft model
+copies the first layer of the target, and so computes almost the same result. The less the later
+layers of the target add (REST_GAIN), the closer the results. Draft KV matters as much as the
+target's KV: if a page is missing, the draft model proposes wrong tokens.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ REST_GAIN = 0.6
 WINDOW, WINDOWS_GAIN = 64, 1.0
 EMBED_STD = 0.1
 MASK, NUM_COPIES, SHARP, NUM_FAST = 3, HIDDEN // HEAD_DIM, 3.0, 4
-"""Parameters of DFlash: the mask token, the number of copying layers, and how these layers find the
-previous position.
+"""Parameters of DFlash: the mask token, the number of copying layers, and the way in which these
+layers find the previous position.
 """
 PROJECTIONS = (
     "self_attn.q_proj",
@@ -40,15 +40,15 @@ def llama_config(num_layers: int = NUM_LAYERS, **more: Any) -> dict[str, Any]:
 
 
 def windows_config() -> dict[str, Any]:
-    """Return the same Llama with windows in all layers except the first, which the draft model
-    copies.
+    """Return the same Llama with windows in all layers except the first layer, which the draft
+    model copies.
     """
     kinds = ["full_attention", *["sliding_attention"] * (NUM_LAYERS - 1)]
     return llama_config(layer_types=kinds, sliding_window=WINDOW)
 
 
 def qwen3_config() -> dict[str, Any]:
-    """Return the same model as a Qwen3, which normalizes heads like DFlash's layers."""
+    """Return the same model as a Qwen3, which normalizes heads as DFlash's layers do."""
     return config("Qwen3ForCausalLM", "qwen3", num_hidden_layers=NUM_LAYERS)
 
 
@@ -58,7 +58,7 @@ def _target(seed: int, rest_gain: float = REST_GAIN) -> Weights:
     embed = made.tensors["model.embed_tokens.weight"]
     embed *= (
         EMBED_STD * np.sqrt(HIDDEN) / np.linalg.norm(embed, axis=1, keepdims=True)
-    )  # so that a norm is a single factor, for EAGLE
+    )  # rows have equal norms, so that EAGLE's norm layer is a single factor
     for layer in range(NUM_LAYERS):
         at = f"model.layers.{layer}."
         made.norms(at, "input_layernorm", "post_attention_layernorm")
@@ -75,7 +75,7 @@ def llama_weights(seed: int = 51) -> Tensors:
 
 
 def windows_weights() -> Tensors:
-    """Return the same weights, but layers with windows add more."""
+    """Return the same weights, except that layers with windows add more."""
     return _target(51, WINDOWS_GAIN).tensors
 
 
@@ -106,8 +106,8 @@ def eagle_config() -> dict[str, Any]:
 def eagle_weights(target: Tensors | None = None) -> Tensors:
     """Return EAGLE's layer.
 
-    It has no first norm: its embedding is already normalized, and its branches are scaled
-    accordingly.
+    The layer has no first norm, because its embedding is already normalized and its branches are
+    scaled accordingly.
     """
     made = first_layer(target or llama_weights(), "layers.0.")
     scale = np.float32(1 / EMBED_STD)
@@ -129,8 +129,8 @@ def eagle3_config() -> dict[str, Any]:
 def eagle3_weights(target: Tensors | None = None) -> Tensors:
     """Return EAGLE-3's weights.
 
-    The mixture is almost zero, so only the embedding in the residual is missing: slightly less
-    accurate than EAGLE.
+    The mixture is almost zero, so only the embedding in the residual is missing. EAGLE-3 is
+    therefore slightly less accurate than EAGLE.
     """
     target = target or llama_weights()
     made = first_layer(target, "midlayer.")
@@ -149,8 +149,8 @@ def eagle3_weights(target: Tensors | None = None) -> Tensors:
 
 
 def mimo_config() -> dict[str, Any]:
-    """MiMo: a Qwen2 with one layer that predicts the token after the next. vLLM only checks the
-    architecture; transformers has no such model.
+    """MiMo: a Qwen2 with a layer that predicts the token after the next token. vLLM only checks the
+    architecture, and transformers does not contain this model.
     """
     return config(
         "MiMoForCausalLM",
@@ -197,9 +197,10 @@ def qwen3_weights() -> Tensors:
 
 
 def dflash_config() -> dict[str, Any]:
-    """DFlash: draft tokens replace masks.
+    """DFlash, in which draft tokens replace masks.
 
-    Its prompt KV is computed from the target's hidden states, which here are the embeddings.
+    Its prompt KV is computed from the hidden states of the target, which are the embeddings in this
+    model.
     """
     return config(
         "DFlashDraftModel", "qwen3", num_hidden_layers=NUM_COPIES + 1, attention_bias=True
@@ -207,8 +208,8 @@ def dflash_config() -> dict[str, Any]:
 
 
 def dflash_weights(target: Tensors | None = None) -> Tensors:
-    """Return layers that each copy a part of the preceding embedding into a mask, followed by the
-    target's first layer one position further.
+    """Return layers that each copy a part of the preceding embedding to a mask position, followed
+    by the target's first layer, shifted by one position.
     """
     target, ones = target or qwen3_weights(), np.ones(HIDDEN, np.float32)
     made: Tensors = {
@@ -247,9 +248,7 @@ def dflash_weights(target: Tensors | None = None) -> Tensors:
 
 
 def _turned(queries: Any) -> Any:
-    """Return queries (rows) that match at their position the keys that ``queries`` match at the
-    previous position.
-    """
+    """Return queries (rows) that match the same keys as ``queries``, but one position later."""
     half = HEAD_DIM // 2
     angles = -(10000.0 ** -(np.arange(half) / half))
     first, second = queries[:, :half], queries[:, half:]

@@ -1,8 +1,9 @@
-"""Forward passes that a test can hold, in engines with worker processes: the test decides how long
-a step takes.
+"""Lets a test hold forward passes in engines with worker processes, so that the test decides how
+long a step takes.
 
-Communication uses the directory KV_HOLD. While it contains a file `hold`, a forward pass writes
-`PID.held` and waits. Each chunk written to a frame adds a line to `PID.stored`.
+The processes communicate through the directory KV_HOLD. While this directory contains a file
+`hold`, a forward pass writes `PID.held` and waits. For each chunk that is written to a frame, a
+line is added to `PID.stored`.
 """
 
 import os
@@ -12,7 +13,7 @@ from typing import Any
 
 
 def held_forwards() -> None:
-    """Make each forward pass of a Llama wait, and count the chunks that its process stores."""
+    """Make each forward pass of a Llama wait, and count the chunks that the process stores."""
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
     from kvloft.transfer.frames import PrivatePart

@@ -1,10 +1,11 @@
-"""Replaces the CPU build's state kernels; runs in an engine's process before the model is built.
+"""Replaces the CPU build's kernels for Mamba states and gated delta nets. The functions are called
+in the engine process before the model is built.
 
 vLLM's CPU kernel for gated delta nets only supports bfloat16 and is not exact: the output after a
-hit differs from the output after a miss. Its Mamba2 scan returns only the last state, but prefix
-caching needs a state inside the prompt, which a Triton kernel stores on GPUs. The functions here do
-the same arithmetic in float32, for any start of a step. vLLM still does everything else, such as
-scheduling, slots and layout.
+hit differs from the output after a miss. Its Mamba2 scan only returns the last state, but prefix
+caching needs a state inside the prompt, which a Triton kernel stores on GPUs. The replacements do
+the same arithmetic in float32 and support any start of a step. vLLM still handles everything else,
+such as scheduling, slots and layout.
 """
 
 from typing import Any
@@ -71,8 +72,8 @@ def _delta_net(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: A
 def _convolve(layer: Any, row: Row, x: Any) -> Any:
     """Compute the convolution over time.
 
-    The state contains the inputs of the last tokens and, with draft tokens, of as many more as can
-    be rejected.
+    The state contains the inputs of the last tokens and, with draft tokens, the inputs of as many
+    more tokens as can be rejected.
     """
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
@@ -92,8 +93,8 @@ def _convolve(layer: Any, row: Row, x: Any) -> Any:
 def _recur(layer: Any, row: Row, x: Any, a: Any, b: Any) -> Any:
     """Compute the recurrence.
 
-    The state is one matrix per head, keys by values. With draft tokens, each token's state has a
-    separate slot.
+    The state is one matrix (keys by values) per head. With draft tokens, the state after each token
+    has a separate slot.
     """
     states = layer.kv_cache[1]
     states = states.view(states.shape[0], states.shape[1], states.shape[3], states.shape[2])
@@ -131,7 +132,7 @@ def _normed(x: Any) -> Any:
 
 
 def mamba2_checkpoints() -> None:
-    """Make Mamba2 layers keep the state at the last full block of a prompt, as on a GPU."""
+    """Make Mamba2 layers keep the state after the last full block of a prompt, as on GPUs."""
     from vllm.model_executor.layers.mamba import mamba_mixer2
     from vllm.model_executor.layers.mamba.ops import ssd_combined
 

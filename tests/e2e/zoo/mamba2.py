@@ -2,7 +2,7 @@
 in every layer.
 
 Each state decays slowly (over a hundred tokens or more), so that the start of a prompt still
-affects its end.
+affects the end of the prompt.
 """
 
 from typing import Any
@@ -59,7 +59,7 @@ def granite4_config() -> dict[str, Any]:
 
 
 def granite4_weights(seed: int = 32) -> Tensors:
-    """The gate and the up projection of a feed-forward layer share one tensor."""
+    """Return the weights. Gate and up projections of a feed-forward layer share one tensor."""
     made = weights(seed)
     made.ends()
     for layer, kind in enumerate(LAYERS):
@@ -95,7 +95,7 @@ def nemotron_h_config() -> dict[str, Any]:
 
 
 def nemotron_h_weights(seed: int = 33) -> Tensors:
-    """Nemotron-H uses different names: backbone, mixer, norm_f."""
+    """Return the weights. Nemotron-H uses different names: backbone, mixer, norm_f."""
     made = weights(seed)
     made.ends(norm="backbone.norm_f")
     made.tensors["backbone.embeddings.weight"] = made.tensors.pop("model.embed_tokens.weight")
@@ -129,7 +129,7 @@ def falcon_h1_config() -> dict[str, Any]:
 
 
 def falcon_h1_weights(seed: int = 35) -> Tensors:
-    """Attention weights are under self_attn, state weights under mamba."""
+    """Return the weights. Attention weights are in self_attn, and state weights are in mamba."""
     made = weights(seed)
     made.ends(norm="model.final_layernorm")
     for layer in range(FALCON_LAYERS):
@@ -137,7 +137,7 @@ def falcon_h1_weights(seed: int = 35) -> Tensors:
         made.norms(at, "input_layernorm", "pre_ff_layernorm")
         made.attention(
             at + "self_attn.", Heads(out_gain=8.0)
-        )  # so that it outweighs the state to which it is added
+        )  # with this gain, attention outweighs the state to which it is added
         _mamba2(made, at + "mamba.", norm=False)
         made.mlp(at + "feed_forward.")
     return made.tensors

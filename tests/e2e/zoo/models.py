@@ -1,6 +1,6 @@
-"""The zoo: each model with its engine arguments and the groups that vLLM 0.32.0 forms for it.
+"""The zoo: each model with its engine arguments and the groups that vLLM 0.32.0 creates for it.
 
-The tests run `chosen` of ``ZOO``; README.md lists the models that are missing and why.
+The tests run the models of ``ZOO`` that `chosen` returns.
 """
 
 import os
@@ -18,7 +18,7 @@ Make = Callable[[], Tensors]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """How an engine drafts. ``files`` is where its weights are: "draft", "target", or none."""
+    """A drafting method. ``files`` is the location of its weights: "draft", "target", or none."""
 
     method: str
     num_tokens: int
@@ -27,7 +27,7 @@ class Draft:
     weights: Make | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     layer: str = ""
-    """Part of the names of the draft model's layers, and of no other layer.
+    """A part of the names of all draft layers, which the names of other layers do not contain.
 
     Empty if the draft model has no KV.
     """
@@ -35,20 +35,20 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class ZooModel:
-    """One model. ``kinds`` lists its groups in vLLM's order, as probe.groups names them."""
+    """A model. ``kinds`` lists its groups in vLLM's order, with the names of probe.groups."""
 
     name: str
     config: Config
     weights: Make
     kinds: tuple[str, ...]
     hit_tokens: int = 32
-    """Hits in vLLM's own cache are multiples of this."""
+    """Hits in vLLM's own cache are multiples of this number of tokens."""
     arguments: dict[str, Any] = field(default_factory=dict)
     prepare: str = ""
-    """Name of the function in kernels.py that the engine's process calls first."""
+    """Name of the function in kernels.py that the engine process calls first."""
     draft: Draft | None = None
     kv_groups: str = "all"
-    """kvloft's `kv_groups` setting."""
+    """The value of kvloft's setting `kv_groups`."""
     alone: bool = False
     """True if vLLM's CPU build gives a different output in a batch, even without any cache.
 
@@ -62,7 +62,7 @@ class ZooModel:
         return write(folder / "model", self.config(), self.weights())
 
     def plain(self) -> dict[str, Any]:
-        """Return the arguments of an engine without a cache or draft model: the reference."""
+        """Return the arguments of the reference engine, which has no cache and no draft model."""
         return SMALL | {k: v for k, v in self.arguments.items() if k != "mamba_cache_mode"}
 
     def engine(self, folder: Path) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class ZooModel:
         }
 
     def own_hit(self, num_tokens: int) -> int:
-        """Return how many tokens vLLM's own prefix cache finds when a prompt is repeated
+        """Return the number of tokens that vLLM's own prefix cache finds when a prompt is repeated
         immediately.
         """
         whole = (num_tokens - 1) // self.hit_tokens * self.hit_tokens
@@ -97,8 +97,8 @@ class ZooModel:
 
     @property
     def drops_a_block(self) -> bool:
-        """True if vLLM drops the last block of a hit, because the draft model's KV in it depends on
-        the next token.
+        """True if vLLM drops the last block of a hit, because its draft KV depends on the next
+        token.
         """
         return self.draft is not None and self.draft.method in ("eagle", "eagle3", "mtp", "dflash")
 
@@ -125,7 +125,7 @@ NGRAM = {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
 LLAMA = (drafts.llama_config, drafts.llama_weights, ("full",))
 WINDOWS = (drafts.windows_config, drafts.windows_weights)
 AFTER = f".layers.{drafts.NUM_LAYERS}."
-"""Part of the name of a draft layer that is numbered after the target's layers."""
+"""A part of the name of a draft layer that is numbered after the target's layers."""
 READER = f".layers.{drafts.NUM_LAYERS + drafts.NUM_COPIES}."
 """The DFlash layer that reads the prompt."""
 DRAFT_LAYER = f".layers.{len(draft_states.LAYERS)}."
@@ -271,12 +271,12 @@ ZOO = {
 }
 
 USUAL = ("gemma3",)
-"""Models used in every test run; KV_ZOO=all runs all models."""
+"""The models in every test run. KV_ZOO=all runs all models."""
 IS_WHOLE = os.environ.get("KV_ZOO") == "all"
 
 
 def chosen() -> list[str]:
-    """Return the names of the models that tests use: the usual models, or all models with
-    KV_ZOO=all.
+    """Return the names of the models that the tests run: the usual models or, with KV_ZOO=all, all
+    models.
     """
     return sorted(ZOO if IS_WHOLE else USUAL)

@@ -1,7 +1,7 @@
 """Building blocks of the zoo's models: random tensors by name, and common config fields.
 
-Scales are those of ../tiny.py unless a model says otherwise: sharp attention that outweighs the
-residual, so that greedy output depends on every page. This module must not import vLLM or kvloft.
+By default, scales are the same as in ../tiny.py: attention is sharp and outweighs the residual, so
+that greedy output depends on every page. This module must not import vLLM or kvloft.
 """
 
 import json
@@ -31,7 +31,7 @@ Tensors = dict[str, NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Sizes and gains of one attention layer.
+    """The sizes and gains of an attention layer.
 
     ``q_rows`` is the size of a query projection that also contains a gate.
     """
@@ -102,7 +102,7 @@ class Weights:
 
 
 def weights(seed: int) -> Weights:
-    """Return an empty set of tensors with its own random generator."""
+    """Return an empty set of tensors with a separate random generator."""
     return Weights(np.random.default_rng(seed))
 
 
@@ -131,7 +131,7 @@ def config(architecture: str, model_type: str, **more: Any) -> dict[str, Any]:
 
 
 def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
-    """Write a model's directory and return it."""
+    """Write the directory of a model and return it."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Inspects an engine from inside its process: its groups, the blocks of a hit, and the effect of
+"""Inspects an engine from inside its process: the groups, the blocks of a hit, and the effect of
 damaging a page.
 
 Each public function is called as ``function(llm_engine, **arguments)`` and returns JSON.
@@ -10,9 +10,7 @@ Kind = str
 
 
 def groups(llm: Any) -> dict[str, Any]:
-    """Return vLLM's KV cache config: one entry per group, in vLLM's order, and the common
-    fields.
-    """
+    """Return vLLM's KV cache config: one entry per group in vLLM's order, and the common fields."""
     scheduler = llm.engine_core.engine_core.scheduler
     config = scheduler.kv_cache_config
     manager = scheduler.kv_cache_manager
@@ -54,8 +52,8 @@ def _kind(spec: Any) -> Kind:
 
 
 def hit(llm: Any, ids: list[int]) -> dict[str, Any]:
-    """Return a prompt's hit in vLLM's own prefix cache: the number of tokens, and each group's
-    block ids (0 for blocks that are not needed).
+    """Return the hit of a prompt in vLLM's own prefix cache: the number of tokens, and the block
+    ids of each group (0 for blocks that are not needed).
     """
     scheduler = llm.engine_core.engine_core.scheduler
     blocks, num_tokens, _ = scheduler.kv_cache_manager.get_computed_blocks(_request(llm, ids))
@@ -67,9 +65,7 @@ def hit(llm: Any, ids: list[int]) -> dict[str, Any]:
 
 
 def tables(llm: Any) -> list[list[int]]:
-    """Return each group's block ids of the only running request (0 for blocks that are not
-    needed).
-    """
+    """Return the block ids of the only running request by group (0 for unneeded blocks)."""
     manager = llm.engine_core.engine_core.scheduler.kv_cache_manager
     (request,) = llm.engine_core.engine_core.scheduler.running
     return [list(blocks) for blocks in manager.get_block_ids(request.request_id)]

@@ -1,8 +1,8 @@
 """Models with a state instead of KV in some layers: Qwen3-Next (gated delta nets) and LFM2
-(convolutions); see also mamba2.py.
+(convolutions). mamba2.py contains more models of this kind.
 
 Each state decays slowly (over a hundred tokens or more), so that the start of a prompt still
-affects its end.
+affects the end of the prompt.
 """
 
 from typing import Any
@@ -18,13 +18,13 @@ GDN_KEY_HEADS, GDN_VALUE_HEADS, GDN_DIM, CONV_WIDTH = 1, 2, 32, 4
 
 
 QK_NORM = 0.6
-"""Norms of Qwen3-Next multiply by 1 + weight."""
+"""Norm weights for Qwen3-Next, whose norms multiply by 1 + weight."""
 
 
 def qwen3_next_config(layers: tuple[str, ...] = LAYERS, experts_in: int = -1) -> dict[str, Any]:
-    """Qwen3-Next: three gated delta nets per full-attention layer.
+    """Qwen3-Next, with three gated delta nets per full-attention layer.
 
-    One layer has experts, usually the last.
+    One layer, usually the last layer, has experts.
     """
     return config(
         "Qwen3NextForCausalLM",
@@ -60,7 +60,7 @@ def delta_net(made: Weights, at: str) -> None:
 
 
 def qwen_experts(made: Weights, at: str) -> None:
-    """Add experts under ``at``: one is selected per token, one is shared."""
+    """Add experts under ``at``. One expert is selected per token, and one expert is shared."""
     made.dense(at + "gate", QWEN_EXPERTS, HIDDEN)
     made.dense(at + "shared_expert_gate", 1, HIDDEN)
     made.mlp(at + "shared_expert.")
@@ -93,7 +93,9 @@ LFM_WIDTH = 3
 
 
 def lfm2_config() -> dict[str, Any]:
-    """LFM2: the state of a layer contains its convolution's inputs for the last two tokens."""
+    """LFM2, in which the state of a layer contains the convolution's inputs for the last two
+    tokens.
+    """
     return config(
         "Lfm2ForCausalLM",
         "lfm2",

@@ -1,4 +1,4 @@
-"""Checks with `kvloft check` which tiny models are supported, and that docs/models.md agrees."""
+"""Runs `kvloft check` on the tiny models and compares the results with docs/models.md."""
 
 import importlib.util
 import os

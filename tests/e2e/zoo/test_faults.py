@@ -1,7 +1,7 @@
-"""Shows wrong outputs of vLLM 0.32 without kvloft, on hits of its own prefix cache.
+"""Reproduces wrong outputs of vLLM 0.32 without kvloft after hits in its own prefix cache.
 
-These defects are the reason why kvloft rejects the settings (vllm/support.py). If a test here
-fails, vLLM has fixed the defect, and kvloft may be able to support the setting.
+kvloft rejects the settings because of these bugs (vllm/support.py). If a test in this module fails,
+vLLM has fixed the bug, and kvloft may be able to support the setting.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(not IS_WHOLE, reason="KV_ZOO=all runs every mode
 
 @pytest.fixture
 def start(zygote: Zygote, tmp_path: Path) -> Iterator[Start]:
-    """Start an engine of a model with vLLM's prefix cache and its draft model; return it and the
-    reference outputs.
+    """Start an engine with the model, its draft model and vLLM's prefix cache. Return the engine
+    and the reference outputs.
     """
     running: list[tuple[Engine, Truth]] = []
 
@@ -50,11 +50,11 @@ def prompt(truth: Truth, seed: int, num_tokens: int, max_tokens: int) -> Req:
 
 
 ORDERS = ((2, 1, 4, 0, 3), (3, 0, 2, 1, 4), (4, 1, 3, 2, 0))
-"""Orders of other prompts, whose batch rows are reused by the requests with a hit."""
+"""Orders of other prompts. The requests with a hit reuse the batch rows of these prompts."""
 
 
 def num_wrong_hits(engine: Engine, truth: Truth, size: int) -> int:
-    """Return how many hits give wrong outputs.
+    """Return the number of hits with wrong outputs.
 
     The prompts have 1, 2 and 20 tokens after the hit and start together when three of five other
     requests finish.
@@ -97,8 +97,8 @@ def test_a_last_token_with_a_short_rest_is_wrong_with_mamba2_only(
     """vLLM pads a prompt's last token with draft tokens that will be rejected. If the token's row
     follows a row with the rest of another prompt, vLLM treats it as part of a prompt as well.
 
-    Then only the state after the padding is kept. Gated delta nets check whether a row is a draft
-    token, not its position.
+    In this case, vLLM only keeps the state after the padding. Gated delta nets check whether a row
+    is a draft token, not its position.
     """
     engine, truth = start(ZOO[name], max_num_seqs=5)
     assert bool(num_wrong_hits(engine, truth, ZOO[name].hit_tokens)) is is_wrong
@@ -108,10 +108,10 @@ def test_a_last_token_with_a_short_rest_is_wrong_with_mamba2_only(
 def test_counts_of_accepted_drafts_follow_moved_rows_with_async_scheduling_only_by_chance(
     is_async: bool, start: Start
 ) -> None:
-    """The counts are copied to the host at the end of a step and reordered like the next step's
-    rows, twice if they arrive early.
+    """vLLM copies the counts to the host at the end of a step and reorders them like the rows of
+    the next step, but twice if the counts arrive early.
 
-    On a CPU they always arrive early; on a GPU this is a race.
+    On CPUs, the counts always arrive early. On GPUs, this is a race.
     """
     engine, truth = start(ZOO["mtp-states"], async_scheduling=is_async, max_num_batched_tokens=512)
     prompts = [prompt(truth, 9100 + i, 60 + 37 * i % 260, 6 + 5 * i % 30) for i in range(24)]

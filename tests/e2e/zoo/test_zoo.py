@@ -1,8 +1,8 @@
-"""Tests the zoo itself: vLLM forms the groups named in models.py, and the output depends on every
+"""Tests the zoo itself: vLLM creates the groups named in models.py, and the output depends on every
 page that a hit needs.
 
-Cache tests rely on this: a model whose output does not depend on a page would hide a wrong page. No
-engine here uses kvloft.
+Cache tests rely on these properties, because a model with an output that does not depend on a page
+would hide a wrong page. The engines in this module do not use kvloft.
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from .draft_kernels import BOOK
 from .models import ZOO, ZooModel, chosen
 
 NUM_TOKENS = 418
-"""Length of each prompt: more than one block beyond every window, half a chunk beyond the last
-complete chunk, and a tail of two tokens.
+"""Number of tokens in each prompt: more than one block beyond every window, half a chunk beyond the
+last complete chunk, and a tail of two tokens.
 """
 PROMPTS = (500, 501, 502)
 """Seeds of the prompts.
 
-Sharp attention sometimes skips a page, so one prompt that reads the page is enough.
+Sharp attention sometimes skips a page, so it is enough if one of the prompts reads the page.
 """
 PROMPTS_OF_A_DRAFTER = 4
 
@@ -50,11 +50,11 @@ class Cage:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Return vLLM's groups; see probe.groups."""
+        """Return vLLM's groups (see probe.groups)."""
         return self.engine.probe("groups")["groups"]
 
     def hit(self, request: Req) -> dict[str, Any]:
-        """Return a prompt's hit in vLLM's own cache; see probe.hit."""
+        """Return the hit of a prompt in vLLM's own cache (see probe.hit)."""
         return self.engine.probe("hit", ids=list(request.ids or ()))
 
     def damage(self, group: int, block: int) -> None:
@@ -75,8 +75,8 @@ class Cage:
         return self.engine.probe("tables")
 
     def accepted(self, request: Req, how: str) -> float:
-        """Return the number of accepted draft tokens of one request: cold, after a hit, or after a
-        hit with random draft KV.
+        """Return the number of accepted draft tokens of a request that is cold, follows a hit, or
+        follows a hit with random draft KV.
         """
         said = self.cold(request)[0].tokens if how != "cold" else self.truth.tokens(request)
         if how == "cold":
@@ -174,17 +174,17 @@ def test_the_answer_of_a_hit_depends_on_every_page(cage: Cage) -> None:
 
 
 def hit_is_damaged(cage: Cage, request: Req, group: int, index: int) -> bool:
-    """True if a hit's output changes after block ``index`` of ``group`` is overwritten."""
+    """Return True if overwriting block ``index`` of ``group`` changes the output of a hit."""
     cage.cold(request)
     cage.damage(group, cage.hit(request)["blocks"][group][index])
     return cage.engine.ask(request.again())[0].tokens != cage.truth.tokens(request)
 
 
 def test_the_next_token_depends_on_every_page_of_a_running_request(cage: Cage) -> None:
-    """Like the test above, but between prefill and decode.
+    """Like the test above, but pages are damaged between prefill and decode.
 
-    A Mamba group also has blocks for earlier boundaries and draft tokens; only one of its blocks is
-    read.
+    A Mamba group also has blocks for earlier boundaries and draft tokens, but only one of its
+    blocks is read.
     """
     for group, kind in enumerate(cage.model.kinds):
         block_tokens = cage.groups[group]["block_tokens"]
@@ -199,8 +199,8 @@ def test_the_next_token_depends_on_every_page_of_a_running_request(cage: Cage) -
 
 
 def output_is_damaged(cage: Cage, request: Req, group: int, index: int) -> bool:
-    """True if a request's output changes after block ``index`` of ``group`` is overwritten between
-    prefill and decode.
+    """Return True if the output of a request changes after block ``index`` of ``group`` is
+    overwritten between prefill and decode.
     """
     running = request.again()
     table = cage.begin(running)[group]
@@ -209,8 +209,8 @@ def output_is_damaged(cage: Cage, request: Req, group: int, index: int) -> bool:
 
 
 def test_drafts_are_accepted_and_depend_on_the_drafters_own_pages(cage: Cage) -> None:
-    """Without the pages of its draft model, an engine's tokens stay right, but it accepts fewer
-    draft tokens. Caching of draft KV is therefore judged by the acceptance rate.
+    """Without the pages of its draft model, an engine still generates the correct tokens but
+    accepts fewer draft tokens. The acceptance rate is therefore the measure for cached draft KV.
     """
     draft = cage.model.draft
     if draft is None or not draft.layer:

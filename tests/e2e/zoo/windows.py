@@ -1,7 +1,8 @@
 """Models with local attention: Gemma 3 (windows), GPT-OSS (windows with sinks, experts) and Llama 4
 (chunks) in some layers, Mistral (windows) in every layer.
 
-The order of the layers determines vLLM's groups: each group has as many layers as the rarest kind.
+The order of the layers determines vLLM's groups. Each group has as many layers as the rarest kind
+of layer.
 """
 
 from typing import Any
@@ -18,14 +19,14 @@ THREE_AND_ONE = ("local", "local", "local", "full") * 2
 ONE_AND_ONE = ("local", "full") * 2
 
 GEMMA_QK_NORM, GEMMA_BRANCH_NORM = 1.5, 2.0
-"""Gemma's norms multiply by 1 + weight.
+"""Norm weights for Gemma, whose norms multiply by 1 + weight.
 
-These weights give sharp attention, and branches that outweigh the residual.
+With these weights, attention is sharp and branches outweigh the residual.
 """
 
 
 def gemma3_config(layers: tuple[str, ...] = THREE_AND_ONE, window: int = WINDOW) -> dict[str, Any]:
-    """Gemma 3; ``layers`` selects the layers with a window."""
+    """Gemma 3. ``layers`` selects the layers with a window."""
     fields = config(
         "Gemma3ForCausalLM",
         "gemma3_text",
@@ -69,7 +70,7 @@ GPT_OSS_EXPERTS = 4
 
 
 def gpt_oss_config(window: int = WINDOW) -> dict[str, Any]:
-    """GPT-OSS: every other layer has a window; YaRN has no effect."""
+    """GPT-OSS, in which every other layer has a window. YaRN has no effect."""
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -119,8 +120,8 @@ def gpt_oss_weights(seed: int = 22) -> Tensors:
 
 
 def llama4_config(chunk: int = CHUNK) -> dict[str, Any]:
-    """Llama 4's text model without experts: three of four layers attend within chunks of ``chunk``
-    tokens, with position encoding.
+    """The text model of Llama 4 without experts. Three of four layers attend within chunks of
+    ``chunk`` tokens and use position encoding.
     """
     return config(
         "Llama4ForCausalLM",
@@ -156,7 +157,7 @@ MISTRAL_LAYERS = 4
 
 
 def mistral_config(window: int = WINDOW) -> dict[str, Any]:
-    """Mistral 7B of 2023: every layer has a window, so vLLM forms a single group and no
+    """Mistral 7B of 2023. Every layer has a window, so vLLM creates a single group and no
     full-attention group.
     """
     return config(
@@ -165,7 +166,7 @@ def mistral_config(window: int = WINDOW) -> dict[str, Any]:
 
 
 def mistral_weights(seed: int = 24) -> Tensors:
-    """Return the weights, which are those of a Llama."""
+    """Return the weights of a Llama."""
     made = weights(seed)
     made.ends()
     for layer in range(MISTRAL_LAYERS):
@@ -179,8 +180,8 @@ def mistral_weights(seed: int = 24) -> Tensors:
 def gemma4_config(
     window: int = WINDOW, head: int = HEAD_DIM, full_head: int = 2 * HEAD_DIM
 ) -> dict[str, Any]:
-    """Gemma 4's text model without experts: full-attention heads have a different width, so pages
-    would differ in size.
+    """The text model of Gemma 4 without experts. Full-attention heads have a different width, so
+    pages would differ in size.
     """
     rope = {"rope_theta": 10000.0, "rope_type": "default"}
     fields = config(
@@ -203,7 +204,7 @@ def gemma4_config(
 
 
 def gemma4_weights(seed: int = 25, head: int = HEAD_DIM, full_head: int = 2 * HEAD_DIM) -> Tensors:
-    """Like Gemma 3's weights, but norms multiply by their weight and scores are not scaled."""
+    """Like the weights of Gemma 3, but norms multiply by their weight and scores are not scaled."""
     made = weights(seed)
     made.normal("model.embed_tokens.weight", VOCAB, HIDDEN, std=1 / float(np.sqrt(HIDDEN)))
     made.norms("model.", "norm")
@@ -224,8 +225,8 @@ def gemma4_weights(seed: int = 25, head: int = HEAD_DIM, full_head: int = 2 * HE
 
 
 WIDE = {"head": 2 * HEAD_DIM, "full_head": HEAD_DIM}
-"""As in the large Gemma 4, window layers have more bytes per token than full-attention layers and
-therefore shorter blocks.
+"""As in the large Gemma 4 models, window layers have more bytes per token than full-attention
+layers and therefore shorter blocks.
 """
 
 
