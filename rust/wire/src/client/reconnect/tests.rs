@@ -10,6 +10,7 @@ use kvloft_core::session::Session;
 use kvloft_core::store::Prefix;
 use kvloft_testing::one_prefix::SessionExt;
 
+use crate::client::ClientInner;
 use crate::{Client, ClientConfig, Server, ServerConfig};
 
 const FRAME: u64 = 4096;
@@ -39,6 +40,14 @@ fn new_connection_keeps_the_frame_limit() {
     let range = 0..5;
     let (rows, num_dropped) = engine.reserve(Prefix::from(&chain), range).expect("in range");
     assert_eq!((rows.len(), num_dropped), (2, 3), "workers can only copy to two frames");
+}
+
+#[test]
+fn saves_wait_longer_than_lookups() {
+    let deadline = Duration::from_millis(1);
+    let inner = ClientInner::new(ClientConfig { deadline, ..config("socket".into()) });
+    let lookups = inner.deadline();
+    assert!(inner.save_deadline() > lookups + Duration::from_millis(50));
 }
 
 /// A child process that is killed when the test ends or fails.
