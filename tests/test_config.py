@@ -431,7 +431,11 @@ def test_a_typo_is_answered_with_the_nearest_key(key: str, data: st.DataObject) 
         ("local_disk", True, "use disk_path, for example"),
         ("blocking_timeout_secs", 10, 'use load_timeout = "10s".'),
         ("use_layerwise", True, "kvloft does not need it, because copies run in the background"),
-        ("LMCACHE_ENABLE_P2P", True, "an LMCache setting; kvloft serves one host and does not"),
+        (
+            "LMCACHE_ENABLE_P2P",
+            True,
+            "an LMCache setting; kvloft works on a single host and does not",
+        ),
         ("save_decode_cache", False, 'use save = "prompt".'),
         (
             "reserve_local_cpu_size",
@@ -455,7 +459,7 @@ def test_all_settings_of_other_caches_are_in_one_error() -> None:
     assert one_sentence(error) == (
         '"max_local_cpu_size" (kv_connector_extra_config) is an LMCache setting; use host_size = '
         '"5GiB"; "chunk_size" (kv_connector_extra_config) is an LMCache setting; kvloft does not '
-        "need it; remove it."
+        "need this setting; remove it."
     )
     with pytest.raises(ConfigError, match=r'^KVLOFT_L1_SIZE_GB .* use host_size = "60GiB"\.$'):
         load_config({}, {"KVLOFT_L1_SIZE_GB": "60"})

@@ -160,7 +160,9 @@ def test_blocks_that_were_promised_and_are_not_leased_are_lost(
     table = list(map(BlockId, range(100, 120)))
     rows = [(50 + i, bytes([i]) * 32, "disk" if i % 2 else "host") for i in range(num_leased)]
     lease = SimpleNamespace(
-        batch=lambda every, begin, end: chunks_to_load(rows, every[0], begin, end)
+        frames=SimpleNamespace(
+            batch=lambda every, begin, end: chunks_to_load(rows, every[0], begin, end)
+        )
     )
     tracker: Any = SimpleNamespace(
         lease=lease, blocks=tables(table), local_tokens=2 * local, req_id=ReqId("a")

@@ -127,8 +127,8 @@ def test_events_have_the_fields_of_the_release() -> None:
         ("kv_both", (4,), None),
         ("kv_both", (4, 4), None),
         ("kv_both", (4, 8), None),
-        ("kv_producer", (4,), '"kv_role": "kv_producer"'),
-        ("kv_consumer", (4,), '"kv_role": "kv_consumer"'),
+        ("kv_producer", (4,), '"kv_role" is "kv_producer"'),
+        ("kv_consumer", (4,), '"kv_role" is "kv_consumer"'),
     ],
 )
 def test_a_log_line_says_if_events_are_impossible(
