@@ -239,14 +239,15 @@ impl EngineSession {
         for ticket in misfits {
             in_flight.mark_misfit(*ticket);
         }
-        let (mut written, mut aborted) = (Vec::with_capacity(saved.len()), Vec::new());
+        let (mut reservations, mut aborted) = (Vec::with_capacity(saved.len()), Vec::new());
         for save in saved.iter().chain(failed).filter_map(|ticket| in_flight.report(*ticket)) {
-            (if save.failed || save.reservation.is_none() { &mut aborted } else { &mut written })
-                .push(save);
+            match save.reservation {
+                Some(reservation) if !save.failed => reservations.push(reservation),
+                _ => aborted.push(save),
+            }
         }
         drop(in_flight);
         self.abort_reservations(aborted.iter().filter_map(|save| save.reservation));
-        let reservations: Vec<_> = written.iter().filter_map(|save| save.reservation).collect();
         let keys = aborted.iter().filter_map(|save| save.misfit);
         let num_misfits = keys.clone().count();
         if self.groups.iter().any(|group| group.compact.is_some()) {
