@@ -54,7 +54,7 @@ def connect(path: str) -> _core.Session:
         path, frame_bytes=FRAME_BYTES, namespace=NAMESPACE, timeout_s=5.0
     )
     deadline = time.monotonic() + 60
-    while not session.num_frames:  # lookups are misses until the server accepts connections
+    while not session.arena_sizes[0]:  # lookups are misses until the server accepts connections
         assert time.monotonic() < deadline, "no server"
         time.sleep(0.001)
         session.renew()
