@@ -19,21 +19,30 @@ const HOST: u64 = 4000 * PAGE;
 const LEN: u32 = 8;
 
 fn chain(prompt: u32, group: u8) -> KeyChain {
+    long_chain(prompt, group, LEN)
+}
+
+fn long_chain(prompt: u32, group: u8, len: u32) -> KeyChain {
     let mut chain = KeyChain::new(ChunkKey([group; 32]), 1).unwrap();
-    chain.append_tokens(&[prompt; LEN as usize]).unwrap();
+    chain.append_tokens(&vec![prompt; len as usize]).unwrap();
     chain
 }
 
 /// Saves a prompt with one chunk per unit in each group. `classes` are the size classes of the
 /// groups. Returns how many chunks got no frame.
 fn save(store: &Store, prompt: u32, classes: &[u8]) -> u32 {
+    save_long(store, prompt, classes, LEN)
+}
+
+fn save_long(store: &Store, prompt: u32, classes: &[u8], len: u32) -> u32 {
     let groups = (1..).zip(classes);
-    let chains: Vec<_> = groups.map(|(group, class)| (chain(prompt, group), *class)).collect();
+    let chains: Vec<_> =
+        groups.map(|(group, class)| (long_chain(prompt, group, len), *class)).collect();
     let asked: Vec<_> = chains
         .iter()
         .map(|(chain, class)| SaveRequest {
             class: SizeClass(*class),
-            ..(chain.into(), 0..LEN).into()
+            ..(chain.into(), 0..len).into()
         })
         .collect();
     let reserved = store.reserve_many(None, &asked).unwrap();
@@ -84,6 +93,41 @@ fn chunks_of_several_sizes_fill_the_arena() {
         let used = stat(&store, "host_used_bytes") as f64 / HOST as f64;
         assert!(used >= 0.92, "{used} of the arena after evictions for {pages:?}");
     }
+}
+
+/// A long prompt is saved and evicted group by group, so the chunks of each size are in long runs.
+#[test]
+fn long_prompts_of_several_sizes_are_saved_whole() {
+    for (pages, classes) in
+        [(&[2, 1][..], &[0, 1][..]), (&[2, 1], &[1, 0, 0]), (&[3, 2, 1], &[0, 1, 2])]
+    {
+        let store = Store::open(&open(pages, 1)).unwrap();
+        let num_dropped: Vec<_> =
+            (0..40).map(|prompt| save_long(&store, prompt, classes, 300)).collect();
+        assert_eq!(num_dropped[4..], [0; 36], "{pages:?}");
+    }
+}
+
+/// The first chunks of a size take a slab from another size, but leave most other chunks.
+#[test]
+fn few_chunks_of_a_new_size_evict_few_others() {
+    let store = Store::open(&open(&[1, 20], 1)).unwrap();
+    fill(&store, &[0], HOST);
+    let num_prompts = u32::try_from(HOST / PAGE).unwrap() / LEN;
+    for nth in 0..num_prompts {
+        // Every slab has chunks that were used long ago and chunks that were used recently.
+        drop(store.acquire(&chain(nth * 37 % num_prompts, 1)));
+    }
+    let before = stat(&store, "host_evictions");
+    for prompt in 0..40 {
+        save_long(&store, 100_000 + prompt, &[1], 1);
+    }
+    let num_evicted = stat(&store, "host_evictions") - before;
+
+    assert!(num_evicted <= 2000, "{num_evicted} of 4000 chunks were evicted");
+    let num_found =
+        (0..40).map(|prompt| store.lookup(&long_chain(100_000 + prompt, 1, 1)).host_units);
+    assert!(num_found.sum::<u32>() >= 10);
 }
 
 #[test]

@@ -124,6 +124,11 @@ impl HostTier {
         (self.grids.iter().map(|grid| grid.num_taken).sum::<u64>() + num_free, num_free)
     }
 
+    /// Returns the number of frames of a class that are in use.
+    pub(crate) fn num_taken(&self, class: SizeClass) -> usize {
+        usize::try_from(self.grid(class).num_taken).unwrap_or(usize::MAX / 2)
+    }
+
     /// Returns the total size of all frames in use, in bytes.
     pub(crate) fn used_bytes(&self) -> u64 {
         self.grids.iter().map(|grid| grid.num_taken * grid.frames.frame_bytes).sum()

@@ -2,14 +2,17 @@
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{HostEvent, TenantId};
-use crate::io::FrameId;
+use crate::io::{FrameId, SizeClass};
 use crate::store::state::State;
 use crate::store::tenants::quota::{FrameSource, group};
 use crate::tier::host::FrameRequest;
 
-/// Maximum number of chunks evicted per frame, and of chunks spared because their frames are
-/// unsuitable.
-const MAX_VICTIMS: usize = 64;
+/// Maximum number of chunks evicted for one frame, which takes a few milliseconds.
+const MAX_EVICTED: usize = 8192;
+/// Number of chunks that may be evicted even for a frame of a size that the store does not use yet,
+/// and maximum number of chunks spared for one frame.
+const MIN_EVICTED: usize = 64;
+const MAX_SPARED: usize = 64;
 
 /// The search stopped because too many chunks had unsuitable frames and were spared.
 struct TooManySpared;
@@ -55,7 +58,7 @@ impl State {
         if frame.is_none() {
             let is_useful = |state: &Self, id| state.is_frame_fit(id, request);
             let take = |state: &mut Self| state.host.grow(request);
-            let evicted = self.evict_until(None, is_useful, take);
+            let evicted = self.evict_until(request.class, None, is_useful, take);
             frame = evicted.unwrap_or_else(|TooManySpared| self.take_frame_below_limit(request));
         }
         if frame.is_none() {
@@ -65,17 +68,25 @@ impl State {
     }
 
     /// Evicts chunks of one tenant, or of all tenants, until `take` returns a frame. Spares chunks
-    /// whose eviction would not help. Returns `TooManySpared` after sparing `MAX_VICTIMS` chunks.
+    /// whose eviction would not be useful. Returns `TooManySpared` once `MAX_SPARED` chunks are
+    /// spared.
+    ///
+    /// A step saves thousands of chunks group by group, and the policy evicts them in about this
+    /// order. For a frame of one size, all chunks of a step with other sizes may therefore have to
+    /// be evicted; the next saves use their frames. A size that only few chunks have must not evict
+    /// the others, so the limit grows with the number of chunks that have the size.
     fn evict_until(
         &mut self,
+        class: SizeClass,
         tenant: Option<TenantId>,
         is_useful: impl Fn(&Self, ChunkId) -> bool,
         mut take: impl FnMut(&mut Self) -> Option<FrameId>,
     ) -> Result<Option<FrameId>, TooManySpared> {
         let (mut frame, mut spared, mut num_evicted) = (None, Vec::new(), 0);
+        let max_evicted = MAX_EVICTED.min(MIN_EVICTED + self.host.num_taken(class));
         while frame.is_none()
-            && spared.len() < MAX_VICTIMS
-            && num_evicted < MAX_VICTIMS
+            && spared.len() < MAX_SPARED
+            && num_evicted < max_evicted
             && let Some(victim) = self.host_victim(tenant.map(group))
         {
             debug_assert_eq!(
@@ -93,7 +104,7 @@ impl State {
                 spared.push(victim);
             }
         }
-        let is_many = spared.len() == MAX_VICTIMS;
+        let is_many = spared.len() == MAX_SPARED;
         for id in spared {
             self.host_policy.set_evictable(id, true);
         }
@@ -108,7 +119,7 @@ impl State {
     /// Takes a frame for a save by evicting any evictable chunk below the limit. Asking the policy
     /// would yield too many unsuitable chunks first.
     fn take_frame_below_limit(&mut self, request: FrameRequest) -> Option<FrameId> {
-        for _ in 0..MAX_VICTIMS {
+        for _ in 0..MAX_SPARED {
             if let Some(id) = self.host.next_below_limit(request.class)
                 && self.index[id].host_evictable == Some(true)
             {
@@ -132,7 +143,7 @@ impl State {
             let fits = state.tenants.host_pages(tenant) + pages <= quota;
             if fits { state.host.take(request) } else { None }
         };
-        self.evict_until(Some(tenant), is_useful, take).unwrap_or(None)
+        self.evict_until(request.class, Some(tenant), is_useful, take).unwrap_or(None)
     }
 
     pub(crate) fn evict(&mut self, id: ChunkId) {
