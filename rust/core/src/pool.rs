@@ -252,9 +252,10 @@ impl PoolState {
         self.members.iter().filter_map(end)
     }
 
-    /// Takes a slab from store `from`. Assigns it to a hungry store: to the store with the lowest
-    /// limit, or among these, to the store that lacks the most slabs. Without a hungry store, the
-    /// slab becomes free.
+    /// Takes a slab from store `from`. Assigns it to another hungry store: to the store with the
+    /// lowest limit, or among these, to the store that lacks the most slabs. Without such a store,
+    /// the slab becomes free. A hungry store that releases a slab stays hungry, because its size
+    /// classes would otherwise pass the same slab around without ever getting another.
     fn reassign(&mut self, from: u32, slab: SlabId) {
         if let Some(member) = self.members.get_mut(&from) {
             member.num_slabs -= 1;
@@ -265,7 +266,7 @@ impl PoolState {
                 self.members.get(&id).map(|member| (member, self.num_before(end, id, member)));
             member.map(|(member, has)| self.share_before(end, member) - has)
         };
-        let next = self.wanting().filter(|(_, end)| slab.0 < *end);
+        let next = self.wanting().filter(|(id, end)| *id != from && slab.0 < *end);
         let next = next.max_by_key(|(id, end)| (Reverse(*end), lacks(*id, *end))).map(|(id, _)| id);
         if let Some(member) = next.and_then(|id| self.members.get_mut(&id)) {
             (member.num_slabs, member.hungry) = (member.num_slabs + 1, None);

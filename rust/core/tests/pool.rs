@@ -523,3 +523,19 @@ fn a_long_pinned_chain_is_visited_once_per_round() {
     (0..100).for_each(|_| _ = stores[0].release_slab());
     assert_eq!(stores[1].reserve(&chain(1, 0, 1), 0..1).unwrap().num_dropped, 0);
 }
+
+/// The only slabs of a store with three sizes are passed around among the sizes. The store must
+/// still get slabs of other stores.
+#[test]
+fn sizes_that_share_few_slabs_get_more() {
+    let sizes = SIZES[6].map(|pages| pages.iter().map(|num| num * PAGE).collect::<Vec<_>>().into());
+    let mut world = World::of(sizes, [None; 3]);
+    for (nth, prompt, len) in [(2, 12, 8), (2, 0, 10), (0, 0, 5), (0, 4, 5), (0, 8, 5)] {
+        world.save(nth, &chain(nth, prompt, len));
+    }
+    world.stores[0].set_active(false);
+    world.save(2, &chain(2, 4, 8));
+    world.commit_all(2);
+    world.commit_all(0);
+    gets_its_share(&mut world, 1);
+}
