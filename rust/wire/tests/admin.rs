@@ -78,7 +78,7 @@ fn evict_removes_one_tenant_from_every_namespace() {
     let again = evict_tenant(&socket, "", "a", false).expect("done");
     assert_eq!(again, EvictReport { num_namespaces: 2, ..EvictReport::default() });
     let events = server.take_events().join("; ");
-    assert!(events.contains(" in namespace 0101010101010101 and 1 on disk only"), "{events}");
+    assert!(events.contains(" in namespace 0101010101010101 and one closed namespace"), "{events}");
     let other = engine(dir.path(), 2);
     for (engine, nth) in [(&one, 1), (&other, 2)] {
         let of = |salt, has_adapter| found(engine, &chain(nth, salt, has_adapter, 0));

@@ -66,8 +66,11 @@ impl ServerState {
         let tenant = request.tenant.map_or("all tenants".to_owned(), |tag| format!("tenant {tag}"));
         let from = if request.host_only { " from host memory" } else { "" };
         let num_closed = all.num_namespaces.saturating_sub(namespaces.len() as u64);
-        let and_closed =
-            if num_closed > 0 { format!(" and {num_closed} on disk only") } else { String::new() };
+        let and_closed = match num_closed {
+            0 => String::new(),
+            1 => " and one closed namespace".to_owned(),
+            num => format!(" and {num} closed namespaces"),
+        };
         let open = match ids.as_slice() {
             [] => "no open namespace".to_owned(),
             [one] => format!("namespace {one}"),
