@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 REPORTS, PAGE = ROOT / "build" / "models", ROOT / "docs" / "models.md"
 REASON_CHARS = 150
 REASONS = {
-    "AMX": "vLLM computes MLA prompts in one piece on this CPU (no AMX)",
+    "AMX": "on CPUs without AMX, vLLM computes MLA prompts in one piece",
     "Mamba2": "speculative decoding with Mamba2",
 }
 """Maps a substring of a reported reason to the text that replaces the reason in the table."""

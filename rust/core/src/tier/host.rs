@@ -196,9 +196,8 @@ impl HostTier {
     /// if workers cannot copy to the frame, or if the frame has a different class and a slab is
     /// already being emptied for the requested class.
     pub(crate) fn is_fit(&self, frame: FrameId, request: FrameRequest) -> bool {
-        let FrameRequest { class, purpose } = request;
-        let is_class = frame.class() == class || self.hungry != Some(class);
-        is_class && self.is_reachable(frame, purpose)
+        let is_class = frame.class() == request.class || self.hungry != Some(request.class);
+        is_class && self.is_reachable(frame, request.purpose)
     }
 
     fn is_reachable(&self, frame: FrameId, purpose: FrameFor) -> bool {
@@ -209,9 +208,7 @@ impl HostTier {
     /// Records that evictions did not free a frame of this class, so another class must release a
     /// slab.
     pub(crate) fn set_hungry(&mut self, class: SizeClass) {
-        if self.grids.len() > 1 {
-            self.hungry = Some(class);
-        }
+        self.hungry = (self.grids.len() > 1).then_some(class);
     }
 
     /// Assigns a frame that was taken to a chunk.
