@@ -169,6 +169,7 @@ ZOO = {
             (*("window 96",) * 3, "full"),
             64,
         ),
+        ZooModel("llama", windows.llama_config, windows.mistral_weights, ("full",)),
         ZooModel("mistral", windows.mistral_config, windows.mistral_weights, ("window 64",)),
         ZooModel("qwen3-next", *QWEN3_NEXT),
         ZooModel("granite4", mamba2.granite4_config, mamba2.granite4_weights, *MAMBA2),

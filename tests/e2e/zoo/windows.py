@@ -165,6 +165,11 @@ def mistral_config(window: int = WINDOW) -> dict[str, Any]:
     )
 
 
+def llama_config() -> dict[str, Any]:
+    """Return the configuration of a model with full attention only."""
+    return config("LlamaForCausalLM", "llama", num_hidden_layers=MISTRAL_LAYERS)
+
+
 def mistral_weights(seed: int = 24) -> Tensors:
     """Return the weights of a Llama."""
     made = weights(seed)
