@@ -24,7 +24,7 @@ struct Item {  // the data that a thread copies at a time: 16 bytes if aligned, 
   u64 words[kWords];
 };
 
-// Uses streaming accesses, because neither side is read again soon. `num_bytes` is less than kBytes
+// Uses streaming loads, because the bytes are not read again soon. `num_bytes` is less than kBytes
 // only if a page ends in the middle of a word.
 template <int kVecBytes>
 __device__ __forceinline__ Item<kVecBytes> load_item(const u8* __restrict__ from,
@@ -67,8 +67,8 @@ __device__ __forceinline__ void store_item(u8* __restrict__ to, const Item<kVecB
   }
 }
 
-// Copies one tile with one warp and returns this lane's contribution to the sum. Only computes the
-// sum if `to` is null.
+// Copies one tile with one warp and returns this lane's contribution to the sum. If `to` is null,
+// computes the sum without copying.
 template <int kVecBytes>
 __device__ __forceinline__ u64 move_tile(const u8* __restrict__ from, u8* __restrict__ to,
                                          const u32 num_bytes, u64 position) {

@@ -2,15 +2,15 @@
 // frames, and compute the tags of the raw pages.
 //
 // In: PieceParams (kv_layout.cuh). Out: the same as in chunks.cu, plus used_out[s], the total size
-// of the records of segment s in units of 16 bytes. A segment is a whole chunk. The e348 format
-// (docs/design/compression.md) is a table with an 8-byte entry per tile, followed by the records of
-// the tiles in any order.
+// of segment s's records in units of 16 bytes. A segment is a whole chunk. The e348 format
+// (docs/design/compression.md) is a table with an 8-byte entry per tile, followed by the tiles'
+// records in any order.
 //
 // Alignment: every address and length of a piece must be a multiple of 16.
 //
 // Width: the copy engine copies the first `width` bytes of a part. If a record extends past the
 // width, encode_chunks also writes the record to the part in host memory, and decode_chunks reads
-// it from host memory. The host therefore does not need the sizes of the records.
+// it from host memory. The host therefore does not need the record sizes.
 //
 // Damaged parts: every offset is checked before use, so reads are always in bounds. A tile that
 // cannot be decoded is missing from the sum, so the tag does not match.
@@ -27,8 +27,8 @@ __device__ __forceinline__ u64 terms(const uint4& words, const u64 position) {
          term(static_cast<u64>(words.w) << 32 | words.z, position + kTagB);
 }
 
-// Copies a tile unchanged and returns this lane's contribution to the sum. Only computes the sum if
-// `to` is null.
+// Copies a tile unchanged and returns this lane's contribution to the sum. If `to` is null,
+// computes the sum without copying.
 __device__ __forceinline__ u64 move_raw(const u8* __restrict__ from, u8* __restrict__ to,
                                         const int num_rows, const u64 position) {
   const u32 lane_byte = threadIdx.x % kWarpSize * 16;
@@ -83,7 +83,7 @@ struct LaneCodes {
       }
     }
     stats = total | __dp4a(nonzero, 0x01010101u, 0u)
-                        << 20;  // the totals of a warp (at most 2048 * 255 and 2048) also fit
+                        << 20;  // a warp's totals (at most 2048 * 255 and 2048) also fit
     return sum;
   }
 
@@ -161,7 +161,7 @@ struct LaneCodes {
 };
 
 // Encodes one tile with one warp. Writes the record to the slot, to the part in host memory, or to
-// both if the record crosses the end of the width.
+// both if the record straddles the end of the width.
 __device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& at,
                                            WarpMemory& memory) {
   if (at.page == nullptr) return 0;
@@ -174,7 +174,7 @@ __device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& a
   const RecordLayout layout(tile_bytes);
   LaneCodes codes;
   u32 stats, byte_at = 0;
-  __syncwarp();  // wait until no lane reads the shared memory of the previous tile
+  __syncwarp();  // wait until no lane is reading the previous tile's shared memory
   const u64 sum = codes.read(at.page, num_rows, position, mine, stats);
   Entry entry{0, 0, 0, 0, true};
   if (at.tile.is_bf16) {
@@ -212,7 +212,7 @@ __device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& a
   return sum;
 }
 
-// Decodes one tile with one warp. If the tile has no page, only its tag is computed.
+// Decodes one tile with one warp. If the tile has no page, only computes its tag.
 __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& at,
                                            WarpMemory& memory) {
   const u32 lane = threadIdx.x % kWarpSize;
@@ -270,8 +270,8 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
       mine[4 * pair + 2 * half + 1] = __byte_perm(window0, window1, codes >> 16);
     }
   }
-  // For a damaged record, reads extend at most one word or byte past the counts in its entry, which
-  // is still inside the slot or the part.
+  // If a record is damaged, reads extend at most one word or byte past the counts in its entry, and
+  // stay inside the slot or the part.
   const u32* const nibbles = reinterpret_cast<const u32*>(record + layout.nibbles);
   const u32 last_word = (entry.num_nibbles + 7) / 8;
   u32 nibble_at = sum_before(num_escapes, lane, total), num_bytes = 0;

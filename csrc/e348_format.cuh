@@ -36,7 +36,7 @@ struct Entry {
   }
 };
 
-// Offsets of the sections of a record. The offsets depend only on the size of the tile.
+// Offsets of a record's sections. They depend only on the size of the tile.
 struct RecordLayout {
   u32 num_pairs, low_codes, high_codes, nibbles;
 

@@ -2,10 +2,9 @@
 // staging slot or a frame.
 //
 // A tile is up to kTileBytes of one page; a warp copies one tile at a time. The tile table lists
-// the tiles of one block, across all planes, in payload order. Multiples of the stride give the
-// addresses of other blocks. A segment is a run of tiles from one chunk. The kernels do all 64-bit
-// address arithmetic in this header. python/kvloft/transfer/cuda/kernels.py mirrors the structs and
-// checks their sizes.
+// the tiles of one block, across all planes, in payload order. The address of a tile in block b is
+// the tile's base plus b times its stride. A segment is a run of tiles from one chunk.
+// python/kvloft/transfer/cuda/kernels.py mirrors the structs and checks their sizes.
 #pragma once
 #include "tag.cuh"
 
@@ -30,11 +29,11 @@ struct Tile {
 };
 static_assert(sizeof(Tile) == 32, "mirrored in kernels.py");
 
-// A segment covers tiles [chunk_tile, chunk_tile + n) of one chunk. The first_tile of the next
-// segment determines n.
+// A segment covers tiles [chunk_tile, chunk_tile + n) of one chunk. The next segment's first_tile
+// determines n.
 struct Segment {
-  // Offset of the start of the chunk's payload from PieceParams::base, even if the segment starts
-  // in the middle of the chunk.
+  // Offset of the chunk's payload from PieceParams::base, even if the segment starts in the middle
+  // of the chunk.
   u64 base;
   u32 first_tile;   // index of the first tile in the piece
   u32 chunk_tile;   // index of the first tile in the chunk

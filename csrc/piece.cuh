@@ -19,8 +19,7 @@ struct TileAt {
   u64 position;  // tag position of the first word
 };
 
-// Returns the term of a word in the tag. A benchmark compiles this computation out to measure its
-// cost.
+// Returns a word's term in the tag. A benchmark compiles this computation out to measure its cost.
 __device__ __forceinline__ u64 term(const u64 word, const u64 position) {
 #ifdef KVLOFT_BENCH_WITHOUT_TAG
   return 0;
@@ -49,8 +48,8 @@ __device__ __forceinline__ void flush_sum(const PieceParams& p, const u32 segmen
   if (threadIdx.x % kWarpSize == 0) atomicAdd(&p.sums[segment], sum);
 }
 
-// Writes the final sums and zeroes the state for the next launch if this CTA is the last to finish.
-// This avoids a memset and a second kernel.
+// If this CTA is the last to finish, writes the final sums and zeroes the state for the next
+// launch. This avoids a memset and a second kernel.
 __device__ __forceinline__ void hand_over_sums(const PieceParams& p) {
   __shared__ bool is_last;
   __syncthreads();

@@ -1,8 +1,8 @@
 //! Tests the disk tier on real file systems that are full, frozen, unmounted, or read-only after an
 //! error.
 //!
-//! The tests mount the file systems from files. If that is not possible (no root, no loop device),
-//! a test reports this and returns.
+//! The tests mount the file systems from files. If mounting is not possible (no root, no loop
+//! device), a test reports this and returns.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests panic to fail, too")]
 
@@ -66,7 +66,7 @@ impl Mounted {
         }
     }
 
-    /// Unmounts the file system. Retries while a process forked by another test still has its files
+    /// Unmounts the file system. Retries while a process forked by another test still holds files
     /// open.
     fn unmount(&self) {
         let begun = Instant::now();
@@ -88,7 +88,7 @@ impl Mounted {
         assert!(run("sync", &["-f", self.path("mnt").to_str().unwrap()]));
     }
 
-    /// Waits until the space of a removed file is available: a journaling file system frees it
+    /// Waits until the space of a removed file is available: a journaling file system frees space
     /// later.
     fn wait_for_room(&self) {
         let begun = Instant::now();
@@ -166,8 +166,8 @@ fn keys(found: &[DiskEntry]) -> Vec<ChunkKey> {
     found.iter().map(|entry| entry.meta.key).collect()
 }
 
-/// Runs a call that must not hang and returns its result. Thaws a hung file system first, so that
-/// the test can end.
+/// Runs a call that must not hang and returns its result. If the call hangs, thaws the file system
+/// so that the test can end, and panics.
 fn within<T: Send + 'static>(mounted: &Mounted, work: impl FnOnce() -> T + Send + 'static) -> T {
     let (send, receive) = channel();
     std::thread::spawn(move || send.send(work()));
@@ -206,7 +206,7 @@ fn full_and_emptied_again(kind: &'static str, size_mib: u64) {
         "a partial file was left behind"
     );
     let slots: Vec<_> = (0..8).map(|i| put(&tier, i)).collect();
-    // The file system is full again. Allocated slots can still be written, read and freed.
+    // Allocated slots can still be written, read and freed on a full file system.
     mounted.fill();
     tier.free(slots[0]).unwrap();
     put(&tier, 9);
@@ -226,8 +226,8 @@ fn test_a_full_tmpfs_is_worth_another_try() {
     full_and_emptied_again("tmpfs", 2);
 }
 
-/// Writes frames of one size until the file system is full. Then writes a few frames of a different
-/// size after freeing some of the first.
+/// Writes frames of one size until the file system is full. Then frees some of them and writes a
+/// few frames of a different size.
 fn full_of_another_size(kind: &'static str, size_mib: u64) {
     let Some(mounted) = Mounted::new(kind, size_mib) else { return };
     let frame_sizes = vec![FRAME as u64, 4096].into();
@@ -339,7 +339,7 @@ fn test_a_file_system_that_becomes_read_only_costs_no_chunk() {
     assert_eq!(keys(&found), (0..6).map(key).collect::<Vec<_>>());
 }
 
-/// Triggers an error in an ext4, which then becomes read-only, as after a failed internal write.
+/// Triggers an ext4 error that makes the file system read-only, as a failed internal write does.
 fn break_ext4(mnt: &Path) -> bool {
     let output = Command::new("findmnt").args(["-no", "SOURCE", mnt.to_str().unwrap()]).output();
     let Ok(output) = output else { return false };
@@ -372,7 +372,7 @@ fn test_a_directory_removed_from_any_file_system_is_noticed() {
     }
 }
 
-/// Opens a store whose disk tier may use a whole file system, with a `disk_size` that does not fit.
+/// Opens a store with a `disk_size` larger than the file system, so that the disk tier can fill it.
 fn open_store(mounted: &Mounted) -> Store {
     let cap_bytes = 1 << 30;
     let dir = mounted.path("mnt/cache");
@@ -461,7 +461,7 @@ fn test_a_full_ext2_is_used_like_a_disk_tier_at_its_cap() {
     let first_stored = 800 - u32::try_from(num_stored).unwrap();
     assert!((0..first_stored).all(|first| store.lookup(&prompt(first)).stored_units == 0));
     assert!((first_stored..800).all(|first| is_loaded(&store, first)));
-    // Opens the store again with its chunks on a full file system.
+    // Saves also work after the store was reopened on a full file system.
     save_prompts(&store, 800..900);
     assert_eq!(
         ["disk_write_errors", "disk_trips", "disk_dropped"].map(|name| stat(&store, name)),

@@ -1,6 +1,6 @@
 //! Tests a real `kill -9` (I3): a child process writes and frees in a loop and is killed at a
 //! random moment. The next open finds only complete chunks, and all chunks that the child reported.
-//! Every other child is a whole store that saves and evicts.
+//! Every other child runs a whole store that saves and evicts.
 //!
 //! `KV_KILLS` is the number of kills (default 50). A line of JSON reports the recovery times.
 
@@ -27,7 +27,7 @@ use kvloft_testing::one_prefix::StoreExt;
 
 const DIR_VARIABLE: &str = "KVLOFT_TEST_KILL_DIR";
 const LIFE_VARIABLE: &str = "KVLOFT_TEST_KILL_LIFE";
-/// Sizes of frames in bytes, by size class. The largest is the host's.
+/// Frame sizes in bytes, by size class. The host uses the largest.
 const SIZES: [u64; 3] = [40960, 4096, 12288];
 const FRAME: usize = 40960;
 const CAP: u64 = 16 << 20;
@@ -61,8 +61,8 @@ fn buffer(frame_bytes: u64) -> PageBuffer {
     PageBuffer::new(usize::try_from(frame_bytes).unwrap())
 }
 
-/// Runs the child: prints "w N" after a write was reported as done and "f N" before a free, until
-/// the parent kills it.
+/// Runs a child until the parent kills it. Prints "w N" after each successful write and "f N"
+/// before each free.
 fn live(dir: &Path, life: u64) {
     let (tier, _) = DiskTier::open(config(dir)).unwrap();
     tier.clear().unwrap();
@@ -110,8 +110,8 @@ fn store_config(dir: &Path) -> StoreConfig {
     }
 }
 
-/// Runs the other kind of child: saves prompts of eight chunks as fast as possible, over existing
-/// chunks.
+/// Runs the other kind of child: saves prompts of eight chunks as fast as possible, which evicts
+/// older chunks.
 fn save(dir: &Path, life: u64) {
     let store = Store::open(&store_config(dir)).unwrap();
     let arena = File::options().write(true).open(&store.arena().path).unwrap();
@@ -144,8 +144,8 @@ fn spawn(dir: &Path, life: u64) -> Child {
         .unwrap()
 }
 
-/// Kills a child after a while. Returns for each chunk number whether the chunk must be present
-/// (false if its free had started).
+/// Starts a child and kills it after a while. Returns, for each chunk number, whether the chunk
+/// must be present. It need not be present if its free had started.
 fn live_and_die(dir: &Path, life: u64) -> BTreeMap<u64, bool> {
     let mut child = spawn(dir, life);
     let mut out = BufReader::new(child.stdout.take().unwrap());
@@ -172,8 +172,8 @@ fn live_and_die(dir: &Path, life: u64) -> BTreeMap<u64, bool> {
 
 #[test]
 fn child() {
-    // The test below starts this test with environment variables. Without them, there is nothing to
-    // do.
+    // The test below runs this test in a child process with environment variables. Without them,
+    // this test does nothing.
     if let (Ok(dir), Ok(life)) = (std::env::var(DIR_VARIABLE), std::env::var(LIFE_VARIABLE)) {
         let (dir, life) = (Path::new(&dir), life.parse().unwrap());
         if life % 2 == 0 { live(dir, life) } else { save(dir, life) }
@@ -201,7 +201,7 @@ fn recovered(dir: &Path, life: u64) -> Vec<ChunkKey> {
 
 #[test]
 fn test_kill_9_at_random_times_loses_no_acknowledged_chunk() {
-    // An environment variable, because a test has no arguments.
+    // Read from an environment variable, because tests take no arguments.
     let lives: u64 = std::env::var("KV_KILLS").map_or(50, |text| text.parse().expect("a number"));
     let dir = tempfile::tempdir().unwrap();
     let (mut written, mut compared, mut recoveries) = (0, 0, Vec::new());
@@ -225,7 +225,7 @@ fn test_kill_9_at_random_times_loses_no_acknowledged_chunk() {
     }
     recoveries.sort();
     let (median, worst) = (recoveries[recoveries.len() / 2], recoveries[recoveries.len() - 1]);
-    // Bypasses the harness, which hides the output of passing tests.
+    // Bypasses the test harness, which hides the output of passing tests.
     let line = format!(
         "{{\"kills\": {lives}, \"chunks_compared\": {compared}, \"wrong_bytes\": 0, \"recovery_median_ms\": {:.2}, \
          \"recovery_worst_ms\": {:.2}}}",

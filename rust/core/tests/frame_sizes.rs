@@ -28,8 +28,8 @@ fn long_chain(prompt: u32, group: u8, len: u32) -> KeyChain {
     chain
 }
 
-/// Saves a prompt with one chunk per unit in each group. `classes` are the size classes of the
-/// groups. Returns how many chunks got no frame.
+/// Saves a prompt with one chunk per unit in each group. `classes` contains the groups' size
+/// classes. Returns how many chunks got no frame.
 fn save(store: &Store, prompt: u32, classes: &[u8]) -> u32 {
     save_long(store, prompt, classes, LEN)
 }
@@ -76,8 +76,8 @@ fn fill(store: &Store, classes: &[u8], bytes: u64) -> f64 {
     stat(store, "host_used_bytes") as f64 / bytes as f64
 }
 
-/// Five sliding-window groups and one full-attention group; and a group with a tenth of the others'
-/// size.
+/// Frame sizes in pages, and the size class of each group: first one full-attention group with five
+/// sliding-window groups, then groups of very different sizes.
 const SHAPES: [(&[u64], &[u8]); 3] =
     [(&[5, 5 * 6], &[1, 0, 0, 0, 0, 0]), (&[20, 2], &[0, 1]), (&[20, 13, 1], &[0, 1, 2])];
 
@@ -108,7 +108,7 @@ fn long_prompts_of_several_sizes_are_saved_whole() {
     }
 }
 
-/// The first chunks of a size take a slab from another size, but leave most other chunks.
+/// The first chunks of a size take a slab from another size, but evict only a few of its chunks.
 #[test]
 fn few_chunks_of_a_new_size_evict_few_others() {
     let store = Store::open(&open(&[1, 20], 1)).unwrap();

@@ -1,5 +1,5 @@
-//! Model-checks every lock, condition and atomic of the store, and of the disk tier's gate and
-//! growth, with a scheduler that tries many orders (`scripts/models.sh`). Waits with a timeout
+//! Model-checks every lock, condition variable and atomic of the store, and of the disk tier's gate
+//! and growth, with a scheduler that tries many orders (`scripts/models.sh`). Waits with a timeout
 //! never time out here, so a missing wake-up is a deadlock.
 #![cfg(shuttle)]
 #![expect(clippy::unwrap_used, reason = "tests")]
@@ -68,14 +68,14 @@ impl LocalTier for Yielding {
 }
 
 fn in_many_orders(model: impl Fn() + Send + Sync + 'static) {
-    // An environment variable, because a test has no arguments.
+    // Read from an environment variable, because tests take no arguments.
     let orders = std::env::var("KV_ORDERS").map_or(2_000, |text| text.parse().expect("a number"));
     let mut config = shuttle::Config::new();
     config.stack_size = 1 << 20;
     shuttle::Runner::new(RandomScheduler::new(orders), config).run(model);
 }
 
-/// One caller, which saves, looks up, loads and releases.
+/// Runs one caller, which saves, looks up, loads and releases.
 fn call(store: &Store, first: u32) {
     let arena = arena_of(store);
     for nth in 0..2 {

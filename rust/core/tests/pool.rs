@@ -1,9 +1,9 @@
 //! Tests multiple stores with different frame sizes on one arena: slabs move between stores, and no
 //! store sees another store's bytes.
 //!
-//! The oracle is the arena's bytes: which of them are reserved or pinned, and their expected
-//! content. Frames in use never overlap frames of other stores and always hold the bytes that their
-//! owner wrote.
+//! The oracle records which bytes of the arena are reserved or pinned, and their expected content.
+//! Frames in use never overlap frames of other stores and always hold the bytes that their owner
+//! wrote.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -55,8 +55,8 @@ fn pool() -> Arc<Pool> {
     Pool::create(DiskRoot::shared(), HOST, FRAMES[0], || {}).unwrap()
 }
 
-/// Returns the chain of a prompt. Chains of adjacent prompts share their beginning, so that they
-/// form trees.
+/// Returns the chain of a prompt. Prompts with adjacent numbers share their first tokens, so that
+/// chains form trees.
 fn chain(nth: usize, prompt: u32, len: u32) -> KeyChain {
     let mut chain = KeyChain::new(ChunkKey([u8::try_from(nth).unwrap(); 32]), 1).unwrap();
     chain
@@ -110,7 +110,7 @@ impl World {
         Store::open_in(&config, &self.pool, self.shares[nth]).unwrap()
     }
 
-    /// Returns the frames of one size of a store.
+    /// Returns the layout of a store's frames of one size.
     fn grid(&self, nth: usize, class: SizeClass) -> FrameGrid {
         FrameGrid::new(HOST, self.pool.slab_bytes(), self.frames[nth].bytes(class)).unwrap()
     }
@@ -124,7 +124,7 @@ impl World {
         self.frames[nth].all().len() == 1
     }
 
-    /// Saves a whole prompt whose chunks cycle through all sizes of the store.
+    /// Saves a whole prompt. Its chunks cycle through all sizes of the store.
     fn save(&mut self, nth: usize, chain: &KeyChain) -> u32 {
         let num_units = chain.num_blocks();
         let each = if self.has_one_size(nth) { num_units.max(1) } else { 1 };
@@ -158,7 +158,7 @@ impl World {
         self.stores[nth].commit(own.into_iter().map(|(_, lease)| lease));
     }
 
-    /// Returns the frames that a worker can access now, with their expected content.
+    /// Returns the frames that a worker can access now, with their stores and keys.
     fn in_use(&self) -> Vec<(usize, FrameId, ChunkKey)> {
         let writing = self.writing.iter().map(|(nth, lease)| {
             let row = lease.reservation();
@@ -295,7 +295,7 @@ fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, pages: u32) 
         world.check();
         world.commit_all(nth);
         world.release_slab();
-        world.stores[nth].clear(); // chunks in other slabs must not hide anything
+        world.stores[nth].clear(); // the next save must reserve a frame for every chunk
         if num_dropped == 0 {
             return;
         }
@@ -303,8 +303,8 @@ fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, pages: u32) 
     panic!("store {nth} has {:?} slabs, not {num_frames} frames", world.stores[nth].num_slabs());
 }
 
-/// Checks that a cleared store keeps one empty slab and the slabs received since. A closed store
-/// keeps none, so that another store can get everything.
+/// Checks that a cleared store keeps at most two slabs. A closed store keeps none, so that another
+/// store can get every frame.
 fn is_given_back(mut world: World, nth: usize) {
     for store in &world.stores {
         store.clear();
@@ -524,8 +524,8 @@ fn a_long_pinned_chain_is_visited_once_per_round() {
     assert_eq!(stores[1].reserve(&chain(1, 0, 1), 0..1).unwrap().num_dropped, 0);
 }
 
-/// The only slabs of a store with three sizes are passed around among the sizes. The store must
-/// still get slabs of other stores.
+/// A store with three sizes passes its few slabs around among the sizes. The store must still get
+/// slabs from other stores.
 #[test]
 fn sizes_that_share_few_slabs_get_more() {
     let sizes = SIZES[6].map(|pages| pages.iter().map(|num| num * PAGE).collect::<Vec<_>>().into());

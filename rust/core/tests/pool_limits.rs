@@ -1,5 +1,5 @@
-//! Tests stores of one arena whose workers can copy only to its first part: each store gets memory
-//! that it can use.
+//! Tests stores on one arena while workers can copy only to the arena's first part: each store gets
+//! memory that it can use.
 //!
 //! Slabs have eight pages here, so a slab holds four frames of the first store or two of the
 //! second.
@@ -59,7 +59,7 @@ fn save_first(store: &Store, prompt: u32, stop: u32) -> u32 {
     got.num_dropped
 }
 
-/// Saves one prompt per slab in the first store.
+/// Saves one prompt per slab.
 fn fill(store: &Store, num_slabs: u32) {
     (0..num_slabs).for_each(|prompt| assert_eq!(save(store, prompt), 0));
     assert_eq!(num(store), num_slabs);
@@ -79,7 +79,7 @@ fn all_give_way(stores: &[Store]) {
     }
 }
 
-/// Makes the store release slabs until a release completes, and returns true if it released one.
+/// Calls `release_slab` until a release completes. Returns true if the store released a slab.
 fn gives(store: &Store) -> bool {
     (0..100).map(|_| store.release_slab()).find(|outcome| *outcome != SlabRelease::InProgress)
         == Some(SlabRelease::Released)

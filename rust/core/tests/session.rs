@@ -1,5 +1,5 @@
-//! Tests that the end of a session releases everything it holds, and that an engine continues
-//! without a store that returns invalid results.
+//! Tests that a session releases everything it holds when it ends, and that an engine continues to
+//! work if a store returns invalid results.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -147,7 +147,7 @@ fn row(ticket: u64, unit: u32) -> Reservation {
     Reservation { ticket, frame: FrameId(9), key: ChunkKey([2; 32]), unit }
 }
 
-/// Reserves `units` of a prefix of `num_units`. `blocks` contains the blocks of each group in turn.
+/// Reserves `units` of a prefix of `num_units`. `blocks` concatenates the groups' blocks.
 fn reserve(
     engine: &EngineSession,
     num_units: u32,

@@ -48,7 +48,7 @@ fn chains(num: u32, len: u32, first: u32) -> Vec<KeyChain> {
     (0..num).map(|nth| chain(&tokens(nth))).collect()
 }
 
-/// Prepares ten prompts of 8 chunks only on disk, and 16 hot chunks in host memory.
+/// Returns a store with ten prompts of 8 chunks only on disk, and one of 16 chunks in host memory.
 fn cold_prompts(disk: &Arc<MemoryDisk>) -> (Store, Vec<KeyChain>, KeyChain) {
     let store = disk.open(&settings(16, disk), &[]);
     let cold = chains(10, 8, 0);
@@ -149,8 +149,8 @@ fn failed_writes_keep_chunks_on_disk() {
         disk.fail_writes.store(true, Ordering::SeqCst);
         disk.fail_frees.store(fail_frees, Ordering::SeqCst);
         for prompt in chains(100, 8, 1000) {
-            // The next prompt takes the frames of this prompt. Chunks not tried by then are never
-            // written.
+            // The next prompt takes this prompt's frames. Chunks that were not tried by then are
+            // never written.
             let num_refused = stat(&store, "disk_write_errors");
             assert!(save_all(&store, &prompt) > 0, "host memory must still work");
             until("one is tried", || {
@@ -208,7 +208,7 @@ fn close_clear_and_lookups_do_not_wait_for_hung_io() {
     );
     let lease = store.acquire(&cold[0]);
     until("a thread reads", || disk.num_reads.load(Ordering::SeqCst) == u64::from(THREADS));
-    store.clear(); // takes some seconds: the disk is cleared later
+    store.clear(); // the disk hangs, so it is cleared later
     assert!(
         store.take_events().iter().any(|event| event.contains("not cleared")),
         "no event reports that a restart finds the chunk"
@@ -273,7 +273,7 @@ fn a_tier_that_fails_to_open_is_opened_later() {
     store.check().unwrap();
 }
 
-/// Otherwise a store that closes before its tier opens would leave discarded chunks on disk.
+/// A store that closes before its tier opens must not leave discarded chunks on disk.
 #[test]
 fn a_discard_is_pending_until_the_tier_opens() {
     let disk = MemoryDisk::new(200);
@@ -520,8 +520,8 @@ fn a_save_without_a_usable_frame_evicts_nothing() {
     assert_eq!(store.lookup(&cold[0]).host_units, 8);
 }
 
-/// Like the test above, but after an anchor: proven units before it are not looked up again while
-/// the forged chunk is removed. A lookup reports the forged chunk until a lease has compared it.
+/// Like the test above, but after an anchor: while the forged chunk is removed, proven units before
+/// it are not looked up. A lookup reports the forged chunk until a lease has compared it.
 #[test]
 fn a_forged_record_behind_an_anchor_ends_the_prefix_there() {
     let (wanted, other) = (chain(&[1, 2, 3, 4, 5, 6]), chain(&[7, 8, 9, 10]));

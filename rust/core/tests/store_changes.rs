@@ -183,7 +183,7 @@ impl Run {
         self.heal();
         self.writes.clear();
         self.reads.clear();
-        // A read that no request waits for still completes, and lookups then find its chunk.
+        // A read that no request waits for still completes and makes its chunk visible to lookups.
         let deadline = Instant::now() + Duration::from_secs(60);
         while stat(&self.store, "frames_reserved") > 0 {
             assert!(Instant::now() < deadline, "reads do not complete");
@@ -285,7 +285,7 @@ fn unread_keys_are_dropped_and_the_loss_is_reported_once() {
     );
 }
 
-/// Lookups do not find a chunk whose slot is being freed. If freeing fails, they find it again.
+/// Lookups do not find a chunk while its slot is being freed, and find it if freeing fails.
 #[test]
 fn a_chunk_whose_slot_cannot_be_freed_is_reported() {
     let disk = MemoryDisk::new(1);
@@ -346,7 +346,7 @@ fn each_listener_has_a_separate_position() {
 }
 
 /// A large tree is removed in slices, the root last. The log reports immediately that lookups miss
-/// it.
+/// its chunks.
 #[test]
 fn a_tree_removed_in_slices_is_reported_at_once() {
     let store = Store::open(&config(2000, Eviction::Lru)).unwrap();

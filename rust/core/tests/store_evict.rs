@@ -1,6 +1,6 @@
-//! Compares the eviction of all chunks under the roots of a salt with simple sets of keys.
+//! Compares the eviction of all chunks of a salt with a model that consists of sets of keys.
 //!
-//! Frames and slots are plentiful, so every result is determined and must be equal.
+//! Frames and slots are plentiful, so each result is deterministic and must equal the model's.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
@@ -209,7 +209,7 @@ impl World {
         assert!(self.disk.flush(self.store()));
     }
 
-    /// Adds chunks of a sliding-window group, whose parent is the group's root.
+    /// Adds chunks of a sliding-window group. Their parent is the group's root.
     fn attach(&mut self, root: usize, prompt: u32) {
         let chain = chain_of(root, prompt);
         let (group_root, keys) = chain.independent_keys(3, 0..chain.num_blocks()).unwrap();
@@ -296,7 +296,7 @@ proptest! {
     }
 }
 
-/// Uses more first chunks than a slice of the walk, and a prefix longer than one call can evict.
+/// Saves more first chunks than a slice of the walk visits, and a prefix too long for one call.
 #[test]
 fn many_chunks_are_evicted_in_slices() {
     let store = Store::open(&config(8192, Eviction::Lru)).unwrap();
@@ -335,8 +335,8 @@ fn many_chunks_are_evicted_in_slices() {
     }
 }
 
-/// The walk reaches the chunk first from its child and then directly, because its entry follows
-/// that of its child.
+/// The walk reaches the chunk first from its child and then directly, because its entry comes after
+/// its child's entry.
 #[test]
 fn a_chunk_in_use_counts_once() {
     let store = Store::open(&config(16, Eviction::Lru)).unwrap();
@@ -357,7 +357,7 @@ fn a_chunk_in_use_counts_once() {
     assert_eq!((said.num_chunks, said.num_in_use, lease.frames().len()), (6, 6, 6));
 }
 
-/// A chunk that a worker fills in the meantime does not become visible.
+/// A chunk that a worker is filling during the eviction does not become visible.
 #[test]
 fn a_save_in_flight_is_dropped() {
     let store = Store::open(&config(16, Eviction::Lru)).unwrap();
@@ -431,8 +431,8 @@ fn a_disk_that_is_opened_later_is_reported() {
     let store = disk.open(&config, &disk.entries());
     let evict = || store.evict(of_salt(Some(0), false), soon());
     assert_eq!(evict(), Evicted { is_cut_short: true, ..Evicted::default() });
-    // The tier opens before the walk ends, or while the walk waits for the disk, so its chunks were
-    // not visited.
+    // The tier opens before the walk ends, or while the walk waits for the disk, so the tier's
+    // chunks were not visited.
     disk.fail_opens.store(false, std::sync::atomic::Ordering::SeqCst);
     disk.wait(1);
     let deadline = soon();

@@ -1,4 +1,4 @@
-//! Tests the store under pressure: few frames, few slots, and a failing disk, in any order.
+//! Tests the store under pressure: random operations with few frames, few slots and a failing disk.
 //!
 //! Hits depend on the policy and on timing here, so the tests check properties that always hold:
 //! only committed chunks are found (I1, I3), leased frames never change (I4), counts return to zero
@@ -246,8 +246,8 @@ proptest! {
     }
 }
 
-/// Returns a store whose only chain, of `len` chunks, is only on disk: other chunks evicted it from
-/// all `len` frames.
+/// Returns a store with a chain of `len` chunks that is only on disk, because other chunks have
+/// evicted it from all `len` frames.
 fn on_disk_only(len: u32, disk: &Arc<MemoryDisk>) -> (Store, Arena, KeyChain) {
     let store = open(len, Eviction::Lru, disk, 2);
     let arena = arena_of(&store);
@@ -334,7 +334,7 @@ fn failed_and_corrupt_reads_are_misses_and_are_counted() {
     }
 }
 
-/// A dying sector: the first read fails with an I/O error, the retry returns damaged bytes.
+/// A dying sector: the first read fails with an I/O error, and the retry returns damaged bytes.
 #[test]
 fn a_read_that_fails_and_then_finds_damage_is_a_miss() {
     let disk = MemoryDisk::new(64);
@@ -349,8 +349,8 @@ fn a_read_that_fails_and_then_finds_damage_is_a_miss() {
     store.check().unwrap();
 }
 
-/// A save under a read that fails, while its own children failed earlier and all of them left the
-/// disk: the chunk fails with its children still in the tree.
+/// A save fails because its parent could not be read. The saves of its children have failed
+/// already, but the children are still in the tree.
 #[test]
 fn a_save_that_fails_after_its_children_leaves_the_tree_after_them() {
     let disk = MemoryDisk::new(16);
@@ -374,8 +374,8 @@ fn a_save_that_fails_after_its_children_leaves_the_tree_after_them() {
     for save in &saves {
         fill(&arena, save.reservation());
     }
-    // The last chunk is still being saved when the first cannot be read; the chunk between is
-    // complete.
+    // The first and the last of the saves are still open when the read of their ancestor fails; the
+    // save between them is complete.
     let last = saves.pop().unwrap();
     let middle = saves.pop().unwrap();
     assert_eq!(store.commit([middle]), 0, "its parent is not visible");
@@ -451,7 +451,7 @@ fn a_disk_that_accepts_no_writes_only_counts_errors() {
     assert_eq!(store.lookup(&wanted).host_units, 3);
     assert!(stat(&store, "disk_write_errors") >= 1);
     assert_eq!((stat(&store, "disk_used"), disk.num_slots_used()), (0, 0));
-    // Once the disk works again, saving the next chunk also writes its ancestors.
+    // After the disk recovers, saving the next chunk also writes its ancestors.
     disk.fail_writes.store(false, Ordering::SeqCst);
     let longer = chain(&[1, 2, 3, 4]);
     assert_eq!(save(&store, &arena, &longer, 0..4), 1);
@@ -548,7 +548,7 @@ fn close_ends_waiting_leases_and_keeps_chunks_on_disk() {
     store.check().unwrap();
 }
 
-/// The other prompt's entry has the number of the former child, which the parent still counts as
+/// The other prompt reuses the entry number of an aborted child, which the parent still counts as
 /// waiting.
 #[test]
 fn a_failed_save_removes_no_other_prompt() {

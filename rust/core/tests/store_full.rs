@@ -1,5 +1,5 @@
 //! Tests a full file system that cannot preallocate (ext2, NFS before 4.2): the disk tier keeps the
-//! chunks that fit and evicts for new chunks, as at `disk_size`.
+//! chunks that fit and evicts chunks to make room, as at `disk_size`.
 #![expect(clippy::unwrap_used, reason = "tests")]
 mod store_common;
 
@@ -22,7 +22,7 @@ use store_common::{FRAME, arena_of, chain, config, save, stat, verify};
 const LONG: Duration = Duration::from_secs(60);
 const CAP_BYTES: u64 = 1 << 20;
 
-/// Returns the config of a disk for frames of the host's size and of `others`.
+/// Returns the config of a disk tier for frames of the host's size and of the sizes in `others`.
 fn disk_config(dir: &Path, others: &[u64]) -> DiskConfig {
     DiskConfig {
         dir: dir.to_owned(),
@@ -135,14 +135,14 @@ fn test_a_file_system_with_no_space_at_all_drops_chunks_and_the_write_breaker_st
     assert_eq!(stat(&store, "disk_used"), 2);
 }
 
-/// Returns the metadata of chunks of another store's prompts.
+/// Returns the metadata of a chunk that this test's prompts do not contain.
 fn meta(number: u32) -> DiskMeta {
     let key = ChunkKey(*blake3::hash(&number.to_le_bytes()).as_bytes());
     DiskMeta { key, parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 }
 }
 
-/// Opens a store on a full tier in memory: chunks of `other_bytes` take the space of `num_frames`
-/// frames of `frame_bytes`.
+/// Opens a store on a full tier in memory: chunks of `other_bytes` bytes occupy the space of
+/// `num_frames` frames of `frame_bytes` bytes.
 fn open_full(
     [frame_bytes, other_bytes]: [usize; 2],
     num_frames: usize,

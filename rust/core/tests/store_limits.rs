@@ -1,8 +1,7 @@
-//! Compares quotas and TTLs by salt with a dictionary of saved chunks and their times; for examples
-//! see `store_quota.rs`.
+//! Compares quotas and TTLs by salt with a dictionary of saved chunks and their times. See
+//! `store_quota.rs` for examples.
 //!
-//! The quotas of the walk fit into their tiers together, so no tenant may ever lose a chunk to
-//! another tenant.
+//! All quotas together fit into each tier, so a tenant must never lose a chunk to another tenant.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
@@ -158,7 +157,7 @@ impl World {
         &self.prompts[salt * NUM_PROMPTS as usize + prompt as usize]
     }
 
-    /// Returns the keys of each salt that are found in host memory, and in any tier.
+    /// Returns, for each salt, the keys found in host memory and the keys found in any tier.
     fn found(&self) -> Vec<[BTreeSet<ChunkKey>; 2]> {
         let mut found = vec![<[BTreeSet<ChunkKey>; 2]>::default(); SALTS.len()];
         for Prompt { salt, chain, attached } in &self.prompts {

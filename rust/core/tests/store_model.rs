@@ -1,7 +1,7 @@
 //! Compares the store with an independent model: a simple dictionary.
 //!
-//! Frames are plentiful here, so every result is determined and must be equal. `store_faults.rs`
-//! tests pressure and disks.
+//! Frames are plentiful here, so each result is deterministic and must equal the model's.
+//! `store_faults.rs` tests pressure and disks.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
@@ -199,8 +199,8 @@ impl Run {
         self.compare();
     }
 
-    /// Checks anchors: a prefix that starts at any stored chunk is found as if with all its keys.
-    /// If the first chunk is not stored, nothing is found.
+    /// Checks that a prefix without the keys before a stored chunk gives the same result as the
+    /// whole prefix, and that nothing is found if that chunk is not stored.
     fn compare_anchors(&self, chain: &KeyChain, num: u32) {
         let keys = chain.keys();
         let anchors: Vec<_> = (1..).zip(keys.iter().copied()).collect();

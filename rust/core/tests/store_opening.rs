@@ -1,5 +1,5 @@
-//! Tests a disk tier that is slow to open, with other tiers: the store works before the tier opens,
-//! and uses it afterwards.
+//! Tests a disk tier that is slow to open: the store works before the tier opens, and uses the tier
+//! afterwards.
 #![expect(clippy::unwrap_used, reason = "tests")]
 mod store_common;
 

@@ -1,5 +1,5 @@
-//! Examples of quotas and TTLs by salt: the tenant to which a chunk belongs, what the quota
-//! includes, and the time of a save. `store_limits.rs` compares them with a model.
+//! Examples of quotas and TTLs by salt: which tenant a chunk belongs to, which chunks a quota
+//! includes, and when a chunk was saved. `store_limits.rs` compares them with a model.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;

@@ -1,5 +1,5 @@
 //! Tests a disk tier whose directory is removed or moved while a store has it open: chunks that
-//! were only there become misses, and the store opens the directory again.
+//! were only on that disk become misses, and the store opens the directory again.
 #![expect(clippy::unwrap_used, reason = "tests")]
 mod store_common;
 
@@ -45,8 +45,8 @@ fn host_and_stored(store: &Store, chain: &KeyChain) -> (u32, u32) {
     (found.host_units, found.stored_units)
 }
 
-/// Disks in memory: each open creates a new, empty disk. The clock advances only when a test says
-/// so.
+/// Disks in memory: each open creates a new, empty disk. The clock advances only when a test
+/// advances it.
 #[derive(Default)]
 struct Disks {
     opened: Mutex<Vec<Arc<MemoryTier>>>,
@@ -91,8 +91,8 @@ impl Disks {
     }
 }
 
-/// Saves a prompt that is only on disk, in more chunks than one slice drops, and a prompt of 8
-/// chunks in host memory and on disk.
+/// Saves a cold prompt that is only on disk and has more chunks than one slice drops, and a hot
+/// prompt of 8 chunks that is in host memory and on disk.
 fn cold_and_hot(store: &Store) -> (KeyChain, KeyChain) {
     let (cold, hot) = (prompt(0, 700), prompt(1000, 8));
     for end in (7..=700).step_by(7) {
@@ -137,7 +137,7 @@ fn test_no_disk_is_opened_while_a_job_of_the_removed_one_is_under_way() {
     let disks = Arc::<Disks>::default();
     let store = disks.open_store(720, 3);
     cold_and_hot(&store);
-    let cold = prompt(0, 2); // a thread has no read, so it checks
+    let cold = prompt(0, 2); // two reads leave one of three threads free to check the directory
     let (old, arena) = (disks.nth(0), arena_of(&store));
     let gate = old.read_gate.lock().unwrap();
     let lease = store.acquire(&cold);
@@ -394,7 +394,7 @@ fn work(store: &Store, mut random: u64, stop: &AtomicBool) -> u64 {
     num_loaded
 }
 
-/// The store's time runs 500 times as fast, so that it checks every two milliseconds.
+/// The store's clock runs 500 times as fast as real time, so it checks the directory every 2 ms.
 #[test]
 fn test_no_wrong_chunk_is_loaded_while_a_directory_is_removed_repeatedly() {
     let place = Place::new();

@@ -1,6 +1,6 @@
 //! Tests that removed chunks stay removed after a restart, even if the disk failed in between.
 //!
-//! Uses the real store on the real tier over files whose calls fail, sometimes after taking effect.
+//! Runs the real store on the real disk tier. File calls fail, sometimes after taking effect.
 #![expect(clippy::unwrap_used, reason = "tests")]
 mod store_common;
 
@@ -34,8 +34,8 @@ impl Place {
         Self { dir: kept.path().join("disk"), files: FaultFiles::new(1), haste: HASTE, _kept: kept }
     }
 
-    /// A place with the real clock: at `HASTE`, a read of 10 ms is treated as a hang, and the
-    /// request computes instead.
+    /// Creates a place with a real-time clock: at `HASTE`, a read of 10 ms is treated as a hang,
+    /// and its chunk is a miss.
     fn at_real_speed() -> Self {
         Self { haste: 1, ..Self::new() }
     }
@@ -92,8 +92,8 @@ fn save_all(store: &Store, prompt: &KeyChain) {
     assert_eq!(save(store, &arena_of(store), prompt, 0..prompt.num_blocks()), prompt.num_blocks());
 }
 
-/// Opens a store whose first write fails although its record reaches the disk, where it cannot be
-/// cleared either.
+/// Opens a store whose first write fails although its record reaches the disk. Clearing the record
+/// also fails.
 fn with_a_refused_write_that_was_done(place: &Place) -> (Store, KeyChain) {
     let (store, prompt) = (place.open(), chain(&[1]));
     let to_index = |fault| Rule::new(fault).on(WRITES).in_file("index");
@@ -125,7 +125,7 @@ fn a_failed_write_that_reached_the_disk_does_not_survive_a_clear() {
     assert_eq!(place.found_later(&prompt), 0);
 }
 
-/// Opening finds a chunk twice and cannot clear the older record; then the chunk is discarded.
+/// Opening finds a chunk twice and cannot clear the older record. The chunk is discarded later.
 #[test]
 fn an_older_copy_that_the_open_could_not_free_does_not_survive_a_discard() {
     let place = Place::new();
@@ -158,7 +158,7 @@ fn a_slot_that_cannot_be_freed_does_not_block_a_clear() {
         save_all(&store, prompt);
     }
     assert!(store.flush(LONG));
-    // Faults for the slot of the first prompt, before and during the clear.
+    // Faults for the first prompt's slot, before and during the clear.
     place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index").times(1));
     assert_eq!(store.discard(&prompts[0].keys()[..1]), 1);
     until("the slot could not be freed", || stat(&store, "disk_write_errors") == 1);
@@ -168,7 +168,7 @@ fn a_slot_that_cannot_be_freed_does_not_block_a_clear() {
     assert_eq!(prompts[1..].iter().map(|prompt| place.found_later(prompt)).sum::<u32>(), 0);
 }
 
-/// A record on disk can have a wrong position, so its ancestors are compared with all keys once.
+/// A disk record can have a wrong depth, so all keys before an anchor must be compared once.
 #[test]
 fn a_prefix_found_on_disk_is_an_anchor_after_its_keys_were_compared() {
     let (place, prompt, other) =
@@ -190,8 +190,8 @@ fn a_prefix_found_on_disk_is_an_anchor_after_its_keys_were_compared() {
     assert_eq!(store.lookup(&prompt).stored_units, 8);
     assert_eq!(store.anchors(&ends), Anchors { num_known: 0, num_stored: 8 });
 
-    // The whole prompt is read to host memory. Other prompts then take frames from its end, so a
-    // part is only on disk.
+    // The whole prompt is read into host memory. Another prompt then takes frames from its end, so
+    // its last chunks are only on disk.
     let whole = store.acquire(&prompt);
     assert_eq!(store.anchors(&ends), Anchors { num_known: 8, num_stored: 8 });
     until("it is read", || whole.poll().ready_units == 8);

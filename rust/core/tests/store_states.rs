@@ -1,5 +1,5 @@
 //! Tests Mamba states of chats. Each turn has a new state, which is useless without its prefix. If
-//! a state is linked to its prefix, both tiers keep both for chats that continue.
+//! states are linked to their prefixes, each tier keeps both for chats that continue.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -22,7 +22,7 @@ fn prompt(number: u32, num_blocks: u32) -> KeyChain {
     chain(&(0..num_blocks).map(|at| number * 100 + at).collect::<Vec<_>>())
 }
 
-/// Saves a prompt of `num_blocks` and the state after it, with or without a link to its prefix.
+/// Saves a prompt of `num_blocks` and the state at its end, with or without a link to the prompt.
 fn save_turn(store: &Store, number: u32, num_blocks: u32, has_prefix: bool, after: impl Fn()) {
     let own = prompt(number, num_blocks);
     let (root, mut keys) = own.independent_keys(GROUP, num_blocks - 1..num_blocks).unwrap();
@@ -67,7 +67,7 @@ fn finds(store: &Store, number: u32, num_blocks: u32) -> bool {
     has
 }
 
-/// Returns how many blocks chats find while other prompts never repeat. Calls `after` after each
+/// Returns how many blocks chats find among prompts that never repeat. Calls `after` after each
 /// save.
 fn found_by_chats(store: &Store, has_prefix: bool, after: impl Fn()) -> u32 {
     let mut num_found = 0;

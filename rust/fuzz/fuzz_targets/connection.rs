@@ -1,5 +1,5 @@
-//! Sends arbitrary bytes to a running server, raw and after a hello: the server keeps running, and
-//! chunks of another engine stay.
+//! Sends arbitrary bytes to a running server, raw and after a hello: the server must keep running
+//! and serve another engine.
 #![no_main]
 
 use std::io::{Read, Write};
@@ -63,7 +63,7 @@ libfuzzer_sys::fuzz_target!(|data: &[u8]| {
         let _refused = stream.write_all(&bytes).and_then(|()| stream.shutdown(Shutdown::Write));
         let _responses = stream.read_to_end(&mut Vec::new());
     }
-    // Any engine may clear the store or discard chunks, so save them again.
+    // The bytes may have cleared the store or discarded chunks, so save the chunks again.
     let found = rig.engine.lookup(Prefix::from(&rig.chain)).host_units;
     assert!(found <= 3);
     if found < 3 {

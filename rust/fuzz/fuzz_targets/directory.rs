@@ -1,5 +1,5 @@
-//! See `kvloft_core::testing::fuzz::open_directory`. Files in memory are several times faster if
-//! available.
+//! See `kvloft_core::testing::fuzz::open_directory`. Uses files in memory if available, because
+//! they are several times faster.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {

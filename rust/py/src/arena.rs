@@ -46,8 +46,8 @@ impl Arena {
     }
 }
 
-/// Place pages that have not been allocated on a NUMA node. Return False if the pages already have
-/// a NUMA policy or the system call fails.
+/// Place unallocated pages on NUMA node `node`. Return False if the pages already have a NUMA
+/// policy or the system call fails.
 #[pyfunction]
 pub(crate) fn prefer_numa_node(address: usize, num_bytes: usize, node: u32) -> bool {
     io::prefer_numa_node(address, num_bytes, node)
@@ -75,8 +75,8 @@ impl Arena {
         py.detach(seal).map_err(raise)
     }
 
-    /// Return None if the trailer and the tag match. Otherwise, return 'unsealed', 'key', 'layout',
-    /// 'shape' or 'tag'.
+    /// Return None if the part is intact. Otherwise, return the mismatch: 'unsealed', 'key',
+    /// 'layout', 'shape' or 'tag'.
     fn check(&self, py: Python<'_>, part: FramePart) -> PyResult<Option<&'static str>> {
         let check = || self.inner.check(part.offset, part.part_bytes, &part.spec());
         Ok(py.detach(check).map_err(raise)?.map(io::Damage::as_str))

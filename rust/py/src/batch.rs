@@ -50,16 +50,16 @@ impl ChunkBatch {
 
 #[pymethods]
 impl ChunkBatch {
-    /// Create a batch from the tickets and the columns of each group. Raises `ConfigError` if the
-    /// columns are inconsistent.
+    /// Create a batch from each group's columns and the tickets. Raise `ConfigError` if the columns
+    /// are inconsistent.
     #[new]
     fn new(parts: Vec<PyColumns<'_>>, tickets: &[u8]) -> PyResult<Self> {
         let parts: Vec<_> = parts.iter().map(columns_of).collect();
         chunk_batch::ChunkBatch::from_columns(&parts, tickets).map(Self::from).map_err(raise)
     }
 
-    /// Return a batch of all chunks in `batches`. All chunks are assigned to the group of the first
-    /// batch.
+    /// Return a batch of all chunks in `batches`. All chunks are assigned to the first batch's
+    /// group.
     #[staticmethod]
     fn concat(batches: Vec<PyRef<'_, Self>>) -> Self {
         chunk_batch::ChunkBatch::concat(batches.iter().map(|batch| &*batch.inner)).into()
@@ -70,7 +70,7 @@ impl ChunkBatch {
         self.inner.by_group().into_iter().map(|(group, batch)| (group, batch.into())).collect()
     }
 
-    /// Return (group, size class, batch) for each KV cache group and frame size class.
+    /// Return a (group, size class, batch) tuple for each KV cache group and frame size class.
     fn by_size(&self) -> Vec<(u32, u8, Self)> {
         let sizes = self.inner.by_size().into_iter();
         sizes.map(|(group, class, batch)| (group, class.0, batch.into())).collect()
@@ -99,7 +99,7 @@ impl ChunkBatch {
         self.inner.tickets()
     }
 
-    /// Return the ids of all paged blocks that are copied.
+    /// Return the ids of all paged blocks that the batch copies.
     fn block_ids(&self) -> Vec<i32> {
         self.inner.wanted_blocks().collect()
     }

@@ -10,9 +10,9 @@ use pyo3::prelude::*;
 use crate::error::ConfigError;
 use crate::tokens::{append_block_ids, block_ids};
 
-/// A KV cache group, extracted from a tuple: (number in the keys, kind, tokens per block, blocks
-/// per unit, kept blocks, reach in tokens, frame size class, frame size class for compressed chunks
-/// or None).
+/// A KV cache group, extracted from a tuple: (group number in keys or None, kind, tokens per block,
+/// blocks per unit, kept blocks, reach in tokens, frame size class, frame size class for compressed
+/// chunks or None).
 pub(crate) struct PyGroup(pub(crate) Group);
 
 impl<'py> FromPyObject<'_, 'py> for PyGroup {
@@ -67,7 +67,7 @@ pub(crate) fn append_saved_blocks(
     Ok(())
 }
 
-/// Returns the blocks in the range of each table. Returns None if a table is too short.
+/// Returns the blocks in each table's range. Returns None if a table is too short.
 pub(crate) fn loaded_blocks(
     tables: &Bound<'_, PyAny>,
     ranges: &[Range<u32>],

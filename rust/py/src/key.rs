@@ -10,9 +10,9 @@ use pyo3::types::PyBytes;
 use crate::error::{ConfigError, StoreError, raise};
 use crate::tokens::{RowBytes, token_ids};
 
-/// Detach from the interpreter to hash at least this many token ids, which takes about 10 us.
+/// Calls that hash at least this many token ids (about 10 us) detach from the interpreter.
 const DETACH_TOKENS: usize = 4096;
-/// Detach from the interpreter to hash at least this many row bytes, which takes about 20 us.
+/// Calls that hash at least this many row bytes (about 20 us) detach from the interpreter.
 const DETACH_BYTES: usize = 64 << 10;
 
 /// The keys of a request's prefix, one per block. The chain is extended as tokens arrive.
@@ -47,8 +47,8 @@ impl KeyChain {
             .ok_or_else(|| StoreError::new_err("this KeyChain is in use by another thread"))
     }
 
-    /// Appends the missing tokens of `token_ids[:stop]` if there are many. Returns the resulting
-    /// number of tokens.
+    /// Appends the missing tokens of `token_ids[:stop]` if there are at least `DETACH_TOKENS`.
+    /// Returns the chain's number of tokens.
     pub(crate) fn extend_if_long(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<u32> {
         let start = self.num_tokens()?;
         if (stop.saturating_sub(start) as usize) < DETACH_TOKENS {
@@ -108,8 +108,8 @@ impl KeyChain {
         if rows.bytes().len() < DETACH_BYTES { append() } else { rows_py.detach(append) }
     }
 
-    /// Return the key of the prefix that ends with block `block`, or the key under which `group`
-    /// stores the chunk that ends there.
+    /// Return the key of the prefix that ends with block `block`. If `group` is given, return the
+    /// key under which that group stores the chunk that ends there.
     #[pyo3(signature = (block, group = None))]
     fn key<'py>(
         &self,
@@ -133,7 +133,7 @@ impl KeyChain {
     }
 }
 
-/// Return the 32-byte digest of (name, value) pairs in any order. Names must be unique.
+/// Return the 32-byte digest of (name, value) pairs with unique names, regardless of order.
 #[pyfunction]
 pub(crate) fn namespace_digest(
     py: Python<'_>,
@@ -160,7 +160,7 @@ pub(crate) fn root_key<'py>(
     Ok(PyBytes::new(py, &root.0))
 }
 
-/// Converts `bytes` to a 32-byte digest. `name` is the name of the argument in the error message.
+/// Converts `bytes` to a 32-byte digest. The error message calls the argument `name`.
 pub(crate) fn digest(bytes: &[u8], name: &str) -> PyResult<[u8; 32]> {
     let len = bytes.len();
     bytes

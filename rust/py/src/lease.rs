@@ -11,7 +11,7 @@ use crate::batch::ChunkBatch;
 use crate::error::raise;
 use crate::groups::loaded_blocks;
 
-/// Returns the number of units by tier, without tiers that have no units.
+/// Returns the number of units by tier, omitting tiers without units.
 fn by_tier(py: Python<'_>, from: UnitsByTier) -> PyResult<Bound<'_, PyDict>> {
     [("host", from.host), ("disk", from.disk)]
         .into_iter()
@@ -19,8 +19,8 @@ fn by_tier(py: Python<'_>, from: UnitsByTier) -> PyResult<Bound<'_, PyDict>> {
         .into_py_dict(py)
 }
 
-/// Pins chunks in host memory while further chunks are read from disk. Dropping the lease unpins
-/// all chunks.
+/// Pins chunks in host memory while more chunks are read from disk. Dropping the lease unpins all
+/// chunks.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct ReadLease {
     pub(crate) session: Arc<EngineSession>,

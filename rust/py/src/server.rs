@@ -61,8 +61,8 @@ impl Server {
         status_dict(py, &self.inner.status())
     }
 
-    /// Return why the server cannot use its disk directory. Return None if it can or has no disk
-    /// directory.
+    /// Return why the server cannot use its disk directory. Return None if the server can use its
+    /// disk directory or has none.
     fn disk_trouble(&self) -> Option<String> {
         self.inner.disk_trouble()
     }
@@ -83,7 +83,7 @@ impl Server {
     }
 }
 
-/// Return the memory available on this machine or in this container in bytes, or None if unknown.
+/// Return the available memory of this machine or container in bytes, or None if it is unknown.
 #[pyfunction(name = "available_bytes")]
 pub(crate) fn available_memory() -> Option<u64> {
     available_bytes()
@@ -142,7 +142,7 @@ pub(crate) fn server_evict<'py>(
     Ok(dict)
 }
 
-/// Parses the JSON of a status in Python. The digests of namespaces are converted to `bytes`.
+/// Converts a status to a Python dict by way of JSON. Converts namespace digests to `bytes`.
 fn status_dict<'py>(py: Python<'py>, status: &Status) -> PyResult<Bound<'py, PyAny>> {
     let dict = py.import("json")?.call_method1("loads", (status.to_json().map_err(raise)?,))?;
     for (namespace, of) in dict.get_item("namespaces")?.try_iter()?.zip(&status.namespaces) {

@@ -26,7 +26,7 @@ use crate::lease::ReadLease;
 use crate::settings::{PySizes, PyTenantLimits, disk_settings, tenant_limits, timeout};
 use crate::tokens::{append_token_ids, block_ids, number};
 
-/// An engine's access to a store. Tracks the engine's loads and saves in flight.
+/// An engine's access to a store. Tracks the engine's in-flight loads and saves.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct Session {
     inner: Arc<EngineSession>,
@@ -85,7 +85,7 @@ fn some(inner: Arc<chunk_batch::ChunkBatch>) -> Option<ChunkBatch> {
     (!inner.is_empty()).then_some(ChunkBatch { inner })
 }
 
-/// The key of a chunk with the bit mask of its tiers.
+/// A chunk's key and the bit mask of its tiers.
 type TierRow<'py> = (Bound<'py, PyBytes>, u8);
 
 #[pymethods]
@@ -187,7 +187,7 @@ impl Session {
     }
 
     /// Switch to a new store if the old store is gone and a new store is available. Return True if
-    /// the session switched. The new store has none of the old chunks.
+    /// the session switched. Leases and reservations of the old store are no longer valid.
     fn renew(&self) -> bool {
         self.inner.session().renew()
     }
@@ -198,21 +198,21 @@ impl Session {
         self.inner.session().is_save_late()
     }
 
-    /// Number of saves that have not been reported by all ranks.
+    /// Number of saves that not all ranks have reported.
     #[getter]
     fn num_in_flight(&self) -> usize {
         self.inner.num_in_flight()
     }
 
-    /// Return the number of leading units that are stored in every full-attention group, first in
-    /// host memory and then in any tier.
+    /// Return (number of leading units in host memory, number of leading units in any tier),
+    /// counting only units that are stored in every full-attention group.
     fn lookup(&self, chain: &KeyChain) -> PyResult<(u32, u32)> {
         let found = self.inner.lookup(&mut *chain.lock()?);
         Ok((found.host_units, found.stored_units))
     }
 
-    /// Return the lengths of the deepest hits in host memory and in any tier, in units. The lengths
-    /// never exceed `host_units` and `stored_units`.
+    /// Return (length of the deepest hit in host memory, length of the deepest hit in any tier), in
+    /// units. The lengths are limited to `host_units` and `stored_units`.
     fn deepest_hit(
         &self,
         chain: &KeyChain,
@@ -224,8 +224,8 @@ impl Session {
         Ok((found.host_units, found.stored_units))
     }
 
-    /// Pin the chunks that a prefix of `num_units` units needs, and start to read the other needed
-    /// chunks from disk.
+    /// Pin the chunks in host memory that a prefix of `num_units` units needs, and start reading
+    /// the prefix's other chunks from disk.
     #[pyo3(signature = (chain, num_units=u32::MAX))]
     fn acquire(&self, chain: &KeyChain, num_units: u32) -> PyResult<ReadLease> {
         let lease = self.inner.acquire(&mut *chain.lock()?, num_units).map_err(raise)?;
@@ -267,8 +267,8 @@ impl Session {
         Ok(reserved.into_iter().map(|(chunks, num_dropped)| (some(chunks), num_dropped)).unzip())
     }
 
-    /// Reserve frames for Mamba or gated delta net states. Each row is (chain, group, unit that the
-    /// state ends, block that holds the state). On error, nothing is reserved.
+    /// Reserve frames for Mamba or gated delta net states. Each row is (chain, group, last unit
+    /// that the state covers, block that holds the state). On error, nothing is reserved.
     fn reserve_states(
         &self,
         rows: Vec<(Bound<'_, KeyChain>, usize, u32, i32)>,
@@ -284,8 +284,8 @@ impl Session {
         Ok(self.inner.reserve_states(states).map_err(raise)?.into_iter().map(some).collect())
     }
 
-    /// Process the report of one rank. Return (number of chunks that became visible, number of
-    /// chunks that failed on a rank).
+    /// Process one rank's report. Return (number of chunks that became visible, number of chunks
+    /// that failed on a rank).
     #[pyo3(signature = (saved, failed=Vec::new(), misfits=Vec::new()))]
     fn settle(&self, saved: Vec<u64>, failed: Vec<u64>, misfits: Vec<u64>) -> (u32, usize) {
         self.inner.settle(&saved, &failed, &misfits)
@@ -298,8 +298,7 @@ impl Session {
         tickets.map_or_else(|| self.inner.abort_all(), |tickets| self.inner.abort(&tickets));
     }
 
-    /// Return the blocks that saves in flight read. If `blocks` is given, return only blocks among
-    /// these.
+    /// Return the blocks that in-flight saves read. If `blocks` is given, return only blocks in it.
     #[pyo3(signature = (blocks=None))]
     fn being_read(&self, blocks: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<i32>> {
         let blocks = blocks.map(|blocks| block_ids(blocks, 0, None)).transpose()?;

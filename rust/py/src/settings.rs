@@ -20,7 +20,7 @@ pub(crate) enum PyQuota {
 /// Host memory limit, disk limit, and number of seconds until chunks expire. None means unlimited.
 type PyLimits = (Option<PyQuota>, Option<PyQuota>, Option<u32>);
 
-/// Limits for each salt by default, for requests without a salt, and for individual salts.
+/// Default limits of each salt, limits of requests without a salt, and limits of individual salts.
 pub(crate) type PyTenantLimits = (PyLimits, PyLimits, Vec<(String, PyLimits)>);
 
 fn quota(quota: &PyQuota) -> Result<Quota> {
@@ -56,8 +56,8 @@ pub(crate) fn tenant_limits(given: Option<PyTenantLimits>) -> Result<TenantLimit
     Ok(TenantLimits { unsalted: limits(&unsalted)?, salted: limits(&salted)?, by_salt })
 }
 
-/// Frame size of each size class, in bytes. A single number is the size of the only class. The
-/// second number of a pair is the uncompressed chunk size of the class.
+/// Frame size of each size class, in bytes. A single number is the size of the only class. In a
+/// pair, the second number is the class's uncompressed chunk size.
 #[derive(FromPyObject)]
 pub(crate) enum PySizes {
     One(u64),
@@ -75,7 +75,7 @@ impl From<PySizes> for FrameSizes {
     }
 }
 
-/// Returns the settings of the disk tier, or None without a path.
+/// Returns the settings of the disk tier, or None if there is no path.
 pub(crate) fn disk_settings(
     path: Option<PathBuf>,
     cap_bytes: u64,

@@ -1,9 +1,9 @@
-//! Fault injection: wraps files of the operating system and injects faults, either by script or at
-//! random from a seed.
+//! Fault injection: wraps the operating system's files and injects faults, either scripted or
+//! random with a seed.
 //!
 //! `FaultFiles` is passed to the real disk tier as its file layer (`DiskTier::open_with_files`), so
-//! tests of every layer see a failing disk like an engine does. `FaultFiles` is independent of
-//! slots and records.
+//! tests of every layer see a failing disk as an engine would. `FaultFiles` is independent of slots
+//! and records.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -85,7 +85,7 @@ impl FaultFiles {
         self.script().hung
     }
 
-    /// Returns the number of calls of a kind, including calls that failed.
+    /// Returns the number of calls of a kind, including failed calls.
     pub fn num_calls(&self, call: Call) -> u64 {
         self.script().calls.get(&call).copied().unwrap_or(0)
     }
@@ -115,7 +115,7 @@ impl FaultFiles {
         self.0.most_bytes.load(Ordering::SeqCst)
     }
 
-    /// Like `most_bytes`, but counts allocated blocks, which excludes holes.
+    /// Like `most_bytes`, but counts allocated blocks, so holes are excluded.
     pub fn most_blocks(&self) -> u64 {
         self.0.most_blocks.load(Ordering::SeqCst)
     }
@@ -137,7 +137,7 @@ impl FaultFiles {
             return Err(dead());
         }
         *script.calls.entry(call).or_default() += 1;
-        // xorshift alone would remain at 0; adding a constant prevents this.
+        // Multiplication alone would remain at 0; adding a constant prevents this.
         script.random =
             script.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
         let random = script.random >> 40;
@@ -167,7 +167,7 @@ impl FaultFiles {
         }
     }
 
-    /// Applies a change that is atomic.
+    /// Applies an atomic change.
     fn change(
         &self,
         call: Call,
@@ -197,12 +197,12 @@ fn dead() -> io::Error {
     io::Error::other("the process has crashed")
 }
 
-/// Returns the size of a directory by file length or by allocated blocks, whichever is larger.
+/// Returns the size of a directory, counting the larger of each file's length and allocation.
 pub fn du(dir: &Path) -> u64 {
     measure(dir, &|meta| (meta.blocks() * 512).max(meta.len()))
 }
 
-/// Returns the size of a directory by allocated blocks.
+/// Returns the size of a directory's allocated blocks.
 pub fn blocks(dir: &Path) -> u64 {
     measure(dir, &|meta| meta.blocks() * 512)
 }

@@ -1,9 +1,8 @@
-//! Conformance suite for all implementations of `LocalTier`, which compares random calls with a
-//! model.
+//! Conformance suite for implementations of `LocalTier`. Compares random calls with a model.
 //!
 //! Reading an acknowledged chunk returns the exact bytes or an error, never wrong bytes. A freed
-//! chunk can no longer be read. A failed free changes nothing. After a restart, exactly the chunks
-//! that were acknowledged and not freed are found. The cap is never exceeded.
+//! chunk can no longer be read. A failed free changes nothing. After a restart, the tier finds
+//! exactly the chunks that were acknowledged and not freed. The cap is never exceeded.
 
 use kvloft_core::io::SizeClass;
 use std::collections::{BTreeMap, BTreeSet};
@@ -28,12 +27,12 @@ pub enum Op {
     Clear,
     /// Closes and reopens the tier.
     Reopen,
-    /// Starts or ends a period of faults, if supported by the place.
+    /// Starts or ends a period of faults, if the place supports faults.
     Fault(u32),
 }
 
 impl Op {
-    /// Returns the operation for a pair of numbers. Operations are as frequent as in a store.
+    /// Returns the operation for a pair of numbers. Operations are about as frequent as in a store.
     pub fn from_numbers(what: u8, which: u32) -> Self {
         match what % 32 {
             0..=11 => Self::Write(which),
@@ -46,7 +45,7 @@ impl Op {
     }
 }
 
-/// An open tier with the chunks found when it was opened.
+/// An open tier, and the chunks that it found when it was opened.
 pub type Opened = (Arc<dyn LocalTier>, Vec<DiskEntry>);
 
 /// An environment in which tiers of one implementation can be opened.
@@ -59,7 +58,7 @@ pub trait Place {
     fn open(&self) -> Opened;
     /// Starts (Some) or ends (None) a period of faults.
     fn fault(&self, _which: Option<u32>) {}
-    /// Returns true if a fault may have lost or damaged acknowledged chunks. Chunks may then be
+    /// Returns true if a fault may have lost or damaged acknowledged chunks. If so, chunks can be
     /// missing or reappear; wrong bytes are still an error.
     fn may_lose(&self) -> bool {
         false
@@ -245,8 +244,7 @@ impl Walk<'_> {
             self.written.clear();
             return Ok(());
         }
-        // Some chunks may be freed and others not. The tier reports which chunks remain, and these
-        // chunks are complete.
+        // The clear may have freed some of the chunks. Chunks that can still be read are complete.
         self.maybe.extend(before);
         self.place.fault(None);
         for (chunk, (slot, version)) in std::mem::take(&mut self.written) {
@@ -263,7 +261,7 @@ impl Walk<'_> {
                 hold!(self.tier.free(slot).is_ok(), "a healthy tier did not free {slot:?}");
             }
         }
-        // Parents may be freed before their children. In that case, the children are freed as well.
+        // If a parent was freed but its children were not, free the children as well.
         let orphans = |walk: &Self| {
             let has_parent = |c: u32| parent_of(c).is_none_or(|p| walk.written.contains_key(&p));
             walk.written.keys().copied().find(|&chunk| !has_parent(chunk))
@@ -304,7 +302,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Adds an entry that was found after a restart to the model.
+    /// Adds to the model an entry that was found after a restart.
     fn found(
         &mut self,
         entry: &DiskEntry,
@@ -323,7 +321,7 @@ impl Walk<'_> {
         let mut frame = self.buffer(slot);
         let version = match self.read_into(slot, chunk, &mut frame) {
             Ok(()) => versions.into_iter().find(|&version| Self::is(&frame, chunk, version)),
-            // Later reads of the chunk return the same bytes.
+            // The chunk cannot be read now, so later reads are compared with its last version.
             Err(_) => versions.into_iter().next_back().filter(|_| self.place.may_lose()),
         };
         let version =

@@ -1,5 +1,5 @@
-//! A `LocalTier` in memory that fails, hangs and panics on demand. The tier records all violations
-//! of the contract by its caller.
+//! A `LocalTier` in memory that fails, hangs and panics on demand. The tier records every call that
+//! violates the contract of `LocalTier`.
 
 use kvloft_core::io::SizeClass;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -104,7 +104,7 @@ impl MemoryTier {
         (0..).zip(&slots.order).map(entry).collect()
     }
 
-    /// Adds these chunks to the tier, each consisting of `frame_bytes` zeros.
+    /// Adds these chunks to the tier, each with a frame of `frame_bytes` zeros.
     pub fn put(&self, found: &[DiskEntry], frame_bytes: usize) {
         let mut slots = self.slots();
         for &DiskEntry { slot, meta, .. } in found {
@@ -113,7 +113,7 @@ impl MemoryTier {
         }
     }
 
-    /// Reopens the tier for its next owner after it was closed.
+    /// Reopens a closed tier for its next owner.
     pub fn open_again(&self) {
         self.slots().reserved.clear();
         self.closed.store(false, Ordering::SeqCst);

@@ -1,5 +1,4 @@
-//! Conformance suite for all implementations of `RemoteTier`, which compares random calls with a
-//! model.
+//! Conformance suite for implementations of `RemoteTier`. Compares random calls with a model.
 //!
 //! A hit is a complete frame of the requested size that was put under its key; anything else is a
 //! miss or an error. Hints are in the order of the keys. Each call returns soon after its deadline,
@@ -24,7 +23,7 @@ pub enum Op {
     Misread(u32),
     /// Queries some of the keys.
     Look(u32),
-    /// Evicts a frame as another client, if supported by the place.
+    /// Evicts a frame as another client, if the place supports it.
     Evict(u32),
     /// Makes a call while the remote side is not responding.
     Hang(u32),
@@ -64,9 +63,9 @@ pub trait Place {
 
 const FRAME: usize = 4096;
 const NUM_KEYS: u32 = 8;
-/// Deadline of calls that get a response. No call takes this long.
+/// Deadline for calls that get a response. No call takes this long.
 const LONG: Duration = Duration::from_secs(600);
-/// Deadline of calls that get no response, and tolerance for a busy machine.
+/// Deadline for calls that get no response, and tolerance for a busy machine.
 const SHORT: Duration = Duration::from_millis(20);
 const GRACE: Duration = Duration::from_secs(10);
 
@@ -154,7 +153,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Requests a frame with a size different from the size that was put.
+    /// Requests a frame with a different size than the frame that was put.
     fn misread(&mut self, chunk: u32, is_less: bool) -> Result<(), String> {
         let mut frame = vec![0xee; if is_less { FRAME / 2 } else { FRAME * 2 }];
         let got = self.tier.get(&key_of(chunk), &mut frame, later());

@@ -1,4 +1,4 @@
-//! Checks that the suite for remote tiers accepts a correct tier in memory and detects each flaw of
+//! Checks that the suite for remote tiers accepts a correct in-memory tier and detects each flaw of
 //! a broken tier.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -20,7 +20,7 @@ enum Flaw {
     OtherKey,
     /// Waits for a response without a deadline.
     NoDeadline,
-    /// Reports a hit after it has read only a part of the frame.
+    /// Reports a hit after reading only part of the frame.
     ShortRead,
     /// Returns hints that are sorted by key.
     Disorder,

@@ -1,7 +1,7 @@
 //! Shares a store between engines over a Unix socket. Contains the protocol, the server that owns
 //! the store, and the client, which implements `Session`.
 //!
-//! Only keys and numbers cross the socket. KV bytes never do: workers map the arena, whose
+//! Only keys and numbers cross the socket. KV bytes never do: workers map the arena, and its
 //! descriptor arrives with the first response. This crate is independent of Python, vLLM and the
 //! layout of KV.
 

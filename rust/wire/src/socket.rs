@@ -86,7 +86,7 @@ pub(crate) fn spin(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
     false
 }
 
-/// Sends all of `bytes`. Two descriptors are attached to the first byte.
+/// Sends all of `bytes`, with two descriptors attached to the first byte.
 pub(crate) fn send_with_fds(
     mut stream: &UnixStream,
     bytes: &[u8],

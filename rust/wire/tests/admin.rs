@@ -17,8 +17,8 @@ use kvloft_core::{ErrorKind, Result};
 use kvloft_testing::one_prefix::SessionExt;
 use kvloft_wire::{Client, ClientConfig, EvictReport, Server, ServerConfig, evict, status};
 
-/// Starts a server that allows many connections: each admin request opens one, and the server may
-/// close it later.
+/// Starts a server that allows many connections: each admin request opens a connection, and the
+/// server might not close it immediately.
 fn serve(dir: &Path) -> Server {
     Server::open(ServerConfig { max_connections: 100, ..server_config(dir) }).expect("a server")
 }
@@ -27,7 +27,7 @@ fn engine(dir: &Path, nth: u8) -> Client {
     Client::open(ClientConfig { namespace: [nth; 32], ..remote_config(dir) }).expect("a client")
 }
 
-/// Returns six blocks of a tenant, with or without an adapter.
+/// Returns a tenant's prompt of six blocks, with or without an adapter.
 fn chain(namespace: u8, salt: Option<&str>, has_adapter: bool, seed: u32) -> KeyChain {
     let adapter = has_adapter.then_some(("lora", "/there"));
     let root = root_key(&[namespace; 32], adapter, salt).expect("short");

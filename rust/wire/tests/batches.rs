@@ -1,4 +1,4 @@
-//! Tests that batched calls return the same as single calls, in this process and over a socket.
+//! Tests that batched calls return the results of single calls, in this process and over a socket.
 
 mod common;
 
@@ -22,7 +22,7 @@ use proptest::prelude::*;
 const NUM_FRAMES: u64 = 10;
 const GROUP: u32 = 5;
 
-/// A part of a prompt: chunks of the chain, or attached chunks of a group.
+/// A part of a prompt: chunks of the chain, or independent chunks of a group.
 #[derive(Debug, Clone, Copy)]
 struct Part {
     prompt: u32,
@@ -97,7 +97,7 @@ impl Asked {
         each.chain(none).collect()
     }
 
-    /// Makes the same reservations with one call for each attached chunk.
+    /// Makes the same reservations with one call for each independent chunk.
     fn reserve_one_by_one(&self, session: &dyn Session) -> (Vec<Reservation>, u32) {
         if !self.is_independent {
             return session.reserve(self.prefixes()[0], self.units.clone()).expect("in range");
@@ -262,7 +262,7 @@ fn large_batches_are_split_into_messages() {
     assert_eq!(engine.poll(lease).ready_units, 12_000, "the connection must stay open");
 }
 
-/// Only the first of multiple long prefixes is cached, and no single block.
+/// If a call has several long prefixes, only the first is cached. A single block is never cached.
 #[test]
 fn both_ends_cache_the_same_prefix() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -282,9 +282,8 @@ fn both_ends_cache_the_same_prefix() {
     }
 }
 
-/// Returns how many blocks chats find in a store with space for half of them, while other prompts
-/// never repeat. Each turn saves an attached state for the next turn, with or without its chunk's
-/// key.
+/// Returns how many blocks chats find in a store with space for half of them, among prompts that
+/// never repeat. Each turn saves a state for the next turn, with or without the key of its chunk.
 fn found_by_chats(session: &dyn Session, has_prefix: bool) -> u32 {
     const TURN: u32 = 3;
     let state = |prompt, end: u32| {

@@ -1,4 +1,4 @@
-//! Tests that replaying the changes of a server gives the results of lookups, for multiple engines
+//! Tests that replaying a server's changes gives the same results as lookups, for multiple engines
 //! and across reconnects and restarts.
 
 mod common;

@@ -26,7 +26,7 @@ fn lookup(session: &dyn Session, chain: &KeyChain) -> u32 {
     host_units
 }
 
-/// Returns the keys of a lease on every chunk found.
+/// Leases every chunk found, and returns the keys of the leased frames.
 fn leased(session: &dyn Session, chain: &KeyChain) -> Vec<kvloft_core::ChunkKey> {
     let lease = session.acquire(Prefix::from(chain));
     let frames = session.frames(lease);
@@ -168,7 +168,7 @@ fn lookups_loads_and_saves_are_counted_by_engine_and_in_total() {
         "late_chunks",
     ];
     let status = server.status();
-    // In any order, because both clients are connected at the same time.
+    // Compared as a set, because both clients are connected at the same time.
     let counted: BTreeSet<_> =
         status.engines().map(|engine| asked.map(|name| stat(&engine.counters, name))).collect();
     assert_eq!(counted, BTreeSet::from([[0, 0, 0, 0, 300, 0, 0], [3, 550, 400, 200, 0, 0, 0]]));
@@ -184,7 +184,7 @@ fn lookups_loads_and_saves_are_counted_by_engine_and_in_total() {
     assert_eq!(stat(&status.stats, "server_host_bytes"), 400 * FRAME);
 }
 
-/// A single key is an attached chunk, which neither end caches.
+/// A single key can belong to an independent chunk, so neither end caches it.
 #[test]
 fn lookup_of_an_attached_chunk_keeps_the_prefix_cache() {
     let dir = tempfile::tempdir().expect("a directory");

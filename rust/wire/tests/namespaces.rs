@@ -45,7 +45,7 @@ fn start_of(session: &Client, pages: u64, frame: FrameId) -> u64 {
     arena.grid(pages * FRAME).expect("it fits").start(frame.number())
 }
 
-/// Saves chunks whose content depends on namespace and key, and returns the number of committed
+/// Saves chunks with content derived from namespace and key, and returns the number of committed
 /// chunks.
 fn mark(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> u32 {
     let chain = chain(seed, num_blocks);
@@ -113,8 +113,8 @@ fn namespaces_share_memory_but_no_chunks() {
     assert!(counts(&one, 1, 5) > 8, "a clear must only empty its own namespace");
 }
 
-/// Tests of the core cover the binding itself. If it fails, for example because the node is
-/// missing, the server still works.
+/// Core tests cover the binding itself. If binding fails, for example because a node is missing,
+/// the server still works.
 #[test]
 fn memory_is_bound_to_numa_nodes_or_the_failure_is_logged() {
     let default = "the kernel chooses the NUMA nodes";
@@ -370,7 +370,7 @@ fn number_of_namespaces_and_size_of_frames_are_bounded() {
     until("the refused engine now has its place", || waits.renew());
     drop(waits);
     drop(engines);
-    let mut large = None; // keep it connected: without an engine or memory, its namespace is closed
+    let mut large = None; // stays connected: a namespace without engines and memory is closed
     until("the memory is allocated again", || {
         large = accepted(another(5));
         large.is_some()
@@ -440,7 +440,7 @@ fn idle_namespace_stays_open_until_its_clear_is_on_disk() {
     one.clear();
     one.close(Duration::ZERO);
     until("gone", || server.status().engines().count() == 0);
-    // without memory, the namespace would be closed if it were not cleared
+    // a namespace without memory stays open while its disk is being cleared
     std::thread::sleep(Duration::from_millis(300));
     let said = refusal(ClientConfig {
         namespace: [2; 32],

@@ -1,4 +1,4 @@
-//! Tests a client whose server is missing, stopped or restarted: first misses, then hits again.
+//! Tests a client whose server is missing, stopped or restarted: lookups miss, and hit again later.
 
 mod common;
 
@@ -192,8 +192,8 @@ fn stopped_server_costs_one_deadline() {
         engine.abort(&[u64::from(seed)]);
         assert_eq!(engine.commit(&[u64::from(seed)]), 0);
     }
-    // Only one lookup and one save of 6000 calls waited. Waiting in each call would take 20
-    // minutes.
+    // Of 6000 calls, only one lookup and one save waited. If every call waited, the test would take
+    // 20 minutes.
     let all = start.elapsed();
     assert!(first >= Duration::from_millis(200) && all < LONG, "{first:?}, then {all:?}");
     assert_eq!(num_late(&engine), Some(num_late_before + 2));
@@ -337,7 +337,7 @@ fn change_feed_reports_a_lost_server_once_and_its_return_once() {
     };
     let (host, nowhere) = (Tiers { host: true, ..Tiers::default() }, Tiers::default());
     let ask = || engine.changes(chain.keys(), 0);
-    // Polls until the chunks are reported or not, and returns whether `lost` was set in the
+    // Polls until the chunks are reported in `tiers`. Returns true if `lost` was set in the
     // meantime.
     let hear = |tiers: Tiers| {
         let mut lost = false;

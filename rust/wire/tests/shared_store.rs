@@ -1,4 +1,4 @@
-//! Tests multiple engines on one server, which share chunks but not leases and reservations.
+//! Tests that engines on one server share chunks, but not leases and reservations.
 
 mod common;
 
@@ -126,7 +126,7 @@ fn closed_engine_releases_everything() {
     assert_eq!(server.status().engines().count(), 1);
 }
 
-/// Opens the lifeline like a worker before it maps the arena.
+/// Opens the lifeline, as a worker does before it maps the arena.
 fn open_lifeline(engine: &Client) -> std::fs::File {
     let lifeline =
         engine.arena().and_then(|arena| arena.lifeline).expect("a server's arena has one");
@@ -149,7 +149,7 @@ fn frames_stay_reserved_until_the_last_worker_exits() {
         drop(one);
         for worker in workers {
             until("noticed", || stat(&numbers(&server.status()), "quarantined_reservations") == 5);
-            // longer than the settle time of the GPU
+            // longer than `gpu_settle`
             std::thread::sleep(Duration::from_millis(500));
             let status = server.status();
             assert_eq!(
@@ -263,7 +263,7 @@ fn second_server_on_a_socket_is_refused_and_a_stale_socket_is_replaced() {
     assert_eq!(Server::open(server_config(dir.path())).expect_err("taken").kind(), ErrorKind::Busy);
     drop(server);
     assert!(!socket(dir.path()).exists());
-    // leaves its socket file
+    // Dropping a listener leaves its socket file behind.
     drop(std::os::unix::net::UnixListener::bind(socket(dir.path())).expect("the path is free"));
     assert!(socket(dir.path()).exists());
     let _server = serve(dir.path());

@@ -75,7 +75,7 @@ fn save(engine: &Client, memory: &File, nth: usize, chain: &KeyChain) -> u32 {
     engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>())
 }
 
-/// Runs some steps of one engine, which may end with open leases and reservations.
+/// Runs some steps of one engine. The engine may exit with open leases and reservations.
 fn live(dir: &Path, nth: usize, pick: &mut Pick) -> (u32, usize) {
     let engine = engine(dir, nth);
     let memory = File::options()
@@ -121,7 +121,7 @@ fn random_engines_of_three_models_corrupt_and_leak_nothing() {
     let dir = tempfile::tempdir().expect("a directory");
     let salted = Limits { host: Some(Quota::Share(500_000)), ..Limits::default() };
     let limits = TenantLimits { salted, ..TenantLimits::default() };
-    // The engines are threads of this process, which continues to run.
+    // The engines are threads of this process, so there are no GPU copies to wait for.
     let config = ServerConfig {
         limits,
         gpu_settle: Duration::ZERO,
@@ -159,7 +159,7 @@ fn random_engines_of_three_models_corrupt_and_leak_nothing() {
     }
 }
 
-/// Returns true if a single engine gets every frame of every slab.
+/// Checks that a single engine gets every frame of every slab.
 fn has_it_all(server: &Server, dir: &Path, nth: usize) {
     let engine = engine(dir, nth);
     let num_frames = grid(&engine, nth).num_frames();

@@ -106,7 +106,7 @@ fn leases_of_a_closed_engine_do_not_count_against_the_quota() {
     assert_eq!(found(&other, &chain(7, Some("a"), 0, 4)), 0);
 }
 
-/// The engine looks up where to continue the save. The hit rate does not include that lookup.
+/// After a dropped save, the engine looks up where to continue. The hit rate excludes that lookup.
 #[test]
 fn lookup_after_a_dropped_save_is_not_counted() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -145,7 +145,7 @@ fn lookup_after_a_dropped_save_is_not_counted() {
         is_independent: true,
     };
     assert_eq!(engine.reserve_many(&[attached]).expect("in range")[0].num_dropped, 1);
-    after(&state, 0, [5, 25, 18]); // saves of attached chunks do not continue
+    after(&state, 0, [5, 25, 18]); // saves of independent chunks do not continue
 }
 
 /// Percentages refer to the namespace's share of memory, which another namespace halves.

@@ -152,7 +152,7 @@ fn run_share(tier: &DiskTier, share: &mut [SlotId], frames: &mut [PageBuffer], v
         match verb {
             Verb::Read => tier.read(*slot, &meta(slot.0).key, frame).unwrap(),
             Verb::Write => {
-                // Another thread may reserve the freed slot; the share then has a different slot.
+                // Another thread may reserve the freed slot, so the share may get a different slot.
                 tier.free(*slot).unwrap();
                 *slot = tier.reserve(SizeClass(0)).unwrap();
                 tier.write(*slot, &meta(slot.0), frame).unwrap();
@@ -191,9 +191,9 @@ fn run_fio(file: &Path, threads: usize, verb: Verb, frame_bytes: u64, direct: bo
     json["jobs"][0][name]["bw_bytes"].as_f64().unwrap()
 }
 
-/// Opens a directory with a million records.
+/// Measures the time to open a directory with a million records.
 ///
-/// The records are written here according to the format; the file of frames is sparse.
+/// This function writes the records in the on-disk format; the frames file is sparse.
 fn measure_open(dir: &Path) {
     let dir = dir.join("million");
     let config = config(&dir, 4096, 16 << 30);

@@ -71,7 +71,7 @@ fn table(name: &str, trace: &Trace, counted: usize, sizes: &[(u32, f64)]) {
     }
 }
 
-/// Returns the number of hits of each request in a store of `capacity` frames.
+/// Returns each request's number of hits in a store of `capacity` frames.
 fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> Vec<usize> {
     let config = StoreConfig {
         frame_sizes: FRAME_BYTES.into(),
@@ -99,7 +99,7 @@ fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> Vec<usize> {
     hits
 }
 
-/// Returns the number of hits of each request if evictions use knowledge of future requests.
+/// Returns each request's number of hits if evictions are based on future requests.
 ///
 /// A use of a block is also a use of its parent. A block is therefore never needed sooner than its
 /// parent, and the cached blocks of a prompt always form a prefix.

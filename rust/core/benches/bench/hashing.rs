@@ -1,5 +1,5 @@
-//! Compares the keys of token ids and embedding rows with plain BLAKE3 of as many bytes, and the
-//! tag of a chunk with a copy.
+//! Compares key computation for token ids and embedding rows with plain BLAKE3 over as many bytes,
+//! and tag computation for a chunk with a copy.
 
 use std::time::Instant;
 

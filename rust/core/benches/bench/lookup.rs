@@ -31,9 +31,9 @@ pub(crate) fn prompt(seed: u32, num_blocks: u32, num_shared: u32) -> KeyChain {
     chain
 }
 
-/// Returns a store that is full of prompts of `num_blocks` chunks.
+/// Returns a store filled with prompts of `num_blocks` chunks each.
 ///
-/// Frames are never written, so the store only uses memory for its index.
+/// Frames are never written, so the store uses memory only for its index.
 pub(crate) fn full_store(num_blocks: u32, eviction: Eviction) -> Store {
     let config = StoreConfig {
         frame_sizes: FRAME_BYTES.into(),

@@ -1,8 +1,8 @@
 //! Compares eviction policies for Mamba and gated delta net models.
 //!
 //! Each prompt saves states at the end of its last whole block. A hit requires all states and all
-//! blocks before them. Adaptive eviction is compared with LRU, and with adaptive eviction that is
-//! not given the prefix of a state.
+//! blocks before them. Adaptive eviction is compared with LRU, and with adaptive eviction without a
+//! link from states to their prefixes.
 
 use kvloft_core::io::SizeClass;
 use std::collections::BTreeSet;

@@ -1,4 +1,4 @@
-//! Wraps the real disk tier and counts chunk reads, without changing anything.
+//! Wraps the real disk tier and counts chunk reads and writes, without changing its behavior.
 
 use kvloft_core::io::SizeClass;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use kvloft_core::tier::disk::{DiskMeta, DiskStats, DiskTier, SlotId};
 use kvloft_core::{ChunkKey, ErrorKind, Result};
 use kvloft_testing::faults::faults_here;
 
-/// Numbers of chunk reads of all stores.
+/// Numbers of chunk reads and writes, summed over all stores.
 #[derive(Debug, Default)]
 pub(crate) struct Reads {
     /// Reads with or without faults.

@@ -1,8 +1,8 @@
 //! Storage under fire: runs the real store on the real disk tier over failing files, and checks it
 //! against a record of acknowledged chunks.
 //!
-//! Stores open the same directory one after another, with different caps: after clean ends, after
-//! faults, and while calls hang. `KV_FIRE_SECONDS` sets the duration (default 20) and
+//! Stores open the same directory one after another, with different caps: after a clean close,
+//! after faults, and while calls hang. `KV_FIRE_SECONDS` sets the duration (default 20) and
 //! `KV_FIRE_SEED` the random choices. The result is a line of JSON with counts.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -26,11 +26,11 @@ use recorder::{Dice, FRAME, Recorder};
 use spells::{Disk, damage_at_rest};
 use worker::{Shared, Worker, until};
 
-/// Factor between the store's clock and real time. Breakers open and close, back-offs end and hangs
-/// are detected within milliseconds.
+/// Factor between the store's clock and real time, so that breakers open and close, back-offs end
+/// and hangs are detected within milliseconds.
 const HASTE: u32 = 500;
 const WORKERS: u64 = 4;
-/// A run without any operation for this long is considered hung.
+/// A run is considered hung if it completes no operation for this long.
 const HANGS: Duration = Duration::from_secs(120);
 
 /// State of the whole run.
@@ -47,7 +47,7 @@ struct Fire {
     hung: Vec<Store>,
 }
 
-/// How the life of a store ends.
+/// How a store's life ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     /// The faults end first, and everything is written to disk.
@@ -201,7 +201,7 @@ impl Fire {
             return;
         }
         if what < 20 {
-            // A new disk: earlier chunks must not return.
+            // A new disk: earlier chunks must not be found.
             std::fs::remove_dir_all(&self.disk.dir).unwrap();
             self.recorder.forget(&self.recorder.all());
             self.disk.has_lied.store(false, Ordering::SeqCst);
@@ -248,8 +248,8 @@ impl Fire {
     }
 }
 
-/// A condition that holds if the directory has no owner: the last call inside a closed tier
-/// releases it.
+/// Waits until the directory has no owner: the last call inside a closed tier releases the
+/// directory.
 struct DirIsFree;
 
 impl DirIsFree {
@@ -267,7 +267,7 @@ impl DirIsFree {
 }
 
 fn env(name: &str, default: u64) -> u64 {
-    // Aborts the process if there is no progress, so that a hang fails the test.
+    // Read from the environment, because tests take no arguments.
     std::env::var(name).ok().map_or(default, |text| text.parse().expect("a number"))
 }
 
@@ -291,9 +291,9 @@ fn watch_pulse(pulse: &AtomicU64, over: &AtomicBool, seed: u64) {
 fn acknowledged_chunks_are_hit_correctly_or_missed() {
     static PANICS: AtomicU64 = AtomicU64::new(0);
     let (seconds, seed) = (env("KV_FIRE_SECONDS", 20), env("KV_FIRE_SEED", 14));
-    // Bypasses the harness, like the final report, which a failed run does not reach.
+    // Bypasses the test harness. Printed first, because a failed run prints no final report.
     writeln!(std::io::stderr(), "fire: {seconds} s, seed {seed}").unwrap();
-    // The store survives a panic of the tier, so the panic must be counted here.
+    // The store survives a panic in the tier, so panics must be counted here.
     let print = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
         PANICS.fetch_add(1, Ordering::SeqCst);

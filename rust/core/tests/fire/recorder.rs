@@ -1,9 +1,9 @@
 //! Records acknowledged chunks independently of the store: every chunk's versions, and the bytes
 //! that a leased frame must hold.
 //!
-//! Each save of a chunk is a new version with different bytes. A lease may only return a committed
-//! version of the chunk at that position of the prefix, and no version from before a discard that
-//! had returned when the lease was taken.
+//! Each save of a chunk is a new version with different bytes. At each position of a prefix, a
+//! lease must return a committed version of the right chunk. If a discard returned before the lease
+//! was taken, the version must be newer than the discard.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -66,7 +66,7 @@ pub(crate) struct Recorder {
     chunks: Vec<Chunk>,
 }
 
-/// Writes the bytes of a version of a chunk: its id, followed by noise derived from the id.
+/// Writes the bytes of a chunk version: the id, followed by noise derived from the id.
 pub(crate) fn write_bytes(chunk: usize, version: u64, into: &mut [u8; FRAME]) {
     let mut noise = Dice((chunk as u64) << 40 ^ version);
     let (words, _) = into.as_chunks_mut::<8>();
@@ -125,7 +125,7 @@ impl Recorder {
         work(&mut self.chunks[chunk].versions.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Returns a new version for the frame that was reserved.
+    /// Returns a new version for a reserved frame.
     pub(crate) fn reserve(&self, chunk: usize) -> u64 {
         self.with_versions(chunk, |versions| {
             versions.push(Version::Reserved);
@@ -146,8 +146,8 @@ impl Recorder {
         self.set(chunk, version, Version::Aborted);
     }
 
-    /// Returns the chunk and its descendants with their numbers of versions. Must be called before
-    /// a discard.
+    /// Returns the chunk and its descendants, each with its number of versions. Must be called
+    /// before a discard.
     pub(crate) fn below(&self, chunk: usize) -> Vec<(usize, u64)> {
         let (mut found, mut next) = (Vec::new(), vec![chunk]);
         while let Some(id) = next.pop() {
@@ -164,22 +164,22 @@ impl Recorder {
             .collect()
     }
 
-    /// Records that the discard has returned: none of these versions may be found again.
+    /// Records that the discard has returned: these versions must not be found again.
     pub(crate) fn forget(&self, forgotten: &[(usize, u64)]) {
         for &(id, floor) in forgotten {
             self.chunks[id].floor.fetch_max(floor, Ordering::SeqCst);
         }
     }
 
-    /// Records that removed chunks may be found again because their removal did not reach the disk.
+    /// Records that removed chunks may be found, because removals may not have reached the disk.
     pub(crate) fn remember(&self) {
         for chunk in &self.chunks {
             chunk.floor.store(0, Ordering::SeqCst);
         }
     }
 
-    /// Returns the lowest version of each block's chunk that a lease taken after this call may
-    /// have.
+    /// Returns, for each block's chunk, the lowest version that a lease taken after this call may
+    /// return.
     pub(crate) fn floors(&self, chain: &KeyChain) -> Vec<u64> {
         chain
             .keys()

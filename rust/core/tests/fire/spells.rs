@@ -1,4 +1,4 @@
-//! Periods of faults: one thread starts and ends them, for all stores, and checks the directory's
+//! Periods of faults. One thread starts and ends them for all stores, and checks the directory's
 //! size.
 
 use std::path::{Path, PathBuf};
@@ -20,13 +20,13 @@ const ALL: &[Call] = &[Call::Open, Call::Read, Call::Write, Call::SetLen, Call::
 pub(crate) struct Disk {
     pub(crate) files: FaultFiles,
     pub(crate) dir: PathBuf,
-    /// Requests that no faults are injected.
+    /// True to request that no faults are injected.
     peace: AtomicBool,
     is_calm: AtomicBool,
     over: AtomicBool,
-    /// The disk may have damaged bytes without reporting an error.
+    /// True if the disk may have damaged bytes without reporting an error.
     pub(crate) has_lied: AtomicBool,
-    /// The disk may fail calls and hang, but never returns wrong bytes.
+    /// True if the disk may fail calls and hang, but never returns wrong bytes.
     pub(crate) is_honest: AtomicBool,
     limit: Mutex<Limit>,
     most_over_cap: AtomicU64,
@@ -56,7 +56,7 @@ impl Disk {
         }
     }
 
-    /// Announces that a store opens; returns the flag that the store sets once its tier is open.
+    /// Announces that a store is opening. Returns the flag to set once its tier is open.
     pub(crate) fn expect_cap(&self, cap_bytes: u64) -> Arc<AtomicBool> {
         let opened = Arc::new(AtomicBool::new(false));
         let mut limit = self.limit.lock().unwrap();

@@ -1,4 +1,4 @@
-//! One caller of the store: random operations, with each result compared with the recorder.
+//! A caller of the store. Runs random operations and compares each result with the recorder.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -48,8 +48,8 @@ const MAX_LOANS: usize = 3;
 
 impl<'a> Worker<'a> {
     pub(crate) fn new(shared: &'a Shared<'a>, seed: u64) -> Self {
-        // Reads the file instead of the mapping, so that the store's writes are read in a different
-        // way.
+        // Reads the arena's file, not a mapping, so that checks are independent of the store's
+        // access.
         let arena =
             File::options().read(true).write(true).open(&shared.store.arena().path).unwrap();
         let dice = Dice(seed);
@@ -64,8 +64,8 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Runs until it is stopped, and returns the leases it still holds. Its reservations are
-    /// dropped without a fill.
+    /// Runs until it is stopped, and returns its open leases. Drops its reservations without
+    /// filling their frames.
     pub(crate) fn work(&mut self) -> Vec<Loan<'a>> {
         while !self.shared.stop.load(Ordering::Relaxed) {
             self.step();

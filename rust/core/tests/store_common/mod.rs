@@ -1,4 +1,4 @@
-//! Helpers of the store's tests: small chains, frames that contain their key, and a disk in memory
+//! Helpers for the store's tests: small chains, frames that contain their key, and a disk in memory
 //! that fails on demand.
 #![allow(
     dead_code,
@@ -63,8 +63,8 @@ pub(crate) fn bytes(num_frames: u32) -> Quota {
     Quota::Bytes(u64::from(num_frames) * FRAME as u64)
 }
 
-/// Returns one of 64 prompts of 3 to 9 blocks. The bits of `prompt` are their tokens, three at a
-/// time, so prompts share prefixes.
+/// Returns one of 64 prompts of 3 to 9 blocks. Each bit of `prompt` determines three tokens, so
+/// prompts share prefixes.
 pub(crate) fn prompt_chain(prompt: usize) -> KeyChain {
     let tokens: Vec<u32> =
         (0..(3 + prompt % 7)).map(|at| u32::from(prompt >> (at / 3) & 1 == 1)).collect();
@@ -89,14 +89,14 @@ pub(crate) fn arena_of(store: &Store) -> Arena {
     Arena::open(path, *size_bytes).unwrap()
 }
 
-/// Fills a reserved frame like a worker. After this call, the frame contains `key`.
+/// Seals a reserved frame with the reservation's key, as a worker does.
 pub(crate) fn fill(arena: &Arena, reservation: &Reservation) {
     arena
         .seal(u64::from(reservation.frame.number()) * FRAME as u64, FRAME, &spec(reservation.key))
         .unwrap();
 }
 
-/// Checks a frame like a worker before it uses the frame.
+/// Checks a frame, as a worker does before it uses the frame.
 pub(crate) fn verify(arena: &Arena, frame: FrameId, key: ChunkKey) -> Option<Damage> {
     arena.check(u64::from(frame.number()) * FRAME as u64, FRAME, &spec(key)).unwrap()
 }

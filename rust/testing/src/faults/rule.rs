@@ -39,19 +39,19 @@ pub enum Fault {
     Hang,
     /// At most this many bytes are transferred.
     Short(usize),
-    /// This many bytes are written. The call then fails with the error number or, without one,
-    /// succeeds.
+    /// This many bytes are written. The call then fails with the error number, or succeeds if there
+    /// is none.
     Torn(usize, Option<i32>),
     /// A change is reported as successful but has no effect.
     Lost,
     /// This bit of the transferred bytes (modulo the number of bits) is flipped.
     Flip(usize),
-    /// The process dies: this many 255ths of a write are done, and later calls have no effect.
+    /// The process dies: this many 255ths of a write are done, and later calls fail.
     Crash(u8),
 }
 
 impl Fault {
-    /// Returns the name of the fault for counters.
+    /// Returns the fault's name, as used in counters.
     pub(super) fn name(self) -> &'static str {
         match self {
             Fault::Refuse(ENOSPC) => "enospc",
@@ -67,7 +67,7 @@ impl Fault {
     }
 }
 
-/// Selects the calls that are affected by a fault.
+/// Selects the calls that a fault affects.
 #[derive(Debug, Clone, Copy)]
 pub struct Rule {
     pub(super) fault: Fault,
@@ -103,7 +103,7 @@ impl Rule {
         Self { from, ..self }
     }
 
-    /// Skips the first `skip` calls.
+    /// Skips the first `skip` matching calls.
     #[must_use]
     pub fn after(self, skip: u64) -> Self {
         Self { skip, ..self }

@@ -107,7 +107,7 @@ fn forge_superblock(bytes: &[u8]) -> Option<Vec<u8>> {
     serde_json::to_vec(&forged).ok()
 }
 
-/// Checks that each valid record encodes to the same bytes.
+/// Checks that a record that parses successfully encodes to the same bytes.
 pub fn parse_record(data: &[u8]) {
     let mut input = Input(data);
     let (slot, seed) = (input.small(3), input.word());
@@ -132,7 +132,7 @@ pub fn parse_record(data: &[u8]) {
     }
 }
 
-/// Checks that a valid superblock is written back unchanged.
+/// Checks that a superblock that parses successfully is written back unchanged.
 pub fn parse_superblock(data: &[u8]) {
     let forged = forge_superblock(data);
     for found in [Some(data), forged.as_deref()]
@@ -175,8 +175,8 @@ pub fn recover_index(data: &[u8]) {
     }
 }
 
-/// Checks that a directory with arbitrary files is not changed by inspecting it, and that opening
-/// it gives a working tier.
+/// Checks that a directory with arbitrary files can be inspected and verified, and that opening it
+/// returns a working tier.
 pub fn open_directory(dir: &Path, data: &[u8]) {
     let mut input = Input(data);
     let num_sizes = 1 + input.small(2) as usize;

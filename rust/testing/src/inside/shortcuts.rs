@@ -1,4 +1,4 @@
-//! Constructors and accessors that are only needed by tests.
+//! Constructors and accessors that only tests need.
 
 use std::sync::Arc;
 
@@ -34,14 +34,14 @@ impl HostArena {
 }
 
 impl KeyChain {
-    /// Creates an empty prefix under `root`. Blocks have `block_tokens` positions, at least one.
+    /// Creates an empty prefix under `root`. `block_tokens` must be at least 1.
     pub fn new(root: ChunkKey, block_tokens: u32) -> Result<Self> {
         Self::with_lookahead(root, block_tokens, 0)
     }
 }
 
 impl ArenaInfo {
-    /// Returns the layout of frames of `frame_bytes`, or `InvalidConfig` if a slab is too small.
+    /// Returns the layout of frames of this size, or `InvalidConfig` if a slab is too small.
     pub fn grid(&self, frame_bytes: u64) -> Result<FrameGrid> {
         FrameGrid::new(self.size_bytes, self.slab_bytes, frame_bytes)
     }

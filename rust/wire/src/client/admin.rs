@@ -21,10 +21,10 @@ pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {
 
 /// Removes all chunks of one namespace from every tier. Returns the number of chunks removed.
 ///
-/// `namespace` is a prefix of the namespace's hex digest, which may be empty if the server has only
+/// `namespace` is a prefix of the namespace's hex digest. It can be empty if the server has only
 /// one namespace. Returns the same errors as [`status`]. Also returns `InvalidConfig` if the disk
-/// does not respond, or if no namespace or more than one namespace matches. In the latter cases,
-/// the message lists the namespaces of the server.
+/// does not respond or the prefix does not match exactly one namespace. If it matches several, the
+/// message lists them.
 pub fn clear(socket: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
     call(socket, &AdminRequest::Clear { namespace: namespace.to_owned() }, timeout)
 }

@@ -34,7 +34,7 @@ pub(crate) struct Connection {
     next_number: u32,
     /// Numbers of all requests that have not received a response.
     unanswered: VecDeque<u32>,
-    /// Keys of the last long prefix, which the server has cached.
+    /// Keys of the last long prefix. The server caches the same keys.
     pub(crate) prefix_cache: PrefixCache,
     pub(crate) is_closed: bool,
     /// True if a save has missed its deadline and no response has arrived since. Later saves do not
@@ -119,7 +119,7 @@ impl Connection {
         let _gone = self.stream.shutdown(std::net::Shutdown::Both);
     }
 
-    /// Processes all responses received so far. Returns true if a response is overdue.
+    /// Processes received responses. Returns true if one is overdue or the connection is closed.
     pub(crate) fn is_overdue(&mut self) -> bool {
         if !self.unanswered.is_empty() {
             let _none = self.exchange(None, Instant::now());
@@ -133,8 +133,8 @@ impl Connection {
         if self.is_overdue() { None } else { self.call_always(request, deadline) }
     }
 
-    /// Like [`Self::call`], but sends the request even if an earlier response is overdue. The call
-    /// then does not wait for a response.
+    /// Like [`Self::call`], but sends the request even if an earlier response is overdue. In that
+    /// case, does not wait for a response.
     pub(crate) fn call_always(
         &mut self,
         request: &Request<'_>,
@@ -173,7 +173,7 @@ impl Connection {
         answers
     }
 
-    /// Waits until no response is overdue. Returns false at the deadline. Does not wait if the
+    /// Waits until no response is overdue. Returns false at the deadline, or immediately if the
     /// server is unresponsive.
     pub(crate) fn wait_for_overdue(&mut self, deadline: Instant) -> bool {
         while self.is_overdue() && !self.is_closed {
@@ -206,9 +206,9 @@ impl Connection {
         }
     }
 
-    /// Truncates a long prefix to the part that may be stored, by sending its anchors in one
-    /// request. Does nothing if the prefix is short or the server has its keys cached. If this
-    /// request gets no response, the next lookup is a miss.
+    /// Sends a long prefix's anchors in one request, and truncates the prefix to the part that the
+    /// server might have. Does nothing if the prefix is short or the server has cached its keys. If
+    /// the request gets no response, the next lookup is a miss.
     pub(crate) fn trim_prefix(&mut self, prefix: &mut Prefix<'_>, deadline: Instant) {
         if !self.prefix_cache.needs_anchors(prefix.keys) {
             return;
@@ -255,7 +255,7 @@ impl Connection {
         self.close_on_error(&sent);
     }
 
-    /// Sends and receives until the response to `wanted` arrives or the deadline is reached.
+    /// Sends and receives until the response to request `wanted` arrives or until the deadline.
     fn exchange(&mut self, wanted: Option<u32>, deadline: Instant) -> Option<Response> {
         let mut must_wait = wanted.is_some();
         loop {

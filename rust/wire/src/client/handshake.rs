@@ -30,12 +30,12 @@ pub struct ClientConfig {
     pub description: String,
 }
 
-/// A connection that was accepted by a server.
+/// A connection that a server has accepted.
 #[derive(Debug)]
 pub(crate) struct NewConnection {
     pub(crate) connection: Connection,
     pub(crate) arena: ArenaInfo,
-    /// Descriptors of the arena and the lifeline, which keep the paths in `arena` valid.
+    /// Descriptors of the arena and the lifeline. Open descriptors keep the paths in `arena` valid.
     pub(crate) fds: [OwnedFd; 2],
 }
 
@@ -51,7 +51,7 @@ impl NewConnection {
             description: config.description.clone(),
         };
         let refused = |error: Error| match error.kind() {
-            // The server may accept the engine later.
+            // The server might accept the engine later.
             ErrorKind::InvalidConfig => Error::new(ErrorKind::Busy, error.to_string()),
             _ => error,
         };

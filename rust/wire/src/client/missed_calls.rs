@@ -21,8 +21,8 @@ pub(crate) struct MissedCalls {
 }
 
 impl MissedCalls {
-    /// Returns the number of missed calls and of unsaved chunks since the previous call of this
-    /// method. The numbers are sent to the server for its counters.
+    /// Returns the number of missed calls and the number of unsaved chunks since this method was
+    /// last called. The client sends both to the server, which adds them to its counters.
     pub(crate) fn take_new(&mut self) -> [u64; 2] {
         let reported = std::mem::replace(&mut self.reported, [self.num, self.num_chunks]);
         [self.num - reported[0], self.num_chunks - reported[1]]

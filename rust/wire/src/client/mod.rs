@@ -2,7 +2,7 @@
 //!
 //! Each call returns by its deadline. A call is a miss if there is no connection or no response by
 //! the deadline. A background thread reconnects. A new connection first resends any clear that the
-//! server has not confirmed. Otherwise, the disk could bring back chunks that must not be used.
+//! server has not confirmed. Otherwise, chunks that must not be used could come back from disk.
 
 pub(crate) mod admin;
 mod connection;
@@ -127,7 +127,7 @@ impl Client {
     }
 
     /// Sends reservations with the deadline for saves. Responses that do not arrive in time are
-    /// None or missing at the end of the list.
+    /// None, or are missing from the end of the list.
     pub(crate) fn call_for_saves(&self, requests: &[Request<'_>]) -> Vec<Option<Response>> {
         let deadline = self.inner.save_deadline();
         let mut state = self.state();
@@ -158,7 +158,7 @@ impl Drop for Client {
     }
 }
 
-/// Truncates a prefix to the maximum number of keys accepted by a server.
+/// Truncates a prefix to the maximum number of keys that a server accepts.
 fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
     Prefix { keys: &prefix.keys[..prefix.keys.len().min(MAX_KEYS)], ..*prefix }
 }
@@ -167,9 +167,9 @@ fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
 fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
     asked.check()?;
     let SaveRequest { prefix, units, class, is_independent } = asked.clone();
-    // Of the keys before the range, only the parent of the first chunk is needed.
+    // Of the keys before the range, the server needs only the first chunk's parent.
     let first = units.start.saturating_sub(1);
-    // An independent chunk may depend on the key after the range.
+    // Independent chunks also need the key after the range: the final full-attention chunk's.
     let end = prefix.num_units().min(units.end.saturating_add(is_independent.into()));
     let at = |unit: u32| unit.saturating_sub(prefix.first) as usize;
     let (root, keys) = (prefix.root, Keys::Own(&prefix.keys[at(first.min(end))..at(end)]));

@@ -32,7 +32,7 @@ impl Session for Client {
         let found = self.lookup_batches(prefixes, is_for_save);
         let has_lost = |state: &mut ClientState| {
             let (first, connection) = (found.first()?.as_ref()?, state.connection.as_mut()?);
-            // A single key belongs to an attached chunk and is not part of the cached prefix.
+            // A single key can belong to an independent chunk, so it is never cached.
             let is_known = prefixes.first()?.keys.len() > 1;
             Some(is_known && connection.prefix_cache.reset_if_lost(first.stored_units))
         };
@@ -59,7 +59,7 @@ impl Session for Client {
             let sent = connection.prefix_cache.prefixes_to_send(&prefixes);
             let response = connection.call(&Request::Acquire(id.0, sent), deadline);
             if response.is_none() {
-                // The server may still handle the request later.
+                // The server might still handle the request later.
                 connection.send(&Request::Release(id.0));
             }
             response

@@ -18,8 +18,8 @@ use crate::protocol::{Keys, MAX_CHANGES, Request, Response, SentChanges};
 use crate::socket::wait;
 use crate::threads::locked;
 
-/// Minimum timeout for reservations and commits. Lookups can have a shorter timeout,
-/// because requests wait for them. A save without a response is lost.
+/// Minimum timeout for reservations and commits. A lookup can have a shorter timeout, because a
+/// request waits for it. A save is lost if its reservation or commit gets no response.
 const MIN_SAVE_DEADLINE: Duration = Duration::from_millis(100);
 /// Maximum number of log lines queued for `take_events`.
 const MAX_EVENTS: usize = 64;
@@ -32,13 +32,13 @@ pub(crate) struct ClientState {
     pub(crate) connection: Option<Connection>,
     /// The connection to which the next `renew` switches.
     pub(crate) next: Option<NewConnection>,
-    /// The arena of the last connection, with its descriptors until the server has exited.
+    /// The arena of the last connection. Its descriptors are kept until the server has exited.
     pub(crate) arena: Option<(ArenaInfo, Option<[OwnedFd; 2]>)>,
     /// The leases of this connection. Progress is stored once it is final.
     pub(crate) leases: HashMap<LeaseId, Option<Progress>>,
     pub(crate) next_lease: u64,
     pub(crate) limit_bytes: Option<u64>,
-    /// The last keys of prefixes for which the last reservation dropped chunks.
+    /// The last key of each prefix for which the last reservation dropped chunks.
     pub(crate) dropped: Vec<ChunkKey>,
     pub(crate) change_feed: ChangeFeed,
     /// True until the server has confirmed a clear.
@@ -47,13 +47,13 @@ pub(crate) struct ClientState {
     pub(crate) missed_calls: MissedCalls,
     /// See `Session::is_save_late`.
     pub(crate) is_save_late: bool,
-    /// Number of connections that were lost.
+    /// Number of lost connections.
     pub(crate) num_lost: u64,
     pub(crate) events: Vec<Event>,
     pub(crate) is_closed: bool,
 }
 
-/// Requests the changes of the server's store. Reports missing responses as "lost".
+/// Requests the changes in a server's store. Reports a loss if the server stops responding.
 #[derive(Debug, Default)]
 pub(crate) struct ChangeFeed {
     /// See `Session::watch`.
@@ -65,7 +65,7 @@ pub(crate) struct ChangeFeed {
 #[derive(Debug, Default, Clone, Copy, PartialEq)]
 enum FeedState {
     Answered,
-    /// No response has arrived in time since this moment.
+    /// No response has arrived in time since this instant.
     Late(Instant),
     /// All previously reported chunks are treated as lost.
     #[default]
@@ -92,8 +92,8 @@ impl ClientState {
         self.connection.as_ref().is_some_and(|connection| !connection.is_closed)
     }
 
-    /// Returns the connection if it is open. If a clear is pending, it has been sent on this
-    /// connection, so the server handles it before any later request.
+    /// Returns the connection if it is open. A pending clear has already been sent on this
+    /// connection, so the server handles the clear before any later request.
     pub(crate) fn live_connection(&mut self) -> Option<&mut Connection> {
         let connection = self.connection.as_mut().filter(|connection| !connection.is_closed)?;
         if self.is_clear_pending {
@@ -120,8 +120,8 @@ impl ClientState {
         self.call(deadline, |connection| connection.call(request, deadline))
     }
 
-    /// Truncates the first prefix to the part that may be stored. The server only caches the keys
-    /// of the first prefix in a message.
+    /// Truncates the first prefix to the part that the server might have. Other prefixes are sent
+    /// in full, because the server caches only the keys of the first prefix in a message.
     pub(crate) fn trim_prefix(&mut self, prefixes: &mut [Prefix<'_>], inner: &ClientInner) {
         let deadline = inner.deadline();
         if let Some(first) = prefixes.first_mut()
@@ -136,7 +136,7 @@ impl ClientState {
         }
     }
 
-    /// Returns true once for each prefix with chunks that the last reservation dropped. The lookup
+    /// For each prefix with chunks that the last reservation dropped, returns true once. The lookup
     /// of such a prefix is part of the save, not of a new request.
     pub(crate) fn is_save_lookup(&mut self, prefixes: &[Prefix<'_>]) -> bool {
         let [Prefix { keys: [.., end], .. }] = prefixes else { return false };
@@ -151,7 +151,7 @@ impl ClientState {
         }
     }
 
-    /// Switches to a new connection, on which the frame limit and a pending clear are sent again.
+    /// Switches to a new connection, and resends the arena's frame limit and any pending clear.
     pub(crate) fn adopt(&mut self, new: NewConnection, deadline: Instant) {
         let NewConnection { connection, arena, fds } = new;
         self.connection = Some(connection);
@@ -167,9 +167,9 @@ impl ClientState {
         }
     }
 
-    /// Closes the descriptors of the arena once its server has exited, because they keep the memory
-    /// allocated. The server closes its end of the lifeline only if it exits or holds no frames for
-    /// this engine.
+    /// Closes the arena's descriptors once its server has exited, because open descriptors keep the
+    /// memory allocated. The server closes its end of the lifeline only when it exits or holds no
+    /// frames for this engine.
     pub(crate) fn release_lost_arena(&mut self) {
         if let Some((_, fds)) = &mut self.arena {
             fds.take_if(|[_, lifeline]| wait(&*lifeline, PollFlags::empty(), Instant::now()));
@@ -199,7 +199,7 @@ impl ChangeFeed {
         (asked.len() <= MAX_CHANGES as usize).then_some(sent)
     }
 
-    /// Returns the changes to report, given the response or None if there was no response.
+    /// Returns the changes to report. `answer` is None if there was no response.
     pub(crate) fn apply(
         &mut self,
         asked: &[ChunkKey],

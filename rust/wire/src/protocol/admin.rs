@@ -63,7 +63,7 @@ pub struct Status {
     pub slab_bytes: u64,
     /// Counters and gauges of the server, across all namespaces.
     pub stats: Stats,
-    /// Settings with which the server was started.
+    /// Settings that the server was started with.
     pub settings: BTreeMap<String, String>,
     /// Open namespaces, sorted.
     pub namespaces: Vec<NamespaceStatus>,

@@ -1,6 +1,6 @@
 //! Encodes messages as little-endian bytes. The macro [`messages`] defines all messages of one
-//! direction. Each field of a message implements [`Field`]. Decoding never panics, and only
-//! allocates memory for bytes that were received.
+//! direction. Each field of a message implements [`Field`]. Decoding never panics, and allocates
+//! memory only for bytes that were received.
 
 use kvloft_core::ChunkKey;
 use kvloft_core::io::{FrameId, FrameSizes};
@@ -41,7 +41,7 @@ impl<'a> Writer<'a> {
         self.to.extend_from_slice(bytes);
     }
 
-    /// Writes the number of items that follow, which is always less than `u32::MAX`.
+    /// Writes the number of items that follow. There are always fewer than `u32::MAX` items.
     pub(crate) fn count(&mut self, num: usize) {
         u32::try_from(num).unwrap_or(u32::MAX).write(self);
     }
@@ -264,7 +264,7 @@ macro_rules! messages {
                 message.end();
             }
 
-            /// Decodes a message with its number. Returns None if the message is malformed.
+            /// Decodes a message and its number. Returns None if the message is malformed.
             pub fn decode(bytes: &'a [u8]) -> Option<(u32, Self)> {
                 let mut from = Reader::new(bytes);
                 let (number, kind) = (u32::read(&mut from)?, u8::read(&mut from)?);

@@ -9,8 +9,8 @@ use crate::protocol::prefixes::{Keys, SentPrefixes, SentRange};
 
 /// Version of the protocol. Servers reject clients with a different version.
 pub const VERSION: u32 = 14;
-/// Maximum number of changes queued for a listener, of keys in a request for changes, and of
-/// additional rows in a response.
+/// Maximum number of changes queued for a listener. Also limits the keys in a request for changes
+/// and the additional rows in its response.
 pub const MAX_CHANGES: u32 = 1 << 16;
 
 /// The first request of an engine.
@@ -64,7 +64,7 @@ messages! {
         1 = Hello(hello: Hello),
         /// See `Session::lookup_many`.
         2 = Lookup(prefixes: SentPrefixes<'a>),
-        /// See `Session::acquire_all`. The engine chooses the number of the lease.
+        /// See `Session::acquire_all`. The engine chooses the lease number.
         3 = Acquire(lease: u64, prefixes: SentPrefixes<'a>),
         /// See `Session::poll`.
         4 = Poll(lease: u64),
@@ -89,12 +89,12 @@ messages! {
         13 = LimitMemory(limit_bytes: u64),
         /// See `Session::flush`. Asks whether all chunks have been written to disk.
         14 = IsSettled,
-        /// One-way request which announces that the engine is shutting down.
+        /// One-way request that announces that the engine is shutting down.
         15 = Bye,
-        /// An admin request, which needs no hello. Contains the protocol version and an
+        /// An admin request. Does not require a hello. Contains the protocol version and an
         /// `AdminRequest` in JSON.
         16 = Admin(version: u32, json: &'a [u8]),
-        /// See `Store::anchors`. The next prefix may omit its keys up to the last known anchor.
+        /// See `Store::anchors`. The next prefix can omit its keys up to the last known anchor.
         18 = Anchors(anchors: SentAnchors<'a>),
         /// See `Session::changes`. The first such request on a connection starts recording changes.
         19 = Changes(asked: SentChanges<'a>),
@@ -130,8 +130,8 @@ messages! {
     enum Response {
         /// Accepts an engine and carries the descriptors of the arena and the lifeline.
         1 = Welcome(sizes: Welcome),
-        /// Contains, in one sentence, why the server rejected the request. The server then closes
-        /// the connection.
+        /// Contains the reason for a rejection, in one sentence. The server closes the connection
+        /// after sending it.
         2 = Refused(text: String),
         /// Contains one lookup result per prefix.
         3 = Found(found: Vec<Lookup>),
@@ -150,8 +150,8 @@ messages! {
         9 = Admin(json: Vec<u8>),
         /// Contains the result of looking up anchors.
         10 = Anchors(anchors: Anchors),
-        /// Contains changes in the store. In the first such response on a connection, `lost` is
-        /// set.
+        /// Contains changes in the store. `lost` is always set in the first such response on a
+        /// connection.
         11 = Changes(changes: Changes),
     }
 }

@@ -2,12 +2,12 @@
 //!
 //! Requests have the form `u32 number, u8 kind, fields`, and so do their responses. Responses are
 //! sent in the order of the requests. One-way requests get no response. The first request contains
-//! the protocol version, and the server rejects clients with a different version. Messages of
-//! engines are binary; admin messages contain JSON.
+//! the protocol version, and the server rejects clients with a different version. Engine messages
+//! are binary; admin messages contain JSON.
 //!
 //! A key identifies its whole prefix, so the first prefix of a message is sent without the keys
 //! that both ends have cached. All other prefixes are sent in full. Before the client sends a long
-//! new prefix, it sends the anchors of the prefix (see `prefix_cache`).
+//! new prefix, it sends the prefix's anchors (see `prefix_cache`).
 
 pub mod admin;
 pub(crate) mod codec;

@@ -1,5 +1,5 @@
 //! Caches the keys of the last long prefix at both ends of a connection. The next prefix is sent
-//! without the keys that it has in common with the cached prefix.
+//! without the keys that it shares with the cached prefix.
 //!
 //! Before a long new prefix, the client sends anchors: the keys at the ends of some of the prefix's
 //! chunks. A key identifies its whole prefix, so keys before the last known anchor are not needed.
@@ -11,24 +11,24 @@ use kvloft_core::store::Prefix;
 use crate::protocol::codec::{Field, Reader, Writer, fields};
 use crate::protocol::prefixes::{Keys, MAX_KEYS, SentPrefixes};
 
-/// Maximum number of new keys in a prefix for which no anchors are sent.
+/// Anchors are sent for prefixes with more new keys than this.
 const MAX_KEYS_WITHOUT_ANCHORS: usize = 128;
-/// Minimum distance between anchors, in blocks.
+/// Minimum distance between anchors, in units.
 const MIN_STRIDE: usize = 64;
 
-/// Anchors of a prefix, which are keys at the ends of some of its chunks.
+/// Anchors of a prefix: the keys at the ends of some of its chunks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SentAnchors<'a> {
-    /// Distance between anchors, in blocks. Only the last anchor may be at a different distance.
+    /// Distance between anchors, in units. Only the last anchor can be at a different distance.
     pub stride: u32,
-    /// Position of the last anchor, given as the number of blocks it covers.
+    /// Number of units that the last anchor covers.
     pub last: u32,
     /// The key of each anchor.
     pub keys: Keys<'a>,
 }
 
-/// Keys of the last long prefix, starting at block `first`. If `first` is greater than 0, the first
-/// key is an anchor that identifies all blocks before it.
+/// Keys of the last long prefix, starting at unit `first`. If `first` is greater than 0, the first
+/// key is an anchor that identifies all units before it.
 #[derive(Debug, Default)]
 pub(crate) struct PrefixCache {
     first: usize,
@@ -40,8 +40,8 @@ fields! {
 }
 
 impl SentAnchors<'_> {
-    /// Returns the end of each anchor in blocks, with its key. Returns None if the anchors are out
-    /// of order or exceed [`MAX_KEYS`].
+    /// Returns each anchor's end, in units, and its key. Returns None if the anchors are out of
+    /// order or exceed [`MAX_KEYS`].
     pub(crate) fn all(&self) -> Option<Vec<(u32, ChunkKey)>> {
         let num_before = u32::try_from(self.keys.iter().len()).ok()?.checked_sub(1)?;
         let end = num_before.checked_mul(self.stride)?;
@@ -53,10 +53,10 @@ impl SentAnchors<'_> {
     }
 }
 
-/// Returns the ends of the anchors of a prefix with `num_keys` keys, in units. The last anchor is
-/// at the end of the prefix.
+/// Returns the anchors' ends, in units, for a prefix with `num_keys` keys. The last anchor is at
+/// the end of the prefix.
 pub(crate) fn anchor_ends(num_keys: usize) -> Vec<u32> {
-    // With a stride of the square root, there are as many anchors as keys between two anchors.
+    // With this stride, there are about as many anchors as keys between two anchors.
     let stride = num_keys.isqrt().max(MIN_STRIDE);
     let before = (stride..num_keys).step_by(stride);
     before
@@ -82,8 +82,8 @@ impl PrefixCache {
         keys.len() - self.num_same(keys) > MAX_KEYS_WITHOUT_ANCHORS
     }
 
-    /// Keeps the first `num_same` blocks and appends `keys`. Returns false and changes nothing if
-    /// these blocks are not cached.
+    /// Keeps the keys of the first `num_same` units and appends `keys`. Returns false and changes
+    /// nothing if these units are not cached.
     pub(crate) fn extend(&mut self, num_same: usize, keys: impl Iterator<Item = ChunkKey>) -> bool {
         if num_same > self.len() || num_same > 0 && num_same <= self.first {
             return false;
@@ -94,17 +94,16 @@ impl PrefixCache {
         true
     }
 
-    /// Replaces the cached keys with the blocks up to an anchor. Clears the cache if `anchor` is
-    /// None.
+    /// Replaces the cached keys with `anchor`, which identifies the prefix up to its end. Clears
+    /// the cache if `anchor` is None.
     pub(crate) fn reset(&mut self, anchor: Option<(u32, ChunkKey)>) {
         self.keys.clear();
         self.first = anchor.map_or(0, |(end, _)| end as usize - 1);
         self.keys.extend(anchor.map(|(_, key)| key));
     }
 
-    /// Caches the first prefix. Returns the prefixes to send, in which the first prefix omits keys
-    /// that were already cached. The caller must send the result, because both ends must cache the
-    /// same keys.
+    /// Caches the first prefix. Returns the prefixes to send. The first one omits keys that were
+    /// already cached. The caller must send the result, because both ends must cache the same keys.
     pub(crate) fn prefixes_to_send<'a>(&mut self, prefixes: &[Prefix<'a>]) -> SentPrefixes<'a> {
         let mut all: Vec<_> = prefixes.iter().map(|prefix| (prefix.root, prefix.keys)).collect();
         let num_same = all.first_mut().map_or(0, |(_, keys)| self.strip_cached(keys));
@@ -116,7 +115,7 @@ impl PrefixCache {
     }
 
     /// Removes cached keys from `keys` and caches the remaining keys. Returns the number of keys
-    /// removed. Ignores a single key, because it belongs to an attached chunk.
+    /// removed. Ignores a single key, because it can belong to an independent chunk.
     fn strip_cached(&mut self, keys: &mut &[ChunkKey]) -> usize {
         if keys.len() < 2 {
             return 0;
@@ -127,8 +126,8 @@ impl PrefixCache {
         num_same
     }
 
-    /// Clears the cache if the anchor covers more units than are stored, because the anchor's chunk
-    /// was evicted. Returns true in that case.
+    /// Clears the cache and returns true if the anchor covers more units than are stored, which
+    /// means that the anchor's chunk was evicted.
     pub(crate) fn reset_if_lost(&mut self, num_units: u32) -> bool {
         let has_lost = self.first > 0 && num_units as usize <= self.first;
         if has_lost {

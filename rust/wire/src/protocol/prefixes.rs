@@ -1,5 +1,5 @@
-//! Encodes prefixes in messages. A prefix consists of a root key and keys. If a root key is
-//! repeated, it is sent only once.
+//! Encodes prefixes in messages. A prefix consists of a root key and one key per unit. A root key
+//! that equals the previous root key in the message is not sent again.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ pub const MAX_KEYS: usize = 1 << 20;
 /// Maximum number of prefixes in a message.
 pub const MAX_PREFIXES: u32 = 1 << 16;
 
-/// Keys, either to be sent or received.
+/// Keys to be sent, or keys that were received.
 #[derive(Debug, Clone, Copy)]
 pub enum Keys<'a> {
     /// Keys to be sent.
@@ -57,7 +57,7 @@ impl PartialEq for Keys<'_> {
 /// prefix from its prefix cache.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SentPrefixes<'a> {
-    /// Number of leading keys of the first prefix that were omitted.
+    /// Number of omitted keys at the start of the first prefix.
     pub num_same: u32,
     /// The root key and keys of each prefix.
     pub all: Vec<(ChunkKey, Keys<'a>)>,
@@ -68,7 +68,7 @@ pub struct SentPrefixes<'a> {
 pub struct SentRange<'a> {
     /// Root key of the prefix.
     pub root: ChunkKey,
-    /// Position in the prefix of the first key sent.
+    /// Position of the first sent key in the prefix.
     pub first: u32,
     /// Keys of the prefix, starting at `first`.
     pub keys: Keys<'a>,

@@ -41,8 +41,8 @@ impl ServerState {
             all.evicted.is_cut_short = true;
             return Ok(all);
         };
-        // Closed namespaces are searched twice: first because a closed namespace may be opened
-        // during the eviction, and again at the end because an open namespace may be closed. The
+        // Closed namespaces are searched before and after the open namespaces, because a closed
+        // namespace may be opened during the eviction, and an open namespace may be closed. The
         // first search has a shorter deadline, so that a hung disk leaves time for open namespaces.
         let before = self.evict_closed(request, begin + EVICT_TIMEOUT / 3, &mut all)?;
         let namespaces = self.namespaces.matching(&request.namespace);
@@ -81,8 +81,8 @@ impl ServerState {
         Ok(all)
     }
 
-    /// Removes the chunks of a tenant from closed namespaces. Returns the ids of matching
-    /// namespaces that are open.
+    /// Removes a tenant's chunks from closed namespaces. Returns the ids of matching namespaces
+    /// whose disk files are in use.
     fn evict_closed(
         &self,
         request: &EvictRequest,
@@ -108,8 +108,8 @@ impl ServerState {
     }
 
     /// Removes all chunks of the open or closed namespace whose hex digits start with `prefix`.
-    /// Returns the number of chunks. Returns `InvalidConfig` if no namespace or more than one
-    /// matches, and `Busy` if some chunks may still be on disk.
+    /// Returns the number of removed chunks. Returns `InvalidConfig` if no namespace or more than
+    /// one matches, and `Busy` if some chunks may still be on disk.
     pub(crate) fn clear(&self, prefix: &str) -> Result<u64> {
         let deadline = Instant::now() + CLEAR_TIMEOUT;
         let closed = self.closed(prefix, deadline);
@@ -205,8 +205,8 @@ impl ServerState {
         self.run_within(deadline, remove)?.unwrap_or_else(cut_short)
     }
 
-    /// Runs `work` on another thread, one call at a time. Returns None at the deadline. The thread
-    /// then continues, even if the disk hangs.
+    /// Runs `work` on another thread, one call at a time. Returns None at the deadline, without
+    /// waiting for the thread, because its disk I/O might hang.
     fn run_within<T: Send + 'static>(
         &self,
         deadline: Instant,

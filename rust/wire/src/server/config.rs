@@ -18,7 +18,7 @@ pub struct ServerConfig {
     /// Returns the available memory in bytes, if known. Called when an engine connects, so that
     /// memory freed by other processes can be used without restarting the server.
     pub available_bytes: fn() -> Option<u64>,
-    /// Settings of the disk tier, if any. Engines set the description.
+    /// Settings of the disk tier, if any. Each engine's description replaces `description`.
     pub disk: Option<DiskSettings>,
     /// Shares of host memory in percent, by the first hex digits of a namespace. All other
     /// namespaces with engines share the rest equally.

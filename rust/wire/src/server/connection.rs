@@ -1,6 +1,6 @@
 //! The server side of a connection: peer checks, framing, the hello, and cleanup.
 //!
-//! All input is validated. `handler` handles the requests of engines.
+//! All input is validated. `handler` handles the engines' requests.
 
 use std::fs::File;
 use std::io::{BufReader, Read, Write};
@@ -46,8 +46,7 @@ struct ServedConnection {
     lifeline: Option<Lifeline>,
     handler: EngineHandler,
     out: Vec<u8>,
-    /// True once the connection is included in the number of accepted connections, which excludes
-    /// status requests.
+    /// True once `num_accepted` includes this connection. Status requests are not counted.
     is_counted: bool,
 }
 
@@ -233,8 +232,8 @@ impl Drop for ServedConnection {
         self.handler = EngineHandler::default();
         let membership = self.membership.take();
         self.state.remove_peer(self.number);
-        // No other reference is left: `remove_peer` dropped the reference that status requests use
-        // under the lock of the peers.
+        // This is the last reference: `remove_peer` dropped the reference that status requests use
+        // while they hold the peers' lock.
         if let (Some(membership), Some(lifeline)) =
             (membership.and_then(Arc::into_inner), self.lifeline.take())
         {

@@ -32,9 +32,9 @@ pub(crate) fn await_first_claim(result: &Receiver<Option<Error>>) -> Result<()> 
 }
 
 impl ServerState {
-    /// Claims the directory, then measures its free space until the server stops. Sends the result
-    /// of the first claim to `first`, or logs it if startup no longer waits for it. Later results
-    /// are logged when they change.
+    /// Claims the directory, then measures its free space until the server stops. Sends the first
+    /// claim's result to `first`, or logs the result if startup is no longer waiting for it. Later
+    /// results are logged when they change.
     pub(crate) fn claim_disk(&self, first: Sender<Option<Error>>) {
         let Some(disk) = &self.config.disk else { return };
         let (mut first, mut wait) = (Some(first), FIRST_RETRY);

@@ -27,18 +27,18 @@ const MAX_LEASED_PREFIXES: usize = 1 << 22;
 /// State of one engine's connection, except for its membership.
 #[derive(Debug, Default)]
 pub(crate) struct EngineHandler {
-    /// Read leases by the number chosen by the engine, each with the number of its prefixes.
+    /// Read leases by the engine's lease number, each with its number of prefixes.
     leases: HashMap<u64, (LeaseId, usize)>,
     num_leased: usize,
-    /// Keys of the last long prefix that was first in a message.
+    /// Keys of the last long prefix that was the first prefix of a message.
     prefix_cache: PrefixCache,
     /// Created when the engine first requests changes.
     listener: Option<Listener>,
-    /// Buffer for keys of prefixes that are not cached and of ranges to reserve.
+    /// Buffer for the keys of uncached prefixes and of ranges to reserve.
     scratch: Vec<ChunkKey>,
     counters: Arc<Counters>,
-    /// Number of units up to the last anchor sent by the client. The client may truncate this
-    /// prefix before looking it up.
+    /// Number of units that the client's last anchors cover. The client may truncate the prefix
+    /// before it looks it up.
     num_anchored: u32,
 }
 
@@ -244,8 +244,8 @@ impl EngineHandler {
     }
 }
 
-/// Returns the changes for `listener`, which is created by the first request. Returns None if the
-/// request contains too many keys.
+/// Returns the changes for `listener`, which the first request creates. Returns None if the request
+/// contains too many keys.
 ///
 /// In the first response on a connection, `lost` is set, because reports on an earlier connection
 /// may be outdated.

@@ -1,5 +1,5 @@
-//! Listens on a private socket. A lock file distinguishes a stale socket from the socket of a
-//! running server.
+//! Listens on a private socket. A lock file distinguishes a stale socket from a running server's
+//! socket.
 
 use std::fs::{DirBuilder, File, Permissions, TryLockError};
 use std::io;
@@ -71,8 +71,8 @@ fn keeps_listening(path: &Path) -> bool {
     false
 }
 
-/// Returns true if a process owns the socket. Connections are only refused if the socket is stale;
-/// any other error means that the socket is busy, inaccessible or of a different type.
+/// Returns true if a process owns the socket. A connection is refused only if the socket is stale;
+/// other errors mean that the socket is busy, inaccessible or of a different type.
 fn is_listening(path: &Path) -> bool {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let try_connect = || {
@@ -162,15 +162,15 @@ fn lock(socket: &Path) -> Result<File> {
             }
             TryLockError::Error(error) => fail("cannot lock the lock file of", error),
         })?;
-        // Another server may have removed the file before it was locked.
+        // Another server may have removed the file after it was opened and before it was locked.
         if is_same_file(&lock, &path).unwrap_or(false) {
             return Ok(lock);
         }
     }
 }
 
-/// Creates the directory of the socket. An existing directory must belong to this user and must not
-/// be writable by others.
+/// Creates the socket's directory. An existing directory must belong to this user and must not be
+/// writable by others.
 fn create_directory(path: &Path) -> Result<()> {
     let folder =
         path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));

@@ -1,7 +1,7 @@
 //! The server accepts engines of its own user and owns the stores that they share.
 //!
-//! There is one thread per connection, up to a limit, and threads for the disk and for
-//! housekeeping. The caller handles signals and settings files.
+//! Each connection has a thread, up to a limit. Other threads accept connections, claim the disk,
+//! remove expired chunks and do housekeeping. The caller handles signals and settings files.
 
 mod admin;
 pub(crate) mod config;
@@ -49,7 +49,7 @@ pub struct Server {
 impl Server {
     /// Starts a server. Claims the disk directory, or retries in the background (see
     /// [`Self::disk_trouble`]). Memory is allocated and the disk tier is opened when the first
-    /// engine connects, because frame sizes are only known from its hello.
+    /// engine connects, because frame sizes are known only from its hello.
     ///
     /// Returns `Busy` if another server owns the socket, `InvalidConfig` if the socket's directory
     /// is not private or the shares are invalid, and `Io` if a system call fails.
@@ -74,7 +74,7 @@ impl Server {
         Ok(server)
     }
 
-    /// Starts a thread for which `close` waits.
+    /// Starts a thread that `close` waits for.
     pub(crate) fn spawn(&self, name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
         let thread = spawn(name, work)?;
         locked(&self.threads).push(thread);
@@ -86,8 +86,8 @@ impl Server {
         self.state.status()
     }
 
-    /// Returns why the server cannot use its disk directory, or None if it can or has no disk
-    /// directory.
+    /// Returns why the server cannot use its disk directory. Returns None if the server can use its
+    /// disk directory or has none.
     pub fn disk_trouble(&self) -> Option<String> {
         self.state.disk_trouble()
     }

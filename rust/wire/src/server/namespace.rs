@@ -1,5 +1,5 @@
-//! A namespace of a server: its store, which is opened when the first engine connects, its engines,
-//! and counters of lookups, loads and saves.
+//! A server's namespace: its store (opened when the first engine connects), its engines, and its
+//! counters of lookups, loads and saves.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -24,7 +24,7 @@ pub(crate) struct Namespace {
     store: OnceLock<Arc<Store>>,
     opening: Mutex<()>,
     engines: Mutex<EngineCount>,
-    /// Counters of all engines that have ever joined the namespace.
+    /// Counters, summed over all engines that have ever joined the namespace.
     pub(crate) counters: Counters,
 }
 
@@ -67,8 +67,8 @@ impl Namespace {
         locked(&self.engines).num > 0
     }
 
-    /// Returns the time at which the namespace became idle. Returns None if it has an engine or if
-    /// the disk is still being cleared, because closing the store would then bring cleared chunks
+    /// Returns the time at which the namespace became idle. Returns None if it has an engine, or if
+    /// its chunks on disk are still being cleared: closing the store now would bring cleared chunks
     /// back.
     pub(crate) fn idle_since(&self) -> Option<Instant> {
         let changed = Some(locked(&self.engines))
@@ -99,7 +99,7 @@ impl Namespace {
         Ok(Arc::clone(self.store.get_or_init(|| store)))
     }
 
-    /// Adds an engine. The first engine activates the namespace, which entitles it to memory.
+    /// Adds an engine. The first engine entitles the namespace to a share of memory.
     pub(crate) fn add_engine(&self) {
         let mut engines = locked(&self.engines);
         *engines = EngineCount { num: engines.num + 1, changed: Instant::now() };

@@ -80,8 +80,8 @@ impl OpenNamespaces {
         idle.into_iter().map(|(_, namespace)| namespace).collect()
     }
 
-    /// Returns the namespace of an engine, and the namespaces that must be closed for it. Returns
-    /// `Busy` if a namespace to close has engines.
+    /// Returns an engine's namespace, and the namespaces that must be closed before it is opened.
+    /// Returns `Busy` if a namespace that would have to be closed has engines.
     fn namespace(&mut self, hello: &Hello) -> Result<(Arc<Namespace>, Vec<Arc<Namespace>>)> {
         let mut gone = Vec::new();
         if let Some(namespace) = self.namespaces.get(&hello.namespace) {
@@ -119,7 +119,7 @@ impl OpenNamespaces {
 
 impl Namespaces {
     /// Adds an engine to its namespace. Returns `Busy` or `InvalidConfig` if the server cannot
-    /// serve chunks of the engine's sizes. The pool calls `wake` when a namespace needs slabs.
+    /// store the engine's chunk sizes. The pool calls `wake` when a namespace needs slabs.
     pub(crate) fn join(
         &self,
         hello: &Hello,
@@ -206,8 +206,8 @@ impl Namespaces {
         Error::invalid(message)
     }
 
-    /// Releases slabs for namespaces that need them, starting with the namespace that exceeds its
-    /// share by the most. Returns true if this method should be called again immediately.
+    /// Releases slabs that other namespaces need, first from the namespace that exceeds its share
+    /// by the most. Returns true if this method should be called again immediately.
     pub(crate) fn release_slabs(&self) -> bool {
         let mut stores: Vec<_> =
             self.all().iter().filter_map(|namespace| namespace.store().cloned()).collect();
@@ -218,7 +218,7 @@ impl Namespaces {
     }
 
     /// Removes and returns idle namespaces without memory. If a namespace needs disk space, also
-    /// removes one more idle namespace, because the files of a closed namespace can be deleted.
+    /// removes an idle namespace with memory, because its files can be deleted once it is closed.
     pub(crate) fn remove_idle(&self) -> Vec<Arc<Namespace>> {
         let mut open = locked(&self.open);
         let mut is_short = self.disk.take_short();

@@ -22,12 +22,12 @@ use crate::server::namespace::Membership;
 use crate::socket::wait;
 use crate::threads::locked;
 
-/// The server's end of the lifeline of an engine.
+/// The server's end of an engine's lifeline.
 #[derive(Debug)]
 pub(crate) struct Lifeline(OwnedFd);
 
 impl Lifeline {
-    /// Creates a lifeline, and returns it with the write end to send to the engine.
+    /// Creates a lifeline. Also returns the write end, which the server sends to the engine.
     pub(crate) fn new() -> io::Result<(Self, OwnedFd)> {
         let (read, write) = pipe_with(PipeFlags::CLOEXEC)?;
         Ok((Self(read), write))
@@ -39,7 +39,7 @@ impl Lifeline {
     }
 }
 
-/// Watches the process of a client, because a forked child can keep the connection open after that
+/// Watches a client's process, because a forked child can keep the connection open after that
 /// process exits.
 #[derive(Debug)]
 pub(crate) struct ProcessWatch(Option<OwnedFd>);
@@ -89,7 +89,7 @@ impl Quarantine {
         }
     }
 
-    /// Releases all memberships whose frames are no longer writable by any process.
+    /// Releases all memberships whose frames no process can write to.
     pub(crate) fn release_closed(&self) {
         let now = Instant::now();
         let is_released = |each: &mut Quarantined| {

@@ -13,7 +13,7 @@ use crate::protocol::admin::RefusalStatus;
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// An engine that has not retried for this long is assumed to have exited.
 const FORGET_AFTER: Duration = Duration::from_secs(150);
-/// Maximum number of namespaces listed, and of reasons remembered.
+/// Maximum number of listed namespaces and of remembered reasons.
 const MAX_ENTRIES: usize = 64;
 
 #[derive(Debug)]

@@ -21,7 +21,7 @@ use crate::threads::{TimedLock, locked};
 /// Maximum number of log lines queued for `take_events`.
 const MAX_EVENTS: usize = 256;
 
-/// The part of a connection that is used by other threads.
+/// The part of a connection that other threads use.
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) stream: UnixStream,
@@ -38,7 +38,7 @@ pub(crate) struct Peer {
 pub(crate) struct DiskSpace {
     /// Space that this user can still use on the file system, in bytes.
     pub(crate) free_bytes: u64,
-    /// Size in bytes of each namespace that was closed when it was measured, by directory name.
+    /// Size in bytes of each namespace that was closed at that time, by directory name.
     pub(crate) closed: BTreeMap<String, u64>,
 }
 
@@ -50,7 +50,7 @@ pub(crate) struct ServerState {
     pub(crate) quarantine: Quarantine,
     /// Held during an eviction, so that each eviction counts only its own chunks.
     pub(crate) evict_lock: Arc<TimedLock>,
-    /// Held during disk I/O on closed namespaces, which can hang.
+    /// Held during disk I/O on closed namespaces. This I/O can hang.
     pub(crate) closed_lock: Arc<TimedLock>,
     peers: Mutex<HashMap<u64, Peer>>,
     pub(crate) peer_left: Condvar,
@@ -112,7 +112,7 @@ impl ServerState {
         self.peer_left.notify_all();
     }
 
-    /// Closes connections whose process has exited. A forked child may keep the socket open.
+    /// Closes connections of exited processes, because a forked child can keep the socket open.
     pub(crate) fn disconnect_dead_peers(&self) {
         for peer in self.peers().values().filter(|peer| peer.watch.has_ended()) {
             let _gone = peer.stream.shutdown(std::net::Shutdown::Both);
@@ -134,20 +134,20 @@ impl ServerState {
         let membership =
             self.namespaces.join(hello, &self.config, wake, |event| self.log(event))?;
         if self.is_stopping.load(Ordering::SeqCst) {
-            // The disk may have been hung until the server had closed all other namespaces.
+            // If the disk was hung, the server may already have closed all other namespaces.
             membership.namespace.close(Duration::ZERO);
             return Err(Error::new(ErrorKind::Busy, "this kvloft server is shutting down"));
         }
         Ok(membership)
     }
 
-    /// Returns why the server cannot use its disk directory, or None if it can or has no disk
-    /// directory.
+    /// Returns why the server cannot use its disk directory. Returns None if the server can use its
+    /// disk directory or has none.
     pub(crate) fn disk_trouble(&self) -> Option<String> {
         locked(&self.disk_trouble).clone()
     }
 
-    /// Queues the log lines of stores. Each line names its namespace unless `is_one` is true.
+    /// Queues the log lines of stores. If `is_one` is false, each line names its namespace.
     pub(crate) fn log_store_events(&self, namespaces: &[Arc<Namespace>], is_one: bool) {
         for namespace in namespaces {
             for event in namespace.store().map(|store| store.take_events()).unwrap_or_default() {

@@ -1,4 +1,4 @@
-//! Tests that the first missed call is logged immediately, and later calls once per minute.
+//! Tests that the first missed call is logged immediately, and later calls at most once a minute.
 
 use super::*;
 

@@ -119,7 +119,7 @@ fn hung_disk_of_a_closed_namespace_does_not_block_admin_requests() {
     assert!(!said.is_cut_short && said.num_chunks == 1);
 }
 
-/// The expiry thread may never return if the disk is blocked.
+/// The expiry thread might never return if the disk is blocked.
 #[test]
 fn close_detaches_a_thread_that_a_disk_blocks() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -236,7 +236,7 @@ fn chunks_of_namespaces_without_engines_expire() {
     }
 }
 
-/// A server must not clear or count chunks in a directory that is used by another server.
+/// A server must not clear or count chunks in a directory that another server uses.
 #[test]
 fn clear_is_refused_while_another_server_has_the_disk() {
     let dir = tempfile::tempdir().expect("a directory");

@@ -97,8 +97,8 @@ fn bind_waits_for_a_socket_that_outlives_its_server() {
     let is_had = |is_tidy: bool| {
         let killed = UnixListener::bind(&path).expect("the path is free");
         let own = path.clone();
-        // The server exits when requested. A server that exits by itself might remove its socket
-        // file.
+        // The socket closes after the first connection. A server that exits normally also removes
+        // its socket file.
         let end = thread::spawn(move || {
             killed.accept().is_ok() && (!is_tidy || std::fs::remove_file(own).is_ok())
         });
