@@ -33,8 +33,8 @@ pub trait Session: Send + Sync + fmt::Debug {
     /// Returns the information that a worker needs to map the frames, or None if there is no store.
     fn arena(&self) -> Option<ArenaInfo>;
     /// Switches to a new store if the old store is gone and a new store is available. Returns true
-    /// if the session switched. The new store has none of the old chunks, and its `arena` may
-    /// differ. A session only switches stores in this call, so a plan never mixes frames of two
+    /// if the session switched. The host memory of the new store is empty, and its `arena`
+    /// may differ. A session only switches stores in this call, so a plan never mixes frames of two
     /// stores.
     fn renew(&self) -> bool {
         false
