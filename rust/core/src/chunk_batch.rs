@@ -1,5 +1,5 @@
-//! A list of chunks in columns. A batch carries chunks from the store's reservation or lease to the
-//! table of the copy kernel, and back to the commit.
+//! A list of chunks, stored in columns. A batch carries chunks from the store's reservation or
+//! lease to the table of the copy kernel, and back to the commit.
 //!
 //! There is no object per chunk: a long prompt has thousands of chunks, and forward passes and
 //! loads wait while their batches are built.
@@ -64,8 +64,8 @@ impl UnitsByTier {
         } += num;
     }
 
-    /// Raises the total to `num_units` by adding units that need no chunk. These units are added to
-    /// the disk if any unit is on disk, and otherwise to host memory.
+    /// Raises the total to `num_units` by adding units that need no chunk. These units count as
+    /// disk units if any unit is on disk, and as host units otherwise.
     pub(crate) fn fill_up(&mut self, num_units: u32) {
         let missing = num_units.saturating_sub(self.host + self.disk);
         *if self.disk > 0 { &mut self.disk } else { &mut self.host } += missing;

@@ -61,7 +61,7 @@ impl Error {
         self.source.as_ref().is_some_and(|error| error.kind() == std::io::ErrorKind::TimedOut)
     }
 
-    /// Returns true if the error is a missing permission.
+    /// Returns true if permission was denied.
     pub fn is_denied(&self) -> bool {
         let denied = std::io::ErrorKind::PermissionDenied;
         self.source.as_ref().is_some_and(|error| error.kind() == denied)

@@ -1,5 +1,5 @@
-//! Saves in flight. Tracks how many ranks have yet to report each save, which blocks it reads, and
-//! its outcome.
+//! Saves in flight. For each save, tracks how many ranks have yet to report it, which blocks it
+//! reads, and its outcome.
 //!
 //! The saves of one prefix have consecutive tickets and share one entry, because a prompt with
 //! multiple KV cache groups has thousands of saves. The store's reservation numbers are opaque to
@@ -43,7 +43,7 @@ pub(crate) struct Settled {
     pub(crate) reservation: Option<u64>,
     /// True if a rank failed to write the chunk or the store was cleared.
     pub(crate) failed: bool,
-    /// The chunk's key, if it did not fit its frame.
+    /// The chunk's key, if the chunk did not fit its frame.
     pub(crate) misfit: Option<ChunkKey>,
 }
 
@@ -112,8 +112,7 @@ impl InFlight {
         self.saves_mut().for_each(|save| save.failed = true);
     }
 
-    /// Returns the blocks that saves in flight read. If `blocks` is given, returns only blocks
-    /// among these.
+    /// Returns the blocks that saves in flight read, limited to `blocks` if it is given.
     pub(crate) fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
         let among = |blocks: &[i32]| {
             blocks.iter().copied().filter(|block| self.readers.contains_key(block)).collect()

@@ -1,4 +1,4 @@
-//! A map from ascending numbers to values that are mostly removed in insertion order. The map
+//! A map from ascending numbers to values, which are mostly removed in insertion order. The map
 //! stores reservations and saves in flight.
 //!
 //! A prompt with multiple KV cache groups has thousands of entries. A sorted deque keeps

@@ -4,7 +4,7 @@
 //! A store fills a slab with frames of one of its sizes. A free slab goes to the first store that
 //! requests it. If no slab is free, a requesting store below its share becomes *hungry*, and stores
 //! above their share should release a slab. No call waits for a slab to be released. If a store's
-//! workers can only copy to the first part of the arena, the store's share also applies to that
+//! workers can copy only to the first part of the arena, the store's share also applies to that
 //! part, so that other stores cannot occupy all of it. The lock of the pool may be acquired while a
 //! store's lock is held, never the other way around.
 
@@ -41,7 +41,7 @@ pub(crate) struct SlabId(pub(crate) u32);
 struct MemberState {
     /// Number of slabs owned by the store, including `arrived`.
     num_slabs: u32,
-    /// Slabs that were assigned to the store but that it has not collected yet.
+    /// Slabs that were assigned to the store and that the store has not collected yet.
     arrived: Vec<SlabId>,
     /// Share in percent of the arena. None for an equal part of the remainder.
     percent: Option<u32>,
@@ -133,8 +133,8 @@ impl Pool {
         Ok(Arc::new(Self { arena, slab_bytes, disk, state: Mutex::new(state), wake }))
     }
 
-    /// Places memory that has not been allocated on the NUMA nodes of the shards of frames with
-    /// `frame_bytes` bytes. Returns the number of ranges placed, or `Io` if the kernel rejects the
+    /// Places unallocated memory so that shard i of each frame of `frame_bytes` is on NUMA node
+    /// `nodes[i]`. Returns the number of ranges placed, or `Io` if the kernel rejects the
     /// placement.
     pub fn place(&self, frame_bytes: u64, nodes: &[u32]) -> Result<usize> {
         let num_frames = u32::try_from(self.size_bytes() / frame_bytes.max(1)).unwrap_or(u32::MAX);
@@ -164,8 +164,8 @@ impl Pool {
         self.state().wanting().next().is_some()
     }
 
-    /// Returns `InvalidConfig` if a slab is too small for a frame of any of the sizes. Otherwise, a
-    /// store could own slabs without having a frame.
+    /// Returns `InvalidConfig` if a slab is too small for a frame of any of the sizes. A store with
+    /// such a size could own slabs without having a frame of that size.
     pub fn check(&self, sizes: &FrameSizes) -> Result<()> {
         sizes.check()?;
         let (slab_bytes, frame_bytes) = (self.slab_bytes, sizes.largest());
@@ -252,10 +252,10 @@ impl PoolState {
         self.members.iter().filter_map(end)
     }
 
-    /// Takes a slab from store `from`. Assigns it to another hungry store: to the store with the
-    /// lowest limit, or among these, to the store that lacks the most slabs. Without such a store,
-    /// the slab becomes free. A hungry store that releases a slab stays hungry, because its size
-    /// classes would otherwise pass the same slab around without ever getting another.
+    /// Takes a slab from store `from`. Among the other hungry stores, assigns it to the store with
+    /// the lowest limit; ties go to the store that lacks the most slabs. If no other store is
+    /// hungry, the slab becomes free. A hungry store that releases a slab stays hungry, because its
+    /// size classes would otherwise pass the same slab around without ever getting another.
     fn reassign(&mut self, from: u32, slab: SlabId) {
         if let Some(member) = self.members.get_mut(&from) {
             member.num_slabs -= 1;
@@ -315,7 +315,7 @@ impl Member {
     }
 
     /// Takes the lowest free slab below `end`. If no slab is free and the store owns less than its
-    /// share there, the store becomes hungry.
+    /// share below `end`, the store becomes hungry.
     pub(crate) fn take(&self, end: u32) -> Option<SlabId> {
         let mut state = self.pool.state();
         let PoolState { slabs, num_free, members, .. } = &mut *state;
@@ -351,7 +351,7 @@ impl Member {
         self.with(|own| own.share)
     }
 
-    /// Returns the number of slabs of the store, and how many of them other stores can claim.
+    /// Returns the number of slabs that the store owns, and the number that other stores can claim.
     pub(crate) fn num_slabs(&self) -> (u32, u32) {
         self.with(|own| (own.num_slabs, own.num_slabs.saturating_sub(own.share)))
     }

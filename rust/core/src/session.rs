@@ -1,8 +1,8 @@
 //! The scheduler side's interface to a store in this process or on a server.
 //!
 //! A session receives keys and returns numbers, so that calls can cross a socket. Leases and
-//! reservations belong to the session and end with it. `engine` tracks paged blocks and the reports
-//! of ranks.
+//! reservations belong to the session and end with it. `engine` tracks paged blocks and rank
+//! reports.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -33,28 +33,28 @@ pub trait Session: Send + Sync + fmt::Debug {
     /// Returns the information that a worker needs to map the frames, or None if there is no store.
     fn arena(&self) -> Option<ArenaInfo>;
     /// Switches to a new store if the old store is gone and a new store is available. Returns true
-    /// if the session switched. The host memory of the new store is empty, and its `arena`
-    /// may differ. A session only switches stores in this call, so a plan never mixes frames of two
+    /// if the session switched. The host memory of the new store is empty, and its `arena` may
+    /// differ. A session switches stores only in this call, so a plan never mixes frames of two
     /// stores.
     fn renew(&self) -> bool {
         false
     }
-    /// Returns the number of leading units that are stored, for each prefix. Has no side effects
+    /// For each prefix, returns the number of leading units that are stored. Has no side effects
     /// (I9).
     fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup>;
-    /// Pins the chunks of all prefixes that are in host memory, and queues reads of chunks that are
-    /// only on disk. Returns a single lease.
+    /// For all prefixes, pins the chunks in host memory and queues reads of chunks that are only on
+    /// disk. Returns a single lease.
     fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> LeaseId;
-    /// Returns how many chunks of a lease are ready and how many are being read, across all its
-    /// prefixes. Returns zeros if the lease has ended.
+    /// Returns the number of chunks in a lease that are ready and the number that are still being
+    /// read, across all its prefixes. Returns zeros if the lease has ended.
     fn poll(&self, lease: LeaseId) -> Progress;
     /// Returns all ready chunks, in the order of the prefixes.
     fn frames(&self, lease: LeaseId) -> Vec<LeasedFrame>;
     /// Releases a lease. A second call has no effect.
     fn release(&self, lease: LeaseId);
     /// Reserves frames for the missing chunks of each request. Reserves nothing if a prefix is
-    /// shorter than its range of units. Tickets always ascend within a store, and a new store never
-    /// reuses a ticket that this session has received.
+    /// shorter than its range of units. Tickets always ascend within a store, but a new store may
+    /// reuse tickets of the old store.
     fn reserve_many(&self, asked: &[SaveRequest<'_>]) -> Result<Vec<Reserved>>;
     /// Commits reservations. Returns the number of chunks that became visible.
     fn commit(&self, tickets: &[u64]) -> u32;
@@ -120,7 +120,7 @@ impl Local {
     }
 
     /// Opens a session with `store`. A store can have more than one session. Closing a session
-    /// closes the store; dropping a session only ends its leases and reservations.
+    /// closes the store; dropping a session ends only its leases and reservations.
     pub fn of(store: Arc<Store>) -> Self {
         Self {
             leases: Mutex::default(),
@@ -150,7 +150,7 @@ impl Local {
     }
 
     /// Removes and returns the open reservations with these tickets. The caller must not hold the
-    /// lock when it drops a reservation, because this aborts the save.
+    /// lock when it drops a reservation, because dropping aborts the save.
     fn take(&self, tickets: &[u64]) -> Vec<WriteLease> {
         let mut leases = self.leases();
         let mut taken = Vec::with_capacity(tickets.len());

@@ -1,5 +1,5 @@
 //! Locks, condition variables and threads from the standard library. With `--cfg shuttle`, they
-//! come from a model checker that picks the next thread at each synchronization
+//! come from a model checker that picks the next thread at each synchronization point
 //! (`tests/models.rs`).
 
 use std::sync::PoisonError;
@@ -29,7 +29,7 @@ pub fn join(threads: Vec<thread::JoinHandle<()>>, deadline: Instant) {
             thread::sleep(Duration::from_millis(1));
         }
         if has_ended(&thread) {
-            let _ended = thread.join(); // a panic was already logged and poisoned the lock
+            let _ended = thread.join(); // a panic has already been logged and has poisoned the lock
         }
     }
 }

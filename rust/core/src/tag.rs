@@ -6,7 +6,7 @@
 //! whole words. The function mix is
 //! `x ^= rotr(x, 17) ^ rotr(x, 36); x *= M1; x ^= x >> 29; x *= M2; x ^= x >> 32`.
 //!
-//! The tag is a sum, so threads can add their words in any order. The tag only needs 64-bit
+//! The tag is a sum, so threads can add their words in any order. The tag needs only 64-bit
 //! multiplication, xor, shifts and addition, so a GPU can compute it during the copy. `mix` is a
 //! bijection, so damage within a single word is always detected. The tag detects accidents (torn,
 //! stale, swapped or shifted pages), not adversaries.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::io::FrameId;
 use crate::{Error, Result};
 
-/// Marks a block of a chunk that is not to be copied.
+/// Block id that marks a block of a chunk as not copied.
 pub const NOT_WANTED: i32 = -1;
 
 /// The chunks of one group. There is at least one chunk.
@@ -50,8 +50,8 @@ pub(super) fn check_table(table: &[i32]) -> Result<()> {
     is_right.then_some(()).ok_or_else(|| Error::invalid("a block table has a negative block id"))
 }
 
-/// Returns the range of blocks of a chunk that are copied. Returns None if no block is copied, or
-/// if the blocks are not contiguous or have negative ids.
+/// Returns the range of a chunk's blocks to copy. Returns None if no block is copied, or if the
+/// blocks are not contiguous or have negative ids.
 pub(super) fn wanted(blocks: &[i32]) -> Option<Range<usize>> {
     let start = blocks.iter().position(|block| *block != NOT_WANTED)?;
     let stop = blocks.iter().rposition(|block| *block != NOT_WANTED)? + 1;

@@ -1,8 +1,8 @@
 //! Computes which chunks of each KV cache group a prefix needs.
 //!
-//! A prefix is a list of units with one chunk per group. To load it, all chunks of a full-attention
-//! group are needed, but only the chunks of the last tokens of a sliding-window group, and only one
-//! state of a Mamba group.
+//! A prefix is a list of units with one chunk per group. To load it, an engine needs all chunks of
+//! a full-attention group, but only the last chunks of a sliding-window group, and only one state
+//! of a Mamba group.
 
 use std::ops::Range;
 
@@ -18,7 +18,7 @@ pub enum GroupKind {
     Window,
     /// A prefix needs the blocks of the last local chunk, which spans `reach` tokens.
     Local,
-    /// A prefix only needs the state after its last token.
+    /// A prefix needs only the state after its last token.
     State,
 }
 
@@ -91,8 +91,8 @@ impl Group {
         u32::try_from(first).unwrap_or(u32::MAX)
     }
 
-    /// Returns the units that a prefix of `num_units` units needs. Of the first of these units,
-    /// only some of the blocks may be needed.
+    /// Returns the units that a prefix of `num_units` units needs. The first of these units may be
+    /// needed only in part.
     pub fn units(&self, num_units: u32) -> Range<u32> {
         self.first_block(num_units) / self.blocks_per_unit..num_units
     }

@@ -1,5 +1,5 @@
-//! Remembers chunks that were too large for a frame for compressed chunks, so that they get a
-//! larger frame when they are saved again.
+//! Records chunks that did not fit the smaller frames for compressed chunks, so that they get a
+//! larger frame the next time they are saved.
 //!
 //! Misfits are rare with real bfloat16 KV, because its compressed size hardly varies. If KV does
 //! not compress at all, every chunk gets a larger frame after the first `MANY` misfits.

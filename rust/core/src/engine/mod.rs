@@ -1,12 +1,12 @@
-//! One engine's view of a store: maps prefixes, block tables and reports of ranks to the keys and
-//! tickets of a session.
+//! One engine's view of a store: maps prefixes, block tables and rank reports to a session's keys
+//! and tickets.
 //!
-//! A prefix has one chunk per unit and KV cache group. A ticket is settled once, by the report of
-//! the last rank (I10), and is committed only if no rank has reported a failure (I3). A save reads
-//! its blocks after the step that planned the save has launched. By then, the request may have
-//! finished and a block may belong to a different request, which must not write to the block until
-//! the save has read it (I2). Tickets are assigned per engine and always ascend, independently of
-//! the store's reservation numbers, so a late report never settles a different save.
+//! A prefix has one chunk per unit and KV cache group. A ticket is settled once, by the last rank's
+//! report (I10), and is committed only if no rank has reported a failure (I3). A save reads its
+//! blocks after the step that planned the save has launched. By then, the request may have finished
+//! and a block may belong to a different request, which must not write to the block until the save
+//! has read it (I2). Tickets are assigned per engine and always ascend, independently of the
+//! store's reservation numbers, so a late report never settles a different save.
 
 mod group;
 mod hit;
@@ -93,7 +93,7 @@ impl EngineSession {
     // -- lookups and loads ----------------------------------------------------------------------
 
     /// Returns the number of leading units that are stored in every full-attention group, which is
-    /// an upper bound for hits. Without a full-attention group, returns the number of units that
+    /// an upper bound on hits. Without a full-attention group, returns the number of units that
     /// have keys.
     pub fn lookup(&self, chain: &mut KeyChain) -> Lookup {
         let prefixes = self.prefixes(chain, u32::MAX);
@@ -151,8 +151,8 @@ impl EngineSession {
         Ok(Lease { id, num_units, num_chunks: u32::try_from(num_chunks).unwrap_or(u32::MAX) })
     }
 
-    /// Returns the number of units that are ready to load, and the number of units after these that
-    /// are being read from disk.
+    /// Returns the number of units that are ready to load, and the number of units after them that
+    /// are still being read from disk.
     ///
     /// Unless the only group uses full attention, a hit is all or nothing: returns (0, 0) if a
     /// chunk cannot be read.
@@ -176,8 +176,8 @@ impl EngineSession {
     }
 
     /// Returns the range of blocks to load in each group for units `[begin, end)` of a prefix with
-    /// `end` units. For earlier blocks, vLLM already has either the blocks or, if the group does
-    /// not need them, null blocks.
+    /// `end` units. vLLM already has the earlier blocks, or null blocks in their place if the group
+    /// does not need them.
     pub fn loaded_blocks(&self, begin: u32, end: u32) -> Vec<Range<u32>> {
         let blocks = |group: &Group| {
             let each = group.blocks_per_unit;
@@ -298,8 +298,7 @@ impl EngineSession {
         self.in_flight().len()
     }
 
-    /// Returns the blocks that saves in flight read. If `blocks` is given, returns only blocks
-    /// among these.
+    /// Returns the blocks that saves in flight read, limited to `blocks` if it is given.
     pub fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
         self.in_flight().being_read(blocks)
     }

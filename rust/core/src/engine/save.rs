@@ -11,19 +11,19 @@ use crate::chunk_batch::{ChunkBatch, NULL_BLOCK};
 use crate::key::{ChunkKey, KeyChain};
 use crate::store::{Prefix, Reserved, SaveRequest};
 
-/// Units of one request to save, in all groups except Mamba groups.
+/// The units to save for one request, in all groups except Mamba groups.
 #[derive(Debug)]
 pub struct SaveRow<'a> {
     /// The request's prefix.
     pub chain: &'a mut KeyChain,
     /// The units to save.
     pub units: Range<u32>,
-    /// Ids of the blocks of these units, group by group, in the order of
-    /// [`EngineSession::saved_groups`]. The null block is 0.
+    /// Block ids of these units, group by group, in the order of [`EngineSession::saved_groups`].
+    /// The null block is 0.
     pub blocks: &'a [i32],
 }
 
-/// The state of a Mamba group at the end of a unit, to be saved.
+/// A Mamba group's state at the end of a unit, to be saved.
 #[derive(Debug)]
 pub struct StateRow(Part<'static>);
 
@@ -187,8 +187,8 @@ impl EngineSession {
     }
 }
 
-/// Returns the chunks of a sliding-window or local group whose blocks vLLM has not freed. `blocks`
-/// contains the blocks of the units in the row.
+/// Returns the chunks of a sliding-window or local group, without chunks whose blocks vLLM has
+/// freed. `blocks` contains the blocks of the units in the row.
 fn independent_part<'a>(
     nth: usize,
     group: &Group,

@@ -3,17 +3,17 @@
 //! Evictable chunks are in two queues sorted by last use: chunks that were used once, and reused
 //! chunks. A chunk that is saved again after its eviction is treated as reused. The victim is the
 //! older of the two heads, where the age of the reused chunk is divided by `credit`. The credit
-//! adapts to the workload, so there is no setting. The credit starts at 1, which is plain LRU. A
-//! chunk that returns after its eviction was evicted too early: the credit grows if the chunk was
-//! reused and shrinks otherwise, until both kinds return equally often. The credit is high if most
-//! chunks are never used again, and drops after a few returns when a new working set replaces the
-//! old one. Unlike ARC (Megiddo and Modha, FAST 2003), which balances queue sizes, comparing ages
-//! does not require counting chunks that are not leaves.
+//! adapts to the workload, so there is no setting. A credit of 1, its initial value, gives plain
+//! LRU. A chunk that returns after its eviction was evicted too early: the credit grows if the
+//! chunk was reused and shrinks otherwise, until both kinds return equally often. The credit is
+//! high if most chunks are never used again, and drops after a few returns when a new working set
+//! replaces the old one. ARC (Megiddo and Modha, FAST 2003) balances queue sizes, and would have to
+//! count chunks that are not leaves; comparing ages does not.
 //!
-//! Using a chunk also uses its ancestors, but only the deepest chunk is updated. An ancestor cannot
-//! be a victim before its descendants are removed, and a removed chunk passes its last use to its
-//! parent. Once a chunk becomes a leaf, it therefore has the same position in its queue as if each
-//! use had updated the whole prefix. The cost of a touch does not depend on the depth.
+//! A use of a chunk counts for its ancestors, but only the deepest chunk is updated. An ancestor
+//! cannot be a victim before its descendants are removed, and a removed chunk passes its last use
+//! to its parent. Once a chunk becomes a leaf, it therefore has the same position in its queue as
+//! if each use had updated the whole prefix. The cost of a touch does not depend on the depth.
 //!
 //! An independent chunk, such as a Mamba state, is new in each turn of a chat, while most of the
 //! prefix before it was reused. Without special treatment, it would be evicted first, although the
@@ -131,8 +131,8 @@ impl Adaptive {
 
     /// Updates the credit when a recently evicted chunk returns.
     fn regret(&mut self, reused: bool) {
-        // Scaled by the number of evictions of each kind, so that the steps cancel out if both
-        // kinds return at the same rate.
+        // Scaled by each kind's share of evictions, so that the steps cancel out if both kinds
+        // return at the same rate.
         let share = self.reused_share.clamp(MIN_SHARE, 1.0 - MIN_SHARE);
         let step = if reused { self.step / share } else { -self.step / (1.0 - share) };
         self.credit = (self.credit * step.exp()).clamp(1.0, MAX_CREDIT);

@@ -2,8 +2,8 @@
 //! fixed size of 32 bytes per chunk of capacity.
 //!
 //! Each key maps to a set of 16 ghosts, in which a new ghost replaces the oldest. The table never
-//! grows or rehashes, and each call reads 64 bytes. The table starts as zeroed memory, whose pages
-//! the kernel only allocates when they are first written.
+//! grows or rehashes, and each call reads 64 bytes. The table starts as zeroed memory, and the
+//! kernel allocates its pages only when they are first written.
 
 use crate::key::ChunkKey;
 

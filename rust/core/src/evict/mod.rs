@@ -38,9 +38,9 @@ pub enum Removal {
 ///
 /// The store **guarantees** the following. Each id is `insert`ed once before any other call with
 /// it, and `remove`d once. The parent of an id, if any, is present from the `insert` to the
-/// `remove` of the id. `set_evictable` is only called when the value changes; the initial value is
-/// false. A chunk with a present child is never evictable. Using a chunk uses its whole prefix, but
-/// only the deepest chunk is `touch`ed. If `set_group` is called, it directly follows `insert`.
+/// `remove` of the id. `set_evictable` is called only when the value changes; the initial value is
+/// false. A chunk with a present child is never evictable. A use of a chunk counts for its prefix,
+/// but only the deepest chunk is `touch`ed. If `set_group` is called, it directly follows `insert`.
 ///
 /// A policy **must** return an evictable id from `victim` whenever there is one, and an evictable
 /// id in the group from `victim_of`. Choosing a victim must not remove the victim; the store
@@ -51,13 +51,13 @@ pub trait Policy: fmt::Debug + Send {
     fn insert(&mut self, id: ChunkId, parent: Option<ChunkId>, key: &ChunkKey);
     /// Records a use of the prefix that ends with `id`.
     fn touch(&mut self, id: ChunkId);
-    /// Sets whether `id` may be a victim.
+    /// Sets whether `id` can be a victim.
     fn set_evictable(&mut self, id: ChunkId, evictable: bool);
     /// Sets whether `id` has yet to be written to another tier.
     fn set_unwritten(&mut self, id: ChunkId, unwritten: bool);
-    /// If `spare` is true, unwritten chunks are only chosen if there are no other victims.
+    /// If `spare` is true, unwritten chunks are chosen only if there are no other victims.
     fn spare_unwritten(&mut self, spare: bool);
-    /// Puts `id` into a group until it is removed.
+    /// Puts `id` into a group until `id` is removed.
     fn set_group(&mut self, id: ChunkId, group: GroupId);
     /// Returns the next chunk to evict, or None if no chunk is evictable.
     fn victim(&mut self) -> Option<ChunkId>;

@@ -1,4 +1,4 @@
-//! Life of a chunk in the disk tier.
+//! Life cycle of a chunk in the disk tier.
 //!
 //! | state | Want | Block | Unblock | Cancel | Write | Written | Found | Evict | Keep | Leave |
 //! |---|---|---|---|---|---|---|---|---|---|---|
@@ -33,7 +33,7 @@ pub(crate) enum DiskState {
     Evicting(SlotId),
 }
 
-/// Events in the life of a chunk in the disk tier.
+/// Events in the life cycle of a chunk in the disk tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DiskEvent {
     /// The chunk became visible in host memory, or a descendant must be written.

@@ -21,12 +21,12 @@ pub(crate) struct Entry {
     pub(crate) parent_key: ChunkKey,
     pub(crate) parent: Option<ChunkId>,
     pub(crate) tenant: TenantId,
-    /// Number of ancestors, which is also the index of its unit in the prefix. 0 for independent
-    /// chunks.
+    /// Number of ancestors, which is also the index of the chunk's unit in the prefix. 0 for
+    /// independent chunks.
     pub(crate) depth: u32,
     /// True if the keys of the chunk and all its ancestors have been compared with a prefix.
     pub(crate) proven: bool,
-    /// The links, `generation`, `live` and `detached` are only changed by the index.
+    /// Only the index changes the links, `generation`, `live` and `detached`.
     pub(crate) first_child: Option<ChunkId>,
     pub(crate) prev_sibling: Option<ChunkId>,
     pub(crate) next_sibling: Option<ChunkId>,
@@ -43,8 +43,7 @@ pub(crate) struct Entry {
     pub(crate) host: HostState,
     /// Only `State::change_disk` changes this field.
     pub(crate) disk: DiskState,
-    /// Earliest time at which to read again after a failed read, in seconds since the store was
-    /// opened.
+    /// Earliest time at which a failed read is retried, in seconds since the store was opened.
     pub(crate) unreadable_until_s: u32,
     /// Unix time at which the chunk was reserved, in seconds.
     pub(crate) saved_s: u32,

@@ -1,4 +1,4 @@
-//! Life of a chunk in the host tier.
+//! Life cycle of a chunk in the host tier.
 //!
 //! | state | Want | Read | Reserve | Fill | Show | Fail | Leave |
 //! |---|---|---|---|---|---|---|---|
@@ -38,7 +38,7 @@ pub(crate) enum HostState {
     Visible(FrameId),
 }
 
-/// Events in the life of a chunk in the host tier.
+/// Events in the life cycle of a chunk in the host tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum HostEvent {
     /// A load needs the chunk from disk.

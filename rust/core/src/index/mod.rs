@@ -3,7 +3,7 @@
 //!
 //! Entries are stored in one vector and linked into trees. A *detached* entry is no longer in the
 //! map or in its parent's list of children, but keeps the link to its parent until its last user
-//! has finished. The index only maintains the map and the links. The store maintains the counts in
+//! has finished. The index maintains only the map and the links. The store maintains the counts in
 //! an entry and decides when the entry is freed.
 
 mod disk_state;
@@ -31,7 +31,7 @@ pub(crate) struct Index {
     vacant: Vec<u32>,
     /// The newest chunk without a parent. All other chunks without a parent are its siblings.
     first_root: Option<ChunkId>,
-    /// The previous `first_root` of each [`Index::unmap_all`].
+    /// The value of `first_root` before each [`Index::unmap_all`].
     old_roots: Vec<ChunkId>,
 }
 

@@ -10,7 +10,7 @@
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
 
-/// The hash of the key, and the id plus one, or 0 if the slot is free. The type is a tuple so that
+/// The hash of the key, and the id plus one (0 if the slot is free). The type is a tuple so that
 /// `vec!` requests zeroed memory.
 type Slot = (u32, u32);
 
@@ -151,8 +151,8 @@ impl Table {
         }
     }
 
-    /// Splits a segment by moving entries whose next hash bit is set to a new segment. `hash` is
-    /// any hash that belongs to the segment.
+    /// Splits a segment: entries whose next hash bit is 1 move to a new segment. `hash` is any hash
+    /// that belongs to the segment.
     fn split(&mut self, segment: usize, hash: u32) {
         let depth = self.segments[segment].depth + 1;
         if depth > self.depth {

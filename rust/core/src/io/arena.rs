@@ -1,10 +1,10 @@
 //! Frames in shared memory: a memfd that is mapped by its owner and by workers in other processes.
 //!
 //! Three mechanisms prevent reads from racing with writes. Within the owner's process, the borrow
-//! checker prevents races: the bytes of a frame are only accessible through its single [`Frame`].
+//! checker prevents races: the bytes of a frame are accessible only through its single [`Frame`].
 //! Between processes, leases prevent races: a worker maps the memory through [`Arena`], writes only
 //! to frames reserved for it, and reads only frames pinned for it. Between stores that share an
-//! arena, slabs prevent races: each store only accesses frames in its own slabs. Only this file,
+//! arena, slabs prevent races: each store accesses only frames in its own slabs. Only this file,
 //! its tests and `numa` contain unsafe code in this crate.
 #![expect(unsafe_code, reason = "mapping memory and viewing it as bytes has no safe form")]
 
@@ -35,7 +35,7 @@ struct Mapping {
 // SAFETY: the mapping is plain memory, valid in all threads until Drop, which runs once; Frame and
 // Arena below control access to the bytes.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; a shared Mapping only provides addresses.
+// SAFETY: as above; a shared Mapping provides only addresses.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -119,16 +119,16 @@ impl Frame {
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: the frame is inside the mapping, which self keeps alive. The only other access to
         // these bytes in this process is through &mut self, which the borrow excludes: `Frames`
-        // never lends the same bytes twice, and other stores only lend frames in their own slabs
-        // (HostTier). Workers only write to frames that are reserved for them, and the store only
-        // reads a frame once it is visible.
+        // never lends the same bytes twice, and other stores lend only frames in their own slabs
+        // (HostTier). Workers write only to frames that are reserved for them, and the store reads
+        // a frame only once it is visible.
         unsafe { slice::from_raw_parts(self.start().as_ptr(), self.len) }
     }
 
     /// Returns the bytes of the frame, to be filled before any worker receives the frame.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `bytes`; &mut self excludes any other view in this process, and the store
-        // only fills a frame before it is visible and while it is reserved for no other writer.
+        // fills a frame only before it is visible and while it is reserved for no other writer.
         unsafe { slice::from_raw_parts_mut(self.start().as_ptr(), self.len) }
     }
 }
@@ -144,7 +144,7 @@ pub struct Frames {
 }
 
 impl Frames {
-    /// Returns the layout of the frames of each size class.
+    /// Returns the frame layout of each size class.
     pub fn grids(&self) -> &[FrameGrid] {
         &self.grids
     }
@@ -209,7 +209,7 @@ impl HostArena {
     }
 
     /// Returns the frames of these sizes in a separate mapping. If multiple stores share the arena,
-    /// each store must only lend frames in its own slabs.
+    /// each store must lend only frames in its own slabs.
     ///
     /// Returns `InvalidConfig` if a slab is too small for a frame of any of the sizes.
     pub fn frames(&self, slab_bytes: u64, sizes: &FrameSizes) -> Result<Frames> {
@@ -245,7 +245,7 @@ impl HostArena {
     }
 }
 
-/// A worker's view of the arena, possibly in another process. Only checks bounds; the caller must
+/// A worker's view of the arena, possibly in another process. Checks only bounds; the caller must
 /// respect leases.
 #[derive(Debug)]
 pub struct Arena {
@@ -307,7 +307,7 @@ impl Arena {
         self.mapping.size_bytes
     }
 
-    /// Computes the tag of the part of `part_bytes` bytes at `offset` and writes its trailer.
+    /// Computes the tag of a part (`part_bytes` bytes at `offset`) and writes the part's trailer.
     /// Returns the tag.
     ///
     /// The frame must be reserved for the caller, and the caller must have finished writing to it.
@@ -323,7 +323,7 @@ impl Arena {
         Ok(tag)
     }
 
-    /// Returns None if the part matches `spec`, or else why it must not be used. The frame must be
+    /// Returns None if the part matches `spec`. Otherwise, returns the damage. The frame must be
     /// pinned for the caller.
     pub fn check(
         &self,

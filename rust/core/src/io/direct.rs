@@ -68,8 +68,8 @@ impl OsFile {
         if !buffered.metadata()?.is_file() {
             return Err(Error::new(ErrorKind::InvalidInput, "not a regular file"));
         }
-        // A file system without O_DIRECT returns EINVAL here. Any other error will occur again when
-        // the file is used.
+        // A file system without O_DIRECT returns EINVAL here. Any other error will recur when the
+        // file is used.
         let direct = direct
             .then(|| options.clone().custom_flags(flags(OFlags::DIRECT)).open(path).ok())
             .flatten();

@@ -132,7 +132,7 @@ impl FrameSizes {
     }
 }
 
-/// The layout of the frames of one size in an arena. Frames are adjacent within a slab and never
+/// The layout of all frames of one size in an arena. Frames are adjacent within a slab and never
 /// cross a slab boundary. The last slab also includes the remaining bytes of the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameGrid {

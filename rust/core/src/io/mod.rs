@@ -2,7 +2,7 @@
 //!
 //! `frame` numbers the frames, `arena` maps them, `numa` places them on NUMA nodes, `part` writes
 //! and checks trailers, `memory` determines the available memory, and `direct` accesses files. The
-//! module only checks bounds; callers must respect leases.
+//! module checks only bounds; callers must respect leases.
 
 pub mod arena;
 pub mod direct;

@@ -139,8 +139,8 @@ fn policy_at(address: usize) -> Option<i32> {
     (done == 0).then_some(mode)
 }
 
-/// Places whole pages at `address` that have not been allocated on one NUMA node, for all processes
-/// that map them.
+/// Places the unallocated whole pages at `address` on one NUMA node, for all processes that map
+/// them.
 ///
 /// Returns false and changes nothing if the server or an earlier engine has already placed the
 /// pages. Also returns false if the kernel rejects the placement, in which case the kernel chooses

@@ -87,7 +87,7 @@ impl PartSpec<'_> {
         Ok((self.trailer(payload.len(), tag), tag))
     }
 
-    /// Returns None if `trailer` and `payload` match this part, or else the damage.
+    /// Returns None if `trailer` and `payload` match this part. Otherwise, returns the damage.
     pub fn check(&self, payload: &[u8], trailer: &[u8; TRAILER_BYTES]) -> Option<Damage> {
         let expected = self.trailer(payload.len(), 0);
         let mut fields = [

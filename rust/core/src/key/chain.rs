@@ -126,7 +126,7 @@ impl KeyChain {
         Ok(group.and_then(|group| of_group(&[own], group).next()).unwrap_or(own))
     }
 
-    /// Computes all keys of the prefix that are still missing in KV cache group `group`.
+    /// Computes the missing keys of the prefix in KV cache group `group`.
     pub fn extend_group(&mut self, group: u32) {
         let known = self.groups.iter().position(|of| of.group == group).unwrap_or_else(|| {
             self.groups.push(OfGroup {
@@ -163,7 +163,7 @@ impl KeyChain {
     /// Declares a multimodal item at positions [`start`, `start + num_tokens`). An item must be
     /// declared before its positions are appended.
     ///
-    /// Declaring an item again has no effect.
+    /// Declaring the same item twice has no effect.
     pub fn add_item(&mut self, identifier: &str, start: u32, num_tokens: u32) -> Result<()> {
         let item = Item { identifier: identifier.into(), start, num_tokens };
         let fail = |message: &str| {
@@ -239,8 +239,8 @@ impl KeyChain {
         self.push_pending(kind, rest);
     }
 
-    /// Returns true if `num` token ids are exactly the content of the next key, which is one whole
-    /// block without items.
+    /// Returns true if the next `num` token ids are exactly what the next key adds: one whole block
+    /// without items.
     pub(super) fn is_next_block(&self, num: usize) -> bool {
         let (start, len) = (self.block_start(), self.block_tokens);
         let is_whole = num == len as usize && self.pending.len() == 0 && self.next_len() == len;

@@ -23,9 +23,9 @@ pub(super) static MIXED: LazyLock<Mode> = LazyLock::new(|| Mode::new("mixed"));
 pub(super) static CHAIN: LazyLock<Mode> = LazyLock::new(|| Mode::new("chain"));
 pub(super) static GROUP: LazyLock<Mode> = LazyLock::new(|| Mode::new("group"));
 
-/// Inputs of at least this size are hashed on rayon's threads. For smaller inputs, the overhead of
-/// waking threads is too high. The first such hash starts the thread pool, so a process must not
-/// hash after a fork.
+/// Inputs of at least this size are hashed on rayon's threads. For smaller inputs, waking the
+/// threads takes too long. The first large input starts the thread pool, so a process must not hash
+/// after a fork.
 pub(super) const PARALLEL_BYTES: usize = 512 << 10;
 
 // Domain flags, from table 3 in section 2.2 of the BLAKE3 paper.

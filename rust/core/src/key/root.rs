@@ -96,7 +96,7 @@ pub fn namespace_id(namespace: &[u8; 32]) -> String {
 }
 
 /// Returns the key of the empty prefix in a namespace. `adapter` is the name of a `LoRA` adapter
-/// with its path or id.
+/// and its path or id.
 ///
 /// A missing salt and an empty salt result in different roots. Returns `InvalidConfig` if a string
 /// is 4 GiB or longer.

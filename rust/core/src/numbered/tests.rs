@@ -8,7 +8,7 @@ use super::{Numbered, SPARE};
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// Adds entries, given how many and the distance between their numbers.
+    /// Adds this many entries, with this distance between their numbers.
     Enter(usize, u64),
     /// Inserts a number below the last number, as if another thread had been faster.
     EnterBelow(u64),

@@ -71,7 +71,7 @@ impl Store {
         &self.inner.arena
     }
 
-    /// Returns the number of leading units that are stored, for each prefix. The result is a
+    /// For each prefix, returns the number of leading units that are stored. The result is a
     /// consistent snapshot. The disk is treated as empty while reads are paused. Has no side
     /// effects (I9).
     pub fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
@@ -82,8 +82,8 @@ impl Store {
 
     /// Counts the `anchors` of a prefix that are stored, and the stored anchors that are proven.
     ///
-    /// An anchor is a number of units and the key of the last unit. Anchors must be in ascending
-    /// order. A prefix that starts at a proven anchor needs no earlier keys (see
+    /// An anchor is a number of units and the key of the last of these units. Anchors must be in
+    /// ascending order. A prefix that starts at a proven anchor needs no earlier keys (see
     /// [`Prefix::first`]).
     pub fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
         self.inner.with_open_state(|state| state.anchors(anchors)).unwrap_or_default()
@@ -92,7 +92,7 @@ impl Store {
     /// Pins the parts of prefixes that are in host memory and queues reads of the parts that are
     /// only on disk. Returns one lease for all prefixes.
     ///
-    /// Each read takes a frame when it starts. The leased part of a prefix stops before the first
+    /// Each read takes a frame when it starts. The leased part of a prefix ends before the first
     /// chunk that gets no frame or cannot be read.
     pub fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> ReadLease {
         let hold =
@@ -104,7 +104,7 @@ impl Store {
     /// result of each request. A request for dependent chunks stops at the first chunk that gets no
     /// frame. A request for independent chunks skips that chunk.
     ///
-    /// If `limit_bytes` is set, this and all later saves only use the first `limit_bytes` of the
+    /// If `limit_bytes` is set, this and all later saves use only the first `limit_bytes` of the
     /// arena. Reserves nothing if a prefix is shorter than its range of units.
     pub fn reserve_many(
         &self,

@@ -1,5 +1,5 @@
-//! A log of the keys of chunks that were recently added to a tier or removed from it. The log is
-//! read by `listener`.
+//! A log of the keys of chunks that were recently added to a tier or removed from it. `listener`
+//! reads the log.
 
 use std::collections::VecDeque;
 
@@ -23,7 +23,7 @@ impl Tiers {
         u8::from(self.host) + 2 * u8::from(self.disk) + 4 * u8::from(self.coming)
     }
 
-    /// Converts a bit set from [`Self::bits`] back. Returns None for any other number.
+    /// Converts a bit set from [`Self::bits`] to tiers. Returns None for any other number.
     #[must_use]
     pub fn of_bits(bits: u8) -> Option<Self> {
         (bits < 8).then_some(Self {
@@ -37,11 +37,11 @@ impl Tiers {
 /// Result of [`Listener::changes`](super::Listener::changes).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Changes {
-    /// The requested chunks, followed by the changed chunks from oldest to newest change, with
-    /// their tiers. A key may occur more than once.
+    /// Chunks and their tiers: first the requested chunks, then the changed chunks, oldest change
+    /// first. A key may occur more than once.
     pub rows: Vec<(ChunkKey, Tiers)>,
-    /// True if keys were dropped from the log, so that chunks that are not in `rows` may have
-    /// changed too.
+    /// True if keys were dropped from the log, so chunks that are not in `rows` may have changed
+    /// too.
     pub lost: bool,
 }
 
@@ -54,7 +54,7 @@ impl Changes {
     }
 }
 
-/// A log in which keys are numbered. A listener's position is the number of the next key to read.
+/// A log of numbered keys. A listener's position is the number of the next key to read.
 #[derive(Debug, Default)]
 pub(crate) struct ChangeLog {
     pub(crate) keys: VecDeque<ChunkKey>,

@@ -23,16 +23,16 @@ pub struct StoreConfig {
     pub host_bytes: u64,
     /// Eviction policy of each tier.
     pub eviction: Eviction,
-    /// Available memory in bytes, if known (see [`crate::io::available_bytes`]). The value is only
-    /// checked when the store opens. Pages are allocated when a frame is first used, so stores that
-    /// open concurrently see the same available memory. Allocating all pages at startup would take
-    /// seconds per 10 GiB.
+    /// Available memory in bytes, if known (see [`crate::io::available_bytes`]). The value is
+    /// checked only when the store opens. Pages are allocated when a frame is first used, so stores
+    /// that open concurrently see the same available memory. Allocating all pages at startup would
+    /// take seconds per 10 GiB.
     pub available_bytes: Option<u64>,
     /// The namespace: a fingerprint of everything except content that affects KV bytes.
     pub namespace: [u8; 32],
     /// The disk tier, if one is configured.
     pub disk: Option<DiskSettings>,
-    /// Current Unix time in seconds, so that chunks also expire across restarts.
+    /// Current Unix time in seconds, so that a restart does not extend a chunk's time to live.
     pub now_s: u64,
     /// Limits of each tenant.
     pub limits: TenantLimits,
@@ -43,7 +43,7 @@ pub struct StoreConfig {
 pub struct ArenaInfo {
     /// Path for [`crate::io::Arena::open`].
     pub path: String,
-    /// Number of the arena (see [`crate::io::Arena::id`]), because paths are reused.
+    /// Identifies the arena (see [`crate::io::Arena::id`]), because paths are reused.
     pub id: u64,
     /// Arena size, in bytes.
     pub size_bytes: u64,
@@ -59,7 +59,7 @@ pub struct ArenaInfo {
 pub struct LifelineInfo {
     /// Path at which workers open the pipe for writing.
     pub path: String,
-    /// Inode of the pipe, because paths are reused.
+    /// Inode of the pipe. Identifies the pipe, because paths are reused.
     pub id: u64,
 }
 
@@ -72,7 +72,7 @@ pub struct DiskSettings {
     pub cap_bytes: u64,
     /// Number of threads for reads and writes (`disk_threads`).
     pub num_threads: u32,
-    /// Description of the namespace for operators, on one line.
+    /// One-line description of the namespace for operators.
     pub description: String,
 }
 

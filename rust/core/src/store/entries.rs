@@ -78,7 +78,7 @@ impl State {
         }
     }
 
-    /// Frees a detached entry that is unused, and then its detached ancestors that are now unused.
+    /// Frees an unused detached entry, and then any detached ancestors that become unused.
     pub(crate) fn reap(&mut self, id: ChunkId) {
         let mut next = Some(id);
         while let Some(id) = next {
@@ -130,7 +130,7 @@ impl State {
         self.remove_slice()
     }
 
-    /// Remembers keys that must not be indexed, because some chunks on disk are not indexed yet.
+    /// Records discarded keys, so that chunks on disk with these keys are not indexed later.
     fn reject(&mut self, keys: &[ChunkKey]) {
         let work = &mut self.disk;
         if work.clearing == Clearing::No {
@@ -162,7 +162,7 @@ impl State {
         !self.removals.is_empty() || self.index.old_root().is_some()
     }
 
-    /// Removes the chunk's key immediately, and the chunk with its descendants slice by slice.
+    /// Removes the chunk's key immediately, and the chunk and its descendants slice by slice.
     pub(crate) fn remove_tree(&mut self, id: ChunkId) {
         self.remove_tree_for(id, Cause::Discard);
     }

@@ -1,4 +1,4 @@
-//! Eviction on request of an operator: evicts the chunks of one tenant, or all chunks, from host
+//! Eviction at an operator's request: evicts the chunks of one tenant, or all chunks, from host
 //! memory or from every tier.
 //!
 //! A walk visits the index slice by slice and releases the lock between slices. Chunks saved during
@@ -39,7 +39,7 @@ pub struct Evict {
 #[derive(Debug, Default)]
 struct Walk {
     next: u32,
-    /// Parent of the last evicted chunk, which is visited next unless its entry was freed.
+    /// Parent of the last evicted chunk. The parent is visited next unless its entry was freed.
     above: Option<(ChunkId, u32)>,
     /// True if the walk may have missed chunks on disk that were not indexed yet.
     is_blind: bool,
@@ -48,8 +48,8 @@ struct Walk {
 }
 
 impl Store {
-    /// Evicts the selected chunks. Returns once neither a lookup nor a restart can find them, or at
-    /// the deadline.
+    /// Evicts the selected chunks. Unless `is_host_only` is set, waits until neither a lookup nor a
+    /// restart can find them. Returns at the deadline at the latest.
     pub fn evict(&self, what: Evict, deadline: Instant) -> Evicted {
         let (mut walk, mut before) = (Walk::default(), None);
         loop {

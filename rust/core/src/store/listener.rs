@@ -3,10 +3,10 @@
 //!
 //! The change log contains keys, not events. A listener receives each key together with the tiers
 //! that contain the chunk at the time of the call. The last report for a key is therefore always
-//! correct, even if the chunk was removed and added again, or while trees are being removed. If the
-//! log is full, the oldest keys are dropped. A listener that missed keys receives `lost` and must
-//! query all keys it has recorded. All listeners share one log and each keeps only a position in
-//! it, so additional listeners use almost no memory.
+//! correct, even if the chunk was removed and re-added, or if trees are being removed. If the log
+//! is full, the oldest keys are dropped. A listener that missed keys receives `lost` and must query
+//! all keys it has recorded. All listeners share one log and each keeps only a position in it, so
+//! additional listeners use almost no memory.
 
 use std::sync::Arc;
 
@@ -57,7 +57,7 @@ impl State {
     }
 }
 
-/// Receives the changes of a store. Changes are only logged while there is a listener.
+/// Receives the changes of a store. Changes are logged only while there is a listener.
 #[derive(Debug)]
 #[must_use = "dropping a listener unsubscribes it"]
 pub struct Listener {

@@ -47,12 +47,11 @@ impl Sum for Progress {
     }
 }
 
-/// The chunks of one prefix held by a read lease: first the chunks in host memory, then the chunks
-/// that were only on disk.
+/// The chunks of one prefix that a read lease holds: first the chunks in host memory, then the
+/// chunks that were only on disk.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
-    /// The last chunk that was in host memory. Holding this chunk pins the prefix of `num_host`
-    /// chunks.
+    /// The last chunk that was in host memory. Holding this chunk pins the first `num_host` chunks.
     host_end: Option<ChunkId>,
     num_host: u32,
     /// The chunks after `host_end`, in order. Each chunk is held separately, and the first `ready`
@@ -71,8 +70,7 @@ impl Held {
     }
 }
 
-/// Maximum number of ancestors searched for a chunk on disk whose use is reported to the disk
-/// policy.
+/// Maximum number of ancestors searched for a chunk on disk to mark as used in the disk policy.
 const MAX_TOUCH_STEPS: usize = 64;
 
 impl State {
@@ -135,8 +133,8 @@ impl State {
         }
     }
 
-    /// Returns the progress of a lease. The lease is cut short at a chunk whose read failed or is
-    /// paused.
+    /// Truncates a lease before the first chunk whose read failed or is paused. Returns the
+    /// progress of the lease.
     pub(crate) fn poll(&mut self, held: &mut Held) -> Progress {
         while held.loads.get(held.ready).is_some_and(|&id| self.index[id].host.is_visible()) {
             held.ready += 1;

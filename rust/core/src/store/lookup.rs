@@ -52,8 +52,8 @@ impl<'a> Prefix<'a> {
         u32::try_from(self.keys.len()).unwrap_or(u32::MAX).saturating_add(self.first)
     }
 
-    /// Returns the key of the last of the first `num_units` units, or the root key if `num_units`
-    /// is 0. That key must not be omitted.
+    /// Returns the key of the prefix of `num_units` units: the root key for 0 units, and otherwise
+    /// the key of the last unit, which must not be omitted.
     pub(crate) fn key_of(&self, num_units: u32) -> ChunkKey {
         num_units.checked_sub(1).map_or(self.root, |last| self.keys[(last - self.first) as usize])
     }
@@ -64,7 +64,7 @@ impl<'a> Prefix<'a> {
         Self { keys: &self.keys[..(num_units - self.first) as usize], ..self }
     }
 
-    /// Returns the number of units up to the first key, and the first key, if keys are omitted.
+    /// If keys are omitted, returns the first key, preceded by the number of units that it covers.
     fn base(&self) -> Option<(u32, ChunkKey)> {
         let key = self.keys.first().filter(|_| self.first > 0)?;
         Some((self.first.saturating_add(1), *key))
@@ -74,14 +74,14 @@ impl<'a> Prefix<'a> {
 /// Result of [`Store::anchors`](super::Store::anchors).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Anchors {
-    /// Number of leading anchors that are proven. A prefix may start at the last proven anchor.
+    /// Number of leading anchors that are proven. A prefix can start at the last proven anchor.
     pub num_known: u32,
     /// Number of leading anchors that are stored.
     pub num_stored: u32,
 }
 
 impl State {
-    /// Returns the chunk of the last of the first `end` units if it is visible in host memory.
+    /// Returns the chunk that completes a prefix of `end` units if it is visible in host memory.
     pub(crate) fn visible(&self, prefix: &Prefix<'_>, end: u32) -> Option<ChunkId> {
         let is_here = |entry: &Entry| entry.host.is_visible();
         if end == 0 {
@@ -125,7 +125,7 @@ impl State {
         }
     }
 
-    /// Returns the chunk of an anchor if it is stored and it and all its ancestors are proven.
+    /// Returns an anchor's chunk if the chunk is stored and is proven along with all its ancestors.
     fn find_proven(&self, (end, key): (u32, ChunkKey)) -> Option<ChunkId> {
         let is_proven = |entry: &Entry| entry.proven && !entry.removing && !entry.detached;
         let is_stored = self.is_stored();
@@ -140,7 +140,7 @@ impl State {
         prefix.first == 0 || prefix.base().and_then(|base| self.find_proven(base)).is_some()
     }
 
-    /// Returns the number of leading units in host memory, and the number stored in any tier.
+    /// Counts the leading units in host memory and the leading units that are stored in any tier.
     pub(crate) fn find(&self, prefix: &Prefix<'_>) -> Lookup {
         if self.has_proven_base(prefix) { self.find_unremoved(*prefix) } else { Lookup::default() }
     }
@@ -209,9 +209,9 @@ impl State {
         before + leading(most - before, is_present)
     }
 
-    /// Finds the deepest of the first `units` chunks whose parent key does not match the prefix
-    /// because a record on disk is wrong. Removes that chunk and returns its depth. If all chunks
-    /// match, marks them as proven.
+    /// Finds the deepest chunk among the first `units` that has the wrong parent key because its
+    /// record on disk is wrong. Removes that chunk and returns its depth. If all chunks match,
+    /// marks them as proven.
     fn remove_foreign(&mut self, prefix: &Prefix<'_>, units: u32) -> Option<u32> {
         if units == 0 {
             return None;
@@ -243,7 +243,7 @@ pub(crate) fn leading(num: u32, mut holds: impl FnMut(u32) -> bool) -> u32 {
     if num == 0 || holds(num - 1) {
         return num;
     }
-    let (mut yes, mut no) = (0, num - 1); // the predicate holds below `yes` and not at `no`
+    let (mut yes, mut no) = (0, num - 1); // the predicate holds below `yes` but not at `no`
     let mut step = 1;
     while yes + step <= no && holds(yes + step - 1) {
         yes += step;

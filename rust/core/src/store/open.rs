@@ -22,8 +22,7 @@ use crate::{ErrorKind, Result};
 const LAST_JOB_TIMEOUT: Duration = Duration::from_millis(800);
 /// How long an embedded store waits for the disk to open before it starts without the disk.
 const FIRST_TIMEOUT: Duration = Duration::from_secs(10);
-/// Like `FIRST_TIMEOUT`, but on a server, where calls for other namespaces are blocked while it
-/// waits.
+/// Like `FIRST_TIMEOUT`, but on a server, where the wait blocks calls for other namespaces.
 const FIRST_TIMEOUT_ON_SERVER: Duration = Duration::from_secs(1);
 /// Maximum number of chunks on disk for which the index reserves memory up front.
 const MAX_RESERVED: usize = 1 << 24;
@@ -43,14 +42,14 @@ impl Store {
     ///
     /// If the disk tier cannot be opened because of an I/O error or because another process uses
     /// it, the store logs an event, serves from host memory and retries. Returns `InvalidConfig`
-    /// with a message that names the invalid setting, or `Io` if memory or threads cannot be
-    /// allocated.
+    /// with a message that names the invalid setting, or `Io` if memory cannot be allocated or a
+    /// thread cannot be started.
     pub fn open(config: &StoreConfig) -> Result<Self> {
         Self::with_tier(config, None, Self::opener(config, &Arc::default())?, Self::clock())
     }
 
-    /// Like [`Self::open`], but allocates host memory from a pool that can be shared by multiple
-    /// stores. The store's share is `percent` of the pool, or an equal part if `percent` is None.
+    /// Like [`Self::open`], but allocates host memory from a pool that multiple stores can share.
+    /// The store's share is `percent` of the pool, or an equal part if `percent` is None.
     ///
     /// Ignores `config.host_bytes`, and waits up to one second for the disk. Also returns
     /// `InvalidConfig` if the frames are too large for the pool's slabs.
@@ -94,7 +93,7 @@ impl Store {
     ) -> Result<Self> {
         let host_bytes = share.map_or(config.host_bytes, |(pool, _)| pool.size_bytes());
         let config = StoreConfig { host_bytes, ..config.clone() };
-        config.check("host_size")?; // with invalid settings, no directory may be created
+        config.check("host_size")?; // invalid settings must not create a directory
         let host = match share {
             None => HostTier::create(host_bytes, &config.frame_sizes)?,
             Some((pool, percent)) => HostTier::join(pool, percent, &config.frame_sizes)?,
@@ -156,7 +155,7 @@ impl Store {
     /// disk.
     ///
     /// Returns false at the deadline, or earlier if the deadline cannot be met, for example because
-    /// the disk is paused for longer.
+    /// the disk is paused beyond the deadline.
     pub fn flush(&self, timeout: Duration) -> bool {
         let (start, start_time) = (Instant::now(), (self.inner.clock)());
         let deadline = start_time.saturating_add(timeout);

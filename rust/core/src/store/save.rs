@@ -54,7 +54,7 @@ pub struct SaveRequest<'a> {
     pub class: SizeClass,
     /// True if the chunks are independent, as in sliding-window and Mamba groups: the root is the
     /// parent of every chunk, and chunks that get no frame are skipped. If the prefix has a key
-    /// after the last unit, it is the key of the full-attention chunk at the end of the same
+    /// after the last unit, that key identifies the full-attention chunk at the end of the same
     /// prefix.
     pub is_independent: bool,
 }
@@ -87,7 +87,7 @@ impl SaveRequest<'_> {
         Err(error.with_context("class", self.class.0).with_context("num_classes", num_classes))
     }
 
-    /// Returns the result if no chunk gets a frame.
+    /// Returns the result of a request that gets no frames.
     pub fn dropped<T>(&self) -> Reserved<T> {
         let num_dropped = self.units.end.saturating_sub(self.units.start);
         Reserved { chunks: Vec::new(), num_dropped }
@@ -165,7 +165,7 @@ impl State {
         if new.depth == 0 { None } else { self.index.get(&new.parent_key) }
     }
 
-    /// Returns the existing entry of the chunk, if any. An entry with the same key at a different
+    /// Returns the chunk's existing entry, if any. An entry with the same key at a different
     /// position is being removed or was forged on disk; this method removes it.
     fn find_own(&mut self, new: &Entry, parent: Option<ChunkId>) -> Option<ChunkId> {
         let id = self.index.get(&new.key)?;

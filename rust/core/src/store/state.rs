@@ -38,8 +38,8 @@ pub(crate) enum Cause {
     Age,
 }
 
-/// Expiry times of trees of chunks. A tree starts at a chunk that has no parent or that expires
-/// before its parent.
+/// Expiry times of chunk trees. A tree starts at a chunk that has no parent or that expires before
+/// its parent.
 #[derive(Debug, Default)]
 pub(crate) struct Expiries(pub(crate) BTreeSet<(u32, ChunkId)>);
 

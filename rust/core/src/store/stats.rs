@@ -83,7 +83,7 @@ struct Stats {
     disk_read_busy_us,
     /// Number of failed attempts to read a chunk. Each failed read is retried once.
     disk_read_errors,
-    /// Number of chunks on disk whose content or position in the prefix does not match the key.
+    /// Number of chunks on disk with content or a prefix position that does not match their key.
     disk_verify_failures,
     /// Host memory guaranteed to the store when other stores need memory, in bytes. Without a pool,
     /// this is the whole host tier.
@@ -102,7 +102,7 @@ struct Stats {
     frames_free,
     /// Number of chunks that lookups can find in any tier.
     entries,
-    /// Number of pinned chunks. A chunk is counted once for each read lease.
+    /// Number of pinned chunks. A chunk is counted once for each read lease that pins it.
     pins,
     /// Number of read leases.
     read_leases,
@@ -110,7 +110,7 @@ struct Stats {
     write_leases,
     /// Number of chunks on disk.
     disk_used,
-    /// Size of the slots of chunks on disk, in bytes.
+    /// Total size of the slots that contain chunks, in bytes.
     disk_used_bytes,
     /// Uncompressed size of the chunks on disk, in bytes.
     disk_raw_bytes,
@@ -141,10 +141,10 @@ pub struct Evicted {
     pub host_bytes: u64,
     /// Disk space occupied by these chunks, in bytes.
     pub disk_bytes: u64,
-    /// Number of selected chunks that are in use. If chunks are evicted from every tier, these
-    /// chunks are removed, but their frames are only freed after use. Otherwise, they are kept.
+    /// Number of selected chunks that are in use. An eviction from every tier removes these chunks
+    /// and frees their frames after use. An eviction from host memory keeps them.
     pub num_in_use: u64,
-    /// True if the deadline passed, so lookups or a restart may still find some of the chunks.
+    /// True if the eviction is incomplete: lookups or a restart may still find some of the chunks.
     pub is_cut_short: bool,
 }
 

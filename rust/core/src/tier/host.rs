@@ -79,8 +79,7 @@ impl HostTier {
         Ok(tier)
     }
 
-    /// Creates the tier of a store in a shared pool. The tier has no slabs yet. See
-    /// [`Pool::check`].
+    /// Creates a tier in a shared pool, without slabs. See [`Pool::check`] for errors.
     pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>, sizes: &FrameSizes) -> Result<Self> {
         pool.check(sizes)?;
         let frames = pool.arena.frames(pool.slab_bytes(), sizes)?;
@@ -154,14 +153,14 @@ impl HostTier {
         }
     }
 
-    /// Restricts saves to frames in the first `limit_bytes`. Workers cannot copy to other frames
-    /// yet.
+    /// Restricts saves to frames in the first `limit_bytes` of the arena. Workers cannot copy to
+    /// other frames yet.
     pub(crate) fn limit(&mut self, limit_bytes: u64) {
         self.limit_bytes = limit_bytes;
     }
 
     /// Takes the lowest free frame of the class if it is suitable. The memory of low frames is most
-    /// likely allocated already.
+    /// likely to be allocated already.
     pub(crate) fn take(&mut self, request: FrameRequest) -> Option<FrameId> {
         let FrameRequest { class, .. } = request;
         if !self.has_free(request) {
@@ -192,7 +191,7 @@ impl HostTier {
         }
     }
 
-    /// Returns true if evicting the chunk in `frame` can help the request. Evicting does not help
+    /// Returns true if evicting the chunk in `frame` can help the request. Eviction does not help
     /// if workers cannot copy to the frame, or if the frame has a different class and a slab is
     /// already being emptied for the requested class.
     pub(crate) fn is_fit(&self, frame: FrameId, request: FrameRequest) -> bool {
@@ -211,7 +210,7 @@ impl HostTier {
         self.hungry = (self.grids.len() > 1).then_some(class);
     }
 
-    /// Assigns a frame that was taken to a chunk.
+    /// Assigns a taken frame to a chunk.
     pub(crate) fn assign(&mut self, frame: FrameId, to: ChunkId) {
         self.grids[frame.class().index()].assign(frame.number(), to);
     }
@@ -241,7 +240,7 @@ impl HostTier {
     }
 
     /// Lends access to the bytes of a frame. Returns None if the frame is already lent or is free.
-    /// The bytes of a free frame may be used by another store.
+    /// Another store may be using the bytes of a free frame.
     pub(crate) fn lend(&mut self, frame: FrameId) -> Option<Frame> {
         let grid = self.grids.get(frame.class().index())?;
         if grid.is_taken(frame.number()) { self.frames.lend(frame) } else { None }
@@ -253,8 +252,8 @@ impl HostTier {
 
     // -- slabs ----------------------------------------------------------------------------------
 
-    /// Assigns slabs that this store has received from the pool to the hungry class, or else to the
-    /// class with the fewest free frames.
+    /// Assigns newly received slabs to the hungry class, or else to the class with the fewest free
+    /// frames.
     pub(crate) fn collect(&mut self) {
         let arrived = self.member.collect();
         let class = self.hungry.or_else(|| self.fullest());
@@ -286,7 +285,7 @@ impl HostTier {
         at.map(|at| self.assign_slab(at, class)).is_some()
     }
 
-    /// Returns the number of leading slabs that workers can at least partly copy to.
+    /// Returns the number of leading slabs that workers can copy to, at least in part.
     fn end_of_limit(&self) -> u32 {
         let end = self.limit_bytes.div_ceil(self.member.pool.slab_bytes());
         u32::try_from(end).unwrap_or(u32::MAX)
@@ -324,8 +323,7 @@ impl HostTier {
         }
     }
 
-    /// Returns the most urgent request for one of this store's slabs. Requests of other stores take
-    /// precedence.
+    /// Returns the most urgent request for a slab of this store. Other stores' requests come first.
     pub(crate) fn wanted(&self) -> Option<Wanted> {
         let asked = self.member.asked().map(|end| Wanted { end, class: None });
         let own = |class| Wanted { end: self.end_of_limit(), class: Some(class) };
@@ -371,7 +369,7 @@ impl HostTier {
         Some(id)
     }
 
-    /// Stops emptying a slab and uses it again.
+    /// Stops emptying a slab and makes its free frames available again.
     pub(crate) fn keep(&mut self, slab: SlabId) {
         let at = slab.0 as usize;
         if let SlabState::Draining(class) = self.slabs[at].state {
@@ -384,8 +382,7 @@ impl HostTier {
         matches!(self.slabs[slab.0 as usize].state, SlabState::Draining(_))
     }
 
-    /// Returns the next frame of a slab that holds a chunk, starting at frame number `from`, and
-    /// the chunk.
+    /// Returns the slab's first frame from number `from` on that holds a chunk, and the chunk.
     pub(crate) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
         match self.slabs[slab.0 as usize].state {
             SlabState::Foreign => None,

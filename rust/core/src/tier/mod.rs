@@ -14,13 +14,13 @@ use crate::Result;
 use crate::io::SizeClass;
 use crate::key::ChunkKey;
 
-/// A tier owned by this process. Each of its slots holds one frame, and checksums verify frames.
+/// A tier owned by this process. Each slot holds one frame, which is verified with a checksum.
 ///
-/// Life of a slot: `reserve` -> `write` -> `free`. A caller owns a slot from `reserve` until `free`
-/// returns Ok, and must not use it in two concurrent calls. Slots of chunks that are found when the
-/// tier is opened belong to the caller as well. After `close`, `write`, `read`, `free` and `clear`
-/// return `Closed`, and `reserve` returns None. [`disk::DiskTier`] implements this trait with
-/// files.
+/// Life cycle of a slot: `reserve` -> `write` -> `free`. A caller owns a slot from `reserve` until
+/// `free` returns Ok, and must not use it in two concurrent calls. The caller also owns the slots
+/// of chunks that are found when the tier is opened. After `close`, `write`, `read`, `free` and
+/// `clear` return `Closed`, and `reserve` returns None. [`disk::DiskTier`] implements this trait
+/// with files.
 pub trait LocalTier: fmt::Debug + Send + Sync {
     /// Reserves a free or new slot for frames of `class`. Returns None if no slot is available at
     /// the moment. Never modifies a slot that was written.

@@ -28,7 +28,7 @@ pub trait RemoteTier: fmt::Debug + Send + Sync {
     fn get(&self, key: &ChunkKey, into: &mut [u8], deadline: Instant) -> Result<bool>;
 
     /// Offers a frame. The remote side may drop the frame, but must never return only a part of it.
-    /// An existing frame may also be kept, because all frames of a key are identical. After an
-    /// error, it is unknown whether the frame is present.
+    /// It may also keep an existing frame, because all frames with the same key are identical.
+    /// After an error, it is unknown whether the frame is present.
     fn put(&self, key: &ChunkKey, frame: &[u8], deadline: Instant) -> Result<()>;
 }

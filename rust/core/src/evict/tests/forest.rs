@@ -1,4 +1,4 @@
-//! A forest of chunks that drives a policy like the store does, and an oracle that records each use
+//! A forest of chunks that drives a policy as the store does, and an oracle that records each use
 //! for every chunk of the prefix.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -60,7 +60,7 @@ impl Oracle {
     }
 }
 
-/// Drives a policy like the store does, with a forest of chunks and pins. Unpinned leaves are
+/// Drives a policy as the store does, with a forest of chunks and pins. Unpinned leaves are
 /// evictable.
 pub(super) struct Forest<P> {
     pub(super) policy: P,

@@ -126,7 +126,7 @@ fn growing_moves_one_segment_at_a_time() {
     }
 }
 
-/// Keys with equal hashes can only come from a damaged or forged file.
+/// Keys with equal hashes can come only from a damaged or forged file.
 #[test]
 fn keys_that_hash_alike_share_a_segment_that_grows() {
     let mut table = Table::default();

@@ -58,7 +58,7 @@ proptest! {
         append_to_each(&mut pairs).unwrap();
         for ((chain, alone), case) in chains.iter_mut().zip(&mut wanted).zip(&cases) {
             alone.append_tokens(&case.ids).unwrap();
-            // Later appends must produce equal keys, too.
+            // Later appends must also produce equal keys.
             alone.append_tokens(&case.known).unwrap();
             chain.append_tokens(&case.known).unwrap();
             prop_assert_eq!((chain.num_tokens(), chain.keys()), (alone.num_tokens(), alone.keys()));

@@ -18,7 +18,7 @@ const LONGEST_BACKOFF: Duration = Duration::from_secs(60);
 pub(crate) enum IoOutcome {
     /// The tier works. A read that returns damaged bytes is also treated as a success.
     Succeeded,
-    /// The operation failed in the tier.
+    /// The operation failed because of the tier.
     Failed,
     /// The outcome says nothing about the tier, for example because the file system is full.
     Neutral,

@@ -2,7 +2,7 @@
 //!
 //! Reads and writes share disk time fairly (see `time_shares`). Slots are freed before chunks are
 //! written, and chunks are written oldest first. No slot is freed while a chunk is being written,
-//! because that chunk may be a child of the removed chunk.
+//! because the chunk being written may be a child of a chunk whose slot would be freed.
 
 use std::time::Duration;
 
@@ -197,7 +197,7 @@ impl State {
                 let frame = self.host.lend(place).expect("a free frame is not lent (I4)");
                 return Some(Job::Read { id, slot, key: entry.key, frame });
             }
-            // No frame is available: leases that wait for this chunk are cut short before it.
+            // No frame is available: leases that wait for this chunk are truncated before it.
             self.stats.quota_dropped += u64::from(source != FrameSource::Any);
             self.fail_host(id);
         }

@@ -2,7 +2,7 @@
 //! failures.
 //!
 //! All decisions are made under the store's lock. Only `threads` performs I/O, after it has
-//! released the lock. Each file only uses files above it in this table:
+//! released the lock. Each file uses only files above it in this table:
 //!
 //! | file | contents |
 //! |---|---|

@@ -1,9 +1,9 @@
 //! Indexes the chunks found in a disk tier when it opens, possibly while the store is serving. If
 //! the tier's directory is removed, drops these chunks and reopens the tier.
 //!
-//! A check detects a removed directory once per second. After that, no job starts until the new
-//! tier is open, so that slots of the old and new tier never mix. This file does no I/O: `threads`
-//! opens, checks and closes the tier. A check that hangs opens the breakers, just like a hung job.
+//! Once per second, a check detects a removed directory. After that, no job starts until the new
+//! tier is open, so that old and new slots never mix. This file does no I/O: `threads` opens,
+//! checks and closes the tier. A check that hangs opens the breakers, just like a hung job.
 
 use std::path::Path;
 use std::time::Duration;
@@ -91,7 +91,7 @@ impl State {
         let mut ids: Vec<ChunkId> = Vec::new();
         for _ in 0..SLICE {
             let Some(entry) = self.disk.found.pop() else { break };
-            // Chunks of a prefix are adjacent, which avoids most parent lookups.
+            // The chunks of a prefix are adjacent, so most parent lookups are avoided.
             let before = ids.last().copied().filter(|&id| self.index[id].key == entry.meta.parent);
             if let Some(id) = self.recover(entry.meta, entry.slot, before) {
                 ids.push(id);

@@ -1,5 +1,5 @@
-//! Selects the chunk to evict when a chunk needs a slot on disk. `threads` frees the slot without
-//! holding the lock.
+//! Selects the chunk to evict when another chunk needs a slot on disk. `threads` frees the slot
+//! without holding the lock.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{DiskEvent, DiskState};

@@ -53,7 +53,7 @@ pub(crate) fn spawn(inner: &Arc<Locked>, nth: usize) -> Result<JoinHandle<()>> {
     thread.spawn(work).map_err(|error| Error::io("a disk thread cannot be started", error))
 }
 
-/// Opens the tier, retrying until it succeeds. Returns false if the store is closing.
+/// Opens the tier, retrying until that succeeds. Returns false if the store is closing.
 fn open(inner: &Locked) -> bool {
     let Some(opener) = &inner.opener else { return false };
     let mut wait = FIRST_REOPEN;
@@ -139,7 +139,7 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
             retain_unfreed();
             // Clears the tier even if a slot could not be freed.
             let is_cleared = guarded(|| disk.clear()).is_ok();
-            // Retries, because clearing may have helped. No other job uses these slots.
+            // Retries the slots, because clearing may have helped. No other job uses these slots.
             retain_unfreed();
             JobResult::Clear(slots, is_cleared)
         }
@@ -197,7 +197,7 @@ fn wait_for_work(inner: &Locked) -> Option<Work> {
 }
 
 /// Reads a chunk, and retries once after any error except corruption. Returns the last result and
-/// the number of such errors.
+/// the number of errors other than corruption.
 fn read(disk: &dyn LocalTier, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> (Result<()>, u64) {
     let is_io_error = |outcome: &Result<()>| {
         outcome.as_ref().is_err_and(|error| error.kind() != ErrorKind::Corrupt)
@@ -251,7 +251,7 @@ fn write(
     Written::NoRoom
 }
 
-/// Evicts chunks of a chunk's tenant until the chunk fits the tenant's quota. Returns false if no
+/// Evicts chunks of the same tenant until the chunk fits the tenant's quota. Returns false if no
 /// chunk of the tenant can be evicted.
 ///
 /// Returns an error if a slot could not be freed; the chunk in it is still stored.

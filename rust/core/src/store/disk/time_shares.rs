@@ -20,8 +20,7 @@ impl Direction {
     }
 }
 
-/// Estimate until the first job has been measured. The estimate is nonzero so that the first jobs
-/// alternate.
+/// Initial estimate of a job's duration. The estimate is nonzero so that the first jobs alternate.
 const FIRST_CHARGE: Duration = Duration::from_millis(1);
 /// Number of jobs it takes for the estimate to adapt to a new duration.
 const JOBS_TO_FOLLOW: u32 = 8;

@@ -16,7 +16,7 @@ use crate::tier::disk::SlotId;
 impl State {
     /// Applies an event to a chunk. No other code changes `Entry::disk`. This method also:
     ///
-    /// - counts the chunk's slot for its tenant and among its parent's children,
+    /// - updates the disk usage of the chunk's tenant and the child count of the chunk's parent,
     /// - adds a chunk that gets a slot to the disk policy, and removes a chunk that loses its slot,
     /// - updates the host policy if the chunk becomes unwritten or is no longer unwritten,
     /// - updates the gauges and the change log,
@@ -136,7 +136,7 @@ impl State {
         }
     }
 
-    /// Queues a chunk that became visible in host memory to be written to disk. Does nothing if
+    /// Queues the write to disk of a chunk that became visible in host memory. Does nothing if
     /// there is no disk tier or the chunk is already on disk.
     pub(crate) fn want_on_disk(&mut self, id: ChunkId) {
         if self.disk.opening != DiskOpening::NoTier && self.index[id].disk == DiskState::Absent {
@@ -180,7 +180,7 @@ impl State {
         }
     }
 
-    /// Cancels the writes of all descendants that wait for a chunk that failed to be written.
+    /// Cancels the writes of all descendants that wait for a chunk whose write failed.
     pub(crate) fn drop_blocked(&mut self, id: ChunkId) {
         let mut blocked = self.take_blocked(id);
         while let Some(child) = blocked.pop() {

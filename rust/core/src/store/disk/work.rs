@@ -98,7 +98,7 @@ pub(crate) struct DiskWork {
     pub(crate) opening: DiskOpening,
     /// Outcome of the first attempt to open the tier.
     pub(crate) first_opening: Option<Result<()>>,
-    /// The reason last logged for the tier not being open.
+    /// The last logged reason why the tier is not open.
     pub(crate) last_event: String,
     /// Chunks in the state `Queued`.
     pub(crate) write_queue: Queue,
@@ -132,11 +132,11 @@ pub(crate) struct DiskWork {
     pub(crate) stopping: bool,
     /// Chunks found when the tier was opened that are not indexed yet, in reverse order.
     pub(crate) found: Vec<DiskEntry>,
-    /// Keys that must not be indexed because they were discarded since the tier was opened.
+    /// Keys that must not be indexed because they were discarded before all chunks were indexed.
     pub(crate) rejected: HashSet<ChunkKey>,
     pub(crate) read_breaker: Breaker,
     pub(crate) write_breaker: Breaker,
-    /// Time of the next check of the directory.
+    /// Time of the next directory check.
     pub(crate) check_at: Duration,
     /// Earliest time of the next reopening.
     pub(crate) reopen_at: Duration,

@@ -72,7 +72,7 @@ impl State {
     /// Fails a chunk that cannot be filled, and all descendants that are waiting for it.
     ///
     /// A descendant whose frame is owned by a worker or a disk thread fails only after its fill has
-    /// ended. The ancestors of the descendant are kept until then.
+    /// ended. Its ancestors are kept until then.
     pub(crate) fn fail_host(&mut self, id: ChunkId) {
         let mut all = vec![id];
         let mut at = 0;
@@ -97,7 +97,7 @@ impl State {
             } else if !is_filling {
                 self.leave_failed(if entry.host.is_absent() { parent } else { Some(next) });
             } else if let Some(parent) = parent {
-                // The chunk fails again with the parent once its fill has ended.
+                // Keeps the chunk listed, so that a repeated failure of the parent visits it again.
                 self.waiters.push(parent, next);
             }
         }

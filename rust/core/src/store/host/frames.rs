@@ -1,4 +1,4 @@
-//! Provides frames for chunks, either free frames or frames freed by evicting chunks.
+//! Provides frames for chunks: free frames, or frames freed by evicting other chunks.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{HostEvent, TenantId};
@@ -9,9 +9,9 @@ use crate::tier::host::FrameRequest;
 
 /// Maximum number of chunks evicted for one frame, which takes a few milliseconds.
 const MAX_EVICTED: usize = 8192;
-/// Number of chunks that may be evicted even for a frame of a size that the store does not use yet,
-/// and maximum number of chunks spared for one frame.
+/// Number of chunks that may be evicted even for a frame of a size that the store does not use yet.
 const MIN_EVICTED: usize = 64;
+/// Maximum number of chunks spared for one frame.
 const MAX_SPARED: usize = 64;
 
 /// The search stopped because too many chunks had unsuitable frames and were spared.
@@ -48,8 +48,8 @@ impl State {
     /// use. The caller must pin any chunks that must not be evicted.
     ///
     /// Chunks are evicted in the policy's order regardless of their size. If that does not free a
-    /// frame of the requested class, a slab of a different class is emptied for the class, one
-    /// slice per call.
+    /// frame of the requested class, a slab of a different class is emptied, one slice per call,
+    /// and assigned to the requested class.
     fn take_frame(&mut self, request: FrameRequest) -> Option<FrameId> {
         if let frame @ Some(_) = self.host.take(request) {
             return frame;
@@ -71,10 +71,10 @@ impl State {
     /// whose eviction would not be useful. Returns `TooManySpared` once `MAX_SPARED` chunks are
     /// spared.
     ///
-    /// A step saves thousands of chunks group by group, and the policy evicts them in about this
-    /// order. For a frame of one size, all chunks of a step with other sizes may therefore have to
-    /// be evicted; the next saves use their frames. A size that only few chunks have must not evict
-    /// the others, so the limit grows with the number of chunks that have the size.
+    /// A step saves thousands of chunks group by group, and the policy evicts them in roughly that
+    /// order. Before a frame of one size becomes free, all of a step's chunks of other sizes may
+    /// have to be evicted; the next saves reuse their frames. A size with few chunks must not evict
+    /// all chunks of other sizes, so the limit grows with the number of frames in use of that size.
     fn evict_until(
         &mut self,
         class: SizeClass,
@@ -116,8 +116,8 @@ impl State {
         frame.is_none_or(|frame| self.host.is_fit(frame, request))
     }
 
-    /// Takes a frame for a save by evicting any evictable chunk below the limit. Asking the policy
-    /// would yield too many unsuitable chunks first.
+    /// Takes a frame for a save by evicting any evictable chunk below the limit. The policy would
+    /// return too many unsuitable chunks first.
     fn take_frame_below_limit(&mut self, request: FrameRequest) -> Option<FrameId> {
         for _ in 0..MAX_SPARED {
             if let Some(id) = self.host.next_below_limit(request.class)

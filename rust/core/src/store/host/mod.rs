@@ -1,5 +1,5 @@
 //! The host side of the store: manages which chunks have a frame and which chunks can be loaded.
-//! This file defines the data of `fill` and `emptying`.
+//! This file defines the data structures of `fill` and `emptying`.
 //!
 //! | file | contents |
 //! |---|---|
@@ -46,8 +46,8 @@ impl Waiters {
     }
 }
 
-/// The slabs that are being emptied. A round spans many calls but visits each chunk that cannot be
-/// evicted only once.
+/// The slabs that are being emptied. A round spans many calls. In each round, a chunk that cannot
+/// be evicted is visited only once.
 #[derive(Debug, Default)]
 pub(crate) struct Drains {
     pub(crate) all: Vec<Drain>,

@@ -16,8 +16,8 @@ use crate::store::state::State;
 use crate::store::tenants::limits::{Bases, Ceiling, Table, TenantLimits};
 use crate::tier::disk::{self, DiskRoot, RemovedChunks};
 
-/// Tolerance for save times in the future. A chunk beyond it has an unknown age and is treated as
-/// expired.
+/// Tolerance for save times in the future. A chunk with a later save time has an unknown age and is
+/// treated as expired.
 const MAX_SKEW_S: u32 = 60;
 
 /// Returns the expiry time of a chunk saved at `saved_s`, as computed at `now_s`.

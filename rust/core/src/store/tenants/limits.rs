@@ -77,7 +77,7 @@ impl Ceiling {
     pub(crate) const NONE: u32 = u32::MAX;
 }
 
-/// Sizes of the tiers in pages, to which relative quotas refer.
+/// Tier sizes in pages, from which relative quotas are computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Bases {
     pub(crate) host: u64,

@@ -1,4 +1,4 @@
-//! Tenants: limits on how much of each tier a `cache_salt` can use and for how long, and its usage.
+//! Tenants: how much of each tier a `cache_salt` uses, how much it may use, and for how long.
 //!
 //! | file | contents |
 //! |---|---|

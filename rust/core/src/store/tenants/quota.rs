@@ -1,8 +1,8 @@
 //! Quotas: a tenant at its quota gets a frame or slot only by evicting its own coldest chunk.
 //!
-//! A frame is included in the usage as soon as it is taken, so no tenant exceeds its quota, with
-//! two exceptions: the quota was lowered, or the disk held more when it was opened. The sweeper
-//! then evicts the excess.
+//! A frame is included in the usage as soon as it is taken, so a tenant exceeds its quota only if
+//! the quota was lowered or if the disk contained more when it was opened. In both cases, the
+//! sweeper evicts the excess.
 
 use crate::evict::{ChunkId, GroupId};
 use crate::index::{Entry, TenantId};
@@ -79,8 +79,8 @@ impl State {
         }
     }
 
-    /// Updates the sizes to which relative quotas refer. A store that has lost its share of the
-    /// pool keeps the previous size.
+    /// Updates the tier sizes from which relative quotas are computed. A store that has lost its
+    /// share of the pool keeps the previous size.
     pub(crate) fn update_bases(&mut self) {
         let host = self.host.share_bytes() / FRAME_ALIGN;
         let host = if host > 0 { host } else { self.tenants.limits.bases.host };

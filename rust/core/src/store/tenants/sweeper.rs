@@ -15,7 +15,7 @@ use crate::{Error, Result};
 
 /// Interval between rounds.
 const SWEEP_EVERY: Duration = Duration::from_secs(1);
-/// Maximum number of trees whose removal is started per call.
+/// Maximum number of tree removals started per call.
 const MAX_EXPIRED: usize = 64;
 /// Maximum number of chunks evicted per call of `trim`, which takes about 0.2 ms.
 const MAX_TRIMMED: u32 = 128;

@@ -1,4 +1,4 @@
-//! Recomputes the store's invariants from its entries. The check is slow; tests call it after each
+//! Checks the store's invariants against its entries. The check is slow; tests call it after each
 //! step.
 
 use std::collections::HashSet;
@@ -17,7 +17,7 @@ macro_rules! ensure {
 }
 
 impl Store {
-    /// Recomputes all derived data and compares it. Returns the first inconsistency as an error.
+    /// Recomputes all derived data. Returns the first difference from the stored data as an error.
     #[doc(hidden)]
     pub fn check(&self) -> Result<(), String> {
         check(&*self.inner.lock().ok_or_else(|| "the store failed".to_owned())?)

@@ -1,4 +1,4 @@
-//! Tests for a store after a panic under its lock, and for a store whose disk opens late.
+//! Tests a store after a panic under its lock, and a store with a disk that opens late.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -138,7 +138,7 @@ fn found(number: u32) -> DiskEntry {
     DiskEntry { slot, meta, sequence: 0 }
 }
 
-/// A disk that stays closed for weeks must not use memory for each chunk discarded since then.
+/// While a disk stays closed for weeks, memory use must not grow with every discarded chunk.
 #[test]
 fn too_many_discards_before_the_disk_is_opened_clear_it() {
     let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();

@@ -3,7 +3,7 @@
 //!
 //! The test covers orders that threads rarely produce, and every failure is reproducible. After
 //! each step, the test checks the invariants (`check`), the contract of the disk, the bytes of
-//! every frame and the result of `flush`. At the end, no work may be pending or left over.
+//! every frame and the result of `flush`. At the end, no work is left.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -70,7 +70,7 @@ pub(super) struct Run {
     /// Contents of the disk: the slots in use, with the chunk in each written slot.
     slots: BTreeMap<u32, Option<DiskMeta>>,
     pub(super) in_flight: Vec<(u64, Under)>,
-    /// Reserved chunks. The key is None if the chunk was removed since then.
+    /// Reserved chunks. The key is None if the chunk has been removed.
     writes: Vec<(ChunkId, Option<ChunkKey>)>,
     reads: Vec<Held>,
     committed: BTreeSet<ChunkKey>,
@@ -402,7 +402,7 @@ impl Run {
         }
     }
 
-    /// Checks that `flush` would only return at the right time.
+    /// Checks that `flush` would not return too early.
     fn check_flushed(&self) {
         let mut wanted = BTreeMap::new();
         for (_, entry) in self.state.index.iter() {

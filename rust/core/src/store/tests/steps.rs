@@ -43,11 +43,11 @@ pub(super) enum Step {
     Wait {
         millis: u64,
     },
-    /// Simulates a check that finds the disk's directory removed.
+    /// Simulates a check that detects the removal of the disk's directory.
     RemoveDirectory,
     /// Makes a disk thread take a job.
     Take,
-    /// Performs the next I/O of a job in flight, or applies its result.
+    /// Performs the next I/O of a job in flight, or applies the job's result.
     Go {
         nth: usize,
         io: Io,

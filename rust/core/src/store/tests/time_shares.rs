@@ -21,8 +21,8 @@ impl Run {
         self.state.find(&Prefix::from(&chain)).host_units
     }
 
-    /// Runs one job for a duration of `took` and returns its letter (R, W or F). Returns None if
-    /// there is no job.
+    /// Runs one job that takes `took`. Returns the job's letter (R, W or F). Returns None if there
+    /// is no job.
     fn do_job(&mut self, took: Duration) -> Option<char> {
         self.take_job();
         let letter = match self.in_flight.last()?.1 {

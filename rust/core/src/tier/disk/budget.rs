@@ -1,8 +1,8 @@
-//! Computes how much disk space a directory takes before anything is written, so that the size
-//! limit is never exceeded.
+//! Computes, before anything is written, how much disk space a directory will take, so that the
+//! size limit is never exceeded.
 //!
-//! File data is counted in whole pages. Each slot also includes the extent metadata of the file
-//! system, because `du` counts this metadata as well.
+//! File data is counted in whole pages. The size of a slot includes the file system's extent
+//! metadata, because `du` counts it.
 
 pub(crate) const PAGE_BYTES: u64 = 4096;
 /// Size of `lock`, `superblock.json`, its temporary file, and the directories themselves.

@@ -220,7 +220,7 @@ impl SlotFiles {
 
     /// Reads all records in order, a megabyte at a time. Passes each nonempty record, or a clause
     /// that describes its defect, to `show`. Skips holes, so that a forged length costs no time.
-    /// Returns the number of slots in each file, like `lens`.
+    /// Returns the same numbers as `lens`.
     pub(super) fn for_each_record(
         &self,
         mut show: impl FnMut(SlotId, Result<Record, &'static str>),
@@ -264,7 +264,7 @@ impl SlotFiles {
 
     /// Extends both files from `from` to `to` slots. Returns true if their blocks are allocated,
     /// and false if the new slots are holes because the file system cannot preallocate. On error,
-    /// both files have `from` slots again.
+    /// both files are truncated back to `from` slots.
     pub(super) fn grow(&self, from: u32, to: u32) -> io::Result<bool> {
         let result = extend(&*self.index, index_offset(from), index_offset(to)).and_then(|index| {
             let frames = extend(&*self.frames, self.frame_offset(from), self.frame_offset(to))?;
@@ -282,8 +282,8 @@ impl SlotFiles {
         extend(&*self.frames, self.frame_offset(slots.start), self.frame_offset(slots.end))
     }
 
-    /// Frees the blocks of slots, whose records must be empty (I3). The length of the file is
-    /// unchanged.
+    /// Frees the blocks of slots. The records of the slots must be empty (I3). The length of the
+    /// file is unchanged.
     pub(super) fn punch(&self, slots: &Range<u32>) -> io::Result<()> {
         self.frames.punch(self.frame_offset(slots.start), self.frame_offset(slots.end))
     }

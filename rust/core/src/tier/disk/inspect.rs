@@ -96,9 +96,9 @@ pub(super) fn open_namespace(
 }
 
 /// Returns a clause that describes the chunks lost because the index is shorter than the frames
-/// file. The tier extends the index first, so every frame has a record. Apart from damage, an index
-/// is only too short if the process was killed between the two steps of shrinking; in that case,
-/// the lost chunks had been evicted.
+/// file. The tier extends the index first, so every frame has a record. Damage aside, an index is
+/// too short only if the process was killed between the two steps of shrinking; in that case, the
+/// lost chunks had already been evicted.
 pub(super) fn lost_records(frame_bytes: u64, records: u32, frames: u32) -> Option<String> {
     let name = namespaces::index_name(frame_bytes);
     match records {
@@ -130,8 +130,8 @@ fn inspect_one(found: &namespaces::Found) -> NamespaceInfo {
     info
 }
 
-/// Adds the chunks of a size class to `info`. Returns a description of the defect of its files, if
-/// any.
+/// Adds the chunks of a size class to `info`. Returns a description of any defect in the class's
+/// files.
 fn count_records(files: &SlotFiles, info: &mut NamespaceInfo) -> Option<String> {
     let mut bad = 0_u64;
     let walked = files.for_each_record(|_, found| match found {

@@ -125,7 +125,7 @@ fn open_files(
     sizes.classes().map(open).collect()
 }
 
-/// Creates the directory of the namespace. Replaces a file or link of the same name.
+/// Creates the directory of the namespace. Replaces a file or link with the same name.
 fn make_namespace(dir: &Path, state: &mut TierState) -> io::Result<()> {
     if fs::symlink_metadata(dir).is_ok_and(|meta| !meta.is_dir()) {
         fs::remove_file(dir)?;

@@ -4,7 +4,7 @@
 //! The owner holds an exclusive `flock`, which the kernel releases when the owner dies. The lock is
 //! taken both on the directory, because a file inside could be deleted, and on `DIR/lock`, because
 //! some file systems cannot lock directories. `DIR/lock` also contains the owner's pid for error
-//! messages of other processes.
+//! messages in other processes.
 
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind as Io, Read};
@@ -89,7 +89,7 @@ impl DirLock {
         let file =
             open_options(OFlags::DIRECTORY).open(dir).map_err(|e| failed("open", dir, asker, e))?;
         let result = flock(&file, FlockOperation::NonBlockingLockExclusive);
-        // Some network file systems only lock files opened for writing. On these file systems, the
+        // Some network file systems lock only files opened for writing. On these file systems, the
         // lock file protects the directory.
         if result == Err(Errno::WOULDBLOCK) {
             return Err(busy(dir, asker));
@@ -192,8 +192,8 @@ pub(super) fn missing_parent(path: &Path, error: &io::Error) -> Option<Error> {
     Some(Error::new(ErrorKind::Io, message))
 }
 
-/// Like `check_owner`, but for the file at `path`. Accepts a missing file, and a symbolic link
-/// because links are never followed.
+/// Like `check_owner`, but for the file at `path`. Accepts a missing file. Also accepts a symbolic
+/// link, because links are never followed.
 pub(super) fn check_owner_at(disk_path: &Path, path: &Path) -> Result<()> {
     match fs::symlink_metadata(path) {
         Ok(meta) if meta.is_symlink() => Ok(()),

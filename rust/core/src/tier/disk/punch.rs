@@ -19,7 +19,7 @@ impl DiskTier {
     /// Punches free slots of other classes that total at least `bytes`. Returns false if punching
     /// failed or if there are too few free slots. In the latter case, no slot is punched.
     ///
-    /// If `is_full` is set, only punches slots that are known to have blocks.
+    /// If `is_full` is set, punches only slots that are known to have blocks.
     pub(super) fn punch_spare(&self, class: SizeClass, bytes: u64, is_full: bool) -> bool {
         let is_recent = |at: Instant| at.elapsed() < RETRY_AFTER;
         if self.growth().punch_refused_at.is_some_and(is_recent) {
@@ -63,7 +63,7 @@ impl DiskTier {
     }
 
     /// Punches slots taken by `take_spare` and returns their size in bytes. If punching fails,
-    /// makes the slots free again and returns 0.
+    /// marks the slots as free again and returns 0.
     fn punch(&self, class: SizeClass, run: &Range<u32>) -> u64 {
         let Ok(files) = self.files_of(class) else { return 0 };
         match files.punch(run) {

@@ -1,6 +1,6 @@
-//! The 128-byte record of a slot in the index of its class. A record identifies the chunk in the
-//! slot's frame and contains checksums of the frame and of itself. `recover` turns the records of
-//! an index into a consistent set of entries.
+//! A slot's 128-byte record in the index of the slot's size class. A record identifies the chunk in
+//! the slot's frame and contains checksums of the frame and of itself. `recover` turns the records
+//! of an index into a consistent set of entries.
 //!
 //! Layout, little endian: magic `KVLREC01` (8), key (32), parent (32), payload checksum (u128),
 //! sequence (u64), save time (u64, Unix seconds; the write time in early versions), number of units
@@ -108,7 +108,7 @@ pub(crate) fn parse(bytes: &RecordBytes, slot: u32, seed: u64) -> Parsed {
     if record.encode(slot, seed) == *bytes { Parsed::Valid(record) } else { Parsed::Bad }
 }
 
-/// Removes and returns the next N bytes. The sizes of all calls add up to one record, as the
+/// Removes and returns the next N bytes. All calls together consume exactly one record, as the
 /// round-trip tests verify.
 fn take<const N: usize>(rest: &mut &[u8]) -> [u8; N] {
     let (head, tail) = rest.split_first_chunk::<N>().unwrap_or((&[0; N], &[]));
@@ -116,14 +116,14 @@ fn take<const N: usize>(rest: &mut &[u8]) -> [u8; N] {
     *head
 }
 
-/// The chunks kept by a recovery, and the slots dropped.
+/// The chunks that a recovery keeps, and the slots that it drops.
 #[derive(Debug, Default)]
 pub(crate) struct Recovered {
     /// Kept chunks: parents before children, and otherwise in write order.
     pub entries: Vec<DiskEntry>,
     /// Slots of older copies of a chunk.
     pub duplicates: Vec<SlotId>,
-    /// Slots of chunks without their parent.
+    /// Slots of chunks whose parent is missing.
     pub orphans: Vec<SlotId>,
 }
 
@@ -176,7 +176,7 @@ pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
 }
 
 impl Places<'_> {
-    /// Collects the entry and its ancestors that have no fate yet in `path`. Returns their common
+    /// Collects in `path` the entry and its ancestors that have no fate yet. Returns their common
     /// fate.
     ///
     /// The depth decreases with each step, so the walk terminates even if parents form a cycle in a

@@ -1,4 +1,4 @@
-//! Removes chunks from closed namespaces, selected by the first chunk of each prefix.
+//! Removes chunks from closed namespaces. Prefixes are selected by their first chunk.
 //!
 //! A namespace is opened only if a chunk must be removed, because opening marks it as used.
 
@@ -33,9 +33,9 @@ pub struct RemovedChunks {
     pub open: BTreeSet<String>,
 }
 
-/// Removes first chunks that match `is_meant`, with their descendants, from all namespaces in `dir`
-/// whose names start with `prefix`. Skips namespaces that `root` has open. A missing directory is
-/// treated as empty. Returns `Io` if the directory cannot be read.
+/// Removes the first chunks that match `is_meant`, and their descendants, from all namespaces in
+/// `dir` with names that start with `prefix`. Skips namespaces that `root` has open. A missing
+/// directory is treated as empty. Returns `Io` if the directory cannot be read.
 pub(crate) fn remove_closed(
     dir: &Path,
     cap_bytes: u64,
@@ -125,7 +125,7 @@ fn remove_in(
     Ok(removed)
 }
 
-/// Returns true if the namespace may be intact and the error temporary, for example because the
+/// Returns true if the namespace might be intact and the error temporary, for example because the
 /// process is out of file descriptors. Damaged namespaces are ignored, because they are recreated
 /// before use.
 fn is_whole(found: &Found) -> bool {

@@ -3,8 +3,8 @@
 //!
 //! Each open namespace claims bytes before its files grow, so that the total never exceeds the
 //! limit. Closed namespaces are measured and can be deleted to make room; open namespaces cannot.
-//! While multiple namespaces are open, each leaves an equal part to the others, but keeps what it
-//! claimed before until it is closed. Only the `opening` lock is held during system calls.
+//! While multiple namespaces are open, each leaves equal parts to the others, but keeps its earlier
+//! claims until it is closed. Only the `opening` lock is held during system calls.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -57,7 +57,7 @@ struct RootState {
     is_short: bool,
 }
 
-/// Exclusive ownership of the files of a namespace, and shared ownership of the directory.
+/// Exclusive ownership of a namespace's files, and shared ownership of the directory.
 #[derive(Debug)]
 pub(super) struct OpenNamespace {
     root: Arc<DiskRoot>,

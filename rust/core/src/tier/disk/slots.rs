@@ -15,7 +15,7 @@ use crate::io::SizeClass;
 /// State of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SlotState {
-    /// The slot is free. The flag is true if the record on disk may not be empty.
+    /// The slot is free. The flag is true if the record on disk might not be empty.
     Free(bool),
     /// The slot is owned by a caller but has not been written. The flag has the same meaning as in
     /// `Free`.
@@ -48,7 +48,7 @@ pub(super) struct Slots {
     /// Free slots that may lack blocks.
     holes: VecDeque<u32>,
     pub(super) punched: BTreeSet<u32>,
-    /// True while no holes are reserved because the file system had no space for a hole.
+    /// True while holes are not reserved, because the file system had no space to fill one.
     pub(super) are_holes_held: bool,
     pub(super) used: u64,
 }
@@ -136,7 +136,7 @@ impl Slots {
         }
     }
 
-    /// Returns the number of free slots that `take_for_punch` may take.
+    /// Returns the number of free slots that `take_for_punch` can take.
     pub(super) fn num_spare(&self, with_holes: bool) -> u32 {
         let len = self.free.len() + if with_holes { self.holes.len() } else { 0 };
         u32::try_from(len).unwrap_or(u32::MAX)

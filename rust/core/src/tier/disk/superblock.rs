@@ -15,7 +15,7 @@ use twox_hash::XxHash3_64;
 use crate::io::FrameSizes;
 use crate::key::namespace_hex;
 
-/// Version of the format of superblock, index and frames.
+/// Format version of the superblock, index and frames files.
 pub(crate) const FORMAT: u32 = 4;
 /// Name of the file in a namespace directory.
 pub(crate) const FILE_NAME: &str = "superblock.json";

@@ -156,15 +156,15 @@ impl DiskTier {
         Error::io(message, error).with_context("slot", slot.number())
     }
 
-    /// Rejects growth for a while after an attempt failed because of the file system or the size
-    /// limit.
+    /// Rejects growth for a while after a failed attempt. `is_full` is true if the file system,
+    /// rather than the size limit, prevented growth.
     pub(super) fn skip_growth(&self, is_full: bool) {
         let mut growth = self.growth();
         growth.is_full = is_full;
         (growth.num_to_reject, growth.refused_at) = (REJECTIONS_BEFORE_RETRY, Some(Instant::now()));
     }
 
-    /// Counts a failure to add slots. Only logs the first failure since slots were last added.
+    /// Counts a failure to add slots. Logs only the first failure since slots were last added.
     pub(super) fn note_refusal(&self, num_slots: u32, error: &io::Error) {
         let is_news = !std::mem::replace(&mut self.growth().is_refused, true);
         self.count_refusal(is_news.then(|| format!("grow by {num_slots} chunks: {error}")));

@@ -40,7 +40,7 @@ pub struct DiskConfig {
     pub frame_sizes: FrameSizes,
     /// The namespace whose chunks are served.
     pub namespace: [u8; 32],
-    /// Description of the model and shape of this namespace for `kvloft inspect`, on one line.
+    /// One-line description of this namespace's model and shape for `kvloft inspect`.
     pub description: String,
 }
 

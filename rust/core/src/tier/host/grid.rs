@@ -63,7 +63,7 @@ impl Grid {
         self.holders[number as usize] = to.0 + FIRST_CHUNK;
     }
 
-    /// Releases a frame. The frame becomes free only if its slab `is_own`.
+    /// Releases a frame. The frame becomes free only if `is_own` is true for its slab.
     pub(super) fn release(&mut self, number: u32, is_own: bool) {
         debug_assert!(self.is_taken(number), "invariant I8: frame {number} returned twice");
         self.holders[number as usize] = FREE;
@@ -85,8 +85,7 @@ impl Grid {
         }
     }
 
-    /// Returns the next frame of the slab that holds a chunk, starting at frame number `from`, and
-    /// the chunk.
+    /// Returns the slab's first frame from number `from` on that holds a chunk, and the chunk.
     pub(super) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
         let frames = self.frames.frames_of(slab.0);
         let mut left = frames.start.max(from)..frames.end;

@@ -1,12 +1,12 @@
-//! Requests for frames. A request includes the writer of the frame, because workers may not be able
-//! to copy to the whole arena yet.
+//! Requests for frames. A request includes the writer of the frame, because workers might not be
+//! able to copy to the whole arena yet.
 
 use crate::io::SizeClass;
 
 /// The writer of a frame's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FrameFor {
-    /// A worker, which may only reach the first part of the arena.
+    /// A worker, which might reach only the first part of the arena.
     Save,
     /// A disk thread, which reaches the whole arena.
     Read,

@@ -232,7 +232,7 @@ fn test_a_size_class_that_does_not_exist_has_no_slots() {
     assert_eq!(error.kind(), ErrorKind::InvalidConfig);
 }
 
-/// Counts the files of different sizes that together exceed `cap_bytes`.
+/// Stores chunks of two sizes in files longer in total than the cap. Returns the number of chunks.
 fn long_files(config: &DiskConfig) -> usize {
     let (tier, _) = open(config);
     let small = fill_up(&tier, SMALL, 0);

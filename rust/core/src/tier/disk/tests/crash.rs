@@ -75,7 +75,7 @@ impl Recorder {
         }
     }
 
-    /// Frees a chunk after its descendants, like the store.
+    /// Frees a chunk after its descendants, as the store does.
     fn free(&mut self, tier: &DiskTier, chunk: u32) {
         let children = [2 * chunk + 2, 2 * chunk + 3];
         for child in children {

@@ -11,7 +11,7 @@ use crate::io::direct::RawFile;
 use crate::test_support::faults::{Call, EIO, ENOSPC, EOPNOTSUPP, Fault, FaultFiles, Rule};
 use crate::{Error, ErrorKind};
 
-/// Makes the `n`th change from now on fail.
+/// Makes one change fail, after the next `n` changes.
 fn refuse_once(files: &FaultFiles, n: u64, number: i32) {
     files.inject(Rule::new(Fault::Refuse(number)).after(n).times(1));
 }
@@ -185,7 +185,7 @@ fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
     for (i, slot) in (0..).zip(first) {
         assert_eq!(get(&tier, slot, i).unwrap(), frame_of(i, 0).to_vec());
     }
-    // Space can be freed at any time, so growing is retried after a while, but not at every call.
+    // Space can be freed at any time, so growing is retried after a while, but not on every call.
     let asks =
         (1..1000).find(|_| tier.reserve(SizeClass(0)).is_some()).expect("the tier must grow again");
     assert!(asks <= 257, "{asks}");
@@ -368,7 +368,7 @@ fn test_a_full_file_system_without_allocation_takes_writes_to_slots_that_have_bl
     let events = tier.take_events();
     assert_eq!((events.len(), tier.stats().grow_errors), (1, 1), "{events:?}");
     assert!(events[0].contains("is full; evicting chunks"), "{events:?}");
-    // Space can be freed at any time, so a hole is tried after a while, but not at every call.
+    // Space can be freed at any time, so a hole is tried after a while, but not on every call.
     assert!((0..200).all(|_| tier.reserve(SizeClass(0)).is_none()));
     files.heal();
     let asks = (200..1000)

@@ -132,7 +132,7 @@ fn test_a_link_in_the_namespaces_place_is_replaced_and_what_it_points_to_stays()
     assert_eq!(fs::read_dir(elsewhere.path()).unwrap().count(), 1);
 }
 
-/// A new superblock is written and the chunks are kept even if there is a link in its place.
+/// The link is removed, a new superblock is written, and the chunks are kept.
 #[test]
 fn test_a_link_in_the_place_of_the_next_superblock_is_not_followed() {
     let dir = tempfile::tempdir().unwrap();
