@@ -1,14 +1,13 @@
 """Benchmark of kvloft's scheduler side: `python benches/bench_scheduler.py [--json]`.
 
 Measures:
-- steps of 256 decoding requests: from vLLM's SchedulerOutput to the StepPlan and the workers'
-  report
+- steps with 256 decoding requests: planning from vLLM's SchedulerOutput, and processing the
+  workers' report
 - admission of one long prompt, as a miss and as a hit, with one and with multiple KV cache groups
 - admission of many hits in one step
 - many requests that wait for the disk
 
-The bench uses a real store and real keys, but does not copy KV. It requires an environment with
-vLLM.
+The bench uses a real store and real keys, but does not copy KV. It requires vLLM.
 """
 
 import argparse
@@ -181,8 +180,7 @@ class Engine:
     def decode(self) -> SchedulerOutput:
         """Return the next decoding step of all requests.
 
-        The sampled token of a step is known in the next step or, with ``run_ahead``, one step
-        later.
+        A step's sampled tokens are known in the next step or, with ``run_ahead``, one step later.
         """
         for request in self.requests:
             lag = 1 if self.run_ahead else 0
@@ -230,7 +228,7 @@ def decode_results(
 ) -> list[Result]:
     """Measure decoding steps.
 
-    The requests are at different offsets in their blocks, so that each step completes a block for
+    The requests start at different offsets in their blocks, so that each step completes a block in
     one sixteenth of the requests.
     """
     num_chunks = NUM_RUNNING * (num_steps // BLOCK_TOKENS + 40) * len(groups)
@@ -356,7 +354,7 @@ def groups_results(turns: int) -> list[Result]:
 def admitted_crowd_results(turns: int) -> list[Result]:
     """Measure many cached prompts admitted in one step.
 
-    Covers the lookups, the plan with all loads, and pickling the plan for a worker.
+    Covers the lookups, planning all loads, and pickling the plan for a worker.
     """
     num_chunks = CROWD_TOKENS // BLOCK_TOKENS
     engine = Engine(NUM_CROWD * num_chunks)
@@ -443,7 +441,7 @@ def waiting_crowd_results(num_steps: int) -> list[Result]:
 
 
 class DiskThatHangs:
-    """A store that has every prompt on disk, but whose disk reads never complete."""
+    """A store that has every prompt on disk but never completes a disk read."""
 
     def __init__(self, store: Any) -> None:
         self._store = store

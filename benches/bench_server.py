@@ -29,7 +29,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @contextmanager
 def serving(*more: str, host_size: str = "16GiB") -> Iterator[tuple[str, int]]:
-    """Run a server and yield its socket path and process id. Kills the server on exit."""
+    """Yield the socket path and process id of a new server, and kill the server on exit."""
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         path = f"{folder}/run/kv.sock"
         argv = [
@@ -76,7 +76,7 @@ def cpu_s(pid: int) -> float:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return the process's anonymous memory. The arena is not included, because it is a file."""
+    """Return the process's anonymous memory in bytes, without the arena, which is a file."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
@@ -199,7 +199,7 @@ def memory() -> None:
 def crowd() -> None:
     """Measure an engine's lookups while the server's user opens 10,000 connections.
 
-    The server rejects most of the connections, because it accepts 64 at a time.
+    The server rejects most of the connections, because it serves at most 64 at a time.
     """
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with serving(host_size="64MiB") as (path, pid):

@@ -48,7 +48,7 @@ MODEL = {
 
 
 class DiskThatHangs:
-    """A store that has the prefixes on disk, but whose disk reads never complete."""
+    """A store that has the prefixes on disk but never completes a disk read."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -122,7 +122,7 @@ def add(scheduler: Scheduler, name: str, ids: list[int], hasher: Any) -> None:
 
 
 def step(scheduler: Scheduler) -> tuple[float, int]:
-    """Run one step. Return the time of ``schedule`` in milliseconds and the running requests."""
+    """Run one step. Return the duration of ``schedule`` in ms and the number of requests in it."""
     start = time.perf_counter()
     output = scheduler.schedule()
     ids = list(output.num_scheduled_tokens)

@@ -135,7 +135,7 @@ class EngineProcess:
         )
 
     def wait(self) -> "EngineProcess":
-        """Wait until the engine is ready, then run a first prompt that is not a turn."""
+        """Wait until the engine is ready, then run a warm-up prompt."""
         self._answer()
         self.serve("warm-up", WARM_UP)
         return self
@@ -173,7 +173,7 @@ class EngineProcess:
 
 @contextmanager
 def kv_server() -> Iterator[str]:
-    """Run `kvloft serve` without a disk tier and yield the value of the setting ``server``."""
+    """Run `kvloft serve` without a disk tier and yield the value for the setting ``server``."""
     log = FOLDER / "server.log"
     with tempfile.TemporaryDirectory(prefix="kvloft-") as folder, log.open("wb") as out:
         socket = Path(folder) / "kvloft.sock"

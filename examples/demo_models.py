@@ -19,7 +19,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = ("how-it-works.md", "security.md", "modes.md", "tenants.md")
 PARAGRAPHS = 6
-"""Number of paragraphs from a page that a turn contains."""
+"""Number of paragraphs that a turn quotes from a page."""
 QUESTIONS = (
     "Summarize this text in one sentence.",
     "Explain the most important point of this text.",
@@ -36,7 +36,7 @@ class DemoModel(Protocol):
         ...
 
     def user_turn(self, index: int, attempt: int) -> list[int]:
-        """Return the token ids of the user's turn ``index``, which differ by ``attempt``."""
+        """Return the token ids of the user's turn ``index``, different for each ``attempt``."""
         ...
 
     def text(self, tokens: list[int]) -> str:
@@ -45,7 +45,7 @@ class DemoModel(Protocol):
 
 
 class RandomLlama:
-    """A Llama with random weights, whose tokens have no text."""
+    """A Llama with random weights. Its tokens have no text."""
 
     num_tokens = (420, 310, 370, 280)
 

@@ -94,7 +94,7 @@ class Crate:
     def _used(self, name: Name) -> Iterator[Name]:
         """Yield the modules that define the names used in ``name``.
 
-        A reference to a module is not a dependency. A reference to a name inside a module is one.
+        Only a reference to a name inside a module is a dependency, not a reference to the module.
         """
         module = self.modules[name]
         words = set(re.findall(r"\w+", module.code))

@@ -1,7 +1,7 @@
 """Draws the Grafana dashboard from a Prometheus server: `python scripts/dashboard.py OUT.png`.
 
 Evaluates the queries of examples/deploy/grafana.json through Prometheus's HTTP API and draws all
-panels; variables have the value All. Prints queries without data. Requires matplotlib.
+panels with all variables set to All. Prints queries that return no data. Requires matplotlib.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Source:
         self._values["__rate_interval"] = f"{rate_interval:.0f}s"
 
     def curves(self, panel: str, target: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
-        """Yield the legend and a value per element of ``days``, NaN in gaps, of each series."""
+        """Yield (legend, values) of each series: one value per element of ``days``, NaN in gaps."""
         query = re.sub(r"\$(\w+)", lambda m: self._values[m[1]], target["expr"])
         fields = {"query": query, "start": self._start, "end": self._end, "step": self._step}
         try:
@@ -106,7 +106,7 @@ def draw(figure: Figure, panel: dict[str, Any], source: Source) -> None:
 
 
 def box(figure: Figure, left: float, top: float, width: float, height: float) -> Any:
-    """Add axes; the position is in pixels from the upper left corner."""
+    """Add and return axes at a position in pixels from the upper left corner."""
     total = figure.bbox.height
     at = (left / WIDTH_PX, 1 - (top + height) / total, width / WIDTH_PX, height / total)
     axes = figure.add_axes(at)

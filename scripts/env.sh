@@ -103,8 +103,8 @@ pytorch_index_answers() {
   "$PY" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' "$TORCH_INDEX/torch/" >/dev/null 2>&1
 }
 
-# vLLM's CPU build requires torch +cpu from PyTorch's index. If the index is unreachable, torch comes
-# from PyPI, which includes CUDA: it is larger but gives equal results.
+# vLLM's CPU build requires torch +cpu from PyTorch's index. If the index is unreachable, torch is
+# installed from PyPI. That build includes CUDA; it is larger but gives equal results.
 TORCH_INDEX=https://download.pytorch.org/whl/cpu
 install_vllm() {
   local venv=$1 version=$2

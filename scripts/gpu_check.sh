@@ -133,7 +133,7 @@ has served && TAIL=30 stage engine_served "$PYTHON" -m benches.gpu.engine --laye
   --phases ttft,cold,shared --blocks 4700 --host-gib 20 --timeout 300 --json "$OUT/engine_served.json" --logs "$OUT/served"
 has restart && TAIL=30 stage restart "$PYTHON" -m benches.gpu.restart --layers 8 --blocks 2700 --host-gib 12 --timeout 200 \
   --json "$OUT/restart.json" --logs "$OUT/restart"
-if has peers; then # host memory holds more than one round; servers register the memory at startup, which takes one second per GiB
+if has peers; then # host memory holds more than one round of prompts; servers register it at startup, which takes one second per GiB
   TAIL=30 stage engine_peers "$PYTHON" -m benches.gpu.engine --layers 16 --connectors served,pegaflow,lmcache-server --phases ttft \
     --blocks 4700 --host-gib 16 --timeout 300 --json "$OUT/engine_peers.json" --logs "$OUT/peers"
   TAIL=30 stage chats_peers "$PYTHON" -m benches.gpu.chats --layers 16 --connectors served,pegaflow,lmcache-server --host-gib 32 \

@@ -211,9 +211,9 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
 
 
 def _share(row: dict[str, Any], what: str, ceiling: dict[str, float]) -> float:
-    """Return the shares of the ceilings that were measured immediately before each run.
+    """Return a rate as a share of the ceiling that was measured immediately before the run.
 
-    The results of older benches have one ceiling per row, or only one ceiling.
+    Results of older benches contain one ceiling per row, or a single ceiling.
     """
     return float(row.get(f"{what}_share") or row[what] / row.get(f"{what}_ceiling", ceiling[what]))
 
@@ -351,8 +351,8 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
 def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
     """Return the tokens per second of all cold prompts, both single prompts and waves.
 
-    Returns None if single prompts or waves are missing or incomplete, because engines must do the
-    same work.
+    Returns None if single prompts or waves are missing or incomplete, because rates are only
+    comparable if the engines do the same work.
     """
     context = _get(result, ("cold", "context")) or _get(result, ("ttft", "context"))
     alone = result.get("cold", {}).get("all_ms", ())
@@ -478,7 +478,7 @@ def _known(every: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def _peers(results: dict[str, Any]) -> Iterator[str]:
-    """Compare the TTFT of cached prompts with kvloft's server and with other servers."""
+    """Compare the TTFT of cached prompts between kvloft's server and other servers."""
     medians = {
         name: result["ttft"]["warm_ms"]
         for name, result in results.items()
@@ -563,7 +563,7 @@ def _startup(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _chats(results: dict[str, Any]) -> Iterator[str]:
-    """Compare kvloft's makespan with the fastest other engine."""
+    """Compare kvloft's makespan with that of the fastest other engine."""
     yield from ("", "## A closed loop of chats (`benches/gpu/chats.py`), one engine at a time", "")
     yield from (
         "| | makespan, s | all runs | cached of repeated tokens | preempted | |",

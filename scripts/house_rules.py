@@ -26,7 +26,7 @@ PURE_FILES = ("python/kvloft/errors.py", "python/kvloft/counters.py")
 PATCHES_FILE = "python/kvloft/vllm/patches.py"
 MAX_LINES = 400
 MAX_TEST_LINES = 700
-"""Maximum number of lines of a test, benchmark or script."""
+"""Maximum number of lines in a test, benchmark or script."""
 MAX_WORDS = 16_000
 """Maximum number of words in all Markdown files outside RESULTS."""
 RESULTS = "benches/results/"

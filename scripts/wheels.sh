@@ -21,7 +21,7 @@ say() {
   printf '[%4ds] %s\n' "$SECONDS" "$*"
   (while sleep 15 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do printf '[%4ds]   still running: %s\n' "$SECONDS" "$*"; done) &
   ticker=$!
-  disown "$ticker" # bash does not report its end
+  disown "$ticker" # keeps bash from reporting that the job was killed
 }
 stop_ticker() { [ -z "$ticker" ] || kill "$ticker" 2>/dev/null || true; }
 trap stop_ticker EXIT

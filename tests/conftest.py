@@ -162,7 +162,7 @@ def running(since_s: float = 0.0) -> dict[object, str]:
 def children(since_s: float) -> dict[object, str]:
     """Return the running child processes that started later than ``since_s`` after boot.
 
-    Linux may omit some of them while others exit.
+    Linux can omit some child processes while others exit.
     """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

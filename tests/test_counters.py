@@ -24,7 +24,7 @@ BY_STATUS = {"host_bytes", "slab_bytes", "engines"}
 
 @pytest.fixture
 def status() -> Any:
-    """Return the counters of a server with a disk and a namespace with a fixed share."""
+    """Return the status of a server with a disk and a namespace with a fixed share."""
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         options: dict[str, Any] = {
             "disk_path": f"{folder}/disk",

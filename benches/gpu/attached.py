@@ -24,8 +24,8 @@ REST_S = 60.0
 def detached(engine: Any) -> Iterator[None]:
     """Detach the connector of ``engine``, an in-process LLMEngine, and reattach it on exit.
 
-    Raises RuntimeError if requests are running on entry or exit, because the connector is involved
-    in their block accounting and reports.
+    Raises RuntimeError if requests are running on entry or exit, because the connector tracks their
+    blocks and reports.
     """
     from vllm.distributed.kv_transfer import kv_transfer_state
 
@@ -57,9 +57,9 @@ def detached(engine: Any) -> Iterator[None]:
 def _bring_to_rest(engine: Any, core: Any) -> None:
     """Wait until no step is in flight.
 
-    With async scheduling, a step is still in flight when the last request finishes. If the
-    connector were attached or detached then, the step's report would be lost. Raises RuntimeError
-    if requests are running.
+    With async scheduling, a step is still in flight when the last request finishes. Attaching or
+    detaching the connector at that point would lose the step's report. Raises RuntimeError if
+    requests are running.
     """
     deadline = time.monotonic() + REST_S
     while not engine.has_unfinished_requests() and (
@@ -77,8 +77,8 @@ def _bring_to_rest(engine: Any, core: Any) -> None:
 def compare(engine: Engine, context: int, num_prompts: int, num_waves: int) -> dict[str, Any]:
     """Measure cold prompts and waves with and without the connector.
 
-    A prompt has ``context`` tokens. A wave consists of eight prompts of half this length. Measures
-    ``num_prompts`` prompts and ``num_waves`` waves with the connector, and as many without it.
+    A prompt has ``context`` tokens. A wave consists of eight prompts of half that length. Measures
+    ``num_prompts`` prompts and ``num_waves`` waves with the connector, and the same without it.
     Returns {"prompts" or "waves": {"attached" or "detached": {"ms": median, "all_ms": [...],
     "parts_ms": [...], and the median of each part}}}.
     """

@@ -2,9 +2,9 @@
 
 `PageAudit` wraps a worker's mover and uses plain torch indexing; it shares no kernel, tag, stream
 or frame with the mover. The audit clones the pages of every saved chunk on the stream of the
-forward pass. Once the worker reports a load, the audit compares the loaded chunk with its clone. If
-a chunk is computed and saved again, the audit compares the chunk with the clone of its first save.
-Clones occupy GPU memory, so the audit is only used in checks, not in measurements.
+forward pass. When the worker reports a load, the audit compares each loaded chunk with its clone.
+If a chunk is recomputed and saved again, the audit compares it with the clone from the first save.
+Clones occupy GPU memory, so the audit is used only in checks, not in measurements.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def whole_blocks(layer: Any, num_blocks: int) -> list[torch.Tensor]:
 
 
 def _tensors(kv: Any) -> Sequence[torch.Tensor]:
-    """Return the KV tensors of a layer: one for attention, more for Mamba, none without KV."""
+    """Return a layer's KV tensors: one for attention, multiple for Mamba, none without KV."""
     return [kv] if isinstance(kv, torch.Tensor) else kv or []
 
 
 def poison(tensors: Sequence[torch.Tensor], seed: int) -> None:
-    """Overwrite paged KV with finite noise, so that every byte that is not loaded is wrong.
+    """Overwrite paged KV with finite noise, so that all bytes are wrong until they are loaded.
 
     The noise has the magnitude of real keys and values.
     """
@@ -102,7 +102,7 @@ class PageAudit:
         self._clones.clear()
 
     def take_counts(self) -> dict[str, int]:
-        """Return the numbers of chunks since the last call.
+        """Return the chunk counts since the last call.
 
         The dictionary has the keys loaded, loaded_differing, resaved, resaved_differing, saved and
         unknown; with multiple groups also loaded_0, saved_0, loaded_1 and so on.

@@ -30,7 +30,7 @@ CONNECTORS = ("none", "native", "kvloft", SERVED[0], *PEERS)
 KILL_S = 15.0
 """Delay after which a child that exceeds its time limit is killed."""
 LEAST_S = 45.0
-"""Minimum remaining time for starting an engine."""
+"""An engine is only started if at least this much time remains."""
 
 
 def run(

@@ -55,8 +55,8 @@ def run_chats(
 ) -> dict[str, Any]:
     """Run all chats.
 
-    Return the makespan and the numbers of cached tokens. Stops at ``deadline_s`` on the clock.
-    "unfinished" is the number of turns that are left.
+    Return the makespan, token counts and TTFTs. If ``clock()`` reaches ``deadline_s``, the run
+    stops, and "unfinished" is the number of remaining turns.
     """
     chats: dict[str, Chat] = {}
     seen = Seen([[] for _ in range(load.num_turns)])
@@ -110,7 +110,7 @@ def _take(seen: Seen, chat: Chat, output: Any, load: Load, now_s: float) -> None
 
 
 def count_preemptions(engine: Any) -> list[int]:
-    """Return a one-item list with the number of preemptions, which the scheduler updates."""
+    """Return a one-item list that counts the scheduler's preemptions after this call."""
     scheduler = engine.engine.engine_core.engine_core.scheduler
     preempt, count = scheduler._preempt_request, [0]
 

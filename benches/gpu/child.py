@@ -1,6 +1,6 @@
 """Starts the child processes of the engine benches and reads their results.
 
-Each engine runs in a child process, so an engine that fails to start only loses its own results.
+Each engine runs in a child process, so an engine that fails to start does not affect the others.
 This module does not import torch or vLLM.
 """
 
@@ -62,7 +62,7 @@ def end_of(process: subprocess.Popen[bytes], timeout_s: float) -> int | str:
 
 
 def result_of(log: Path, status: int | str | None) -> dict[str, Any]:
-    """Return the last complete line ``RESULT {...}`` of a child's log.
+    """Return the result in the last complete ``RESULT {...}`` line of a child's log.
 
     Adds "error" if the child failed.
     """

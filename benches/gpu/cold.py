@@ -1,7 +1,7 @@
 """Measures new prompts, one at a time or in waves, and splits the times into parts.
 
-The garbage collector runs before each measurement, so that collections during the measurement only
-examine new objects.
+The garbage collector runs before each measurement, so that collections during the measurement
+examine only new objects.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WAVE_TIMEOUT_S = 60.0
 
 
 def forward_parts(engine: Engine) -> ForwardParts:
-    """Return a `ForwardParts` around the model of ``engine``."""
+    """Return a `ForwardParts` that hooks the model of ``engine``."""
     return ForwardParts(apply_model(engine.llm, lambda model: model)[0], current_stream)
 
 
@@ -49,7 +49,7 @@ def wave(engine: Engine, prompts: Sequence[list[int]], trace: Any = None) -> dic
     """Send all ``prompts`` together, compute one token for each, and return the times.
 
     Times are in milliseconds since the prompts were sent. Raises RuntimeError if a prompt does not
-    finish in time, because the remaining prompts would look like a fast wave.
+    finish in time, because a wave without this prompt would look faster.
     """
     if trace is not None:
         trace.start()

@@ -2,8 +2,8 @@
 
 Each engine runs in a separate process (`engine_child`), and the engines alternate. Decode steps are
 always measured with only one engine on the GPU. If the engines do not fit on the GPU together, all
-phases run with one engine at a time. This module does not import vLLM, so an engine that fails to
-start only loses its own results.
+phases run with one engine at a time. This module does not import vLLM, so if an engine fails to
+start, the other engines are still measured.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def _run_groups(
 ) -> None:
     for number, (names, asked_phases) in enumerate(groups):
         with tempfile.TemporaryDirectory() as folder:
-            # If one engine needs floods, all engines use them, so that all engines do the same
-            # work.
+            # If one engine must be flooded to empty its cache, flood all engines, so that they do
+            # the same work.
             floods = not set(PEERS).isdisjoint(names)
             asked = {
                 "turns": folder,
@@ -153,7 +153,7 @@ def _run_groups(
 
 
 def _add(result: dict[str, Any], found: dict[str, Any]) -> None:
-    """Merge the results of two processes with the same connector.
+    """Merge the results of a second process with the same connector into ``result``.
 
     Totals are added, and an earlier error is kept.
     """
@@ -192,15 +192,15 @@ def fit_together(
 def shared_gpu(num_blocks: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return vLLM's settings for engines that share a GPU.
 
-    The size of paged KV is fixed instead of depending on the free memory at startup.
+    The size of paged KV is fixed, so that it does not depend on the free memory at startup.
     """
     model: Mapping[str, Any] = options.get("model", {})
     settings: dict[str, Any] = {
         "gpu_memory_utilization": 0.1,
         "kv_cache_memory_bytes": num_blocks * _block_bytes(model),
     }
-    # A block has fewer layers with multiple KV cache groups, and more with a draft model, so vLLM
-    # computes the number of blocks.
+    # KV cache groups and draft models change the number of layers in a block, so vLLM computes the
+    # number of blocks.
     counts_itself = "layer_types" in model or bool(options.get("drafts"))
     return settings | ({"num_gpu_blocks_override": None} if counts_itself else {})
 
@@ -228,8 +228,7 @@ def _wait(
 ) -> dict[str, Any]:
     """Wait for all children and return their results in the order of ``children``.
 
-    Calls ``left`` for each child that exits, so that the other engines no longer wait for its
-    turns.
+    Calls ``left`` for each child that exits, so that the other engines stop waiting for its turns.
     """
     status: dict[str, int | str] = {}
     deadline = time.monotonic() + timeout_s
@@ -400,7 +399,7 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument(
         "--one-by-one",
         action="store_true",
-        help="run the engines one after the other, which needs less GPU memory",
+        help="run one engine at a time, which needs less GPU memory",
     )
     add_sizes(engine, blocks=9000, host_gib=40)
     return engine
@@ -421,8 +420,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     together = room and not args.one_by_one
     if not together:
         screen.print(
-            "Running one engine after the other: changes in the machine's load distort the "
-            "comparison.",
+            "Running one engine at a time: changes in the machine's load distort the comparison.",
             style="dim",
         )
     options = {

@@ -27,10 +27,10 @@ from kvloft.bench.link import Ceiling, HostFrames
 
 KVLOFT = ("kvloft", "raw", "before", "groups", *SERVED)
 LANDED_S = 0.1
-"""Pause after a turn, so that its saves do not run during the next engine's turn."""
+"""Pause after a turn, so that the turn's saves do not run during the next engine's turn."""
 
 LINK_BYTES = 256 << 20
-"""Size of the large copy with which loads are compared, in bytes."""
+"""Size in bytes of the large copy that serves as the baseline for loads."""
 
 
 @contextmanager
@@ -248,9 +248,9 @@ def phase_attached(engine: Engine, turns: Turns, options: dict[str, Any]) -> dic
 
 
 def phase_startup(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Count failed saves and registered bytes in the first seconds of an engine.
+    """Count failed saves and registered bytes in an engine's first seconds.
 
-    Host memory is still being registered at that time.
+    Host memory is still being registered during this phase.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -282,17 +282,17 @@ def phase_startup(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict
 def phase_decode(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
     """Measure decode steps of 16 running requests.
 
-    The requests run alone, while prompts of half the context arrive and are saved, and while the
-    prompts are loaded.
+    The requests run alone, then while prompts of half the context are computed and saved, and then
+    while these prompts are loaded.
     """
     running = [engine.prompt(1000) for _ in range(16)]
     num_runs, num_arriving = options.get("rounds", 4), 8
 
     def run(arriving: Sequence[list[int]]) -> list[tuple[float, str]]:
-        """Return the seconds and the kind of each step, without the first 20 steps.
+        """Return the duration in seconds and the kind of each step after the first 20.
 
-        The kind is "before" until the first prompt arrives, then "mixed" while an arrived prompt is
-        unfinished, else "alone".
+        The kind is "before" until the first prompt arrives. Afterwards, it is "mixed" while an
+        arrived prompt is unfinished, and otherwise "alone".
         """
         for prompt in running:
             engine.add([*prompt[:-8], *engine.prompt(8)], 400)
@@ -335,7 +335,7 @@ def phase_decode(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[
 def _middle(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Return the median of each figure over the runs, and all runs.
 
-    With the median, a run that the host disturbed cannot determine a percentile.
+    The median prevents a single run that the host disturbed from determining a percentile.
     """
     return {
         **{name: statistics.median(run[name] for run in runs) for name in runs[0]},
@@ -346,8 +346,8 @@ def _middle(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
 def _by_kind(steps: Sequence[tuple[float, str]]) -> dict[str, float]:
     """Return percentiles by kind of step.
 
-    "all" covers every step after the first arrival, that is, the delay between two tokens of a
-    running request.
+    "all" covers every step after the first arrival. These steps determine the delay between two
+    tokens of a running request.
     """
     kinds = {
         kind: [seconds for seconds, other in steps if other == kind] for kind in ("alone", "mixed")

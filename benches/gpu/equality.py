@@ -32,8 +32,8 @@ REFERENCE = "reference"
 class Setup:
     """The configuration of one engine.
 
-    With ``exact``, its tokens must equal the reference's; otherwise, differences from its first run
-    are counted.
+    With ``exact``, the engine's tokens must equal the reference's. Otherwise, differing tokens are
+    counted, but only the phase `kept` fails because of them.
     """
 
     what: str
@@ -75,14 +75,14 @@ SETUPS = {
 }
 DEFAULT_SETUPS = tuple(SETUPS)
 SETUPS["hnd-sleep"] = _exact("kvloft, HND, put to sleep", "HND", enable_sleep_mode=True)
-"""This setup is for the phase `sleep` and is run together with `reference`."""
+"""Setup for the phase `sleep`. Run it together with `reference`."""
 SETUPS["groups"] = _exact("kvloft, kv_groups=all", "NHD", connector="groups")
-"""This setup is for `--model gemma3` and is run together with `reference` and `plain-pc`."""
+"""Setup for `--model gemma3`. Run it together with `reference` and `plain-pc`."""
 SETUPS["flash-groups"] = Setup(
     "kvloft, kv_groups=all, vLLM's defaults", "groups", exact=False, env=_TUNED
 )
-"""This setup is for `--model qwen35` or `tiny-gdn`, whose kernels are not batch-invariant, and is
-run together with `plain-flash`.
+"""Setup for `--model qwen35` and `tiny-gdn`, whose kernels are not batch-invariant. Run it together
+with `plain-flash`.
 
 The phase `kept` runs prompts one at a time: if kvloft and vLLM's own prefix cache find the same
 number of tokens, the outputs must be equal.
@@ -90,10 +90,7 @@ number of tokens, the outputs must be equal.
 
 
 def options(*, num_blocks: int, host_bytes: int, shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that all engines share.
-
-    The block pool is small enough that requests are preempted.
-    """
+    """Return the settings that all engines share."""
     llm = {"max_model_len": 24576, **shared_gpu(num_blocks, shape), **shape["llm"]}
     return {**shape, "num_blocks": num_blocks, "host_bytes": host_bytes, "llm": llm}
 
@@ -108,7 +105,7 @@ def run(
     timeout_s: float,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Run all setups. Return {setup: results of its child, or {"error": ...}}.
+    """Run all setups. Return {setup: its child's results, or {"error": ...}}.
 
     At most ``at_once`` engines share the GPU.
     """
@@ -170,7 +167,7 @@ class Row:
     total: int
     preemptions: int
     loaded: int
-    """Number of loaded chunks that were compared with the computed pages."""
+    """Number of loaded chunks that the audit compared with the computed pages."""
     differing: int
     resaved: str
     problem: str
@@ -192,7 +189,7 @@ def judge(results: Mapping[str, Any]) -> list[Row]:
 
 
 def _alike(results: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
-    """Return the runs of plain vLLM if prompts run one at a time, so that batches are equal."""
+    """Return plain vLLM's runs if prompts run one at a time (equal batches), else no runs."""
     plain: Mapping[str, Any] = results.get("plain-flash", {}).get("phases", {}).get(phase, {})
     return plain if phase == "prompts" else {}
 
@@ -209,7 +206,7 @@ def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int
     if run.endswith("skipped_load"):
         most = (
             len(tokens) - 1 if "cached" in found else len(tokens) // 2
-        )  # some prompts of `kept` are misses, whose tokens stay correct
+        )  # some prompts in `kept` are misses, and their tokens stay correct
         if equal is not None and equal > most:
             problems.append("tokens do not depend on the loaded KV")
         if audit.get("loaded", 0) and not differing:
@@ -250,7 +247,7 @@ def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int
 def _kept_problems(
     found: Mapping[str, Any], tokens: list[list[int]], of_hbm: list[list[int]]
 ) -> Iterator[str]:
-    """Compare prompts loaded from host memory with hits of vLLM's own prefix cache."""
+    """Yield differences between prompts loaded from host memory and hits in vLLM's own cache."""
     kept, ours, vllms = found["kept"], found["cached"], found["cached_hbm"]
     same = [name for name in kept if name.startswith("same_")]
     if any(count for name, count in kept.items() if name.startswith("differing_")):

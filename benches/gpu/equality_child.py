@@ -2,8 +2,8 @@
 
 Runs prompts one at a time (cold, from HBM, from the connector, and with loads that copy nothing),
 more prompts than the block pool holds, and 200 random requests. Before each warm run, the prefix
-cache is emptied and paged KV is overwritten with noise, so that only loaded bytes can lead to the
-same tokens. Prints `RESULT {...}` after each phase.
+cache is emptied and paged KV is overwritten with noise, so that tokens only match if the loaded
+bytes are correct. Prints `RESULT {...}` after each phase.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
 def make_norm_invariant() -> None:
     """Fix vLLM's batch-invariant mode for the norm that adds a residual (vLLM 0.26.0).
 
-    The norm calls a CUDA kernel whose block size, and therefore order of summation, depends on
-    whether a step has 256 tokens. The row of a decoding request is then rounded differently in
+    The norm calls a CUDA kernel. The kernel's block size, and therefore its order of summation,
+    depends on whether a step has 256 tokens, so rounding of a decoding request's row differs in
     steps with a prefill.
     """
     from vllm.model_executor.layers import layernorm
@@ -165,13 +165,13 @@ def phase_crowd(subject: Subject) -> dict[str, Any]:
         subject.empty_hbm()
         return at_once()
 
-    # Blocks that are still in HBM change the batches, with any connector.
+    # With any connector, blocks that are still in HBM change how requests are batched.
     again = {"again": at_once} if subject.has_prefix_cache else {}
     return subject.measured({"cold": at_once, **again, "warm": warm})
 
 
 def phase_load(subject: Subject) -> dict[str, Any]:
-    """Run 200 random requests with shared prefixes, empty HBM, and run them in reverse order."""
+    """Run 200 random requests with shared prefixes, then run them in reverse with an empty HBM."""
     rng = random.Random(11)
     stems = [subject.prompt(rng, rng.randrange(500, 4000)) for _ in range(12)]
     longest = int(4000 * subject.scale)

@@ -1,9 +1,9 @@
 """Compares loaded pages with vLLM's own prefix cache, independently of kvloft's keys and plans.
 
-vLLM identifies each cached block by a hash of its prefix and the number of its KV cache group. The
-hash and number are the name under which computed pages are cloned. Each loaded block is compared
-with the clone of the same name. The check detects KV of a wrong position, group or prompt, even if
-its bytes were copied correctly. Clones occupy GPU memory, so this module is only used in checks,
+vLLM identifies each cached block by a hash of its prefix and the number of its KV cache group.
+`KeptBlocks` stores a clone of each computed block under this name, and compares each loaded block
+with the clone of the same name. This detects KV from the wrong position, group or prompt, even if
+its bytes were copied correctly. Clones occupy GPU memory, so this module is used only in checks,
 not in measurements.
 """
 

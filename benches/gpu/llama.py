@@ -1,7 +1,7 @@
 """The in-process vLLM engine that the engine benches measure, with random weights.
 
 The weights are scaled so that attention logits have a standard deviation of about 6. The next token
-then depends on individual tokens of the prompt, and so on the loaded KV.
+then depends on individual prompt tokens, and therefore on the loaded KV.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SLOW_DECAY = -6.0
 def sharpen(model: Any) -> int:
     """Replace the weights in place with random weights of unit gain, and return their number.
 
-    The weights depend only on the architecture, because each parameter's name is its seed. With a
-    seed per pipeline stage, the embeddings and the output head would be equal, and the engine would
-    repeat the last token regardless of its KV.
+    Each parameter's name is its seed, so the weights depend only on the architecture. If all
+    parameters in a pipeline stage used the same seed, the embeddings and the output head would be
+    equal, and the engine would repeat the last token regardless of its KV.
     """
     import torch
 
@@ -130,8 +130,8 @@ class Engine:
         self.num_parameters = apply_model(self.llm, sharpen)[0]
         self.engine = self.llm.llm_engine
         self.block_tokens = 16
-        # Engines that share a server get different prompts, so that each engine computes its
-        # prompts.
+        # Engines that share a server get different prompts, so that no engine loads prompts that
+        # another engine computed.
         self._random = random.Random(8 if name in SERVED[1:] else 7)
         self._next = 0
         self._floods = options.get("floods", False)
@@ -204,7 +204,7 @@ class Engine:
     def _flood(self) -> None:
         """Overwrite every block with new prompts.
 
-        Some connectors keep a few blocks until the next request, which prevents vLLM's reset.
+        Some connectors keep a few blocks until the next request, so vLLM cannot reset its cache.
         """
         config = self.engine.vllm_config
         blocks, size = config.cache_config.num_gpu_blocks, config.cache_config.block_size
@@ -225,7 +225,7 @@ def _kvloft(connector: str = "KVLoftConnector", **settings: Any) -> dict[str, An
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
-    """Write config.json only if it changes.
+    """Write config.json, unless the file already has this content.
 
     kvloft's namespace contains the file's modification time, so engines that share a cache must not
     rewrite the file.
@@ -237,7 +237,7 @@ def _write_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 def apply_model(llm: Any, function: Any) -> list[Any]:
-    """Like ``llm.apply_model``, but without kvloft's hook, which would stop caching.
+    """Like ``llm.apply_model``, but without kvloft's hook, which would disable caching.
 
     This is safe because all engines that share a cache make the same change before their first
     request. The engine must run in this process.
@@ -254,9 +254,9 @@ def prompt_of(rng: random.Random, num_tokens: int) -> list[int]:
 
 
 def count_asked(engine: Engine) -> list[int]:
-    """Return a one-item list with the number of tokens that vLLM loads from the connector.
+    """Return a one-item list that counts the tokens that vLLM loads from the connector.
 
-    The in-process scheduler updates the number.
+    The in-process scheduler updates the count.
     """
     connector, count = engine.engine.engine_core.engine_core.scheduler.connector, [0]
     if connector is not None:
@@ -271,7 +271,7 @@ def count_asked(engine: Engine) -> list[int]:
 
 
 def worker_totals() -> dict[str, int]:
-    """Return the numbers of bytes, chunks and loads copied by kvloft's worker since the first call.
+    """Return how many bytes, chunks and loads kvloft's worker has copied since the first call.
 
     Returns an empty dictionary if kvloft is not the connector.
     """
@@ -290,7 +290,7 @@ _TOTALS: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
 def _counted(core: Any) -> Counter[str]:
-    """Count the mover's reports to ``core``, and return the counter."""
+    """Return a counter that is updated with every report from the mover to ``core``."""
     totals, note = Counter[str](), core._note
 
     def counting(done: Any) -> None:

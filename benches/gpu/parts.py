@@ -1,7 +1,7 @@
 """Splits the time to first token into parts before, during and after the forward passes.
 
-The total varies by about one percent with the GPU's clock and the host's load. The parts show where
-a connector adds time.
+The total varies by about one percent with the GPU clock and the host load. The parts show where a
+connector adds time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvloft.transfer.cuda import driver
 
 
 class Parts(NamedTuple):
-    """The parts of one request, or of requests sent together, in seconds."""
+    """The time spent in each part, for one request or for requests sent together, in seconds."""
 
     before_s: float
     """Time from `ForwardParts.start` until the first forward pass is launched on an idle GPU."""
@@ -25,14 +25,14 @@ class Parts(NamedTuple):
     after_s: float
     """Time from the end of the last forward pass until the caller receives the last token."""
     collected_s: float
-    """Time of Python's garbage collections, which the other parts include."""
+    """Time of Python's garbage collections. The other parts include this time."""
 
 
 MAX_FORWARDS = 256
 
 
 class ForwardParts:
-    """Hooks the forward passes of ``model`` until `close`."""
+    """Measures the forward passes of ``model`` with hooks, which `close` removes."""
 
     def __init__(self, model: Any, stream: Any) -> None:
         """``stream()`` returns the `driver.Stream` of the forward passes."""
@@ -48,17 +48,17 @@ class ForwardParts:
         self.start()
 
     def start(self) -> None:
-        """Start measuring a request that is sent now."""
+        """Start a measurement. Call this immediately before sending the request."""
         self._begin_s = time.perf_counter()
         self._first_s: float | None = None
         self._collected_s = 0.0
         self._num = 0
 
     def take(self, seconds: float) -> Parts | None:
-        """Return the parts of the request since `start`, which took ``seconds``.
+        """Return the parts of a request that took ``seconds`` since `start`.
 
-        Returns None if the hooks recorded too many forward passes or, as in a CUDA graph replay,
-        none.
+        Returns None if the hooks recorded too many forward passes, or none, as in a CUDA graph
+        replay.
         """
         if self._first_s is None or self._num > MAX_FORWARDS:
             return None

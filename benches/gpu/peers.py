@@ -1,7 +1,7 @@
-"""Connector settings, environments and servers of the external caches that benches compare.
+"""Connector settings, environments and servers for the external caches that the benches compare.
 
-This module imports neither vLLM nor a peer, so a cache that fails to start only loses its own
-results.
+This module imports neither vLLM nor a peer, so a cache that fails to start does not prevent the
+other caches from being measured.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _errors_to(errors: dict[str, str], name: str) -> Iterator[None]:
 def _pegaflow(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
     """Return the command and environment of PegaFlow's server.
 
-    The server is linked with a Python and a CUDA runtime, which the package or the environment
-    provides.
+    The server links to libpython and the CUDA runtime. Their directories come from the pegaflow
+    package and the environment.
     """
     package = find_spec("pegaflow")
     torch = find_spec("torch")
@@ -181,7 +181,7 @@ SERVERS: dict[str, Callable[[int], tuple[list[str], Mapping[str, str]]]] = {
 
 @contextmanager
 def kvloft_server(names: Iterable[str], host_bytes: int, log: Path) -> Iterator[str | None]:
-    """Run `kvloft serve` and yield its socket; yield None if no engine of ``names`` uses it.
+    """Run `kvloft serve` and yield its socket, or yield None if no engine in ``names`` uses it.
 
     Raises RuntimeError if the server does not become ready.
     """

@@ -1,4 +1,4 @@
-"""Functions that `ranks_child` runs in the process of each rank to audit its pages."""
+"""Functions that `ranks_child` runs in each rank's process to audit the rank's pages."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ ENV = {
 }
 """Environment variables of the engine.
 
-Ranks are forked, so that they inherit the child's patches of kvloft. All-reduces use plain NCCL,
+Ranks are forked, so that they inherit the child's patches to kvloft. All-reduces use plain NCCL,
 because NVLink multicast can disturb other programs on the host's GPUs.
 """
 

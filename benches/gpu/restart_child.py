@@ -1,7 +1,7 @@
 """Runs the engine that `restart` kills: `python -m benches.gpu.restart_child JSON`.
 
-Every process runs the same prompt three times: in a new engine, then from HBM and, once its saves
-are complete, from the cache. The process then prints `RESULT {...}` and waits to be killed.
+Every process runs the same prompt three times: in a new engine, from HBM, and, after the prompt is
+saved, from the cache. The process then prints `RESULT {...}` and waits to be killed.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ DRAFT = {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
 
 
 def gemma3(num_layers: int) -> dict[str, Any]:
-    """Gemma 3 4B: five of six layers have a sliding window of 1,024 tokens."""
+    """Gemma 3 4B: five of every six layers have a sliding window of 1,024 tokens."""
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -60,7 +60,7 @@ def gemma3(num_layers: int) -> dict[str, Any]:
 
 
 def qwen35(num_layers: int) -> dict[str, Any]:
-    """Qwen 3.5 9B: three of four layers are gated delta nets."""
+    """Qwen 3.5 9B: three of every four layers are gated delta nets."""
     return {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
@@ -91,8 +91,8 @@ def qwen35(num_layers: int) -> dict[str, Any]:
 def gemma4(num_layers: int) -> dict[str, Any]:
     """Gemma 4, the text model without experts.
 
-    The model is like Gemma 3, but its full-attention layers have heads of twice the width, so block
-    sizes differ between groups.
+    The model is like Gemma 3, but the heads of its full-attention layers are twice as wide, so
+    block sizes differ between groups.
     """
     rope = {"rope_theta": 10000.0, "rope_type": "default"}
     return gemma3(num_layers) | {
@@ -206,5 +206,5 @@ def options_of(name: str, num_layers: int | None = None) -> dict[str, Any]:
 
 
 def config_of(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of config.json: `LLAMA` with these changes. None removes a field."""
+    """Return the content of config.json: `LLAMA` with ``changes``. None removes a field."""
     return {key: value for key, value in {**LLAMA, **changes}.items() if value is not None}

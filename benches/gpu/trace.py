@@ -1,7 +1,7 @@
 """Records when the pieces of a load are submitted and copied.
 
-`LoadTrace` wraps a mover's load lane and records a timing event after the copies of each piece. An
-event takes about one microsecond per piece. Only `summary` waits for the device.
+`LoadTrace` wraps a mover's load lane and records a timing event after the copies of each piece.
+Recording an event takes about one microsecond and does not wait for the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LoadTrace:
         self.start()
 
     def start(self) -> None:
-        """Discard all records and set both clocks to zero. The device must be idle."""
+        """Discard all records, wait for the device, and reset the host and device clocks."""
         driver.synchronize()
         self._zero.record(self._lane.copy_streams[0])
         driver.synchronize()
@@ -51,8 +51,8 @@ class LoadTrace:
     def summary(self) -> dict[str, Any]:
         """Return the times of submissions and copies in milliseconds.
 
-        ``worst_gaps_ms`` contains the longest gaps between copies, which exclude the time to
-        transfer their bytes.
+        ``worst_gaps_ms`` lists the six longest gaps between copies. A gap excludes the time to
+        transfer a piece's bytes at full link speed.
         """
         driver.synchronize()
         done = [event.seconds_since(self._zero) for event in self._pool[: len(self._pieces)]]

@@ -1,7 +1,6 @@
-"""Lets engines that share a GPU take turns, so that the other engines are idle during a
-measurement.
+"""Lets engines that share a GPU take turns, so that only one engine is active in a measurement.
 
-Changes during a run, such as a warming GPU or other load on the host, then affect all engines
+Changes during a run, such as a GPU that warms up or other load on the host, then affect all engines
 equally.
 """
 

@@ -1,7 +1,7 @@
 """Tests `benches.gpu.engine` without a GPU.
 
 The bench reports invalid arguments and missing hardware in one sentence, and an engine that crashes
-only loses its own results. The measurements themselves run on a GPU.
+does not affect the results of other engines. The measurements themselves run on a GPU.
 """
 
 import json

@@ -549,8 +549,8 @@ def test_the_report_shows_errors_of_a_rank(
 def test_the_report_names_engines_with_tokens_left_in_hbm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If a token remains in HBM, the time is not the time of a load from the server. Prompts
-    between rounds should have emptied the cache.
+    """If a token remains in HBM, the measured time is not the time of a load from the server.
+    Prompts between rounds should have emptied the cache.
     """
     both = {
         name: {"warm_ms": 70.0, "cached_tokens": [96, 96], "from_connector": [96, 96]}

@@ -102,7 +102,7 @@ def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(
 class Wave:
     """An engine that finishes one request per step.
 
-    Each step runs a forward pass, for which the hooks of the model may or may not be called.
+    With ``is_graph``, the forward pass in a step does not call the model's hooks.
     """
 
     llm = None

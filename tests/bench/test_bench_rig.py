@@ -37,7 +37,7 @@ class Link:
         self.gpu, self.begin = gpu, host.bytes.ctypes.data
         self.end = self.begin + host.size_bytes
         self.copies: list[tuple[int, int]] = []
-        """Time and size of each copy, in bytes."""
+        """Time of each copy, and its size in bytes."""
         self.touched: dict[str, set[int]] = {"read": set(), "written": set()}
         """Addresses of the host frames read or written."""
 
@@ -134,7 +134,7 @@ def test_saves_during_loads_use_frames_that_are_not_read(order: str, gpu: Gpu) -
 
 
 def test_a_run_that_moved_less_is_no_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mover drops copies if it has no space. The rate would then include bytes that were never
+    """A mover without free slots drops copies. The rate would then include bytes that were never
     moved.
     """
     rig = make_rig(HostFrames(2 * CHUNKS * PART), slot_parts=1)

@@ -116,8 +116,8 @@ def test_a_loop_that_times_out_reports_missing_turns() -> None:
 
 
 class Child(subprocess.Popen[bytes]):
-    """A child process whose `wait` only times out for the process that keeps running after it
-    has printed its results.
+    """A child process. `wait` times out only for "none", which keeps running after it has printed
+    its results.
     """
 
     def __init__(self, argv: list[str], **more: Any) -> None:

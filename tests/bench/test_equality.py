@@ -184,8 +184,8 @@ def test_the_audit_looks_at_the_pages_of_a_chunks_own_group() -> None:
 
 
 def kept() -> dict[str, Any]:
-    """Return the results of phase `kept` for an engine with two groups whose kernels are not
-    batch-invariant.
+    """Return the results of phase `kept` for an engine with two groups and without batch-invariant
+    kernels.
     """
     told = {
         "kept": {"same_0": 5, "same_1": 1},

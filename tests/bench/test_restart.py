@@ -1,4 +1,4 @@
-"""Tests that the restart check reports every token that the next engine does not find.
+"""Tests that the restart check reports every token that is a miss in the next engine.
 
 The tests do not need a GPU.
 """

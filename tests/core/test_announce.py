@@ -1,5 +1,5 @@
-"""Tests that replayed KV events of the real store match its lookups after any steps, lost keys,
-restarts, and with a full book.
+"""Tests that the replayed KV events of the real store match lookups after any steps, after lost
+keys and restarts, and with a full book.
 
 The store is embedded in the engine or runs in a server (`announced.py`). KV_EVENT_STEPS sets the
 number of steps.
@@ -97,9 +97,9 @@ def test_an_engine_that_stops_offering_retracts_its_events(tmp_path: Path) -> No
 
 
 def test_repeated_events_start_at_the_beginning(tmp_path: Path) -> None:
-    """A router may drop a block if it does not have the parent.
+    """A router might drop a block if it does not have the block's parent.
 
-    Later requests only repeat the beginning or only the end of the prompt.
+    Later requests repeat only the beginning or only the end of the prompt.
     """
     world = World(6, tmp_path, capacity=100, slots=40)
     longest = max(world.prompts, key=len)
@@ -175,8 +175,8 @@ def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) 
 
 
 def test_chunks_without_a_frame_or_with_a_failed_save_are_not_announced(tmp_path: Path) -> None:
-    """If these chunks were kept, the book of expected chunks would fill with chunks that never
-    appear if memory is small.
+    """With little memory, the book of expected chunks would otherwise fill with chunks that never
+    appear in the store.
     """
     world = World(5, tmp_path, capacity=1000, slots=40)
     for prompt in sorted(world.prompts):
@@ -228,9 +228,9 @@ def test_of_a_prompt_the_end_is_taken_back_first(requests: str, kept: str, tmp_p
 
 
 def test_an_error_about_a_requests_blocks_costs_only_their_events(tmp_path: Path) -> None:
-    """The error may come from request fields that a newer vLLM added.
+    """For example, a newer vLLM might have added request fields that cause the error.
 
-    The next call must find the records intact.
+    The error must leave the records intact for the next call.
     """
     world = World(9, tmp_path, capacity=100, slots=40)
     odd = ((1, 1, 1, 1), (1, 1, 2, 2))

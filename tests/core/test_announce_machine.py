@@ -58,7 +58,7 @@ class Chain:
 
 
 class Store:
-    """The tiers of keys and the last few changes."""
+    """The tiers of each key, and the most recent changes."""
 
     def __init__(self, capacity: int) -> None:
         self.where: dict[Any, int] = {}
@@ -212,9 +212,9 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.store.coming)
     def drop(self, data: st.DataObject) -> None:
-        """Simulate a chunk that got no frame or a failed save.
+        """Simulate a chunk without a frame, or a failed save.
 
-        Chunks on disk are not reported.
+        The store does not report this for chunks on disk.
         """
         key = data.draw(st.sampled_from(sorted(self.store.coming)))
         self.store.coming.discard(key)

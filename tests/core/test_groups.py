@@ -24,7 +24,7 @@ WINDOWS = st.builds(
     lambda size, reach: GroupShape(*size, kind="window", reach=reach), SIZES, st.integers(0, 40)
 )
 SOME_WINDOW = WINDOWS.filter(lambda group: group.reach > 0)
-"""Without full attention, a hit at a boundary must need at least some blocks."""
+"""Without full attention, hits must require at least some blocks of a group."""
 LOCALS = st.builds(
     lambda size, reach: GroupShape(*size, kind="local", reach=reach), SIZES, st.integers(1, 40)
 )
@@ -35,8 +35,8 @@ FULLS = SIZES.map(lambda size: GroupShape(*size))
 
 
 def attended_blocks(group: GroupShape, boundary: int) -> set[int]:
-    """Return the blocks with a token to which the query after ``boundary`` units can attend, or the
-    state from which it continues.
+    """Return the blocks with tokens that the query after ``boundary`` units can attend to, or the
+    block with the state that the query continues from.
     """
     query = boundary * UNIT
     if group.kind == "state":
@@ -50,7 +50,7 @@ def attended_blocks(group: GroupShape, boundary: int) -> set[int]:
 
 
 def attended(group: GroupShape, boundary: int) -> set[int]:
-    """Return the units that contain these blocks."""
+    """Return the units that contain the `attended_blocks`."""
     return {block // group.blocks_per_unit for block in attended_blocks(group, boundary)}
 
 

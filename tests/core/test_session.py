@@ -58,8 +58,8 @@ def test_a_lease_returns_the_chunks_of_any_part_of_a_prompt(
     "table", [[5, 6], [5, 6, -1], [5, 6, 2**31], [5, 6, "7"], b"567", [5, 6, None]]
 )
 def test_a_table_that_is_none_is_refused_and_nothing_stays_reserved(table: Any) -> None:
-    """The scheduler side builds the batch for the worker, because the worker could not report an
-    error for the request.
+    """The scheduler side builds the worker's batch, because the worker could not attribute an error
+    to the request.
     """
     store, chain = session(8), chain_of([1, 2, 3])
     store.settle([row[0] for row in reserve(store, chain, 0, 2)[0]])

@@ -1,5 +1,5 @@
-"""Tests the guarantees of the store on which the scheduler and worker sides rely, through
-`kvloft._core` and without a disk.
+"""Tests the store's guarantees that the scheduler and worker sides rely on, through `kvloft._core`
+and without a disk.
 """
 
 import ctypes

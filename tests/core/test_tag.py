@@ -54,8 +54,8 @@ def unspread(y: int) -> int:
 
 @pytest.mark.parametrize(("top_bits", "fewest_flips"), [(8, 20), (16, 10)])
 def test_few_flipped_bits_never_end_in_the_top_bits_alone(top_bits: int, fewest_flips: int) -> None:
-    """The weak masks only differ in the top bits of the product, and two words with such
-    differences often cancel out.
+    """Weak masks change only the top bits of the product, so the changes of two words often cancel
+    out.
     """
     basis = [unspread(1 << bit) for bit in range(64 - top_bits, 64)]
     assert all(

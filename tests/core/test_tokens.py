@@ -1,4 +1,4 @@
-"""Tests columns from a scheduler in which few rows have values."""
+"""Tests columns from a scheduler that have values in only a few rows."""
 
 import pytest
 from hypothesis import given

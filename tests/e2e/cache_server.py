@@ -32,7 +32,7 @@ of_own_store = pytest.mark.skipif(
 
 
 class CacheServer:
-    """A `kvloft serve` process that is started as users start it.
+    """A `kvloft serve` process, started in the same way as by users.
 
     ``kill`` sends SIGKILL. ``start`` starts the server again with the same disk directory.
     """
@@ -124,10 +124,10 @@ class CacheServer:
 
 
 def has_ended(process: subprocess.Popen[bytes], sent: float) -> bool:
-    """True if the main thread has exited and only threads blocked in a frozen file system remain.
+    """Return True if the process has exited, except for threads that a frozen file system blocks.
 
-    Other threads exit a moment later and hold the lock of the socket until then, so this function
-    first waits for these threads.
+    Other threads exit shortly after the main thread and hold the socket's lock until then, so this
+    function returns False for a few seconds after the main thread exits.
     """
     if process.poll() is not None:
         return True
@@ -139,7 +139,7 @@ def has_ended(process: subprocess.Popen[bytes], sent: float) -> bool:
 
 
 _ending: list[subprocess.Popen[bytes]] = []
-"""References to processes that are kept until this process exits, so that they are reaped."""
+"""Servers that may still be exiting. The references are kept so that the servers are reaped."""
 
 
 def until(is_so: Callable[[], bool], otherwise: str) -> None:
@@ -172,7 +172,7 @@ def instead(transfer: Any, servers: list[CacheServer]) -> Any:
 
 
 def end(servers: list[CacheServer], number: int) -> None:
-    """Stop the servers when the engine exits."""
+    """Stop the servers of an engine that has exited, with the signal ``number``."""
     while servers:
         server = servers.pop()
         server.end(number)

@@ -64,7 +64,7 @@ class Req:
         )
 
     def again(self, **changes: Any) -> "Req":
-        """Return the same request with a new id and with ``changes`` applied."""
+        """Return a copy of the request with a new id and with ``changes`` applied."""
         return replace(self, **{"id": f"r{next(_ids)}"} | changes)
 
     def message(self) -> dict[str, Any]:
@@ -229,9 +229,9 @@ class Engine:
         self._ask("core", method=method, kwargs=kwargs)
 
     def preempt_as_0_26(self, *, deferred: bool = False) -> None:
-        """Preempt requests as vLLM 0.26 does.
+        """Make the engine preempt requests as vLLM 0.26 does.
 
-        With ``deferred``, also free blocks as late as vLLM 0.26 does for other connectors.
+        With ``deferred``, it also frees blocks as late as vLLM 0.26 does for other connectors.
         """
         self._ask("old_preemption", deferred=deferred)
 
@@ -239,7 +239,7 @@ class Engine:
         return self._ask("state")
 
     def status(self, request: Req) -> str | None:
-        """Return vLLM's status name of the request, or None after its removal."""
+        """Return vLLM's status name of the request, or None if vLLM has removed the request."""
         return self.state()["status"].get(request.id)
 
     def metrics(self) -> dict[str, float]:
@@ -283,7 +283,7 @@ class Engine:
     def assert_at_rest(self) -> None:
         """Check that nothing is pinned, reserved or queued (I5, I8)."""
         state, store = self.state(), self.store()
-        # Disk reads for which no request waits may complete later.
+        # Disk reads that no request waits for can complete later.
         for _ in range(int(1200 * PACE)):
             if not store["pins"] and not store["frames_reserved"]:
                 break
@@ -303,7 +303,7 @@ class Engine:
             open(self.call("_scheduler._store.arena_path"), "r+b") as file,
             mmap.mmap(file.fileno(), 0) as arena,
         ):
-            # a server's arena may contain no frames yet
+            # a server's arena might not contain frames yet
             whole = len(arena) // frame_bytes * frame_bytes
             frames = np.frombuffer(arena, dtype=np.uint8, count=whole).reshape(-1, frame_bytes)
             used = np.flatnonzero(frames[:, :64].any(axis=1))[keep:]
@@ -341,7 +341,7 @@ class Engine:
 
 
 class Server:
-    """A ``vllm serve`` that runs as for users.
+    """A ``vllm serve`` that runs in the same way as for users.
 
     The API server, the engine core and the worker are separate processes. Tests use HTTP.
     """

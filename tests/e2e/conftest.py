@@ -105,7 +105,7 @@ class Truth:
     def tokens(self, request: Req) -> tuple[int, ...]:
         """Return the model's output for ``request``.
 
-        Fails if rounding could change a token. Choose another seed in this case.
+        Fails if rounding could change a token. In that case, choose another seed.
         """
         result = self._run([request])[0]
         assert result.margin is not None and result.margin > MARGIN, (
@@ -122,9 +122,7 @@ class Truth:
         ]
 
     def pick(self, make: Callable[[int], Req], seed: int) -> Req:
-        """Return ``make(seed)``, or the result for a later seed if rounding could change the output
-        of the request.
-        """
+        """Return ``make(seed)``, or a later seed's request if rounding could change the output."""
         return next(r for r in (make(seed + 100_000 * i) for i in range(50)) if self.clear([r]))
 
     def close(self) -> None:
@@ -142,8 +140,8 @@ def truth(zygote: Zygote, model: Path) -> Iterator[Truth]:
 
 @pytest.fixture
 def start(zygote: Zygote, model: Path) -> Iterator[Callable[..., Engine]]:
-    """Start engines (``start(num_blocks=..., v2_shape=..., kv_transfer_config=...)``) and kill the
-    engines that are still running after the test.
+    """Yield a function that starts engines (``start(num_blocks=..., kv_transfer_config=...)``), and
+    kill the engines that are still running after the test.
     """
     engines: list[Engine] = []
 

@@ -1,4 +1,4 @@
-"""Runs a real vLLM engine in this process, which is controlled through JSON lines on a socket.
+"""Runs a real vLLM engine in this process. A test controls it through JSON lines on a socket.
 
 Every message is ``{"op": name, ...}``, and every response is ``{"ok": value}`` or ``{"error":
 text}``. The engine core runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so the test
@@ -84,8 +84,8 @@ class Engine:
         return os.getpid()
 
     def _watch_admissions(self) -> None:
-        """Record the number of external tokens that the scheduler accepted from the connector for
-        each admitted request.
+        """Record, at each admission of a request, the number of external tokens that the scheduler
+        accepted from the connector.
         """
         connector = self.core.scheduler.connector
         if connector is None:
@@ -216,8 +216,8 @@ class Engine:
     # -----------------------------------------------------------------------------------------
 
     def do_reset(self, connector: bool = False, running: bool = False) -> bool:
-        """Call reset_prefix_cache and return True if it succeeded. vLLM rejects the call while an
-        in-flight batch or a load holds blocks.
+        """Call reset_prefix_cache and return True if it succeeded. vLLM rejects the call while a
+        batch in flight or a load holds blocks.
         """
         try:
             return bool(
@@ -249,7 +249,7 @@ class Engine:
         getattr(self.core, method)(**kwargs)
 
     def do_old_preemption(self, deferred: bool) -> None:
-        """Preempt as vLLM 0.26 does and, with ``deferred``, also free blocks that late."""
+        """Preempt as vLLM 0.26 does and, with ``deferred``, free blocks as late as vLLM 0.26."""
         shapes.preempt_as_0_26(self.core.scheduler)
         if deferred:
             self.core.scheduler.defer_block_free = True
@@ -259,7 +259,7 @@ class Engine:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     def do_state(self) -> dict[str, Any]:
-        """Return the statuses by id, the state of the block pool, and the other contents of the
+        """Return the requests' statuses by id, the state of the block pool, and other state of the
         scheduler.
         """
         scheduler = self.core.scheduler
@@ -353,8 +353,8 @@ class Engine:
     def do_serve_http(self, argv: list[str], env: dict[str, str], log: str) -> int:
         """Run ``vllm serve`` in a child of this process and return its id.
 
-        Multiple API servers require the `vllm` command, which does not work in the CPU package.
-        Otherwise, the module runs as for users.
+        The `vllm` command does not work in the CPU package. A single API server runs as a module,
+        as for users; multiple API servers require the function behind the command.
         """
 
         def run() -> None:

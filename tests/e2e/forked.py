@@ -31,7 +31,7 @@ def main(job: str) -> None:
 
 
 def run(job: str, starter: int, prepare: str) -> None:
-    """Run the engine in the forked process until it is done or process ``starter`` has exited."""
+    """Run the engine in this forked process until it finishes or process ``starter`` exits."""
     handle = os.pidfd_open(starter)
 
     def end_with_starter() -> None:

@@ -2,9 +2,9 @@
 --rounds 10 --step-s 15`.
 
 In each round, a worker writes to its frames long after its scheduler has died, while another engine
-fills and reads the same memory. The script prints the time for which the frames remained reserved
-after the last worker exited. The exit status is 1 if a token is wrong, a check fails, or frames
-were free while a worker could still write to them.
+fills and reads the same memory. The script prints how long the frames remained reserved after the
+last worker exited. The exit status is 1 if a token is wrong, a check fails, or frames were free
+while a worker could still write to them.
 """
 
 import argparse
@@ -121,7 +121,7 @@ def is_running(pid: int) -> bool:
 
 
 def begin_to_die(engine: Engine) -> threading.Thread:
-    """Start the next step of the engine, which never completes."""
+    """Start the engine's next step, which never completes."""
 
     def step() -> None:
         with contextlib.suppress(EngineError, ValueError, OSError):
@@ -170,7 +170,7 @@ def orphan(scene: Scene, other: Engine, seed: int, step_s: float) -> dict[str, A
 
 
 def seconds_until_back(scene: Scene, workers: list[int]) -> float:
-    """Return the time for which the frames remained reserved after the last worker exited."""
+    """Return how long the frames remained reserved after the last worker exited, in seconds."""
     until(lambda: not any(map(is_running, workers)), "a worker does not exit")
     ended = time.monotonic()
     until(lambda: scene.quarantined() == 0, "the frames stay reserved")

@@ -42,7 +42,7 @@ TOKEN_BYTES = 2 * tiny.NUM_LAYERS * NUM_HEADS * tiny.HEAD_DIM * 4
 FILL_BATCH = 20
 NUM_GENERATING, GENERATED_TOKENS = 8, 96
 WARM_UP = [Req(random_ids(90_000 + i, 300), max_tokens=2, skip_reading=True) for i in range(8)]
-"""Number of uncached prompts for measuring the engine's prefill rate."""
+"""Uncached prompts for measuring the engine's prefill rate."""
 
 
 class Scene:
@@ -87,8 +87,8 @@ class Scene:
                 engine.flush()
 
     def run(self, engine: Engine) -> tuple[float, list[Result]]:
-        """Return the time in seconds until all requests have finished and the results of the
-        generating requests.
+        """Return the time in seconds until all requests finished, and the generating requests'
+        results.
         """
         engine.ask(*[prompt.again() for prompt in WARM_UP])
         generating = [request.again() for request in self.generating]
@@ -102,7 +102,7 @@ class Scene:
     def found(self, disk: Path, results: list[Result]) -> float:
         """Return the fraction of the generating requests' saves that a new engine finds on disk.
 
-        The engine may compute chunks instead of waiting for the disk, but it only writes chunks
+        The engine may compute chunks instead of waiting for the disk, but it writes only chunks
         that are missing on disk.
         """
         # The last generated token is never computed.
@@ -119,8 +119,8 @@ class Scene:
 
 
 def plain(scene: Scene) -> tuple[float, float]:
-    """Return the time in seconds that vLLM without kvloft needs for all requests, and the number of
-    prompt tokens per second.
+    """Return the time in seconds that vLLM without kvloft takes for all requests, and its prefill
+    rate in tokens per second.
     """
     with scene.engine(None) as engine:
         seconds, _ = scene.run(engine)
@@ -133,11 +133,9 @@ def plain(scene: Scene) -> tuple[float, float]:
 
 
 def measure(scene: Scene, folder: Path, speed: str, rounds: int, say: Any) -> dict[str, Any]:
-    """Measure kvloft with all cached prompts on a disk of the given speed and no prompts in host
-    memory.
+    """Measure kvloft with all cached prompts on a disk of the given speed and none in host memory.
 
-    Runs alternate with runs of plain vLLM, because the load of the machine changes. Times are
-    medians.
+    Runs alternate with runs of plain vLLM, because the machine's load changes. Times are medians.
     """
     pairs, found = [], 0.0
     with mounted(folder / speed, size_mib=2400) as disk:

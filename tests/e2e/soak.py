@@ -5,7 +5,7 @@ The first engine runs the whole time, and its memory, handles and threads are mo
 engine is repeatedly killed or stopped, and restarted. Disks are real ext4 file systems that freeze
 and fill up, or plain directories if mounting is not allowed. Bits are flipped in files and frames.
 Every token is compared with vLLM without any cache. The exit status is 1 if a token differs, a pin
-leaks, or the use of a resource grows.
+leaks, or resource usage grows.
 """
 
 import argparse
@@ -120,7 +120,7 @@ class Subject:
             self._sick_until = 0.0
 
     def growth(self) -> dict[str, float]:
-        """Return the median of the last third of the samples minus that of the second third."""
+        """Return how much the samples' median grew from the second third to the last third."""
         third = len(self.samples) // 3
         if not third:
             return {}

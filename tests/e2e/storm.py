@@ -64,9 +64,9 @@ def storm(
     seed: int,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Inject ``num_faults`` faults at random times, alternating with rounds without faults.
+    """Inject ``rounds`` faults at random times, alternating with runs without faults.
 
-    Returns the time in seconds that each step spent in kvloft and the problems.
+    Returns the time in seconds that each step spent in kvloft, and the problems.
     """
     pick, asked = random.Random(seed), prompts(truth)
     found, hooks_s, problems = 0, dict[str, list[float]](), list[str]()

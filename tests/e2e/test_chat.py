@@ -1,4 +1,4 @@
-"""Tests that generated tokens are hits if they have KV, with every kind of scheduling.
+"""Tests that generated tokens with KV are hits, with every kind of scheduling.
 
 The second turn of a chat consists of the prompt, the output and new words. Neither the last sampled
 token (I7) nor rejected draft tokens have KV.

@@ -19,7 +19,7 @@ def test_a_model_with_windows_is_served_with_all_groups(
         status, report, progress = check("gemma3", folder, "all")
         assert status == 0, (report, progress)
         passes = {one["name"]: one for one in report["passes"]}
-        # On a busy machine, kvloft may expect that computing is faster than reading from disk.
+        # On a busy machine, kvloft may estimate that computing is faster than reading from disk.
         if passes["disk"]["disk"] == passes["own"]["cached"]:
             break
     assert all(one["equal"] == one["answers"] for one in passes.values())

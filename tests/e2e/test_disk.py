@@ -28,9 +28,9 @@ def ask_all(truth: Truth, engine: Engine) -> int:
 
 
 def ask_known(truth: Truth, engine: Engine) -> int:
-    """Like `ask_all`, but include tokens on disk that the engine computed.
+    """Like `ask_all`, but also count tokens on disk that the engine computed instead.
 
-    On a busy machine, an engine may expect that computing is faster than reading.
+    On a busy machine, an engine may estimate that computing is faster than reading.
     """
     slow = "vllm:kvloft_disk_slow_tokens_total"
     num_before = engine.metrics().get(slow, 0)
@@ -80,8 +80,8 @@ def test_a_host_tier_smaller_than_the_working_set_is_refilled_from_disk(
 
 
 def used(data: NDArray[np.uint8]) -> int:
-    """Return the bytes of a file up to the last nonzero byte, because files have the maximum size
-    of the tier.
+    """Return the number of bytes up to the last nonzero byte. The file itself always has the tier's
+    maximum size.
     """
     return int(np.flatnonzero(data)[-1]) + 1
 
@@ -238,8 +238,8 @@ def test_another_model_finds_nothing_of_this_one(
 def test_weights_replaced_in_a_running_engine_are_neither_served_nor_kept(
     zygote: Zygote, truth: Truth, start: Callable[..., Engine], tmp_path: Path
 ) -> None:
-    """vLLM does not notify connectors of new weights, so the namespace is still the namespace of
-    the first weights.
+    """vLLM does not notify connectors of new weights, so the namespace still identifies the first
+    weights.
     """
     other = tiny.write_model(tmp_path / "other", seed=99)
     others = Truth(lambda: zygote.engine(engine_kwargs(other, num_blocks=200)))

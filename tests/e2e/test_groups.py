@@ -1,9 +1,9 @@
 """Tests models with multiple KV cache groups, Mamba states and draft models: outputs must be
 correct without a hit and with every kind of hit.
 
-The oracle is the same vLLM without a connector, a prefix cache and a draft model. zoo/test_zoo.py
-shows that comparing with it detects any wrong page. A hit must have at least as many tokens as
-vLLM's own prefix cache finds at the same point, minus one unit for alignment.
+The oracle is the same vLLM without a connector, a prefix cache or a draft model. zoo/test_zoo.py
+shows that a comparison with this oracle detects any wrong page. A hit must have at least as many
+tokens as a hit in vLLM's own prefix cache at the same point, minus one unit for alignment.
 """
 
 from collections import Counter
@@ -179,7 +179,7 @@ def test_another_ending_after_a_cached_prefix_is_right(
 ) -> None:
     """A hit can end where no earlier request ended.
 
-    The window or state at that position must be stored, or the hit is shorter.
+    If the window or state at that position is not stored, the hit must be shorter.
     """
     engine = serve()
     first = place.prompt(9500, 330)
@@ -191,10 +191,10 @@ def test_another_ending_after_a_cached_prefix_is_right(
 
 
 def test_turn_two_hits_the_tokens_of_turn_one(place: Place, serve: Callable[..., Engine]) -> None:
-    """The first turn decodes beyond the window and past more than one state, so vLLM frees their
-    blocks during the run.
+    """The first turn decodes beyond the window and past more than one state, so vLLM frees the
+    blocks of both during the run.
     """
-    # By default, vLLM only retains the states at the end of a prompt and offers no other states.
+    # By default, vLLM retains only the states at the end of a prompt and offers no other states.
     retained = (
         {"prefix_cache_retention_interval": place.model.hit_tokens}
         if "state (align)" in place.model.kinds
@@ -207,8 +207,8 @@ def test_turn_two_hits_the_tokens_of_turn_one(place: Place, serve: Callable[...,
     assert engine.reset()
     second = place.prompt(9601, len(history) + 21, before=history)
     found = ask(place, engine, second)[0]
-    # With such a draft model, a state is only saved if the token after the state is already known
-    # when vLLM offers the state (see the next test).
+    # With a draft model of this kind, a state is saved only if the token after the state is already
+    # known when vLLM offers the state (see the next test).
     is_chance = bool(retained) and place.model.drops_a_block
     assert is_chance or found >= least(place, len(history) - 1)
     assert_sound(engine)
@@ -425,8 +425,8 @@ def block_sizes(engine: Engine) -> list[int]:
 
 
 def predicted_hit(place: Place, told: Subscriber, sizes: list[int], prompt: Req) -> int:
-    """Return the number of tokens at the deepest boundary for which, according to the events that a
-    router receives, each group has the chunks of a hit.
+    """Return the number of tokens in the deepest hit, according to the events that a router
+    received. In a hit, each group has all required chunks.
     """
     unit, kinds = place.model.hit_tokens, list(zip(place.model.kinds, sizes, strict=True))
     names, there = told.names(prompt, set(sizes)), {**told.blocks["CPU"], **told.blocks["STORAGE"]}
@@ -447,10 +447,9 @@ def test_events_contain_the_blocks_of_each_group(
     router: Subscriber,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """The numbers of frames and slots are small, so that chunks of each group are saved and
-    evicted.
+    """There are few frames and slots, so that chunks of each group are saved and evicted.
 
-    After a restart, chunks on disk are announced when they are looked up.
+    After a restart, kvloft announces chunks on disk when a request looks them up.
     """
     if place.model.draft is not None:
         pytest.skip(
@@ -482,7 +481,7 @@ def test_events_contain_the_blocks_of_each_group(
                 )  # type: ignore[misc]
                 expected = predicted_hit(place, router, sizes, prompt)
                 found += ask(place, engine, prompt)
-                # On a busy machine, kvloft may expect that computing the tokens is faster than
+                # On a busy machine, kvloft may estimate that computing the tokens is faster than
                 # reading them from disk.
                 if is_of_before or expected <= found[-1] or attempt == 3:
                     break
@@ -502,8 +501,8 @@ def test_blocks_have_vllms_hashes_with_every_algorithm(
     router: Subscriber,  # noqa: F811
     is_finer: bool,
 ) -> None:
-    """A vLLM that is configured to keep all blocks sends the same fields for each block of each
-    group: size, name, parent, tokens and extra keys.
+    """vLLM, if configured to keep all blocks, sends the same fields for each block in each group:
+    size, name, parent, tokens and extra keys.
     """
     if is_finer and len(place.model.kinds) == 1:
         pytest.skip("this model has one KV cache group: vLLM rejects --prefix-match-unit")

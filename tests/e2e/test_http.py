@@ -91,7 +91,7 @@ def complete(server: Server, model: Path, max_tokens: int = 8, **fields: Any) ->
 def settled(
     server: Server, model: Path, name: str, at_least: float, timeout_s: float = 20.0 * PACE
 ) -> float:
-    """Wait until a metric has increased.
+    """Wait until a metric is at least ``at_least``, and return its value.
 
     Engines send statistics with their steps, so each check requests one token.
     """

@@ -157,8 +157,8 @@ def test_salts_separate_equal_token_ids(truth: Truth, start: Callable[..., Engin
 
 
 def patient(engine: Engine) -> Engine:
-    """Wait until the files of an adapter are checked, which can take long on a busy machine. Only
-    checked adapters are shared.
+    """Let ``engine`` wait for the check of an adapter's files, which can be slow on a busy machine.
+    kvloft shares the KV of an adapter only after this check.
     """
     engine.call("_scheduler._adapters._looks.__setattr__", "_timeout_s", 60.0 * PACE)
     return engine

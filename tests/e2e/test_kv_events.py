@@ -43,7 +43,7 @@ class Subscriber:
         self.begin()
 
     def begin(self) -> None:
-        """Remove all blocks, because the engine is new and earlier events are invalid."""
+        """Remove all blocks, because a new engine invalidates all earlier events."""
         self.blocks: dict[str, dict[tuple[int, int | bytes], dict[str, Any]]] = {
             "GPU": {},
             "CPU": {},
@@ -94,8 +94,8 @@ class Subscriber:
             return
         size, parent = event["block_size"], event["parent_block_hash"]
         if medium == "GPU" and len(event["token_ids"]) > size * len(event["block_hashes"]):
-            # If vLLM keeps only a part of a window, it sends the tokens of all blocks without
-            # naming the cached blocks.
+            # If vLLM caches only part of a window, it sends the tokens of all blocks and does not
+            # identify the cached blocks.
             return
         assert len(event["token_ids"]) == size * len(event["block_hashes"])
         for nth, each in enumerate(event["block_hashes"]):
@@ -174,7 +174,7 @@ def step(engine: Engine) -> None:
 
 
 def ask_as_predicted(engine: Engine, router: Subscriber, truth: Truth, prompt: Req) -> int:
-    """Check the tokens of the prompt, and check that kvloft offers as many tokens as the events
+    """Run the prompt, and check its output and that kvloft offers as many tokens as the events
     predict.
 
     Returns the number of offered tokens.
@@ -193,9 +193,9 @@ def ask_as_predicted(engine: Engine, router: Subscriber, truth: Truth, prompt: R
 def test_events_predict_each_prompts_hit(
     truth: Truth, start: Callable[..., Engine], router: Subscriber, tmp_path: Path
 ) -> None:
-    """The numbers of frames and slots are small, so that chunks are evicted from both tiers.
+    """There are few frames and slots, so that chunks are evicted from both tiers.
 
-    After a restart, chunks on disk are announced when they are looked up.
+    After a restart, kvloft announces chunks on disk when a request looks them up.
     """
     config = kvloft(
         tmp_path / "disk", host_size=f"{12 * FRAME_KIB}KiB", disk_size=f"{40 * FRAME_KIB}KiB"
@@ -237,7 +237,7 @@ def test_an_engine_announces_evictions_by_others_and_the_loss_of_its_server(
 ) -> None:
     """Another engine fills host memory, the operator clears the cache, and the server is killed.
 
-    Chunks on the server's disk are announced again.
+    The engine then announces the chunks on the server's disk again.
     """
     server.end()
     server.start(host_size=f"{12 * FRAME_KIB}KiB")

@@ -53,7 +53,7 @@ def test_abort_during_a_load_releases_everything(
 ) -> None:
     """Chunks are loaded from disk, so that the lookup takes multiple steps.
 
-    Some aborts occur during the wait, others during the load.
+    Some aborts occur during the lookup, others during the load.
     """
     request = Req(random_ids(5100, 8 * BLOCK + 3), max_tokens=8)
     seen: set[str] = set()

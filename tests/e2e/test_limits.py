@@ -1,4 +1,4 @@
-"""Tests tenant limits with real engines on one `kvloft serve`: a tenant at its quota only evicts
+"""Tests tenant limits with real engines on one `kvloft serve`: a tenant at its quota evicts only
 its own chunks, and expired chunks are removed.
 """
 
@@ -57,7 +57,7 @@ def test_a_tenant_over_its_quota_takes_nothing_from_another(
     most = full_blocks(PROMPTS[0].num_prompt_tokens) // BLOCK + 2
     quota = most * frame_bytes(server)
     server.end()
-    # The memory only holds the chunks of the other tenants and one quota. Without a quota, all
+    # Host memory has space only for the other tenants' chunks plus one quota. Without a quota, all
     # tenants would lose chunks.
     needed = len(PROMPTS) * most
     limits = {"salt_quota": f"{quota}B", "salt_disk_quota": f"{quota}B"}

@@ -87,7 +87,7 @@ def test_a_server_that_was_stopped_has_everything_on_disk(
     assert server.end(signal.SIGTERM) == 0
     assert ask_all(truth, engine) == 0
     server.start(host_size="32MiB")
-    # Prompts that are sent before reconnecting are computed, saved, and then found in host memory.
+    # A prompt sent before the engine reconnects would be saved again and then hit host memory.
     until(lambda: has_disk_chunks(server), "the engine does not reconnect")
     until_full(truth, engine)
     assert engine.metrics()["vllm:kvloft_load_tokens_disk_total"] > 0
@@ -295,7 +295,7 @@ def test_two_models_want_more_memory_than_there_is_and_no_token_is_wrong(
         other_truth.pick(lambda seed: Req(random_ids(seed, 200), max_tokens=12), 9000 + nth)
         for nth in range(6)
     ]
-    # The chunks of this engine are larger. The first engine determines the size of slabs.
+    # The chunks of this engine are larger. The first engine determines the slab size.
     other = start(kv_transfer_config=shared(server), num_blocks=120, model=model)
     one = start(kv_transfer_config=shared(server), num_blocks=120)
     hits = [0, 0]

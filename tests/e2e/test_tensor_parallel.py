@@ -1,5 +1,5 @@
-"""Tests two ranks, each with its own shard of every frame. Lookups only find a chunk after both
-ranks have saved it, and each rank loads its own shard.
+"""Tests two ranks, each with a shard of every frame. A lookup finds a chunk only after both ranks
+have saved it, and each rank loads its shard.
 """
 
 from collections.abc import Callable

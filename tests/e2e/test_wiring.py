@@ -136,8 +136,8 @@ def test_a_bench_can_take_the_connector_away_and_put_it_back(
 def test_no_step_runs_while_a_connector_is_swapped(
     truth: Truth, start: Callable[..., Engine]
 ) -> None:
-    """If the connector were detached, the report of the step in flight would be lost. Its saves
-    would never complete, and vLLM would never free its blocks.
+    """If the connector were detached during a step, the step's report would be lost. The step's
+    saves would never complete, and vLLM would never free their blocks.
     """
     engine = start(kv_transfer_config=kvloft(), num_blocks=100, async_scheduling=True)
     num_free = engine.state()["free_blocks"]

@@ -34,7 +34,7 @@ PRELOAD = (
 
 
 def preload() -> None:
-    """Import the modules that every engine uses, except modules that this vLLM does not have."""
+    """Import the modules that every engine uses. Ignore modules that this vLLM does not have."""
     import importlib
 
     for name in PRELOAD:
@@ -62,8 +62,8 @@ def configure_logging() -> None:
 
 
 def replace_kernels() -> None:
-    """Replace the kernels that CPUs lack once for all workers, because vLLM searches every module
-    for these kernels.
+    """Replace vLLM's GPU-only kernels before forking, because vLLM searches every module for these
+    kernels.
     """
     from vllm.platforms import current_platform
 
@@ -86,7 +86,7 @@ def main(path: str, parent: int) -> None:
     end_with(parent)
     preload()
     gc.collect()
-    # Garbage collections in an engine then do not write to these pages and so do not copy them.
+    # Garbage collection in an engine then does not write to these pages, which would copy them.
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     with socket.socket(socket.AF_UNIX) as server:

@@ -41,7 +41,7 @@ class Record:
 
 
 class Gpu:
-    """The streams and the order in which their first commands run.
+    """The streams, and the random order in which their commands run.
 
     One lock protects all state, because submitters are threads.
     """
@@ -54,7 +54,7 @@ class Gpu:
         self.is_broken = False
         self.kept: list[Any] = []
         self.registered: dict[int, int] = {}
-        """Maps the address of each pinned range to its size in bytes."""
+        """Maps the address of each registered range to the range's size in bytes."""
         self.num_run = 0
 
     def check(self) -> None:
@@ -62,9 +62,9 @@ class Gpu:
             raise CudaError("CUDA_ERROR_ILLEGAL_ADDRESS, as the test wanted it")
 
     def check_host(self, address: int, num_bytes: int) -> None:
-        """Check that a copy is within one registration.
+        """Check that a copy of registered memory stays within one registration.
 
-        All other memory is device memory or pageable.
+        Copies of other memory (on the device, or pageable) are not checked.
         """
         for begin, size in list(self.registered.items()):
             if address < begin + size and begin < address + num_bytes:
@@ -79,7 +79,7 @@ class Gpu:
         ), "a kernel would fault on unregistered memory"
 
     def advance(self, num_commands: int) -> None:
-        """Run at most this number of ready commands."""
+        """Run at most ``num_commands`` ready commands."""
         with self.lock:
             for _ in range(num_commands):
                 ready = [s for s in self.streams if s and (s[0][0] is None or s[0][0].is_done)]

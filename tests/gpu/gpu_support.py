@@ -70,7 +70,7 @@ class Paged:
     def payload(
         self, blocks: Sequence[int], buffers: list[torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """The reference gather, which copies torch slices page by page."""
+        """Gather the reference payload of ``blocks`` by copying torch slices page by page."""
         buffers = buffers or self.buffers
         pages = [
             buffers[i][o + b * s : o + b * s + n] for b in blocks for i, o, s, n in self.planes
@@ -80,7 +80,7 @@ class Paged:
     def place(
         self, buffers: list[torch.Tensor], payload: torch.Tensor, blocks: Sequence[int]
     ) -> None:
-        """The reference scatter, which writes to ``buffers``."""
+        """Scatter the payload into ``blocks`` of ``buffers``, as a reference."""
         at = 0
         for b in blocks:
             for i, o, s, n in self.planes:
@@ -93,7 +93,7 @@ class Paged:
 
 
 def per_layer(num_layers: int, num_blocks: int, page: int, offset: int = 0, gap: int = 0) -> Paged:
-    """One tensor per layer. Pages are ``gap`` bytes apart, and the first page is at ``offset``."""
+    """Return one tensor per layer, with ``gap`` bytes between pages and the first at ``offset``."""
     stride = page + gap
     buffers = [
         torch.empty(offset + num_blocks * stride, dtype=torch.uint8, device=DEVICE)
@@ -103,7 +103,7 @@ def per_layer(num_layers: int, num_blocks: int, page: int, offset: int = 0, gap:
 
 
 def one_buffer(num_layers: int, num_blocks: int, page: int) -> Paged:
-    """All layers in one buffer, with the layer as the outermost dimension."""
+    """Return all layers in one buffer, with the layer as the outermost dimension."""
     buffer = torch.empty(num_layers * num_blocks * page, dtype=torch.uint8, device=DEVICE)
     return Paged(
         [buffer], [(0, i * num_blocks * page, page, page) for i in range(num_layers)], num_blocks
@@ -111,7 +111,7 @@ def one_buffer(num_layers: int, num_blocks: int, page: int) -> Paged:
 
 
 def block_outermost(num_layers: int, num_blocks: int, page: int) -> Paged:
-    """All layers of a block are adjacent, and the block is the outermost dimension."""
+    """Return one buffer in which all layers of a block are adjacent."""
     buffer = torch.empty(num_blocks * num_layers * page, dtype=torch.uint8, device=DEVICE)
     return Paged(
         [buffer], [(0, i * page, num_layers * page, page) for i in range(num_layers)], num_blocks
@@ -119,14 +119,14 @@ def block_outermost(num_layers: int, num_blocks: int, page: int) -> Paged:
 
 
 def mixed(num_blocks: int, pages: Sequence[int]) -> Paged:
-    """Layers with different page sizes (MLA with an indexer)."""
+    """Return layers with different page sizes (MLA with an indexer)."""
     buffers = [torch.empty(num_blocks * page, dtype=torch.uint8, device=DEVICE) for page in pages]
     return Paged(buffers, [(i, 0, page, page) for i, page in enumerate(pages)], num_blocks)
 
 
 def turned(paged: Paged) -> Paged:
-    """The pages of two layers, as a state-space layer can register them: first the second layer,
-    which is split in two, and then the first layer.
+    """Return the pages of two layers, as a state-space layer can register them: the second layer,
+    split in two, and then the first layer.
     """
     first, (buffer, offset, stride, size) = paged.planes
     cut = size // 3

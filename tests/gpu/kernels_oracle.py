@@ -32,7 +32,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 def page_sum(page: np.ndarray, number: int, first_word: int = 0) -> int:
     """Return the sum of the tag terms of one page (uint8), which is `number` in payload order.
 
-    With ``first_word``, the page is the part starting at that word.
+    With ``first_word``, ``page`` contains only the part of the page that starts at this word.
     """
     padded = np.zeros(-(-len(page) // 8) * 8, np.uint8)
     padded[: len(page)] = page

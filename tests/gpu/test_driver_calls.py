@@ -286,8 +286,8 @@ def test_a_machine_without_a_driver_gets_a_clear_error(monkeypatch: pytest.Monke
 
 
 def test_each_function_has_the_name_of_cuda_12_and_13() -> None:
-    """Compares the names with cuda.h, because without ``_v2``, a library returns the version of
-    CUDA 3.
+    """Compares the names with cuda.h, because without the suffix ``_v2``, a library returns the
+    function of CUDA 3.
 
     Batch copies deliberately use the functions of CUDA 12.8.
     """

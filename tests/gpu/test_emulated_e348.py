@@ -1,5 +1,5 @@
-"""Tests encoded shards on the emulated GPU: widths, raw shards, pinning, and chunks that do not
-fit. The tests do not need a GPU.
+"""Tests encoded shards on the emulated GPU: widths, raw shards, registration, and chunks that do
+not fit. The tests do not need a GPU.
 """
 
 import logging

@@ -55,7 +55,7 @@ test_copies_outside_the_arena_are_failures_not_writes = (
 def test_nothing_is_written_behind_a_payload(
     num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames are pinned five at a time."""
+    """Frames are registered five at a time."""
     monkeypatch.setattr("kvloft.transfer.cuda.mover.GOOD_PIECE_BYTES", 5 * 8192 * num_ranks)
     paged = per_layer(2, 300, 900)
     paged.randomize(7)
@@ -197,7 +197,7 @@ def test_a_load_is_behind_until_its_last_piece_is_sent(
 
 
 def test_after_a_break_loads_say_that_they_failed(gpu: Gpu) -> None:
-    """If the loads were not reported as failed, vLLM would repeatedly be offered the same load.
+    """If failed loads were not reported, kvloft would repeatedly offer the same loads to vLLM.
 
     One load is in flight, and one load is queued.
     """

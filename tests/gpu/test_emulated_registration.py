@@ -1,7 +1,7 @@
-"""Tests saves and loads while host memory is being pinned, on the emulated GPU.
+"""Tests saves and loads while host memory is being registered, on the emulated GPU.
 
-Saves to unpinned frames wait until the frames are pinned. A save only fails if its blocks are
-rewritten first. The tests do not need a GPU.
+Saves to unregistered frames wait until the frames are registered. A waiting save fails only if its
+blocks are rewritten first. The tests do not need a GPU.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ BLOCKS = 60
 
 
 class Pins:
-    """A memory range that a test pins frame by frame."""
+    """A memory range that a test registers frame by frame."""
 
     def __init__(self, _: int, size_bytes: int, **options: Any) -> None:
         self.size_bytes, self.num_registered_bytes, self.is_over = size_bytes, 0, False
@@ -74,7 +74,7 @@ class Rig:
         self.mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies))])
 
     def settled(self) -> tuple[list[int], list[int]]:
-        """Poll until no copy can progress, and return the tickets that were saved and that failed
+        """Poll until no copy can progress, and return the tickets saved and the tickets failed
         since the last call.
         """
         saved, failed = [], []
@@ -173,7 +173,7 @@ def test_saves_to_unregistered_frames_fail_without_waiting(rig: Rig) -> None:
 
 
 def test_draining_does_not_wait_for_pinning(rig: Rig) -> None:
-    """A sleeping engine unmaps the blocks."""
+    """The engine unmaps the blocks when it sleeps, so waiting saves fail immediately."""
     rig.submit(chunks(6))
     done = rig.mover.drain()
     assert done.saved == [] and sorted(done.failed) == [1, 2, 3, 4, 5, 6]

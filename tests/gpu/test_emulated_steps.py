@@ -4,8 +4,8 @@ compared with a dict of each block's content.
 A save stores the content that its block has when the save is requested, and later writes must not
 change this content. A forward pass reads the bytes that were written last, even if blocks are
 loaded in between. Damaged frames are reported. A group may have no pages, as on some pipeline
-stages. In this case, only the trailers of its frames are written, and no blocks. The test does not
-need a GPU.
+stages. In this case, only the trailers of the group's frames are written. The test does not need a
+GPU.
 """
 
 import os
@@ -93,7 +93,7 @@ class Wanted:
 
 
 class Pins:
-    """Host memory that the test pins. `wait` and `close` behave as in RegisteredRange."""
+    """Host memory that the test registers. `wait` and `close` behave as in RegisteredRange."""
 
     def __init__(self, size_bytes: int, num_registered_bytes: int) -> None:
         self.size_bytes, self.num_registered_bytes, self.is_over = (
@@ -399,7 +399,7 @@ class Steps(RuleBasedStateMachine):
 
     @rule(num_frames=st.integers(1, 40), is_last=st.booleans())
     def memory_is_pinned(self, num_frames: int, is_last: bool) -> None:
-        """Pin more memory. With ``is_last``, the remaining memory cannot be pinned."""
+        """Register more memory. With ``is_last``, the remaining memory cannot be registered."""
         pins, num_bytes = self.pins, num_frames * self.frames.memory.frame_bytes
         if not pins.is_over:
             pins.num_registered_bytes = min(pins.size_bytes, pins.num_registered_bytes + num_bytes)

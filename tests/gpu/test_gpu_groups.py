@@ -39,7 +39,7 @@ PAGES = [900, 4096, 5000]
 
 
 def half_block(paged: Paged) -> Paged:
-    """Return a group that only has the pages of the second layer."""
+    """Return a group that has only the pages of the second layer."""
     return Paged(paged.buffers, paged.planes[1:], paged.num_blocks, digest=bytes(32))
 
 
@@ -87,7 +87,7 @@ class Rig:
         return self.kinds[GROUPS[group]]
 
     def in_chunks(self, group: int, blocks: list[int]) -> list[list[int]]:
-        """Return the number of blocks per chunk of each group."""
+        """Split the blocks of a group into complete chunks."""
         size = self.sizes[GROUPS[group]]
         return [blocks[at : at + size] for at in range(0, len(blocks) // size * size, size)]
 
@@ -250,8 +250,8 @@ def test_an_error_in_one_group_is_reported_and_others_are_loaded() -> None:
     "field", ["magic", "key", "layout", "tag", "payload_bytes", "num_blocks", "rank"]
 )
 def test_a_damaged_trailer_of_a_group_without_pages_is_reported(field: str) -> None:
-    """The trailer is the only content of such a frame, so only the trailer can reveal the wrong
-    chunk.
+    """The trailer is the only content of such a frame, so only the trailer can show that the frame
+    holds the wrong chunk.
     """
     rig = Rig(4096, "none")
     rig.paged.randomize(3)

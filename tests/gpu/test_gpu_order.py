@@ -29,8 +29,8 @@ LONG_CYCLES = 4_000_000_000
 
 
 def rig() -> tuple[Paged, Frames, CudaMover]:
-    """A mover with 64 blocks of 256 KiB, twice as many frames, and staging slots for three or four
-    blocks.
+    """Return a mover with 64 blocks of 256 KiB, twice as many frames, and staging slots for three
+    or four blocks.
     """
     paged = block_outermost(4, BLOCKS, 64 << 10)
     frames = Frames(2 * BLOCKS, part_bytes_for(paged.block_bytes))

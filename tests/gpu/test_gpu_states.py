@@ -1,7 +1,7 @@
 """Tests CudaMover with state-space layers and attention: tensors in every layout of vLLM, with
 every byte compared.
 
-The page of a state is shorter than an attention page, so unused padding follows it. Its tensors
+A state is smaller than an attention page, so unused padding follows the state. A state's tensors
 (convolution and recurrence) have different types and, since vLLM 0.32, form a single byte tensor.
 The emulated GPU runs the same functions (`test_emulated_states.py`).
 """

@@ -1,3 +1,3 @@
-"""The correctness machine: vLLM's real schedulers and both real sides of kvloft run with symbols
-instead of KV, and oracles check their behavior.
+"""The correctness machine: vLLM's real schedulers and kvloft's real scheduler and worker sides run
+with symbols instead of KV, and oracles check their behavior.
 """

@@ -1,8 +1,8 @@
-"""A form of the correctness machine in which most requests are hits: earlier prompts are sent
-again, either unchanged, truncated, or with another turn.
+"""A variant of the correctness machine in which most requests are hits, because it repeats earlier
+prompts: unchanged, truncated, or with another turn.
 
-The rules and shapes of `ServedMachine` also apply. This module only adds the rules for repeated
-requests and their data. In long runs, it produces most of the hits.
+This module extends `ServedMachine` with rules for repeated requests and with their data. In long
+runs, the variant produces most of the hits.
 """
 
 from collections import Counter
@@ -44,7 +44,7 @@ def busy_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
 
 
 class BusyMachine(ServedMachine):
-    """The machine with repeated requests (see the module's docstring)."""
+    """The machine with repeated requests (see the module docstring)."""
 
     shapes_of = staticmethod(busy_groups)
     shapes = busy_groups()
@@ -73,7 +73,7 @@ class BusyMachine(ServedMachine):
     def forget_and_ask_again(self, patience: int, **how: Any) -> None:
         """Clear vLLM's own cache, either in an idle engine or while requests run.
 
-        The running requests then also have hits.
+        In the second case, vLLM preempts the running requests, so they also have hits.
         """
         while patience and self.engine.unfinished:
             self._run(1)
@@ -104,7 +104,7 @@ class BusyMachine(ServedMachine):
 
 
 def busy(name: str) -> type[Machine]:
-    """Return the machine for one kind of group set, with separate counters."""
+    """Return a machine for the group set ``name``, with separate event counters."""
     return type("BusyMachine", (BusyMachine,), {"shapes": busy_groups((name,)), "seen": Counter()})
 
 

@@ -3,8 +3,8 @@ manager, kvloft's real connector in both roles with a real store, and workers wh
 symbols.
 
 The engine behaves like vLLM's engine core, with synchronous steps or two batches in flight. All
-messages to and from workers are pickled, as between processes. After each step, the ledger must not
-contain a breach. `assert_at_rest` checks that everything was released.
+messages to and from workers are pickled, as between processes. Each step fails if the ledger
+contains a breach. `settle` checks that all resources were released.
 """
 
 import pickle
@@ -59,8 +59,8 @@ class Outcome:
     reason: str | None = None
     turns: int = 0
     has_lost_blocks: bool = False
-    """True if the request was preempted while its last step was in flight, so that the tokens of
-    the previous step arrived too late for a save.
+    """True if the request was preempted while its last step was in flight. The tokens of the step
+    before then arrived too late to be saved.
     """
 
 
@@ -75,7 +75,7 @@ def all_is_tried() -> Iterator[None]:
 
 
 class Engine:
-    """The engine (see the module's docstring).
+    """The engine (see the module docstring).
 
     ``model`` is a directory that contains config.json, ``disk`` is the directory of the disk tier,
     and ``ledger`` is the ledger of the previous engine.
@@ -107,9 +107,9 @@ class Engine:
             self.num_hits
         ) = self.num_mixed_hits = 0
         self._hoped: dict[str, tuple[int, int]] = {}
-        """The first token and the number of tokens of loads whose requests have not run since.
+        """The first token and the number of tokens of each load whose request has not yet run.
 
-        A load is counted as a hit after its content was loaded.
+        A load is counted as a hit when its request runs.
         """
         self._config, self._kv_config = (
             vllm_config(model, shape, disk, self.ledger.namespace),
@@ -205,7 +205,7 @@ class Engine:
             self._hoped.pop(request.request_id, None)
             state = self.core._requests.get(request.request_id)
             has_offer = state is not None and state.lease is not None
-            # Adapters whose files are newer than this process are not shared between runs.
+            # An adapter whose files are newer than this process is not shared between runs.
             is_apart = (
                 self.specs[request.request_id].adapter is not None and self.ledger.num_lives > 1
             )
@@ -426,9 +426,9 @@ class Engine:
                 self.ledger.check_states(req_id, spec.prefix(request._all_token_ids), held, limit)
 
     def _holds(self, tables: Any, group: int, block: int, num_tokens: int) -> bool:
-        """Return True if the block is at the position of the state after ``num_tokens``.
+        """Return True if the table still holds the block for the state after ``num_tokens``.
 
-        vLLM may have freed and reallocated the block in the same pass, even to the same request.
+        vLLM can free and reallocate the block in the same pass, even to the same request.
         """
         at = num_tokens // self.shape.groups[group].block_tokens - 1
         return bool(tables[group][at : at + 1] == [block])
@@ -490,8 +490,8 @@ class Engine:
     def run(self, max_steps: int = 3000) -> None:
         """Run steps until the engine is idle.
 
-        A session may block other requests for a hundred steps before it is ended. With hundreds of
-        requests, each request may take some steps alone.
+        A session can block other requests for a hundred steps before the engine ends it. With
+        hundreds of requests, each request can need some steps in which no other request runs.
         """
         sessions = sum(bool(self.specs[r].turns) for r in self.unfinished)
         for _ in range(max_steps + 10 * len(self.unfinished) + 150 * sessions):
@@ -531,7 +531,7 @@ class Engine:
                 assert outcome.tokens == truth, f"{req_id} has a different output"
                 if self.shape.has_connector and not spec.turns:
                     prefix = spec.prefix([0] * len(spec.contents) + truth)
-                    # vLLM frees the blocks before it reports the draft tokens that the last step
+                    # vLLM frees the blocks before it reports which draft tokens the last step
                     # accepted.
                     late = (1 + self.shape.num_drafts) * (1 + outcome.has_lost_blocks)
                     whole = min(
@@ -568,7 +568,7 @@ class Engine:
         assert not self.core.has_work_in_flight
         assert not self.core._requests
         stats: dict[str, int] = {}
-        for _ in range(500):  # reads for which no request waits may complete later
+        for _ in range(500):  # reads that no request waits for can complete later
             stats = self.store.stats()
             if not stats["pins"] and not stats["frames_reserved"]:
                 break

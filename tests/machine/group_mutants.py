@@ -27,7 +27,7 @@ def mutant(bug: str, says: str, *where: str) -> Any:
 
 
 def change_hits(mp: pytest.MonkeyPatch, manager: Any, change: Any) -> None:
-    """Let ``change(blocks, length, kwargs)`` change the hit of a single group."""
+    """Pass the hits in ``manager``'s groups through ``change(blocks, length, kwargs)``."""
     original = manager.find_longest_cache_hit
 
     def find(cls: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""KV cache groups as in real models, and the positions to which a token attends in each kind of
+"""KV cache groups as in real models, and the positions that a token attends to in each kind of
 group.
 
 This module is the machine's model of vLLM, so it must import neither vLLM nor kvloft.
@@ -33,15 +33,15 @@ class Group:
         return next((layer for layer in self.layers if layer != "target"), None)
 
     def reads_from(self, position: int) -> int:
-        """Return the first position to which the token at ``position`` attends."""
+        """Return the first position that the token at ``position`` attends to."""
         if self.kind == "window":
             return max(0, position - self.size + 1)
         return position // self.size * self.size if self.kind == "local" else 0
 
     def needs_from(self, end: int) -> int:
-        """Return the first position whose block a hit of ``end`` tokens needs.
+        """Return the first position for which a hit of ``end`` tokens needs a block.
 
-        For Mamba states, a hit only needs the last block.
+        For Mamba states, a hit needs only the last block.
         """
         return max(0, end - self.block_tokens) if self.kind == "state" else self.reads_from(end)
 
@@ -111,14 +111,14 @@ GROUPS: dict[str, tuple[Group, ...]] = {
 
 
 def are_grouped(groups: tuple[Group, ...]) -> bool:
-    """Return True if a hit is not simply every block of a single table."""
+    """Return False if a hit consists simply of the first blocks of a single block table."""
     return len(groups) > 1 or groups[0].kind != "full"
 
 
 def are_served(groups: tuple[Group, ...]) -> bool:
     """Return True if kvloft supports the groups.
 
-    Unsupported groups validate the machine's model of vLLM.
+    Unsupported groups only serve to validate the machine's model of vLLM.
     """
     kinds, sizes = {group.kind for group in groups}, {group.block_tokens for group in groups}
     return bool(kinds & {"full", "window"}) and (len(sizes) == 1 or kinds <= {"full", "window"})
@@ -130,8 +130,8 @@ def unit_tokens(groups: tuple[Group, ...]) -> int:
 
 
 def lookahead(groups: tuple[Group, ...]) -> int:
-    """Return the number of tokens after a block on which its KV depends.
+    """Return how many tokens after a block the block's KV depends on.
 
-    KV of DFlash and of separate draft models only depends on tokens up to its position.
+    In DFlash and separate draft models, KV depends only on tokens up to its position.
     """
     return int(any("draft" in group.layers for group in groups))

@@ -1,7 +1,7 @@
-"""The machine's records of all plans, saves, offers and reports, and the breaches that it finds.
+"""The machine's records of all plans, saves, offers and reports, and the breaches that it detects.
 
-Breaches are collected instead of raised, because they are found inside hooks, where the connector
-converts exceptions to misses. The ledger uses plans and vLLM's block tables. It does not depend on
+Breaches are collected instead of raised, because hooks detect them, and the connector converts
+exceptions in hooks to misses. The ledger uses plans and vLLM's block tables. It does not depend on
 how kvloft makes plans or how a store keeps chunks.
 """
 
@@ -39,7 +39,7 @@ class Planned:
 
 @dataclass
 class Ledger:
-    """The records of all engines that run one after another on one disk."""
+    """The records of all engines that use the same disk, one engine at a time."""
 
     num_ranks: int = 1
     groups: tuple[Group, ...] = (Group(),)
@@ -59,16 +59,16 @@ class Ledger:
     admitted: dict[str, tuple[int, int]] = field(default_factory=dict)
     """The first token and number of tokens of each admitted load, by request."""
     before: dict[int, int] = field(default_factory=dict)
-    """The prefix without the next token, for KV in the layers of a draft model.
+    """Maps KV in a draft model's layers to the symbol of its prefix without the next token.
 
-    The records include KV of earlier engines, whose frames can be loaded again.
+    Includes the KV of earlier engines, because later engines can still load it.
     """
     why_lossy: str | None = None
     """The reason why saved chunks can be missing now, or None if no chunk may be missing."""
     doubtful: set[str] = field(default_factory=set)
-    """Requests with failed loads. kvloft does not have to offer tokens to these requests."""
+    """Requests with failed loads. kvloft is not required to offer tokens to these requests."""
     standing: set[str] = field(default_factory=set)
-    """Requests with a valid offer from an earlier step. The offer does not include later saves."""
+    """Requests with a valid offer from an earlier step, which does not include later saves."""
     num_saved: int = 0
     num_offered: int = 0
 
@@ -110,7 +110,7 @@ class Ledger:
 
     @cached_property
     def ahead(self) -> int:
-        """Number of tokens after a block on which its KV depends."""
+        """How many tokens after a block the block's KV depends on."""
         return lookahead(self.groups)
 
     def words(self, prefix: Prefix, begin: int, end: int, number: int = 0) -> list[int]:
@@ -153,9 +153,9 @@ class Ledger:
     ) -> None:
         """Check a save.
 
-        A save may only name complete blocks of its request (I6), and all tokens of the blocks must
-        be known and computed by the end of this step (I2, I7). ``states`` contains the states that
-        vLLM offers for the request in this step. Mamba groups must not save other states.
+        All blocks of a save must be complete blocks of its request (I6), and all of their tokens
+        must be known and computed by the end of this step (I2, I7). ``states`` contains the states
+        that vLLM offers for the request in this step. Mamba groups must not save other states.
         """
         for number, copy in copies(save.chunks):
             table, blocks, block = (
@@ -190,9 +190,7 @@ class Ledger:
 
     @staticmethod
     def _offered(number: int, blocks: list[int], states: Iterable[State]) -> int:
-        """Return the number of tokens of the state in the block according to vLLM, or 0 if vLLM
-        does not offer the state.
-        """
+        """Return the length in tokens of the state that vLLM offers in ``blocks``, or 0 if none."""
         return next(
             (
                 num_tokens
@@ -205,8 +203,8 @@ class Ledger:
     def check_states(
         self, req_id: str, prefix: Prefix, states: Iterable[State], limit: int
     ) -> None:
-        """Check that the states that vLLM offers in this step are saved now or were saved earlier,
-        up to ``limit`` tokens, unless chunks may be missing.
+        """Check that each state that vLLM offers in this step, up to ``limit`` tokens, is saved now
+        or was saved earlier, unless chunks may be missing.
         """
         kept = self.saved | {end for planned in self.tickets.values() for end in planned.ends}
         for number, _, num_tokens in states if self.why_lossy is None else ():
@@ -387,7 +385,7 @@ class Ledger:
         return len(ends) == max(0, end - begin) // block and self.saved.issuperset(ends)
 
     def num_stored(self, prefix: Prefix, num_tokens: int, unit: int, *, states: bool = True) -> int:
-        """Return the number of tokens of the deepest hit, given the chunks that were saved and not
+        """Return the number of tokens in the deepest hit, given the chunks that were saved and not
         removed.
         """
         found = 0
@@ -409,7 +407,7 @@ class Ledger:
         """Check that all tokens of a finished request except the last token are stored, unless
         chunks may be missing.
 
-        Mamba groups only store the states that vLLM offers.
+        Mamba groups store only the states that vLLM offers.
         """
         if self.why_lossy is None:
             whole = num_tokens - num_tokens % unit

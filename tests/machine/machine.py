@@ -41,7 +41,7 @@ FLAVOURS = ("salt", "adapter", "rows", "mixed", "item", "session", "no load", "p
 IMAGES = ("image-a", "image-b")
 
 SEVERAL = tuple(name for name, groups in GROUPS.items() if are_grouped(groups))
-"""The list includes models with a single group that only keeps a part of a prefix."""
+"""Includes models with a single group, if the group keeps only part of a prefix."""
 SERVED = tuple(name for name in SEVERAL if are_served(GROUPS[name]))
 DRAFTERS = tuple(name for name, groups in GROUPS.items() if not are_grouped(groups))
 """Models with a single group, which also contains all draft layers."""
@@ -60,7 +60,7 @@ def make_spec(
 
 
 def flavoured(plain: Spec, flavour: str, more: tuple[int, ...]) -> Spec:
-    """Apply a flavor: other inputs on which KV depends, or a different kind of lifetime.
+    """Apply a flavor: additional inputs that affect KV, or a different lifetime.
 
     ``more`` selects a variant, or is the next input of a session.
     """
@@ -155,7 +155,7 @@ def several_groups(draw: st.DrawFn, names: tuple[str, ...] = SEVERAL) -> Shape:
 def served_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
     """Draw shapes with multiple groups that kvloft supports.
 
-    The arena has several hundred frames, which hold all saves.
+    The arena has several hundred frames, enough for all saves.
     """
     groups = GROUPS[draw(st.sampled_from(names))]
     has_drafter, kinds = any(group.is_draft for group in groups), {group.kind for group in groups}
@@ -340,8 +340,8 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine and self.engine.shape.has_connector)
     @rule(rate=st.sampled_from([0.3, 1.0]), count=st.integers(1, 10))
     def dead_worker_writes(self, rate: float, count: int) -> None:
-        """Write to frames that now belong to this engine, as if a store had released the frames too
-        early.
+        """Simulate a dead engine's worker that writes to this engine's frames, as if a store had
+        released the frames too early.
         """
         self.engine.trouble.strangers = rate
         self._run(count)
@@ -458,7 +458,7 @@ def check(
     steps: int = 30,
     shrinks: bool = True,
 ) -> None:
-    """Run the machine ``lives`` times. Equal seeds give equal runs.
+    """Run the machine ``examples`` times. Equal seeds give equal runs.
 
     Raises an error that lists the breaches.
     """

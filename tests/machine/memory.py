@@ -1,5 +1,5 @@
-"""Paged memory that holds symbols: a pool of blocks that all groups share, and the reads and writes
-of a forward pass in each kind of layer.
+"""Paged memory that holds symbols: a pool of blocks that all groups share, and a forward pass's
+reads and writes in each kind of layer.
 
 This module is the machine's model of vLLM's kernels. Attention layers have KV at every position.
 With Mamba states in mode "align", a block contains the state after a number of tokens. Before a
@@ -84,8 +84,8 @@ class Memory:
     # -----------------------------------------------------------------------------------------
 
     def write(self, work: Work) -> None:
-        """Write KV of the target model's layers at all scheduled positions, with draft tokens after
-        the known tokens. Then write the states.
+        """Write the KV of the target model's layers for all scheduled tokens: known tokens, then
+        draft tokens. Then write the states.
         """
         prefix = work.state.prefix
         symbols = prefix.symbols[work.start : work.stop]
@@ -134,8 +134,8 @@ class Memory:
         With EAGLE, the KV of a position depends on the next token.
         """
         if self._shape.drafter_tokens:
-            # vLLM's own cache also returns blocks of steps without the draft model, which only
-            # lowers the acceptance rate.
+            # vLLM's own cache also returns blocks from steps that skipped the draft model. This
+            # only lowers the acceptance rate.
             return
         for number, group in enumerate(self._shape.groups):
             if group.drafter is not None:
@@ -184,8 +184,8 @@ class Memory:
 
         vLLM's own cache returns such blocks: if two requests computed the same block, a hit can
         take the block of one request and, as proof of the continuation, the next block of the other
-        request. The error only lowers the acceptance rate of draft tokens. Saves and loads of
-        kvloft must be exact; the ledger checks them.
+        request. This only lowers the acceptance rate of draft tokens. kvloft's saves and loads must
+        be exact; the ledger checks them.
         """
         if group.layers[plane] != "draft":
             return False

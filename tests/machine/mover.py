@@ -57,8 +57,8 @@ class Trouble:
 
 
 class Haunted:
-    """An arena in which a worker of a dead engine writes to a frame just before the frame is sealed
-    and just after the frame was checked.
+    """An arena in which a dead engine's worker writes to a frame just before the frame is sealed
+    and just after the frame is checked.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Real bugs of KV connectors. Each is injected into kvloft by one patch, and the correctness
-machine must detect every one of them.
+"""Real bugs in KV connectors. One patch injects each bug into kvloft, and the correctness machine
+must detect every bug.
 
-``says`` is a regular expression for the expected message, because a patch that merely crashes would
-prove nothing. If a change of the product removes the target of a patch, the test fails. Update the
-mutant in that case; do not delete it.
+``says`` is a regular expression for the expected message, because a patch that merely causes a
+crash would prove nothing. If a product change removes the target of a patch, the test fails. In
+that case, update the mutant instead of deleting it.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ class Mutant:
 
 MUTANTS: list[Mutant] = []
 BARE = r"^AssertionError\s*$"
-"""Matches one of vLLM's own assertions, which would end the engine."""
+"""Matches one of vLLM's own assertions, which would crash the engine."""
 
 
 def mutant(bug: str, says: str) -> Callable[[Patch], Patch]:

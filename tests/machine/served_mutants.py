@@ -1,6 +1,6 @@
 """Bugs in caches that support multiple KV cache groups.
 
-Each bug is injected into kvloft by one patch.
+One patch injects each bug into kvloft.
 """
 
 from collections.abc import Callable
@@ -61,12 +61,12 @@ Row = tuple[int | None, str, int, int, int, int]
 
 
 def change_groups(mp: pytest.MonkeyPatch, change: Callable[[Row], Row]) -> None:
-    """Let ``change(row)`` change the row of each group in the session."""
+    """Pass each group's row in the session through ``change(row)``."""
     swap(mp, store, "groups_of", lambda original, shape: list(map(change, original(shape))))
 
 
 def change_reach(mp: pytest.MonkeyPatch, kind: str, change: Callable[[int, int], int]) -> None:
-    """Let ``change(reach, unit_tokens)`` change the reach of all groups of one kind."""
+    """Pass the reach of all groups of one kind through ``change(reach, unit_tokens)``."""
     change_groups(
         mp,
         lambda row: (
@@ -76,7 +76,7 @@ def change_reach(mp: pytest.MonkeyPatch, kind: str, change: Callable[[int, int],
 
 
 def leave_out(mp: pytest.MonkeyPatch, pick: Callable[[list[Row]], int]) -> None:
-    """Change hits so that they do not need blocks of the selected group."""
+    """Make hits not require blocks of the group that ``pick`` selects."""
 
     def groups_of(original: Any, shape: Any) -> Any:
         rows = original(shape)
@@ -90,7 +90,7 @@ def leave_out(mp: pytest.MonkeyPatch, pick: Callable[[list[Row]], int]) -> None:
 
 
 def save_nothing_of(mp: pytest.MonkeyPatch, is_left_out: Callable[[Row], bool]) -> None:
-    """Save no chunks of groups with block tables. Mamba states are saved individually."""
+    """Save no chunks of the selected groups, except Mamba states, which have a separate path."""
 
     def reserve(original: Any, self: Any, rows: Any) -> Any:
         tables_of = lambda tables: [  # noqa: E731
@@ -403,9 +403,9 @@ def states_are_never_saved(mp: pytest.MonkeyPatch) -> None:
 
 
 def states_saved_from(mp: pytest.MonkeyPatch, pick: Callable[[list[int], int], int]) -> None:
-    """Let ``pick(row, block)`` choose the block to save instead of ``block``.
+    """Save the block that ``pick(row, block)`` returns instead of ``block``.
 
-    ``row`` is the row of the group in the block table.
+    ``row`` is the group's row in the block table.
     """
     tables: list[Any] = []
 
@@ -451,7 +451,7 @@ def state_is_saved_before_accepted_drafts_are_copied(mp: pytest.MonkeyPatch) -> 
 
 
 def states_saved_if(mp: pytest.MonkeyPatch, is_there: Callable[[list[int], int], bool]) -> None:
-    """Replace the planner's check of the group's row in the block table."""
+    """Replace the planner's check that a state's block is in its group's block table."""
 
     def is_in_table(self: Any, request: Any, state: Any) -> bool:
         return is_there(request.blocks.tables[state.group], state.block)
@@ -484,7 +484,7 @@ def state_is_saved_from_a_reallocated_block(mp: pytest.MonkeyPatch) -> None:
     *DRAFTED_STATES,
 )
 def state_after_a_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
-    """Read the column after the state's own column, where vLLM keeps states after draft tokens."""
+    """Save the column after the state's column, where vLLM keeps states after draft tokens."""
     states_saved_from(mp, lambda row, block: row[min(row.index(block) + 1, len(row) - 1)])
 
 

@@ -66,8 +66,8 @@ def spec_of(group: Group, num_drafts: int) -> Any:
 class Shape:
     """A configuration of the engine and the cache.
 
-    With ``early_results``, the results of transfers are collected before sampling and the draft
-    model, and saves follow both, as in Model Runner V1 with draft tokens.
+    With ``early_results``, transfer results are collected before sampling and before the draft
+    model runs, and saves follow both, as in Model Runner V1 with draft tokens.
     """
 
     groups: tuple[Group, ...] = (Group(),)
@@ -122,8 +122,8 @@ class Shape:
         return max(8, room * min(group.block_tokens for group in self.groups))
 
     def may_leave_drafter_out(self, num_tokens: int) -> bool:
-        """Return True if steps of a request with ``num_tokens`` tokens may skip the draft model.
-        kvloft may assume this some tokens earlier than vLLM.
+        """Return True if steps of a request with ``num_tokens`` tokens might skip the draft model.
+        kvloft is allowed to assume this a few tokens earlier than vLLM.
         """
         return (
             self.drafter_tokens is not None

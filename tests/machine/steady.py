@@ -113,8 +113,8 @@ class SteadyStore:
 
 
 class UnkindStore(SteadyStore):
-    """A store that sometimes evicts chunks, rejects reservations and delays reads, as any store may
-    at any time.
+    """A store that sometimes evicts chunks, rejects reservations and delays reads, as any store
+    might at any time.
     """
 
     def __init__(

@@ -123,7 +123,7 @@ class Spec:
 
     @property
     def most_tokens(self) -> int:
-        """Maximum number of positions of the prompts and outputs of all turns."""
+        """Maximum number of positions in the prompts and outputs of all turns."""
         return (
             len(self.contents)
             + self.max_tokens
@@ -131,7 +131,7 @@ class Spec:
         )
 
     def prefix(self, ids: Sequence[int] = ()) -> Prefix:
-        """Return the symbols of the prompt and of later ids. ``ids`` start at position 0."""
+        """Return the prefix of the prompt and the ``ids`` after it. ``ids`` includes the prompt."""
         prefix = Prefix(root(self.adapter, self.salt))
         prefix.append(*self.contents, *ids[len(self.contents) :])
         return prefix

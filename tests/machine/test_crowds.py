@@ -66,8 +66,8 @@ def test_a_herd_with_one_prefix_loads_it_once(num_blocks: int, is_async: bool) -
 def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
-    """Sends requests that need more than the host memory, after a request that continues to run and
-    save its output.
+    """Sends requests that need more than the available host memory, while an earlier request keeps
+    running and saving its output.
     """
     monkeypatch.setattr(DiskPacing, "always_pays", True)  # computing symbols takes no time
     num_prompts, num_blocks, frames = 30, 16, 200  # the disk holds about 970 chunks
@@ -102,8 +102,8 @@ def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
     ]
     places = [int(req_id[1:]) for req_id, _ in served]
     assert sorted(places) == list(range(num_prompts))
-    # Among requests that wait at the same time, the first request whose reads complete runs first.
-    # No other request overtakes it.
+    # Of the requests that wait at the same time, the request whose reads complete first runs first.
+    # Requests further behind do not overtake these requests.
     at_once = frames // 2 // num_blocks
     assert all(abs(place - nth) < at_once for nth, place in enumerate(places)), places
     assert all(tokens == num_blocks * BLOCK for _, tokens in served)
@@ -115,7 +115,7 @@ def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_loads_for_which_there_is_no_seat_preempt_no_request(is_async: bool) -> None:
-    """vLLM admits more loads than it has running slots, and it cannot preempt these requests."""
+    """vLLM admits more loads than it has running slots, and cannot preempt requests with loads."""
     shape = Shape(
         async_scheduling=is_async,
         num_blocks=220,

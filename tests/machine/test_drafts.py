@@ -1,5 +1,5 @@
-"""Scenarios for vLLM's real cache with a draft layer in the group, whose KV at a position depends
-on the next token.
+"""Scenarios for vLLM's real cache with a draft layer in the group. The draft layer's KV at a
+position depends on the next token.
 """
 
 import pytest
@@ -21,8 +21,8 @@ def serve(engine: Engine, name: str, ids: tuple[int, ...]) -> None:
 
 
 def scene(*lengths: int, forgets: bool = False) -> Engine:
-    """Run requests one after another. The prompt of each request is a prefix of one story with the
-    given length.
+    """Run one request at a time for each of ``lengths``. All prompts are prefixes of the same
+    story.
 
     With ``forgets``, kvloft loses all chunks before the last request.
     """
@@ -61,8 +61,8 @@ def test_kv_is_wrong_without_dropping_the_last_block(
 
 
 def test_vllm_joins_blocks_of_two_writers_and_serves_one_position_of_another_continuation() -> None:
-    """The second request computes the first block again, but the third request hits the first
-    request's block.
+    """The second request recomputes the first block, but the third request hits the first request's
+    block.
 
     If this test fails, vLLM has fixed the bug, and `Memory._are_of_others` can be removed.
     """
@@ -85,11 +85,11 @@ def test_a_block_of_vllms_own_cache_is_saved_by_a_request_with_the_same_continua
 
 
 def test_a_block_is_not_trusted_after_a_finished_request_wrote_to_it() -> None:
-    """Like the test with lengths 4, 9 and 13, but each block was once stored under the key of the
-    first request with the next token of the third request.
+    """Like the test with lengths 4, 9 and 13, but kvloft's records first attribute every block to a
+    request with the third request's continuation.
 
-    The first request finishes before kvloft sees its next token, and its block stays in vLLM's
-    cache.
+    The request with length 4 then overwrites such a block. It finishes before kvloft sees its next
+    token, and the block stays in vLLM's cache.
     """
     engine = Engine(MODEL, SHAPE, 1)
     serve(engine, "r0", STORIES[0][:9])

@@ -1,9 +1,9 @@
 """Tests that vLLM's real scheduler does not deadlock when loads of multiple groups fill the pool.
 
 With windows and local chunks, vLLM 0.32 keeps too few blocks free for requests with finished loads.
-It only frees the blocks of a failed load when the request is first in a queue, and stops at this
-request if its tokens do not fit in one step. In both cases, the requests behind it keep the blocks
-of their loads and are never scheduled.
+It frees the blocks of a failed load only when the request is first in a queue, and it does not
+schedule later requests if the request's tokens do not fit in one step. In both cases, the later
+requests keep the blocks of their loads and are never scheduled.
 """
 
 import pytest
@@ -33,9 +33,9 @@ pytestmark = pytest.mark.skipif(
 def serve(
     names: str, blocks: int, stored: int, lengths: tuple[int, ...], load_failure: float = 0.0
 ) -> Engine:
-    """Run requests that share a prefix whose first ``stored`` tokens are stored.
+    """Run requests that share a prefix. kvloft has stored the prefix's first ``stored`` tokens.
 
-    The pool has ``blocks`` blocks per group. Odd numbers use async scheduling.
+    The pool has ``blocks`` blocks per group. If this number is odd, scheduling is async.
     """
     num_blocks, is_async = blocks * len(GROUPS[names]), blocks % 2 > 0
     shape = Shape(

@@ -92,7 +92,7 @@ def verdict(mutant: Mutant, machine: type[Machine]) -> str | None:
             try:
                 check(machine, examples=100, first_seed=seed, shrinks=False)
             except Exception as error:
-                # Hypothesis raises a group if the failure did not reproduce.
+                # Hypothesis raises an exception group if it cannot reproduce the failure.
                 found = getattr(error, "exceptions", [error])
                 return "".join(traceback.format_exception_only(found[0])).partition(
                     "Failing test case"

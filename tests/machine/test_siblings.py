@@ -1,5 +1,5 @@
-"""Tests that kvloft in vLLM's real MultiConnector and scheduler does not withhold the tokens of a
-sibling while it waits.
+"""Tests that kvloft, in vLLM's real MultiConnector and scheduler, does not withhold a sibling's
+tokens while kvloft waits.
 """
 
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ class Sibling(KVConnectorBase_V1):
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return a vLLM scheduler that has kvloft on a hung disk, alone or before a sibling.
+    """Yield a vLLM scheduler that has kvloft on a hung disk, alone or before a sibling.
 
     The scheduler has one waiting request.
     """

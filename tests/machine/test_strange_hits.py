@@ -1,5 +1,5 @@
-"""Tests wrong hits of vLLM's prefix cache (vLLM #49377, #49449). The output is wrong, but kvloft
-must not save KV that depends on the hit.
+"""Tests wrong hits in vLLM's prefix cache (vLLM #49377, #49449). The output is wrong, but kvloft
+must not save KV that depends on such a hit.
 """
 
 from typing import Any
@@ -55,7 +55,7 @@ def engine_of(shape: Shape) -> Engine:
 
 
 def hit_wrongly(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, is_stored: bool) -> None:
-    """Run a request that gets the first blocks of another prompt.
+    """Run requests that hit the first blocks of another prompt, and check that nothing is saved.
 
     With ``is_stored``, kvloft has stored the correct first blocks.
     """
@@ -91,9 +91,9 @@ def test_the_scene_detects_wrong_kv_without_the_check_of_writers(
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_hit_is_saved_again_if_its_writer_is_known(shape: Shape) -> None:
-    """The store has lost all chunks, as after a restart of the server.
+    """The store has lost all chunks, as after a server restart.
 
-    The test covers finished requests and requests of the same step.
+    Covers writers that have finished and writers in the same step.
     """
     engine = engine_of(shape)
     serve(engine, "first", PROMPT)
@@ -114,7 +114,7 @@ def test_a_hit_is_saved_again_if_its_writer_is_known(shape: Shape) -> None:
 
 
 def test_a_request_preempted_by_a_reset_trusts_blocks_that_vllm_kept() -> None:
-    """Another request's load holds a block. vLLM preempts the request and keeps its cache."""
+    """Another request's load holds a block, so vLLM preempts the request but keeps its cache."""
     engine = Engine(MODEL, Shape(num_blocks=16), 1)
     for name, length, num_tokens in (("first", 16, 5), ("second", 4, 1)):
         add(engine, name, STORIES[0][:length], num_tokens=num_tokens)

@@ -38,7 +38,7 @@ class UnkindEngine(Engine):
 
 
 class Traffic:
-    """Return requests that share a few prefixes, so that there are hits."""
+    """Generates requests that share a few prefixes, so that hits occur."""
 
     def __init__(self, seed: int, shape: Shape) -> None:
         self._random = random.Random(seed)

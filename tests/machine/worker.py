@@ -1,9 +1,9 @@
 """A worker of the correctness machine, which implements vLLM's model runner contract with paged
 memory that holds symbols.
 
-The worker supports both forms of scheduler output, verifies draft tokens, and calls the worker side
-of the real connector in the hook order of the model runner. In each group, it compares every block
-to which a scheduled token attends with its expected content (`memory`).
+The worker supports both forms of scheduler output, verifies draft tokens, and calls the real
+connector's worker-side hooks in the model runner's order. In each group, it checks the content of
+every block that a scheduled token attends to (`memory`).
 """
 
 import random
@@ -151,8 +151,8 @@ class Worker:
     def _forward(self, output: Any) -> list[Work]:
         """Run the forward pass.
 
-        The worker reads states first, then does all writes and finally all reads, because a request
-        can read blocks that other requests write in the same step.
+        The worker first moves states, then performs all writes and finally all reads, because a
+        request can read blocks that other requests write in the same step.
         """
         works = self._works(output)
         for work in works:
@@ -223,7 +223,7 @@ class Worker:
     def _fits_drafter(self, works: list[Work]) -> bool:
         """Like vLLM's `_input_fits_in_drafter`.
 
-        Blocks of a step without the draft model have no draft KV in any later hit.
+        Blocks that were written without the draft model also lack draft KV in later hits.
         """
         limit, is_dflash = self._shape.drafter_tokens, self._shape.drafter == "dflash"
         return (
@@ -233,7 +233,7 @@ class Worker:
         )
 
     def _propose(self, state: Running) -> None:
-        """Return draft tokens that are sometimes correct, or zeros without the draft model."""
+        """Set draft tokens that are sometimes correct, or zeros if the draft model does not run."""
         if not self._has_drafter:
             state.drafts = [0] * self._shape.num_drafts
             return

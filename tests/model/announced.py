@@ -86,8 +86,8 @@ class Index:
                 tier.add(block.hash)
 
     def clear(self) -> None:
-        """Handle the report that the engine dropped its own blocks. Chunks in other tiers are
-        announced again.
+        """Handle vLLM's event that all blocks were removed. The engine announces chunks in other
+        tiers again afterwards.
         """
         self.tiers = {HOST: set(), DISK: set()}
 

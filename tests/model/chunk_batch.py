@@ -23,7 +23,7 @@ class Chunk(NamedTuple):
     ticket: int = -1
 
     def payload(self) -> list[int]:
-        """The list has one entry per block of the frame."""
+        """Return the block ids of the payload, with one entry per block of the frame."""
         behind = self.num_blocks - self.first_block - len(self.blocks)
         return [NOT_WANTED] * self.first_block + list(self.blocks) + [NOT_WANTED] * behind
 
@@ -117,8 +117,8 @@ class InFlight:
 
 
 class Session(ABC):
-    """Base of both store models: a session over a store that can reserve rows, commit, abort,
-    discard and clear.
+    """Base class of both store models: a session that can reserve rows, commit, abort, discard and
+    clear.
     """
 
     in_flight: InFlight

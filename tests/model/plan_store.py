@@ -1,9 +1,9 @@
 """A model of the store and the key chain of `kvloft.seam` that uses dicts, for tests of the
 scheduler side.
 
-The model follows the rules in `_core.pyi` and checks in every call that the caller also follows
-them. If the rules permit a choice, the model chooses the worst case for the caller (a commit after
-`clear` is lost, and a frame is reused as soon as possible). This module must not import kvloft.
+The model follows the rules in `_core.pyi` and checks in every call that the caller does, too. If
+the rules permit a choice, the model makes the worst choice for the caller (a commit after `clear`
+is lost, and a frame is reused as soon as possible). This module must not import kvloft.
 """
 
 import hashlib

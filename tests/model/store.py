@@ -1,5 +1,5 @@
-"""A model of the store as a dictionary, which contains the chunks that lookups may find after each
-call, for any evictions.
+"""A model of the store as a dictionary. After each call, it contains all chunks that lookups are
+allowed to find, regardless of evictions.
 
 The model never evicts, so its results are upper bounds for a small store and exact for a large
 store. Keys are whole prefixes (tuples of token ids), so two prefixes are the same chunk only if
@@ -14,8 +14,8 @@ Prefix = tuple[int, ...]
 
 @dataclass
 class StoreModel:
-    """Chunks by prefix: reserved (by a ticket), filled (committed after a parent that is not
-    visible yet) or visible.
+    """Chunks by prefix: reserved (by a ticket), filled (committed, but the parent is not visible
+    yet) or visible.
     """
 
     state: dict[Prefix, str] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class StoreModel:
         self.tickets[ticket] = prefix
 
     def commit(self, tickets: Sequence[int]) -> int:
-        """Commit a ticket and return the number of chunks that became visible."""
+        """Commit tickets and return the number of chunks that became visible."""
         for ticket in tickets:
             prefix = self.tickets.pop(ticket, None)
             if prefix is not None:

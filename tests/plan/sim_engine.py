@@ -425,7 +425,7 @@ class SymbolicEngine:
         return failed
 
     def _received(self, req_id: str) -> None:
-        """Handle finished_recving of a rank. The aggregator forwards it after the last rank."""
+        """Handle a rank's finished_recving. The aggregator forwards the last rank's to vLLM."""
         self.received[req_id] = self.received.get(req_id, 0) + 1
         assert self.received[req_id] <= self.setup.num_ranks, "I10: a load reported twice"
         if self.received[req_id] < self.setup.num_ranks:
@@ -495,7 +495,7 @@ class SymbolicEngine:
             self.finish(request)
             return
         # If a turn ends with the late output of a preempted session, no token is computed, and vLLM
-        # drops its prompt.
+        # drops the session's prompt.
         request.tainted |= request.num_computed_tokens < request.num_prompt_tokens
         request.history.append((request.num_outputs, list(update)))
         del request.token_ids[request.num_computed_tokens :]
@@ -507,7 +507,7 @@ class SymbolicEngine:
     def finish(self, request: Request, *, aborted: bool = False) -> None:
         """Finish a request for any reason and call request_finished.
 
-        Blocks of a load in flight are kept until the load is received.
+        The blocks of a load in flight stay allocated until all ranks have received the load.
         """
         self.core.finish(request.req_id)
         held = request.status == "loading" and request.req_id not in self.ready

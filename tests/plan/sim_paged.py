@@ -1,4 +1,4 @@
-"""Symbolic paged KV: the block pool of an engine and its workers. Every KV entry identifies its
+"""Symbolic paged KV: an engine's block pool and workers. Every KV entry identifies the entry's
 inputs.
 
 The symbol at a position is derived from all earlier symbols that the forward pass *read*, the
@@ -49,7 +49,7 @@ class Symbols:
 
 
 class BlockPool:
-    """vLLM's block pool: reference counts, a free queue, and full blocks that can be found until
+    """vLLM's block pool: reference counts, a free queue, and full blocks that can be hits until
     they are reused.
     """
 
@@ -204,7 +204,7 @@ class Workers:
             self._computed[work.req_id] += len(work.sampled) - 1
 
     def begin_copies(self, plan: StepPlan, rng: Random, failure_rate: float) -> None:
-        """Copy the blocks to save as they are immediately after the forward pass of this step.
+        """Copy the content that the saved blocks have immediately after this step's forward pass.
 
         Loads run later.
         """

@@ -1,5 +1,5 @@
-"""The fixed settings of a symbolic engine and its requests, which act both as vLLM's Request and as
-kvloft's `LiveRequest`.
+"""The fixed settings and the requests of a symbolic engine. A request acts both as vLLM's Request
+and as kvloft's `LiveRequest`.
 """
 
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ class Setup:
     with_disk: bool = False
     num_ranks: int = 1
     run_ahead: bool = False
-    """True for async scheduling, in which the next step is scheduled before the results of this
-    step arrive.
+    """True for async scheduling, which schedules the next step before the results of this step
+    arrive.
     """
     num_drafts: int = 0
     local_cache: bool = True
@@ -61,7 +61,7 @@ class Request:
     num_outputs: int = 0
     blocks: list[int] = field(default_factory=list)
     load: tuple[int, int] | None = None
-    """(local, external) tokens of the load for which the request waits."""
+    """(local, external) tokens of the load that the request waits for."""
     history: list[Any] = field(default_factory=list)
     tainted: bool = False
     """True if the weights changed while the request ran, so that its output cannot be compared."""

@@ -1,6 +1,4 @@
-"""Compares the number of pool blocks that requests with loads need with the result of a full
-recount.
-"""
+"""Compares the tracked number of blocks that requests with loads need with a full recount."""
 
 from types import SimpleNamespace
 from typing import cast

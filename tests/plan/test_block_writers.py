@@ -1,6 +1,4 @@
-"""Tests the records of the prefix whose KV each block contains, with multiple blocks of a group per
-chunk.
-"""
+"""Tests which prefix a block's KV is attributed to, with multiple blocks per chunk."""
 
 from types import SimpleNamespace
 from typing import Any

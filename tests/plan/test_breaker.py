@@ -39,7 +39,7 @@ def begin(engine: SymbolicEngine) -> tuple[ReqId, int]:
 
 
 def load(engine: SymbolicEngine, *, broken: set[int]) -> bool:
-    """Load the prompt, which fails on the ranks ``broken``.
+    """Load the prompt, and make the load fail on the ranks ``broken``.
 
     Returns False if the load is not offered.
     """
@@ -163,7 +163,7 @@ def test_a_failed_save_during_retried_loads_starts_another_pause() -> None:
 
 
 def test_chunks_of_another_layout_are_kept_and_pause_no_loads() -> None:
-    """These chunks were saved by an engine with different settings, with which they are valid."""
+    """An engine with different settings saved these chunks, and they are valid for that engine."""
     engine = warm()
     keys = list(engine.store.entries)
     for _ in range(MAX_FAILED_LOADS + 2):

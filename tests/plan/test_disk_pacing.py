@@ -167,7 +167,7 @@ def test_recent_reads_count_more_than_those_before_them() -> None:
 
 @dataclass
 class TimedStore(ModelStore):
-    """A store that reads ``chunks_per_s`` from disk, one chunk after another."""
+    """A store that reads ``chunks_per_s`` from disk, one chunk at a time."""
 
     chunks_per_s: float = 1.0
     busy_s: float = 0.0
@@ -198,9 +198,9 @@ def makespan(chunks_per_s: float, *, loads: bool, num_warm: int = 4) -> float:
 
 
 def crowd(chunks_per_s: float, *, loads: bool, num_warm: int = 4) -> tuple[float, SymbolicEngine]:
-    """Run all prompts, which are only stored on disk. Return the time in seconds and the engine.
+    """Run all prompts, which are stored only on disk. Return the time in seconds and the engine.
 
-    The engine first computes ``num_warm`` uncached prompts, which measure its rate.
+    The engine first computes ``num_warm`` uncached prompts to measure its compute rate.
     """
     setup = Setup(
         with_disk=True, num_blocks=4000, num_frames=4000, local_cache=False, max_running=64
@@ -244,7 +244,7 @@ def run(engine: SymbolicEngine) -> None:
 
 
 CHUNKS_PER_S = TOKENS_PER_S / 4
-"""Return the rate of a disk that is as fast as the engine."""
+"""The rate of a disk that is as fast as the engine, in chunks per second."""
 
 
 @pytest.mark.parametrize(

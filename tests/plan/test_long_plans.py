@@ -39,7 +39,7 @@ def test_each_block_is_fenced_by_its_own_save() -> None:
 
 def offered(num_tokens: int, stored: int, first_look: int) -> tuple[int | None, int, int, bool]:
     """Return the offer for a prompt with ``stored`` stored tokens, the number of computed keys, the
-    number of lookups, and whether the lease is kept when vLLM calls again.
+    number of lookups, and whether the lease is kept when vLLM repeats the call.
     """
     engine = SymbolicEngine(Setup(block_tokens=2, num_frames=64))
     request = Request("a", [i % 3 for i in range(num_tokens)], 2)
@@ -84,7 +84,7 @@ def test_offers_do_not_depend_on_the_first_lookups_length(
 
 
 def test_a_new_prompt_gets_keys_for_its_start_and_its_saves() -> None:
-    """The first forward pass must not wait for the keys of the rest."""
+    """The first forward pass must not wait for the keys of the rest of the prompt."""
     engine = SymbolicEngine(Setup(block_tokens=16, num_frames=1024))
     request, table = (
         Request("a", [i % 7 for i in range(9000)], 2),

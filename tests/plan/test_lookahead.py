@@ -1,4 +1,4 @@
-"""Tests a draft model whose KV at a position depends on the next token. A block is only valid
+"""Tests a draft model whose KV at a position depends on the next token. A block is valid only
 together with the token after the block.
 """
 
@@ -90,7 +90,7 @@ def test_a_session_that_replaces_its_last_token_saves_no_more() -> None:
 def test_the_next_turn_of_a_chat_is_saved_after_an_unsaved_answer(
     run_ahead: bool,
 ) -> None:
-    """vLLM's own cache has the blocks of the output, which are known to belong to this chat."""
+    """vLLM's own cache has the output's blocks, and kvloft attributes them to this chat."""
     engine = SymbolicEngine(Setup(lookahead=1, run_ahead=run_ahead))
     first = serve(engine, Request("a", list(PROMPT), 9, saves="prompt"))
     assert stored(engine, first) == whole_blocks(len(PROMPT) - 1)
@@ -117,8 +117,8 @@ def start(
 def test_a_block_that_a_request_wrote_which_saves_nothing_is_not_known_as_what_it_was_before() -> (
     None
 ):
-    """While a long request ran, this request got the blocks of an earlier request, and the draft
-    model wrote to them for a different next token.
+    """This request gets an earlier request's blocks while a long request runs, and the draft model
+    writes to these blocks for a different next token.
     """
     engine = SymbolicEngine(Setup(block_tokens=2, lookahead=1, draft_limit=20))
     same, other = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9]
@@ -136,10 +136,10 @@ def test_a_block_that_a_request_wrote_which_saves_nothing_is_not_known_as_what_i
 
 
 def saves_of_a_hit(prompt: list[int], local: int) -> Any:
-    """Plan the first step of a request whose chunks are all stored except the last chunk.
+    """Plan the first step of a request. All of its chunks except the last are stored.
 
-    vLLM has ``local`` of its tokens [1, 2, 3, 4], computed for a request that was aborted before
-    its fifth token was known.
+    vLLM's cache has ``local`` of the tokens [1, 2, 3, 4] from a request that was aborted before its
+    fifth token was known.
     """
     engine = SymbolicEngine(Setup(block_tokens=2, lookahead=1))
     start(engine, {"stores": (prompt[:-2], [1, 2, 3])}, 0, stores=6)

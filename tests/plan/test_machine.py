@@ -28,7 +28,7 @@ chances = st.sampled_from([0.0, 0.1, 0.5])
 
 
 def dress(request: Request, flavour: str, more: list[int], engine: SymbolicEngine) -> Request:
-    """Give a request other inputs of its keys, or a different kind of lifetime."""
+    """Add other key inputs to a request, such as a salt, or give it a different lifetime."""
     length = request.num_tokens
     if flavour == "salt":
         request.salt = "pepper"
@@ -172,7 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def no_request_waits_for_ever(self) -> None:
-        """With a hung disk and hung loads, each request gets a result in time, as long as vLLM
+        """Even with a hung disk and hung loads, each request gets a result in time, as long as vLLM
         keeps matching it.
         """
         engine = self.engine

@@ -1,4 +1,4 @@
-"""Tests saves of requests with generated tokens that other requests cannot reuse."""
+"""Tests saves of requests whose generated tokens other requests cannot reuse."""
 
 import pytest
 from sim_engine import SymbolicEngine

@@ -1,5 +1,5 @@
-"""Tests saves, skipped saves and loads on the scheduler side with multiple KV cache groups, or with
-windows only, on the real store.
+"""Tests saves, skipped saves and loads on the scheduler side with the real store, with multiple KV
+cache groups or with only sliding windows.
 """
 
 from typing import Any

@@ -161,8 +161,8 @@ def test_scheduled_drafts_do_not_count_even_if_more_is_known(as_new: bool) -> No
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_a_session_that_had_drafts_saves_nothing_of_its_next_input(num_drafts: int) -> None:
-    """vLLM keeps the KV of accepted draft tokens that the end of a turn truncated, for any next
-    tokens.
+    """vLLM keeps the KV of accepted draft tokens that the end of a turn truncated, regardless of
+    the next tokens.
     """
     engine, request = running_alone(12, 4)
     req_id: Any = request.req_id
@@ -239,7 +239,7 @@ def test_blocks_refilled_by_another_request_are_not_saved_as_the_first_ones() ->
 def test_preemption_named_after_readmission_does_not_undo_it() -> None:
     """reset_prefix_cache preempts requests between steps.
 
-    The step that reports the preemption may already resume the request.
+    The step that reports the preemption can also be the step that resumes the request.
     """
     engine = SymbolicEngine(Setup())
     engine.store.drop_next = 1 << 30  # nothing is stored, so the request is resumed without a load

@@ -331,7 +331,7 @@ def test_a_closed_core_accepts_late_reports() -> None:
 def test_a_save_that_a_server_answered_too_late_is_tried_again_in_the_next_step(
     run_ahead: bool,
 ) -> None:
-    """The prompt ends here, so no later chunk completes."""
+    """The prompt ends with this chunk, so no later chunk triggers the retry."""
     engine = SymbolicEngine(Setup(run_ahead=run_ahead))
     engine.store.drop_next, engine.store.is_save_late = 1, True
     request = engine.add(Request("a", list(PROMPT), 2))

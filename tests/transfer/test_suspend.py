@@ -104,8 +104,8 @@ def test_the_mover_stays_closed_during_sleep(store: _core.Session, how: str) -> 
 def test_a_sleeping_worker_reports_no_frame_as_usable_before_it_is_registered(
     store: _core.Session,
 ) -> None:
-    """The first saves after wake-up may use every frame that was reported to the scheduler side.
-    Saves to unregistered frames would fail.
+    """The first saves after wake-up can use every frame that was reported to the scheduler side as
+    usable. Saves to unregistered frames would fail.
     """
     mover = IdleMover()
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: mover)
@@ -133,7 +133,7 @@ def test_a_sleeping_worker_reports_no_frame_as_usable_before_it_is_registered(
 def test_frames_that_need_no_pinning_stay_usable_through_a_sleep(
     was_used: bool, store: _core.Session
 ) -> None:
-    """If no frame were usable, chunks on disk, which are read into frames, would be misses."""
+    """If no frame were usable, chunks could not be read from disk and would be misses."""
     worker = worker_for()
     if was_used:
         worker.begin(plan_of(store)._replace(saves=(), loads=()))

@@ -131,8 +131,8 @@ def test_steps_without_a_plan_do_nothing(store: _core.Session) -> None:
 
 
 def assert_all_failed(worker: WorkerCore) -> None:
-    """Check that the save and the load of `plan_of` are reported as failed and that the block of
-    the load must be computed.
+    """Check that the save and the load of `plan_of` are reported as failed and that the load's
+    block must be computed.
     """
     assert worker.take_finished_loads() == ({"l"}, {2})
     report = worker.take_report()
@@ -237,7 +237,7 @@ def test_another_mover_can_be_plugged_in(store: _core.Session) -> None:
 
 
 def test_a_mover_is_told_of_loads_before_the_forward_pass(store: _core.Session) -> None:
-    """vLLM submits loads only after the forward pass, and they should not wait for it."""
+    """vLLM submits loads only after the forward pass, but loads should not wait for it."""
     heard: list[bool] = []
 
     class Listening(IdleMover):

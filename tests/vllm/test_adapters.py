@@ -1,6 +1,6 @@
 """Tests the identities of LoRA adapters.
 
-Requests, runs and restarts only share KV of an adapter if the weights in the workers are known.
+Requests and engine runs share an adapter's KV only if the weights in the workers are known.
 """
 
 import os
@@ -23,7 +23,7 @@ PACE = float(os.environ.get("TEST_PACE", "1"))
 
 @pytest.fixture(autouse=True)
 def _looks_are_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make file checks succeed in time, even if this process does not run for longer than a
+    """Make file checks finish in time, even if this process is suspended for longer than a
     scheduler would wait.
     """
     monkeypatch.setattr(adapters, "LooksInTime", partial(LooksInTime, 60 * PACE))
@@ -38,7 +38,7 @@ def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files = look(str(folder))
     assert files is not None
     monkeypatch.setattr(adapters, "engine_start_s", lambda: files.latest_s + 0.01)
-    time.sleep(0.05)  # longer than a clock tick of a file system
+    time.sleep(0.05)  # longer than the resolution of file timestamps
     return folder
 
 
@@ -58,7 +58,7 @@ def test_adapter_is_name_path_and_state_of_its_files(adapter: Path) -> None:
 def test_an_adapter_that_changed_since_the_start_is_this_runs_own(
     adapter: Path, change: str
 ) -> None:
-    """The files do not show which version the workers have loaded and will load again after an
+    """The files do not show which version the workers have loaded, and will reload after an
     eviction.
     """
     link = adapter.parent / "current"
@@ -183,7 +183,7 @@ def test_a_file_system_that_hangs_delays_no_request(
 def test_an_adapter_from_a_tensorizer_directory_is_not_shared_with_other_runs(
     adapter: Path,
 ) -> None:
-    """vLLM 0.31 and older have this field. LoRARequest of 0.32 lacks it, so the test sets it."""
+    """Only vLLM 0.31 and older have this field in LoRARequest, so the test uses a stand-in."""
     lora: Any = SimpleNamespace(
         lora_name="a",
         lora_int_id=1,

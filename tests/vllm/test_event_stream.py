@@ -1,5 +1,5 @@
-"""Checks that a router that follows KV events over ZMQ agrees with the store: random steps through
-vLLM's own publisher, with occasional gaps.
+"""Checks that a router that follows KV events over ZMQ agrees with the store. The events of random
+steps pass through vLLM's own publisher, with occasional gaps.
 
 The store belongs to the engine or to a `kvloft serve` that is killed and restarted while another
 engine saves, evicts and clears. The subscriber reads the wire format from a SUB socket,
@@ -44,7 +44,7 @@ BUFFERED = 50
 
 
 class Router:
-    """A subscriber to one engine, which is an `Index` that follows the stream."""
+    """An `Index` that subscribes to the event stream of one engine."""
 
     def __init__(self, prompts: set[Prompt], endpoint: str, replay_endpoint: str) -> None:
         self.index, self._endpoint, self.num_missed = Index(prompts), endpoint, 0
@@ -100,7 +100,7 @@ class Router:
                 self._learn(event)
 
     def _ask(self) -> None:
-        """Request missed batches again. The last message of a response does not have a number."""
+        """Request the missed batches. The last message of a response does not have a number."""
         first = self._next
         self._replay.send_multipart((b"", first.to_bytes(8, "big")))
         while True:
@@ -206,7 +206,7 @@ class Stream:
 
 
 class Totals:
-    """Checks that a test exercised what it should test."""
+    """Counts that show whether a test covered gaps and server restarts."""
 
     num_batches = num_missed = num_servers = 0
 
@@ -216,7 +216,7 @@ class Totals:
 
 
 class Served:
-    """A `kvloft serve` process that is started as users start it."""
+    """A `kvloft serve` process, started in the same way as by users."""
 
     def __init__(
         self, socket: str, *, host_bytes: int, disk_path: str, disk_bytes: int, disk_threads: int

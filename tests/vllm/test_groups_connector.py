@@ -20,8 +20,8 @@ def _release(vllm_release: tuple[int, int]) -> None:
 def test_bad_blocks_are_reported_by_id_only_with_one_group(
     fails_requests: bool,
 ) -> None:
-    """A block id identifies the missing tokens only with one group. vLLM then recomputes the tokens
-    starting at this block. With multiple groups, it recomputes all tokens.
+    """With one group, a block id identifies the missing tokens, and vLLM recomputes the tokens
+    starting at this block. With multiple groups, vLLM recomputes all tokens.
     """
     bad = {5, 6}
 
@@ -45,7 +45,7 @@ def test_bad_blocks_are_reported_by_id_only_with_one_group(
 
 
 def test_bad_blocks_of_a_running_load_are_not_reported_with_several_groups() -> None:
-    """Bad blocks are found chunk by chunk.
+    """The worker detects bad blocks chunk by chunk, before the load is complete.
 
     Reporting bad blocks of multiple groups would crash the engine.
     """

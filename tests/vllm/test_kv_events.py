@@ -53,8 +53,8 @@ def test_blocks_have_vllms_hashes_and_their_tokens() -> None:
 def test_a_block_with_several_hashes_is_called_by_its_last(
     config: Any, hash_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Covers a group with longer blocks, and all groups with ``--prefix-match-unit``. Events of
-    vLLM also use the last hash.
+    """Covers a group with longer blocks, and all groups with ``--prefix-match-unit``. vLLM's events
+    also use the last hash.
     """
     monkeypatch.setattr(events, "Announcer", lambda _store, _shape, describe, **_: describe)
     listens = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True))
@@ -92,7 +92,7 @@ def test_blocks_that_others_could_not_join_are_left_out(odd: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(("hash_tokens", "block_tokens"), [(4, 2), (4, 6)])
 def test_a_block_that_no_hash_ends_with_is_left_out(hash_tokens: int, block_tokens: int) -> None:
-    """vLLM only has hashes for groups in its prefix cache. Other groups can have blocks of any
+    """vLLM has hashes only for groups in its prefix cache. Other groups can have blocks of any
     size.
     """
     assert describe(hash_tokens, live(), block_tokens, 0, 1) == ()
@@ -171,8 +171,8 @@ def test_an_error_retracts_all_events_and_stops_them() -> None:
 
 
 def test_removed_chunks_are_retracted_if_their_step_fails() -> None:
-    """The announcer no longer has the chunk, so only the lost event shows that subscribers still
-    list the chunk.
+    """The announcer no longer lists the chunk, so without the lost event, nothing would show that
+    subscribers still list it.
     """
     answers: list[Any] = [([(b"0", 1)], False), ([(b"0", 0), (b"1", 1)], False)]
     store: Any = SimpleNamespace(changes=lambda *_: answers.pop(0))

@@ -1,5 +1,5 @@
-"""Tests that a change of any field that determines KV bytes changes the digest of the namespace,
-which the real extension computes.
+"""Tests that a change to any field that determines KV bytes changes the namespace's digest, as
+computed by the real extension.
 """
 
 import json
@@ -211,8 +211,8 @@ def test_environment_variables_that_change_results_count(
 
 
 def test_the_layers_of_each_stage_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The namespaces differ even if the first stage is the same. The scheduler's configuration only
-    contains the first stage.
+    """The namespaces differ even if the first stage is the same. The scheduler's configuration
+    contains only the first stage.
     """
     found = [digest(), digest(stages=2), digest(stages=3)]
     for layers in ("1,2,1", "1,1,2"):
@@ -223,7 +223,7 @@ def test_the_layers_of_each_stage_count(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_pages_of_every_rank_count() -> None:
-    """The scheduler only receives the layers of the first rank from vLLM."""
+    """vLLM passes only the layers of the first rank to the scheduler."""
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
 
     def rank(name: str, head_size: int) -> KVCacheConfig:
@@ -251,8 +251,8 @@ def test_sizes_of_blocks_count_group_by_group() -> None:
 
 
 def test_settings_of_adapters_count() -> None:
-    """The namespace also shows whether adapters are enabled: vLLM 0.32 on CPUs applies an adapter
-    of a batch to its requests without an adapter.
+    """The namespace also depends on whether adapters are enabled, because vLLM 0.32 on CPUs applies
+    a batch's adapter to requests without an adapter.
     """
     lora = {"target_modules": None, "lora_dtype": "auto"}
     found = [

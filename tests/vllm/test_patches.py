@@ -60,7 +60,7 @@ def name_of(patch: Patch) -> str:
 
 @pytest.mark.parametrize("patch", PATCHES, ids=name_of)
 def test_each_target_exists(patch: Patch) -> None:
-    """Fails if a release renames a target. Update the wrapper or the row in that case."""
+    """Fails if a release renames a target. In that case, update the wrapper or the row."""
     assert patch.find() is not None
     assert settle([patch]) is False
 
@@ -152,7 +152,7 @@ def test_each_method_of_vllms_workers_is_classified() -> None:
 
 
 def test_no_judged_name_is_stale(vllm_release: tuple[int, int]) -> None:
-    """The test lists names that only exist in other releases, so that a typo is detected."""
+    """The test lists the names that exist only in other releases, so that it detects typos."""
     later = {
         (0, 31): {"discard", "randomize_dummy_inputs"},
         (0, 32): {

@@ -18,7 +18,7 @@ SPEC = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torc
 
 
 class Given(Executor):
-    """An executor with these configs but without workers."""
+    """An executor that receives configs but starts no workers."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

@@ -1,6 +1,6 @@
-"""Tests a change of the weights in a running engine, after which kvloft does not save or load.
+"""Tests that kvloft stops saving and loading when the weights of a running engine change.
 
-Loading the same weights again has no effect.
+Reloading the same weights has no effect.
 """
 
 import gc
@@ -17,7 +17,7 @@ from kvloft.vllm.scheduler_half import SchedulerHalf
 
 
 class Core:
-    """Replaces the part of the connector that stops caching, with its watch on the weights."""
+    """Replaces the part of the connector that watches the weights and stops caching."""
 
     watch: WeightsWatch
 
@@ -59,7 +59,7 @@ AUTO, DUMMY = SimpleNamespace(load_format="auto"), SimpleNamespace(load_format="
 
 
 def watched(model: Any, load: Any = AUTO) -> tuple[Any, Core]:
-    """Return a worker and the core that the watch of the worker stops."""
+    """Return a worker, and the core that the worker's watch stops."""
     worker, core = new_worker(), Core()
     core.watch = WeightsWatch(model, load, core.stop)
     for _ in range(2):

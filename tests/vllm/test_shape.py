@@ -276,8 +276,8 @@ def test_each_data_parallel_engine_has_a_separate_directory() -> None:
 
 @pytest.mark.parametrize("is_moe", [False, True])
 def test_independent_engines_of_vllm_have_separate_paths(is_moe: bool) -> None:
-    """As in vLLM's engine process, the config of a dense model describes a single engine, except
-    for the index of the engine.
+    """As in vLLM's engine process, the config of a dense model describes a single engine, apart
+    from the engine's index.
     """
     paths = []
     for index in range(3):
@@ -349,9 +349,9 @@ def test_each_group_has_frames_of_its_own_size() -> None:
 def test_groups_of_shorter_blocks_have_more_of_them_in_a_chunk(
     sizes: tuple[int, int], window: int, unit: int, counts: tuple[int, int], kept: tuple[int, int]
 ) -> None:
-    """All chunks end where hits of vLLM end.
+    """All chunks end where vLLM's hits end.
 
-    With a window that is shorter than a unit, a chunk only keeps the blocks within the window.
+    If a window is shorter than a unit, a chunk keeps only the blocks within the window.
     """
     kv: Any = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     full = FullAttentionSpec(block_size=sizes[0], **kv)

@@ -1,6 +1,6 @@
 """Tests that unsupported configurations are rejected at startup with one sentence each.
 
-Uses real KV specs, and namespaces as settings.
+Uses real KV specs, and `SimpleNamespace` objects as settings.
 """
 
 from contextlib import nullcontext
@@ -221,7 +221,7 @@ def test_windows_in_every_layer_are_supported_if_failed_loads_can_be_reported(
 ) -> None:
     """vLLM does not convert this model to full attention.
 
-    It frees blocks outside the window, so it cannot resume before the first bad block.
+    vLLM frees blocks outside the window, so it cannot resume at the first bad block.
     """
     config = merged(*layers)
     assert len(config.kv_cache_groups) == 1
@@ -281,7 +281,7 @@ def test_kv_groups_one_is_suggested_if_it_would_work(
 def test_windows_and_full_attention_may_have_blocks_of_different_sizes(
     alignment: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hits end at complete blocks of all groups, which vLLM only defines with a prefix cache."""
+    """Hits end at block boundaries of all groups. vLLM computes them only with a prefix cache."""
     monkeypatch.setattr(support, "HAS_GROUPS", True)
     several = groups(replace(FULL, block_size=alignment or 64), WINDOW)
     several.cache_hit_alignment_tokens = alignment
@@ -326,8 +326,8 @@ GDN = replace(ALIGNED, mamba_type="GDN_ATTN")
 
 
 def test_states_within_blocks_are_refused() -> None:
-    """Caching would be useless for this model, because vLLM does not offer states at the ends of
-    blocks, so prompts would rarely be hits.
+    """vLLM does not offer states at the ends of blocks for this model, so prompts would rarely be
+    hits.
     """
     for unit in (8, 16):
         with pytest.raises(

@@ -121,7 +121,7 @@ def test_media_named_by_a_count_are_this_engines_own() -> None:
 
 
 def test_hit_sources_never_exceed_taken_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test uses vLLM's labels if they are available (0.32 and newer) and substitutes otherwise.
+    """Uses vLLM's labels if they are available (0.32 and newer), and otherwise stand-ins.
 
     Every token has a label.
     """

@@ -1,6 +1,6 @@
 """Tests how loaded weights are identified by files, links and commits.
 
-Without an identity, or if it comes too late, the cache is valid only for this run.
+If the weights cannot be identified in time, the cache is valid only for this run.
 """
 
 import os
@@ -161,8 +161,8 @@ def test_files_changed_since_start_are_valid_for_this_run_only(
     ["hub/name", "/no/such/folder", "./models/a/b", "s3://bucket/model", "x" * 5000, "~no-user/x"],
 )
 def test_unidentified_weights_are_valid_for_this_run_only(name: str) -> None:
-    """The model could come from a different hub. The name alone does not show whether it was
-    trained further.
+    """The model could come from a different hub, and the name does not show whether it was trained
+    further.
     """
     assert not is_shared(name)
     assert is_shared(name, commit="abc")
@@ -208,7 +208,7 @@ def test_odd_files_are_neither_an_error_nor_waited_for(folder: Path) -> None:
 def test_a_folder_below_that_cannot_be_listed_is_left_out(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An example is lost+found at the root of a volume."""
+    """For example, lost+found at the root of a volume cannot be listed."""
     listed = os.listdir
 
     def listdir(path: bytes) -> list[bytes]:

@@ -1,5 +1,5 @@
-"""Tests the worker side in its engine: copies complete before memory is unmapped, gathers run
-before zeroing, and different weights stop it.
+"""Tests the worker side in an engine: copies complete before memory is unmapped, gathers run before
+zeroing, and changed weights stop saves and loads.
 """
 
 import gc
@@ -195,8 +195,8 @@ def test_gathers_run_first_if_the_engine_zeroes_new_blocks(
 
 
 def test_gathers_run_first_if_vllm_moves_states_before_hooks() -> None:
-    """`preprocess_mamba` copies a state into the block that its request received in this step,
-    while saves of another request may still read that block.
+    """`preprocess_mamba` copies a state into a block that was allocated in this step, while another
+    request's saves might still read this block.
     """
     assert half_of(groups=WITH_STATES).core._settings.gathers_first
     assert not half_of(

@@ -1,8 +1,8 @@
-"""Replaces kernels that DFlash needs and the CPU build lacks: a Triton kernel that arranges the
+"""Provides kernels that DFlash requires but the CPU build lacks: a Triton kernel that arranges the
 draft tokens of a step, and a kernel that computes the norms of multiple layers in one call.
 
-The replacements take the arguments of the kernels and write the same results. The surrounding code
-of vLLM is unchanged.
+The replacements take the same arguments as the kernels and write the same results. vLLM's
+surrounding code is unchanged.
 """
 
 from typing import Any

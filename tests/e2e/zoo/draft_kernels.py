@@ -1,9 +1,9 @@
-"""Replaces kernels that Mamba states need with draft tokens and the CPU build lacks: vLLM's two
-Triton kernels that move states, and support for rows of draft tokens.
+"""Provides kernels that speculative decoding with Mamba states requires but the CPU build lacks:
+vLLM's two Triton kernels that move states, and support for rows of draft tokens.
 
-The replacements take the arguments of the kernels and copy the same bytes. The surrounding code of
-vLLM decides which state is moved to which block. The module also provides a drafting method whose
-tokens are often correct. It does not depend on how layers are computed (kernels.py).
+The replacements take the same arguments as the kernels and copy the same bytes. vLLM's surrounding
+code decides which state to move to which block. The module also provides a drafting method with
+mostly correct tokens. It does not depend on how layers are computed (kernels.py).
 """
 
 import ctypes
@@ -27,7 +27,7 @@ class Row:
     rejected_from: int = 0
     """Number of draft tokens accepted in the previous step.
 
-    Later states do not belong to the request.
+    States after these tokens do not belong to the request.
     """
     is_new: bool = False
     """True if the request has no state yet."""
@@ -36,8 +36,8 @@ class Row:
 
 
 def rows(step: Any) -> Iterator[tuple[Any, Row]]:
-    """Yield the tokens (an index into the rows of the step) and the row of each request, according
-    to vLLM's metadata of gated delta nets.
+    """Yield (tokens, row) for each request, according to vLLM's metadata for gated delta nets.
+    ``tokens`` is an index into the rows of the step.
     """
     every = torch.arange(step.num_actual_tokens)
     others = every if step.spec_sequence_masks is None else step.non_spec_token_indx
@@ -144,7 +144,7 @@ def _copy(
 ) -> None:
     """Apply _copy_mamba_state_block to every state of every layer.
 
-    The arguments are columns of a block table and the number of tokens to skip.
+    ``source`` and ``target`` are block table columns; ``bias`` is the number of tokens to skip.
     """
 
     def block(group: int, column: int) -> int:
@@ -166,8 +166,8 @@ def _copy(
 
 
 def drafted_convolutions() -> None:
-    """Make Mamba2 layers start after the accepted draft tokens, whose number vLLM's CPU convolution
-    ignores.
+    """Make Mamba2 convolutions start after the accepted draft tokens. vLLM's CPU convolution
+    ignores the number of accepted draft tokens.
     """
     from vllm.model_executor.layers.mamba import mamba_mixer2
 
@@ -269,8 +269,8 @@ class Book:
         self._texts: list[list[int]] = []
 
     def after(self, begin: list[int], num_tokens: int) -> list[int]:
-        """Return the continuation of ``begin`` in the first text that contains it, with deliberate
-        errors.
+        """Return the continuation of ``begin`` in the first text that contains ``begin``, with
+        deliberate errors.
         """
         if not self._path:
             return []

@@ -91,8 +91,8 @@ def plain_config(layers: tuple[str, ...] = LAYERS) -> dict[str, Any]:
 def plain_weights(seed: int = 38, layers: tuple[str, ...] = LAYERS) -> Tensors:
     """Return the target's weights.
 
-    Norms of queries and keys only multiply, because each head rotates a third of its input and all
-    thirds have equal norms.
+    The norms of queries and keys act as constant factors, because each head rotates a third of its
+    input and all thirds have equal norms.
     """
     made = weights(seed)
     made.ends(embed_std=EMBED_STD, one=0.0)
@@ -111,7 +111,7 @@ def plain_weights(seed: int = 38, layers: tuple[str, ...] = LAYERS) -> Tensors:
 
 
 def _turning(rng: np.random.Generator, num_heads: int) -> Any:
-    """Return heads that each rotate and enlarge a third of the input."""
+    """Return heads that each rotate and scale up a third of the input."""
     made = np.zeros((num_heads, HEAD_DIM, HIDDEN), np.float32)
     for nth, head in enumerate(made):
         turn, _ = np.linalg.qr(rng.standard_normal((HEAD_DIM, HEAD_DIM)))
@@ -138,7 +138,7 @@ def eagle_weights() -> Tensors:
 
 
 def eagle3_config() -> dict[str, Any]:
-    """Return EAGLE-3 with explicit layers, because vLLM's default only picks three distinct layers
+    """Return EAGLE-3 with explicit layers, because vLLM's default picks three distinct layers only
     in larger models.
     """
     return drafts.eagle3_config() | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}

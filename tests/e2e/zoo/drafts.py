@@ -2,8 +2,8 @@
 
 The target is a Llama whose first layer determines almost all of the output; later layers add
 little. At position p, a draft model has token p and its own KV of tokens 1 to p. The draft model
-copies the first layer of the target, and so computes almost the same result. The less the later
-layers of the target add (REST_GAIN), the closer the results. Draft KV matters as much as the
+copies the first layer of the target, and therefore computes almost the same result. The less the
+later layers of the target add (REST_GAIN), the closer the results. Draft KV matters as much as the
 target's KV: if a page is missing, the draft model proposes wrong tokens.
 """
 
@@ -20,8 +20,8 @@ REST_GAIN = 0.6
 WINDOW, WINDOWS_GAIN = 64, 1.0
 EMBED_STD = 0.1
 MASK, NUM_COPIES, SHARP, NUM_FAST = 3, HIDDEN // HEAD_DIM, 3.0, 4
-"""Parameters of DFlash: the mask token, the number of copying layers, and the way in which these
-layers find the previous position.
+"""Parameters of DFlash: the mask token, the number of copying layers, and two parameters for how
+these layers find the previous position.
 """
 PROJECTIONS = (
     "self_attn.q_proj",
@@ -40,15 +40,15 @@ def llama_config(num_layers: int = NUM_LAYERS, **more: Any) -> dict[str, Any]:
 
 
 def windows_config() -> dict[str, Any]:
-    """Return the same Llama with windows in all layers except the first layer, which the draft
-    model copies.
+    """Return a config with windows in all layers except the first layer, which the draft model
+    copies.
     """
     kinds = ["full_attention", *["sliding_attention"] * (NUM_LAYERS - 1)]
     return llama_config(layer_types=kinds, sliding_window=WINDOW)
 
 
 def qwen3_config() -> dict[str, Any]:
-    """Return the same model as a Qwen3, which normalizes heads as DFlash's layers do."""
+    """Return a config for Qwen3, which normalizes heads in the same way as DFlash's layers."""
     return config("Qwen3ForCausalLM", "qwen3", num_hidden_layers=NUM_LAYERS)
 
 
@@ -75,7 +75,7 @@ def llama_weights(seed: int = 51) -> Tensors:
 
 
 def windows_weights() -> Tensors:
-    """Return the same weights, except that layers with windows add more."""
+    """Return the target's weights, but with layers with windows that add more to the output."""
     return _target(51, WINDOWS_GAIN).tensors
 
 

@@ -2,8 +2,8 @@
 long a step takes.
 
 The processes communicate through the directory KV_HOLD. While this directory contains a file
-`hold`, a forward pass writes `PID.held` and waits. For each chunk that is written to a frame, a
-line is added to `PID.stored`.
+`hold`, a forward pass writes `PID.held` and waits. For each chunk that a process writes to a frame,
+it adds a line to `PID.stored`.
 """
 
 import os

@@ -2,10 +2,10 @@
 in the engine process before the model is built.
 
 vLLM's CPU kernel for gated delta nets only supports bfloat16 and is not exact: the output after a
-hit differs from the output after a miss. Its Mamba2 scan only returns the last state, but prefix
-caching needs a state inside the prompt, which a Triton kernel stores on GPUs. The replacements do
-the same arithmetic in float32 and support any start of a step. vLLM still handles everything else,
-such as scheduling, slots and layout.
+hit differs from the output after a miss. vLLM's CPU scan for Mamba2 returns only the last state,
+but prefix caching needs a state inside the prompt, which a Triton kernel stores on GPUs. The
+replacements do the same arithmetic in float32, and a step can start at any token. vLLM still
+handles everything else, such as scheduling, slots and layout.
 """
 
 from typing import Any
@@ -72,8 +72,8 @@ def _delta_net(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: A
 def _convolve(layer: Any, row: Row, x: Any) -> Any:
     """Compute the convolution over time.
 
-    The state contains the inputs of the last tokens and, with draft tokens, the inputs of as many
-    more tokens as can be rejected.
+    The state contains the inputs of the last tokens. With draft tokens, it also contains the inputs
+    of all tokens that can be rejected.
     """
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 

@@ -41,8 +41,8 @@ def deepseek_v2_config() -> dict[str, Any]:
 
 
 def deepseek_v2_weights(seed: int = 41) -> Tensors:
-    """Return the weights. A block of the cache contains the ``kv_a_proj_with_mqa`` of its tokens,
-    with the first part normalized.
+    """Return the weights. A cache block contains the output of ``kv_a_proj_with_mqa`` for its
+    tokens, with the first part normalized.
     """
     made = weights(seed)
     made.ends()

@@ -15,7 +15,7 @@ from .parts import Heads, Tensors, Weights, config, weights
 from .states import CONV_WIDTH, LAYERS
 
 MAMBA_HEADS, MAMBA_DIM, MAMBA_STATE = 6, 32, 16
-"""Number of heads times dimension is twice the hidden size."""
+"""The number of heads times the dimension is twice the hidden size."""
 STATE: dict[str, Any] = {
     "mamba_n_heads": MAMBA_HEADS,
     "mamba_d_head": MAMBA_DIM,

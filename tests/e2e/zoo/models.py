@@ -125,7 +125,7 @@ NGRAM = {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
 LLAMA = (drafts.llama_config, drafts.llama_weights, ("full",))
 WINDOWS = (drafts.windows_config, drafts.windows_weights)
 AFTER = f".layers.{drafts.NUM_LAYERS}."
-"""A part of the name of a draft layer that is numbered after the target's layers."""
+"""Part of the name of a draft layer that is numbered after the target's layers."""
 READER = f".layers.{drafts.NUM_LAYERS + drafts.NUM_COPIES}."
 """The DFlash layer that reads the prompt."""
 DRAFT_LAYER = f".layers.{len(draft_states.LAYERS)}."

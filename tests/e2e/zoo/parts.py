@@ -54,7 +54,7 @@ class Weights:
     tensors: Tensors = field(default_factory=dict)
 
     def normal(self, name: str, *shape: int, std: float) -> None:
-        """Return independent normally distributed values."""
+        """Add a tensor of independent normally distributed values."""
         self.tensors[name] = (self.rng.standard_normal(shape) * std).astype(np.float32)
 
     def dense(self, name: str, rows: int, cols: int, gain: float = 1.0) -> None:

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(not IS_WHOLE, reason="KV_ZOO=all runs every mode
 
 @pytest.fixture
 def start(zygote: Zygote, tmp_path: Path) -> Iterator[Start]:
-    """Start an engine with the model, its draft model and vLLM's prefix cache. Return the engine
-    and the reference outputs.
+    """Yield a function that starts an engine with the model, its draft model and vLLM's prefix
+    cache, and returns the engine and the reference outputs.
     """
     running: list[tuple[Engine, Truth]] = []
 
@@ -95,10 +95,10 @@ def test_a_last_token_with_a_short_rest_is_wrong_with_mamba2_only(
     name: str, is_wrong: bool, start: Start
 ) -> None:
     """vLLM pads a prompt's last token with draft tokens that will be rejected. If the token's row
-    follows a row with the rest of another prompt, vLLM treats it as part of a prompt as well.
+    follows a row with the rest of another prompt, vLLM treats this row as part of a prompt too.
 
-    In this case, vLLM only keeps the state after the padding. Gated delta nets check whether a row
-    is a draft token, not its position.
+    In this case, vLLM keeps only the state after the padding. Gated delta nets are not affected,
+    because they check whether a row has draft tokens and ignore its position.
     """
     engine, truth = start(ZOO[name], max_num_seqs=5)
     assert bool(num_wrong_hits(engine, truth, ZOO[name].hit_tokens)) is is_wrong
@@ -109,7 +109,7 @@ def test_counts_of_accepted_drafts_follow_moved_rows_with_async_scheduling_only_
     is_async: bool, start: Start
 ) -> None:
     """vLLM copies the counts to the host at the end of a step and reorders them like the rows of
-    the next step, but twice if the counts arrive early.
+    the next step. If the counts arrive early, vLLM reorders them twice.
 
     On CPUs, the counts always arrive early. On GPUs, this is a race.
     """

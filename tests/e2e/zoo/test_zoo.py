@@ -1,8 +1,8 @@
 """Tests the zoo itself: vLLM creates the groups named in models.py, and the output depends on every
 page that a hit needs.
 
-Cache tests rely on these properties, because a model with an output that does not depend on a page
-would hide a wrong page. The engines in this module do not use kvloft.
+Cache tests rely on these properties, because an output that does not depend on a page would hide a
+wrong page. The engines in this module do not use kvloft.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ last complete chunk, and a tail of two tokens.
 PROMPTS = (500, 501, 502)
 """Seeds of the prompts.
 
-Sharp attention sometimes skips a page, so it is enough if one of the prompts reads the page.
+Sharp attention sometimes skips a page, so it is sufficient that one prompt reads the page.
 """
 PROMPTS_OF_A_DRAFTER = 4
 
@@ -75,8 +75,8 @@ class Cage:
         return self.engine.probe("tables")
 
     def accepted(self, request: Req, how: str) -> float:
-        """Return the number of accepted draft tokens of a request that is cold, follows a hit, or
-        follows a hit with random draft KV.
+        """Return the number of draft tokens accepted in a request: cold, after a hit, or after a
+        hit with random draft KV.
         """
         said = self.cold(request)[0].tokens if how != "cold" else self.truth.tokens(request)
         if how == "cold":

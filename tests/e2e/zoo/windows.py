@@ -120,7 +120,7 @@ def gpt_oss_weights(seed: int = 22) -> Tensors:
 
 
 def llama4_config(chunk: int = CHUNK) -> dict[str, Any]:
-    """The text model of Llama 4 without experts. Three of four layers attend within chunks of
+    """The text model of Llama 4 without experts. Three of every four layers attend within chunks of
     ``chunk`` tokens and use position encoding.
     """
     return config(
