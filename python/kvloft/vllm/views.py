@@ -158,9 +158,7 @@ def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> S
 def _resolve(view: StepView, output: SchedulerOutput, new_tables: NewTables) -> StepView:
     """Add vLLM's current block tables and the states that vLLM offers to ``view``."""
     state = output.kv_connector_block_state
-    assert state is not None, (
-        "vLLM 0.32 and newer set kv_connector_block_state for every connector"
-    )
+    assert state is not None, "vLLM 0.32 and newer set kv_connector_block_state for every connector"
     grown = [*view.grown, *((new.req_id, new.block_ids) for new in view.new)]
     offered = state.boundary_state_offloads.items()
 
