@@ -1,4 +1,4 @@
-"""Types of the Rust extension. Failures raise exceptions of `kvloft.errors`. Sizes are in bytes."""
+"""Types of the Rust extension. Errors raise exceptions from `kvloft.errors`. Sizes are in bytes."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, final, overload
@@ -15,7 +15,7 @@ VERSION: Final[str]
 REVISION: Final[str]
 
 def namespace_digest(fields: Sequence[tuple[str, str]]) -> bytes:
-    """Return the 32-byte digest of (name, value) pairs in any order. Names must be unique."""
+    """Return a 32-byte digest of (name, value) pairs. Order is ignored. Names must be unique."""
 
 def root_key(namespace: bytes, adapter: tuple[str, str] | None, cache_salt: str | None) -> bytes:
     """Return the 32-byte key of the empty prefix. ``adapter`` is (name, path or id) of a LoRA."""
@@ -71,14 +71,14 @@ class Arena:
         payload consists of the contiguous pages of each block.
         """
     def check(self, part: dict[str, Any]) -> str | None:
-        """Return None if ``part`` is intact, or 'unsealed', 'key', 'layout', 'shape' or 'tag'."""
+        """Return the problem ('unsealed', 'key', 'layout', 'shape' or 'tag'), or None if intact."""
 
 def prefer_numa_node(address: int, num_bytes: int, node: int) -> bool:
-    """Place pages that are not in memory yet on a NUMA node. Return False on failure."""
+    """Prefer ``node`` for pages that have not been allocated yet. Return False on failure."""
 
 @final
 class ChunkBatch:
-    """Immutable columns of chunks, which are compared by value (see ``kvloft.seam.batch``).
+    """Immutable columns of chunks. Batches are compared by value (see ``kvloft.seam.batch``).
 
     Reading columns is faster than iterating over thousands of chunks.
     """
@@ -89,7 +89,7 @@ class ChunkBatch:
         """Create a batch from `columns`. Raises ConfigError if the columns are inconsistent."""
     @staticmethod
     def concat(batches: Sequence[Any]) -> ChunkBatch:
-        """Return all chunks in one batch and group. All must have the same number of blocks."""
+        """Return one batch of all chunks, in one group. All must have the same number of blocks."""
     def by_group(self) -> list[tuple[int, ChunkBatch]]:
         """Return a (group, batch) pair for each KV cache group."""
     def by_size(self) -> list[tuple[int, int, ChunkBatch]]:
@@ -118,13 +118,13 @@ class ReadLease:
     """Pins chunks in host memory while later chunks are read from disk."""
 
     def poll(self) -> tuple[int, int]:
-        """Return the number of units that are ready to load and that are being read. Never blocks
-        on I/O. Returns (0, 0) if a chunk of an all-or-nothing hit is unavailable.
+        """Return the number of units that are ready to load and the number still being read. Never
+        blocks on I/O. Returns (0, 0) if a chunk of an all-or-nothing hit is unavailable.
         """
     def batch(
         self, tables: Sequence[Sequence[int]], begin: int, end: int
     ) -> tuple[ChunkBatch, dict[str, int]]:
-        """Pair the chunks of units [begin, end) with blocks of ``tables``, one per KV cache group.
+        """Pair the chunks of units [begin, end) with blocks of ``tables`` (one per KV cache group).
 
         Returns the chunks, and the number of units by tier ('host' or 'disk') at the time of the
         lease. Returns either all chunks or none, except with a single full-attention group.
@@ -197,16 +197,18 @@ class Session:
     def renew(self) -> bool:
         """Switch to a new store if the old store is gone. Return True if the session switched.
 
-        The new store does not contain the old chunks. The arena only changes in this call, so a
+        The new store does not contain the old chunks. The arena changes only in this call, so a
         plan never refers to frames in two arenas.
         """
     @property
     def num_in_flight(self) -> int:
         """Number of reservations that some ranks have not reported yet."""
     def lookup(self, chain: KeyChain) -> tuple[int, int]:
-        """Return the leading units of all full-attention groups in host memory, and in any tier."""
+        """Return how many leading units are in host memory and how many are in any tier, counting
+        only full-attention groups.
+        """
     def deepest_hit(self, chain: KeyChain, host_units: int, stored_units: int) -> tuple[int, int]:
-        """Return the deepest hits within these limits, in units, in host memory and in any tier."""
+        """Return the deepest hit in host memory and the deepest in any tier, up to these limits."""
     def acquire(self, chain: KeyChain, num_units: int = ...) -> ReadLease:
         """Pin the chunks that a prefix of ``num_units`` needs; read missing chunks from disk."""
     def reserve(
@@ -224,14 +226,15 @@ class Session:
     def reserve_states(
         self, rows: Sequence[tuple[KeyChain, int, int, int]]
     ) -> list[ChunkBatch | None]:
-        """Reserve a frame for the state of each (chain, group, unit, block), or return None.
+        """Reserve a frame for each state, given as (chain, group, unit, block), or return None.
 
-        On error, reserves no frame. If the prefix continues, prefix and state are kept for longer.
+        On error, reserves no frame. States of prefixes that are likely to be reused are evicted
+        later.
         """
     def settle(
         self, saved: Sequence[int], failed: Sequence[int] = ..., misfits: Sequence[int] = ...
     ) -> tuple[int, int]:
-        """Settle tickets of one rank. Return the number of new visible chunks and of failed chunks.
+        """Settle one rank's tickets. Return how many chunks became visible and how many failed.
 
         A chunk becomes visible when the last rank reports it, if no rank failed. ``misfits``
         contains the tickets in ``failed`` whose chunks did not fit into a frame for compressed
@@ -248,7 +251,7 @@ class Session:
     def stats(self) -> dict[str, int]:
         """Return counters and gauges. rust/core/src/store/stats.rs defines their names."""
     def limit_memory(self, limit_bytes: int) -> None:
-        """Only save to the first ``limit_bytes`` of the arena, which all workers can access."""
+        """Save only to the first ``limit_bytes`` of the arena, which all workers can access."""
     def take_events(self) -> list[tuple[str, bool]]:
         """Return (line, is_problem) for each new log line."""
     def watch(self, capacity: int) -> None:
@@ -256,8 +259,8 @@ class Session:
     def changes(self, asked: Sequence[bytes], limit: int) -> tuple[list[tuple[bytes, int]], bool]:
         """Return ([(key, where)], lost) for ``asked`` and up to ``limit`` changed chunks.
 
-        ``where`` is the sum of 1 (host memory), 2 (disk) and 4 (being read). A save or read without
-        a result is also reported, unless the chunk is on disk. If ``lost`` is True, earlier reports
+        ``where`` is the sum of 1 (host memory), 2 (disk) and 4 (being saved or read). A failed save
+        or read is also reported, unless the chunk is on disk. If ``lost`` is True, earlier reports
         may be outdated. If the server does not respond for one second, all of ``asked`` are
         reported as removed. This report and the next response set ``lost``.
         """
@@ -273,7 +276,7 @@ class Server:
     as soon as it is available (see `disk_trouble`). Namespaces with engines share memory equally,
     unless ``shares`` sets a percentage by the first hex digits of the namespace. ``numa`` has a
     node per shard, or a single node. Raises BusyError if another server uses the socket, and
-    ConfigError if its directory is not private or shares or ``disk_path`` can never work.
+    ConfigError if the socket's directory is not private or ``shares`` or ``disk_path`` cannot work.
     """
 
     def __new__(
@@ -317,9 +320,9 @@ def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
 def server_clear(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:
     """Remove all chunks of a namespace from all tiers, and return the number of chunks.
 
-    ``namespace`` is a prefix of its hex digits, and may be empty if the server has only one
-    namespace. Raises the same exceptions as `server_status`, and ConfigError with all names if not
-    exactly one namespace matches.
+    ``namespace`` is a prefix of its hex digits, and can be empty if the server has only one
+    namespace. Raises the same exceptions as `server_status`. Unless exactly one namespace matches,
+    raises a ConfigError that lists all of them.
     """
 
 def server_evict(
@@ -332,7 +335,7 @@ def server_evict(
 ) -> dict[str, Any]:
     """Evict the chunks of a cache salt, or all chunks, from all tiers or only from host memory.
 
-    ``namespace`` is a prefix of the namespaces to search in hex digits. With a salt, closed
+    ``namespace`` is a prefix, in hex digits, of the namespaces to search. With a salt, closed
     namespaces are also searched. Returns namespaces, chunks, host_bytes, disk_bytes, in_use and
     complete (False if chunks may remain). The salt is hashed in this process. Raises the same
     exceptions as `server_status`, and ConfigError if no namespace matches.

@@ -1,9 +1,9 @@
 """Implements `server: auto`: the first engine of a user on a machine starts a shared server.
 
 The server runs in a separate session, so signals to engines do not reach the server, and it
-outlives the engines. The server exits `server_linger` seconds after the last engine. If multiple
-engines start concurrently, only one server binds the socket, and all engines use that server. This
-module must not import vLLM.
+outlives the engines. The server exits `server_linger` seconds after the last engine exits. If
+multiple engines start concurrently, only one server binds the socket, and all engines use that
+server. This module must not import vLLM.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ START_TIMEOUT_S: Final = 30.0
 LOOK_EVERY_S: Final = 1.0
 """Interval at which the background thread checks whether the server or the engine has exited."""
 START_EVERY_S: Final = 10.0
-"""Minimum interval between two attempts of an engine to start a server."""
+"""Minimum interval between an engine's attempts to start a server."""
 INVALID_SETTING: Final = 2
 """Exit status of `kvloft serve` if a setting is invalid."""
 _PEER: Final = struct.Struct("3i")

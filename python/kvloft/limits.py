@@ -34,7 +34,7 @@ class Limits(NamedTuple):
 
 
 class TenantLimits(NamedTuple):
-    """The default limits per salt, limits for requests without a salt, and limits by salt."""
+    """The default limits per salt, the limits for requests without a salt, and limits by salt."""
 
     salted: Limits
     unsalted: Limits

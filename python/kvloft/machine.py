@@ -17,11 +17,11 @@ from kvloft.errors import ConfigError
 from kvloft.limits import given_limits, tenant_limits
 
 SMALL: Final = 1 << 20
-"""A size without a unit that is below this value is probably not in bytes."""
+"""A size without a unit is probably not in bytes if it is below this value."""
 SHORT_S: Final = 3600
-"""A time without a unit that is below this value is probably not in seconds."""
+"""A time without a unit is probably not in seconds if it is below this value."""
 MAX_BARE_TIMEOUT_S: Final = 0.9
-"""A server_timeout without a unit that is above this value is probably in milliseconds."""
+"""A server_timeout without a unit is probably in milliseconds if it is above this value."""
 PROC: Final = Path("/proc")
 MAX_LOCK_BYTES: Final = 32
 """Maximum size of the lock file in a disk directory. The file contains the owner's process id."""

@@ -1,7 +1,7 @@
 """Implements `kvloft bench copy`, which measures copy rates on this machine's GPU and prints or
 plots them.
 
-Invalid arguments and missing hardware are reported before the measurements. torch is only imported
+Invalid arguments and missing hardware are reported before the measurements. torch is imported only
 when the command runs.
 """
 
@@ -116,7 +116,7 @@ def gpu_bytes(needed: Sequence[str] = ("torch", "vllm")) -> int:
 
 
 def run_copy(args: argparse.Namespace) -> int:
-    """Measure copies. Return 0, 1 if a copy failed or was wrong, or 2 if the bench cannot run."""
+    """Measure copies. Return 1 if a copy failed or was wrong, 2 if the bench cannot run, else 0."""
     screen = console()
     try:
         gpu_bytes(("torch",))

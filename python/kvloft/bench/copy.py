@@ -31,7 +31,7 @@ DIRECTIONS = ("save", "load", "both")
 NUM_ROUNDS = 4
 """Number of consecutive copies during a computation."""
 NUM_INTERFERENCE_RUNS = 3
-"""Number of runs per row with computation. The duration of a matmul varies between runs."""
+"""Number of runs per measurement with computation, because a matmul's duration varies."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -153,7 +153,7 @@ def interference(
 
 
 def waits(start: Callable[[], None], is_over: Callable[[], bool], what: str) -> list[float]:
-    """Return the duration in seconds of each small copy while the copy of ``start`` runs.
+    """Return the duration in seconds of each small copy during the copy that ``start`` begins.
 
     Copies of `SMALL_BYTES`, which an engine also makes in each step, run in sequence on the compute
     stream. The copies go to the host if ``what`` is 'save', and to the GPU otherwise.

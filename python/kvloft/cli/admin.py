@@ -1,7 +1,7 @@
 """Implements `kvloft clear` and `kvloft evict`, which remove chunks from a server.
 
-Other commands share the tenant arguments and texts in this module. Because `kvloft serve` imports
-this module, it must not import the extension or slow modules at the top level.
+Other commands use the tenant arguments and texts in this module. It must not import the extension
+or slow modules at the top level, because `kvloft serve` imports it.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Parses the command line of `kvloft` and runs the command.
 
-The `add_parser(subparsers)` function of each command module sets the function that runs the
-command. This function takes the parsed arguments and returns the exit status.
+The function `add_parser(subparsers)` of each command module sets ``run``, a function that takes the
+parsed arguments, runs the command and returns the exit status.
 """
 
 import argparse

@@ -74,7 +74,7 @@ def not_ours(config: Config) -> tuple[str, ...]:
 
 
 def rows(config: Config) -> list[tuple[str, str, str]]:
-    """Return the rows of `describe`, with "(set by the server)" for each setting of the server."""
+    """Return the rows of `describe`, with "(set by the server)" where a server's value applies."""
     void = not_ours(config)
     return [
         (key, *(("(set by the server)", "kvloft serve") if key in void else rest))

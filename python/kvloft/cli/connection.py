@@ -1,6 +1,6 @@
 """Finds the server for a command, and reports an error if no server answers.
 
-Because `kvloft serve` imports this module, it must not import the extension or slow modules.
+This module must not import the extension or slow modules, because `kvloft serve` imports it.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def available_bytes() -> int | None:
 
 
 def _is_hidden(socket: Path) -> bool:
-    """Return True if this user has no access to the directory of the socket."""
+    """Return True if this user has no access to the socket's directory."""
     folder = socket.parent
     return folder.is_dir() and not os.access(folder, os.X_OK)
 

@@ -35,7 +35,7 @@ class Log:
                 self._lose(e)
 
     def end(self) -> None:
-        """Flush stdout and stderr. Discard unwritable text, to preserve the exit status."""
+        """Flush stdout and stderr. Discard text on errors, to preserve the exit status."""
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()

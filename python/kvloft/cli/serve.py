@@ -30,7 +30,7 @@ from kvloft.version import BUILD
 
 LOOK_EVERY_S: Final = 0.5
 FIRST_ENGINE_S: Final = 60.0
-"""Time added to --linger before the first engine connects, which may still be loading weights."""
+"""Time added to --linger before the first engine connects, because it may be loading weights."""
 CLOSE_TIMEOUT_S: Final = 60.0
 TWICE_S: Final = 1.0
 """Signals that arrive within this time after the first signal are ignored."""
@@ -296,7 +296,7 @@ def _log_start(options: _Options, server: Any, log: Log, begun: Callable[[], Non
 
 
 def _stop_line(config: Config) -> str:
-    """Return the log line of a stop. Only a server with a disk tier has pending writes."""
+    """Return the line to log on a stop. Only a server with a disk tier has pending writes."""
     if config.disk_path is None:
         return "stopping; chunks in memory are lost, because the server has no disk"
     return (

@@ -1,8 +1,8 @@
 """Implements `kvloft size MODEL`, which computes the KV size per token, the number of tokens that
 fit, and the disk speed above which reading is faster than computing.
 
-The command only reads the model's config.json from a directory or the Hugging Face Hub. This module
-must not import vLLM or torch.
+The command reads only the model's config.json, from a directory or the Hugging Face Hub. This
+module must not import vLLM or torch.
 """
 
 import argparse
@@ -173,7 +173,7 @@ def _from_hub(model: str) -> Path:
 
 
 def kv_size(config: dict[str, Any], value_bytes: int) -> KvSize:
-    """Return the KV size of a model. Raises ConfigError if a required field is missing."""
+    """Return a model's KV size per token. Raises ConfigError if a required field is missing."""
     layer_bytes = _layer_bytes(config, value_bytes)
     kinds = _layer_kinds(config)
     return KvSize(

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _walk(folder: str, *, quiet: bool) -> tuple[int, list[dict[str, Any]]]:
-    """Check all chunks and return the number of chunks and a list of damage."""
+    """Check all chunks. Return the number of chunks and a row for each problem."""
     from kvloft._core import DiskVerify
 
     verify = DiskVerify(folder)
@@ -66,7 +66,7 @@ def _walk(folder: str, *, quiet: bool) -> tuple[int, list[dict[str, Any]]]:
     text, is_off = TextColumn("{task.description}"), quiet or not console.is_terminal
     with Progress(text, *columns, console=console, disable=is_off, transient=True) as progress:
         task = progress.add_task("chunks", total=verify.num_chunks)
-        # The first step also returns damage found while opening, so run it even without chunks.
+        # The first step also returns damage found earlier, so run it even if there are no chunks.
         damage = verify.step(_CHUNKS_PER_STEP)
         while verify.num_checked < verify.num_chunks:
             progress.update(task, completed=verify.num_checked)

@@ -57,7 +57,7 @@ def watch(socket: str, args: argparse.Namespace, tag: str | None = None) -> int:
     """Print the state of the server every ``args.interval`` seconds, and return 0.
 
     The function returns after Ctrl-C or after ``args.count`` refreshes. If the server does not
-    respond in time, print a line and retry in the next refresh. Raises ConfigError if the server
+    respond in time, print a line and retry at the next refresh. Raises ConfigError if the server
     rejects the request, and StoreError if there is no server.
     """
     from kvloft._core import server_status
@@ -204,7 +204,7 @@ def _picture_of(
     tag: str | None,
 ) -> RenderableType:
     """Return the tables of a namespace. A short screen hides the last tables, so the most important
-    tables are first.
+    tables come first.
     """
     flow = [_flow(rates, chunk_bytes(space))] if rates else []
     tables: list[Table | str] = [

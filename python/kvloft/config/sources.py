@@ -111,7 +111,7 @@ def _refuse_contradictions(values: Mapping[str, object], origins: Mapping[str, s
                 f'{key} = "{size}" ({origins[key]}) has no effect without disk_path; set disk_path '
                 f"or remove {key}."
             )
-    # The server may use the same file and environment, so only check the extra config.
+    # The server may use the same file and environment, so check only the extra config.
     misplaced = [key for key in OF_STORE if origins.get(key) == FROM_EXTRA]
     if misplaced and values.get("server") not in (None, AUTO):
         raise ConfigError(

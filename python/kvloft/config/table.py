@@ -20,10 +20,10 @@ from kvloft.config.units import (
 )
 
 FROM_DEFAULT: Final = "default"
-"""The origin of a setting that is not set by any source."""
+"""The origin of a setting that no source sets."""
 MIB: Final = 1 << 20
 GIB_BELOW: Final = 1024
-"""A size without a unit that is below this value is probably in GiB."""
+"""A size without a unit is probably in GiB if it is below this value."""
 AUTO: Final = "auto"
 """Value of ``server`` that makes engines start a server."""
 
@@ -179,7 +179,7 @@ class Config:
     server_linger: float = _set(300.0, _TIME)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     bare_numbers: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
-    """Values without a unit, for settings in which a missing unit may be a mistake."""
+    """Values without a unit, for settings where a missing unit may be a mistake."""
 
     @property
     def socket(self) -> str | None:

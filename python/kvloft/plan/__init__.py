@@ -1,7 +1,7 @@
 """The scheduler side decides which chunks are loaded and saved, and never touches KV bytes.
 
-This package is pure Python and only uses the types in ``kvloft.seam``. The package does not import
-torch, vLLM or the Rust extension, so tests can run it with a real or simulated engine. Plans are
+This package is pure Python and uses only the types in ``kvloft.seam``. It does not import torch,
+vLLM or the Rust extension, so tests can run it with a real or simulated engine. Plans are
 deterministic.
 """
 

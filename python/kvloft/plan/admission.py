@@ -13,8 +13,8 @@ for ``LEASE_S`` (I5, I9). A request can wait for the following reasons:
 | BLOCKS      | loads release GPU blocks (multiple KV cache groups)    | ``wait_s`` without change |
 | FAILED_LOAD | vLLM has skipped the request once after a failed load  | one call                  |
 
-`SchedulerCore.match` checks FAILED_LOAD first. `match` then checks SHARED_LOAD, SLOTS and TURN for
-a request without a lease, and DISK, SHARED_LOAD, SLOTS and BLOCKS for a request with a lease.
+`SchedulerCore.match` checks FAILED_LOAD, and `Admission.match` checks the rest: SHARED_LOAD, SLOTS
+and TURN without a lease, and DISK, SHARED_LOAD, SLOTS and BLOCKS with a lease.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ hung disk would make each step slower as the queue grows, while slots are idle.
 
 MAX_NEW_WAITING = 64
 """Maximum number of requests that start to wait in a step. The first lookup of a request takes
-about 40 microseconds. Later requests in the queue are computed, which keeps the engine busy until
+about 40 microseconds. vLLM computes later requests in the queue, which keeps the engine busy until
 the first reads complete.
 """
 
@@ -71,7 +71,7 @@ class Admission:
         self._num_waited = 0
         """Number of requests in ``waiting`` when this step began."""
         self._waited_now: set[ReqId] = set()
-        """Requests for which `match` or `still_waits` returned Wait or True in this step."""
+        """Requests for which `match` returned Wait or `still_waits` returned True in this step."""
         self._next_expiry_s = float("-inf")
 
     # -- repeated calls -------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class Admission:
     def still_waits(self, req_id: ReqId, local_tokens: int) -> bool:
         """Return True if the last result was Wait and `match` would return Wait again.
 
-        This method is cheap, because vLLM may call it for thousands of requests per step.
+        This method must be cheap, because vLLM may call it for thousands of requests per step.
         """
         request = self.waiting.get(req_id)
         if request is None:
@@ -193,7 +193,7 @@ class Admission:
         """Return True if the request may start to read its chunks from disk."""
         if pays:
             return self.turns.take(request, stored_units)
-        # If reading does not pay, only read to measure the rate of an idle disk.
+        # If waiting does not pay, read only to measure the rate of an idle disk.
         return may_wait and not self._is_crowded(request) and self.disk.pacing.is_disk_idle
 
     def _pin(self, request: RequestState, stored_units: int) -> Lease:
@@ -258,8 +258,8 @@ class Admission:
     def _awaits_disk(self, request: RequestState, now: float) -> bool:
         """Return True if the request may wait longer for its reads.
 
-        If the request has waited too long, the disk is too slow. Requests then stop waiting for
-        their turn for ``wait_s``.
+        If the request has waited too long, the disk is too slow, so no request waits for its turn
+        during the next ``wait_s``.
         """
         if request.record_wait(now, self._wait_s):
             return True
@@ -280,7 +280,7 @@ class Admission:
             self.gates.begin(request, num_tokens)
 
     def begin_step(self) -> None:
-        """Release outdated leases and begin a step, which starts at the front of vLLM's queue."""
+        """Release outdated leases, and begin a step at the front of vLLM's queue."""
         if self.turns.is_over_limit:  # release leases of requests without a call in this step
             self._drop_leases(lambda request: request.asked_step < self.step)
         self.step += 1

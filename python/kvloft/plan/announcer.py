@@ -1,10 +1,10 @@
 """Publishes the blocks in the store as KV events.
 
 The store reports the tiers that hold each key (`Session.changes`). For each chunk, the announcer
-stores the announced tiers and the hashes of the blocks in this engine. An event is the difference
-between the reported and the announced tiers, so the next report corrects a missed change. Chunks of
-different prefixes can share blocks. A block is announced with the first chunk that contains it and
-removed with the last.
+stores the announced tiers and this engine's hashes of the chunk's blocks. An event is the
+difference between the reported and the announced tiers, so the next report corrects a missed
+change. Chunks of different prefixes can share blocks. A block is announced with the first chunk
+that contains it and removed with the last.
 """
 
 from collections import OrderedDict
@@ -47,7 +47,7 @@ class _Chunk:
 
 
 class Announcer:
-    """Announces the chunks in ``store`` as blocks with the block size of their group.
+    """Announces the chunks in ``store`` as blocks of their group's block size.
 
     The caller must have called ``store.watch``. With ``is_shared``, other engines save to the store
     or the store can be unavailable, so a removed chunk can reappear without a save by this engine.
@@ -75,7 +75,7 @@ class Announcer:
         announced before its parent.
         """
         self._children: dict[bytes, int] = {}
-        """Number of known chunks that depend on a parent, by key of the parent."""
+        """Number of known chunks that depend on each parent, by the parent's key."""
         self._recent: OrderedDict[bytes, None] = OrderedDict()
         """Known keys without children, and keys that were noted again after their children. The
         least recent key is first.
@@ -92,11 +92,11 @@ class Announcer:
     # -- requests -------------------------------------------------------------------------------
 
     def note(self, live: LiveRequest, chain: KeyChain, units: range) -> None:
-        """Record that chunks of ``units``, which are stored or may be saved, belong to ``live``."""
+        """Record that the chunks of ``units`` belong to ``live``. Their saves may still fail."""
         self._note(live, chain, self._others, units, units.start)
 
     def note_states(self, live: LiveRequest, chain: KeyChain, num_units: int) -> None:
-        """Record that ``live`` has states after its first ``num_units`` units, if keys exist."""
+        """Record the states of ``live`` after its first ``num_units`` units, if they have keys."""
         if 0 < num_units <= chain.num_blocks:
             self._note(live, chain, self._states, range(num_units - 1, num_units), num_units)
 
@@ -135,7 +135,7 @@ class Announcer:
         units: range,
         num_above: int,
     ) -> dict[bytes, _Chunk]:
-        """Return the chunks of ``units`` up to the first chunk without a block description."""
+        """Return the chunks of ``units`` up to the first chunk whose blocks cannot be described."""
         found: dict[bytes, _Chunk] = {}
         above = chain.key(num_above - 1, self._numbers[self._main]) if num_above else None
         for unit, nth in product(units, groups):

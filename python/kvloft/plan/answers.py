@@ -5,7 +5,7 @@ from enum import Enum
 
 
 class WaitReason(Enum):
-    """The reasons why a request must wait. vLLM calls `match` again in its next step."""
+    """The reason why a request must wait. vLLM calls `match` again in its next step."""
 
     SHARED_LOAD = "another request is already loading this prefix"
     SLOTS = "running requests and loads in progress fill vLLM's running slots"
@@ -31,7 +31,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Nothing is offered, and vLLM computes the request."""
+    """Nothing is offered, so vLLM computes the tokens."""
 
 
 Answer = Offer | Wait | Miss

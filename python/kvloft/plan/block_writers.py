@@ -21,8 +21,8 @@ from kvloft.seam.views import StepView
 class BlockWriters:
     """Maps each block to the prefix for which it was last written.
 
-    With ``sees_grants``, `drop_given` drops every block that vLLM assigns, so all records are
-    valid.
+    With ``sees_grants``, `drop_given` drops the record of every block that vLLM assigns, so all
+    records are valid.
     """
 
     def __init__(self, unit_tokens: int, *, sees_grants: bool, lookahead: int = 0) -> None:
@@ -38,7 +38,7 @@ class BlockWriters:
     # -- records --------------------------------------------------------------------------------
 
     def record(self, request: RequestState) -> None:
-        """Record the blocks that the request wrote, or drop them if its KV must not be saved."""
+        """Record the blocks that the request wrote, or forget them if its KV must not be saved."""
         if request.is_hit_unchecked:
             self.drop_written(request)
             return
@@ -89,7 +89,7 @@ class BlockWriters:
         requests: Mapping[ReqId, RequestState],
         admitted: Iterable[ReqId],
     ) -> None:
-        """Drop the blocks that vLLM assigned in this step or in an admission before the step."""
+        """Drop the blocks that vLLM assigned in this step or in admissions before the step."""
         if not (self._sees_grants and self._prefixes):
             return
         for request in filter(None, map(requests.get, admitted)):
@@ -117,7 +117,7 @@ class BlockWriters:
         admitted: Collection[ReqId],
         step: StepView,
     ) -> list[RequestState]:
-        """Check the hits of requests that are ``due`` or ``admitted`` and not checked yet.
+        """Check the unchecked hits of requests that are ``due`` or ``admitted``.
 
         Returns the requests whose hit contains a block of a different prefix. All KV that such a
         request computes depends on that block, so none of its KV may be saved.
@@ -128,7 +128,7 @@ class BlockWriters:
                 unchecked[request] = None
         if not unchecked:
             return []
-        # A reset between steps preempts requests, whose tables are then outdated until admission.
+        # A reset between steps preempts requests. Their tables are outdated until admission.
         scheduled = step.num_scheduled_tokens
         writers = [
             request

@@ -32,7 +32,7 @@ class CircuitBreaker:
         return not self.has_tripped or now_s >= self._open_until_s
 
     def count(self, now_s: float, *, failed: bool) -> bool:
-        """Record a load that completed on all ranks. Return True if the load trips the breaker."""
+        """Record a completed load or a failed save. Return True if it trips the breaker."""
         was_allowed = self.allows(now_s)
         self._failed_in_a_row = self._failed_in_a_row + 1 if failed else 0
         if not (self.has_tripped and was_allowed):

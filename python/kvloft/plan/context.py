@@ -1,7 +1,7 @@
 """Objects that all parts of the scheduler side share.
 
-Calls to the announcer of KV events are queued and made after the plan is complete, so that an error
-in KV events cannot fail a plan or an admission.
+Calls to the KV event announcer are queued and run after the plan is complete, so that an error in
+KV events cannot fail a plan or an admission.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ class EventNotes:
         self._notes: list[Callable[[], None]] = []
 
     def add_saves(self, requests: Iterable[RequestState]) -> None:
-        """Queue a note about the units in the last planned save of each request."""
+        """Queue a note for the units in each request's last planned save."""
         if (announcer := self.announcer) is not None:
             for request in requests:
                 units = range(request.save_start, request.saved_units)

@@ -3,8 +3,8 @@
 Two rates are measured: the rate at which chunks are read from disk, including the effect of
 concurrent writes, and the rate at which the engine computes prompt tokens. Disk measurements lose
 their weight within about a minute. A disk without measurements is assumed to be fast, so the first
-requests use the disk. A disk that was too slow is measured again with reads for which no request
-waits. The clock and all measurements are passed in.
+requests use the disk. A disk that was too slow is measured again with reads that no request waits
+for. The clock and all measurements are passed in.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ because short times are hard to estimate.
 """
 MAX_SIZE_RATIO = 8
 """Maximum ratio of a prompt's length to the longest measured step. For longer prompts, the engine's
-rate is treated as unknown, because short steps do not predict the time of long prompts.
+rate is treated as unknown, because short steps do not predict how long such prompts take.
 """
 SAMPLE_S = 0.01
 """Minimum interval in seconds between reads of the store's counters. With a server, each read is a
@@ -78,7 +78,7 @@ class DiskPacing:
     _engine: FadingRate = field(default_factory=lambda: FadingRate(ENGINE_HALF_LIFE_S))
     _longest_step: int = 0
     _steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4))
-    """Planning time and number of prompt tokens of each step in flight."""
+    """For each step in flight, the time at which it was planned and its number of prompt tokens."""
     _step_ended_s: float = float("-inf")
 
     # -- measurements ---------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class DiskPacing:
         return now - self._sampled_s >= SAMPLE_S
 
     def observe_disk(self, now: float, stats: Mapping[str, int]) -> None:
-        """Record the store's counters of chunks read, busy time and queued chunks."""
+        """Record the store's counters: chunks read, busy time and queued chunks."""
         self._sampled_s = now
         num_done, busy_us = stats.get("disk_reads", 0), stats.get("disk_read_busy_us")
         if busy_us is None:
@@ -98,7 +98,7 @@ class DiskPacing:
         self.num_pending = stats.get("reads_pending", 0)
 
     def observe_reads_wanted(self, num_chunks: int) -> int:
-        """Add chunks to the read queue. Return the value of `num_done` after the last of them."""
+        """Add chunks to the read queue. Return what `num_done` will be after the last of them."""
         self.num_pending += num_chunks
         return self.num_done + self.num_pending
 
@@ -139,8 +139,8 @@ class DiskPacing:
     def pays(
         self, now: float, *, num_ahead: int, num_chunks: int, num_tokens: int, backlog_s: float
     ) -> bool:
-        """Return True if a request should wait for ``num_chunks`` chunks with ``num_tokens`` tokens
-        that are queued behind ``num_ahead`` other chunks.
+        """Return True if a request should wait for ``num_chunks`` chunks (``num_tokens`` tokens)
+        behind ``num_ahead`` queued chunks.
 
         ``backlog_s`` is the time until the engine would start to compute the tokens. Waiting pays
         if the first chunk is read before that time, or if all chunks are read before the engine
@@ -175,7 +175,7 @@ class PromptBacklog:
         self.num_tokens -= self._left.pop(req_id, 0)
 
     def compute(self, scheduled: Mapping[ReqId, int]) -> int:
-        """Subtract the prompt tokens that a step computes. Return the number of these tokens."""
+        """Subtract the prompt tokens that a step computes, and return their number."""
         total = 0
         for req_id, left in list(self._left.items()):
             num_tokens = min(scheduled.get(req_id, 0), left)

@@ -1,6 +1,6 @@
-"""Decides whether a request waits for its chunks on disk or is computed instead.
+"""Decides whether a request waits for chunks on disk, or whether vLLM computes their tokens.
 
-`DiskPacing` estimates both times from the store's counters and the state of the request.
+`DiskPacing` estimates read and compute times from the store's counters and past steps.
 """
 
 from kvloft.plan.disk_pacing import DiskPacing, PromptBacklog
@@ -38,8 +38,8 @@ class DiskWait:
     def _pays(
         self, request: RequestState, num_chunks: int, reads_end: int | None, now: float
     ) -> bool:
-        """Return True if it pays to wait for ``num_chunks``, and record their tokens as slow
-        otherwise.
+        """Return True if it pays to wait for ``num_chunks`` chunks. Otherwise, record their tokens
+        as slow.
 
         ``reads_end`` is the value of `DiskPacing.num_done` after the last read, or None if the
         reads are not queued.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 HOST, DISK = TIERS = (1, 2)
-"""Bits for the tiers in the result of `Session.changes`. Bit 4 means a pending read."""
+"""Bits for the tiers in the result of `Session.changes`. Bit 4 means a pending save or read."""
 
 
 class Block(NamedTuple):
@@ -24,11 +24,11 @@ class Block(NamedTuple):
     adapter: Any = None
     """Hash inputs that apply to the entire prefix."""
     extra: Any = None
-    """Hash inputs other than tokens that only apply to this block."""
+    """Hash inputs, other than tokens, that apply only to this block."""
 
 
 class Stored(NamedTuple):
-    """Blocks of a KV cache group that entered ``tier``. Each block is the parent of the next."""
+    """A KV cache group's blocks that entered ``tier``. Each block is the parent of the next."""
 
     tier: int
     blocks: list[Block]
@@ -36,7 +36,7 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Hashes of blocks of a KV cache group that left ``tier``."""
+    """Hashes of a KV cache group's blocks that left ``tier``."""
 
     tier: int
     hashes: list[bytes]
@@ -96,7 +96,7 @@ class EventLog:
                 self._events.append(Removed(tier, [block_hash], group))
 
     def add_again(self, events: Sequence[Event]) -> None:
-        """Add removal events again that were taken but may not have been published."""
+        """Add the removal events in ``events`` again, because they may not have been published."""
         self._events += [event for event in events if isinstance(event, Removed)]
 
     def restart(self) -> None:

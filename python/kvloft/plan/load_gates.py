@@ -1,4 +1,4 @@
-"""Postpones a load if the same load is in progress or too few slots or GPU blocks are free.
+"""Postpones a load if the prefix is already being loaded, or if slots or GPU blocks are scarce.
 
 A load is in progress from the admission of its request until vLLM admits the request again with the
 loaded tokens.
@@ -44,7 +44,7 @@ class BlockBudget:
         self._prefixes = StrideCounts(pool.num_blocks)
 
     def need(self, request: RequestState, num_tokens: int, loaded_tokens: int) -> BlockNeed:
-        """Return the blocks that a request with ``num_tokens`` needs.
+        """Return the blocks that a request with ``num_tokens`` tokens needs.
 
         The first ``local_tokens`` of the request are in vLLM's prefix cache, and the first
         ``loaded_tokens`` are complete after the load.
@@ -94,7 +94,7 @@ class BlockBudget:
 class LoadGates:
     """Tracks the loads in progress, and the slots and blocks they leave for other requests.
 
-    A load that takes longer than ``wait_s`` is assumed to hang and does not delay other requests.
+    A load that takes longer than ``wait_s`` is assumed to hang and no longer delays other requests.
     """
 
     def __init__(self, settings: PlanSettings, clock: Callable[[], float]) -> None:
@@ -121,8 +121,8 @@ class LoadGates:
     # -- shared loads ---------------------------------------------------------------------------
 
     def incoming_for(self, request: RequestState, num_tokens: int) -> IncomingUnits | None:
-        """Return the load in progress that includes the first missing unit of the request, if vLLM
-        can share the blocks of this load.
+        """Return the load in progress that includes the request's first missing unit, if vLLM can
+        share the load's blocks.
 
         ``num_tokens`` is the length of the request.
         """
@@ -193,7 +193,7 @@ class LoadGates:
         self.incoming[request.req_id] = units
 
     def fail(self, req_id: ReqId) -> None:
-        """Record that a load failed. Requests stop waiting, but the load's blocks stay counted."""
+        """Record that a load failed. Requests stop waiting for it, but its blocks stay counted."""
         self.incoming.pop(req_id, None)
 
     def end(self, req_id: ReqId) -> None:

@@ -56,7 +56,7 @@ def plan_load(
 ) -> PlannedLoad:
     """Plan copies to the blocks of tokens [local_tokens, local_tokens + num_tokens).
 
-    If the lease no longer covers a chunk, the blocks of the chunk are ``lost``.
+    If the lease no longer covers a chunk, the chunk's blocks are ``lost``.
     """
     begin = request.local_tokens // unit_tokens
     end = (request.local_tokens + num_tokens) // unit_tokens
@@ -148,7 +148,7 @@ class LoadPlanner:
         context.counters["layout_mismatches"] += len(result.bad_keys) - len(damaged)
 
     def count_copy(self, *, failed: bool) -> None:
-        """Record a completed load or, while the breaker has tripped, a failed save."""
+        """Record a completed load or, once the breaker has tripped, a failed save."""
         context = self._context
         if context.breaker.count(context.clock(), failed=failed):
             context.counters["load_breaker_trips"] += 1

@@ -1,4 +1,4 @@
-"""Finds the longest stored prefix of a request without hashing many tokens past its end."""
+"""Finds a request's longest stored prefix without hashing many tokens beyond that prefix."""
 
 from kvloft.plan.request_state import RequestState
 from kvloft.seam.shape import CacheShape
@@ -18,7 +18,7 @@ class PrefixLookup:
         self._is_divisible = shape.is_divisible
 
     def begin(self, request: RequestState) -> int:
-        """Hash the tokens for the first lookup, and return the length of the request."""
+        """Hash the tokens for the first lookup, and return the request's length in tokens."""
         return request.extend_chains(FIRST_LOOKUP_TOKENS)
 
     def find(self, request: RequestState, num_tokens: int) -> tuple[int, int]:

@@ -77,9 +77,9 @@ class ReadTurns:
         return self._blocked not in (None, request.req_id)
 
     def pause(self, until_s: float) -> None:
-        """Prevent requests from waiting for their turn until ``until_s``.
+        """Until ``until_s``, prevent requests from waiting for their turn.
 
-        The disk is too slow, and each request would wait for all requests ahead of it.
+        Called when the disk is too slow: each request would wait for all requests ahead of it.
         """
         self._paused_until_s = until_s
 

@@ -1,7 +1,7 @@
 """The state of one request on the scheduler side: keys, block tables, saves, loads and waiting.
 
 `RequestState` does not make decisions. `Admission`, `LoadPlanner` and `SavePlanner` read and modify
-its attributes. Its methods maintain the tokens and keys, using the tokens of a `LiveRequest`.
+its attributes. Its methods keep the tokens and keys in sync with the `LiveRequest`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +15,11 @@ from kvloft.seam.store import KeyChain
 from kvloft.seam.views import EmbedRows, LiveRequest, RequestView
 
 NEVER = (1 << 30) - 2
-"""A number larger than the length of any request. CPython compares larger ints more slowly."""
+"""Larger than the length of any request, but small enough for fast int comparisons in CPython."""
 
 
 class IncomingUnits(NamedTuple):
-    """Units [begin, end) of ``chain``, which a load copies to the GPU for request ``req_id``."""
+    """Units [begin, end) of ``chain`` that a load copies to the GPU for request ``req_id``."""
 
     req_id: ReqId
     chain: KeyChain
@@ -64,7 +64,7 @@ class RequestState:
     """True if the writers of the local units have not been checked yet (see `BlockWriters`)."""
     num_complete: int = 0
     """Number of leading units with known tokens and complete KV when the request was last examined.
-    The lookahead tokens of a draft model may be unknown.
+    A draft model's lookahead tokens may still be unknown.
     """
     num_noted: int = 0
     """Number of leading units that `BlockWriters` has recorded together with their next tokens."""
@@ -82,27 +82,27 @@ class RequestState:
     num_save_tokens: int = 0
     """Number of leading ``token_ids`` that determine the keys of the last planned save."""
     save_blocked: bool = False
-    """True if ``blocks`` may be outdated. Saves are blocked until vLLM assigns a new table."""
+    """True if saves are blocked until the next admission, for example after a wrong hit."""
     kv_outdated: bool = False
-    """True if the KV in ``blocks`` predates a reset. Saves are blocked until it is recomputed."""
+    """True if ``blocks`` has outdated KV, for example from before a reset. Saves are blocked."""
 
     # Waiting for admission.
     lease: Lease | None = None
     awaited: IncomingUnits | None = None
-    """The load of another request for which this request waits."""
+    """Another request's load that this request waits for."""
     asked_step: int = 0
     asked_s: float = 0.0
     waiting_since: float | None = None
     waited_out: bool = False
     """True if the request has reached the maximum waiting time."""
     turn_at_s: float | None = None
-    """Time at which the engine would compute the request if it did not wait for the disk."""
+    """Time at which the engine would start this prompt if the request did not wait for the disk."""
     reads_end: int = 0
     """Value of `DiskPacing.num_done` after all chunks of the request have been read."""
     num_on_disk: int = 0
-    """Maximum number of chunks that were not in host memory at the time of the lookup."""
+    """Upper bound on the number of chunks that were not in host memory during the lookup."""
     slow_tokens: int = 0
-    """Number of tokens on disk that are computed, because reading is expected to be slower."""
+    """Number of tokens on disk that are computed, because reading them would probably be slower."""
 
     # Loads.
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class RequestState:
 
         When a streaming session receives new input, the input replaces the last sampled token. The
         number of tokens alone does not reveal this, but the length of the prompt does. The keys are
-        then recomputed; equal tokens have equal keys.
+        then recomputed; unchanged tokens get the same keys.
         """
         token_ids, num_prompt_tokens = self.live.tokens()
         num_tokens = len(token_ids)
@@ -144,9 +144,9 @@ class RequestState:
             self._restart_chain()
             self.drop_lease()
             self.forget_saves()
-            # vLLM still treats accepted draft tokens after the cut as computed, although the new
-            # input replaces them. The draft KV of the last remaining token depends on the removed
-            # token.
+            # vLLM still treats the removed tokens as computed if they were accepted draft tokens,
+            # although the new input replaces them. The draft KV of the last remaining token depends
+            # on a removed token.
             self.kv_outdated |= self.had_drafts or self.lookahead > 0
         self.num_confirmed = num_tokens
         for rows in self._embeds:
@@ -189,7 +189,7 @@ class RequestState:
         self.load_failed = self.yields_once = True
 
     def take_yield(self) -> bool:
-        """Return True once after a failed load if vLLM should skip the request.
+        """Return True on the first call after a failed load, so that vLLM skips the request once.
 
         vLLM has released the blocks of the load. With sliding-window layers, computing the request
         takes more blocks than the load. If too few blocks are free, vLLM would stop at this request
@@ -199,7 +199,7 @@ class RequestState:
         return yields
 
     def record_wait(self, now: float, wait_s: float) -> bool:
-        """Record that the request waits. Return True if the request may wait longer.
+        """Record that the request waits. Return True if it can wait longer.
 
         The total waiting time of a request, across all reasons, is limited to ``wait_s``.
         """

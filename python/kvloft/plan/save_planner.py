@@ -33,7 +33,7 @@ host memory can be full for a long time.
 """
 
 _new_save: Callable[[tuple[ReqId, Chunks]], SavePlan] = partial(tuple.__new__, SavePlan)
-"""Creates a `SavePlan` from a pair, three times as fast as the constructor does."""
+"""Creates a `SavePlan` from a pair, three times as fast as the constructor."""
 _req_id: Callable[[RequestState], ReqId] = attrgetter("req_id")
 
 
@@ -52,7 +52,7 @@ class SavePlanner:
         self._unsent: list[SavePlan] = []
         """Saves with reserved frames that are not in a step plan yet."""
         self._owed: dict[RequestState, int] = {}
-        """Number of units without a frame for each request, in retry order."""
+        """For each request, in retry order, the number of units without a frame."""
 
     def plan(self, step: StepView, admitted: Collection[ReqId]) -> list[SavePlan]:
         """Reserve frames for the units that ``step`` completes, and return their saves.

@@ -14,7 +14,7 @@ from kvloft.plan.request_state import NEVER
 from kvloft.seam.ids import ReqId
 
 STEADY_STEPS = 8
-"""Number of steady steps before predictions start. Predicting takes as long as a few steps."""
+"""Number of steady steps before the first prediction, which costs a few bulk comparisons."""
 
 
 class SaveSchedule:

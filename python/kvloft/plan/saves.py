@@ -66,7 +66,7 @@ def num_complete_units(
 def refresh_tables(request: RequestState, step: StepView) -> bool:
     """Read the current block tables of the request. Return False if vLLM does not report them.
 
-    The tables must be read for shapes whose blocks vLLM frees while requests run.
+    This is necessary for shapes in which vLLM frees blocks of running requests.
     """
     if step.tables is None or not (tables := step.tables(request.req_id)):
         return False
@@ -85,8 +85,8 @@ def longest_request(step: StepView) -> int:
 def rewritten_blocks(step: StepView, store: Session, unit_tokens: int) -> tuple[BlockId, ...]:
     """Return the blocks that this step assigns for writing while saves may still read them (I2).
 
-    A save reads its blocks after its step is launched, when its request may have finished. A new
-    request only reads the blocks of its computed tokens and writes to all later blocks.
+    A save reads its blocks after its step is launched. By then, its request may have finished. A
+    new request reads only the blocks of its computed tokens, and writes to all later blocks.
     """
     if not store.num_in_flight:
         return ()

@@ -1,8 +1,8 @@
 """The scheduler side, with one method for each hook of vLLM's scheduler.
 
-`SchedulerCore` connects `Admission`, `LoadPlanner` and `SavePlanner`. The class takes requests and
-steps, returns results and plans, and processes the reports of the workers. Except for the clock,
-which is passed in, `SchedulerCore` is deterministic.
+`SchedulerCore` connects `Admission`, `LoadPlanner` and `SavePlanner`. It takes requests and steps,
+returns results and plans, and processes the workers' reports. Except for the clock, which is passed
+in, `SchedulerCore` is deterministic.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,9 +54,9 @@ class SchedulerCore:
         self._saves = SavePlanner(context, self._writers)
         self._scheduled: Mapping[ReqId, int] = {}
         self._admitted: set[ReqId] = set()
-        """Requests that were admitted since the last step."""
+        """Requests that have been admitted since the last step."""
         self._usable_bytes: dict[int, int] = {}
-        """Number of leading arena bytes to which each rank can copy, if reported."""
+        """Number of leading arena bytes that each rank can use, for ranks that reported it."""
 
     # -- lookups and admission ------------------------------------------------------------------
 
@@ -85,8 +85,8 @@ class SchedulerCore:
         return not self._loads.in_progress and self._breaker.allows(self._clock())
 
     def admit(self, live: LiveRequest, num_tokens: int, tables: Tables) -> None:
-        """Record the block tables of a request that vLLM admits, and plan the load of the accepted
-        ``num_tokens``.
+        """Record the block tables of a request that vLLM admits, and plan a load of the
+        ``num_tokens`` that vLLM accepted.
         """
         request = self._request(live)
         keeps_kv = self._keeps_blocks(request, tables)
@@ -113,8 +113,8 @@ class SchedulerCore:
         self._admission.disk.backlog.enter(live.req_id, num_left)
 
     def _keeps_blocks(self, request: RequestState, tables: Tables) -> bool:
-        """Return True if the request is admitted again with its current blocks, which happens after
-        a load and when a streaming session receives its next input.
+        """Return True if the request is admitted again with its current blocks: after a load, or
+        when a streaming session receives its next input.
         """
         if not request.blocks:
             return False
@@ -128,7 +128,7 @@ class SchedulerCore:
         self._loads.plan_failure(live.req_id, num_tokens, tables)
 
     def hit_tokens(self, req_id: ReqId) -> Mapping[str, int]:
-        """Return the number of tokens in the last planned load of a request by tier, excluding lost
+        """Return the number of tokens per tier in a request's last planned load, excluding lost
         blocks.
         """
         request = self._requests.get(req_id)
@@ -159,7 +159,7 @@ class SchedulerCore:
         self._admission.disk.backlog.leave(req_id)
 
     def _note_prompts(self, step: StepView) -> None:
-        """Record the prompt tokens that the step computes and the remaining prompt tokens."""
+        """Record how many prompt tokens the step computes and how many remain."""
         disk, requests = self._admission.disk, self._requests
         for new in step.new:
             if (request := requests.get(new.req_id)) is not None:
@@ -173,14 +173,14 @@ class SchedulerCore:
         self._admission.disk.pacing.observe_step_end(self._clock())
 
     def plan_loads_only(self) -> StepPlan:
-        """Return a plan with queued loads and without saves for a step that could not be read."""
+        """Return a plan with queued loads but no saves, for a step that could not be planned."""
         self._saves.abandon_plan()
         return self._end_plan((), tuple(self._store.being_read()))
 
     def _end_plan(self, saves: tuple[SavePlan, ...], rewritten: tuple[BlockId, ...]) -> StepPlan:
         """Return the plan and begin the next step.
 
-        `_end_plan` must be the last call of a plan, because a failed plan is retried without saves.
+        This method must be called last, because a failed plan is retried without saves.
         """
         self._admission.begin_step()
         self._admitted.clear()
@@ -253,20 +253,20 @@ class SchedulerCore:
         self._store.clear()
 
     def count_on(self, num_bytes: int) -> None:
-        """Set the number of bytes in a shared arena that this store can use."""
+        """Set how many bytes of a shared arena this store can use."""
         if self._arena is not None:
             self._admission.turns.set_memory(min(self._arena.size_bytes, num_bytes))
 
     @property
     def has_queued_loads(self) -> bool:
-        """True if queued loads use frames in the current arena, which then must not be replaced."""
+        """True if queued loads use the current arena. The arena must not be replaced then."""
         return bool(self._loads.queued)
 
     def meet_store(self, arena: ArenaSpec | None) -> None:
-        """Switch to a store that was replaced or has lost its chunks.
+        """Switch to a new store, or to a store that has lost its chunks.
 
-        ``arena`` is the arena of the store, or None if the store is unavailable. This method must
-        not be called while loads are queued.
+        ``arena`` is the store's arena, or None if the store is unavailable. This method must not be
+        called while loads are queued.
         """
         for request in self._requests.values():
             request.forget_saves()

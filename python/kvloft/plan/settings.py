@@ -1,4 +1,4 @@
-"""Settings of the scheduler side, which do not change while an engine runs."""
+"""Settings of the scheduler side. They do not change while an engine runs."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class PlanSettings:
     arena: ArenaSpec | None = None
     """The host arena at startup, or None if the store is not available yet."""
     wait_s: float = 10.0
-    """Maximum time for which a request waits for the disk or for the load of another request."""
+    """Maximum time that a request waits for the disk or for another request's load."""
     loads_allowed: bool = True
     saves_allowed: bool = True
     shares_blocks: bool = False
@@ -42,8 +42,8 @@ class PlanSettings:
     max_running: int | None = None
     """Number of running slots in vLLM; None if unknown."""
     draft_limit: int | None = None
-    """Maximum length of a request, in tokens, for which the engine runs the draft model in a step.
-    None if there is no draft model or no limit.
+    """Request length, in tokens, up to which the engine runs the draft model in every step. None if
+    there is no draft model or no limit.
     """
     pool: PoolSize | None = None
     """vLLM's block pool, or None if concurrent loads cannot exhaust it (one KV cache group)."""

@@ -1,5 +1,5 @@
-"""Types for the chunks that a plan copies, with their frames, keys and blocks, and for the block
-tables of a request. Saves and loads use the same types.
+"""Types for a request's block tables and for the chunks that a plan copies, with their frames, keys
+and blocks. Saves and loads use the same types.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ class ChunkCopy(NamedTuple):
     """One chunk of a batch.
 
     ``blocks[i]`` is block ``first_block + i`` of the chunk. For a save, ``first_block`` is 0.
-    ``num_blocks`` is the number of blocks in the frame, as recorded in its trailer. If a load only
-    copies the end of a chunk, ``blocks`` is shorter.
+    ``num_blocks`` is the number of blocks in the frame, as recorded in its trailer. If a load
+    copies only the end of a chunk, ``blocks`` is shorter.
     """
 
     frame: int
@@ -59,7 +59,7 @@ class Tables:
         return self.per_unit[group] if self.per_unit else 1
 
     def of(self, group: int, units: slice) -> Sequence[BlockId]:
-        """Return the blocks of a group for a slice of units, whose bounds must not be negative."""
+        """Return the blocks of a group for a slice of units. Bounds must not be negative."""
         size = self.size_of(group)
         start, stop = units.start, units.stop
         return self.tables[group][start and start * size : stop and stop * size]

@@ -1,4 +1,4 @@
-"""StepPlan and StepReport are the immutable messages between scheduler side and worker side."""
+"""StepPlan and StepReport are the immutable messages between the scheduler and worker sides."""
 
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -57,7 +57,7 @@ class LoadResult:
     """The result of one LoadPlan on one rank.
 
     ``bad_keys`` contains the key of each chunk that failed verification, with the reason.
-    ``failed`` is True if nothing was copied. The chunks may be valid, so they are not removed.
+    ``failed`` is True if nothing was copied. The chunks are then kept, because they may be valid.
     """
 
     req_id: ReqId
@@ -71,8 +71,8 @@ class StepReport:
     """The results of one rank. Each save ticket is reported once, in ``saved`` or in ``failed``.
 
     ``misfits`` contains the tickets in ``failed`` whose chunk did not fit into a frame for
-    compressed chunks. ``usable_bytes`` is (rank, n) if the number of bytes has changed; the rank
-    can copy to the first n bytes of the arena.
+    compressed chunks. ``usable_bytes`` is (rank, n) if n has changed: the rank can copy to the
+    first n bytes of the arena.
     """
 
     saved: tuple[Ticket, ...] = ()

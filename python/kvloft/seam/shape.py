@@ -44,7 +44,7 @@ class GroupShape:
 
     @property
     def kept_blocks(self) -> int:
-        """Return the number of blocks in a chunk, which are the last blocks of the unit.
+        """Return the number of blocks in a chunk. A chunk holds the last blocks of its unit.
 
         Hits do not need the earlier blocks of the unit, and vLLM may have freed them.
         """
@@ -106,8 +106,8 @@ class CacheShape:
 
     @property
     def is_divisible(self) -> bool:
-        """Return True if every unit boundary of a stored prefix is a hit, which requires a single
-        full-attention group.
+        """Return True if a hit can end at any unit boundary of a stored prefix. This requires a
+        single full-attention group.
         """
         return len(self.groups) == 1 and self.groups[0].kind == "full"
 
@@ -170,7 +170,7 @@ class ArenaSpec:
     slab_bytes: int
     """Size of a slab, which holds frames of one size. The last slab also covers the remainder."""
     groups: tuple[GroupShape, ...]
-    """The KV cache groups of the scheduler side, with sizes that take all ranks into account."""
+    """The scheduler side's KV cache groups, with sizes that take all ranks into account."""
     id: int = 0
     """Identifies the memory, because a path can be reused; 0 if unknown."""
     lifeline: tuple[str, int] | None = None

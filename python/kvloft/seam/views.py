@@ -34,11 +34,11 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """The inputs to a request's keys other than token ids.
+    """The inputs, other than token ids, to a request's keys.
 
     ``embeds`` contains the positions whose input is an embedding; token ids at these positions are
-    ignored. ``savable_tokens`` is the number of leading tokens that may be saved; no later request
-    can match the keys after them.
+    ignored. ``savable_tokens`` is the number of leading tokens that may be saved. No later request
+    can match the keys of the remaining tokens.
     """
 
     adapter: tuple[str, str] | None = None
@@ -49,8 +49,8 @@ class RequestView:
 
 
 class LiveRequest(Protocol):
-    """A read-only view of a vLLM request. vLLM modifies the request between steps, so the view may
-    only be read inside a scheduler hook.
+    """A read-only view of a vLLM request. vLLM modifies the request between steps, so read the view
+    only inside a scheduler hook.
     """
 
     @property
@@ -78,7 +78,7 @@ class LiveRequest(Protocol):
 
     @property
     def saves(self) -> Literal["all", "prompt"] | None:
-        """Return which tokens to save, or None if the request does not specify it."""
+        """Return which tokens to save, or None if the request does not specify this."""
         ...
 
     def view(self) -> RequestView: ...

@@ -208,7 +208,7 @@ class PrivatePart:
     def fetch(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> str | None:
         """Copy this rank's part of ``copy.frame`` to ``bytes``, and verify the copy.
 
-        Returns None if the part is valid for ``copy.key``, otherwise the problem.
+        Returns None if the part is valid for ``copy.key``. Otherwise, returns the problem.
         """
         num_bytes = sum(page_bytes) * copy.num_blocks
         part, private = self._frames.part(copy.frame).numpy(), self.bytes.numpy()
@@ -232,7 +232,7 @@ class PrivatePart:
 
 
 class Lifeline:
-    """A worker's end of the engine's lifeline, which is a pipe. When the server reads end-of-file,
+    """A worker's end of the engine's lifeline, which is a pipe. Once the server reads end-of-file,
     no process can write to the frames.
 
     The worker holds the pipe open until `close` and never writes to it. The kernel closes the pipe

@@ -107,7 +107,7 @@ def _dense_order(tensor: torch.Tensor) -> tuple[int, ...]:
 def _planes_of(name: str, tensor: torch.Tensor, num_blocks: int) -> list[Plane]:
     """Split a layer's tensor into planes of dense pages.
 
-    A dimension whose stride spans all blocks (K and V, or heads) becomes separate planes. The
+    A dimension whose stride spans all blocks (K and V, or heads) is split into separate planes. The
     dimensions inside a page must be dense, so that a page is one run of bytes.
     """
     if tensor.shape[0] % num_blocks:

@@ -54,7 +54,7 @@ class Mover(Protocol):
     def poll(self) -> Finished: ...
 
     def drain(self) -> Finished:
-        """Wait for all copies in flight and return the results. Used for sleep and shutdown."""
+        """Wait for all copies in flight and return the results. Used before sleep and shutdown."""
 
     def close(self) -> None:
         """Wait for all copies in flight and release all resources."""

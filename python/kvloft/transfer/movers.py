@@ -1,6 +1,6 @@
 """Selects the mover: torch for KV on the CPU, kernels for KV on a GPU.
 
-CUDA packages are only imported if the KV is on a GPU.
+CUDA packages are imported only if the KV is on a GPU.
 """
 
 import logging
@@ -36,7 +36,7 @@ class MoverSettings:
 def choose_mover(
     layouts: Sequence[PagedLayout], blocks_per_chunk: Sequence[int], settings: MoverSettings
 ) -> Callable[[Sequence[GroupFrames]], Mover]:
-    """Return a function that creates the mover for ``layouts``, one for each KV cache group.
+    """Return a function that creates the mover. ``layouts`` has one entry per KV cache group.
 
     ``blocks_per_chunk`` contains the number of blocks per frame for each group. Raises
     UnsupportedError if the KV is on a GPU and the kernels are unavailable, unless

@@ -67,9 +67,9 @@ class WorkerCore:
     ) -> PagedLayout:
         """Read the layouts of the KV cache groups. Return the first layout that has pages.
 
-        If a pipeline stage has no layers of a group, the stage's part of the group's frames only
-        contains a trailer. Raises LayoutError if a layout is unsupported, and UnsupportedError if
-        the GPU is unsupported.
+        If a pipeline stage has no layers of a group, the stage's part of the group's frames
+        contains only a trailer. Raises LayoutError if a layout is unsupported, and UnsupportedError
+        if the GPU is unsupported.
         """
         self.shutdown()
         self._could_be_made, self._is_asleep = True, False
@@ -158,7 +158,7 @@ class WorkerCore:
                 self._hand_over(lambda mover: mover.submit_loads(plans), self._fail_loads)
 
     def run_saves(self) -> None:
-        """Start the saves of this step. The forward pass that writes the blocks is launched."""
+        """Start this step's saves. The forward pass that writes the blocks has been launched."""
         if not self._saves_run:
             self._saves_run = True
             if not self._is_writer:
@@ -221,7 +221,7 @@ class WorkerCore:
             self._is_asleep = True
 
     def resume(self) -> None:
-        """Allow copies again. The addresses of the pages are unchanged. Idempotent."""
+        """Allow copies again. The pages must still be at the same addresses. Idempotent."""
         self._is_asleep = False
 
     def stop(self, reason: str) -> None:

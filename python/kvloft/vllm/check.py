@@ -167,7 +167,7 @@ class Engine:
         config, vllm_config = self.config, self.llm.vllm_config
         concurrency = getattr(kv_cache_utils, "get_max_concurrency_for_kv_cache_config", None)
         full_requests = concurrency(vllm_config, config) if concurrency else None
-        specs = layer_specs(config)  # groups share tensors, so the largest sets the block size
+        specs = layer_specs(config)  # groups share tensors, so the largest group sets the size
         kv_bytes = config.num_blocks * max(
             sum(specs[name].page_size_bytes for name in names) for names in group_layers(config)
         )
@@ -186,7 +186,7 @@ class Engine:
 
 
 def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
-    """Start the engine and return it with the ignored flags. Raises ConfigError for a bad flag."""
+    """Start the engine. Return it and the ignored flags. Other connectors raise ConfigError."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -211,7 +211,7 @@ def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=extra,
         )
-    DiskPacing.always_pays = True  # a computed chunk would not be checked
+    DiskPacing.always_pays = True  # chunks that are not loaded are not checked
     engine = Engine(LLMEngine.from_engine_args(args))
     engine.watch()
     return engine, ignored

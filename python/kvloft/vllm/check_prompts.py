@@ -1,4 +1,4 @@
-"""Chooses prompts for `kvloft check` with lengths that reveal cache errors and outputs that do not
+"""Chooses prompts for `kvloft check`. Their lengths reveal cache errors, and their outputs do not
 depend on rounding.
 
 The prompts are chosen in an engine without kvloft's connector.

@@ -56,7 +56,7 @@ class KVLoftWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 def _miss_on_error(default: Callable[..., Any] = lambda _: None) -> Callable[[_F], _F]:
-    """Make a hook return ``default(self)`` on an error, which is counted and logged once."""
+    """Make a hook return ``default(self)`` on errors. Count errors, and log the first per hook."""
 
     def wrap(hook: _F) -> _F:
         @wraps(hook)
@@ -77,7 +77,7 @@ def _miss_on_error(default: Callable[..., Any] = lambda _: None) -> Callable[[_F
 class KVLoftConnector(KVConnectorBase_V1):
     """An external KV cache for vLLM. kvloft's README describes the settings and metrics."""
 
-    # Only the half for this process's role is set. vLLM only calls the hooks for this role.
+    # Only the half for this process's role is set. vLLM calls only the hooks for this role.
     _scheduler: SchedulerHalf
     _worker: WorkerHalf
     _half: SchedulerHalf | WorkerHalf
@@ -119,7 +119,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False, because a dropped save only causes a later miss."""
+        """False, because a dropped save causes nothing worse than a later miss."""
         return False
 
     # -- worker side ------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @_miss_on_error()
     def unregister_kv_caches(self) -> None:
-        """Suspend transfers. vLLM 0.33 and newer calls this before unmapping pages for sleep."""
+        """Suspend transfers. vLLM 0.33 and newer call this before unmapping pages for sleep."""
         self._worker.core.suspend()
 
     @_miss_on_error()
@@ -198,7 +198,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @_miss_on_error()
     def _note_for_events(self, note: Callable[[], None]) -> None:
-        """Pass chunks to the announcer. An error only affects their KV events, not the plan."""
+        """Pass chunks to the announcer. An error affects only their KV events, not the plan."""
         note()
 
     @_miss_on_error(lambda self: self._scheduler.core.plan_loads_only())
@@ -217,8 +217,8 @@ class KVLoftConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return False, because saves read blocks while their request owns them (I2), so vLLM may
-        free the blocks.
+        """Return False, so that vLLM frees the blocks: saves read the blocks while the request
+        still owns them (I2).
         """
         self._scheduler.core.finish(request.request_id)
         return False, None
@@ -238,11 +238,11 @@ class KVLoftConnector(KVConnectorBase_V1):
 
         If this is the only connector, make vLLM free the blocks of preempted and finished requests
         immediately, as it does without a connector. By default, vLLM waits for steps in flight that
-        can still write to the blocks, because a connector could fill the blocks first. During this
-        time, vLLM 0.26 to 0.29 preempts one request after another. kvloft does not need the delay:
-        its loads run after all work launched before their step (on a GPU, they wait for an event
-        recorded when the step begins; on a CPU, workers run in order) and after saves that read the
-        blocks.
+        can still write to the blocks, because a connector could load into the blocks before these
+        writes. During this time, vLLM 0.26 to 0.29 preempts one request after another. kvloft does
+        not need the delay: its loads run after all work launched before their step (on a GPU, they
+        wait for an event recorded when the step begins; on a CPU, workers run in order) and after
+        saves that read the blocks.
         """
         if self._scheduler.siblings is not None:
             return
@@ -287,8 +287,8 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
         """Return the requests with completed loads and the requests with failed loads.
 
         With multiple groups, block ids do not identify a request, so failed loads are reported by
-        request. With one group, failed loads are reported by block, and vLLM only computes the
-        tokens starting at the first bad block.
+        request. With one group, failed loads are reported by block, and vLLM recomputes only the
+        tokens from the first bad block onward.
         """
         if not self._worker.fails_requests:
             return super().get_transfer_results(finished_req_ids)
@@ -299,7 +299,7 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
     def _take_finished(self) -> tuple[set[str], set[str]]:
         done, failed = self._worker.take_finished(), self._worker.core.failed_loads
         # Bad blocks are known before their load completes. With multiple groups, reporting bad
-        # blocks would make vLLM fail, so only report the load as failed.
+        # blocks would make vLLM fail, so report only that the load failed.
         self._worker.take_bad_blocks()
         return done, set(failed)
 

@@ -26,7 +26,7 @@ from kvloft.seam.views import LiveRequest
 logger = logging.getLogger("vllm.kvloft")
 
 MEDIUM = {HOST: "CPU", DISK: "STORAGE"}
-"""The medium of each tier, using the names of vLLM's offloading."""
+"""The medium of each tier, with the names that vLLM's KV offloading uses."""
 NO_EVENTS = (
     'kvloft: KV events do not include blocks in the cache, because "kv_role" is "%s"; use "kv_both"'
 )
@@ -105,7 +105,7 @@ class EventWriter:
             }
             for nth, (spec, group) in enumerate(zip(specs, shape.groups, strict=True))
         ]
-        # vLLM 0.30 and older publish the keys in the same form in which they are hashed.
+        # vLLM 0.30 and older publish the keys in the form in which they are hashed.
         self._extra_keys = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
     def write(self, event: Event) -> BlockStored | BlockRemoved:

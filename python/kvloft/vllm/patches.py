@@ -1,8 +1,8 @@
-"""Wraps vLLM methods for which vLLM has no connector hook, and calls listeners.
+"""Wraps vLLM methods that have no connector hook, and calls listeners.
 
 If a vLLM release lacks a method, a guarantee is lost. Each entry in the table describes the lost
-guarantee and the reaction: the engine does not start, the cache is only used in this run, or
-support is reduced with a warning. Each method is wrapped once per process, for all its engines.
+guarantee and the reaction: the engine does not start, the cache is used only in this run, or
+support is reduced with a warning. Each method is wrapped once per process, for all of its engines.
 """
 
 import inspect
@@ -165,7 +165,7 @@ _listeners: defaultdict[Patch, WeakKeyDictionary[Any, Callable[..., Any]]] = def
 
 
 def settle(patches: Iterable[Patch]) -> bool:
-    """Log each missing method once. Return True if the cache may only be used in this run.
+    """Log each missing method once. Return True if the cache must be used only in this run.
 
     Raises UnsupportedError if the engine must not start.
     """
@@ -208,9 +208,9 @@ def wrap(patch: Patch, around: Around, owner: Any = None) -> None:
 def listen(patch: Patch, listener: Callable[..., Any], owner: Any = None) -> None:
     """Call ``listener`` with the arguments of the method before each call to the method.
 
-    ``listener`` is a bound method. Calls stop when its object is deleted. If ``listener`` returns a
-    function, this function is called after the method. Exceptions are logged and suppressed.
-    ``owner`` has the same meaning as in `wrap`.
+    ``listener`` is a bound method, and calls stop when the object it is bound to is deleted. If
+    ``listener`` returns a function, this function is called after the method. Exceptions are logged
+    and suppressed. ``owner`` has the same meaning as in `wrap`.
     """
     _listeners[patch][listener.__self__] = listener.__func__  # type: ignore[attr-defined]
 

@@ -33,8 +33,8 @@ def register() -> None:
 def register_classes() -> None:
     """Register every connector class under its class name.
 
-    Users only specify `NAME`, but MultiConnector looks up the statistics of a child by the
-    ``__name__`` of the child's class.
+    Users specify only `NAME`, but MultiConnector looks up a child's statistics by the ``__name__``
+    of the child's class.
     """
     for name in CLASS_NAMES:
         if name not in KVConnectorFactory._registry:  # noqa: SLF001 - vLLM has no public lookup
@@ -47,8 +47,8 @@ def check_settings_early(factory: Any) -> None:
 
     vLLM creates connectors after loading the weights, but looks up the class while checking its
     arguments, when the settings are available. vLLM has no connector hook that it always calls at
-    this point. Valid settings are not read again, so a file that changes later does not stop a
-    running engine.
+    this point. Valid settings are not read again, so later changes to the settings file do not stop
+    a running engine.
     """
     right: dict[str, str] = {}
 

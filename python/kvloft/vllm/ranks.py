@@ -1,6 +1,6 @@
 """Records the KV cache configs of all ranks.
 
-vLLM only passes the layers of the first rank to the scheduler's connector, with one size per group.
+vLLM passes only the first rank's layers to the scheduler's connector, with one size per group.
 However, pipeline stages have different layers, and layers can differ in size. kvloft therefore
 observes the call that passes a config to each rank. The scheduler process makes this call before it
 creates the scheduler. Engines without kvloft also load this module, so it must not import the
@@ -54,7 +54,7 @@ def configs_of_ranks(vllm_config: Any, kv_cache_config: Any) -> Sequence[Any]:
 
 
 def _outline(config: Any) -> Any:
-    """Return the values that are equal in the configs of the scheduler and of the first rank."""
+    """Return the values that are equal in the scheduler's and the first rank's configs."""
     return config.num_blocks, [
         (list(group.layer_names), group.kv_cache_spec.block_size)
         for group in config.kv_cache_groups

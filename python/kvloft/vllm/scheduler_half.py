@@ -1,5 +1,5 @@
-"""The scheduler side inside vLLM connects the settings, the namespace and the store to
-SchedulerCore. The scheduler side has one method per hook and never touches KV bytes.
+"""The scheduler side inside vLLM. It has one method per hook, connects the settings, the namespace
+and the store to SchedulerCore, and never touches KV bytes.
 
 The connector treats errors as misses. On an error, `admit` also plans a failed load, because vLLM
 would otherwise never schedule the request.
@@ -119,8 +119,8 @@ class SchedulerHalf:
         shape: CacheShape,
         config: Config,
     ) -> None:
-        """Open the store. ``ranks`` contains the KV cache configs of all ranks, or only of this
-        process if the others are unknown. The first config belongs to this process.
+        """Open the store. ``ranks`` contains the KV cache configs of all ranks, or only this
+        process's config if the others are unknown. The first config belongs to this process.
         """
         for warning in warnings(config):  # before the store creates its directory
             logger.warning("kvloft: %s", warning)
@@ -212,7 +212,7 @@ class SchedulerHalf:
     # -- hooks ------------------------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Switch to a new server if the old server has exited. Only call this between plans."""
+        """Switch to a new server if the old server has exited. Call this only between plans."""
         if self._is_shared and not self.core.has_queued_loads and self._store.renew():
             self.core.meet_store(arena_of(self._store, self._shape))
 
@@ -220,7 +220,7 @@ class SchedulerHalf:
         """Return the number of tokens that can be loaded for a waiting request, or None while it
         must wait. The second value is True if there are tokens to load.
 
-        MultiConnector ignores all children while any child returns None, so a child only waits if
+        MultiConnector ignores all children while any child returns None, so a child waits only if
         no sibling offers tokens.
         """
         self.renew()
@@ -243,8 +243,8 @@ class SchedulerHalf:
                 return None
 
     def _sibling_offers(self, request: Request, num_computed_tokens: int) -> bool:
-        """Return True if a sibling offers tokens for this request. If the sibling is also a kvloft
-        connector, it may call this connector again.
+        """Return True if a sibling offers tokens for this request. A sibling that is also a kvloft
+        connector can call this connector recursively.
         """
         if not self.siblings or self._asks_siblings:
             return False

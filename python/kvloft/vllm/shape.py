@@ -22,8 +22,8 @@ from kvloft.transfer.frames import E348, RAW, TILE_BYTES, compact_bytes_for, par
 def cache_shape(vllm_config: Any, ranks: Sequence[Any], encoding: int = RAW) -> CacheShape:
     """Return the cache shape. ``ranks`` has the KV cache configs of all ranks or of this worker.
 
-    In each group, the largest rank determines the size of a shard. A worker only has the sizes of
-    its own layers, so with pipeline stages, its shape can be smaller than in the ArenaSpec.
+    In each group, the rank with the largest chunks determines the size of a part. A worker has only
+    its own layers' sizes, so with pipeline stages, its parts can be smaller than in the ArenaSpec.
     """
     groups = in_units([group_shape(spec) for spec in group_specs(ranks[0])])
     sizes = zip(*(_payload_sizes(rank, groups, encoding) for rank in ranks), strict=True)
@@ -101,10 +101,10 @@ def encoding_of(ranks: Sequence[Any], config: Config) -> int:
 
 
 HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp")
-"""Methods with `SpeculativeConfig.use_eagle`, whose layers read hidden states and the next token.
+"""Methods with `SpeculativeConfig.use_eagle`. Their layers read hidden states and the next token.
 """
 PREFIX_DRAFTERS = ("draft_model", "dflash")
-"""Methods whose KV only depends on tokens up to the same position. DFlash reads the hidden states
+"""Methods whose KV depends only on tokens up to the same position. DFlash reads the hidden states
 of these tokens.
 """
 
@@ -116,8 +116,8 @@ def has_draft_kv(vllm_config: Any) -> bool:
 
 
 def draft_limit(vllm_config: Any) -> int | None:
-    """Return the maximum length of requests for which the engine always runs the draft model, or
-    None if no draft model has KV.
+    """Return the request length up to which the engine always runs the draft model, or None if no
+    draft model has KV.
     """
     if not has_draft_kv(vllm_config):
         return None
@@ -140,7 +140,7 @@ def pool_size(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> Pool
 
 
 def lookahead(vllm_config: Any) -> int:
-    """Return the number of tokens after a position that affect the draft KV at the position."""
+    """Return the number of tokens after a position that affect the draft KV at that position."""
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is None or speculative.method not in HIDDEN_DRAFTERS:
         return 0
@@ -159,7 +159,7 @@ KIND_OF_SPEC: dict[str, Literal["full", "window", "local", "state"]] = {
 
 If all layers share one block table, layers with a sliding window or chunked local attention also
 have a FullAttentionSpec: vLLM converts their specs (`unify_hybrid_kv_cache_specs`), keeps all
-blocks, and applies the window only in the computation. If every layer has the same sliding window,
+blocks, and applies the window only during computation. If every layer has the same sliding window,
 the spec of the only group is a SlidingWindowSpec.
 """
 

@@ -52,8 +52,8 @@ class StoreLog:
     def log_events(self) -> None:
         """Log the store's events since the last call: problems as WARNING, recoveries as INFO.
 
-        Consecutive duplicates are skipped, because many operations can hang and recover in
-        sequence.
+        Consecutive duplicates are skipped, because many operations can hang and recover one after
+        another.
         """
         for event, is_problem in self._store.take_events():
             if event != self._last_event:

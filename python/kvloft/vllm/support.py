@@ -192,7 +192,7 @@ def _of_drafts_with_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
 
     In the rejected cases, vLLM 0.32 computes wrong outputs after hits in its own prefix cache
     (tests/e2e/zoo/test_faults.py), and kvloft would save the wrong KV. All methods except suffix
-    were tested with gated delta nets. The suffix method only differs from ngram in its draft
+    were tested with gated delta nets. The suffix method differs from ngram only in its draft
     tokens.
     """
     states = [spec for spec in specs if hasattr(spec, "mamba_cache_mode")]
@@ -238,11 +238,11 @@ def _of_settings(vllm_config: Any) -> Iterator[str]:
 
 
 def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    """Yield reasons to reject pipeline parallelism. These cases are untested or fail in vLLM."""
+    """Yield reasons to reject pipeline parallelism, in cases that are untested or fail in vLLM."""
     if (size := getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1)) == 1:
         return
     # Check the specs of both groups and layers, because this rank may have no layers of a group,
-    # and the scheduler only has the layers of the first rank.
+    # and the scheduler has only the first rank's layers.
     specs = [*group_specs(kv_cache_config), *layer_specs(kv_cache_config).values()]
     kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs}
     if "state" in kinds and not current_platform.is_cpu():

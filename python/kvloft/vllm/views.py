@@ -1,6 +1,6 @@
 """Converts vLLM's requests and steps to kvloft's views.
 
-Fields that are missing in a supported vLLM release are read with a default value.
+Fields that some supported vLLM releases lack are read with a default value.
 """
 
 from collections import Counter

@@ -84,7 +84,7 @@ class WorkerHalf:
         self.core.register(groups, self._num_blocks, self._fingerprint)
 
     def take_finished(self) -> set[str]:
-        """Start copies that no hook has started, and return requests with completed loads."""
+        """Start copies that no hook has started yet, and return requests with completed loads."""
         self.core.run_loads()
         if not self._saves_late:
             self.core.run_saves()
@@ -112,7 +112,7 @@ class WorkerHalf:
     def drain(self, *_args: Any, **_kwargs: Any) -> None:
         """Finish all copies before the allocator unmaps memory.
 
-        vLLM only waits for work on the GPU, not for copies in kvloft's queue. A kernel that
+        vLLM waits only for work on the GPU, not for copies in kvloft's queue. A kernel that
         accesses unmapped pages crashes the engine.
         """
         self.core.drain()

@@ -61,7 +61,7 @@ def _library() -> Any:
 
 
 class _Driver:
-    """The functions of the driver, which are resolved on first use.
+    """The driver's functions, which are resolved on first use.
 
     The functions release the GIL and raise CudaError if the call fails.
     """

@@ -53,8 +53,8 @@ class PartEncoding:
     """Sizes of encoded parts for one layout.
 
     Attributes:
-        frames: the frames that kernels access directly, or None if the frames are not registered,
-            so kernels cannot access them.
+        frames: the frames that kernels access directly, or None if kernels cannot access
+            them because they are not registered.
         capacity: size of a part in bytes, excluding its trailer.
         block_width: number of bytes that the copy engine copies for each block of a chunk.
     """

@@ -24,14 +24,14 @@ LINK_BYTES_PER_US = 55_000.0
 LAST_PIECE_DIVISOR = 4
 """Divisor for the size of a load's last piece. The link is idle while this piece is scattered."""
 SORTED_PIECES = 4
-"""Number of pieces in a load whose chunks are sorted together."""
+"""Number of pieces of a load for which the chunks are sorted together."""
 
 
 def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int, ...]:
     """Return the sizes, in chunks, of the first pieces on an idle link. Later pieces are full-size.
 
-    The first piece is small, because the link is idle until the piece is submitted. The transfer of
-    each piece takes as long as preparing the next piece.
+    The first piece is small, because the link is idle until the piece is submitted. Each piece
+    takes as long to transfer as the next piece takes to prepare.
     """
     link_us = part_bytes / LINK_BYTES_PER_US
     spare_us = link_us - PREPARE_CHUNK_US
@@ -46,7 +46,7 @@ def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int
 
 @dataclass(slots=True, eq=False)
 class Mark:
-    """A point in the compute stream for which jobs wait. The event is reused for later marks."""
+    """A point in the compute stream that jobs wait for. The event is reused for later marks."""
 
     event: driver.Event
     spare: list[driver.Event]
@@ -86,7 +86,7 @@ class Waiting:
         """Take at most ``count`` chunks, sorted by frame.
 
         The last piece is small if no other load is queued (``is_last``). After the first pieces,
-        the link is busy for long enough to sort the chunks of `SORTED_PIECES` pieces together.
+        the link is busy long enough to sort the chunks of `SORTED_PIECES` pieces together.
         """
         chunks, begin, left = self.chunks, self.num_sent, self.num_left
         last = per_piece // LAST_PIECE_DIVISOR
@@ -114,7 +114,7 @@ class Job:
     Attributes:
         tags: the sum that the kernels have computed so far for each chunk.
         record_units: the size of the encoded records of each chunk, in units of 16 bytes.
-        after: the mark for which the copies wait. None once the last piece has been submitted.
+        after: the mark that the copies wait for. None once the last piece has been submitted.
         owners: for loads, each load and its number of chunks, in the order of ``chunks``.
         wanted_tags: for loads, the tags in the trailers.
         problems: for loads, the reason why a chunk failed verification, by index in ``chunks``.

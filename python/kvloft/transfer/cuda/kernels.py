@@ -25,7 +25,7 @@ from kvloft.transfer.frames import TILE_BYTES
 from kvloft.transfer.layout import PagedLayout
 
 HEADERS = ("tag.cuh", "kv_layout.cuh", "piece.cuh")
-"""The headers in dependency order: each header only includes earlier headers."""
+"""The headers in dependency order: each header includes only earlier headers."""
 VEC_BYTES = (16, 8, 4, 1)
 CACHE_BYTES = 64 << 20
 CTA_THREADS: Final = 512
@@ -200,7 +200,7 @@ class BlockTiles:
         return cls(layout.block_bytes, len(tiles), tiles["payload_offset"].astype(np.int64))
 
     def payload_offset(self, tile: int) -> int:
-        """Return the offset in the payload of ``tile``, which is an index in the chunk."""
+        """Return the payload offset of ``tile``, which is an index in the chunk."""
         block, rest = divmod(tile, self.tiles_per_block)
         return block * self.block_bytes + int(self.tile_offsets[rest])
 

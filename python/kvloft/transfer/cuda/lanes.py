@@ -1,7 +1,7 @@
 """Lanes manage the staging slots and streams of one direction, and order kernels and copies.
 
 A kernel and the copy engine work on different slots at the same time. All work is queued on the
-GPU; only `stop` and `close` block the host. A lane treats tags as opaque numbers.
+GPU; only `stop` and `close` block the host. A lane does not interpret tags.
 """
 
 from __future__ import annotations

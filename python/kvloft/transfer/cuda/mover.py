@@ -8,7 +8,7 @@ steps.
 - Events order the work on the GPU: `begin_step` makes the next forward pass wait for gathers that
   still read blocks that the pass may write (I2). Loads wait for work launched before the step.
 - Only a few pieces per direction are on the GPU at a time. One thread per direction (`submitter`)
-  submits the others. Saves to frames that are not registered yet wait for registration.
+  submits the rest. Saves to frames that are not registered yet wait for registration.
 
 No step allocates GPU memory or waits for the device.
 """
@@ -288,8 +288,8 @@ def prepare(
 
     ``layouts`` has one entry per KV cache group, and ``blocks_per_chunk`` the number of blocks per
     frame for each group. Parts are encoded if the settings, the layout and the device allow it.
-    Compiling at startup prevents the engine from starting if the kernels are unavailable. Raises
-    UnsupportedError or CudaError.
+    Because kernels are compiled at startup, an engine does not start if they are unavailable.
+    Raises UnsupportedError or CudaError.
     """
     device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
     kinds: dict[tuple[object, ...], tuple[PagedLayout, Kernels]] = {}

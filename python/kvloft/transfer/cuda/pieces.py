@@ -1,4 +1,4 @@
-"""Splits a batch of chunks into pieces. A piece is the work of one kernel launch and fits a slot.
+"""Splits a batch of chunks into pieces. A piece fits into a slot and is the work of one launch.
 
 A piece consists of whole chunks or, if a chunk is larger than a slot, of consecutive tiles of one
 chunk. Chunks in a slot are equally spaced, like their parts in the arena, so that one command can

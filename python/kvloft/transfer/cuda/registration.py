@@ -21,7 +21,7 @@ from kvloft.transfer.cuda import driver
 logger = logging.getLogger(__name__)
 
 GOOD_PIECE_BYTES: Final = 256 << 20
-"""Size of a piece. The size is small because launches block while the driver registers a piece."""
+"""Size of a piece. Small, because kernel launches block while the driver registers a piece."""
 _PAGE: Final = 4096
 _NUM_THREADS: Final = 8
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23

@@ -37,7 +37,7 @@ class Saves(Direction):
         self._last_gather: npt.NDArray[np.int64] = np.full(shared.num_blocks, -1, dtype=np.int64)
         """Index of the last piece that reads each block, or -1 if no piece has read the block."""
         self.waits_for_registration = True
-        """If False, saves are submitted even if their frames are not registered, and fail."""
+        """If False, saves to frames that are not registered are submitted anyway and fail."""
 
     def submit(self, plans: Sequence[SavePlan]) -> None:
         """Queue gathers after the last launched forward pass, and submit as many as possible.

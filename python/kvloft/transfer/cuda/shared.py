@@ -31,7 +31,7 @@ from kvloft.transfer.mover import Finished
 logger = logging.getLogger(__name__)
 
 NUM_MARKS = 8
-"""Number of events created at startup. More events are only created if copies from more steps are
+"""Number of events created at startup. More events are created only if copies from more steps are
 waiting, which is rare.
 """
 
@@ -76,7 +76,7 @@ class Shared:
     kind_of: Mapping[tuple[int, int], int]
     num_blocks: int
     bytes_ahead: int
-    """Limit on the bytes on the GPU per direction. No piece is submitted above this limit."""
+    """Limit on the bytes in flight on the GPU per direction. Above it, no piece is submitted."""
     compute: Callable[[], driver.Stream]
     fail: Callable[[str], None]
     lock: threading.RLock = field(default_factory=threading.RLock)

@@ -114,7 +114,7 @@ class Trailers:
     def read(
         self, frames: npt.ArrayLike, keys: bytes, num_blocks: npt.ArrayLike
     ) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
-        """Return the tags of all chunks, and the problem of each invalid trailer by chunk index.
+        """Return the tags of all chunks, and the problem with each invalid trailer by chunk index.
 
         The problem is 'unsealed', 'key', 'layout' or 'shape'.
         """

@@ -1,1 +1,1 @@
-"""Identifies everything except the prompt that determines KV: namespace, weights and adapters."""
+"""Identifies everything that determines KV, except the prompt: namespace, weights and adapters."""

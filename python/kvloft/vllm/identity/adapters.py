@@ -19,8 +19,8 @@ MEDIA_ARE_NUMBERED = (
 
 
 def media_prefix(vllm_config: Any) -> str:
-    """Return the prefix of the identifiers of media items in keys. If vLLM numbers media items
-    instead of hashing their content, the prefix is unique to this process and a warning is logged.
+    """Return the prefix of media item identifiers in keys. If vLLM numbers media items instead of
+    hashing their content, the prefix is unique to this process and a warning is logged.
     """
     media = getattr(vllm_config.model_config, "multimodal_config", None)
     has_cache = getattr(media, "mm_processor_cache_gb", None) != 0
@@ -35,7 +35,7 @@ class AdapterNames:
 
     Runs can share KV computed with an adapter if its files have not changed since this engine
     started or a commit identifies them, because the workers have loaded exactly these weights.
-    Otherwise, the identity is only valid for this run. Once the files differ from the first check,
+    Otherwise, the identity is valid only for this run. Once the files differ from the first check,
     requests no longer share KV computed with the adapter. vLLM identifies adapters by name in its
     prefix cache and by number in its workers.
     """
@@ -66,7 +66,7 @@ class AdapterNames:
         self._looks.close()
 
     def _shared(self, lora: LoRARequest) -> str | None:
-        """Return an identity with path and weights, or None if this request must not share KV."""
+        """Return an identity from path and weights, or None if this request must not share KV."""
         path, number = lora.lora_path or "", lora.lora_int_id
         # With load_inplace, vLLM reloads the adapter in each step.
         if not self._are_seen or getattr(lora, "load_inplace", False):

@@ -1,6 +1,6 @@
-"""The namespace is everything except content that determines KV bytes, as (name, value) pairs.
+"""The namespace is everything that determines KV bytes, except content, as (name, value) pairs.
 
-All fields that might affect KV are included, because an unnecessary miss only costs time, but a
+All fields that might affect KV are included, because an unnecessary miss costs only time, but a
 wrong hit produces a wrong output.
 """
 
@@ -50,7 +50,7 @@ ENVIRONMENT = (
 def namespace_fields(
     vllm_config: VllmConfig, ranks: Sequence[KVCacheConfig], shape: CacheShape, user_namespace: str
 ) -> list[tuple[str, str]]:
-    """Return the fields of the namespace. Engines with equal fields may share KV."""
+    """Return the fields of the namespace. Engines with equal fields can share KV."""
     model, load = vllm_config.model_config, vllm_config.load_config
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     specs = {(name, repr(spec)) for rank in ranks for name, spec in layer_specs(rank).items()}
@@ -74,8 +74,8 @@ def namespace_fields(
             getattr(model, "model_impl", None),
             getattr(model, "model_class_overrides", None),
         ),
-        # Settings for images, video and audio. vLLM's media identifiers only depend on the input
-        # and parameters of the request, not on these settings.
+        # Settings for images, video and audio. vLLM's media identifiers depend only on the
+        # request's input and parameters, not on these settings.
         "media": _settings(
             getattr(model, "multimodal_config", None),
             "mm_processor_kwargs",
@@ -170,8 +170,8 @@ def are_replaced(vllm_config: Any) -> bool:
 
 
 def _lora_settings(lora: Any) -> list[tuple[str, str]] | None:
-    """Return all fields of the LoRA configuration, which determine the modules that an adapter
-    changes and the precision.
+    """Return all fields of the LoRA configuration. They determine the precision and the modules
+    that an adapter changes.
     """
     if lora is None:
         return None
@@ -196,8 +196,8 @@ def _settings(config: Any, *names: str) -> list[str] | None:
 
 
 def _platform() -> str:
-    """Return the device name and, for CPUs, the features that determine the page layout. Shapes and
-    strides do not reveal this layout.
+    """Return the device name and, for CPUs, the features that determine the page layout, because
+    shapes and strides do not reveal this layout.
     """
     name = str(current_platform.device_name)
     if not current_platform.is_cpu():

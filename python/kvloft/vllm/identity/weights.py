@@ -1,9 +1,9 @@
-"""Identifies the weights of an engine by files and commits. Engines only share KV if their weights
+"""Identifies the weights of an engine by files and commits. Engines share KV only if their weights
 are identical.
 
 vLLM does not report the loaded weights to connectors, so kvloft reads the files, which must not
 have changed since the engine's process started. If the weights cannot be identified, the identity
-is unique to this run, because an unnecessary miss only costs time, but a wrong hit produces a wrong
+is unique to this run, because an unnecessary miss costs only time, but a wrong hit produces a wrong
 output. An unreadable file is not an error.
 """
 
@@ -52,7 +52,7 @@ def note_start() -> None:
 def engine_start_s() -> float:
     """Return the start time of the engine in this process as Unix time.
 
-    If a file has not changed after this time, the engine has loaded its current content.
+    If a file has not changed since this time, the engine has loaded its current content.
     """
     try:
         started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
@@ -204,7 +204,7 @@ def _links_to(path: str) -> Iterator[float]:
                     seen.add(target)
                     todo.append(target)
             elif each != place and own.st_ctime_ns != own.st_mtime_ns:
-                # A new entry changes ctime and mtime. Renaming the directory only changes ctime.
+                # A new entry changes ctime and mtime. Renaming the directory changes only ctime.
                 yield own.st_ctime
 
 
@@ -223,7 +223,7 @@ def hub_commit(name: str, revision: str | None = None, cache_dir: str | None = N
     """Return the commit of ``name`` in the local Hugging Face cache. Returns None if ``name`` is
     not in the cache or vLLM uses a different hub.
 
-    After a load, this is the loaded commit. This function does not use the network.
+    After vLLM has loaded the model, this is the loaded commit. Does not use the network.
     """
     if envs.VLLM_USE_MODELSCOPE:
         return None
