@@ -145,7 +145,7 @@ def test_blocks_that_a_save_still_reads_are_fenced_in_every_kind_of_step() -> No
 def test_reservations_are_aborted_if_planning_fails(
     num_frames: int, table: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store fails in the lookup that follows a reservation without a frame."""
+    """The store fails during the lookup that follows a reservation that got no frame."""
     engine = SymbolicEngine(Setup(block_tokens=2, num_frames=num_frames))
     engine.core.admit(Request(A, PROMPT[:12], 9), 0, tables(table))
 

@@ -29,8 +29,8 @@ the disk cannot be listed.
 """
 EVICT_DESCRIPTION: Final = """\
 Remove all chunks of a tenant from memory and disk. A tenant is the set of
-requests with the same cache_salt. The command removes the chunks of all models
-and LoRA adapters, even of models without an engine. The removal is permanent.
+requests with the same cache_salt. The command removes the chunks for all models
+and LoRA adapters, including models that have no engine. The removal is permanent.
 With --host-only, chunks are only evicted from host memory; this works for one
 tenant or for all tenants.
 """

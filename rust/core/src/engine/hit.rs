@@ -10,8 +10,8 @@ use crate::key::KeyChain;
 use crate::session::Session;
 use crate::store::{Lookup, Prefix};
 
-/// After a miss, the next lookup also covers `LOOK_BACK` earlier units. Each further lookup covers
-/// `LOOK_FURTHER` times as many, because every lookup is a round trip to the server.
+/// After a miss, the next lookup also covers `LOOK_BACK` earlier units. Each subsequent lookup
+/// covers `LOOK_FURTHER` times as many, because every lookup is a round trip to the server.
 const LOOK_BACK: u32 = 64;
 const LOOK_FURTHER: u32 = 4;
 

@@ -324,7 +324,7 @@ impl Arena {
     }
 
     /// Returns None if the part matches `spec`. Otherwise, returns the damage. The frame must be
-    /// pinned for the caller.
+    /// pinned by the caller.
     pub fn check(
         &self,
         offset: u64,

@@ -91,7 +91,7 @@ impl Record {
     }
 }
 
-/// Parses the record of the slot with number `slot` in its class.
+/// Parses the record of slot number `slot` in its size class.
 pub(crate) fn parse(bytes: &RecordBytes, slot: u32, seed: u64) -> Parsed {
     if *bytes == EMPTY {
         return Parsed::Empty;
