@@ -130,6 +130,39 @@ fn few_chunks_of_a_new_size_evict_few_others() {
     assert!(num_found.sum::<u32>() >= 10);
 }
 
+/// No slab can be emptied while each has a pinned chunk, so evicting the other chunks is useless.
+#[test]
+fn sizes_that_can_get_no_slab_evict_few_chunks() {
+    let store = Store::open(&open(&[1, 20, 13], 1)).unwrap();
+    fill(&store, &[0], HOST);
+    let prompts = 0..u32::try_from(HOST / PAGE).unwrap() / LEN;
+    let pinned: Vec<_> =
+        prompts.step_by(5).map(|prompt| store.acquire(&chain(prompt, 1))).collect();
+    let before = stat(&store, "host_evictions");
+    for prompt in 100_000..100_030 {
+        assert_eq!(save_long(&store, prompt, &[1, 2], 1), 2);
+    }
+    let num_evicted = stat(&store, "host_evictions") - before;
+
+    assert!(num_evicted <= 1000, "{num_evicted} of 4000 chunks were evicted");
+    drop(pinned);
+    assert!((200_000..200_030).any(|prompt| save_long(&store, prompt, &[1, 2], 1) == 0));
+}
+
+/// All frames of a size were in use for a moment. The size must not take the memory of another size
+/// later, when it has free frames.
+#[test]
+fn a_shortage_that_is_over_evicts_no_chunks_of_other_sizes() {
+    let store = Store::open(&open(&[1, 20], 1)).unwrap();
+    let num_prompts = u32::try_from(HOST / PAGE).unwrap() / LEN;
+    let leases: Vec<_> =
+        (0..num_prompts).map(|prompt| store.reserve(&chain(prompt, 1), 0..LEN).unwrap()).collect();
+    assert_eq!(save_long(&store, num_prompts, &[0], 1), 1);
+    drop(leases);
+    assert_eq!(save_long(&store, 100_000, &[1], 1), 0);
+    assert_eq!(store.lookup(&long_chain(100_000, 1, 1)).host_units, 1);
+}
+
 #[test]
 fn two_models_fill_their_shares_of_one_arena() {
     let host = 10 * HOST; // never written, so it takes no memory

@@ -8,8 +8,10 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvloft_core::evict::Eviction;
+use kvloft_core::io::SizeClass;
 use kvloft_core::key::SaltTag;
-use kvloft_core::store::{Limits, Quota, Store, StoreConfig, TenantLimits};
+use kvloft_core::store::{Limits, Quota, SaveRequest, Store, StoreConfig, TenantLimits};
+use kvloft_testing::memory_tier::MemoryTier;
 use kvloft_testing::one_prefix::StoreExt;
 use store_common::{MemoryDisk, arena_of, bytes, chain_of, config, disk_settings, save, stat};
 
@@ -23,6 +25,14 @@ fn host_only(limits: TenantLimits) -> Store {
 
 fn of_salts(host: Option<Quota>) -> TenantLimits {
     TenantLimits { salted: Limits { host, ..Limits::default() }, ..TenantLimits::default() }
+}
+
+/// Saves one chunk of the second size, and returns true if it got a frame.
+fn save_large(store: &Store, salt: Option<&str>, prompt: u32) -> bool {
+    let chain = chain_of(salt, prompt, 1);
+    let asked = SaveRequest { class: SizeClass(1), ..((&chain).into(), 0..1).into() };
+    let reserved = store.reserve_many(None, &[asked]).unwrap();
+    store.commit(reserved.into_iter().flat_map(|each| each.chunks)) == 1
 }
 
 fn in_host(store: &Store, salt: Option<&str>, prompts: std::ops::Range<u32>, len: u32) -> Vec<u32> {
@@ -256,6 +266,76 @@ fn a_prompt_longer_than_the_disks_quota_keeps_its_beginning_there() {
         );
         assert_eq!(store.lookup(&chain_of(Some("a"), 0, 6)).host_units, 6, "memory has no quota");
         assert!(stat(&store, "quota_dropped") > 0);
+        store.check().unwrap();
+    }
+}
+
+fn of_sizes(num_pages: u64, limits: TenantLimits, large_pages: u64) -> StoreConfig {
+    StoreConfig {
+        frame_sizes: vec![4096, large_pages * 4096].into(),
+        host_bytes: num_pages * 4096,
+        limits,
+        ..config(1, Eviction::Lru)
+    }
+}
+
+/// Free memory outside the quota's frames must be used for a chunk of a different size.
+#[test]
+fn a_larger_chunk_evicts_no_more_of_its_tenant_than_it_needs() {
+    let store = Store::open(&of_sizes(512, of_salts(Some(bytes(128))), 4)).unwrap();
+    let arena = arena_of(&store);
+    for prompt in 0..16 {
+        assert_eq!(save(&store, &arena, &chain_of(Some("a"), prompt, 8), 0..8), 8);
+    }
+    assert!(save_large(&store, Some("a"), 100));
+    assert_eq!([stat(&store, "quota_evictions"), stat(&store, "quota_dropped")], [4, 0]);
+    store.check().unwrap();
+}
+
+/// No slab is empty after a tenant has evicted its own chunks, and smaller chunks use the memory
+/// again before the tenant saves the next large chunk.
+#[test]
+fn a_tenant_at_its_quota_gets_a_slab_for_another_size() {
+    let store = Store::open(&of_sizes(512, of_salts(Some(bytes(256))), 4)).unwrap();
+    let arena = arena_of(&store);
+    for prompt in 0..32 {
+        for salt in [Some("a"), Some("b")] {
+            save(&store, &arena, &chain_of(salt, prompt, 8), 0..8);
+        }
+    }
+    let mut num_saved = 0;
+    for round in 1..20 {
+        for nth in 0..10 {
+            save(&store, &arena, &chain_of(Some("a"), 100 * round + nth, 8), 0..8);
+        }
+        num_saved += u32::from(save_large(&store, Some("a"), 100 * round + 50));
+        assert!(store.tenants(2).0.iter().all(|tenant| tenant.host_bytes <= 256 * 4096));
+    }
+    assert!(num_saved >= 10, "{num_saved} of 19 large chunks were saved");
+    store.check().unwrap();
+}
+
+#[test]
+fn a_larger_chunk_evicts_as_many_chunks_of_its_tenant_from_disk_as_it_needs() {
+    for (most, used, num_dropped) in [(16, 16 - 8 + 1, 0), (4, 4, 1)] {
+        let disk = MemoryDisk::of(MemoryTier::with_sizes(&[4096, 8 * 4096], 64 * 4096));
+        let limits = TenantLimits {
+            salted: Limits { disk: Some(bytes(most)), ..Limits::default() },
+            ..TenantLimits::default()
+        };
+        let config = StoreConfig { disk: Some(disk_settings(64, 1)), ..of_sizes(64, limits, 8) };
+        let store = disk.open(&config, &[]);
+        for prompt in 0..most {
+            save(&store, &arena_of(&store), &chain_of(Some("a"), prompt, 1), 0..1);
+        }
+        assert!(disk.flush(&store));
+        assert!(save_large(&store, Some("a"), 100));
+        assert!(disk.flush(&store));
+        assert_eq!(
+            [stat(&store, "disk_used"), stat(&store, "quota_dropped")],
+            [used, num_dropped],
+            "a quota of {most}"
+        );
         store.check().unwrap();
     }
 }

@@ -6,12 +6,15 @@
 
 mod grid;
 mod request;
+mod slab;
 
 use std::sync::Arc;
 
 use self::grid::Grid;
 use self::request::FrameFor;
 pub(crate) use self::request::FrameRequest;
+pub(crate) use self::slab::Wanted;
+use self::slab::{Slab, SlabState};
 use crate::Result;
 use crate::evict::ChunkId;
 use crate::io::{FRAME_ALIGN, Frame, FrameId, FrameSizes, Frames, HostArena, SizeClass};
@@ -19,33 +22,6 @@ use crate::pool::{Member, Pool, SlabId};
 
 /// Number of empty slabs that a store keeps for future frames. Additional empty slabs are released.
 const MAX_EMPTY: u32 = 1;
-
-/// How this tier uses a slab.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum SlabState {
-    /// The slab does not belong to this tier or is not in use.
-    Foreign,
-    /// The slab holds this tier's frames of one size.
-    Own(SizeClass),
-    /// Like `Own`, but the slab is being emptied, so none of its free frames are handed out.
-    Draining(SizeClass),
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Slab {
-    state: SlabState,
-    /// Number of frames in use in the slab.
-    num_used: u32,
-}
-
-/// A request for one of this store's slabs, made by another store or by a size class of this store.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Wanted {
-    /// Only slabs with a number below this limit are suitable.
-    pub(crate) end: u32,
-    /// The size class of this store that needs the slab, or None if another store needs it.
-    class: Option<SizeClass>,
-}
 
 /// The frames of one store. Frames are lent to disk threads that fill or copy them; each frame is
 /// lent to one thread at a time.
@@ -62,8 +38,8 @@ pub(crate) struct HostTier {
     max_empty: u32,
     /// Size of the first part of the arena, which is the only part that workers can copy to.
     limit_bytes: u64,
-    /// The size class that needs a slab from another class.
-    hungry: Option<SizeClass>,
+    /// Requests whose size class needs a slab from another class, most recent last.
+    hungry: Vec<FrameRequest>,
 }
 
 impl HostTier {
@@ -93,7 +69,7 @@ impl HostTier {
             num_empty: 0,
             max_empty: MAX_EMPTY,
             limit_bytes: u64::MAX,
-            hungry: None,
+            hungry: Vec::new(),
         })
     }
 
@@ -192,11 +168,13 @@ impl HostTier {
     }
 
     /// Returns true if evicting the chunk in `frame` can help the request. Eviction does not help
-    /// if workers cannot copy to the frame, or if the frame has a different class and a slab is
-    /// already being emptied for the requested class.
+    /// if workers cannot copy to the frame, or if the frame has a different class and either a slab
+    /// is already being emptied for the request or the frame's slab would be unsuitable.
     pub(crate) fn is_fit(&self, frame: FrameId, request: FrameRequest) -> bool {
-        let is_class = frame.class() == request.class || self.hungry != Some(request.class);
-        is_class && self.is_reachable(frame, request.purpose)
+        let slab = self.grid(frame.class()).slab_of(frame.number());
+        let is_slab_fit = slab < self.end_for(request) as usize && !self.hungry.contains(&request);
+        let is_class_fit = frame.class() == request.class || is_slab_fit;
+        is_class_fit && self.is_reachable(frame, request.purpose)
     }
 
     fn is_reachable(&self, frame: FrameId, purpose: FrameFor) -> bool {
@@ -204,10 +182,19 @@ impl HostTier {
         purpose == FrameFor::Read || grid.frames.is_within(frame.number(), self.limit_bytes)
     }
 
-    /// Records that evictions did not free a frame of this class, so another class must release a
-    /// slab.
-    pub(crate) fn set_hungry(&mut self, class: SizeClass) {
-        self.hungry = (self.grids.len() > 1).then_some(class);
+    /// Records that evictions did not free a frame for this request, so another class must release
+    /// a slab.
+    pub(crate) fn set_hungry(&mut self, request: FrameRequest) {
+        if self.grids.len() > 1 {
+            self.hungry.retain(|other| *other != request);
+            self.hungry.push(request);
+        }
+    }
+
+    /// Withdraws a request that no slab can serve. Otherwise, its class could take a slab later
+    /// although it has free frames by then.
+    pub(crate) fn withdraw(&mut self, wanted: Wanted) {
+        self.hungry.pop_if(|request| wanted.class == Some(request.class));
     }
 
     /// Assigns a taken frame to a chunk.
@@ -252,16 +239,21 @@ impl HostTier {
 
     // -- slabs ----------------------------------------------------------------------------------
 
-    /// Assigns newly received slabs to the hungry class, or else to the class with the fewest free
+    /// Assigns newly received slabs to a hungry class, or else to the class with the fewest free
     /// frames.
     pub(crate) fn collect(&mut self) {
-        let arrived = self.member.collect();
-        let class = self.hungry.or_else(|| self.fullest());
-        for slab in arrived {
-            if let Some(class) = class {
-                self.assign_slab(slab.0 as usize, class);
+        for slab in self.member.collect() {
+            let at = slab.0 as usize;
+            if let Some(class) = self.hungry_class(at).or_else(|| self.fullest()) {
+                self.assign_slab(at, class);
             }
         }
+    }
+
+    /// Returns the class of the most recent hungry request for which the slab is suitable.
+    fn hungry_class(&self, at: usize) -> Option<SizeClass> {
+        let is_suitable = |request: &&FrameRequest| at < self.end_for(**request) as usize;
+        self.hungry.iter().rev().find(is_suitable).map(|request| request.class)
     }
 
     fn fullest(&self) -> Option<SizeClass> {
@@ -271,8 +263,7 @@ impl HostTier {
     /// Adds a slab with a suitable frame to the class. The slab is either an empty slab of another
     /// class or a slab from the pool. Returns false if there is no such slab.
     fn add_slab(&mut self, request: FrameRequest) -> bool {
-        let FrameRequest { class, purpose } = request;
-        let end = if purpose == FrameFor::Save { self.end_of_limit() } else { u32::MAX };
+        let (class, end) = (request.class, self.end_for(request));
         let is_spare = |slab: &Slab| {
             slab.num_used == 0 && matches!(slab.state, SlabState::Own(other) if other != class)
         };
@@ -283,6 +274,12 @@ impl HostTier {
         }
         let at = at.or_else(|| self.member.take(end).map(|slab| slab.0 as usize));
         at.map(|at| self.assign_slab(at, class)).is_some()
+    }
+
+    /// Returns the number of leading slabs that have a suitable frame for the request.
+    fn end_for(&self, request: FrameRequest) -> u32 {
+        let frame_bytes = self.frame_bytes(request.class);
+        request.num_slabs(self.limit_bytes, self.member.pool.slab_bytes(), frame_bytes)
     }
 
     /// Returns the number of leading slabs that workers can copy to, at least in part.
@@ -297,7 +294,7 @@ impl HostTier {
         *state = SlabState::Own(class);
         self.num_empty += u32::from(*num_used == 0);
         self.grids[class.index()].add_slab(at);
-        self.hungry = self.hungry.filter(|hungry| *hungry != class);
+        self.hungry.retain(|request| request.class != class);
     }
 
     /// Marks the slab as `Foreign`, so that its frames are not available.
@@ -309,15 +306,15 @@ impl HostTier {
         self.grids[class.index()].remove_slab(at);
     }
 
-    /// Releases a slab without frames in use. The slab goes to the hungry class if there is one and
-    /// no other store needs a slab, and to the pool otherwise.
+    /// Releases a slab without frames in use. The slab goes to a hungry class if there is one that
+    /// can use it and no other store needs a slab, and to the pool otherwise.
     fn release_empty_slab(&mut self, at: usize) {
         debug_assert!(
             self.slabs[at].num_used == 0 && self.slabs[at].state != SlabState::Foreign,
             "invariant I4: slab {at} is used"
         );
         self.unassign_slab(at);
-        match self.hungry {
+        match self.hungry_class(at) {
             Some(class) if self.member.asked().is_none() => self.assign_slab(at, class),
             _ => self.member.release(SlabId(u32::try_from(at).unwrap_or(u32::MAX))),
         }
@@ -326,13 +323,16 @@ impl HostTier {
     /// Returns the most urgent request for a slab of this store. Other stores' requests come first.
     pub(crate) fn wanted(&self) -> Option<Wanted> {
         let asked = self.member.asked().map(|end| Wanted { end, class: None });
-        let own = |class| Wanted { end: self.end_of_limit(), class: Some(class) };
-        asked.or_else(|| self.hungry.map(own))
+        let own = |request: &FrameRequest| Wanted {
+            end: self.end_for(*request),
+            class: Some(request.class),
+        };
+        asked.or_else(|| self.hungry.last().map(own))
     }
 
     /// Returns true if a class of this store needs a slab.
     pub(crate) fn is_hungry(&self) -> bool {
-        self.hungry.is_some()
+        !self.hungry.is_empty()
     }
 
     /// Starts to empty a slab. Picks the slab of `coldest` unless another slab has at most half as

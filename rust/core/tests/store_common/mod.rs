@@ -127,7 +127,10 @@ impl Deref for MemoryDisk {
 
 impl MemoryDisk {
     pub(crate) fn new(capacity: u32) -> Arc<Self> {
-        let tier = MemoryTier::new(capacity);
+        Self::of(MemoryTier::new(capacity))
+    }
+
+    pub(crate) fn of(tier: Arc<MemoryTier>) -> Arc<Self> {
         Arc::new(Self { tier, fail_opens: AtomicBool::new(false), now_ms: AtomicU64::new(0) })
     }
 

@@ -2,7 +2,7 @@
 //! without holding the lock.
 
 use crate::evict::{ChunkId, Removal};
-use crate::index::{DiskEvent, DiskState};
+use crate::index::{DiskEvent, DiskState, Entry};
 use crate::store::state::State;
 use crate::store::tenants::quota::group;
 use crate::tier::disk::SlotId;
@@ -23,11 +23,13 @@ impl State {
     /// Checks a chunk, which is already included in the tenant's usage, against the tenant's quota.
     /// If the chunk does not fit, starts to evict another chunk of the tenant.
     pub(crate) fn slot_for(&mut self, id: ChunkId) -> SlotFor {
-        let tenant = self.index[id].tenant;
-        if !self.tenants.limits.has_quotas
-            || self.tenants.disk_pages(tenant) <= self.tenants.ceiling(tenant).disk
-        {
+        let Entry { tenant, disk_pages, .. } = self.index[id];
+        let quota = self.tenants.ceiling(tenant).disk;
+        if !self.tenants.limits.has_quotas || self.tenants.disk_pages(tenant) <= quota {
             return SlotFor::Fits;
+        }
+        if disk_pages > quota {
+            return SlotFor::None; // evictions would not help
         }
         match self.disk_policy.victim_of(group(tenant)).and_then(|victim| self.begin_evict(victim))
         {

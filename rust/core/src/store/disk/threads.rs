@@ -23,7 +23,8 @@ use crate::{Error, ErrorKind, Result};
 /// Number of attempts to get a slot for a write. Another thread may take a slot that was just
 /// freed.
 const SLOT_TRIES: u32 = 4;
-/// Maximum number of chunks evicted to make room for a larger chunk.
+/// Maximum number of chunks evicted to make room for a larger chunk in the tier, or in the quota of
+/// its tenant.
 const MAX_EVICTIONS: u32 = 64;
 /// Number of attempts to write a chunk. If the file system is full, the second attempt reuses the
 /// slot of an evicted chunk.
@@ -256,7 +257,7 @@ fn write(
 ///
 /// Returns an error if a slot could not be freed; the chunk in it is still stored.
 fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool> {
-    for _ in 0..SLOT_TRIES {
+    for _ in 0..MAX_EVICTIONS {
         match inner.with_state(|state| state.slot_for(id)) {
             Some(SlotFor::Fits) => return Ok(true),
             Some(SlotFor::After(victim, slot)) => {

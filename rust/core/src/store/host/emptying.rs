@@ -44,6 +44,9 @@ impl State {
         drains.all.retain(|drain| self.is_draining(drain.slab));
         let outcome = self.empty_drains(&mut drains, wanted);
         if outcome == SlabRelease::Blocked {
+            if drains.all.is_empty() {
+                self.host.withdraw(wanted);
+            }
             drains.stuck.clear();
             drains.all.iter_mut().for_each(|drain| drain.is_done = false);
         }

@@ -62,7 +62,7 @@ impl State {
             frame = evicted.unwrap_or_else(|TooManySpared| self.take_frame_below_limit(request));
         }
         if frame.is_none() {
-            self.host.set_hungry(request.class);
+            self.host.set_hungry(request);
         }
         frame
     }
@@ -130,7 +130,8 @@ impl State {
         None
     }
 
-    /// Takes a frame for a tenant at its quota by evicting chunks of the same tenant.
+    /// Takes a frame for a tenant at its quota by evicting chunks of the same tenant. If that leaves
+    /// the tenant below its quota without freeing a frame of the requested class, takes any frame.
     fn take_own_frame(&mut self, tenant: TenantId, request: FrameRequest) -> Option<FrameId> {
         let quota = self.tenants.ceiling(tenant).host;
         if self.tenants.host_pages(tenant) > quota {
@@ -139,11 +140,10 @@ impl State {
         let pages = self.host.pages(request.class);
         let is_useful =
             |state: &Self, id| state.host.has_free(request) || state.is_frame_fit(id, request);
-        let take = |state: &mut Self| {
-            let fits = state.tenants.host_pages(tenant) + pages <= quota;
-            if fits { state.host.take(request) } else { None }
-        };
-        self.evict_until(request.class, Some(tenant), is_useful, take).unwrap_or(None)
+        let fits = |state: &Self| state.tenants.host_pages(tenant) + pages <= quota;
+        let take = |state: &mut Self| if fits(state) { state.host.grow(request) } else { None };
+        let frame = self.evict_until(request.class, Some(tenant), is_useful, take).unwrap_or(None);
+        if frame.is_none() && fits(self) { self.take_frame(request) } else { frame }
     }
 
     pub(crate) fn evict(&mut self, id: ChunkId) {

@@ -29,4 +29,13 @@ impl FrameRequest {
     pub(crate) fn for_read(class: SizeClass) -> Self {
         Self { class, purpose: FrameFor::Read }
     }
+
+    /// Returns the number of leading slabs that have a suitable frame.
+    pub(super) fn num_slabs(self, limit_bytes: u64, slab_bytes: u64, frame_bytes: u64) -> u32 {
+        if self.purpose == FrameFor::Read {
+            return u32::MAX;
+        }
+        let last_start = limit_bytes.checked_sub(frame_bytes);
+        u32::try_from(last_start.map_or(0, |start| start / slab_bytes + 1)).unwrap_or(u32::MAX)
+    }
 }

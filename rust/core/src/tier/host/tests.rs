@@ -80,7 +80,7 @@ fn an_empty_slab_serves_another_class_and_a_full_one_after_it_was_emptied() {
     let mut tier = HostTier::create(64 * PAGE, &vec![PAGE, 4 * PAGE].into()).unwrap();
     let small = grown(&mut tier, ONE);
     assert_eq!((small.len(), grown(&mut tier, TWO)), (64, vec![]));
-    tier.set_hungry(TWO);
+    tier.set_hungry(FrameRequest::for_save(TWO));
     let slab = tier.drain(tier.wanted().unwrap(), None).unwrap();
     let own = |frame: &&FrameId| tier.grid(ONE).slab_of(frame.number()) == slab.0 as usize;
     let own: Vec<_> = small.iter().filter(own).copied().collect();
@@ -101,9 +101,50 @@ fn a_frame_of_another_class_does_not_fit_while_a_slab_is_emptied() {
     let mut tier = HostTier::create(64 * PAGE, &vec![PAGE, 4 * PAGE].into()).unwrap();
     let small = tier.grow(FrameRequest::for_save(ONE)).unwrap();
     assert!(tier.is_fit(small, FrameRequest::for_save(TWO)));
-    tier.set_hungry(TWO);
+    tier.set_hungry(FrameRequest::for_save(TWO));
     assert!(
         !tier.is_fit(small, FrameRequest::for_save(TWO))
             && tier.is_fit(small, FrameRequest::for_save(ONE))
     );
+}
+
+#[test]
+fn a_size_takes_no_slab_in_which_saves_cannot_use_its_frames() {
+    let mut tier = HostTier::create(64 * PAGE, &vec![PAGE, 8 * PAGE].into()).unwrap();
+    tier.limit(4 * PAGE);
+    assert_eq!((grown(&mut tier, TWO), tier.member.num_slabs().0), (vec![], 0));
+}
+
+/// The slab at the limit has frames of a small size that workers can copy to, but none of a large
+/// size.
+#[test]
+fn no_slab_is_emptied_in_which_saves_cannot_use_the_frames() {
+    let mut tier = HostTier::create(64 * PAGE, &vec![PAGE, 8 * PAGE].into()).unwrap();
+    tier.limit(20 * PAGE);
+    assert_eq!(grown(&mut tier, ONE).len(), 20);
+    tier.set_hungry(FrameRequest::for_save(TWO));
+    let slab = tier.drain(tier.wanted().unwrap(), None).unwrap();
+    assert!(slab.0 < 2, "slab {} has no frame of the size below the limit", slab.0);
+}
+
+#[test]
+fn an_empty_slab_that_saves_cannot_use_does_not_satisfy_them() {
+    let pool = Pool::create(DiskRoot::shared(), 64 * PAGE, 8 * PAGE, || {}).unwrap();
+    let mut tier = HostTier::join(&pool, None, &vec![PAGE, 8 * PAGE].into()).unwrap();
+    let small = grown(&mut tier, ONE);
+    tier.limit(16 * PAGE);
+    tier.set_hungry(FrameRequest::for_save(TWO));
+    for frame in &small[48..] {
+        tier.release_frame(*frame);
+    }
+    assert!(tier.is_hungry(), "the last two of eight slabs are beyond the limit");
+}
+
+#[test]
+fn a_read_gets_a_slab_beyond_the_limit() {
+    let mut tier = HostTier::create(64 * PAGE, &vec![PAGE, 8 * PAGE].into()).unwrap();
+    assert_eq!(grown(&mut tier, ONE).len(), 64);
+    tier.limit(4 * PAGE);
+    tier.set_hungry(FrameRequest::for_read(TWO));
+    assert!(tier.drain(tier.wanted().unwrap(), None).is_some_and(|slab| slab.0 > 0));
 }
