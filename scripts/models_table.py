@@ -23,10 +23,10 @@ REASONS = {
 NEEDS_GROUPS = "Failed to promote local KV cache specs"
 """vLLM's error if the layers of a model do not fit in a single KV cache group."""
 ABOUT = """\
-Written by `scripts/models_table.py` from `kvloft check` runs on {date}: kvloft {kvloft}, vLLM
-{vllm} on {machine} CPUs, float32, [tiny models with random weights](\
+`scripts/models_table.py` wrote this page from `kvloft check` runs on {date}, with kvloft {kvloft},
+vLLM {vllm} on {machine} CPUs, float32 and [tiny models with random weights](\
 https://github.com/kvloft/kvloft/blob/main/tests/e2e/zoo/README.md), one for each kind of KV cache.
-For Mamba and gated delta net models, the tests replace incomplete CPU kernels of vLLM. {memory}To
+For Mamba and gated delta net models, the tests replace vLLM's incomplete CPU kernels. {memory}To
 test your model, run `kvloft check MODEL -- FLAGS`.
 """
 COLUMNS_HELP = """
@@ -36,9 +36,10 @@ COLUMNS_HELP = """
 | tokens | cached tokens of {prompts} prompts: host memory, disk, vLLM's own prefix cache |
 | blocks | loaded from disk, by group |
 
-A model is supported if all outputs equal plain vLLM's (cold, from host memory, from disk after a
-restart, with different endings, after a reset) and as many draft tokens are accepted. With
-`kv_groups: one`, vLLM does not start models with states; other models are supported.
+A model is supported if all outputs are identical to plain vLLM's (cold, from host memory, from disk
+after a restart, with different endings, and after a reset) and as many draft tokens are accepted as
+in plain vLLM. With `kv_groups: one`, vLLM does not start models with states; other models are
+supported.
 
 """
 MEMORY = "A request uses as much KV memory as in plain vLLM, except with `kv_groups: one`. "
