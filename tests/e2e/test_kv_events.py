@@ -193,7 +193,7 @@ def ask_as_predicted(engine: Engine, router: Subscriber, truth: Truth, prompt: R
 def test_events_predict_each_prompts_hit(
     truth: Truth, start: Callable[..., Engine], router: Subscriber, tmp_path: Path
 ) -> None:
-    """There are few frames and slots, so that chunks are evicted from both tiers.
+    """Uses few frames and slots so that chunks are evicted from both tiers.
 
     After a restart, kvloft announces chunks on disk when a request looks them up.
     """

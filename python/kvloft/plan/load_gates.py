@@ -71,7 +71,7 @@ class BlockBudget:
     def fits(self, need: BlockNeed) -> bool:
         """Return True if ``need`` and all counted needs fit into the pool.
 
-        A single request always fits, because vLLM checks this.
+        A request always fits if no other request is counted: vLLM ensures that the pool holds it.
         """
         num_taken = self._num_own + need.own + self._prefixes.total_with(need.shared)
         return not self._needs or num_taken <= self._pool.num_blocks

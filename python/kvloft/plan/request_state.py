@@ -199,7 +199,7 @@ class RequestState:
         return yields
 
     def record_wait(self, now: float, wait_s: float) -> bool:
-        """Record that the request waits. Return True if it can wait longer.
+        """Record that the request is waiting. Return True if it can wait longer.
 
         The total waiting time of a request, across all reasons, is limited to ``wait_s``.
         """

@@ -1,7 +1,7 @@
 //! Tests the disk tier on real file systems that are full, frozen, unmounted, or read-only after an
 //! error.
 //!
-//! The tests mount the file systems from files. If mounting is not possible (no root, no loop
+//! The tests mount a tmpfs or an image file. If mounting is not possible (no root, no loop
 //! device), a test reports this and returns.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests panic to fail, too")]

@@ -31,7 +31,7 @@ from vllm import envs
 logger = logging.getLogger("vllm.kvloft")
 
 MAX_ENTRIES: Final = 10_000
-"""Maximum number of files and directories to check. With more files, the weights are unknown."""
+"""Maximum number of files and directories to check. If there are more, the weights are unknown."""
 MAX_LINKS: Final = 64
 LOOK_TIMEOUT_S: Final = 0.5
 FILE_FORMATS: Final = {

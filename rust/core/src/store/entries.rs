@@ -162,7 +162,7 @@ impl State {
         !self.removals.is_empty() || self.index.old_root().is_some()
     }
 
-    /// Removes the chunk's key immediately, and the chunk and its descendants slice by slice.
+    /// Removes the chunk's key immediately, and the chunk and its descendants in slices.
     pub(crate) fn remove_tree(&mut self, id: ChunkId) {
         self.remove_tree_for(id, Cause::Discard);
     }

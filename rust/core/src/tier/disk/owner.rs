@@ -165,13 +165,13 @@ pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Res
     } else if !is_ours {
         format!(
             "{shown} belongs to user {}, and this process runs as user {me}: run `chown -R {me} \
-             {shown}`, or set disk_path to a directory of this user",
+             {shown}`, or set disk_path to a directory owned by this user",
             meta.uid()
         )
     } else if is_shared {
         format!(
             "{shown} is writable by other users (mode {mode:o}): run `chmod go-w {shown}`, or set disk_path to a \
-             directory of this user"
+             directory owned by this user"
         )
     } else {
         return Ok(());
