@@ -277,7 +277,7 @@ def test_a_directory_that_is_not_private_is_refused(
     make(host.folder / "kvloft")
     with pytest.raises(
         ConfigError,
-        match=r"is not a directory owned by this user or is writable by other users.*set server to a",
+        match=r"is not a directory owned by this user or is writable by other users.*set server to",
     ):
         host.look_after(Config(server="auto"))
     assert host.servers() == []

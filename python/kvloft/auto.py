@@ -184,8 +184,8 @@ def _make_private(folder: Path) -> None:
         ) from e
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ConfigError(
-            f"{folder} is not a directory owned by this user or is writable by other users, so server = "
-            "auto cannot use it; remove it, or set server to a path."
+            f"{folder} is not a directory owned by this user or is writable by other users, so "
+            "server = auto cannot use it; remove it, or set server to a path."
         )
 
 
