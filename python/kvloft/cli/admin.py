@@ -30,9 +30,9 @@ the disk cannot be listed.
 EVICT_DESCRIPTION: Final = """\
 Remove all chunks of a tenant from memory and disk. A tenant is the set of
 requests with the same cache_salt. The command removes the chunks for all models
-and LoRA adapters, including models that have no engine. The removal is permanent.
-With --host-only, chunks are only evicted from host memory; this works for one
-tenant or for all tenants.
+and LoRA adapters, including models that have no engine. The removal is
+permanent. With --host-only, chunks are only evicted from host memory; this
+works for one tenant or for all tenants.
 """
 EVICT_EPILOG: Final = """\
   kvloft evict --socket PATH --salt-file secret.txt
