@@ -80,7 +80,7 @@ impl Store {
         found.unwrap_or_else(|| vec![Lookup::default(); prefixes.len()])
     }
 
-    /// Counts the `anchors` of a prefix that are stored, and the stored anchors that are proven.
+    /// Returns how many leading `anchors` of a prefix are stored, and how many of these are proven.
     ///
     /// An anchor is a number of units and the key of the last of these units. Anchors must be in
     /// ascending order. A prefix that starts at a proven anchor needs no earlier keys (see
@@ -102,10 +102,11 @@ impl Store {
 
     /// Reserves frames for chunks that are neither in host memory nor being filled. Returns the
     /// result of each request. A request for dependent chunks stops at the first chunk that gets no
-    /// frame. A request for independent chunks skips that chunk.
+    /// frame. A request for independent chunks skips chunks that get no frame.
     ///
     /// If `limit_bytes` is set, this and all later saves use only the first `limit_bytes` of the
-    /// arena. Reserves nothing if a prefix is shorter than its range of units.
+    /// arena. If a request is invalid (see [`SaveRequest::check`]), reserves nothing and returns
+    /// `InvalidConfig`.
     pub fn reserve_many(
         &self,
         limit_bytes: Option<u64>,
@@ -137,7 +138,7 @@ impl Store {
     }
 
     /// Removes chunks and their descendants from every tier. Returns the number of chunks removed
-    /// so far.
+    /// in the first slice.
     ///
     /// Lookups miss these chunks immediately. Pinned chunks are freed when their last pin is
     /// released. Later calls remove the rest of a large tree, slice by slice.
@@ -167,7 +168,7 @@ impl Store {
         }
     }
 
-    /// Returns true if the disk has yet to be cleared.
+    /// Returns true while clearing the disk is pending or running.
     pub fn is_clearing(&self) -> bool {
         self.inner.with_state(|state| state.disk.clearing != Clearing::No).unwrap_or(false)
     }
@@ -178,14 +179,15 @@ impl Store {
         self.inner.with_state(|state| state.host.member.set_active(is_active));
     }
 
-    /// Returns the number of slabs that the store owns, and the number of slabs beyond its share.
+    /// Returns the number of slabs that the store owns, and how many of them exceed its share.
     pub fn num_slabs(&self) -> (u32, u32) {
         let state = self.inner.lock();
         state.map(|state| state.host.member.num_slabs()).unwrap_or_default()
     }
 
-    /// Releases memory beyond this store's share if a store below its share needs memory. Never
-    /// blocks; each call does a bounded amount of work.
+    /// Releases memory beyond this store's share if a store below its share needs memory.
+    /// Otherwise, frees a slab for a size class of this store that needs frames. Never blocks; each
+    /// call does a bounded amount of work.
     pub fn release_slab(&self) -> SlabRelease {
         self.inner.with_state(State::release_slab).unwrap_or(SlabRelease::NotNeeded)
     }

@@ -83,8 +83,8 @@ impl ChangeLog {
         self.keys.clear();
     }
 
-    /// Returns up to `limit` keys starting at position `next`, and whether keys after that position
-    /// were dropped. Advances `next`.
+    /// Returns up to `limit` keys starting at position `next`, and whether keys at or after that
+    /// position were dropped. Advances `next`.
     ///
     /// Returns no keys if some were dropped, because the listener must query all of its keys
     /// anyway.

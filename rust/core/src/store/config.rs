@@ -1,4 +1,4 @@
-//! The settings of a store, and validation of their values.
+//! The settings of a store and their validation.
 
 use std::path::PathBuf;
 
@@ -28,9 +28,9 @@ pub struct StoreConfig {
     /// that open concurrently see the same available memory. Allocating all pages at startup would
     /// take seconds per 10 GiB.
     pub available_bytes: Option<u64>,
-    /// The namespace: a fingerprint of everything except content that affects KV bytes.
+    /// The namespace: a fingerprint of everything that affects KV bytes, except the content.
     pub namespace: [u8; 32],
-    /// The disk tier, if one is configured.
+    /// Settings of the disk tier, if any.
     pub disk: Option<DiskSettings>,
     /// Current Unix time in seconds, so that a restart does not extend a chunk's time to live.
     pub now_s: u64,
@@ -77,8 +77,8 @@ pub struct DiskSettings {
 }
 
 impl DiskSettings {
-    /// Returns the settings of the disk tier. Returns `InvalidConfig` with a message that names the
-    /// invalid setting and the fix.
+    /// Returns the disk tier's settings, or `InvalidConfig` with a message that names the invalid
+    /// setting and the fix.
     pub(crate) fn tier(&self, store: &StoreConfig) -> Result<DiskConfig> {
         if !(1..=MAX_DISK_THREADS).contains(&self.num_threads) {
             let message = format!(

@@ -5,8 +5,8 @@
 //! |---|---|---|
 //! | `settle` | a chunk left a tier | `detach` if the chunk is in no tier, otherwise `reap` |
 //! | `detach` | `settle`, tree removal | removes the key; frees slot and frame once unused |
-//! | `reap` | a user finished | frees a detached entry without users, then its ancestors |
-//! | `leave_failed` | a child left host memory | frees a failed chunk's frame, then its ancestors |
+//! | `reap` | a user finished | frees a detached entry without users, then detached ancestors |
+//! | `leave_failed` | a child left host memory | frees the frames of failed ancestors |
 //!
 //! Lookups miss a tree as soon as its removal starts, because the key of its root is removed
 //! immediately. The tree is then walked depth-first, one slice per call, with children before
@@ -21,7 +21,7 @@ use crate::store::disk::work::{Clearing, DiskOpening};
 use crate::store::state::{Cause, State, Subtree};
 
 /// Maximum number of discarded keys remembered until the chunks on disk are indexed. If there are
-/// more, the disk is cleared.
+/// more, chunks that are not indexed yet are removed from the disk.
 const MAX_REJECTED: usize = 1 << 16;
 
 impl State {
@@ -38,8 +38,8 @@ impl State {
         id
     }
 
-    /// Detaches a chunk without attached children. The entry is kept until its last user has
-    /// finished.
+    /// Detaches a chunk, which must not have attached children. The entry is kept until its last
+    /// user has finished.
     pub(crate) fn detach(&mut self, id: ChunkId) {
         let parent = self.index[id].parent;
         self.leave_host_policy(id, Removal::Dropped);
@@ -59,7 +59,7 @@ impl State {
         self.leave_failed(parent);
     }
 
-    /// Frees the frame of a detached chunk after the fill has ended.
+    /// Frees the frame of a detached chunk after its fill has ended.
     pub(crate) fn drop_detached_fill(&mut self, id: ChunkId) {
         let parent = self.index[id].parent;
         self.change_host(id, HostEvent::Leave(Removal::Dropped));
@@ -117,7 +117,8 @@ impl State {
         }
     }
 
-    /// Removes chunks and their descendants. Returns the number of chunks removed so far.
+    /// Starts removing chunks and their descendants. Returns the number of chunks removed in the
+    /// first slice.
     pub(crate) fn discard(&mut self, keys: &[ChunkKey]) -> u64 {
         if self.disk.is_recovering() {
             self.reject(keys);

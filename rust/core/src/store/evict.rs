@@ -31,11 +31,10 @@ const MAX_EVICTED: u32 = 256;
 pub struct Evict {
     /// Limits the eviction to the tenant with this salt. None selects all chunks.
     pub salt: Option<SaltTag>,
-    /// Evicts from host memory only, and keeps chunks that have not been written to disk.
+    /// Evicts only from host memory, and keeps chunks that are waiting to be written to disk.
     pub is_host_only: bool,
 }
 
-/// Progress of a walk.
 #[derive(Debug, Default)]
 struct Walk {
     next: u32,
@@ -83,7 +82,7 @@ impl Store {
 }
 
 impl State {
-    /// Returns true if all chunks that were removed before the ticket `mark` are off the disk.
+    /// Returns true if all chunks removed before the ticket `mark` was issued are off the disk.
     fn is_off_disk(&self, mark: u64) -> bool {
         let work = &self.disk;
         let nothing_to_free =
@@ -162,7 +161,7 @@ impl State {
     }
 
     /// Counts chunks that cannot be evicted because they or their descendants are in use. Returns
-    /// true at the end.
+    /// true at the end of the index.
     fn count_in_use(&mut self, tenant: Option<TenantId>, from: u32, walk: &mut Walk) -> bool {
         let end = from.saturating_add(SLICE).min(self.index.num_places());
         let stays = |entry: &Entry| {

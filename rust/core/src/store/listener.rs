@@ -57,7 +57,7 @@ impl State {
     }
 }
 
-/// Receives the changes of a store. Changes are logged only while there is a listener.
+/// Receives changes from a store. Changes are logged only while there is a listener.
 #[derive(Debug)]
 #[must_use = "dropping a listener unsubscribes it"]
 pub struct Listener {
@@ -82,7 +82,7 @@ impl Drop for Listener {
 }
 
 impl Store {
-    /// Starts to log changes. The listener must query chunks that were stored before this call.
+    /// Starts logging changes. The listener must query chunks that were stored before this call.
     ///
     /// The log keeps at least the last `capacity` keys, at 32 bytes each. If there is more than one
     /// listener, the largest capacity applies.

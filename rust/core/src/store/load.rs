@@ -133,8 +133,8 @@ impl State {
         }
     }
 
-    /// Truncates a lease before the first chunk whose read failed or is paused. Returns the
-    /// progress of the lease.
+    /// Truncates a lease before the first chunk whose read failed or is paused. Returns the lease's
+    /// progress.
     pub(crate) fn poll(&mut self, held: &mut Held) -> Progress {
         while held.loads.get(held.ready).is_some_and(|&id| self.index[id].host.is_visible()) {
             held.ready += 1;
@@ -151,7 +151,6 @@ impl State {
         Progress { ready_units, pending_units: last_unit - ready_units }
     }
 
-    /// Returns the frames of all ready chunks, in order.
     pub(crate) fn frames(&mut self, held: &mut Held) -> Vec<LeasedFrame> {
         self.poll(held);
         let Some(end) = held.ready_end() else { return Vec::new() };

@@ -44,8 +44,8 @@ pub(crate) struct Locked {
     pub(crate) arena: ArenaInfo,
 }
 
-/// Wakes the disk threads when a panic poisons the lock. Without the wakeup, the threads would wait
-/// for work that never arrives.
+/// Wakes the disk threads when a panic poisons the lock. Otherwise, idle threads would not exit
+/// until their next poll.
 struct WakeOnPanic<'a>(&'a Condvar);
 
 impl Drop for WakeOnPanic<'_> {
@@ -133,7 +133,7 @@ impl fmt::Debug for Locked {
     }
 }
 
-/// A frame that is reserved for one chunk until the lease is dropped or passed to
+/// Reserves a frame for one chunk until the lease is dropped or passed to
 /// [`crate::store::Store::commit`].
 #[derive(Debug)]
 #[must_use = "dropping a write lease aborts it"]

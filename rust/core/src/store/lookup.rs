@@ -2,9 +2,9 @@
 //! find the end of the stored part.
 //!
 //! While trees are being removed, presence can have gaps, so lookups also check the ancestors of
-//! the last chunk found. A record on disk may name the wrong parent or depth, in which case a
-//! lookup can report more units than a lease covers: only leases verify that chunks belong to the
-//! prefix, once per chunk.
+//! the last chunk found. If a record on disk has the wrong parent or depth, a lookup can report
+//! more units than a lease covers: only leases verify, once per chunk, that chunks belong to the
+//! prefix.
 
 use crate::evict::ChunkId;
 use crate::index::Entry;
@@ -52,8 +52,8 @@ impl<'a> Prefix<'a> {
         u32::try_from(self.keys.len()).unwrap_or(u32::MAX).saturating_add(self.first)
     }
 
-    /// Returns the key of the prefix of `num_units` units: the root key for 0 units, and otherwise
-    /// the key of the last unit, which must not be omitted.
+    /// Returns the key of the first `num_units` units: the root key for 0 units, and otherwise the
+    /// key of the last unit, which must not be omitted.
     pub(crate) fn key_of(&self, num_units: u32) -> ChunkKey {
         num_units.checked_sub(1).map_or(self.root, |last| self.keys[(last - self.first) as usize])
     }
@@ -106,14 +106,14 @@ impl State {
         (entry.depth + 1 == end && !self.is_expired(entry) && present(entry)).then_some(id)
     }
 
-    /// Returns a predicate for chunks in host memory or on a disk that accepts reads.
+    /// Returns a predicate that accepts chunks in host memory and, unless reads are paused, chunks
+    /// on disk.
     fn is_stored(&self) -> impl Fn(&Entry) -> bool + Copy + use<> {
         let accepts_reads = self.disk.accepts_reads(self.now);
         move |entry| entry.host.is_visible() || accepts_reads && entry.disk.is_stored()
     }
 
-    /// Counts the leading anchors that are stored and the leading anchors that are proven. See
-    /// [`super::Store::anchors`].
+    /// Implements [`super::Store::anchors`].
     pub(crate) fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
         let num = u32::try_from(anchors.len()).unwrap_or(u32::MAX);
         let is_stored = self.is_stored();
@@ -161,8 +161,8 @@ impl State {
         }
     }
 
-    /// Like [`Self::find`], but does not check the first key. Stops before chunks that are being
-    /// removed.
+    /// Like [`Self::find`], but does not check that the first key is proven. Stops before chunks
+    /// that are being removed.
     fn find_unremoved(&self, mut prefix: Prefix<'_>) -> Lookup {
         loop {
             let stored_units = self.find_end(&prefix, prefix.num_units(), self.is_stored());
@@ -219,8 +219,8 @@ impl State {
         let end = self.index.get(&prefix.key_of(units))?;
         let is_unproven = |id: &ChunkId| !self.index[*id].proven;
         let unproven: Vec<_> = self.index.ancestry(end).take_while(is_unproven).collect();
-        // The key of the last chunk is correct. The key of each ancestor equals the parent key of
-        // the chunk below it.
+        // Comparing parent keys is enough: the key of the last chunk is correct, and the key of
+        // each ancestor equals the parent key of the chunk below it.
         let is_foreign = |&id: &ChunkId| {
             let entry = &self.index[id];
             entry.parent_key != prefix.key_of(entry.depth)

@@ -3,7 +3,7 @@
 //! No method blocks on disk I/O unless its documentation says so. If a thread panics while holding
 //! the lock, all later lookups miss.
 //!
-//! Each file uses only files above it in this table:
+//! Files, roughly in dependency order:
 //!
 //! | file | contents |
 //! |---|---|

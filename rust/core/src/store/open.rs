@@ -72,7 +72,6 @@ impl Store {
         Box::new(move || now().saturating_sub(start))
     }
 
-    /// Returns a function that opens the disk tier, or None if no disk tier is configured.
     fn opener(config: &StoreConfig, root: &Arc<DiskRoot>) -> Result<Option<Opener>> {
         let Some(settings) = &config.disk else { return Ok(None) };
         let (tier, root) = (settings.tier(config)?, Arc::clone(root));
@@ -154,8 +153,8 @@ impl Store {
     /// Waits until all visible chunks are written or dropped and all removed chunks are off the
     /// disk.
     ///
-    /// Returns false at the deadline, or earlier if the deadline cannot be met, for example because
-    /// the disk is paused beyond the deadline.
+    /// Returns false at the timeout, or earlier if flushing cannot complete in time, for example
+    /// because writes are paused for longer.
     pub fn flush(&self, timeout: Duration) -> bool {
         let (start, start_time) = (Instant::now(), (self.inner.clock)());
         let deadline = start_time.saturating_add(timeout);
@@ -188,7 +187,6 @@ impl Store {
     }
 }
 
-/// Returns the state of an empty store with the given settings.
 fn configured(config: &StoreConfig, host: HostTier, has_disk: bool) -> Result<State> {
     let disk = config.disk.as_ref().filter(|_| has_disk);
     let cap_bytes = disk.map_or(0, |disk| disk.cap_bytes);

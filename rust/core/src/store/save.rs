@@ -25,7 +25,7 @@ pub struct Reservation {
     pub unit: u32,
 }
 
-/// Result of one [`SaveRequest`]. `T` is a [`Reservation`], or a lease that contains one.
+/// Result of a [`SaveRequest`]. `T` is a type that contains a [`Reservation`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reserved<T = Reservation> {
     /// The reserved chunks, which the caller must fill, in prefix order.
@@ -43,7 +43,7 @@ impl<T> Reserved<T> {
     }
 }
 
-/// The chunks of a prefix to save.
+/// A request to save chunks of a prefix.
 #[derive(Debug, Clone)]
 pub struct SaveRequest<'a> {
     /// The prefix whose chunks are saved.
@@ -66,7 +66,8 @@ impl<'a> From<(Prefix<'a>, Range<u32>)> for SaveRequest<'a> {
 }
 
 impl SaveRequest<'_> {
-    /// Returns `InvalidConfig` if the prefix lacks keys for the units or the key before them.
+    /// Returns `InvalidConfig` if the prefix lacks the key of one of the units, or of the unit
+    /// before them.
     pub fn check(&self) -> Result<()> {
         let Range { start, end } = self.units;
         let has_parent = self.prefix.first <= start.saturating_sub(1);
@@ -94,7 +95,7 @@ impl SaveRequest<'_> {
     }
 }
 
-/// The reason why a chunk gets no frame.
+/// Why a chunk gets no frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum NoFrame {
     /// No frame is available, or the chunk's parent has no frame.
@@ -118,7 +119,7 @@ impl State {
                 Entry { key, parent_key: prefix.key_of(unit), depth: unit, ..Entry::default() }
             };
             let parent = above.take().or_else(|| self.parent_of(&new));
-            debug_assert_eq!(parent, self.parent_of(&new), "found by its key too");
+            debug_assert_eq!(parent, self.parent_of(&new), "the previous chunk is the parent");
             let own = self.find_own(&new, parent);
             if let Some(id) = own.filter(|id| self.is_there(*id)) {
                 above = Some(id).filter(|_| !is_independent);

@@ -1,6 +1,4 @@
 //! All data guarded by the store's lock. Other files of the store add methods to [`State`].
-//!
-//! Invariant I8: `frames_reserved + frames_visible + frames_free = frames_total`.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -16,7 +14,7 @@ use crate::store::tenants::table::TenantTable;
 use crate::tier::host::HostTier;
 use crate::units::micros;
 
-/// Default of [`State::slice`]. A slice of this size takes about 0.2 ms.
+/// Default value of [`State::slice`]. A slice of this size takes about 0.2 ms.
 const SLICE: usize = 256;
 /// Maximum number of log lines queued for [`super::Store::take_events`].
 const MAX_EVENTS: usize = 64;
@@ -43,7 +41,6 @@ pub(crate) enum Cause {
 #[derive(Debug, Default)]
 pub(crate) struct Expiries(pub(crate) BTreeSet<(u32, ChunkId)>);
 
-/// The index, tiers, policies and counters of a store.
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) index: Index,
@@ -61,7 +58,7 @@ pub(crate) struct State {
     pub(crate) closed: bool,
     /// Queued log lines for the operator.
     pub(crate) events: Vec<Event>,
-    /// Log of added and removed chunks. None while there is no listener.
+    /// None while there is no listener.
     pub(crate) change_log: Option<ChangeLog>,
     /// Children that entered host memory while their parent was not visible.
     pub(crate) waiters: Waiters,
@@ -73,7 +70,6 @@ pub(crate) struct State {
     pub(crate) evicted: Evicted,
     pub(crate) tenants: TenantTable,
     pub(crate) expiries: Expiries,
-    /// Slabs that are being emptied.
     pub(crate) drains: Drains,
     next_ticket: u64,
 }

@@ -8,7 +8,7 @@ use crate::index::Entry;
 use crate::io::FRAME_ALIGN;
 use crate::tier::host::HostTier;
 
-/// Defines a struct of numbers that can be listed with their names.
+/// Defines a struct of `u64` fields that can be listed with their names.
 macro_rules! numbers {
     ($(#[$about:meta])* struct $name:ident { $($(#[$what:meta])* $field:ident,)+ }) => {
         $(#[$about])*
@@ -25,17 +25,16 @@ macro_rules! numbers {
 
 numbers! {
 /// Counters since the store was opened, followed by gauges. `State::stats` fills in gauges that are
-/// tracked elsewhere. Invariant I8: `frames_reserved + frames_visible + frames_free =
-/// frames_total`.
+/// tracked elsewhere. Invariant I8:
+/// `frames_reserved + frames_visible + frames_free = frames_total`.
 struct Stats {
     /// Number of chunks that became visible after a save.
     commits,
-    /// Number of reservations that were aborted or dropped, or whose chunk was removed before it
-    /// was committed.
+    /// Number of reservations that were aborted or dropped, or whose chunk was removed before the
+    /// commit.
     aborts,
     /// Number of chunks that could not be reserved because no frame or no parent was available.
     reserve_dropped,
-    /// Number of chunks evicted from host memory.
     host_evictions,
     /// Number of chunks removed by `discard` or because of corruption, including descendants.
     discards,
@@ -43,19 +42,19 @@ struct Stats {
     cleared,
     /// Number of chunks evicted by an operator, from all tiers or from host memory only.
     evicted,
-    /// Number of chunks evicted from disk.
     disk_evictions,
     /// Number of `host_evictions` caused by a tenant's quota.
     quota_evictions,
     /// Number of `disk_evictions` caused by a tenant's quota.
     quota_disk_evictions,
-    /// Number of failed attempts to save, load or write a chunk because its tenant was at its quota
-    /// and none of the tenant's chunks could be evicted.
+    /// Number of times that a save, load or write of a chunk failed because its tenant was at its
+    /// quota and none of the tenant's chunks could be evicted.
     quota_dropped,
     /// Number of chunks removed because they expired.
     expired,
     /// Number of chunks that were never written to disk because they were evicted first, their
-    /// parent was not written, no slot could be freed, or the file system was full.
+    /// parent was not written, their tenant was at its quota, no slot could be freed, or the file
+    /// system was full.
     disk_dropped,
     /// Number of `disk_dropped` chunks that were evicted before they were written.
     disk_unwritten,
@@ -63,50 +62,47 @@ struct Stats {
     disk_recovered,
     /// Number of chunks written to disk.
     disk_writes,
-    /// Number of bytes written to disk.
     disk_bytes_written,
     /// Time that disk threads spent writing, in microseconds.
     disk_write_us,
-    /// Number of failed writes (except for lack of space), failed clears, and jobs that could not
-    /// free all of their slots.
+    /// Number of failed writes (unless the file system was full), failed clears, and jobs that
+    /// could not free all of their slots.
     disk_write_errors,
     /// Number of times the disk directory was removed or moved while in use.
     disk_removals,
     /// Number of chunks read from disk.
     disk_reads,
-    /// Number of bytes read from disk.
     disk_bytes_read,
     /// Time that disk threads spent reading, in microseconds.
     disk_read_us,
     /// Time during which at least one read was pending, in microseconds. `disk_reads` divided by
     /// this time is the read rate seen by loads, including delays caused by writes.
     disk_read_busy_us,
-    /// Number of failed attempts to read a chunk. Each failed read is retried once.
+    /// Number of failed attempts to read a chunk, excluding corrupt chunks. A failed read is
+    /// retried once.
     disk_read_errors,
-    /// Number of chunks on disk with content or a prefix position that does not match their key.
+    /// Number of chunks on disk whose content or position in the prefix does not match their key.
     disk_verify_failures,
     /// Host memory guaranteed to the store when other stores need memory, in bytes. Without a pool,
     /// this is the whole host tier.
     host_share_bytes,
     /// Size of all frames that are not free, in bytes.
     host_used_bytes,
-    /// Uncompressed size of the chunks in the frames in use, in bytes.
+    /// Uncompressed size of all chunks that have a frame, in bytes.
     host_raw_bytes,
     /// Number of frames in the store's slabs.
     frames_total,
-    /// Number of frames that are being filled, or whose filled chunk waits for its parent.
+    /// Number of frames that are being filled, or that contain a filled chunk that waits for its
+    /// parent.
     frames_reserved,
     /// Number of frames with visible chunks, including removed chunks that are still pinned.
     frames_visible,
-    /// Number of free frames.
     frames_free,
-    /// Number of chunks that lookups can find in any tier.
+    /// Number of keys in the index, including keys of chunks that are being saved.
     entries,
     /// Number of pinned chunks. A chunk is counted once for each read lease that pins it.
     pins,
-    /// Number of read leases.
     read_leases,
-    /// Number of write leases.
     write_leases,
     /// Number of chunks on disk.
     disk_used,

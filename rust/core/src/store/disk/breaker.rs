@@ -13,7 +13,7 @@ pub(crate) const HANG_AFTER: Duration = Duration::from_secs(5);
 const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(60);
 
-/// What the outcome of an operation says about the health of the tier.
+/// What an operation's outcome says about the health of the tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum IoOutcome {
     /// The tier works. A read that returns damaged bytes is also treated as a success.

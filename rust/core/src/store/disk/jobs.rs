@@ -45,7 +45,6 @@ pub(crate) enum Job {
     Clear(Vec<SlotId>),
 }
 
-/// Result of a job.
 #[derive(Debug)]
 pub(crate) enum JobResult {
     /// A completed read, with the number of attempts that failed for reasons other than corruption.
@@ -66,7 +65,6 @@ pub(crate) enum JobResult {
     Clear(Vec<SlotId>, bool),
 }
 
-/// Outcome of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Written {
     /// The chunk was written to this slot.
@@ -258,7 +256,7 @@ impl State {
     }
 
     /// Completes a read. After an I/O error, the chunk stays on disk and can be read again later. A
-    /// damaged chunk is removed with all its descendants, which are not visible in host memory.
+    /// damaged chunk is removed with its descendants. No descendant is visible in host memory.
     fn end_read(
         &mut self,
         id: ChunkId,
@@ -330,7 +328,6 @@ impl State {
         }
     }
 
-    /// Completes a job that freed slots. Slots that could not be freed are retried later.
     fn end_free(&mut self, not_freed: Vec<SlotId>) -> IoOutcome {
         let all_freed = not_freed.is_empty();
         self.disk.freeing -= 1;
@@ -348,7 +345,6 @@ impl State {
         self.disk.unfreed.extend(slots);
     }
 
-    /// Completes a clear. A failed clear is retried.
     fn end_clear(&mut self, not_freed: Vec<SlotId>, is_cleared: bool) -> IoOutcome {
         self.retry_free_later(not_freed);
         self.disk.clearing = if is_cleared { Clearing::No } else { Clearing::Wanted };

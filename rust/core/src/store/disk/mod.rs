@@ -2,7 +2,7 @@
 //! failures.
 //!
 //! All decisions are made under the store's lock. Only `threads` performs I/O, after it has
-//! released the lock. Each file uses only files above it in this table:
+//! released the lock. Each file imports only from files above it in this table:
 //!
 //! | file | contents |
 //! |---|---|
@@ -10,7 +10,7 @@
 //! | `time_shares` | shares of disk time for reads and writes; pure state |
 //! | `work` | data of the disk tier under the lock: queues, jobs in flight, breakers |
 //! | `transitions` | change a chunk's state and everything that depends on it |
-//! | `slots` | free a slot for a chunk that is about to be written |
+//! | `slots` | choose the chunk to evict when another chunk needs a slot |
 //! | `reopen` | index the chunks of an opened tier; drop them if its directory is removed |
 //! | `jobs` | choose the next read, write or free, and apply its result |
 //! | `threads` | open the tier and run the jobs |

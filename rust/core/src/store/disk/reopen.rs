@@ -1,9 +1,9 @@
 //! Indexes the chunks found in a disk tier when it opens, possibly while the store is serving. If
 //! the tier's directory is removed, drops these chunks and reopens the tier.
 //!
-//! Once per second, a check detects a removed directory. After that, no job starts until the new
-//! tier is open, so that old and new slots never mix. This file does no I/O: `threads` opens,
-//! checks and closes the tier. A check that hangs opens the breakers, just like a hung job.
+//! A check runs once per second. After it detects a removal, no job starts until the new tier is
+//! open, so that old and new slots never mix. This file does no I/O: `threads` opens, checks and
+//! closes the tier. A check that hangs opens the breakers, just like a hung job.
 
 use std::path::Path;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::{Error, Event};
 
 /// Maximum number of chunks indexed per call, which takes about 0.2 ms.
 pub(crate) const SLICE: usize = 512;
-/// Interval between checks.
+/// Interval between checks for a removed directory.
 pub(crate) const CHECK_EVERY: Duration = Duration::from_secs(1);
 /// Minimum interval between reopenings, in case the directory is removed repeatedly.
 const REOPEN_EVERY: Duration = Duration::from_secs(60);
@@ -91,7 +91,7 @@ impl State {
         let mut ids: Vec<ChunkId> = Vec::new();
         for _ in 0..SLICE {
             let Some(entry) = self.disk.found.pop() else { break };
-            // The chunks of a prefix are adjacent, so most parent lookups are avoided.
+            // The chunks of a prefix are adjacent, so most parents need no lookup.
             let before = ids.last().copied().filter(|&id| self.index[id].key == entry.meta.parent);
             if let Some(id) = self.recover(entry.meta, entry.slot, before) {
                 ids.push(id);
@@ -113,7 +113,7 @@ impl State {
     }
 
     /// Indexes a chunk. Returns None if its position in the tree is invalid, if it was discarded,
-    /// or if the chunk is already stored in (or being written to) another slot.
+    /// or if its index entry already has a slot or, with a time to live, a later save time.
     fn recover(
         &mut self,
         found: DiskMeta,

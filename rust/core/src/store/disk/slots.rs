@@ -10,18 +10,17 @@ use crate::tier::disk::SlotId;
 /// Whether a chunk that is about to be written fits its tenant's quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SlotFor {
-    /// The chunk fits.
     Fits,
-    /// The chunk fits after this chunk of the same tenant is evicted from this slot. The caller
-    /// must free the slot and then call `end_disk_eviction`.
+    /// This chunk of the same tenant must be evicted first. The caller must free its slot and then
+    /// call `end_disk_eviction`.
     After(ChunkId, SlotId),
     /// The chunk does not fit, and no chunk of its tenant can be evicted.
     None,
 }
 
 impl State {
-    /// Checks a chunk, which is already included in the tenant's usage, against the tenant's quota.
-    /// If the chunk does not fit, starts to evict another chunk of the tenant.
+    /// Checks the usage of a chunk's tenant, which already includes the chunk, against the quota.
+    /// If the usage exceeds the quota, starts to evict another chunk of the tenant.
     pub(crate) fn slot_for(&mut self, id: ChunkId) -> SlotFor {
         let Entry { tenant, disk_pages, .. } = self.index[id];
         let quota = self.tenants.ceiling(tenant).disk;
@@ -73,7 +72,7 @@ impl State {
         self.settle(id);
     }
 
-    /// Evicts a chunk that exceeds its tenant's quota. The slot is freed later.
+    /// Evicts a chunk of a tenant above its quota. The slot is freed later.
     pub(crate) fn drop_for_quota(&mut self, id: ChunkId) {
         self.stats.disk_evictions += 1;
         self.stats.quota_disk_evictions += 1;

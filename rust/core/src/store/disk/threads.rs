@@ -20,11 +20,11 @@ use crate::tier::LocalTier;
 use crate::tier::disk::{DiskMeta, SlotId};
 use crate::{Error, ErrorKind, Result};
 
-/// Number of attempts to get a slot for a write. Another thread may take a slot that was just
-/// freed.
+/// A write stops evicting after it has freed space for this many slots of its size. Other threads
+/// may have taken the slots that it freed.
 const SLOT_TRIES: u32 = 4;
-/// Maximum number of chunks evicted to make room for a larger chunk in the tier, or in the quota of
-/// its tenant.
+/// Maximum number of chunks evicted to make room for a larger chunk in the tier or in its tenant's
+/// quota.
 const MAX_EVICTIONS: u32 = 64;
 /// Number of attempts to write a chunk. If the file system is full, the second attempt reuses the
 /// slot of an evicted chunk.
@@ -36,9 +36,7 @@ const POLL_EVERY: Duration = Duration::from_millis(200);
 const FIRST_REOPEN: Duration = Duration::from_secs(1);
 const LONGEST_REOPEN: Duration = Duration::from_secs(60);
 
-/// The next action of a thread.
 enum Work {
-    /// Open the tier.
     Open,
     /// Close a tier whose directory was removed and whose chunks have been dropped.
     Close,
@@ -54,7 +52,7 @@ pub(crate) fn spawn(inner: &Arc<Locked>, nth: usize) -> Result<JoinHandle<()>> {
     thread.spawn(work).map_err(|error| Error::io("a disk thread cannot be started", error))
 }
 
-/// Opens the tier, retrying until that succeeds. Returns false if the store is closing.
+/// Opens the tier, retrying on failure. Returns false if the store is closing.
 fn open(inner: &Locked) -> bool {
     let Some(opener) = &inner.opener else { return false };
     let mut wait = FIRST_REOPEN;
@@ -98,7 +96,7 @@ fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
         .unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "the disk tier panicked")))
 }
 
-/// Waits for the next piece of work and does it. Returns false if the store is closing.
+/// Returns false if the store is closing.
 fn do_next(inner: &Locked) -> bool {
     match wait_for_work(inner) {
         None => false,
@@ -112,7 +110,8 @@ fn do_next(inner: &Locked) -> bool {
     }
 }
 
-/// Closes a tier whose directory was removed, which frees its space before the new tier claims any.
+/// Closes a tier whose directory was removed, so that its space is freed before the new tier claims
+/// any.
 fn close_removed(inner: &Locked) -> bool {
     if let Some(disk) = inner.change_tier(None) {
         let _ = guarded(|| {

@@ -52,7 +52,7 @@ impl TimeShares {
         *used = other.max(*used);
     }
 
-    /// Charges a job that starts. Returns the charge, which the caller passes to `end`.
+    /// Charges a job when it starts. Returns the charge, which the caller must pass to `end`.
     pub(crate) fn begin(&mut self, direction: Direction) -> Duration {
         let charge = self.estimate[direction as usize];
         self.used[direction as usize] += charge;

@@ -103,7 +103,6 @@ impl State {
         self.group_on_disk(id);
     }
 
-    /// Removes a chunk from the disk policy if the policy contains it.
     pub(crate) fn leave_disk_policy(&mut self, id: ChunkId, removal: Removal) {
         if self.index[id].disk_evictable.take().is_some() {
             self.disk_policy.remove(id, removal);
@@ -136,8 +135,8 @@ impl State {
         }
     }
 
-    /// Queues the write to disk of a chunk that became visible in host memory. Does nothing if
-    /// there is no disk tier or the chunk is already on disk.
+    /// Queues the write of a chunk that became visible in host memory. Does nothing if there is no
+    /// disk tier or the chunk is already on disk.
     pub(crate) fn want_on_disk(&mut self, id: ChunkId) {
         if self.disk.opening != DiskOpening::NoTier && self.index[id].disk == DiskState::Absent {
             self.change_disk(id, DiskEvent::Want);

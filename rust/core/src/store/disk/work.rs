@@ -1,7 +1,5 @@
 //! The state of the disk tier that the lock guards: queues, jobs in flight, breakers and whether
 //! the tier is open.
-//!
-//! This file contains only data and simple queries.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
@@ -40,7 +38,6 @@ impl Queue {
         self.0.push_front((id, index[id].generation));
     }
 
-    /// Removes and returns the first chunk that is not stale.
     pub(crate) fn pop(&mut self, index: &Index, is_wanted: fn(&Entry) -> bool) -> Option<ChunkId> {
         let mut wanted = std::iter::from_fn(|| self.0.pop_front());
         wanted
@@ -54,7 +51,6 @@ impl Queue {
     }
 }
 
-/// Progress of clearing the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Clearing {
     #[default]
@@ -64,17 +60,16 @@ pub(crate) enum Clearing {
     Running,
 }
 
-/// Whether the disk tier is open, being opened or closed, and why.
+/// Whether the disk tier is open, opening or closed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum DiskOpening {
-    /// The store has no disk tier.
     #[default]
     NoTier,
     Open,
     /// The tier's directory was removed. No new job starts. Once the jobs in flight have completed,
     /// the tier's chunks are dropped and the tier is reopened.
     Removed,
-    /// A disk thread opens the tier at this time, initially or after a failure.
+    /// A disk thread opens the tier at this time.
     NotBefore(Duration),
     Opening,
 }
@@ -86,13 +81,13 @@ pub(crate) struct JobInFlight {
     /// None for a check of the directory, which is not charged for disk time.
     pub(crate) direction: Option<Direction>,
     pub(crate) started: Duration,
-    /// The time charged to the job's direction by `time_shares`.
+    /// The time that `time_shares` charged when the job started.
     pub(crate) charge: Duration,
     /// True if the job hangs and has opened the breakers.
     pub(crate) hangs: bool,
 }
 
-/// The state of the disk tier. Empty if the store has no disk tier.
+/// State of the disk tier. Empty if the store has no disk tier.
 #[derive(Debug, Default)]
 pub(crate) struct DiskWork {
     pub(crate) opening: DiskOpening,
@@ -128,7 +123,8 @@ pub(crate) struct DiskWork {
     pub(crate) freeing: u32,
     /// Number of detached chunks whose slots are in use until a job completes.
     pub(crate) num_detached_slots: u64,
-    /// True while the store is closing: no job starts, and leases that wait for reads end early.
+    /// True while the store is closing: no job starts, and leases are truncated before chunks that
+    /// wait to be read.
     pub(crate) stopping: bool,
     /// Chunks found when the tier was opened that are not indexed yet, in reverse order.
     pub(crate) found: Vec<DiskEntry>,
@@ -193,7 +189,6 @@ impl DiskWork {
         self.is_away() || !self.found.is_empty()
     }
 
-    /// Returns true if the tier currently accepts reads.
     pub(crate) fn accepts_reads(&self, now: Duration) -> bool {
         self.accepts(&self.read_breaker, now)
     }
@@ -204,7 +199,6 @@ impl DiskWork {
             || self.in_flight.iter().any(|job| job.direction == Some(Direction::Read))
     }
 
-    /// Returns true if the tier currently accepts writes.
     pub(crate) fn accepts_writes(&self, now: Duration) -> bool {
         self.accepts(&self.write_breaker, now)
     }
@@ -249,7 +243,8 @@ impl DiskWork {
         self.in_flight.iter().any(|job| job.direction.is_none())
     }
 
-    /// Opens both breakers if a job is newly detected as hung. Returns true in that case.
+    /// Marks jobs that have hung since the last call. If there are any, opens both breakers and
+    /// returns true.
     pub(crate) fn find_hangs(&mut self, now: Duration) -> bool {
         let hangs =
             |job: &&mut JobInFlight| !job.hangs && now.saturating_sub(job.started) >= HANG_AFTER;

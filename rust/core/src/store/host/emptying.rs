@@ -12,7 +12,7 @@ use crate::store::host::{Drain, Drains, Next, Step};
 use crate::store::state::State;
 use crate::tier::host::Wanted;
 
-/// Number of chunks visited per call, which takes about 0.2 ms.
+/// Maximum number of steps per call, which take about 0.2 ms.
 const SLICE: usize = 256;
 /// Maximum number of slabs emptied concurrently when some of their frames are still in use.
 const MAX_DRAINS: usize = 4;

@@ -28,7 +28,7 @@ impl State {
         if source == FrameSource::Any
             && let Some(frame) = self.host.take(request)
         {
-            return Some(frame); // no eviction is needed
+            return Some(frame);
         }
         if let Some(parent) = parent {
             self.hold(parent);
@@ -130,12 +130,13 @@ impl State {
         None
     }
 
-    /// Takes a frame for a tenant at its quota by evicting chunks of the same tenant. If that leaves
-    /// the tenant below its quota without freeing a frame of the requested class, takes any frame.
+    /// Takes a frame for a tenant at its quota by evicting chunks of the same tenant. If that
+    /// leaves the tenant below its quota without freeing a frame of the requested class, takes any
+    /// frame.
     fn take_own_frame(&mut self, tenant: TenantId, request: FrameRequest) -> Option<FrameId> {
         let quota = self.tenants.ceiling(tenant).host;
         if self.tenants.host_pages(tenant) > quota {
-            return None; // its quota was lowered: the sweeper must evict the excess first
+            return None; // the quota was lowered: the sweeper must evict the excess first
         }
         let pages = self.host.pages(request.class);
         let is_useful =

@@ -38,7 +38,6 @@ impl Waiters {
         }
     }
 
-    /// Removes and returns the children that wait for `parent`.
     pub(crate) fn take(&mut self, parent: ChunkId) -> impl Iterator<Item = ChunkId> + use<> {
         let first = self.first.remove(&parent);
         let others = if self.others.is_empty() { None } else { self.others.remove(&parent) };
@@ -55,7 +54,6 @@ pub(crate) struct Drains {
     pub(crate) stuck: FxHashSet<(ChunkId, u32)>,
 }
 
-/// A slab that is being emptied.
 #[derive(Debug)]
 pub(crate) struct Drain {
     pub(crate) slab: SlabId,
@@ -75,7 +73,6 @@ pub(crate) struct Step {
     pub(crate) next: Next,
 }
 
-/// The child to visit next.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Next {
     First,

@@ -109,7 +109,6 @@ impl State {
         }
     }
 
-    /// Removes a chunk from the host policy if the policy contains it.
     pub(crate) fn leave_host_policy(&mut self, id: ChunkId, removal: Removal) {
         if self.index[id].host_evictable.take().is_some() {
             self.host_policy.remove(id, removal);

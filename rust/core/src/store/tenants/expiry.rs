@@ -65,7 +65,7 @@ impl State {
             && entry.parent.is_none_or(|parent| entry.expires_s < self.index[parent].expires_s)
     }
 
-    /// Adds a new chunk to the expiry queue if it expires before its parent.
+    /// Adds a new chunk to the expiry queue if it expires alone (see [`Self::expires_alone`]).
     pub(crate) fn track_expiry(&mut self, id: ChunkId) {
         if self.expires_alone(&self.index[id]) {
             self.expiries.0.insert((self.index[id].expires_s, id));

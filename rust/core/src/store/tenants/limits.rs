@@ -1,15 +1,15 @@
 //! Tenant limits: how much of each tier a tenant may use and how long its chunks live. Holds the
 //! configured limits and their values in pages of 4096 bytes.
 //!
-//! A *class* is a row of the table. There is one class for requests without a salt, one for
-//! requests with a salt, and one for each salt with individual limits.
+//! A *class* is a row of the table. There is one class for requests without a salt, one for salts
+//! without individual limits, and one for each salt with individual limits.
 
 use rustc_hash::FxHashMap;
 
 use crate::io::FRAME_ALIGN;
 use crate::key::SaltTag;
 
-/// Maximum amount of a tier that a tenant may use.
+/// How much of a tier a tenant may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Quota {
     /// Absolute size, in bytes.
@@ -84,7 +84,6 @@ pub(crate) struct Bases {
     pub(crate) disk: u64,
 }
 
-/// The limits of each class.
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     limits: Vec<Limits>,

@@ -13,7 +13,6 @@ use crate::store::tenants::table::TENANTS_PER_SLICE;
 use crate::sync::thread::{self, JoinHandle};
 use crate::{Error, Result};
 
-/// Interval between rounds.
 const SWEEP_EVERY: Duration = Duration::from_secs(1);
 /// Maximum number of tree removals started per call.
 const MAX_EXPIRED: usize = 64;

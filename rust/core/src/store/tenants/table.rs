@@ -34,7 +34,6 @@ pub(crate) struct TenantTable {
     by_tag: FxHashMap<SaltTag, TenantId>,
     all: Vec<TenantCounts>,
     vacant: Vec<TenantId>,
-    /// The limits of each class of tenants.
     pub(crate) limits: Table,
 }
 

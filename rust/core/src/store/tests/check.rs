@@ -60,7 +60,7 @@ pub(super) fn check(state: &State) -> Result<(), String> {
     ensure!(check_expiry(state), "{:?}", state.expiries);
     ensure!(
         attached == state.index.len(),
-        "every attached entry has a key: {attached} {}",
+        "{attached} attached entries, but {} keys",
         state.index.len()
     );
     ensure!(
@@ -71,7 +71,6 @@ pub(super) fn check(state: &State) -> Result<(), String> {
     check_disk(state)
 }
 
-/// Returns true if the expiry queue contains exactly the chunks that it should.
 fn check_expiry(state: &State) -> bool {
     let is_noted = |id: ChunkId, entry: &Entry| state.expiries.0.contains(&(entry.expires_s, id));
     let is_right = |(id, entry): (ChunkId, &Entry)| {

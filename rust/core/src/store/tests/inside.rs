@@ -1,4 +1,4 @@
-//! Tests a store after a panic under its lock, and a store with a disk that opens late.
+//! Tests of a store's private state: panics under the lock, and disks that open late or hang.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -111,7 +111,6 @@ fn disk_threads_end_when_the_lock_is_poisoned() {
     assert!(Store::open(&config).unwrap().take_events().is_empty(), "the directory was released");
 }
 
-/// Threads can access a late tier shortly before its chunks are indexed.
 #[test]
 fn a_discard_while_the_tier_is_opened_holds() {
     let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
@@ -138,7 +137,7 @@ fn found(number: u32) -> DiskEntry {
     DiskEntry { slot, meta, sequence: 0 }
 }
 
-/// While a disk stays closed for weeks, memory use must not grow with every discarded chunk.
+/// Even if a disk stays closed for weeks, memory use must not grow with every discarded chunk.
 #[test]
 fn too_many_discards_before_the_disk_is_opened_clear_it() {
     let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();

@@ -1,9 +1,9 @@
-//! Tests disk jobs in every order, without threads. The test takes jobs, does their I/O in memory
+//! Tests disk jobs in random order, without threads. The test takes jobs, does their I/O in memory
 //! and applies the results step by step, interleaved with calls from schedulers and workers.
 //!
 //! The test covers orders that threads rarely produce, and every failure is reproducible. After
 //! each step, the test checks the invariants (`check`), the contract of the disk, the bytes of
-//! every frame and the result of `flush`. At the end, no work is left.
+//! leased frames and the result of `flush`. At the end, it checks that no work is left.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -321,7 +321,7 @@ impl Run {
                 }
                 WriteStep::Over(Written::Failed((!freed).then_some(slot)))
             }
-            WriteStep::Over(_) => unreachable!("its outcome is applied"),
+            WriteStep::Over(_) => unreachable!("the write has completed"),
         }
     }
 

@@ -21,8 +21,8 @@ impl Run {
         self.state.find(&Prefix::from(&chain)).host_units
     }
 
-    /// Runs one job that takes `took`. Returns the job's letter (R, W or F). Returns None if there
-    /// is no job.
+    /// Runs one job that takes `took`. Returns the job's letter (R, W or F), or None if there is no
+    /// job.
     fn do_job(&mut self, took: Duration) -> Option<char> {
         self.take_job();
         let letter = match self.in_flight.last()?.1 {
@@ -87,7 +87,8 @@ fn reads_that_fail_leave_all_threads_to_writes() {
     run.end(true);
 }
 
-/// Prepares eight frames: six recently used chunks that are also on disk, and two unwritten chunks.
+/// Fills eight frames: six with recently used chunks that are also on disk, two with unwritten
+/// chunks.
 fn two_unwritten() -> Run {
     let mut run = Run::new(8, 64, Eviction::Lru, 1);
     run.save(63, 6);

@@ -5,7 +5,7 @@ use crate::index::{Entry, TenantId};
 use crate::io::SizeClass;
 
 impl TenantTable {
-    /// Recounts everything from the entries and compares the results.
+    /// Recounts the usage from the entries. Returns true if it equals the table.
     pub(crate) fn check<'a>(
         &self,
         entries: impl Iterator<Item = (TenantId, &'a Entry)>,
