@@ -4,8 +4,7 @@
 //! checker prevents races: the bytes of a frame are accessible only through its single [`Frame`].
 //! Between processes, leases prevent races: a worker maps the memory through [`Arena`], writes only
 //! to frames reserved for it, and reads only frames pinned for it. Between stores that share an
-//! arena, slabs prevent races: each store accesses only frames in its own slabs. Only this file,
-//! its tests and `numa` contain unsafe code in this crate.
+//! arena, slabs prevent races: each store accesses only frames in its own slabs.
 #![expect(unsafe_code, reason = "mapping memory and viewing it as bytes has no safe form")]
 
 use std::fs::File;
@@ -25,7 +24,7 @@ use super::numa::{self, Place};
 use super::part::{Damage, PartSpec, TRAILER_BYTES};
 use crate::{Error, Result};
 
-/// A shared mapping of the whole arena. The memory is unmapped when the last owner is dropped.
+/// A shared mapping of the whole arena.
 #[derive(Debug)]
 struct Mapping {
     start: NonNull<u8>,
@@ -78,13 +77,11 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: start and size are the values from mmap in `new`, and there is no reference into
-        // the mapping: Frames and Arenas share ownership of this Mapping, and slices borrow from
-        // them.
+        // the mapping: Frames and Arenas own this Mapping, and slices borrow from them.
         let _unmapped = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.size_bytes) };
     }
 }
 
-/// Checks the size of an arena.
 fn checked_size(size_bytes: u64) -> Result<usize> {
     let size = isize::try_from(size_bytes).ok().filter(|size| *size > 0);
     match size {
@@ -94,8 +91,8 @@ fn checked_size(size_bytes: u64) -> Result<usize> {
     }
 }
 
-/// Exclusive access to the bytes of a frame in its owner's arena. A `Frame` is never copied or
-/// created twice, so `&mut Frame` is unique.
+/// Exclusive access to the bytes of a frame in its owner's arena. At any time, at most one `Frame`
+/// exists for the same bytes, so `&mut Frame` is unique.
 #[derive(Debug)]
 pub struct Frame {
     mapping: Arc<Mapping>,
@@ -125,7 +122,8 @@ impl Frame {
         unsafe { slice::from_raw_parts(self.start().as_ptr(), self.len) }
     }
 
-    /// Returns the bytes of the frame, to be filled before any worker receives the frame.
+    /// Returns the bytes of the frame for writing. Leases must prevent workers from accessing the
+    /// frame while the slice exists.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `bytes`; &mut self excludes any other view in this process, and the store
         // fills a frame only before it is visible and while it is reserved for no other writer.
@@ -133,13 +131,12 @@ impl Frame {
     }
 }
 
-/// The frames of one store, of all sizes. Lends access to the bytes of frames. Each disk thread
-/// borrows at most one frame at a time.
+/// The frames of one store, of all sizes. Each disk thread borrows at most one frame at a time.
 #[derive(Debug)]
 pub struct Frames {
     mapping: Arc<Mapping>,
     grids: Vec<FrameGrid>,
-    /// The frames that are currently lent. Lent frames never overlap, so each `Frame` is exclusive.
+    /// Frames that are currently lent. Lent frames never overlap, so each `Frame` is exclusive.
     lent: Vec<(FrameId, Range<u64>)>,
 }
 
@@ -155,7 +152,8 @@ impl Frames {
     }
 
     /// Lends access to the bytes of a frame. Returns None if any of the bytes are already lent or
-    /// the frame does not exist. A `Frame` that is dropped without `take_back` remains lent.
+    /// the frame does not exist. A frame remains lent if its `Frame` is dropped without a call to
+    /// `take_back`.
     pub fn lend(&mut self, id: FrameId) -> Option<Frame> {
         let grid = self.grids.get(id.class().index())?;
         if id.number() >= grid.num_frames() {
@@ -181,8 +179,7 @@ impl Frames {
     }
 }
 
-/// The owner's handle to an arena. The memory exists until this handle, its frames and all mappings
-/// in other processes are gone.
+/// The owner's handle to an arena. The memory exists until this handle and all mappings are gone.
 #[derive(Debug)]
 pub struct HostArena {
     fd: OwnedFd,
@@ -256,14 +253,14 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Maps the arena at `path` (see [`HostArena::path`]), which must have a size of `size_bytes`.
+    /// Maps the arena at `path` (see [`HostArena::path`]), whose size must be `size_bytes`.
     pub fn open(path: &str, size_bytes: u64) -> Result<Self> {
         checked_size(size_bytes)?;
         let fail = |message: &str, error: std::io::Error| {
             Error::io(message, error).with_context("path", path)
         };
         let file = File::options().read(true).write(true).open(path).map_err(|error| {
-            fail("the arena cannot be opened; is the scheduler process of this user alive?", error)
+            fail("the arena cannot be opened; is this user's scheduler process running?", error)
         })?;
         let seals = rustix::fs::fcntl_get_seals(&file)
             .map_err(|error| fail("the file is not an arena", error.into()))?;
@@ -316,9 +313,9 @@ impl Arena {
         let end = self.trailer_at(offset, part_bytes)?;
         let (trailer, tag) = spec.seal(self.payload(offset, spec.payload_bytes(part_bytes)?)?)?;
         let _alone = self.trailers.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the 128 bytes at `end` are inside the mapping (trailer_at), and no slice covers
-        // them (payloads end before trailers, payload_bytes). `trailers` excludes other threads of
-        // this process, and the reservation excludes other processes.
+        // SAFETY: the 128 bytes at `end` are inside the mapping (see `trailer_at`), and no slice
+        // covers them, because payloads end before trailers (see `payload_bytes`). `trailers`
+        // excludes other threads of this process, and the reservation excludes other processes.
         unsafe { ptr::copy_nonoverlapping(trailer.as_ptr(), end.as_ptr(), TRAILER_BYTES) };
         Ok(tag)
     }

@@ -1,6 +1,4 @@
 //! Files of page-aligned frames, which are accessed with direct I/O if the file system supports it.
-//!
-//! Each method of [`RawFile`] is one system call, so that tests can substitute a failing file.
 
 use std::fmt;
 use std::fs::{File, Metadata, OpenOptions};
@@ -12,12 +10,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
 use rustix::io::Errno;
 
-/// Direct I/O requires that the address, offset and length are multiples of this value, which is
-/// sufficient for all common file systems.
+/// Required alignment of the address, offset and length for direct I/O. 4096 bytes is sufficient on
+/// all common file systems.
 pub const ALIGN_BYTES: usize = 4096;
 
-/// An open file. Each method makes a single system call, so reads and writes can be short. Use
-/// `read_exact_at` and `write_all_at` of [`FileExt`] for complete transfers.
+/// An open file. Each method is one system call, so that tests can make any call fail. Reads and
+/// writes can be short; use `read_exact_at` and `write_all_at` of [`FileExt`] for complete
+/// transfers.
 pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
     /// Returns the file's metadata, such as its device and number of links.
     fn metadata(&self) -> Result<Metadata>;
@@ -37,8 +36,8 @@ pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
     fn is_direct(&self) -> bool;
 }
 
-/// A file of the operating system, with a buffered descriptor and, if requested and supported, a
-/// second descriptor with `O_DIRECT`.
+/// A file with a buffered descriptor and, if requested and supported, a second descriptor with
+/// `O_DIRECT`.
 #[derive(Debug)]
 pub struct OsFile {
     buffered: File,
@@ -68,8 +67,8 @@ impl OsFile {
         if !buffered.metadata()?.is_file() {
             return Err(Error::new(ErrorKind::InvalidInput, "not a regular file"));
         }
-        // A file system without O_DIRECT returns EINVAL here. Any other error will recur when the
-        // file is used.
+        // A file system without O_DIRECT returns EINVAL here. After any error, the file is accessed
+        // through the page cache.
         let direct = direct
             .then(|| options.clone().custom_flags(flags(OFlags::DIRECT)).open(path).ok())
             .flatten();
@@ -98,7 +97,6 @@ impl OsFile {
             self.direct.as_ref().filter(|_| is_aligned && len > 0 && self.is_direct())
         {
             match io(direct) {
-                // The file system accepted the flag but rejects the transfer.
                 Err(e)
                     if matches!(
                         Errno::from_io_error(&e),

@@ -1,7 +1,6 @@
 //! Memory available to this process, limited by the machine and the process's control groups.
 //!
-//! The caller that opens a store passes the result in, so that the store never reads the
-//! environment.
+//! Callers pass the result when they open a store, so that the store never reads the environment.
 
 use std::fs;
 use std::path::Path;
@@ -23,7 +22,8 @@ fn mem_available(meminfo: &str) -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// Returns the least memory left in any group up to the root. Groups without a limit are skipped.
+/// Returns the least memory available in any of the process's groups or their ancestors. Groups
+/// without a limit are skipped.
 fn groups_available(cgroup: &str) -> Option<u64> {
     let left_of = |line: &str| {
         let mut fields = line.splitn(3, ':').skip(1);

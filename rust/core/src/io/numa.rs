@@ -98,14 +98,14 @@ fn bind(address: usize, num_bytes: usize, place: &Place) -> Result<()> {
     }
 }
 
-/// Sets the memory policies of ranges in a file of `size_bytes`, for all mappings of the file. The
-/// ranges must be in ascending order.
+/// Sets the memory policies of ranges in a file of `size_bytes`. The ranges must be in ascending
+/// order.
 pub(super) fn place(fd: impl AsFd, size_bytes: u64, places: &[Place]) -> Result<()> {
     places.chunks(PLACED_AT_ONCE).try_for_each(|some| place_some(&fd, size_bytes, some))
 }
 
-/// Sets the memory policies of ranges through a temporary mapping. The policies belong to the file
-/// and apply to all its mappings.
+/// Sets the memory policies of ranges through a temporary mapping. The policies belong to the file,
+/// so they apply to all its mappings.
 fn place_some(fd: impl AsFd, file_bytes: u64, places: &[Place]) -> Result<()> {
     let (Some(first), Some(last)) = (places.first(), places.last()) else { return Ok(()) };
     let size_bytes =
@@ -139,8 +139,8 @@ fn policy_at(address: usize) -> Option<i32> {
     (done == 0).then_some(mode)
 }
 
-/// Places the unallocated whole pages at `address` on one NUMA node, for all processes that map
-/// them.
+/// Places the unallocated pages of a page-aligned range on one NUMA node, for all processes that
+/// map the range.
 ///
 /// Returns false and changes nothing if the server or an earlier engine has already placed the
 /// pages. Also returns false if the kernel rejects the placement, in which case the kernel chooses

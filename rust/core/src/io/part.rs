@@ -34,7 +34,7 @@ pub struct PartSpec<'a> {
 /// Reason why a part must not be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Damage {
-    /// The part has no trailer, because copying to it never finished.
+    /// The part has no trailer of this version, for example because copying to it never finished.
     Unsealed,
     /// The bytes belong to a different chunk.
     Key,
@@ -74,7 +74,7 @@ impl PartSpec<'_> {
             {
                 Ok(payload)
             }
-            _ => Err(Error::invalid("the pages and the trailer do not fit the part")
+            _ => Err(Error::invalid("the pages and the trailer do not fit in the part")
                 .with_context("block_bytes", block_bytes)
                 .with_context("num_blocks", self.num_blocks)
                 .with_context("part_bytes", part_bytes)),

@@ -99,7 +99,6 @@ impl HostTier {
         (self.grids.iter().map(|grid| grid.num_taken).sum::<u64>() + num_free, num_free)
     }
 
-    /// Returns the number of frames of a class that are in use.
     pub(crate) fn num_taken(&self, class: SizeClass) -> usize {
         usize::try_from(self.grid(class).num_taken).unwrap_or(usize::MAX / 2)
     }
@@ -167,9 +166,9 @@ impl HostTier {
         }
     }
 
-    /// Returns true if evicting the chunk in `frame` can help the request. Eviction does not help
-    /// if workers cannot copy to the frame, or if the frame has a different class and either a slab
-    /// is already being emptied for the request or the frame's slab would be unsuitable.
+    /// Returns true if evicting the chunk in `frame` can help the request. Eviction does not help a
+    /// save if workers cannot copy to the frame. If the frame has a different class, eviction does
+    /// not help a request that is already waiting for a slab or cannot use the frame's slab.
     pub(crate) fn is_fit(&self, frame: FrameId, request: FrameRequest) -> bool {
         let slab = self.grid(frame.class()).slab_of(frame.number());
         let is_slab_fit = slab < self.end_for(request) as usize && !self.hungry.contains(&request);
@@ -191,13 +190,12 @@ impl HostTier {
         }
     }
 
-    /// Withdraws a request that no slab can serve. Otherwise, its class could take a slab later
-    /// although it has free frames by then.
+    /// Withdraws a request that no slab can serve. Otherwise, its class could take a slab later,
+    /// even if it has free frames by then.
     pub(crate) fn withdraw(&mut self, wanted: Wanted) {
         self.hungry.pop_if(|request| wanted.class == Some(request.class));
     }
 
-    /// Assigns a taken frame to a chunk.
     pub(crate) fn assign(&mut self, frame: FrameId, to: ChunkId) {
         self.grids[frame.class().index()].assign(frame.number(), to);
     }
@@ -226,8 +224,8 @@ impl HostTier {
         }
     }
 
-    /// Lends access to the bytes of a frame. Returns None if the frame is already lent or is free.
-    /// Another store may be using the bytes of a free frame.
+    /// Lends access to the bytes of a frame. Returns None if the frame is already lent, or if it is
+    /// free, because another store might be using the bytes of a free frame.
     pub(crate) fn lend(&mut self, frame: FrameId) -> Option<Frame> {
         let grid = self.grids.get(frame.class().index())?;
         if grid.is_taken(frame.number()) { self.frames.lend(frame) } else { None }
@@ -288,7 +286,6 @@ impl HostTier {
         u32::try_from(end).unwrap_or(u32::MAX)
     }
 
-    /// Assigns the slab to frames of `class`.
     fn assign_slab(&mut self, at: usize, class: SizeClass) {
         let Slab { state, num_used } = &mut self.slabs[at];
         *state = SlabState::Own(class);
@@ -306,8 +303,8 @@ impl HostTier {
         self.grids[class.index()].remove_slab(at);
     }
 
-    /// Releases a slab without frames in use. The slab goes to a hungry class if there is one that
-    /// can use it and no other store needs a slab, and to the pool otherwise.
+    /// Releases a slab without frames in use to a hungry class that can use it, or to the pool if
+    /// there is no such class or if another store needs a slab.
     fn release_empty_slab(&mut self, at: usize) {
         debug_assert!(
             self.slabs[at].num_used == 0 && self.slabs[at].state != SlabState::Foreign,
@@ -336,8 +333,8 @@ impl HostTier {
     }
 
     /// Starts to empty a slab. Picks the slab of `coldest` unless another slab has at most half as
-    /// many frames in use. For other stores, prefers slabs that saves cannot use. The slab is
-    /// released when its last frame is freed. Returns None if there is no suitable slab.
+    /// many frames in use. Prefers slabs that saves cannot use. The slab is released when its last
+    /// frame is freed. Returns None if there is no suitable slab.
     pub(crate) fn drain(&mut self, wanted: Wanted, coldest: Option<FrameId>) -> Option<SlabId> {
         let end = self.slabs.len().min(wanted.end as usize);
         let is_own = |at: &usize| {
@@ -346,7 +343,6 @@ impl HostTier {
         };
         let fewest =
             |from: usize| (from..end).filter(is_own).min_by_key(|&at| self.slabs[at].num_used);
-        // Saves cannot use frames beyond the limit.
         let behind = self.end_of_limit() as usize;
         let (from, fewest) = match fewest(behind) {
             Some(at) => (behind, at),
@@ -377,12 +373,12 @@ impl HostTier {
         }
     }
 
-    /// Returns true if the slab is being emptied.
     pub(crate) fn is_draining(&self, slab: SlabId) -> bool {
         matches!(self.slabs[slab.0 as usize].state, SlabState::Draining(_))
     }
 
-    /// Returns the slab's first frame from number `from` on that holds a chunk, and the chunk.
+    /// Returns the slab's first frame that holds a chunk and has a number of at least `from`, and
+    /// the chunk.
     pub(crate) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
         match self.slabs[slab.0 as usize].state {
             SlabState::Foreign => None,

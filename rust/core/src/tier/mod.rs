@@ -19,8 +19,7 @@ use crate::key::ChunkKey;
 /// Life cycle of a slot: `reserve` -> `write` -> `free`. A caller owns a slot from `reserve` until
 /// `free` returns Ok, and must not use it in two concurrent calls. The caller also owns the slots
 /// of chunks that are found when the tier is opened. After `close`, `write`, `read`, `free` and
-/// `clear` return `Closed`, and `reserve` returns None. [`disk::DiskTier`] implements this trait
-/// with files.
+/// `clear` return `Closed`, and `reserve` returns None.
 pub trait LocalTier: fmt::Debug + Send + Sync {
     /// Reserves a free or new slot for frames of `class`. Returns None if no slot is available at
     /// the moment. Never modifies a slot that was written.
@@ -47,7 +46,7 @@ pub trait LocalTier: fmt::Debug + Send + Sync {
     fn is_removable(&self) -> bool;
 
     /// Returns the tier's directory or file that was removed or moved while the tier was open.
-    /// Returns None if nothing was removed or if this is unknown. Does I/O.
+    /// Returns None if nothing was removed or if the check is inconclusive. Does I/O.
     fn removed(&self) -> Option<PathBuf>;
 
     /// Returns gauges and counters. Never blocks on I/O.

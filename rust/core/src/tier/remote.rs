@@ -9,14 +9,14 @@ use crate::key::ChunkKey;
 
 /// A tier that stores frames by key and is not owned by this process.
 ///
-/// The contents are only a hint, because other clients can put and evict chunks at any time. A
-/// missing chunk is a miss, not an error, and does not affect other tiers. All methods are
-/// thread-safe.
+/// The result of `contains_many` is only a hint, because other clients can put and evict chunks at
+/// any time. A missing chunk is a miss, not an error, and does not affect other tiers. All methods
+/// are thread-safe.
 ///
-/// Each call returns shortly after its deadline at the latest. `Corrupt` means that the chunk is
-/// damaged, `Io` that the network or the remote side failed or did not respond in time, and
-/// `Closed` that the connection was closed. The caller's breaker treats both `Io` and `Closed` as
-/// failures of the tier.
+/// No call returns much later than its deadline. `Corrupt` means that the chunk is damaged, `Io`
+/// that the network or the remote side failed or did not respond in time, and `Closed` that the
+/// connection was closed. The caller's breaker treats both `Io` and `Closed` as failures of the
+/// tier.
 pub trait RemoteTier: fmt::Debug + Send + Sync {
     /// Returns whether each key was present, in the order of `keys`.
     fn contains_many(&self, keys: &[ChunkKey], deadline: Instant) -> Result<Vec<bool>>;

@@ -1,17 +1,18 @@
-//! Tests the sizes, frames, files and NUMA placement of arenas.
+//! Tests that the same bytes are never lent twice, and that memory is placed on NUMA nodes.
 
 use super::super::numa::{MPOL_F_ADDR, prefer_numa_node};
 use super::*;
 use crate::ErrorKind;
 
-/// Returns the kernel's memory policy for pages of an additional mapping, or None if the kernel
-/// does not support policies.
+/// Returns the kernel's memory policy for each page, read through a second mapping, or None if the
+/// kernel does not support policies.
 fn policies(arena: &HostArena, pages: impl Iterator<Item = usize>) -> Option<Vec<(i32, u64)>> {
     let other = Arena::open(&arena.path(), arena.size_bytes).unwrap();
     let policy = |page: usize| {
         let (mut mode, mut mask) = (-1_i32, 0_u64);
         let at = other.address() + page * 4096;
-        // SAFETY: the mode and one word of a mask are ours; the address is only looked up.
+        // SAFETY: `mode` and `mask` are local variables, and the kernel does not access the memory
+        // at the address.
         let done = unsafe {
             libc::syscall(
                 libc::SYS_get_mempolicy,
@@ -33,8 +34,8 @@ fn system_places_memory() -> bool {
     let arena = HostArena::of_bytes(FRAME_ALIGN).unwrap();
     let page = Arena::open(&arena.path(), FRAME_ALIGN).unwrap();
     let (preferred, mask) = (1, 1_u64);
-    // SAFETY: one whole page of a mapping that outlives the call; the kernel writes 64 bits of the
-    // mask.
+    // SAFETY: the page belongs to a mapping that outlives the call, and the kernel reads 64 bits of
+    // the mask.
     let done = unsafe {
         libc::syscall(
             libc::SYS_mbind,
@@ -50,7 +51,7 @@ fn system_places_memory() -> bool {
 }
 
 /// Places every second page on the first node, which exists on every machine, using more ranges
-/// than fit in one call.
+/// than one temporary mapping places.
 #[test]
 fn ranges_are_placed_for_every_mapping_and_no_other_page() {
     let num_pages = 2 * numa::PLACED_AT_ONCE as u64 + 100;

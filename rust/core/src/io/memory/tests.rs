@@ -1,4 +1,4 @@
-//! Tests how the kernel's files about a machine and its control groups are parsed.
+//! Tests the parsing of `/proc/meminfo` and of control group files.
 
 use super::*;
 

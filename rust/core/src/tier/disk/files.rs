@@ -1,8 +1,8 @@
 //! The two files of one size class in a namespace: the index, which contains the records, and the
-//! frames file. Reads and writes slots and changes the lengths and blocks of the files.
+//! frames file.
 //!
-//! This file defines the order of a write: clear the record, write the frame, write the record. No
-//! matter when the process dies, a valid record therefore always has a complete frame (I3).
+//! A write clears the record, writes the frame, then writes the record. A valid record therefore
+//! always has a complete frame, no matter when the process dies (I3).
 
 use std::io::{self, ErrorKind};
 use std::ops::Range;
@@ -24,7 +24,7 @@ pub trait OpenFiles: std::fmt::Debug + Send + Sync {
     fn open(&self, path: &Path, direct: bool) -> io::Result<Box<dyn RawFile>>;
 }
 
-/// Opens files of the operating system.
+/// Opens each file as an [`OsFile`].
 #[derive(Debug, Clone, Copy)]
 pub struct OsFiles;
 
@@ -81,7 +81,7 @@ impl SlotFiles {
     }
 
     /// Opens both files of an existing namespace read-only. Returns None if the files never
-    /// contained a chunk. The error is a clause that can follow a subject.
+    /// contained a chunk. The error describes the damage.
     pub(super) fn open_read(
         dir: &Path,
         (class, frame_bytes): (SizeClass, u64),
@@ -100,15 +100,15 @@ impl SlotFiles {
                 Ok(Some(Self { frames, index, class, frame_bytes, seed }))
             }
             (None, None) => Ok(None),
-            // The index is created first, so a killed process may leave only the index.
+            // The index is created first, so a process killed before it creates the frames file
+            // leaves only an empty index.
             (Some(index), None) if index.size().is_ok_and(|size| size == 0) => Ok(None),
             (Some(_), None) => missing(&frames_name),
             (None, Some(_)) => missing(&index_name),
         }
     }
 
-    /// Returns true if a file was removed or moved away from `dir`. Returns false if this is
-    /// unknown.
+    /// Returns true if a file is known to have been removed or moved out of `dir`.
     pub(super) fn are_removed_from(&self, dir: &Path) -> bool {
         let (index, frames) = (index_name(self.frame_bytes), frames_name(self.frame_bytes));
         [(&self.index, index), (&self.frames, frames)].into_iter().any(|(file, name)| {
@@ -202,7 +202,6 @@ impl SlotFiles {
         self.index.write_all_at(&EMPTY, index_offset(slot.number()))
     }
 
-    /// Returns the offset of a slot's frame in the frames file.
     pub(super) fn frame_offset(&self, slot: u32) -> u64 {
         u64::from(slot) * self.frame_bytes
     }
@@ -262,7 +261,7 @@ impl SlotFiles {
         Ok(())
     }
 
-    /// Extends both files from `from` to `to` slots. Returns true if their blocks are allocated,
+    /// Extends both files from `from` to `to` slots. Returns true if the new blocks are allocated,
     /// and false if the new slots are holes because the file system cannot preallocate. On error,
     /// both files are truncated back to `from` slots.
     pub(super) fn grow(&self, from: u32, to: u32) -> io::Result<bool> {
@@ -282,8 +281,7 @@ impl SlotFiles {
         extend(&*self.frames, self.frame_offset(slots.start), self.frame_offset(slots.end))
     }
 
-    /// Frees the blocks of slots. The records of the slots must be empty (I3). The length of the
-    /// file is unchanged.
+    /// Frees the blocks of slots. The records of the slots must be empty (I3).
     pub(super) fn punch(&self, slots: &Range<u32>) -> io::Result<()> {
         self.frames.punch(self.frame_offset(slots.start), self.frame_offset(slots.end))
     }

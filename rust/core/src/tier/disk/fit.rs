@@ -17,7 +17,7 @@ use super::types::{DiskConfig, DiskEntry, SlotId};
 /// The contents of the files of one size class.
 #[derive(Debug, Default)]
 pub(super) struct ClassIndex {
-    /// Number of slots in both files.
+    /// Number of slots that both files contain.
     len: u32,
     /// Valid records, in slot order.
     pub(super) entries: Vec<DiskEntry>,
@@ -55,7 +55,6 @@ impl ClassIndex {
         SlotCount { frame_bytes, slots, filled: if self.is_punched { recorded } else { slots } }
     }
 
-    /// Returns the slots whose blocks are punched.
     pub(super) fn punched(&self) -> BTreeSet<u32> {
         let mut recorded = self.recorded.iter().peekable();
         let is_free = |slot: &u32| recorded.next_if_eq(&slot).is_none();
@@ -85,7 +84,7 @@ impl ClassIndex {
     }
 }
 
-/// Claims space for the namespace and shrinks its files to fit into the space claimed.
+/// Claims space for the namespace and shrinks its files to fit the claimed space.
 pub(super) fn fit_cap(
     config: &DiskConfig,
     owner: &OpenNamespace,

@@ -15,9 +15,9 @@ use super::types::SlotId;
 use crate::error::is_no_space;
 use crate::io::{MAX_FRAMES, SizeClass};
 
-/// Maximum time until the next attempt after growing failed, even if few slots are requested.
+/// Maximum delay before growing is retried after a failure, even if few slots are requested.
 const RETRY_AFTER: Duration = Duration::from_secs(2);
-/// How long to wait for another thread that grows the files. Growing usually takes a few
+/// Timeout for waiting for another thread to grow the files. Growing usually takes a few
 /// milliseconds; after the timeout, a chunk is evicted instead.
 const MAX_WAIT: Duration = Duration::from_millis(100);
 
@@ -52,8 +52,9 @@ impl DiskTier {
         self.state().take(class)
     }
 
-    /// Records that a write failed because the file system is full. Until the next attempt to grow,
-    /// only slots that have blocks are written.
+    /// Handles a write that failed because the file system is full. Deletes a closed namespace if
+    /// there is one. Otherwise, only slots that have blocks are written until the next attempt to
+    /// grow.
     pub(super) fn hold_growth(&self) {
         if self.delete_closed() {
             return; // the next write has space
@@ -69,8 +70,8 @@ impl DiskTier {
         ));
     }
 
-    /// Waits up to [`MAX_WAIT`] for the thread that is growing the files. Returns None if that
-    /// takes longer.
+    /// Waits up to [`MAX_WAIT`] for the thread that is growing the files, if any. Returns None if
+    /// that thread is too slow.
     fn turn(&self) -> Option<Turn<'_>> {
         let waited = self
             .grown
@@ -143,8 +144,8 @@ impl DiskTier {
         (have, false)
     }
 
-    /// Deletes a closed namespace because the file system is full. Returns false if no namespace
-    /// was deleted.
+    /// Deletes a closed namespace to free space on a full file system. Returns false if no
+    /// namespace was deleted.
     fn delete_closed(&self) -> bool {
         let note = |line| self.state().event(line);
         self.enter().is_ok_and(|owner| owner.delete_closed(&self.config, note))
@@ -158,8 +159,8 @@ impl DiskTier {
         skip
     }
 
-    /// Returns the bytes that the namespace can claim, up to the second number. Deletes closed
-    /// namespaces only if the first number would not fit otherwise. Returns None on an I/O error.
+    /// Claims `[enough, want]` bytes; see [`OpenNamespace::claim`]. Returns the number of bytes
+    /// that the namespace may use, or None on an I/O error.
     fn claim(&self, owner: &OpenNamespace, bytes: [u64; 2]) -> Option<u64> {
         let room = owner.claim(&self.config, bytes, |line| self.state().event(line));
         let Claim { bytes, foreign_bytes } = room.ok()?;

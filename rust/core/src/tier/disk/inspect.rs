@@ -96,9 +96,8 @@ pub(super) fn open_namespace(
 }
 
 /// Returns a clause that describes the chunks lost because the index is shorter than the frames
-/// file. The tier extends the index first, so every frame has a record. Damage aside, an index is
-/// too short only if the process was killed between the two steps of shrinking; in that case, the
-/// lost chunks had already been evicted.
+/// file. The tier extends the index first, so every frame has a record. An undamaged index is
+/// shorter only if the process was killed while it was shrinking the files to drop these slots.
 pub(super) fn lost_records(frame_bytes: u64, records: u32, frames: u32) -> Option<String> {
     let name = namespaces::index_name(frame_bytes);
     match records {

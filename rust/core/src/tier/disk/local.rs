@@ -55,8 +55,8 @@ impl DiskTier {
 }
 
 impl LocalTier for DiskTier {
-    /// Reserving a slot may grow the files and delete other namespaces, so it must happen on a disk
-    /// thread, never in a scheduler step. Returns None if another thread takes too long to grow the
+    /// Can grow the files and delete closed namespaces, so it must be called on a disk thread,
+    /// never in a scheduler step. Also returns None if another thread takes too long to grow the
     /// files.
     fn reserve(&self, class: SizeClass) -> Option<SlotId> {
         let _inside = self.enter().ok()?;

@@ -18,12 +18,10 @@ use crate::key::namespace_id;
 /// leaves a record without its frame.
 const SLOT_FILES: [&str; 2] = ["index", "frames"];
 
-/// Returns the name of the index file for frames of the given size.
 pub(crate) fn index_name(frame_bytes: u64) -> String {
     format!("{}-{frame_bytes}.dat", SLOT_FILES[0])
 }
 
-/// Returns the name of the frames file for frames of the given size.
 pub(crate) fn frames_name(frame_bytes: u64) -> String {
     format!("{}-{frame_bytes}.dat", SLOT_FILES[1])
 }
@@ -57,7 +55,6 @@ pub(crate) fn file_names(path: &Path) -> io::Result<Vec<String>> {
 pub(crate) struct Found {
     /// Name of the directory: 16 hex digits.
     pub(crate) name: String,
-    /// Path of the directory.
     pub(crate) path: PathBuf,
     /// Size on disk, in bytes.
     pub(crate) bytes: u64,
@@ -70,9 +67,9 @@ pub(crate) fn dir_of(config: &DiskConfig) -> PathBuf {
     config.dir.join(namespace_id(&config.namespace))
 }
 
-/// Creates a directory that only this user can access. Checks first whether the directory exists,
-/// because an attempt to create it hangs on a frozen file system. The parent must exist unless the
-/// directory belongs to a data-parallel engine.
+/// Creates a directory that only this user can access. First checks whether the directory exists,
+/// because `mkdir` hangs on a frozen file system. The parent must exist unless the directory
+/// belongs to a data-parallel engine.
 pub(crate) fn make_dir(path: &Path) -> io::Result<()> {
     if path.is_dir() {
         return Ok(());
@@ -117,7 +114,7 @@ pub(crate) fn scan(dir: &Path, open: &BTreeSet<String>) -> io::Result<Vec<Found>
 
 /// Deletes closed namespaces, least recently used first, until `is_enough` returns true for the
 /// size of the remaining closed namespaces. Returns that size. Passes a log line for each deletion
-/// to `note`.
+/// or failure to `note`.
 pub(crate) fn make_room(
     config: &DiskConfig,
     open: &BTreeSet<String>,

@@ -1,7 +1,8 @@
 //! Opens a disk directory: claims it, checks the superblock, applies the size limit and recovers
 //! the stored chunks.
 //!
-//! Chunks in damaged files are dropped and counted. Damage never prevents a directory from opening.
+//! Chunks with damaged records are dropped and counted. Damage never prevents a directory from
+//! being opened.
 
 use std::collections::HashSet;
 use std::fs;
@@ -30,11 +31,11 @@ impl DiskTier {
     /// Opens or creates a namespace in the directory. Returns its chunks, parents before children,
     /// and otherwise oldest first.
     ///
-    /// Drops unreadable records and chunks whose parent is missing (if `depth` > 0). Recreates a
-    /// namespace whose superblock does not match. Returns `InvalidConfig` if the settings can never
-    /// work, `Busy` if another owner is alive, and `Io` if a system call fails or another user can
-    /// write to the directory. `Busy` and `Io` can be temporary, so the caller should retry. A
-    /// failed attempt does not prevent later attempts.
+    /// Drops unreadable records, and chunks with a `depth` above 0 whose parent is missing.
+    /// Recreates a namespace whose superblock does not match. Returns `InvalidConfig` if the
+    /// settings can never work, `Busy` if another owner is alive, and `Io` if a system call fails
+    /// or another user can write to the directory. `Busy` and `Io` can be temporary, so the caller
+    /// should retry. A failed attempt does not prevent later attempts.
     pub fn open_in(config: &DiskConfig, root: &Arc<DiskRoot>) -> Result<(Self, Vec<DiskEntry>)> {
         Self::open_with_files(config, root, &OsFiles)
     }
@@ -134,7 +135,8 @@ fn make_namespace(dir: &Path, state: &mut TierState) -> io::Result<()> {
     namespaces::make_dir(dir)
 }
 
-/// Writes the superblock of this namespace. Deletes files that belong to a different superblock.
+/// Ensures that the directory contains the superblock of this namespace. Deletes files that belong
+/// to a different superblock.
 fn claim_namespace(config: &DiskConfig, dir: &Path, state: &mut TierState) -> io::Result<()> {
     let ours = Superblock::new(&config.namespace, config.frame_sizes.all(), &config.description);
     let why = match Superblock::read(dir)? {

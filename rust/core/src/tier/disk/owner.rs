@@ -66,7 +66,7 @@ impl DirLock {
         Ok(lock)
     }
 
-    /// Locks the directory for reading. Creates and changes nothing.
+    /// Locks the directory for a reader. Does not create or change any file.
     pub(super) fn acquire_existing(dir: &Path) -> Result<Self> {
         let mut lock = Self::lock_dir(dir, READER)?;
         match open_options(OFlags::NOFOLLOW).open(dir.join(FILE_NAME)) {
@@ -126,8 +126,7 @@ fn open_options(flags: OFlags) -> OpenOptions {
     options
 }
 
-/// Creates an error. Errors for readers do not mention `disk_path`, because the directory was
-/// passed as an argument.
+/// Errors for readers do not mention `disk_path`, because the directory was passed as an argument.
 fn failed(action: &str, dir: &Path, asker: Asker, error: io::Error) -> Error {
     if asker == READER {
         return Error::io(format!("cannot {action} {}", dir.display()), error);

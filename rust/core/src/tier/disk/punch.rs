@@ -1,8 +1,8 @@
 //! Moves space between size classes: punches free slots, which frees their blocks, and allocates
 //! blocks for punched slots.
 //!
-//! Only the thread that grows files punches and refills slots (see `growth`), so the two never run
-//! concurrently. Only free slots with an empty record are punched (I3).
+//! Only the thread that grows files punches and refills slots (see `growth`), so these operations
+//! never run concurrently. Only free slots with an empty record are punched (I3).
 
 use std::io;
 use std::ops::Range;

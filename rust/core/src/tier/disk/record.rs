@@ -1,13 +1,13 @@
 //! A slot's 128-byte record in the index of the slot's size class. A record identifies the chunk in
 //! the slot's frame and contains checksums of the frame and of itself. `recover` turns the records
-//! of an index into a consistent set of entries.
+//! of a namespace into a consistent set of entries.
 //!
 //! Layout, little endian: magic `KVLREC01` (8), key (32), parent (32), payload checksum (u128),
 //! sequence (u64), save time (u64, Unix seconds; the write time in early versions), number of units
 //! (u32, always 1), depth (u32), slot number (u32), zeros (4), checksum of the preceding 120 bytes
 //! (u64). The record of an empty slot is all zeros. Both checksums are XXH3. The record checksum is
 //! seeded with the first 8 bytes of the namespace (u64) XOR the frame size, so that records of a
-//! different namespace, size or slot are invalid. Parsing never panics.
+//! different namespace or size are invalid. Parsing never panics.
 
 use std::collections::HashMap;
 
@@ -18,9 +18,7 @@ pub(crate) use twox_hash::XxHash3_128 as PayloadHasher;
 use super::types::{DiskEntry, DiskMeta, SlotId};
 use crate::ChunkKey;
 
-/// Size of a record.
 pub(crate) const RECORD_BYTES: usize = 128;
-/// The encoded bytes of a record.
 pub(crate) type RecordBytes = [u8; RECORD_BYTES];
 /// The record of an empty slot.
 pub(crate) const EMPTY: RecordBytes = [0; RECORD_BYTES];
@@ -34,7 +32,6 @@ const NUM_UNITS: u32 = 1;
 /// The chunk in a slot and the checksum of its frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Record {
-    /// The chunk in the slot.
     pub(crate) meta: DiskMeta,
     /// XXH3-128 of the whole frame.
     pub(crate) payload: u128,
@@ -108,8 +105,8 @@ pub(crate) fn parse(bytes: &RecordBytes, slot: u32, seed: u64) -> Parsed {
     if record.encode(slot, seed) == *bytes { Parsed::Valid(record) } else { Parsed::Bad }
 }
 
-/// Removes and returns the next N bytes. All calls together consume exactly one record, as the
-/// round-trip tests verify.
+/// Removes and returns the next N bytes, or zeros if fewer bytes remain. Callers never read past
+/// the end.
 fn take<const N: usize>(rest: &mut &[u8]) -> [u8; N] {
     let (head, tail) = rest.split_first_chunk::<N>().unwrap_or((&[0; N], &[]));
     *rest = tail;
@@ -134,7 +131,7 @@ enum Fate {
     Dropped,
 }
 
-/// The entries of an index, each with its fate.
+/// The entries of a namespace, each with its fate.
 struct Places<'a> {
     found: &'a [DiskEntry],
     fates: Vec<Fate>,
@@ -143,7 +140,7 @@ struct Places<'a> {
     by_key: HashMap<&'a ChunkKey, usize>,
 }
 
-/// Sorts the entries of an index and drops duplicates and orphans. `found` must not contain more
+/// Sorts the entries of a namespace and drops duplicates and orphans. `found` must not contain more
 /// than one entry per slot.
 pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
     let mut order: Vec<usize> = (0..found.len()).collect();

@@ -1,6 +1,7 @@
 //! Removes chunks from closed namespaces. Prefixes are selected by their first chunk.
 //!
-//! A namespace is opened only if a chunk must be removed, because opening marks it as used.
+//! A namespace is opened only if a chunk must be removed, because opening marks it as recently
+//! used.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
@@ -26,15 +27,15 @@ pub struct RemovedChunks {
     pub num_chunks: u64,
     /// Total size of the frames of removed chunks, in bytes.
     pub num_bytes: u64,
-    /// True if matching chunks may remain because a namespace is in use or an I/O error occurred.
+    /// True if matching chunks might remain because a namespace is in use or an I/O error occurred.
     pub is_cut_short: bool,
     /// Names of matching namespaces that were skipped because this process has them open. Chunks of
     /// open namespaces must be removed through the open tier.
     pub open: BTreeSet<String>,
 }
 
-/// Removes the first chunks that match `is_meant`, and their descendants, from all namespaces in
-/// `dir` with names that start with `prefix`. Skips namespaces that `root` has open. A missing
+/// Removes the chunks of depth 0 that match `is_meant`, and their descendants, from all namespaces
+/// in `dir` whose hex digits start with `prefix`. Skips namespaces that `root` has open. A missing
 /// directory is treated as empty. Returns `Io` if the directory cannot be read.
 pub(crate) fn remove_closed(
     dir: &Path,

@@ -3,8 +3,9 @@
 //!
 //! Each open namespace claims bytes before its files grow, so that the total never exceeds the
 //! limit. Closed namespaces are measured and can be deleted to make room; open namespaces cannot.
-//! While multiple namespaces are open, each leaves equal parts to the others, but keeps its earlier
-//! claims until it is closed. Only the `opening` lock is held during system calls.
+//! While multiple namespaces are open, each leaves an equal part of the space to every other
+//! namespace, but keeps its earlier claims until it is closed. Only the `opening` lock is held
+//! during system calls.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -65,7 +66,6 @@ pub(super) struct OpenNamespace {
     _lock: Arc<DirLock>,
 }
 
-/// Result of a claim.
 pub(super) struct Claim {
     /// Total number of bytes that the namespace may use.
     pub(super) bytes: u64,
@@ -92,7 +92,8 @@ impl DiskRoot {
         Ok(())
     }
 
-    /// Unlocks the directory. If namespaces are open, it is unlocked once they are closed.
+    /// Releases the lock taken by [`Self::hold`]. The directory stays locked while a namespace is
+    /// open.
     pub fn release(&self) {
         let kept = self.state().kept.take();
         drop(kept); // may unlock the directory, so `state` must not be locked
@@ -240,8 +241,8 @@ impl OpenNamespace {
         Err(io::Error::new(io::ErrorKind::ResourceBusy, "namespaces keep changing"))
     }
 
-    /// Deletes the least recently used closed namespace, because the file system is full although
-    /// the directory is below its limit. Returns false if no namespace could be deleted.
+    /// Deletes the least recently used closed namespace. Called if the file system is full before
+    /// the directory reaches its size limit. Returns false if no namespace could be deleted.
     pub(super) fn delete_closed(&self, config: &DiskConfig, note: impl FnMut(String)) -> bool {
         let is_deleted = Cell::new(false);
         let delete = |found: &namespaces::Found| {

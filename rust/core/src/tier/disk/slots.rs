@@ -29,7 +29,7 @@ pub(super) enum SlotState {
 }
 
 impl SlotState {
-    /// Returns true if the record must be cleared before the slot can be free.
+    /// Returns true if the record must be cleared before the slot becomes free.
     pub(super) fn may_have_record(self) -> bool {
         matches!(self, SlotState::Used | SlotState::Reserved(true))
     }
@@ -48,7 +48,7 @@ pub(super) struct Slots {
     /// Free slots that may lack blocks.
     holes: VecDeque<u32>,
     pub(super) punched: BTreeSet<u32>,
-    /// True while holes are not reserved, because the file system had no space to fill one.
+    /// True while holes are not reserved, because the file system has no space to fill them.
     pub(super) are_holes_held: bool,
     pub(super) used: u64,
 }
@@ -136,7 +136,7 @@ impl Slots {
         }
     }
 
-    /// Returns the number of free slots that `take_for_punch` can take.
+    /// Returns the maximum number of slots that `take_for_punch` can take.
     pub(super) fn num_spare(&self, with_holes: bool) -> u32 {
         let len = self.free.len() + if with_holes { self.holes.len() } else { 0 };
         u32::try_from(len).unwrap_or(u32::MAX)
@@ -184,7 +184,7 @@ impl Slots {
         matches!(self.states.get(slot.number() as usize), Some(SlotState::Reserved(_)))
     }
 
-    /// Records that writing the record has started, so that the record may be present.
+    /// Records that writing the record has started, so the record might be present.
     pub(super) fn unsure(&mut self, slot: SlotId) {
         self.set(slot, SlotState::Reserved(true));
     }

@@ -17,11 +17,10 @@ use crate::key::namespace_hex;
 
 /// Format version of the superblock, index and frames files.
 pub(crate) const FORMAT: u32 = 4;
-/// Name of the file in a namespace directory.
 pub(crate) const FILE_NAME: &str = "superblock.json";
 /// Name of the superblock file while it is being written.
 pub(crate) const TEMP_NAME: &str = "superblock.json.tmp";
-/// Maximum size of a superblock. A longer file is not read.
+/// Maximum size of a superblock. A larger file is not read.
 const MAX_BYTES: u64 = 64 * 1024;
 /// Maximum length of the description, which keeps the superblock within its share of the budget.
 const MAX_DESCRIPTION_CHARS: usize = 1000;
@@ -29,7 +28,7 @@ const MAX_DESCRIPTION_CHARS: usize = 1000;
 /// The reason for rejecting a superblock. The text completes the sentence "superblock.json is ...".
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// The file was written by another program, or a write was torn.
+    /// The file is not a regular file, is too large, or cannot be parsed.
     NotOurs,
     /// The file is damaged. The text describes the defect.
     Damaged(&'static str),
@@ -49,10 +48,9 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// Maximum frame size, which guarantees that reading a frame terminates.
+/// Maximum frame size, which limits the time to read a frame if its size is forged.
 const MAX_FRAME_BYTES: u64 = 16 << 30;
 
-/// Returns true if `bytes` is a valid frame size.
 pub(crate) fn is_frame_size(bytes: u64) -> bool {
     bytes > 0
         && bytes.is_multiple_of(4096)
@@ -90,7 +88,7 @@ pub(crate) struct Superblock {
 }
 
 impl Superblock {
-    /// Creates the superblock of `namespace` with the given frame sizes.
+    /// Creates a superblock. Truncates `description` to [`MAX_DESCRIPTION_CHARS`].
     pub(crate) fn new(namespace: &[u8; 32], frame_sizes: &[u64], description: &str) -> Self {
         let description = description.chars().take(MAX_DESCRIPTION_CHARS).collect();
         let mut made = Self {
@@ -165,7 +163,6 @@ impl Superblock {
         blake3::Hash::from_hex(&self.namespace).ok().map(Into::into)
     }
 
-    /// Returns the expected value of `checksum`.
     pub(crate) fn compute_checksum(&self) -> String {
         let sizes = self.frame_sizes.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
         let text = format!("{}|{sizes}|{}|{}", self.format, self.namespace, self.description);

@@ -1,5 +1,6 @@
-//! An open disk directory: its files, and the state that changes while it is open (slots, counters,
-//! queued log lines and file growth). `open` creates the tier; `growth` and `local` use it.
+//! An open namespace of a disk directory: its files, and the state that changes while it is open
+//! (slots, counters, queued log lines and file growth). `open` creates the tier; `growth` and
+//! `local` use it.
 
 use std::io;
 use std::sync::Arc;
@@ -46,7 +47,6 @@ impl TierState {
         }
     }
 
-    /// Reserves a free slot of a class.
     pub(super) fn take(&mut self, class: SizeClass) -> Option<SlotId> {
         self.of(class)?.take()
     }
@@ -71,7 +71,6 @@ impl TierState {
         }
     }
 
-    /// Returns the log lines queued since the last call.
     pub(super) fn take_events(&mut self) -> Vec<String> {
         let taken = std::mem::take(&mut self.waiting);
         if !taken.is_empty() {
@@ -92,7 +91,7 @@ pub(super) enum Grower {
     Slow,
 }
 
-/// Progress of file growth.
+/// State of file growth.
 #[derive(Debug, Default)]
 pub(super) struct Growth {
     pub(super) grower: Grower,
@@ -111,7 +110,7 @@ pub(super) struct Growth {
 /// Number of reservations rejected after a failed attempt to grow, before the next attempt.
 const REJECTIONS_BEFORE_RETRY: u32 = 256;
 
-/// An open disk directory of one namespace. All methods are thread-safe.
+/// An open namespace of a disk directory. All methods are thread-safe.
 ///
 /// No lock is held during system calls, so a slow or hung call does not delay other calls.
 #[derive(Debug)]

@@ -78,8 +78,8 @@ pub struct DiskStats {
     pub slots_used: u64,
     /// Number of slots that are reserved but have not been written or freed.
     pub slots_reserved: u64,
-    /// Accounted size of the whole directory, in bytes. If more than one namespace is open, this is
-    /// only the size of this namespace.
+    /// Accounted size of the whole directory, in bytes. If multiple namespaces may be open, only
+    /// this namespace is included.
     pub bytes: u64,
     /// Maximum value of `bytes`.
     pub cap_bytes: u64,
@@ -87,15 +87,15 @@ pub struct DiskStats {
     pub direct: bool,
     /// Number of chunks found when the directory was opened.
     pub recovered: u64,
-    /// Number of records dropped when opening because their parent was missing.
+    /// Number of records dropped on open because their parent was missing.
     pub dropped_orphans: u64,
-    /// Number of records dropped when opening because there is a newer copy of the chunk.
+    /// Number of records dropped on open because there was a newer copy of the chunk.
     pub dropped_duplicates: u64,
-    /// Number of records dropped when opening because they were not valid in this namespace.
+    /// Number of records dropped on open because they were invalid or had no frame.
     pub dropped_records: u64,
-    /// Number of chunks dropped when opening because the size limit was lowered.
+    /// Number of chunks dropped on open because they exceeded the size limit.
     pub dropped_over_cap: u64,
-    /// 1 if the namespace was recreated because its superblock was invalid.
+    /// 1 if the namespace was recreated because its directory or superblock was unusable.
     pub fresh_starts: u64,
     /// Number of failures to grow or punch the files, and of writes that failed because the file
     /// system was full. Reaching the size limit is not included.
@@ -115,8 +115,8 @@ pub struct Damage {
     pub key: Option<String>,
     /// A short description of the damage.
     pub problem: String,
-    /// True if the namespace was created by a different version, so that nothing was checked and no
-    /// damage is known.
+    /// True if the namespace was created by a different version. Such a namespace is not checked,
+    /// so no damage is known.
     pub is_other_format: bool,
 }
 

@@ -63,7 +63,8 @@ impl Grid {
         self.holders[number as usize] = to.0 + FIRST_CHUNK;
     }
 
-    /// Releases a frame. The frame becomes free only if `is_own` is true for its slab.
+    /// Releases a frame. If `is_own` is false, the frame's slab is being emptied, and the frame
+    /// does not become available.
     pub(super) fn release(&mut self, number: u32, is_own: bool) {
         debug_assert!(self.is_taken(number), "invariant I8: frame {number} returned twice");
         self.holders[number as usize] = FREE;
@@ -78,14 +79,14 @@ impl Grid {
         self.free.extend(frames.filter(|number| self.holders[*number as usize] == FREE));
     }
 
-    /// Removes the free frames of a slab.
     pub(super) fn remove_slab(&mut self, slab: usize) {
         for number in self.frames.frames_of(u32::try_from(slab).unwrap_or(u32::MAX)) {
             self.free.remove(&number);
         }
     }
 
-    /// Returns the slab's first frame from number `from` on that holds a chunk, and the chunk.
+    /// Returns the slab's first frame that holds a chunk and has a number of at least `from`, and
+    /// the chunk.
     pub(super) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
         let frames = self.frames.frames_of(slab.0);
         let mut left = frames.start.max(from)..frames.end;

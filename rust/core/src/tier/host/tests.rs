@@ -1,4 +1,4 @@
-//! Tests for frames beyond the limit, slabs that change their size class, and released slabs.
+//! Tests frames beyond the limit, slabs that change their size class, and released slabs.
 
 use super::*;
 use crate::tier::disk::DiskRoot;
@@ -115,8 +115,7 @@ fn a_size_takes_no_slab_in_which_saves_cannot_use_its_frames() {
     assert_eq!((grown(&mut tier, TWO), tier.member.num_slabs().0), (vec![], 0));
 }
 
-/// The slab at the limit has frames of a small size that workers can copy to, but none of a large
-/// size.
+/// In the slab at the limit, workers can copy to small frames but not to large frames.
 #[test]
 fn no_slab_is_emptied_in_which_saves_cannot_use_the_frames() {
     let mut tier = HostTier::create(64 * PAGE, &vec![PAGE, 8 * PAGE].into()).unwrap();

@@ -2,8 +2,7 @@
 
 use super::*;
 
-/// Like the clone in this test, a forked child shares the open file and drops its own copy of the
-/// lock.
+/// Simulates a fork: `parents` holds the parent's files, and the dropped lock is the child's copy.
 #[test]
 fn a_forked_child_leaves_the_directory_locked() {
     let dir = tempfile::tempdir().unwrap();

@@ -127,7 +127,7 @@ fn test_holes_make_no_room_on_a_full_file_system() {
     let (tier, files) = faulty(&config);
     files.inject(Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Allocate]));
     assert!((0..20).all(|_| tier.reserve(LARGE).is_none()));
-    assert_eq!(files.num_calls(Call::Punch), 0, "after a restart, slots with blocks are unknown");
+    assert_eq!(files.num_calls(Call::Punch), 0, "after a restart, no slot is known to have blocks");
 }
 
 #[test]

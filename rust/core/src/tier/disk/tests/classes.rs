@@ -1,5 +1,5 @@
-//! Tests namespaces with multiple size classes: all chunks are recovered, for any limit and any
-//! sizes.
+//! Tests namespaces with multiple size classes: recovery, lower size limits, changed sizes, inspect
+//! and verify.
 
 use std::fs;
 
@@ -13,7 +13,7 @@ pub(super) const SMALL: SizeClass = SizeClass(0);
 pub(super) const MIDDLE: SizeClass = SizeClass(1);
 pub(super) const LARGE: SizeClass = SizeClass(2);
 
-/// Returns the config for a directory that fits 40 of the largest frames.
+/// Returns the config for a directory with space for 40 of the largest frames.
 pub(super) fn sized(dir: &Path, sizes: &[u64]) -> DiskConfig {
     let cap_bytes = budget::dir_bytes(40, 40960, budget::map_bytes(3));
     DiskConfig { cap_bytes, frame_sizes: sizes.to_vec().into(), ..config(dir, 1) }
@@ -232,7 +232,8 @@ fn test_a_size_class_that_does_not_exist_has_no_slots() {
     assert_eq!(error.kind(), ErrorKind::InvalidConfig);
 }
 
-/// Stores chunks of two sizes in files longer in total than the cap. Returns the number of chunks.
+/// Stores chunks of two sizes in files whose total length exceeds the cap. Returns the number of
+/// chunks.
 fn long_files(config: &DiskConfig) -> usize {
     let (tier, _) = open(config);
     let small = fill_up(&tier, SMALL, 0);

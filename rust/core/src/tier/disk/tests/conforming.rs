@@ -35,8 +35,8 @@ impl OnFiles {
         Self { sizes: sizes.to_vec(), dir: Some(dir), files, is_liar, ..Self::default() }
     }
 
-    /// Returns a config that fits six frames of one size, or two of the largest if there are
-    /// multiple sizes.
+    /// Returns a config with space for six frames if there is one size, or for two of the largest
+    /// frames if there are more.
     fn config(&self) -> DiskConfig {
         let slots = if self.sizes.len() == 1 { SLOTS } else { 2 };
         let frame_sizes = FrameSizes::from(self.sizes.clone());

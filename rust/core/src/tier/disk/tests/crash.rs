@@ -23,7 +23,7 @@ enum Op {
 /// The expected contents of the disk, and the uncertain results of interrupted operations.
 #[derive(Debug, Default)]
 struct Recorder {
-    /// Maps each chunk to the (slot, version) of its last write that was reported as done.
+    /// Maps each chunk to the (slot, version) of its last successful write.
     written: BTreeMap<u32, (SlotId, u32)>,
     /// (chunk, version) pairs that may be on disk because an operation was interrupted or failed.
     doubtful: BTreeSet<(u32, u32)>,
@@ -32,7 +32,7 @@ struct Recorder {
     num_sizes: u32,
 }
 
-/// Sizes of the frames. A chunk and its parent have different sizes.
+/// Frame sizes. A chunk and its parent can have different sizes.
 const SIZES: [u64; 3] = [FRAME, 4096, 20480];
 
 impl Recorder {
@@ -70,7 +70,7 @@ impl Recorder {
             self.doubtful.remove(&(chunk, version));
             self.written.insert(chunk, (slot, version));
         } else {
-            // Even if this fails, this process cannot read any of the new bytes.
+            // Even if freeing fails, this process cannot read any of the new bytes.
             let _ = tier.free(slot);
         }
     }
@@ -100,7 +100,7 @@ impl Recorder {
         }
     }
 
-    /// Compares the chunks found at startup byte for byte, then uses them as the expected contents.
+    /// Compares the found chunks with the expected contents, then makes them the expected contents.
     fn check(&mut self, tier: &DiskTier, found: &[DiskEntry]) -> Result<(), TestCaseError> {
         let mut seen = BTreeMap::new();
         let mut uncertain = BTreeSet::new();
@@ -239,7 +239,7 @@ proptest! {
     }
 }
 
-/// The last call of an opening may fail without failing the opening.
+/// Opening can succeed even if its last system call fails.
 #[test]
 fn test_a_crash_at_each_call_of_an_opening_and_before() {
     let ops = [

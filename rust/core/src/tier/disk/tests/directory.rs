@@ -120,8 +120,8 @@ fn test_a_disk_path_that_cannot_work_is_named_with_the_fix() {
     assert_eq!(fs::read(&file).unwrap(), b"x");
 }
 
-/// After a temporary error, the engine runs without its disk and retries. Only a permanent error
-/// prevents startup.
+/// After a temporary error, the engine runs without its disk tier and retries. Only a permanent
+/// error prevents startup.
 #[test]
 fn test_only_what_can_never_work_is_the_settings_fault() {
     use rustix::io::Errno;
@@ -198,7 +198,7 @@ fn test_the_cap_holds_at_every_instant() {
 fn test_the_least_recently_used_namespace_makes_room_and_no_more_than_needed() {
     let dir = tempfile::tempdir().unwrap();
     let path_of = |byte: u8| dir.path().join(namespace_id(&[byte; 32]));
-    // The namespaces are created in a separate directory, so that none is deleted to make room.
+    // Each namespace is created in a separate directory, so that none is deleted to make room.
     // Namespace 2 is the least recently used, followed by 3 and 1.
     for (byte, age_s) in [(1_u8, 100), (2, 300), (3, 200)] {
         let elsewhere = tempfile::tempdir().unwrap();
@@ -273,7 +273,8 @@ fn test_a_smaller_cap_drops_the_highest_slots_and_their_orphans() {
     {
         let (tier, _) = open(&large);
         let slots: Vec<_> = (0..8).map(|_| tier.reserve(SizeClass(0)).unwrap()).collect();
-        // 2 and 3 are children of 0 in the last slot; 4 and 5 are children of 1 in the first slot.
+        // Chunk 0, the parent of 2 and 3, is in the last slot. Chunk 1, the parent of 4 and 5, is
+        // in the first slot.
         for (slot, i) in slots.iter().zip([1, 4, 5, 2, 3, 6, 7, 0]) {
             tier.write(*slot, &meta_of(i), &frame_of(i, 0)).unwrap();
         }

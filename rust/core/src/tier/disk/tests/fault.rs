@@ -11,7 +11,7 @@ use crate::io::direct::RawFile;
 use crate::test_support::faults::{Call, EIO, ENOSPC, EOPNOTSUPP, Fault, FaultFiles, Rule};
 use crate::{Error, ErrorKind};
 
-/// Makes one change fail, after the next `n` changes.
+/// Lets `n` changes succeed, then makes one change fail.
 fn refuse_once(files: &FaultFiles, n: u64, number: i32) {
     files.inject(Rule::new(Fault::Refuse(number)).after(n).times(1));
 }
@@ -227,7 +227,8 @@ fn test_a_file_system_without_allocation_still_works() {
     assert_eq!(tier.reserve(SizeClass(0)), None);
 }
 
-/// Opens two namespaces of a directory; the files of the second can be made to fail.
+/// Opens two namespaces in a directory. Returns both, and the files of the second for fault
+/// injection.
 fn two_namespaces(dir: &Path, root: &Arc<DiskRoot>) -> (DiskTier, DiskTier, FaultFiles) {
     let (config, files) = (config(dir, 64), FaultFiles::default());
     let (first, _) = DiskTier::open_in(&config, root).unwrap();
@@ -245,12 +246,12 @@ fn test_a_full_file_system_costs_closed_namespaces_first() {
     drop(first);
     let full = Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Allocate]);
     files.inject(full.times(second_steps(&second)));
-    assert!(second.reserve(SizeClass(0)).is_some(), "the other namespace has made room");
+    assert!(second.reserve(SizeClass(0)).is_some(), "deleting the closed namespace must make room");
     assert!(!first_dir.exists());
     assert!(second.take_events().iter().any(|line| line.contains("was deleted to make room")));
 }
 
-/// Number of failed attempts to grow, given that each attempt halves the number of slots.
+/// Returns the number of attempts to grow, each with half as many slots as the previous attempt.
 fn second_steps(tier: &DiskTier) -> u64 {
     let extent = tier.enter().unwrap().extent_bytes(tier.config.cap_bytes) / FRAME;
     u64::from(extent.max(1).ilog2()) + 1

@@ -73,7 +73,7 @@ fn test_close_waits_for_nothing_and_the_last_call_inside_gives_the_directory_up(
         let slot = put(&it.tier, 0);
         let spare: Vec<_> = (1..4).map(|_| it.tier.reserve(SizeClass(0)).unwrap()).collect();
         if call[0] == Call::Allocate {
-            // A new and empty tier hangs while it grows its files.
+            // A new, empty tier hangs while it grows its files.
             let fresh = Hanging::new(4);
             let hung = fresh.hang(call, |tier| tier.reserve(SizeClass(0)));
             fresh.with(LocalTier::close);
@@ -111,7 +111,7 @@ fn test_a_closed_tier_with_no_caller_inside_is_given_up_at_once() {
 #[test]
 fn test_growth_that_hangs_delays_neither_reads_nor_writes_nor_stats() {
     let dir = tempfile::tempdir().unwrap();
-    // With extents of one slot, the second `reserve` grows the files.
+    // Creates files with two slots, so that the third `reserve` below grows them.
     let small = config(dir.path(), 2);
     let _ = open(&small).0.reserve(SizeClass(0));
     let it = Hanging { config: config(dir.path(), 8), ..Hanging::new(1) };

@@ -1,5 +1,5 @@
-//! Tests directories created or changed by another user: the tier follows no link, trusts no
-//! content, and uses bounded time and memory.
+//! Tests directories created or changed by another user: the tier follows no links, trusts no
+//! contents, and uses bounded time and memory.
 
 use std::fs::{self, OpenOptions, Permissions};
 use std::os::unix::fs::{FileExt, PermissionsExt, chown, symlink};
@@ -62,7 +62,7 @@ fn test_what_others_may_write_is_refused_with_the_fix() {
 #[test]
 fn test_what_belongs_to_another_user_is_refused_with_the_fix() {
     if !rustix::process::geteuid().is_root() {
-        // Requires root to change the owner of files.
+        // Only root can change the owner of files.
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -158,7 +158,7 @@ fn test_a_lock_that_is_deleted_under_its_owner_makes_no_second_owner() {
     open(&config);
 }
 
-/// Engines of earlier versions lock only the file.
+/// Engines of earlier versions lock only the lock file.
 #[test]
 fn test_the_lock_file_alone_keeps_others_out_too() {
     let dir = tempfile::tempdir().unwrap();
@@ -211,7 +211,7 @@ fn test_an_open_that_fails_anywhere_leaves_nothing_in_the_way_of_the_next() {
 
 #[test]
 fn test_keys_that_begin_alike_do_not_make_recovery_slow() {
-    // Two hundred thousand such keys took minutes when the first bytes of a key were its hash.
+    // Recovering 200,000 such keys took minutes when the first bytes of a key served as its hash.
     let entry = |i: u32| {
         let mut key = ChunkKey([7; 32]);
         key.0[28..].copy_from_slice(&i.to_le_bytes());
@@ -222,12 +222,12 @@ fn test_keys_that_begin_alike_do_not_make_recovery_slow() {
     let found: Vec<_> = (0..200_000).map(entry).collect();
     let (send, receive) = channel();
     std::thread::spawn(move || send.send(recover(&found)));
-    let recovered = receive.recv_timeout(Duration::from_secs(60)).expect("recovery must end");
+    let recovered = receive.recv_timeout(Duration::from_secs(60)).expect("recovery must finish");
     assert_eq!((recovered.entries.len(), recovered.orphans.len()), (100_000, 100_000));
 }
 
 /// Creates a namespace by hand, with frames of `frame_bytes`, one valid record, and a frames file
-/// that is a hole with `frame_end` at its end.
+/// that is a hole followed by `frame_end`.
 fn forge(dir: &Path, frame_bytes: u64, frame_end: &[u8], payload: u128) -> DiskConfig {
     let config = config(dir, 1);
     drop(open(&config));
@@ -301,8 +301,8 @@ fn test_files_of_holes_cost_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let config = filled(dir.path());
     let own = config.dir.join(namespace_id(&config.namespace));
-    // The maximum number of slots: 512 GiB of records and 16 TiB of frames, or the largest files
-    // the file system supports.
+    // More records than the maximum number of slots, and a frames file of the largest size that
+    // ext4 supports.
     for (name, len) in [("index-8192.dat", 128_u64 << 32), ("frames-8192.dat", (1 << 44) - 4096)] {
         OpenOptions::new().write(true).open(own.join(name)).unwrap().set_len(len).unwrap();
     }

@@ -23,7 +23,7 @@ use crate::tier::LocalTier;
 const FRAME: u64 = 8192;
 const NAMESPACE: [u8; 32] = [0xa7; 32];
 
-/// Returns the config for a directory that fits exactly `slots` frames of `FRAME` bytes.
+/// Returns the config for a directory with space for exactly `slots` frames of `FRAME` bytes.
 fn config(dir: &Path, slots: u32) -> DiskConfig {
     DiskConfig {
         dir: dir.to_owned(),
@@ -86,7 +86,7 @@ fn numbers(entries: &[DiskEntry]) -> Vec<u32> {
         .collect()
 }
 
-/// Returns a superblock with a different format version and a valid checksum.
+/// Returns `superblock` with the given format version and a valid checksum.
 fn of_format(format: u32, superblock: &str) -> String {
     let mut block: serde_json::Value = serde_json::from_str(superblock).expect("JSON");
     block["format"] = format.into();
@@ -98,7 +98,7 @@ fn of_format(format: u32, superblock: &str) -> String {
     block.to_string()
 }
 
-/// Returns the path of the file with records or frames of `FRAME` bytes.
+/// Returns the path of the index or frames file for frames of `FRAME` bytes.
 fn slot_file(config: &DiskConfig, kind: &str) -> std::path::PathBuf {
     namespaces::dir_of(config).join(format!("{kind}-{FRAME}.dat"))
 }

@@ -114,8 +114,8 @@ proptest! {
     fn test_recovery_keeps_what_hangs_together(
         picks in prop::collection::vec((0..40_u32, 0..1000_u64, 0..20_u32), 0..60)
     ) {
-        // (chunk, sequence, depth). The depth can be a forged 0, so duplicates, orphans and wrong
-        // depths all occur.
+        // (chunk, sequence, forge). The depth is wrong if `forge` is 0, so duplicates, orphans and
+        // wrong depths all occur.
         let found: Vec<_> = (0..).map(SlotId).zip(picks).map(|(slot, (i, sequence, forge))| {
             let meta = meta_of(i);
             DiskEntry { slot, meta: DiskMeta { depth: meta.depth + u32::from(forge == 0), ..meta }, sequence }
@@ -142,7 +142,7 @@ proptest! {
         for (at, e) in recovered.entries.iter().enumerate() {
             let earlier = &recovered.entries[..at];
             prop_assert!(e.meta.depth == 0 || earlier.iter().any(|p| p.meta.key == e.meta.parent), "parents come first");
-            // An entry follows a younger entry only if one of its descendants is older.
+            // A younger entry precedes an older entry only if it has an even older descendant.
             let hoisted = |o: &DiskEntry| recovered.entries[at..].iter().any(|d| d.sequence <= o.sequence);
             prop_assert!(earlier.iter().all(|o| o.sequence <= e.sequence || hoisted(o)));
         }
