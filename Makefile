@@ -32,7 +32,7 @@ soak: ## run engines and the store with injected faults for MINUTES=30, and chec
 model-check: ## run the correctness machine on every mutant, then for HOURS=1 on kvloft with vLLM VERSION (make test runs it for a short time)
 	@scripts/model_check.sh $(VERSION) $(or $(HOURS),1)
 
-wheels: ## build manylinux wheels and an sdist in dist/, then install and import those that this machine can run
+wheels: ## build manylinux wheels and an sdist in dist/, then install and import the wheels that this machine can run
 	@scripts/wheels.sh
 
 clean: ## remove the checkout's environments, build outputs and caches

@@ -59,7 +59,7 @@ MEANINGS = {
 WARM_UP = [1 + 7 * i % 90 for i in range(300)]
 """A prompt that is not part of the chat."""
 NOTE = (
-    "The column vLLM shows tokens from vLLM's own prefix cache, including earlier turns. With a "
+    "The vLLM column shows tokens from vLLM's own prefix cache, including earlier turns. With a "
     "small model on a busy machine, times vary. With long prompts on a GPU, hits save more time."
 )
 ENVIRONMENT = {
@@ -235,7 +235,6 @@ def replay(
 
 
 def report(console: Console, name: str, index: int, turn: Turn, truth: Turn) -> None:
-    """Print one line about a turn."""
     same = "" if turn.tokens == truth.tokens else "  [red]OUTPUT DIFFERS[/]"
     console.print(
         f"  {PASSES[name]:<12} turn {index + 1}: first token after {turn.ttft_s * 1e3:5.0f} "
@@ -407,7 +406,7 @@ def explain_misses(turns: list[Turn]) -> str:
     if not dropped and not late:
         return ""
     losses = [f"chunks not saved: {dropped}"] * bool(dropped)
-    losses += [f"late responses of the server: {late}"] * bool(late)
+    losses += [f"late responses from the server: {late}"] * bool(late)
     return f"This machine is busy ({', '.join(losses)}): vLLM computed the tokens instead."
 
 

@@ -32,7 +32,7 @@ class DemoModel(Protocol):
     """A model that the demo can run."""
 
     def write(self, folder: Path) -> Path:
-        """Write the model's files to ``folder`` and return it."""
+        """Write the model's files to ``folder`` and return ``folder``."""
         ...
 
     def user_turn(self, index: int, attempt: int) -> list[int]:
@@ -50,16 +50,13 @@ class RandomLlama:
     num_tokens = (420, 310, 370, 280)
 
     def write(self, folder: Path) -> Path:
-        """Write the model's files."""
         return write_model(folder)
 
     def user_turn(self, index: int, attempt: int) -> list[int]:
-        """Return random tokens."""
         rng = random.Random(7 + 1000 * attempt + index)
         return [rng.randrange(3, Shape().vocab) for _ in range(self.num_tokens[index])]
 
     def text(self, tokens: list[int]) -> str:
-        """Return no text."""
         return ""
 
 
@@ -115,7 +112,6 @@ MODELS: dict[str, type[RandomLlama | SmolLM2]] = {"random": RandomLlama, "smollm
 
 
 def chosen_model(name: str) -> DemoModel:
-    """Return the model with the given name (DEMO_MODEL)."""
     if name not in MODELS:
         raise SystemExit(f"kvloft: DEMO_MODEL={name} is unknown; use one of {', '.join(MODELS)}")
     return MODELS[name]()

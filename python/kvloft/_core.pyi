@@ -18,10 +18,10 @@ def namespace_digest(fields: Sequence[tuple[str, str]]) -> bytes:
     """Return a 32-byte digest of (name, value) pairs. Order is ignored. Names must be unique."""
 
 def root_key(namespace: bytes, adapter: tuple[str, str] | None, cache_salt: str | None) -> bytes:
-    """Return the 32-byte key of the empty prefix. ``adapter`` is (name, path or id) of a LoRA."""
+    """Return the 32-byte key of the empty prefix. ``adapter`` is a LoRA's (name, path or id)."""
 
 def first_of_each(keys: list[Any], values: list[Any]) -> list[tuple[Any, Any]]:
-    """Return (key, value[0]) for each value that is not None or empty, in order."""
+    """Return (key, value[0]) for each value that is neither None nor empty, in order."""
 
 @final
 class KeyChain:
@@ -89,11 +89,11 @@ class ChunkBatch:
         """Create a batch from `columns`. Raises ConfigError if the columns are inconsistent."""
     @staticmethod
     def concat(batches: Sequence[Any]) -> ChunkBatch:
-        """Return one batch of all chunks, in one group. All must have the same number of blocks."""
+        """Combine batches into one group. All chunks must have the same number of blocks."""
     def by_group(self) -> list[tuple[int, ChunkBatch]]:
         """Return a (group, batch) pair for each KV cache group."""
     def by_size(self) -> list[tuple[int, int, ChunkBatch]]:
-        """Return (group, size class, batch) for each KV cache group and size class of frames."""
+        """Return (group, size class, batch) for each KV cache group and frame size class."""
     def columns(self) -> tuple[list[tuple[int, bytes, bytes, bytes]], bytes]:
         """Return (group, frames (u32), keys, blocks (i32)) for each group, and tickets (u64).
 
@@ -101,9 +101,9 @@ class ChunkBatch:
         """
     def tickets(self) -> list[Ticket]: ...
     def block_ids(self) -> list[BlockId]:
-        """Return all blocks that are copied."""
+        """Return the ids of all blocks that the batch copies."""
     def by_frame(self) -> ChunkBatch:
-        """Sort the chunks in each group by frame, so that adjacent frames are copied together."""
+        """Return the batch sorted by frame in each group, to copy adjacent frames together."""
     def check(self, *, num_frames: int, num_blocks: int, blocks_per_chunk: int) -> None:
         """Raise ConfigError if a copy would exceed the arena, its frame or the paged KV."""
     def __len__(self) -> int: ...
@@ -208,7 +208,7 @@ class Session:
         only full-attention groups.
         """
     def deepest_hit(self, chain: KeyChain, host_units: int, stored_units: int) -> tuple[int, int]:
-        """Return the deepest hit in host memory and the deepest in any tier, up to these limits."""
+        """Return the deepest hits in host memory and in any tier, up to the given limits."""
     def acquire(self, chain: KeyChain, num_units: int = ...) -> ReadLease:
         """Pin the chunks that a prefix of ``num_units`` needs; read missing chunks from disk."""
     def reserve(
@@ -226,7 +226,7 @@ class Session:
     def reserve_states(
         self, rows: Sequence[tuple[KeyChain, int, int, int]]
     ) -> list[ChunkBatch | None]:
-        """Reserve a frame for each state, given as (chain, group, unit, block), or return None.
+        """Reserve a frame for each (chain, group, unit, block). States without a frame are None.
 
         On error, reserves no frame. States of prefixes that are likely to be reused are evicted
         later.
@@ -276,7 +276,7 @@ class Server:
     as soon as it is available (see `disk_trouble`). Namespaces with engines share memory equally,
     unless ``shares`` sets a percentage by the first hex digits of the namespace. ``numa`` has a
     node per shard, or a single node. Raises BusyError if another server uses the socket, and
-    ConfigError if the socket's directory is not private or ``shares`` or ``disk_path`` cannot work.
+    ConfigError if the socket's directory is not private or ``shares`` or ``disk_path`` is invalid.
     """
 
     def __new__(
@@ -308,7 +308,7 @@ def available_bytes() -> int | None:
 
 def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """Return the server's state: host_bytes, slab_bytes, stats, settings, namespaces, refusals
-    (namespace, count and reason of rejected engines) and disk_trouble (None if the disk is in use).
+    (namespace, count and reason of rejected engines) and disk_trouble (None if the disk is usable).
 
     Each namespace has namespace (32 bytes), description, frame_sizes, slabs, stats, tenants (tag or
     None, host_bytes, disk_bytes, max_host_bytes, max_disk_bytes, ttl_s; largest first) and engines
@@ -320,9 +320,9 @@ def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
 def server_clear(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:
     """Remove all chunks of a namespace from all tiers, and return the number of chunks.
 
-    ``namespace`` is a prefix of its hex digits, and can be empty if the server has only one
-    namespace. Raises the same exceptions as `server_status`. Unless exactly one namespace matches,
-    raises a ConfigError that lists all of them.
+    ``namespace`` is a prefix of the namespace's hex digits, and can be empty if the server has only
+    one namespace. Raises the same exceptions as `server_status`. Unless exactly one namespace
+    matches, raises a ConfigError that lists the namespaces.
     """
 
 def server_evict(
@@ -362,7 +362,7 @@ class DiskVerify:
         """Check up to ``max_chunks`` more chunks and return the damage. Call it at least once.
 
         The keys are namespace, slot (among slots of its size), frame_bytes, key (hex), problem and
-        is_other_format. Values are None if a file is damaged. Other formats are not checked.
+        is_other_format. slot, frame_bytes and key can be None. Other formats are not checked.
         """
     @property
     def num_checked(self) -> int: ...

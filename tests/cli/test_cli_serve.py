@@ -428,7 +428,7 @@ def test_a_second_server_on_a_socket_ends_with_a_sentence(
         check=False,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("kvloft: another kvloft server listens at")
+    assert done.stderr.startswith("kvloft: another kvloft server is listening at")
     assert done.stderr.count("\n") == 1
 
 
@@ -559,7 +559,7 @@ def test_an_invalid_share_is_reported(text: str, capsys: pytest.CaptureFixture[s
             ["--socket", "/tmp/kv.sock"],
             (
                 r"the socket's directory /tmp is writable by other users \(mode 1777\); use "
-                "--socket /tmp/kvloft/kv.sock, whose directory kvloft creates for this user only"
+                "--socket /tmp/kvloft/kv.sock, and kvloft will create a private directory for it"
             ),
         ),
         (
@@ -579,7 +579,7 @@ def test_an_invalid_share_is_reported(text: str, capsys: pytest.CaptureFixture[s
             ],
             "--share: two shares match .* 3f covers 3fa",
         ),
-        (["--socket", "{folder}/file"], "is not a socket; give --socket another path"),
+        (["--socket", "{folder}/file"], "is not a socket; set --socket to a different path"),
         (
             ["--socket", "{folder}/run/kv.sock", "--metrics", "nohost.invalid:9180"],
             "use another host or port",

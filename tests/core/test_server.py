@@ -121,7 +121,7 @@ def test_mistakes_have_the_errors_of_an_embedded_store(socket: str) -> None:
             {"frame_bytes": 1 << 40},
             "--host-size of this engine's kvloft server = 32 KiB is too small for a chunk",
         ),
-        ({"frame_bytes": 2 * FRAME}, "give them the same settings"),
+        ({"frame_bytes": 2 * FRAME}, "use the same settings for all engines"),
     ],
 )
 def test_an_engine_rejected_by_the_server_starts_without_the_cache(

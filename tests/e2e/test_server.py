@@ -234,7 +234,7 @@ def test_another_shape_of_a_namespace_is_refused_in_one_sentence(
     refused = Session.connect(
         str(server.socket), frame_bytes=2 * size, namespace=b"\1" * 32, timeout_s=60.0
     )
-    assert "give them the same settings" in str(refused.take_events())
+    assert "use the same settings for all engines" in str(refused.take_events())
     assert not refused.arena_path
     refused.close()
     other.close()

@@ -1,5 +1,5 @@
-//! See `kvloft_core::testing::fuzz::open_directory`. Uses files in memory if available, because
-//! they are several times faster.
+//! See `kvloft_core::testing::fuzz::open_directory`. Uses `/dev/shm` if available, because files in
+//! memory are several times faster.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {

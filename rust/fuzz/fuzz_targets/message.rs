@@ -1,5 +1,4 @@
-//! Decodes arbitrary bytes: the result is None or a message that encodes to the same bytes.
-//! Decoding never panics.
+//! Decodes arbitrary bytes. Decoding must not panic, and decoded messages must round-trip.
 #![no_main]
 
 use kvloft_wire::protocol::admin::AdminRequest;

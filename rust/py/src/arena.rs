@@ -1,5 +1,4 @@
-//! Python binding for `kvloft_core::io::Arena`, a worker's mapping of the frames. This module only
-//! converts values.
+//! Python binding for `kvloft_core::io::Arena`, a worker's mapping of the frames.
 
 use kvloft_core::io::{self, PartSpec};
 use pyo3::prelude::*;
@@ -7,7 +6,7 @@ use pyo3::prelude::*;
 use crate::error::raise;
 use crate::key::KeyBytes;
 
-/// Frames in shared memory, mapped by a worker that may run in a separate process.
+/// Frames in shared memory, mapped by a worker that can run in a separate process.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct Arena {
     inner: io::Arena,

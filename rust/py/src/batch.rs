@@ -1,4 +1,4 @@
-//! Python bindings for `kvloft_core::chunk_batch`. This module only converts values.
+//! Python bindings for `kvloft_core::chunk_batch`.
 
 use std::sync::Arc;
 

@@ -1,5 +1,4 @@
 //! Python bindings `disk_inspect` and `DiskVerify`, which read a disk directory without an engine.
-//! This module only converts values.
 
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard};

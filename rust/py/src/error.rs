@@ -10,7 +10,6 @@ import_exception!(kvloft.errors, DeniedError);
 import_exception!(kvloft.errors, LateError);
 import_exception!(kvloft.errors, StoreError);
 
-/// Returns the Python exception for a core error.
 pub(crate) fn raise(error: Error) -> PyErr {
     let message = error.to_string();
     match error.kind() {

@@ -1,4 +1,4 @@
-//! Reads KV cache groups and block tables from Python objects. This module only converts values.
+//! Reads KV cache groups and block tables from Python objects.
 
 use std::ops::Range;
 
@@ -46,8 +46,8 @@ impl<'py> FromPyObject<'_, 'py> for PyGroup {
     }
 }
 
-/// Appends the blocks of `units` for each saved group. A group that needs only part of a prefix
-/// can have fewer blocks; missing blocks are replaced by null blocks.
+/// Appends the blocks of `units` for each saved group. Replaces missing blocks with null blocks: a
+/// group that needs only part of a prefix can have fewer blocks.
 pub(crate) fn append_saved_blocks(
     session: &EngineSession,
     tables: &Bound<'_, PyAny>,

@@ -1,5 +1,4 @@
-//! Python bindings for `kvloft_core::key`: `KeyChain`, `namespace_digest` and `root_key`. This
-//! module only converts values.
+//! Python bindings for `kvloft_core::key`: `KeyChain`, `namespace_digest` and `root_key`.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -160,7 +159,7 @@ pub(crate) fn root_key<'py>(
     Ok(PyBytes::new(py, &root.0))
 }
 
-/// Converts `bytes` to a 32-byte digest. The error message calls the argument `name`.
+/// Converts `bytes` to a 32-byte digest. `name` is the argument's name in the error message.
 pub(crate) fn digest(bytes: &[u8], name: &str) -> PyResult<[u8; 32]> {
     let len = bytes.len();
     bytes

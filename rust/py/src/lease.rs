@@ -1,4 +1,4 @@
-//! Python bindings for `kvloft_core::engine::Lease`. This module only converts values.
+//! Python bindings for `kvloft_core::engine::Lease`.
 
 use std::sync::Arc;
 

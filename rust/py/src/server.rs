@@ -113,7 +113,7 @@ pub(crate) fn server_clear(
     py.detach(|| clear(&socket, namespace, timeout(timeout_s))).map_err(raise)
 }
 
-/// Evict the chunks of one salt, or all chunks, from all tiers or from host memory only.
+/// Evict the chunks of one salt, or all chunks, either from all tiers or only from host memory.
 #[pyfunction]
 #[pyo3(signature = (socket, *, namespace="", salt=None, host_only=false, timeout_s=60.0))]
 pub(crate) fn server_evict<'py>(
@@ -142,7 +142,7 @@ pub(crate) fn server_evict<'py>(
     Ok(dict)
 }
 
-/// Converts a status to a Python dict by way of JSON. Converts namespace digests to `bytes`.
+/// Converts a status to a Python dict through JSON, with namespace digests as `bytes`.
 fn status_dict<'py>(py: Python<'py>, status: &Status) -> PyResult<Bound<'py, PyAny>> {
     let dict = py.import("json")?.call_method1("loads", (status.to_json().map_err(raise)?,))?;
     for (namespace, of) in dict.get_item("namespaces")?.try_iter()?.zip(&status.namespaces) {

@@ -1,4 +1,4 @@
-//! Python bindings for `kvloft_core::session`. This module only converts values.
+//! Python bindings for `kvloft_core::session`.
 //!
 //! Short calls stay attached to the interpreter. Staying attached is safe because no holder of a
 //! session's lock ever waits for the interpreter. Long calls detach.
@@ -236,7 +236,7 @@ impl Session {
     /// one item per request: the chunks or None, and the number of units that got no frame. On
     /// error, nothing is reserved.
     fn reserve(&self, rows: Vec<Due<'_>>) -> PyResult<(Vec<Option<ChunkBatch>>, Vec<u32>)> {
-        // Anything that can run Python code must happen first, before any chain is locked.
+        // Anything that can run Python code must happen before any chain is locked.
         let mut ids = Vec::with_capacity(rows.len() * ROW_TOKENS);
         let mut blocks = Vec::with_capacity(rows.len() * ROW_BLOCKS);
         let mut parts = Vec::with_capacity(rows.len());
@@ -298,7 +298,8 @@ impl Session {
         tickets.map_or_else(|| self.inner.abort_all(), |tickets| self.inner.abort(&tickets));
     }
 
-    /// Return the blocks that in-flight saves read. If `blocks` is given, return only blocks in it.
+    /// Return the blocks that in-flight saves read. If `blocks` is given, return only its
+    /// elements.
     #[pyo3(signature = (blocks=None))]
     fn being_read(&self, blocks: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<i32>> {
         let blocks = blocks.map(|blocks| block_ids(blocks, 0, None)).transpose()?;

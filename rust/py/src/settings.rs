@@ -75,7 +75,6 @@ impl From<PySizes> for FrameSizes {
     }
 }
 
-/// Returns the settings of the disk tier, or None if there is no path.
 pub(crate) fn disk_settings(
     path: Option<PathBuf>,
     cap_bytes: u64,

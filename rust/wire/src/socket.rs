@@ -19,7 +19,7 @@ use rustix::net::{
 
 use crate::protocol::codec::LENGTH_BYTES;
 
-/// Requested size of a socket's buffers. The size is enough for a long prefix, but the kernel may
+/// Requested size of a socket's buffers. It is large enough for a long prefix, but the kernel might
 /// grant less.
 const BUFFER_BYTES: usize = 1 << 20;
 /// Minimum free space in a [`ReceiveBuffer`] before each read, in bytes.

@@ -7,7 +7,6 @@ use std::time::Instant;
 pub(crate) use kvloft_core::sync::locked;
 use kvloft_core::{Error, Result};
 
-/// Stack size of each thread.
 const STACK_BYTES: usize = 512 << 10;
 
 /// Starts a thread named `kvloft-{name}`. Returns `Io` if the thread cannot be started.
@@ -23,7 +22,6 @@ pub(crate) struct TimedLock {
     unlocked: Condvar,
 }
 
-/// Releases the lock when dropped.
 #[derive(Debug)]
 pub(crate) struct TimedGuard(Arc<TimedLock>);
 

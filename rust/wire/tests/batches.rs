@@ -1,4 +1,5 @@
-//! Tests that batched calls return the results of single calls, in this process and over a socket.
+//! Tests that batched calls return the same results as single calls, in this process and over a
+//! socket.
 
 mod common;
 
@@ -37,7 +38,7 @@ enum Step {
     Acquire(Vec<Part>),
     Reserve(Vec<Part>),
     Release(prop::sample::Index),
-    /// Commits every other reservation and aborts the rest.
+    /// Aborts tickets divisible by 4 and commits the rest.
     Settle,
 }
 
@@ -262,7 +263,8 @@ fn large_batches_are_split_into_messages() {
     assert_eq!(engine.poll(lease).ready_units, 12_000, "the connection must stay open");
 }
 
-/// If a call has several long prefixes, only the first is cached. A single block is never cached.
+/// If a call has more than one long prefix, only the first is cached. A single block is never
+/// cached.
 #[test]
 fn both_ends_cache_the_same_prefix() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -282,8 +284,9 @@ fn both_ends_cache_the_same_prefix() {
     }
 }
 
-/// Returns how many blocks chats find in a store with space for half of them, among prompts that
-/// never repeat. Each turn saves a state for the next turn, with or without the key of its chunk.
+/// Interleaves chats with prompts that never repeat, in a store with space for half of the chats'
+/// blocks, and returns the number of blocks that the chats find. Each turn saves a state for the
+/// next turn, with or without the key of the state's chunk.
 fn found_by_chats(session: &dyn Session, has_prefix: bool) -> u32 {
     const TURN: u32 = 3;
     let state = |prompt, end: u32| {
@@ -344,8 +347,8 @@ fn chats_in(mut open: impl FnMut() -> Box<dyn Session>) {
     assert!(with > without * 5 / 4, "{with} blocks, and {without} without");
 }
 
-/// Each turn has a new state. Without the key of its chunk, the state would always be evicted
-/// before the chunk.
+/// Each turn has a new state. Without its chunk's key, a state would always be evicted before the
+/// chunk.
 #[test]
 fn attached_states_with_a_chunk_key_get_more_hits() {
     chats_in(|| {

@@ -33,7 +33,7 @@ impl Engine {
         Self { remote, known: HashMap::new(), must_ask_all: true, num_lost: 0 }
     }
 
-    /// Applies the changes of one step, and returns true if there may be more.
+    /// Applies the next changes, and returns true if there may be more.
     fn take(&mut self, universe: &[ChunkKey], limit: usize) -> bool {
         self.remote.renew();
         let asked = if std::mem::take(&mut self.must_ask_all) { universe } else { &[] };
@@ -104,7 +104,7 @@ impl World {
         Self { dir: dir.to_owned(), server: Some(server), engines, prompts, universe }
     }
 
-    /// Returns a config with less host memory and disk than the prompts need.
+    /// Returns a config with less host memory and disk space than the prompts need.
     fn config(dir: &Path) -> ServerConfig {
         let mut config =
             ServerConfig { host_bytes: 8 * FRAME, max_connections: 64, ..with_disk(dir) };
@@ -151,7 +151,7 @@ impl World {
         self.engines.iter().for_each(|engine| until("found", || engine.remote.renew()));
     }
 
-    /// Waits until the store is idle and every change has been reported.
+    /// Waits until the store is idle, applies all changes, and compares them with lookups.
     fn rest(&mut self) {
         assert!(self.engines[0].remote.flush(LONG));
         for engine in &mut self.engines {

@@ -13,8 +13,8 @@ use kvloft_wire::status;
 const SERVED_DIR: &str = "KV_TEST_SERVED_DIR";
 const APART: [&str; 4] = ["--pid", "--fork", "--mount-proc", "--kill-child"];
 
-/// Returns a command that runs in a different PID namespace, or None if the kernel does not permit
-/// that.
+/// Returns a command that runs in a new PID namespace, or None if the kernel does not permit new
+/// namespaces.
 fn elsewhere() -> Option<Command> {
     let ways = [&[][..], &["--user", "--map-current-user"][..]];
     let mut ways = ways.into_iter().map(|way| {

@@ -7,7 +7,7 @@ use kvloft_core::session::Session;
 use kvloft_core::{ErrorKind, Result};
 use kvloft_wire::{Server, ServerConfig};
 
-/// Returns the settings of two servers in one process, with one disk and two sockets.
+/// Returns the settings of two servers with the same disk directory and different sockets.
 fn servers(dir: &std::path::Path) -> [ServerConfig; 2] {
     let config = with_disk(dir);
     let second = dir.join("second").join("kvloft.sock");

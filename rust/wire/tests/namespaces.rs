@@ -45,8 +45,7 @@ fn start_of(session: &Client, pages: u64, frame: FrameId) -> u64 {
     arena.grid(pages * FRAME).expect("it fits").start(frame.number())
 }
 
-/// Saves chunks with content derived from namespace and key, and returns the number of committed
-/// chunks.
+/// Saves chunks filled with their own keys, and returns the number of committed chunks.
 fn mark(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> u32 {
     let chain = chain(seed, num_blocks);
     let (rows, _) = session.reserve(Prefix::from(&chain), 0..num_blocks).expect("in range");
@@ -63,7 +62,7 @@ fn mark(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> u32 {
     session.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>())
 }
 
-/// Checks every byte of the chunks found, and returns their number.
+/// Checks every byte of the chunks found, and returns the number of chunks.
 fn compare(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> usize {
     let lease = session.acquire(Prefix::from(&chain(seed, num_blocks)));
     let frames = session.frames(lease);
@@ -371,7 +370,7 @@ fn number_of_namespaces_and_size_of_frames_are_bounded() {
     until("the refused engine now has its place", || waits.renew());
     drop(waits);
     drop(engines);
-    let mut large = None; // stays connected: a namespace without engines and memory is closed
+    let mut large = None; // stays connected, because an idle namespace without memory is closed
     until("the memory is allocated again", || {
         large = accepted(another(5));
         large.is_some()

@@ -81,7 +81,7 @@ fn restarted_server_has_a_new_arena_used_after_renew() {
     assert_eq!(engine.frames(lease).len(), 4);
 }
 
-/// Returns an engine that called `clear` without a server, while `chain` is on the server's disk.
+/// Returns an engine that called `clear` while no server was running and `chain` was on disk.
 fn cleared_without_server(dir: &Path, chain: &KeyChain) -> Client {
     let server = Server::open(with_disk(dir)).expect("a server");
     let engine = connect(dir);
@@ -221,7 +221,7 @@ fn late_answers_leave_no_leases_or_reservations() {
     let mut child = served_by_a_child(dir.path());
     let chain = chain(1, 4);
     let engine = client_on_time(dir.path(), &chain);
-    let many = common::chain(9, 2500); // several messages
+    let many = common::chain(9, 2500); // sent in multiple messages
     let every: Vec<_> = many.keys().chunks(1).map(|keys| Prefix::new(many.root(), keys)).collect();
     for what in ["a save", "a lease", "many saves", "many lookups", "a lease on many"] {
         let num_late_before = num_late(&engine).expect("the client counts late calls");
@@ -321,8 +321,7 @@ fn saves_wait_for_a_server_that_pauses() {
     child.wait().expect("the child has exited");
 }
 
-/// Reported chunks stay valid while the server responds and for one second longer; then they are
-/// lost.
+/// Reported chunks are treated as lost if the server does not respond for one second.
 #[test]
 fn change_feed_reports_a_lost_server_once_and_its_return_once() {
     let dir = tempfile::tempdir().expect("a directory");

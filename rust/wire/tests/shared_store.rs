@@ -1,4 +1,4 @@
-//! Tests that engines on one server share chunks, but not leases and reservations.
+//! Tests that engines on one server share chunks, but not leases or reservations.
 
 mod common;
 
@@ -149,8 +149,7 @@ fn frames_stay_reserved_until_the_last_worker_exits() {
         drop(one);
         for worker in workers {
             until("noticed", || stat(&numbers(&server.status()), "quarantined_reservations") == 5);
-            // longer than `gpu_settle`
-            std::thread::sleep(Duration::from_millis(500));
+            std::thread::sleep(Duration::from_millis(500)); // longer than `gpu_settle`
             let status = server.status();
             assert_eq!(
                 (stat(&numbers(&status), "frames_reserved"), stat(&numbers(&status), "pins")),
@@ -220,7 +219,7 @@ fn second_shape_of_a_namespace_is_refused_while_the_first_is_used() {
     let first = connect(dir.path());
     let other = ClientConfig { frame_sizes: (2 * FRAME).into(), ..remote_config(dir.path()) };
     let said = refusal(other.clone());
-    assert!(said.contains("give them the same settings"), "{said}");
+    assert!(said.contains("use the same settings for all engines"), "{said}");
     save(&first, &chain(1, 3));
     first.close(Duration::ZERO);
     until("room", || {
@@ -282,7 +281,6 @@ fn directory_writable_by_others_is_refused() {
     );
 }
 
-/// The client sends requests but reads no responses.
 #[test]
 fn client_that_reads_no_answers_is_disconnected() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -521,7 +519,7 @@ fn number_of_leased_prefixes_is_bounded() {
     let engine = connect(dir.path());
     let nothing = vec![Prefix::new(ChunkKey([1; 32]), &[]); MAX_PREFIXES as usize];
     let num_leases = || {
-        assert_eq!(found(&engine, &chain(1, 1)), 0); // earlier messages were received
+        assert_eq!(found(&engine, &chain(1, 1)), 0); // the server has handled all earlier messages
         server.status().namespaces[0].engines[0].num_leases
     };
     let leases: Vec<_> = (0..66).map(|_| engine.acquire_all(&nothing)).collect();

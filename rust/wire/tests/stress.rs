@@ -1,6 +1,6 @@
-//! Stress test: three models with different chunk sizes and quotas on one server. Engines connect,
-//! save, load and disconnect with open leases. No load returns a wrong byte, and no frame is
-//! leaked.
+//! Stress test: three models with different chunk sizes share a server with tenant quotas. Engines
+//! connect, save, load, and disconnect with open leases. No load may return a wrong byte, and no
+//! frame may leak.
 
 mod common;
 
@@ -17,7 +17,7 @@ use kvloft_core::store::{Limits, Prefix, Quota, TenantLimits};
 use kvloft_testing::one_prefix::SessionExt;
 use kvloft_wire::{Client, ClientConfig, Server, ServerConfig};
 
-/// Number of pages in a chunk. A slab has four pages.
+/// Number of pages in a chunk of each model. A slab has four pages.
 const PAGES: [u64; 3] = [1, 2, 4];
 const NUM_SLABS: u32 = 16;
 const SALTS: [Option<&str>; 3] = [None, Some("pepper"), Some("thyme")];

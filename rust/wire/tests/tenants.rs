@@ -131,9 +131,9 @@ fn lookup_after_a_dropped_save_is_not_counted() {
         assert_eq!(found(&engine, prefix), blocks);
         assert_eq!(lookups(), counted);
     };
-    after(&other, 3, [2, 9, 7]); // lookup of a request
+    after(&other, 3, [2, 9, 7]); // a request's lookup is counted
     after(&long, 4, [2, 9, 7]);
-    after(&long, 4, [3, 15, 11]); // a request's lookup, because the save has looked up its prefix
+    after(&long, 4, [3, 15, 11]); // counted: the save has already looked up its prefix
     assert_eq!(engine.lookup_many(&[(&long).into(), (&other).into()]).len(), 2);
     assert_eq!(lookups(), [4, 24, 18]);
     let _lease = engine.acquire((&long).into());
@@ -145,7 +145,7 @@ fn lookup_after_a_dropped_save_is_not_counted() {
         is_independent: true,
     };
     assert_eq!(engine.reserve_many(&[attached]).expect("in range")[0].num_dropped, 1);
-    after(&state, 0, [5, 25, 18]); // saves of independent chunks do not continue
+    after(&state, 0, [5, 25, 18]); // counted: dropped saves of independent chunks are not continued
 }
 
 /// Percentages refer to the namespace's share of memory, which another namespace halves.

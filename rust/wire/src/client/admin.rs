@@ -23,8 +23,8 @@ pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {
 ///
 /// `namespace` is a prefix of the namespace's hex digest. It can be empty if the server has only
 /// one namespace. Returns the same errors as [`status`]. Also returns `InvalidConfig` if the disk
-/// does not respond or the prefix does not match exactly one namespace. If it matches several, the
-/// message lists them.
+/// does not respond or the prefix does not match exactly one namespace. If multiple namespaces
+/// match, the message lists them.
 pub fn clear(socket: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
     call(socket, &AdminRequest::Clear { namespace: namespace.to_owned() }, timeout)
 }

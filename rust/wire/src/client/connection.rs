@@ -32,7 +32,7 @@ pub(crate) struct Connection {
     received: ReceiveBuffer,
     unsent: SendBuffer,
     next_number: u32,
-    /// Numbers of all requests that have not received a response.
+    /// Numbers of the requests that have no response yet, in the order sent.
     unanswered: VecDeque<u32>,
     /// Keys of the last long prefix. The server caches the same keys.
     pub(crate) prefix_cache: PrefixCache,
@@ -59,8 +59,8 @@ impl Connection {
         let (uid, _) = peer_credentials(&stream).map_err(fail)?;
         if !is_current_user(uid) {
             return Err(Error::invalid(format!(
-                "the server at {} belongs to user {uid}, and this process runs as user {me}; run it with `sudo -u '#{uid}'`, or \
-                 use a server of this user",
+                "the server at {} belongs to user {uid}, and this process runs as user {me}; run this process with \
+                 `sudo -u '#{uid}'`, or use a server that runs as user {me}",
                 path.display()
             )));
         }
@@ -91,8 +91,7 @@ impl Connection {
         self.enqueue(request);
         let mut found = Vec::new();
         loop {
-            // Even after a send error, read first: the server may have sent the reason for a
-            // rejection.
+            // Read even after a send error: the server may have sent the reason for a rejection.
             let sent = self.unsent.flush(&self.stream);
             if !wait(&*self.stream, self.poll_flags(), deadline) {
                 return Err(late());
@@ -119,7 +118,8 @@ impl Connection {
         let _gone = self.stream.shutdown(std::net::Shutdown::Both);
     }
 
-    /// Processes received responses. Returns true if one is overdue or the connection is closed.
+    /// Processes received responses. Returns true if a response is overdue or the connection is
+    /// closed.
     pub(crate) fn is_overdue(&mut self) -> bool {
         if !self.unanswered.is_empty() {
             let _none = self.exchange(None, Instant::now());
@@ -174,7 +174,7 @@ impl Connection {
     }
 
     /// Waits until no response is overdue. Returns false at the deadline, or immediately if the
-    /// server is unresponsive.
+    /// server is unresponsive or the connection is closed.
     pub(crate) fn wait_for_overdue(&mut self, deadline: Instant) -> bool {
         while self.is_overdue() && !self.is_closed {
             if self.is_unresponsive || !spin_then_wait(&*self.stream, self.poll_flags(), deadline) {

@@ -16,7 +16,7 @@ pub(crate) struct MissedCalls {
     num_logged: u64,
     num_chunks_logged: u64,
     last_logged: Option<Instant>,
-    /// Numbers of calls and chunks that were already reported to the server.
+    /// Numbers of calls and chunks already reported to the server.
     reported: [u64; 2],
 }
 

@@ -1,8 +1,8 @@
 //! The client of a server's store. `session` implements `Session` for [`Client`].
 //!
 //! Each call returns by its deadline. A call is a miss if there is no connection or no response by
-//! the deadline. A background thread reconnects. A new connection first resends any clear that the
-//! server has not confirmed. Otherwise, chunks that must not be used could come back from disk.
+//! the deadline. A background thread reconnects. On a new connection, the client first resends any
+//! clear that the server has not confirmed, because cleared chunks could still be on disk.
 
 pub(crate) mod admin;
 mod connection;
@@ -68,7 +68,8 @@ impl Client {
         self.inner.state()
     }
 
-    /// Processes received responses. Returns true if a clear has not been confirmed yet.
+    /// Switches to a new connection if there is one, and processes received responses. Returns true
+    /// if a clear has not been confirmed yet.
     pub(crate) fn is_clear_pending(&self) -> bool {
         let deadline = self.inner.deadline();
         let mut state = self.state();
@@ -104,7 +105,7 @@ impl Client {
         responses
     }
 
-    /// Looks up prefixes, in messages of limited size. Returns None for each prefix that got no
+    /// Looks up prefixes in messages of limited size. Returns None for each prefix that got no
     /// response.
     pub(crate) fn lookup_batches(
         &self,
@@ -158,7 +159,6 @@ impl Drop for Client {
     }
 }
 
-/// Truncates a prefix to the maximum number of keys that a server accepts.
 fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
     Prefix { keys: &prefix.keys[..prefix.keys.len().min(MAX_KEYS)], ..*prefix }
 }
@@ -167,9 +167,10 @@ fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
 fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
     asked.check()?;
     let SaveRequest { prefix, units, class, is_independent } = asked.clone();
-    // Of the keys before the range, the server needs only the first chunk's parent.
+    // The server needs only one key before the range: the first chunk's parent.
     let first = units.start.saturating_sub(1);
-    // Independent chunks also need the key after the range: the final full-attention chunk's.
+    // Independent chunks also need the key after the range, which identifies the full-attention
+    // chunk at the end of the prefix.
     let end = prefix.num_units().min(units.end.saturating_add(is_independent.into()));
     let at = |unit: u32| unit.saturating_sub(prefix.first) as usize;
     let (root, keys) = (prefix.root, Keys::Own(&prefix.keys[at(first.min(end))..at(end)]));

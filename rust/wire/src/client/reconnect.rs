@@ -34,7 +34,7 @@ impl ConnectFailures {
             .then(|| format!("{reason}; running without the cache and retrying in the background"))
     }
 
-    /// Returns the delay until the next attempt.
+    /// Returns the delay until the next attempt. The delay doubles with each rejection.
     fn retry_interval(&mut self, error: &Error) -> Duration {
         self.num_refused += u32::from(error.kind() != ErrorKind::Io);
         RETRY_INTERVAL.saturating_mul(1 << self.num_refused.min(12)).min(MAX_RETRY_INTERVAL)

@@ -26,7 +26,6 @@ const MAX_EVENTS: usize = 64;
 /// Time without a response after which all previously reported chunks are treated as lost.
 const LOSS_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// State of a client, guarded by a lock.
 #[derive(Debug, Default)]
 pub(crate) struct ClientState {
     pub(crate) connection: Option<Connection>,
@@ -41,7 +40,7 @@ pub(crate) struct ClientState {
     /// The last key of each prefix for which the last reservation dropped chunks.
     pub(crate) dropped: Vec<ChunkKey>,
     pub(crate) change_feed: ChangeFeed,
-    /// True until the server has confirmed a clear.
+    /// True while the server has not confirmed a clear.
     pub(crate) is_clear_pending: bool,
     pub(crate) stats: Vec<(String, u64)>,
     pub(crate) missed_calls: MissedCalls,
@@ -115,7 +114,6 @@ impl ClientState {
         answer
     }
 
-    /// Sends a request and waits for its response.
     pub(crate) fn request(&mut self, request: &Request<'_>, deadline: Instant) -> Option<Response> {
         self.call(deadline, |connection| connection.call(request, deadline))
     }

@@ -37,7 +37,7 @@ pub struct EvictRequest {
     pub namespace: String,
     /// Tag of the tenant's salt. None for all chunks.
     pub tenant: Option<SaltTag>,
-    /// True to evict from host memory only.
+    /// True to evict only from host memory.
     pub host_only: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Encodes messages as little-endian bytes. The macro [`messages`] defines all messages of one
+//! Encodes messages as little-endian bytes. The macro [`messages`] defines all messages sent in one
 //! direction. Each field of a message implements [`Field`]. Decoding never panics, and allocates
 //! memory only for bytes that were received.
 
@@ -17,7 +17,7 @@ pub(crate) struct Writer<'a> {
     to: &'a mut Vec<u8>,
     /// Offset in the buffer at which the message starts.
     start: usize,
-    /// The last root key written. If a root key is repeated, only a flag is written.
+    /// The last root key written.
     root: Option<ChunkKey>,
 }
 
@@ -79,7 +79,7 @@ impl<'a> Reader<'a> {
         self.rest.is_empty()
     }
 
-    /// Skips the remaining fields, which may be different in other protocol versions.
+    /// Skips the remaining fields, which can differ between protocol versions.
     pub(crate) fn skip_all(&mut self) {
         self.rest = &[];
     }
@@ -236,7 +236,7 @@ impl<'a, T: Field<'a>> Field<'a> for Vec<T> {
     }
 }
 
-/// Defines the messages of one direction, each with its kind and its fields in order.
+/// Defines the messages sent in one direction, each with its kind and its fields in order.
 macro_rules! messages {
     (
         $(#[$about:meta])*

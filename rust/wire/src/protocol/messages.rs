@@ -87,7 +87,7 @@ messages! {
         12 = Stats(num_calls: u64, num_chunks: u64),
         /// One-way request. See `Session::limit_memory`.
         13 = LimitMemory(limit_bytes: u64),
-        /// See `Session::flush`. Asks whether all chunks have been written to disk.
+        /// See `Session::flush`. Checks whether all chunks have been written to disk.
         14 = IsSettled,
         /// One-way request that announces that the engine is shutting down.
         15 = Bye,

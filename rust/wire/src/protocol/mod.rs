@@ -1,7 +1,7 @@
 //! The wire protocol. Each message is preceded by its length (u32). Integers are little-endian.
 //!
-//! Requests have the form `u32 number, u8 kind, fields`, and so do their responses. Responses are
-//! sent in the order of the requests. One-way requests get no response. The first request contains
+//! Requests and responses have the form `u32 number, u8 kind, fields`. Responses are sent in the
+//! order of the requests. One-way requests get no response. The first request contains
 //! the protocol version, and the server rejects clients with a different version. Engine messages
 //! are binary; admin messages contain JSON.
 //!

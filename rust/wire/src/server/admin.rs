@@ -1,4 +1,4 @@
-//! Admin requests, and expiry of chunks in closed namespaces.
+//! Handles admin requests, and removes expired chunks from closed namespaces.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};
@@ -17,11 +17,10 @@ use crate::threads::spawn;
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(25);
 /// Timeout for listing namespaces on disk.
 const LIST_TIMEOUT: Duration = Duration::from_secs(5);
-/// Timeout for an eviction.
 const EVICT_TIMEOUT: Duration = Duration::from_secs(50);
 
 impl ServerState {
-    /// Handles an admin request. Returns the result in JSON.
+    /// Handles an admin request. Returns the result as JSON.
     pub(crate) fn answer_admin(&self, request: &AdminRequest) -> Result<Vec<u8>> {
         let json = match request {
             AdminRequest::Status => serde_json::to_vec(&self.status()),
@@ -31,12 +30,12 @@ impl ServerState {
         json.map_err(|error| Error::io("cannot encode the response", error.into()))
     }
 
-    /// Evicts chunks from open namespaces and from closed namespaces on disk. Returns
-    /// `InvalidConfig` if no namespace matches.
+    /// Evicts chunks from open namespaces. If the request names a tenant and includes the disk,
+    /// also removes the tenant's chunks from closed namespaces. Returns `InvalidConfig` if no
+    /// namespace matches.
     pub(crate) fn evict(&self, request: &EvictRequest) -> Result<EvictReport> {
         let (begin, mut all) = (Instant::now(), EvictReport::default());
         let deadline = begin + EVICT_TIMEOUT;
-        // Only one eviction runs at a time, so that each counts only its own chunks.
         let Some(_guard) = self.evict_lock.lock(deadline) else {
             all.evicted.is_cut_short = true;
             return Ok(all);

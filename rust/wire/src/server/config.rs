@@ -38,8 +38,8 @@ pub struct ServerConfig {
 }
 
 impl ServerConfig {
-    /// Returns settings without a disk, with the default eviction policy, 16 connections and half a
-    /// second for GPUs to settle.
+    /// Returns settings with no disk, the default eviction policy, at most 16 connections and a
+    /// `gpu_settle` of 500 ms.
     #[must_use]
     pub fn new(socket: PathBuf, host_bytes: u64) -> Self {
         Self {

@@ -31,10 +31,9 @@ use crate::threads::{locked, spawn};
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
 /// Timeout for writing to a client that is not reading its responses.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Size of the read buffer.
 const READ_BYTES: usize = 64 << 10;
 
-const OTHER_USER: &str = "this kvloft server only accepts processes of its own user";
+const OTHER_USER: &str = "this kvloft server only accepts connections from its own user";
 
 #[derive(Debug)]
 struct ServedConnection {
@@ -42,7 +41,7 @@ struct ServedConnection {
     stream: UnixStream,
     number: u64,
     membership: Option<Arc<Membership>>,
-    /// The engine's lifeline, which is set together with the membership.
+    /// Set together with the membership.
     lifeline: Option<Lifeline>,
     handler: EngineHandler,
     out: Vec<u8>,
@@ -232,8 +231,8 @@ impl Drop for ServedConnection {
         self.handler = EngineHandler::default();
         let membership = self.membership.take();
         self.state.remove_peer(self.number);
-        // This is the last reference: `remove_peer` dropped the reference that status requests use
-        // while they hold the peers' lock.
+        // `membership` is the last reference: `remove_peer` dropped the reference that status
+        // requests use while they hold the peers' lock.
         if let (Some(membership), Some(lifeline)) =
             (membership.and_then(Arc::into_inner), self.lifeline.take())
         {

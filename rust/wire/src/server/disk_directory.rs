@@ -16,10 +16,9 @@ use crate::threads::locked;
 
 /// Timeout for the first claim. A hung disk must not block startup.
 const FIRST_TIMEOUT: Duration = Duration::from_secs(1);
-/// Delay before the first retry. Doubles after each retry.
+/// Delay before the first retry. The delay doubles after each retry.
 const FIRST_RETRY: Duration = Duration::from_secs(1);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(60);
-/// Interval between measurements of free space.
 const MEASURE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Waits for the first claim or the timeout. Returns `InvalidConfig` if the directory can never be
@@ -49,7 +48,9 @@ impl ServerState {
             if is_new && !is_received {
                 let dir = disk.dir.display();
                 self.log(match trouble {
-                    Some(why) => format!("{why}; using host memory only until it is available"),
+                    Some(why) => {
+                        format!("{why}; using host memory only until the disk is available")
+                    }
                     None => format!("using the disk {dir}"),
                 });
             }
@@ -68,7 +69,8 @@ impl ServerState {
         self.namespaces.disk.release(); // the server may have stopped while the claim was hung
     }
 
-    /// Measures the free space. If the measurement fails, the previous result is kept.
+    /// Measures the free space and the sizes of closed namespaces. On error, keeps the previous
+    /// result.
     fn measure_disk(&self, dir: &Path) {
         let found = rustix::fs::statvfs(dir).map_err(std::io::Error::from);
         let closed = self.namespaces.disk.closed(dir);

@@ -38,7 +38,7 @@ pub(crate) struct EngineHandler {
     scratch: Vec<ChunkKey>,
     counters: Arc<Counters>,
     /// Number of units that the client's last anchors cover. The client may truncate the prefix
-    /// before it looks it up.
+    /// before looking it up.
     num_anchored: u32,
 }
 
@@ -113,7 +113,6 @@ impl EngineHandler {
         }))
     }
 
-    /// Handles a one-way request.
     fn handle_one_way(&mut self, request: &Request<'_>, local: &Local) {
         match request {
             Request::Release(lease) => self.release(*lease, local),

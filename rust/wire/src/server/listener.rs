@@ -31,7 +31,7 @@ pub(crate) struct SocketListener {
 
 impl SocketListener {
     /// Listens at `path`. Returns `Busy` if another process is listening there, and `InvalidConfig`
-    /// if the directory is not private or the path is not a socket.
+    /// if the directory is not private or the path exists and is not a socket.
     pub(crate) fn bind(path: &Path) -> Result<Self> {
         create_directory(path)?;
         let lock = lock(path)?;
@@ -92,14 +92,14 @@ fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
     if let Ok(found) = path.symlink_metadata() {
         if !found.file_type().is_socket() {
             let message = format!(
-                "{} exists and is not a socket; give --socket another path",
+                "{} exists and is not a socket; set --socket to a different path",
                 path.display()
             );
             return Err(Error::invalid(message));
         }
         if keeps_listening(path) {
             let message = format!(
-                "another program listens at {}; give --socket another path",
+                "another program is listening at {}; set --socket to a different path",
                 path.display()
             );
             return Err(Error::new(ErrorKind::Busy, message));
@@ -108,7 +108,7 @@ fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 return Err(fail("cannot remove the stale socket", error));
             }
-            _ => {} // its server may have just removed it
+            _ => {} // another server may have just removed it
         }
     }
     let socket = UnixListener::bind(path).map_err(|error| fail("cannot listen at", error))?;
@@ -155,7 +155,7 @@ fn lock(socket: &Path) -> Result<File> {
         lock.try_lock().map_err(|error| match error {
             TryLockError::WouldBlock => {
                 let message = format!(
-                    "another kvloft server listens at {}; give --socket another path",
+                    "another kvloft server is listening at {}; set --socket to a different path",
                     socket.display()
                 );
                 Error::new(ErrorKind::Busy, message)
@@ -188,13 +188,13 @@ fn create_directory(path: &Path) -> Result<()> {
     let problem = if rights & 0o002 != 0 || (is_ours && rights & 0o022 != 0) {
         let name = path.file_name().unwrap_or_default();
         format!(
-            "is writable by other users (mode {rights:o}); use --socket {}, whose directory kvloft creates for this user only",
+            "is writable by other users (mode {rights:o}); use --socket {}, and kvloft will create a private directory for it",
             folder.join("kvloft").join(name).display()
         )
     } else if !is_ours {
         format!(
-            "belongs to user {}, and this process runs as user {me}; give --socket a path in a directory that only this user \
-             can write to",
+            "belongs to user {}, and this process runs as user {me}; set --socket to a path in a directory that only this \
+             user can write to",
             found.uid()
         )
     } else {

@@ -1,4 +1,4 @@
-//! The server accepts engines of its own user and owns the stores that they share.
+//! The server accepts engines that run as its own user, and owns the stores that they share.
 //!
 //! Each connection has a thread, up to a limit. Other threads accept connections, claim the disk,
 //! remove expired chunks and do housekeeping. The caller handles signals and settings files.
@@ -31,7 +31,6 @@ use crate::server::listener::SocketListener;
 use crate::server::shared_state::ServerState;
 use crate::threads::{locked, spawn};
 
-/// Interval between rounds of housekeeping.
 const HOUSEKEEPING_INTERVAL: Duration = Duration::from_millis(100);
 /// Timeout for threads and connections when the server closes.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -51,8 +50,9 @@ impl Server {
     /// [`Self::disk_trouble`]). Memory is allocated and the disk tier is opened when the first
     /// engine connects, because frame sizes are known only from its hello.
     ///
-    /// Returns `Busy` if another server owns the socket, `InvalidConfig` if the socket's directory
-    /// is not private or the shares are invalid, and `Io` if a system call fails.
+    /// Returns `Busy` if another server owns the socket, `InvalidConfig` if the shares are invalid,
+    /// the socket's directory is not private or the disk directory can never be used, and `Io` if a
+    /// system call fails.
     pub fn open(config: ServerConfig) -> Result<Self> {
         namespaces::check_shares(&config.shares)?;
         let listener = Arc::new(SocketListener::bind(&config.socket)?);
@@ -154,7 +154,7 @@ fn accept(state: &Arc<ServerState>, listener: &SocketListener) {
 
 /// Removes expired chunks from closed namespaces. Open namespaces remove their own expired chunks.
 fn run_expiry(state: &ServerState, interval: Duration) {
-    // Delayed, because an engine that starts now would find its namespace busy.
+    // Delay the first search, because an engine that starts now would find its namespace busy.
     let mut next = Instant::now() + FIRST_EXPIRY;
     while !state.is_stopping.load(Ordering::SeqCst) {
         let left = next.saturating_duration_since(Instant::now());

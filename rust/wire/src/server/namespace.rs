@@ -16,7 +16,6 @@ use crate::protocol::admin::Stats;
 use crate::server::config::ServerConfig;
 use crate::threads::locked;
 
-/// A namespace of a server.
 #[derive(Debug)]
 pub(crate) struct Namespace {
     pub(crate) hello: Hello,

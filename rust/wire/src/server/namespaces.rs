@@ -35,7 +35,6 @@ struct OpenNamespaces {
     namespaces: BTreeMap<[u8; 32], Arc<Namespace>>,
 }
 
-/// The namespaces of a server.
 #[derive(Debug)]
 pub(crate) struct Namespaces {
     open: Mutex<OpenNamespaces>,
@@ -259,7 +258,8 @@ fn shape_conflict(other: &Namespace, hello: &Hello) -> Error {
     let name = namespace_id(&hello.namespace);
     let message = format!(
         "engines of namespace {name} on this kvloft server use chunks of {:?} bytes, but this \
-         engine uses {:?}; give them the same settings, or start another server for this engine",
+         engine uses {:?}; use the same settings for all engines of this namespace, or start \
+         another server",
         other.hello.frame_sizes.all(),
         hello.frame_sizes.all()
     );

@@ -27,7 +27,7 @@ use crate::threads::locked;
 pub(crate) struct Lifeline(OwnedFd);
 
 impl Lifeline {
-    /// Creates a lifeline. Also returns the write end, which the server sends to the engine.
+    /// Returns a new lifeline and its write end, which the server sends to the engine.
     pub(crate) fn new() -> io::Result<(Self, OwnedFd)> {
         let (read, write) = pipe_with(PipeFlags::CLOEXEC)?;
         Ok((Self(read), write))

@@ -29,7 +29,6 @@ struct Logged {
     num_repeated: u64,
 }
 
-/// Connections of engines that were rejected.
 #[derive(Debug, Default)]
 pub(crate) struct Refusals {
     by_namespace: HashMap<String, Refused>,
@@ -38,7 +37,7 @@ pub(crate) struct Refusals {
 }
 
 impl Refusals {
-    /// Counts a rejected connection from an engine of a namespace.
+    /// Counts a rejected connection from one of the namespace's engines.
     pub(crate) fn add(&mut self, namespace: &str, reason: &str, now: Instant) {
         self.by_namespace.retain(|_, each| now.duration_since(each.last) < FORGET_AFTER);
         let count = self.by_namespace.get(namespace).map_or(0, |each| each.count) + 1;

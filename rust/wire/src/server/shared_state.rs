@@ -33,16 +33,15 @@ pub(crate) struct Peer {
     pub(crate) counters: Arc<Counters>,
 }
 
-/// Disk space when it was last measured. The measurement can be old if the disk hangs.
+/// The last measurement of disk space, which can be old if the disk hangs.
 #[derive(Debug, Clone)]
 pub(crate) struct DiskSpace {
-    /// Space that this user can still use on the file system, in bytes.
+    /// File system space available to this user, in bytes.
     pub(crate) free_bytes: u64,
     /// Size in bytes of each namespace that was closed at that time, by directory name.
     pub(crate) closed: BTreeMap<String, u64>,
 }
 
-/// State of a server.
 #[derive(Debug)]
 pub(crate) struct ServerState {
     pub(crate) config: ServerConfig,
@@ -50,13 +49,12 @@ pub(crate) struct ServerState {
     pub(crate) quarantine: Quarantine,
     /// Held during an eviction, so that each eviction counts only its own chunks.
     pub(crate) evict_lock: Arc<TimedLock>,
-    /// Held during disk I/O on closed namespaces. This I/O can hang.
+    /// Held during disk I/O on closed namespaces, so that at most one thread hangs.
     pub(crate) closed_lock: Arc<TimedLock>,
     peers: Mutex<HashMap<u64, Peer>>,
     pub(crate) peer_left: Condvar,
     pub(crate) events: Mutex<Vec<String>>,
     pub(crate) is_stopping: AtomicBool,
-    /// The housekeeping thread.
     pub(crate) housekeeper: Arc<OnceLock<Thread>>,
     pub(crate) num_accepted: AtomicU64,
     /// Number of engines that have been accepted.

@@ -1,4 +1,4 @@
-//! Servers and clients for the tests, with small frames and short timeouts.
+//! Servers and clients for the tests, with small frames.
 #![allow(dead_code, clippy::allow_attributes, reason = "each test file uses a part of this module")]
 
 use std::path::{Path, PathBuf};
@@ -107,7 +107,6 @@ pub(crate) fn outlive_no_test() {
     }
 }
 
-/// Waits until `is_so` returns true.
 pub(crate) fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_so() {

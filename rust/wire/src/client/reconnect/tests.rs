@@ -59,7 +59,6 @@ impl Drop for Child {
     }
 }
 
-/// Only root can start a process as another user.
 #[test]
 fn server_of_another_user_is_an_invalid_config() {
     if !rustix::process::geteuid().is_root() {

@@ -136,7 +136,8 @@ fn close_detaches_a_thread_that_a_disk_blocks() {
     assert!(has_ended);
 }
 
-/// If the disk hangs while a namespace is opened, the server may close all other namespaces first.
+/// If the disk hangs while a namespace is being opened, the server may close all other namespaces
+/// in the meantime.
 #[test]
 fn namespace_opened_after_close_releases_the_disk() {
     let dir = tempfile::tempdir().expect("a directory");
