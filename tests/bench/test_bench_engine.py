@@ -164,7 +164,7 @@ def test_decoding_is_measured_with_one_engine_at_a_time(tmp_path: Path) -> None:
     assert (shared["names"], shared["phases"]) == (["none", "kvloft"], ["cold"])
     assert (alone["names"], alone["phases"]) == (["kvloft"], ["decode"])
     assert found["kvloft"]["totals"] == {"loads": 10, "bad_chunks": 0}, (
-        "5 turns in each of its two processes"
+        "5 loads in each of its two processes"
     )
     assert not any("error" in result for result in found.values())
 

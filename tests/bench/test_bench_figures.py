@@ -194,8 +194,8 @@ def test_the_report_compares_compressed_copies_with_raw_ones(
 def test_the_report_pools_every_cold_prompt(
     last_ms: float, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Plain vLLM takes 1 s for each of two prompts of 1,000 tokens and 2 s for a wave of 4,000
-    tokens, or 4 s for 6,000 tokens in total. With kvloft, it takes 0.25% or 0.5% longer.
+    """Plain vLLM takes 2 s for two prompts of 1,000 tokens and 2 s for a wave of 4,000 tokens. With
+    kvloft, it takes 0.25% or 0.5% longer.
     """
 
     def engine(*times_ms: float) -> dict[str, Any]:

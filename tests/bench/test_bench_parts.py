@@ -139,7 +139,7 @@ class Wave:
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
-    """Return a model with the hooks that every engine installs."""
+    """Return a model on the emulated GPU, and make the benches measure it."""
     with emulated(1) as gpu:
         found = Model(gpu)
         monkeypatch.setattr(parts, "driver", lanes.driver)

@@ -134,7 +134,7 @@ def test_saves_during_loads_use_frames_that_are_not_read(order: str, gpu: Gpu) -
 
 
 def test_a_run_that_moved_less_is_no_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mover without free slots drops copies. The rate would then include bytes that were never
+    """A mover without free slots drops copies, so the rate would include bytes that were never
     moved.
     """
     rig = make_rig(HostFrames(2 * CHUNKS * PART), slot_parts=1)

@@ -1,5 +1,5 @@
-"""Tests the closed-loop chat bench without a GPU: the content of each turn, the counters, and that
-a failing engine does not lose another engine's results.
+"""Tests the closed-loop chat bench without a GPU: the content of each turn, the counters, and the
+results of other engines after one engine fails.
 """
 
 import json

@@ -95,7 +95,7 @@ def test_an_engine_that_failed_or_never_preempted_is_a_problem() -> None:
 
 
 class CopyingMover:
-    """Keeps clones of saved blocks and copies them back immediately.
+    """Clones saved blocks and copies them back synchronously when they are loaded.
 
     ``spoil`` corrupts the copies.
     """

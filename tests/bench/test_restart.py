@@ -33,7 +33,7 @@ def life(**changes: Any) -> dict[str, Any]:
 def test_problems_of_a_restart_are_named() -> None:
     first = life(
         cached=0, first=[8, -0.6]
-    )  # the engines compute different pieces, so rounding differs
+    )  # the engines compute different parts of the prompt, so rounding differs
     assert restart.problems([first, life()], 4096) == []
     assert "only 2000 of 4096" in restart.problems([first, life(cached=2000)], 4096)[0]
     for other in (life(first=[7, -0.4]), life(first_loaded=[9, -0.5])):

@@ -8,7 +8,7 @@ from kvloft.seam.plan import LoadPlan, StepPlan
 
 
 def check_visible(engine: Any, key: bytes, content: Any) -> None:
-    """Check I1, I2, I3 and I7: on every rank, visible chunks must have the KV of their prefixes."""
+    """Check I1, I2, I3 and I7: on every rank, a visible chunk must contain its prefix's KV."""
     prefix = engine.book.prefix_of[key]
     expected = engine.workers.expected(prefix)[-engine.setup.block_tokens :]
     assert content is not None, "I3: visible, but never written"
@@ -17,7 +17,7 @@ def check_visible(engine: Any, key: bytes, content: Any) -> None:
     )
     for rank, (written, payload) in content.items():
         assert written == key
-        assert payload == expected, f"I1: rank {rank} saved KV that is not its key's"
+        assert payload == expected, f"I1: rank {rank} saved KV of a different prefix"
     engine.num_saved_blocks += 1
 
 
@@ -31,7 +31,7 @@ def check_plan(engine: Any, plan: StepPlan) -> None:
             assert list(copy.blocks) == request.blocks[unit : unit + 1], (
                 "I6: saved from blocks that do not exist"
             )
-            assert 0 not in copy.blocks, "I6: the null block"
+            assert 0 not in copy.blocks, "I6: saved the null block"
     for load in plan.loads:
         assert load.load_id not in engine.load_ids, "I10: one load planned twice"
         engine.load_ids.add(load.load_id)
@@ -46,7 +46,7 @@ def check_load(engine: Any, load: LoadPlan) -> None:
     size = engine.setup.block_tokens
     promised = request.blocks[local // size : (local + external) // size]
     named = [block for copy in load.chunks for block in copy.blocks] + list(load.lost)
-    assert named == promised, "I6: a load names other blocks than were given for it"
+    assert named == promised, "I6: a load does not cover exactly its blocks"
     assert not load.lost, "a load lost a pinned chunk"
 
 

@@ -243,7 +243,7 @@ class SymbolicEngine:
         answer = self.match(request, local)
         while rng.random() < fussy:
             if answer == 0:
-                # after a miss, the request can be looked up again
+                # after a miss, a repeated call can return a different result
                 answer = self.match(request, local)
                 continue
             before = {key: (e.state, e.frame, e.pins) for key, e in self.store.entries.items()}
@@ -425,7 +425,9 @@ class SymbolicEngine:
         return failed
 
     def _received(self, req_id: str) -> None:
-        """Handle a rank's finished_recving. The aggregator forwards the last rank's to vLLM."""
+        """Handle finished_recving from one rank. A load is complete after the last rank has
+        reported it.
+        """
         self.received[req_id] = self.received.get(req_id, 0) + 1
         assert self.received[req_id] <= self.setup.num_ranks, "I10: a load reported twice"
         if self.received[req_id] < self.setup.num_ranks:
@@ -526,8 +528,8 @@ class SymbolicEngine:
     # -----------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self, *, with_connector: bool = True) -> bool:
-        """Call reset_prefix_cache(reset_running_requests=True): all requests are preempted, then
-        the weights change.
+        """Act like vLLM's reset_prefix_cache(reset_running_requests=True). With ``with_connector``,
+        the weights also change.
         """
         while self.running:
             request = self.running.pop()

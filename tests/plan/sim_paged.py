@@ -1,5 +1,4 @@
-"""Symbolic paged KV: an engine's block pool and workers. Every KV entry identifies the entry's
-inputs.
+"""Symbolic paged KV: an engine's block pool and workers. Every KV entry identifies its inputs.
 
 The symbol at a position is derived from all earlier symbols that the forward pass *read*, the
 content of the position, and the version of the weights. A wrong, stale or missing block therefore
@@ -21,7 +20,7 @@ POISON = -1
 
 
 class Symbols:
-    """Interned symbols: equal numbers have equal histories."""
+    """Interns symbols, so that equal numbers imply equal histories."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -161,8 +160,7 @@ class Workers:
         self.corrupt: set[bytes] = set()
         """Keys of chunks that fail verification in the next load."""
         self.broken = False
-        """True if no mover could be created, so that all saves and loads fail without bad frames.
-        """
+        """True if no mover could be created, so all saves and loads fail without bad frames."""
         self._contents: dict[str, list[Any]] = {}
         self._computed: dict[str, int] = {}
 
@@ -204,9 +202,8 @@ class Workers:
             self._computed[work.req_id] += len(work.sampled) - 1
 
     def begin_copies(self, plan: StepPlan, rng: Random, failure_rate: float) -> None:
-        """Copy the content that the saved blocks have immediately after this step's forward pass.
-
-        Loads run later.
+        """Begin the copies of a plan. Saves capture the blocks' content immediately after the
+        forward pass, and loads run later.
         """
         for rank in self.ranks:
             for load in plan.loads:
@@ -223,7 +220,8 @@ class Workers:
     ) -> tuple[list[StepReport], list[str], set[int]]:
         """Let each rank complete up to ``num_items`` copies.
 
-        Returns the reports, the ids of completed loads, and the blocks without content.
+        Returns the reports, the ids of requests whose loads completed, and the blocks that were not
+        loaded.
         """
         reports: list[StepReport] = []
         loaded: list[str] = []

@@ -1,6 +1,4 @@
-"""The fixed settings and the requests of a symbolic engine. A request acts both as vLLM's Request
-and as kvloft's `LiveRequest`.
-"""
+"""The settings and requests of a symbolic engine."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +11,6 @@ from kvloft.seam.views import EmbedRows, MediaItem, RequestView
 
 @dataclass(frozen=True)
 class Setup:
-    """The fixed settings of an engine."""
-
     block_tokens: int = 4
     num_blocks: int = 40
     num_frames: int = 64
@@ -64,7 +60,7 @@ class Request:
     """(local, external) tokens of the load that the request waits for."""
     history: list[Any] = field(default_factory=list)
     tainted: bool = False
-    """True if the weights changed while the request ran, so that its output cannot be compared."""
+    """True if the output cannot be compared, for example because the weights changed."""
     num_failed_loads: int = 0
 
     def __post_init__(self) -> None:
@@ -107,7 +103,7 @@ class Request:
 
 
 def tokens_of(answer: Answer) -> int | None:
-    """Convert a result to vLLM's form: the number of tokens, or None for "ask again"."""
+    """Convert a result to vLLM's form: the number of tokens, or None for Wait."""
     if isinstance(answer, Wait):
         return None
     return answer.num_tokens if isinstance(answer, Offer) else 0

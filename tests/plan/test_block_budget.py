@@ -1,4 +1,4 @@
-"""Compares the tracked number of blocks that requests with loads need with a full recount."""
+"""Checks the tracked block needs of loading requests against a full recount."""
 
 from types import SimpleNamespace
 from typing import cast

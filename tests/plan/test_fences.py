@@ -1,5 +1,5 @@
-"""Tests that a step names exactly the blocks that a save still reads and that the step gives to
-another writer (I2).
+"""Tests that a step lists exactly the blocks that it assigns to a new writer while a save still
+reads them (I2).
 """
 
 from typing import Any

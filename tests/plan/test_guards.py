@@ -48,8 +48,8 @@ def view_of_running(computed: int, scheduled: int, grown: list[int] | None = Non
 
 
 def started(table: list[int], scheduled: int) -> tuple[SymbolicEngine, Request, StepPlan]:
-    """Return a request with 12 tokens in blocks of 2 after its admission and first step, with saves
-    in flight.
+    """Admit a request with 12 tokens in blocks of 2, and plan its first step. Return the engine,
+    the request and the plan.
     """
     engine = SymbolicEngine(Setup(block_tokens=2))
     request = Request(A, PROMPT[:12], 9)

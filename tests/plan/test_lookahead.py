@@ -43,7 +43,7 @@ def test_a_prompts_end_is_saved_after_its_next_token_is_known() -> None:
 
 
 def test_a_pending_load_waits_only_for_blocks_that_vllm_keeps() -> None:
-    """vLLM drops the last block of a hit in its own cache, so waiting for this block is useless."""
+    """vLLM drops the last block of a hit in its own cache, so waiting for it is pointless."""
     engine = SymbolicEngine(Setup(lookahead=1))
     serve(engine, Request("before", list(PROMPT), 3))
     engine.reset_prefix_cache(with_connector=False)
@@ -58,7 +58,7 @@ def test_a_pending_load_waits_only_for_blocks_that_vllm_keeps() -> None:
 def test_steps_without_the_draft_model_are_not_saved() -> None:
     """vLLM skips the draft model for a whole step if one request is close to the maximum length.
 
-    Blocks of such steps are never saved.
+    The blocks that such a step writes are never saved.
     """
     engine = SymbolicEngine(Setup(lookahead=1, draft_limit=len(PROMPT) + 1))
     long = serve(engine, Request("long", list(PROMPT), 6))

@@ -28,7 +28,7 @@ chances = st.sampled_from([0.0, 0.1, 0.5])
 
 
 def dress(request: Request, flavour: str, more: list[int], engine: SymbolicEngine) -> Request:
-    """Add other key inputs to a request, such as a salt, or give it a different lifetime."""
+    """Vary a request: add key inputs such as a salt, skip loads, or make it a session."""
     length = request.num_tokens
     if flavour == "salt":
         request.salt = "pepper"

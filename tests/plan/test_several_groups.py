@@ -27,7 +27,7 @@ PROMPT = list(range(100, 117))
 
 
 class Bench:
-    """An engine with a store."""
+    """The scheduler side of an engine, with a real store."""
 
     def __init__(self, shape: CacheShape = SHAPE, pool: PoolSize | None = None) -> None:
         self.store = _core.Session(
@@ -55,7 +55,7 @@ class Bench:
         new: bool = True,
         states: Any = (),
     ) -> StepPlan:
-        """Run a forward pass for ``num`` tokens of ``request``."""
+        """Plan a step with ``num`` tokens of ``request``."""
         req_id, computed = ReqId(request.req_id), request.num_computed_tokens
         columns: dict[str, Any] = {"new": [NewRequest(req_id, computed, ())]} if new else {}
         if not new:

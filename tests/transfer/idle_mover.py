@@ -1,4 +1,4 @@
-"""A mover that accepts all copies and never completes a copy."""
+"""A mover that accepts all copies and completes none."""
 
 from collections.abc import Sequence
 

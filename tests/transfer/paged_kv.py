@@ -1,5 +1,5 @@
-"""Paged KV in the layouts of vLLM's releases, with the location of each block's bytes, which is
-computed only from element addresses.
+"""Paged KV in the layouts of vLLM's releases. The location of a block's bytes is computed only from
+element addresses.
 
 This module is the oracle for layouts and movers. It does not use planes: the bytes of a block are
 the bytes of its elements in address order. This module must not import kvloft.

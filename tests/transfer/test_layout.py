@@ -17,9 +17,7 @@ primes = st.sampled_from([1, 2, 3, 5, 7])
 
 
 def plane_addresses(layout: PagedLayout, block: int) -> list[tuple[int, int]]:
-    """Return (storage, byte) of every byte of a block, in payload order, according to the
-    planes.
-    """
+    """Return (storage, offset) for every byte of a block in the planes, in payload order."""
     return [
         (plane.storage.data_ptr(), plane.offset + block * plane.block_stride + i)
         for plane in layout.planes
@@ -68,7 +66,7 @@ def test_planes_name_exactly_each_blocks_bytes(
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC"])
 @pytest.mark.parametrize("ratio", [2, 4])
 def test_kernel_blocks_are_grouped_into_the_engines_blocks(order: str, ratio: int) -> None:
-    """In this case, dimension 0 contains num_blocks * ratio smaller blocks."""
+    """Dimension 0 contains num_blocks * ratio kernel blocks."""
     caches = carve(order, Sizes(blocks=6 * ratio))
     layout = read_layout(caches, 6)
     for block in range(6):

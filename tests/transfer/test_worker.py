@@ -334,7 +334,7 @@ def test_a_stopped_worker_moves_nothing(store: _core.Session) -> None:
 
 
 class TestLifeline:
-    """Tests the lifeline: the server gives no frame to another engine while a process keeps the
+    """Tests the lifeline: the server does not reuse an engine's frames while any process keeps the
     engine's lifeline open.
     """
 

@@ -16,7 +16,9 @@ for folder in (str(HERE), str(HERE.parent / "model")):
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Put a file into a Hugging Face cache like a download of ``name`` at ``commit``."""
+    """Return a function that puts a file into a Hugging Face cache, as if ``name`` had been
+    downloaded at ``commit``.
+    """
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
 
     def put(name: str, file: str, commit: str, revision: str = "main") -> None:

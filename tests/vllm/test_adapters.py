@@ -58,9 +58,7 @@ def test_adapter_is_name_path_and_state_of_its_files(adapter: Path) -> None:
 def test_an_adapter_that_changed_since_the_start_is_this_runs_own(
     adapter: Path, change: str
 ) -> None:
-    """The files do not show which version the workers have loaded, and will reload after an
-    eviction.
-    """
+    """The files do not show which version workers have loaded or will reload after an eviction."""
     link = adapter.parent / "current"
     link.symlink_to(adapter)
     lora = LoRARequest("a", 1, str(link if change == "link" else adapter))

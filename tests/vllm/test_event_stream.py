@@ -216,7 +216,7 @@ class Totals:
 
 
 class Served:
-    """A `kvloft serve` process, started in the same way as by users."""
+    """A `kvloft serve` process, started as a user would start it."""
 
     def __init__(
         self, socket: str, *, host_bytes: int, disk_path: str, disk_bytes: int, disk_threads: int

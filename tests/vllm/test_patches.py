@@ -181,7 +181,7 @@ def test_calls_that_unmap_pages_are_wrapped() -> None:
         if inspect.isfunction(method) and "unmap_and_release(" in inspect.getsource(method)
     }
     wrapped = {patches.SLEEP.method, patches.DISCARD.method}
-    # torch makes this call when the process exits and for blocks that it releases.
+    # torch calls `_python_free_callback` when the process exits and for blocks that it releases.
     assert (
         unmapping - {"release_pools", "use_memory_pool", "_trim", "_python_free_callback"}
         == wrapped

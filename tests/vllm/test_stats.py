@@ -112,7 +112,6 @@ def test_tokens_left_on_a_slow_disk_are_logged_once(
 
 
 def exporter(registry: CollectorRegistry) -> Any:
-    """Return the exporter of one engine's metrics."""
 
     def bound(cls: type) -> object:
         return lambda **settings: cls(**settings, registry=registry)

@@ -281,7 +281,7 @@ def test_kv_groups_one_is_suggested_if_it_would_work(
 def test_windows_and_full_attention_may_have_blocks_of_different_sizes(
     alignment: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hits end at block boundaries of all groups. vLLM computes them only with a prefix cache."""
+    """Hits end at block boundaries of all groups."""
     monkeypatch.setattr(support, "HAS_GROUPS", True)
     several = groups(replace(FULL, block_size=alignment or 64), WINDOW)
     several.cache_hit_alignment_tokens = alignment

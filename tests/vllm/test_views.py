@@ -1,5 +1,5 @@
-"""Tests vLLM's requests and steps as views: real Request objects, both shapes of a resumed request,
-mixed prompts, and KV from other sources.
+"""Tests the conversion of vLLM's requests and steps to views: real Request objects, both shapes of
+a resumed request, mixed prompts, and KV from other sources.
 """
 
 from functools import partial
@@ -202,7 +202,7 @@ def test_with_several_groups_all_blocks_are_reported_and_tables_requested() -> N
 
 def test_tables_are_counted_in_chunks_of_the_main_group() -> None:
     """If block sizes differ, a chunk contains multiple blocks of a group. The table of a growing
-    request can then end inside a chunk.
+    request can end inside a chunk.
     """
     shape = CacheShape(
         (GroupShape(16, 2, kind="window", reach=40), GroupShape(8, 4), GroupShape(32))

@@ -135,7 +135,7 @@ def half_of(
 def test_a_worker_drains_before_sleep_if_its_engine_can_sleep(
     is_on: bool, has_hook: bool, drains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.33 and newer call a hook of the connector instead."""
+    """vLLM 0.33 and newer call a connector hook instead."""
     heard = listeners(monkeypatch)
     base: Any = type("Base", (), {"unregister_kv_caches": None} if has_hook else {})
     monkeypatch.setattr(worker_half, "KVConnectorBase_V1", base)

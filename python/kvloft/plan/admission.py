@@ -1,8 +1,8 @@
 """Admission: decides how many tokens to offer for a request that vLLM has not scheduled yet.
 
 vLLM calls `match` for each waiting request in every step, in queue order. An offer pins frames
-until the request is looked up again, is admitted or finishes, or until vLLM has not called `match`
-for ``LEASE_S`` (I5, I9). A request can wait for the following reasons:
+until the request is looked up again, is admitted or finishes, or until ``LEASE_S`` passes without a
+call to `match` (I5, I9). A request can wait for the following reasons:
 
 | reason      | the request waits until                                | at most                   |
 |-------------|--------------------------------------------------------|---------------------------|
@@ -33,9 +33,9 @@ from kvloft.seam.ids import ReqId
 from kvloft.seam.store import Session
 
 MIN_WAITING = 64
-"""Maximum number of requests that wait in a step, or the number of running slots if that is larger.
-Skipping a waiting request takes vLLM about ten microseconds in every step. Without this limit, a
-hung disk would make each step slower as the queue grows, while slots are idle.
+"""Limit on waiting requests per step. If the number of running slots is larger, it is the limit
+instead. Skipping a waiting request takes vLLM about ten microseconds in every step. Without this
+limit, a hung disk would make each step slower as the queue grows, while slots are idle.
 """
 
 MAX_NEW_WAITING = 64
@@ -108,7 +108,7 @@ class Admission:
         return has_reason and since is not None and now - since < self._wait_s
 
     def _record_call(self, request: RequestState) -> float:
-        """Record that vLLM called kvloft for the request, and return the current time.
+        """Record a call for the request, and return the current time.
 
         The waiting time excludes steps without a call, in which vLLM had no free slot.
         """
@@ -119,7 +119,7 @@ class Admission:
         return now
 
     def _is_crowded(self, request: RequestState) -> bool:
-        """Return True if the request must not wait because too many other requests wait."""
+        """Return True if the request must not wait because too many other requests are waiting."""
         if self._max_running is None:
             return False
         limit = min(max(MIN_WAITING, self._max_running), self._num_waited + MAX_NEW_WAITING)
@@ -165,7 +165,9 @@ class Admission:
         *,
         may_wait: bool,
     ) -> Wait | Miss | None:
-        """Return None if the stored units may be pinned now, otherwise the result of `match`."""
+        """Return None if the stored units may be pinned now. Otherwise, return the result of
+        `match`.
+        """
         local_tokens, unit_tokens = request.local_tokens, self._unit_tokens
         if may_wait and self._awaits_load(request, now):
             return Wait(WaitReason.SHARED_LOAD)
@@ -190,7 +192,7 @@ class Admission:
     def _may_read(
         self, request: RequestState, stored_units: int, *, pays: bool, may_wait: bool
     ) -> bool:
-        """Return True if the request may start to read its chunks from disk."""
+        """Return True if the request may start reading its chunks from disk."""
         if pays:
             return self.turns.take(request, stored_units)
         # If waiting does not pay, read only to measure the rate of an idle disk.

@@ -47,7 +47,7 @@ class _Chunk:
 
 
 class Announcer:
-    """Announces the chunks in ``store`` as blocks of their group's block size.
+    """Announces the chunks in ``store``, split into blocks of their group's block size.
 
     The caller must have called ``store.watch``. With ``is_shared``, other engines save to the store
     or the store can be unavailable, so a removed chunk can reappear without a save by this engine.
@@ -207,7 +207,7 @@ class Announcer:
         self._must_look_up_all, self._round = False, self._all()
 
     def withdraw(self, lost: Sequence[Event] = ()) -> None:
-        """Announce the removal of every block and stop, because the cache stops offering chunks.
+        """Announce the removal of every block and stop. Called when the cache stops its offers.
 
         ``lost`` contains events that were taken but may not have been published.
         """

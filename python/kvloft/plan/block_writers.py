@@ -100,7 +100,6 @@ class BlockWriters:
         self.drop(chain.from_iterable(map(itemgetter(1), step.grown)))
 
     def clear(self) -> None:
-        """Drop all records."""
         for records in self._records:
             records.clear()
 
@@ -184,8 +183,8 @@ class BlockWriters:
     def find_others(
         self, saves: Iterable[SavePlan], requests: Mapping[ReqId, RequestState]
     ) -> list[SavePlan]:
-        """Return the saves with hit blocks that were written for a different continuation, and
-        block further saves of their requests.
+        """Return the saves that include hit blocks written for a different continuation, and block
+        further saves of their requests.
         """
         found = []
         for save in saves:
@@ -215,7 +214,7 @@ class BlockWriters:
 def _update(
     records: dict[BlockId, bytes], request: RequestState, units: range, chain: KeyChain
 ) -> None:
-    """Record the key of each unit in ``units`` for its blocks in all groups."""
+    """Record the key of each unit in ``units`` for the unit's blocks in all groups."""
     keys = list(map(chain.key, units))
     for table, size in _tables(request) if keys else ():
         for nth in range(size):
@@ -224,6 +223,6 @@ def _update(
 
 
 def _tables(request: RequestState) -> Iterator[tuple[Sequence[BlockId], int]]:
-    """Yield the block table and the number of blocks per unit of each group."""
+    """Yield each group's block table and number of blocks per unit."""
     blocks = request.blocks
     return ((table, blocks.size_of(group)) for group, table in enumerate(blocks.tables))

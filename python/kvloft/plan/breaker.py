@@ -14,7 +14,7 @@ RETRY_S = 60.0
 class CircuitBreaker:
     """Counts consecutive failed loads.
 
-    ``retry_s`` is infinite if a failed load fails its request. The breaker then never retries.
+    If a failed load fails its request, ``retry_s`` is infinite, so the breaker never retries.
     """
 
     def __init__(self, retry_s: float) -> None:

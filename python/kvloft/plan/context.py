@@ -38,7 +38,6 @@ class EventNotes:
             self._notes.append(note)
 
     def take(self) -> list[Callable[[], None]]:
-        """Return the queued calls and empty the queue."""
         notes, self._notes = self._notes, []
         return notes
 

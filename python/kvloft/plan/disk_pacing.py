@@ -98,7 +98,9 @@ class DiskPacing:
         self.num_pending = stats.get("reads_pending", 0)
 
     def observe_reads_wanted(self, num_chunks: int) -> int:
-        """Add chunks to the read queue. Return what `num_done` will be after the last of them."""
+        """Record that chunks were queued for reading. Return the value that `num_done` will have
+        after the last of these reads.
+        """
         self.num_pending += num_chunks
         return self.num_done + self.num_pending
 
@@ -125,7 +127,6 @@ class DiskPacing:
     # -- estimates ------------------------------------------------------------------------------
 
     def expected_read_s(self, num_chunks: int) -> float:
-        """Return the expected time in seconds to read ``num_chunks`` from disk."""
         return num_chunks * self._disk.seconds / (self._disk.amount + PRIOR_READS)
 
     def expected_compute_s(self, num_tokens: int) -> float | None:

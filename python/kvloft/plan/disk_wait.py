@@ -1,4 +1,4 @@
-"""Decides whether a request waits for chunks on disk, or whether vLLM computes their tokens.
+"""Decides whether a request waits for chunks on disk or vLLM computes their tokens.
 
 `DiskPacing` estimates read and compute times from the store's counters and past steps.
 """

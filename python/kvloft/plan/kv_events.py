@@ -65,7 +65,6 @@ class EventLog:
                 self._add_stored(tier, group, block)
 
     def leave(self, tier: int, group: int, blocks: Sequence[Block]) -> None:
-        """Record that a chunk with ``blocks`` left ``tier``."""
         holders = self._holders[tier]
         for block in blocks:
             holders[group, block.hash] -= 1
@@ -100,7 +99,6 @@ class EventLog:
         self._events += [event for event in events if isinstance(event, Removed)]
 
     def restart(self) -> None:
-        """Drop all events and counts."""
         self._events.clear()
         for holders in self._holders.values():
             holders.clear()

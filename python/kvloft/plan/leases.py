@@ -84,7 +84,7 @@ class PinnedFrames:
 
 
 class Lease:
-    """The lease of a request on a prefix. A `PinnedFrames` counts the lease until its release.
+    """A request's lease on a prefix. A `PinnedFrames` counts the lease until it is released.
 
     ``num_tokens`` is the length of the request when the lease was acquired.
     """
@@ -102,7 +102,6 @@ class Lease:
         pinned.add(self)
 
     def move_to(self, pinned: PinnedFrames) -> None:
-        """Move the lease to ``pinned``."""
         self._pinned.remove(self)
         self._pinned = pinned
         pinned.add(self)

@@ -30,10 +30,10 @@ class BlockBudget:
     The budget counts requests from the start of their load until they run. vLLM 0.32 admits a load
     only if the blocks that these requests still need remain free. In groups with a sliding window
     or chunked local attention, however, vLLM treats the null blocks at the start of a table as
-    allocated and reserves nothing. A few long requests can then exhaust the pool, so that none of
-    them can run because each needs more blocks. With multiple groups, a load is therefore offered
-    only if the full sequences of all counted requests fit into the pool. Running requests are not
-    counted, because they finish or are preempted.
+    allocated and reserves nothing. As a result, a few long requests can exhaust the pool, and none
+    of them can run because each needs more blocks. With multiple groups, a load is therefore
+    offered only if the full sequences of all counted requests fit into the pool. Running requests
+    are not counted, because they finish or are preempted.
     """
 
     def __init__(self, groups: Sequence[GroupShape], pool: PoolSize) -> None:
@@ -71,7 +71,8 @@ class BlockBudget:
     def fits(self, need: BlockNeed) -> bool:
         """Return True if ``need`` and all counted needs fit into the pool.
 
-        A request always fits if no other request is counted: vLLM ensures that the pool holds it.
+        A request always fits if no other request is counted, because vLLM ensures that the pool can
+        hold any single request.
         """
         num_taken = self._num_own + need.own + self._prefixes.total_with(need.shared)
         return not self._needs or num_taken <= self._pool.num_blocks
@@ -145,7 +146,7 @@ class LoadGates:
     # -- running slots --------------------------------------------------------------------------
 
     def check_slots_taken(self, now: float) -> bool:
-        """Return True if running and loading requests exceed vLLM's slots by one eighth.
+        """Return True if running and loading requests exceed vLLM's slots by one eighth or more.
 
         Sets ``slots_were_taken``. vLLM cannot preempt a load, so additional loads would only hold
         blocks that running requests need. The extra eighth prevents slots from being idle.

@@ -43,7 +43,6 @@ class LoadProgress:
 
     @property
     def counts_for_breaker(self) -> bool:
-        """True if the circuit breaker should count the load."""
         return (self.has_chunks or self.has_failed) and not self.is_other_layout
 
     def release(self) -> None:
@@ -155,7 +154,6 @@ class LoadPlanner:
             self._admission.release_all()
 
     def close(self) -> None:
-        """Release the leases of all loads."""
         for load in self.in_progress.values():
             load.release()
         self.in_progress.clear()

@@ -29,7 +29,6 @@ class ReadTurns:
         self._paused_until_s = float("-inf")
 
     def set_memory(self, num_bytes: int) -> None:
-        """Set the amount of memory that the store can use."""
         self.num_units = num_bytes // self._unit_bytes
 
     @property
@@ -50,7 +49,7 @@ class ReadTurns:
         self._first = self._blocked = None
 
     def note_pinned(self, request: RequestState) -> None:
-        """Record that ``request`` waits with pinned frames."""
+        """Record that ``request`` is waiting with pinned frames."""
         self._first = self._first or request.req_id
 
     def take(self, request: RequestState, stored_units: int) -> bool:
@@ -79,7 +78,8 @@ class ReadTurns:
     def pause(self, until_s: float) -> None:
         """Until ``until_s``, prevent requests from waiting for their turn.
 
-        Called when the disk is too slow: each request would wait for all requests ahead of it.
+        Called when the disk is too slow, because each request would otherwise wait for all requests
+        ahead of it.
         """
         self._paused_until_s = until_s
 

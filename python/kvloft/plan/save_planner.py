@@ -28,7 +28,7 @@ from kvloft.seam.plan import Chunks, SavePlan
 from kvloft.seam.views import StepView
 
 MAX_RETRIES = 8
-"""Maximum number of requests that retry a save in the same step. Each retry takes a lookup, and
+"""Maximum number of requests that retry a save in the same step. Each retry requires a lookup, and
 host memory can be full for a long time.
 """
 
@@ -171,7 +171,7 @@ class SavePlanner:
         return due
 
     def _examine_left_out(self, step: StepView) -> list[RequestState]:
-        """Examine requests that were in the previous step and are not in this step. With async
+        """Examine requests that were in the previous step but are not in this step. With async
         scheduling, the last token of such a request was unknown in the previous step.
 
         Draft tokens may have been rejected since then, or a streaming session may have replaced the

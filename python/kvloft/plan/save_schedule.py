@@ -33,12 +33,10 @@ class SaveSchedule:
         """Sum of the computed tokens in the next step if each request advances by one token."""
 
     def line_up(self, running: Iterable[ReqId], due_at: Iterable[int]) -> None:
-        """Replace all running requests."""
         self.running, self._before = [], []
         self.add(running, due_at)
 
     def add(self, running: Iterable[ReqId], due_at: Iterable[int]) -> None:
-        """Append running requests."""
         self.running += running
         self._before += [frontier - 1 for frontier in due_at]
         self._next_sum = None

@@ -259,7 +259,7 @@ class SchedulerCore:
 
     @property
     def has_queued_loads(self) -> bool:
-        """True if queued loads use the current arena. The arena must not be replaced then."""
+        """True if loads are queued. They use the current arena, so it must not be replaced."""
         return bool(self._loads.queued)
 
     def meet_store(self, arena: ArenaSpec | None) -> None:

@@ -34,7 +34,7 @@ class PlanSettings:
     loads_allowed: bool = True
     saves_allowed: bool = True
     shares_blocks: bool = False
-    """True if vLLM's prefix cache is enabled, so that requests can share the blocks of a load."""
+    """True if vLLM's prefix cache is enabled, so requests can share the blocks of a load."""
     retry_loads_s: float = RETRY_S
     """Pause in seconds after too many failed loads; infinite if loads are not retried."""
     save_prompts_only: bool = False

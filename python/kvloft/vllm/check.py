@@ -73,8 +73,8 @@ class Engine:
     def ask(self, ids: Sequence[int]) -> dict[str, Any]:
         """Run a prompt and return its greedy tokens, the margin of each token, and the counters.
 
-        ``clear`` has a row for each token, with its log probability, the difference from the log
-        probability of the second-best token, and the id of the second-best token.
+        In the result, ``clear`` has one row per token: its log probability, its margin over the
+        second-best token, and the id of the second-best token.
         """
         from vllm import SamplingParams
 
@@ -156,7 +156,7 @@ class Engine:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """Return facts about the engine.
+        """Return the engine's model, KV cache groups and capacity.
 
         ``full_requests`` is the number of requests with max_model_len tokens that fit into KV
         memory, and ``request_bytes`` is the size of such a request. Both are None if unknown.
@@ -186,7 +186,9 @@ class Engine:
 
 
 def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
-    """Start the engine. Return it and the ignored flags. Other connectors raise ConfigError."""
+    """Start the engine, and return the engine and the ignored flags. Raises ConfigError if the
+    flags set a different connector.
+    """
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser

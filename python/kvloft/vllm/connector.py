@@ -1,8 +1,8 @@
 """KVLoftConnector implements vLLM's hooks by calling the scheduler side or the worker side.
 
 An error in a hook is treated as a miss: it is counted and logged once per hook, and the engine
-continues. The constructor raises errors, because an engine with invalid settings must not start.
-All loads are asynchronous.
+continues. Errors in the constructor are not caught, because an engine with invalid settings must
+not start. All loads are asynchronous.
 """
 
 import logging
@@ -75,7 +75,9 @@ def _miss_on_error(default: Callable[..., Any] = lambda _: None) -> Callable[[_F
 
 
 class KVLoftConnector(KVConnectorBase_V1):
-    """An external KV cache for vLLM. kvloft's README describes the settings and metrics."""
+    """An external KV cache for vLLM. docs/settings.md and docs/metrics.md describe its settings and
+    metrics.
+    """
 
     # Only the half for this process's role is set. vLLM calls only the hooks for this role.
     _scheduler: SchedulerHalf

@@ -1,9 +1,9 @@
 """Converts the events in `kvloft.plan.kv_events` to vLLM's KV events, which vLLM publishes to
 routers.
 
-Hashes, parents and extra keys match vLLM's events for the same blocks, so routers can combine both.
-Blocks with embeddings or multimodal items are not published, because token ids do not identify
-them.
+Hashes, parents and extra keys match vLLM's events for the same blocks, so routers can merge
+kvloft's events with vLLM's. Blocks with embeddings or multimodal items are not published, because
+token ids do not identify them.
 """
 
 import logging

@@ -32,7 +32,7 @@ class Missing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A vLLM method that kvloft wraps, the reason, and the consequence if it is missing."""
+    """A vLLM method that kvloft wraps, the reason, and the consequence if the method is missing."""
 
     module: str
     owner: str
@@ -108,7 +108,7 @@ ADD_REQUEST = Patch(
     "Scheduler",
     "add_request",
     "no hook shows whether a connector is a child of MultiConnector, or lets the connector free "
-    "blocks while a step is in flight (vLLM 0.26 to 0.29 preempts requests otherwise)",
+    "blocks while a step is in flight (otherwise, vLLM 0.26 to 0.29 preempts requests)",
     "requests do not wait for chunks on disk, and vLLM preempts more requests under async "
     "scheduling",
     Missing.LESS,
@@ -142,7 +142,7 @@ DISCARD = Patch(
     _ALLOCATOR,
     "CuMemAllocator",
     "discard",
-    "vLLM 0.30 and newer discards paged KV without notifying connectors",
+    "vLLM 0.30 and newer discard paged KV without notifying connectors",
     "copies in flight could access KV memory after vLLM discards it",
     Missing.REFUSE,
 )

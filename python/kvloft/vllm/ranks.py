@@ -54,7 +54,7 @@ def configs_of_ranks(vllm_config: Any, kv_cache_config: Any) -> Sequence[Any]:
 
 
 def _outline(config: Any) -> Any:
-    """Return the values that are equal in the scheduler's and the first rank's configs."""
+    """Return the values that match between the scheduler's and the first rank's configs."""
     return config.num_blocks, [
         (list(group.layer_names), group.kv_cache_spec.block_size)
         for group in config.kv_cache_groups

@@ -1,7 +1,7 @@
 """The scheduler side inside vLLM. It has one method per hook, connects the settings, the namespace
 and the store to SchedulerCore, and never touches KV bytes.
 
-The connector treats errors as misses. On an error, `admit` also plans a failed load, because vLLM
+The connector treats errors as misses. On error, `admit` also plans a failed load, because vLLM
 would otherwise never schedule the request.
 """
 
@@ -72,7 +72,7 @@ STATS_STEPS = 32
 REPLACEABLE_WEIGHTS = (
     "server = unix:{} ({}) is not supported if a trainer can replace the weights of a running "
     "engine (weight_transfer_config, worker_extension_cls), because other engines would load KV "
-    "computed with different weights. Remove server."
+    "computed with different weights. Remove the setting server."
 )
 
 
@@ -289,7 +289,8 @@ class SchedulerHalf:
     def take_stats(self) -> KVLoftStats | None:
         """Return the statistics since the last call, or None if there is nothing to report.
 
-        The store's counters are read if a local counter has changed, and every `STATS_STEPS` steps.
+        The store's counters are read if a local counter has changed or `STATS_STEPS` steps have
+        passed.
         """
         self._quiet_steps += 1
         if not self.core.counters and not self.hook_errors and self._quiet_steps < STATS_STEPS:
@@ -344,7 +345,7 @@ class SchedulerHalf:
         return repeat
 
     def stop(self, reason: str) -> None:
-        """Stop offers and saves, or only clear the cache if a trainer can replace weights."""
+        """Stop offers and saves. If a trainer can replace weights, clear the cache instead."""
         if self._is_live:
             self.core.reset()
         elif not self._is_stopped:

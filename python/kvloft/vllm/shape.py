@@ -20,7 +20,8 @@ from kvloft.transfer.frames import E348, RAW, TILE_BYTES, compact_bytes_for, par
 
 
 def cache_shape(vllm_config: Any, ranks: Sequence[Any], encoding: int = RAW) -> CacheShape:
-    """Return the cache shape. ``ranks`` has the KV cache configs of all ranks or of this worker.
+    """Return the cache shape. ``ranks`` contains the KV cache configs of all ranks, or only this
+    worker's config.
 
     In each group, the rank with the largest chunks determines the size of a part. A worker has only
     its own layers' sizes, so with pipeline stages, its parts can be smaller than in the ArenaSpec.

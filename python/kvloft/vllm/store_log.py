@@ -13,7 +13,7 @@ logger = logging.getLogger("vllm.kvloft")
 
 WARN_EVERY_S = 60.0
 DAMAGE = (
-    "kvloft: %s on disk failed verification and were treated as misses (namespace %s). Check the "
+    "kvloft: %s on disk failed verification, which causes cache misses (namespace %s). Check the "
     "disk for errors, or stop the engine and run `kvloft verify`"
 )
 NO_ROOM = (
@@ -22,17 +22,17 @@ NO_ROOM = (
     "see other log lines about the disk, or the server's log"
 )
 OTHER_LAYOUT = (
-    "kvloft: %s in this namespace (%s) were saved by an engine with a different memory layout and "
-    "cannot be loaded. Set a different namespace for each engine, and report the settings in which "
-    "the engines differ"
+    "kvloft: cannot load %s in this namespace (%s), saved by an engine with a different memory "
+    "layout. Set a different namespace for each engine, and report the settings in which the "
+    "engines differ"
 )
 SLOW_DISK = (
     "kvloft: %s on disk were computed, because reading them was expected to take longer "
     "(namespace %s). The metric disk_slow_tokens counts these tokens"
 )
 MISFITS = (
-    "kvloft: %s did not fit into compressed frames and were not saved (namespace %s); the next "
-    "save uses full-size frames. The metric save_misfit_chunks counts these chunks"
+    "kvloft: did not save %s: too large for compressed frames (namespace %s); the next save uses "
+    "full-size frames. The metric save_misfit_chunks counts these chunks"
 )
 LOADS_FAIL = (
     f"kvloft: {MAX_FAILED_LOADS} consecutive loads failed; pausing loads and saves for a minute "

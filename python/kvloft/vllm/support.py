@@ -233,7 +233,8 @@ def _of_settings(vllm_config: Any) -> Iterator[str]:
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         yield (
             "does not support calculate_kv_scales=True, because the scales change at each startup "
-            "and are not stored with the KV; use a checkpoint with KV scales, or disable it"
+            "and are not stored with the KV; use a checkpoint with KV scales, or disable "
+            "calculate_kv_scales"
         )
 
 

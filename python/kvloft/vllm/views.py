@@ -180,12 +180,11 @@ def _resolve(view: StepView, output: SchedulerOutput, new_tables: NewTables) -> 
 
 
 def _flatten(tables: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Return the blocks of all tables."""
     return [block for table in tables for block in table]
 
 
 _first_of: Callable[[Any], Sequence[int]] = itemgetter(0)
-"""A function that returns the table of the only group."""
+"""Returns the table of the only group."""
 
 
 def hit_sources(by_tier: Mapping[str, int], num_tokens: int) -> dict[Any, int]:

@@ -43,7 +43,8 @@ class WorkerHalf:
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         self._num_blocks = kv_cache_config.num_blocks
         self.fails_requests = not shape.is_divisible
-        """True if failed loads are reported by request. Block ids do not identify a group."""
+        """True if failed loads are reported by request, because block ids do not identify groups.
+        """
         self._group_layers = [] if shape.is_divisible else group_layers(kv_cache_config)
         dtypes = f"{model.dtype}|{vllm_config.cache_config.cache_dtype}"
         self._fingerprint = f"{vllm.__version__}|{current_platform.device_name}|{dtypes}"

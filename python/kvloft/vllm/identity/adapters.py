@@ -12,9 +12,9 @@ from kvloft.vllm.identity.weights import Look, LooksInTime, engine_start_s, hub_
 logger = logging.getLogger("vllm.kvloft")
 
 MEDIA_ARE_NUMBERED = (
-    "kvloft: prompts with images or other media are only saved up to the first item, because vLLM "
-    "numbers media items instead of hashing them with --no-enable-prefix-caching and "
-    "--mm-processor-cache-gb 0. Remove one of these flags to cache entire prompts"
+    "kvloft: prompts with images or other media are only saved up to the first item: with "
+    "--no-enable-prefix-caching and --mm-processor-cache-gb 0, vLLM numbers media items instead of "
+    "hashing them. Remove one of these flags to cache entire prompts"
 )
 
 
@@ -34,15 +34,15 @@ class AdapterNames:
     """Identifies each LoRA adapter by its name, its path and a fingerprint of its weights.
 
     Runs can share KV computed with an adapter if its files have not changed since this engine
-    started or a commit identifies them, because the workers have loaded exactly these weights.
-    Otherwise, the identity is valid only for this run. Once the files differ from the first check,
-    requests no longer share KV computed with the adapter. vLLM identifies adapters by name in its
-    prefix cache and by number in its workers.
+    started or a commit identifies them, because in both cases, the workers have loaded exactly
+    these weights. Otherwise, the identity is valid only for this run. Once the files differ from
+    the first check, requests no longer share KV computed with the adapter. vLLM identifies adapters
+    by name in its prefix cache and by number in its workers.
     """
 
     def __init__(self, media_prefix: str = "", *, are_seen: bool = True) -> None:
-        """Create an object without known adapters. ``media_prefix`` precedes all media identifiers
-        and is unique to this engine if vLLM numbers media items.
+        """``media_prefix`` precedes all media identifiers and is unique to this engine if vLLM
+        numbers media items.
 
         ``are_seen`` is True if `identify` is called before vLLM loads an adapter. Otherwise,
         requests with adapters do not share KV.

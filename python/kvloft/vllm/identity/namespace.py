@@ -1,4 +1,5 @@
-"""The namespace is everything that determines KV bytes, except content, as (name, value) pairs.
+"""Defines the namespace: (name, value) pairs for everything that determines KV bytes, except the
+content of requests.
 
 All fields that might affect KV are included, because an unnecessary miss costs only time, but a
 wrong hit produces a wrong output.
@@ -89,7 +90,7 @@ def namespace_fields(
         "kv_scales": getattr(cache, "calculate_kv_scales", None),
         # Llama 4's attention and LongRoPE's factors depend on this setting.
         "max_model_len": model.max_model_len,
-        # Models read these settings when they are created (Llama 4 for temperature tuning).
+        # Models read these settings in their constructors (Llama 4 for temperature tuning).
         "model_settings": _settings(
             model, "override_generation_config", "disable_sliding_window", "disable_cascade_attn"
         ),
@@ -97,8 +98,8 @@ def namespace_fields(
         "platform": _platform(),
         "attention": _settings(getattr(vllm_config, "attention_config", None), "backend"),
         "layout": getattr(ranks[0], "kv_cache_layout", None),
-        # Complete specs instead of sizes, because specs contain the shapes and dtypes of states,
-        # which various flags can change.
+        # Hash complete specs instead of sizes, because specs contain the shapes and dtypes of
+        # states, which various flags can change.
         "pages": _digest(json.dumps(sorted(specs))),
         "conv_states": get_conv_state_layout() if get_conv_state_layout is not None else None,
         "block_tokens": shape.unit_tokens,
@@ -155,7 +156,7 @@ def description_of(fields: Sequence[tuple[str, str]]) -> str:
 
 
 def _unquoted(value: str) -> str:
-    """Return the string with the repr ``value``, or ``value`` if it is not the repr of a string."""
+    """Return the string whose repr is ``value``, or ``value`` if it is not the repr of a string."""
     try:
         text = ast.literal_eval(value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):

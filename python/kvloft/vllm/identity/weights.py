@@ -130,7 +130,8 @@ class LooksInTime:
     def look(self, path: str) -> Look | None:
         """Like the function `look`, but without subdirectories, which vLLM ignores in adapters.
 
-        Raises TimeoutError after the timeout, or immediately if a previous check hangs.
+        Raises TimeoutError after the timeout, or immediately if the previous check is still
+        running.
         """
         if self._last is None:
             threading.Thread(
@@ -276,7 +277,7 @@ def _why_unknown(
     if any("--" in each and each.partition("--")[0] != model.model for each in code):
         return f"the code of {model.model} is in another repository"
     if commit is None and files is None:
-        return f"neither files nor a commit identify the weights of {model.model}"
+        return f"neither files nor a commit identifies the weights of {model.model}"
     if files is not None and files.latest_s > engine_start_s():
         return f"files of {model.model} changed after the engine started"
     return None
