@@ -10,7 +10,7 @@
 // Expected: 2 bytes of HBM traffic per payload byte. Measured with 66 CTAs on an H200 (132 SMs):
 // 1.2 TB/s of payload for any page size, 22 times the PCIe bandwidth, so half of the SMs are busy
 // for only a few percent of the copy time (benches/results). The tag takes two 64-bit
-// multiplications per 8 bytes; memory latency hides them.
+// multiplications per 8 bytes, which are hidden by memory latency.
 #include "piece.cuh"
 
 namespace kvloft {

@@ -9,8 +9,8 @@
 // Alignment: every address and length of a piece must be a multiple of 16.
 //
 // Width: the copy engine copies the first `width` bytes of a part. If a record extends past the
-// width, encode_chunks also writes the record to the part in host memory, and decode_chunks reads
-// it from host memory. The host therefore does not need the record sizes.
+// width, encode_chunks writes the record to the part in host memory, and decode_chunks reads it
+// from host memory. The host can therefore submit copies without the record sizes.
 //
 // Damaged parts: every offset is checked before use, so reads are always in bounds. A tile that
 // cannot be decoded is missing from the sum, so the tag does not match.
@@ -52,7 +52,7 @@ struct LaneCodes {
   u32 escapes[kPairs / 2];  // after encode_nibbles, only the escapes that need a byte
 
   // Splits words into low bytes (registers) and exponents (shared memory). Returns this lane's
-  // contribution to the tag. `stats` packs the sum and the number of nonzero exponents.
+  // contribution to the tag. `stats` packs the exponents' sum and the number of nonzero exponents.
   __device__ __forceinline__ u64 read(const u8* page, const int num_rows, const u64 position,
                                       u32* mine, u32& stats) {
     const u32 lane_byte = threadIdx.x % kWarpSize * 16;
@@ -212,7 +212,7 @@ __device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& a
   return sum;
 }
 
-// Decodes one tile with one warp. If the tile has no page, only computes its tag.
+// Decodes one tile with one warp. If the tile has no page, only computes its sum.
 __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& at,
                                            WarpMemory& memory) {
   const u32 lane = threadIdx.x % kWarpSize;
@@ -223,7 +223,7 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
   const RecordLayout layout(tile_bytes);
   Entry entry{0, 0, 0, 0, true};
   u32 begin = static_cast<u32>(at.block * p.block_bytes) +
-              at.tile.payload_offset;  // the payload is at the start of a raw part
+              at.tile.payload_offset;  // a raw part starts with the payload
   if (!p.parts[at.segment].is_raw) {
     entry = Entry::of(reinterpret_cast<const u64*>(chunk.slot)[at.chunk_tile]);
     begin = chunk.table_bytes + entry.offset * 16;

@@ -1,5 +1,5 @@
 // Structs that describe a piece: tiles of pages in paged KV, and segments of chunk payloads in a
-// staging slot or a frame.
+// staging slot.
 //
 // A tile is up to kTileBytes of one page; a warp copies one tile at a time. The tile table lists
 // the tiles of one block, across all planes, in payload order. The address of a tile in block b is
@@ -56,7 +56,7 @@ struct PieceParams {
   u32* num_done;      // number of CTAs that have added their sums; zero between launches
   u64* tags_out;      // [num_segments]: final sums, in device or host memory
   u64 block_bytes;    // payload size of one block
-  u64 base;           // address of a slot or of the frames; segment bases are relative to it
+  u64 base;           // address of the slot; segment bases are relative to it
   // The next three fields are for e348.cu only. Record sizes are in units of 16 bytes.
   u32* num_used;  // [kMaxSegments]: total record size so far; zero between launches
   u64* used_out;  // [num_segments]: final sizes, in device or host memory; null for other kernels

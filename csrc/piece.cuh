@@ -1,7 +1,7 @@
-// The loop over the tiles of a piece. All kernel families share this loop.
+// The loop over the tiles of a piece, shared by all kernel families.
 //
 // A kernel family passes a function that copies one tile (`TileAt`) with one warp and returns the
-// lane's contribution to the tile's sum. Each warp processes consecutive tiles.
+// lane's contribution to the tile's sum.
 #pragma once
 #include "kv_layout.cuh"
 
@@ -9,7 +9,7 @@ namespace kvloft {
 
 constexpr u32 kAllLanes = 0xffffffffu;
 
-// A tile of a piece, with its location. One warp processes one tile.
+// A tile of a piece, with its location.
 struct TileAt {
   u32 segment;
   u32 chunk_tile;  // index of the tile in the chunk
@@ -69,8 +69,8 @@ __device__ __forceinline__ void hand_over_sums(const PieceParams& p) {
 
 template <typename Move>
 __device__ __forceinline__ void for_each_tile(const PieceParams& p, const Move move) {
-  // Each warp processes consecutive tiles, so it adds to only one or two segments. With interleaved
-  // tiles, atomics from different warps contend (H200, 4 KiB pages: 118 us per piece, not 26).
+  // Each warp processes consecutive tiles, so it adds to few segments. With interleaved tiles,
+  // atomics from different warps contend (H200, 4 KiB pages: 118 us per piece instead of 26 us).
   constexpr u32 kWarps = kCtaThreads / kWarpSize;
   const u32 num_each = (p.num_tiles + gridDim.x * kWarps - 1) / (gridDim.x * kWarps);
   const u32 begin = (blockIdx.x * kWarps + threadIdx.x / kWarpSize) * num_each;

@@ -19,7 +19,7 @@ constexpr u64 kTagC = 0x8cedaa8195c75ecdull;
 constexpr u64 kTagM1 = 0xaaa3ec2316f39b27ull;
 constexpr u64 kTagM2 = 0x6f8b3af112db4f79ull;
 
-// This function is a bijection on 64-bit words, so changing a word always changes its term.
+// A bijection on 64-bit words, so changing a word always changes its term.
 __device__ __forceinline__ u64 mix(u64 x) {
   // Rotate by 17 and 36 using 32-bit halves, because 64-bit shifts cause register spills.
   const u32 low = static_cast<u32>(x);

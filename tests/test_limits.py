@@ -165,7 +165,7 @@ def test_individual_limits_override_common_limits(tmp_path: Path) -> None:
         ("- {salt_file: empty}", "the salt is empty"),
         (
             "- {salt_file: large}",
-            "salt_file large is larger than 64 KiB; it must contain one salt only",
+            "salt_file large is larger than 64 KiB; it must contain a single salt",
         ),
         ("- {salt_file: [1]}", "expected salt_file to be the path of a file"),
     ],

@@ -64,8 +64,8 @@ def test_a_quota_of_zero_frames_warns_unless_individual_salts_have_quotas(tmp_pa
     for quota, shown in (("0", "0B"), ("0%", "0%"), ("0.0", "0%")):
         (text,) = said(salt_quota=quota)
         assert text.startswith(
-            f"salt_quota = {shown} (kv_connector_extra_config) saves no requests that have a "
-            "cache_salt"
+            f"salt_quota = {shown} (kv_connector_extra_config) prevents all saves for requests "
+            "with a cache_salt"
         )
     file = tmp_path / "limits.yaml"
     file.write_text("- {salt: a, quota: 10%}\n- {salt: b, quota: 0}\n")

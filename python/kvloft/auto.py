@@ -28,7 +28,6 @@ from kvloft.config.table import FROM_DEFAULT, KEYS, OF_LIMITS, Config
 from kvloft.errors import MAY_PASS, ConfigError, StoreError
 
 START_TIMEOUT_S: Final = 30.0
-"""Timeout for starting a server."""
 LOOK_EVERY_S: Final = 1.0
 """Interval at which the background thread checks whether the server or the engine has exited."""
 START_EVERY_S: Final = 10.0

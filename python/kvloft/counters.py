@@ -1,7 +1,7 @@
 """Names and help texts of all counters and gauges of stores, servers and engines.
 
-vLLM's `/metrics` and `kvloft serve --metrics` export this table. A test checks that stores, servers
-and docs/metrics.md use these names. This module must not import any other kvloft module.
+vLLM's `/metrics` and `kvloft serve --metrics` export these metrics. A test checks that stores,
+servers and docs/metrics.md use these names. This module must not import any other kvloft module.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Final
 
 
 class Scope(Flag):
-    """The places where a metric is exported. `kvloft status --json` prints all metrics."""
+    """Where a metric is exported. `kvloft status --json` also prints metrics without a scope."""
 
     ENGINE = auto()
     """Exported by vLLM's `/metrics` as `vllm:kvloft_NAME`."""
@@ -215,7 +215,6 @@ METRICS: Final = (
         "Number of leases of dead engines that are kept until no process can read their frames",
     ),
 )
-"""All counters and gauges."""
 
 
 def exported(scope: Scope) -> list[Metric]:

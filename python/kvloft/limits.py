@@ -139,7 +139,7 @@ def _salt_in(name: object, blame: str, folder: Path) -> str:
         ) from None
     if len(raw) > MAX_SALT_BYTES:
         raise ConfigError(
-            f"{blame}: salt_file {name} is larger than 64 KiB; it must contain one salt only."
+            f"{blame}: salt_file {name} is larger than 64 KiB; it must contain a single salt."
         )
     return read_salt(raw, f"{blame}: salt_file {name}")
 

@@ -140,10 +140,10 @@ def _meant(key: str, number: float) -> tuple[str, str, float, float]:
 
 def _in_vain(config: Config) -> Iterator[str]:
     """Yield a warning for each quota that has no effect or prevents all saves."""
-    # With salt_limits, a quota of 0 is valid: only the salts in the file are stored.
+    # With salt_limits, a quota of 0 is valid: only tenants in the file can save chunks.
     if config.salt_quota == 0 and config.salt_limits is None:
         given = f"salt_quota = {format_quota(config.salt_quota)} ({config.origin('salt_quota')})"
-        yield f"{given} saves no requests that have a cache_salt; remove it for no limit."
+        yield f"{given} prevents all saves for requests with a cache_salt; remove it for no limit."
     wholes = {"salt_quota": "host_size", "salt_disk_quota": "disk_size"}
     for key in wholes:
         if getattr(config, key) == 1.0 and isinstance(getattr(config, key), float):

@@ -89,7 +89,7 @@ def test_a_failing_disk_is_reported_once(socket: str, capsys: pytest.CaptureFixt
     space["stats"]["disk_broken"] = 1
     said = [
         "The kvloft server at unix:/kv.sock has 1 problem:",
-        "The disk tier is paused: I/O fails and is being retried.",
+        "The disk tier is paused: I/O is failing and being retried.",
     ]
     assert shown_first(status)[:2] == said
     status["stats"]["server_disk_unused"] = 1
@@ -119,7 +119,7 @@ def test_a_disk_is_called_slow_only_if_it_works(more: dict[str, int], socket: st
     ):
         console = Console(width=200, record=True, file=io.StringIO())
         draw(console)
-        slow = "; 124 evicted first, because the disk is slower than saves"
+        slow = "; 124 were evicted first, because the disk is slower than saves"
         lines = console.export_text().splitlines()
         assert f"130 chunks never written to disk{'' if more else slow}" in [
             line.rstrip() for line in lines

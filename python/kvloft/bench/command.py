@@ -19,7 +19,7 @@ from rich.table import Table
 
 from kvloft.errors import UnsupportedError
 
-STATUS = "Exit status: 0 success; 1 a copy failed or was wrong; 2 the bench cannot run here."
+STATUS = "Exit status: 0 success; 1 a copy failed or copied wrong bytes; 2 the bench cannot run."
 
 
 def add_parser(subparsers: Any) -> None:
@@ -71,7 +71,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def writable(text: str) -> str:
-    """Return ``text`` if it is a writable file path. This function is an argparse type.
+    """An argparse type that returns ``text`` if it is a writable file path.
 
     The path is checked before the measurements, so that no results are lost.
     """
@@ -116,7 +116,7 @@ def gpu_bytes(needed: Sequence[str] = ("torch", "vllm")) -> int:
 
 
 def run_copy(args: argparse.Namespace) -> int:
-    """Measure copies. Return 1 if a copy failed or was wrong, 2 if the bench cannot run, else 0."""
+    """Measure copies and return the exit status, as described in the help text."""
     screen = console()
     try:
         gpu_bytes(("torch",))

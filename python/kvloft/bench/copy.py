@@ -45,7 +45,6 @@ class Bench:
     ceiling: Ceiling
 
     def rig(self, case: Case, **options: Any) -> Rig:
-        """Return a rig for ``case``. ``options`` are passed to `Rig`."""
         return Rig(case, self.host, self.payload_bytes, self.tuning, self.cache_dir, **options)
 
 

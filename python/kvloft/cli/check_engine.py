@@ -111,7 +111,7 @@ def _name_of(event: dict[str, Any]) -> str:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill all processes in the session. The engine has closed its store if it reported "done"."""
+    """Kill all processes in the session. An engine that reported "done" has closed its store."""
     assert process.stdin is not None
     process.stdin.close()
     with contextlib.suppress(ProcessLookupError):

@@ -17,7 +17,7 @@ NEAR_ELSE = 0.3
 MANY_TIMES = 10
 """Maximum difference in log probability, relative to the difference with vLLM's own cache."""
 LEAST_ACCEPTED, FEW_DRAFTS = 0.9, 2
-"""Minimum fraction of accepted draft tokens with hits, relative to a run without, and a margin."""
+"""Required with hits: this fraction of the draft tokens accepted without hits, minus a margin."""
 MORE_MEMORY = 1.02
 """Ratio of GPU memory per request with and without kvloft above which the report adds a note."""
 TITLES = {

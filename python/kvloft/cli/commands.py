@@ -17,7 +17,7 @@ from kvloft.errors import NOT_WRITTEN, ConfigError, StoreError
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse ``argv`` or the arguments of this process. Exit with 2 if an argument is unknown."""
+    """Parse ``argv`` or this process's arguments. Exit with status 2 for an unknown argument."""
     own, flags = split_flags(list(sys.argv[1:] if argv is None else argv) or ["--help"])
     try:
         args, rest = build_parser(own[0] if own else None).parse_known_args(
@@ -101,7 +101,7 @@ def _written(do: Callable[[argparse.Namespace], int], args: argparse.Namespace) 
 
 
 def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
-    """Print the command's usage and exit with 2 because of an unknown argument."""
+    """Print the command's usage and the first unknown argument, and exit with status 2."""
     import difflib  # imported lazily: slow to import and only needed here
     import re
 
@@ -122,7 +122,7 @@ def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def build_parser(name: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser for all commands, or for `serve` only if ``name`` is "serve"."""
+    """Return a parser for all commands, or just for `serve` if ``name`` is "serve"."""
     parser = _Parser(
         prog="kvloft",
         allow_abbrev=False,

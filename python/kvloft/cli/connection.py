@@ -16,7 +16,6 @@ from kvloft.config.table import OF_STORE, Config, parse_socket
 from kvloft.errors import ConfigError, DeniedError, LateError, StoreError
 
 COMMAND_LINE: Final = "command line"
-"""Origin of settings that are passed as arguments."""
 SERVICE_SOCKET: Final = "/run/kvloft/kvloft.sock"
 """The socket of the systemd unit in examples/deploy."""
 MAX_SHOWN: Final = 80
@@ -120,7 +119,7 @@ def _path(text: str) -> str:
 
 
 def report_no_answer(error: StoreError, args: argparse.Namespace) -> int:
-    """Print why the server did not respond and how to fix this, and return the exit status."""
+    """Print why the server did not respond and a fix, and return the exit status."""
     fix = "start one with `kvloft serve`"
     if isinstance(error, DeniedError) and hasattr(args, "socket"):
         socket = socket_of(args)

@@ -59,8 +59,8 @@ def in_background(work: Callable[[Callable[[], None]], int], log: Path, what: st
     0. If the child exits before the call, the parent returns the exit status of the child. The
     child returns the result of ``work``.
 
-    This function must be called before any thread is started. Raises ConfigError if ``log`` belongs
-    to a different user. Exits with status 1 if a temporary error prevents opening the file.
+    This function must be called before any thread is started. Raises ConfigError if ``log`` cannot
+    be opened or belongs to a different user. Exits with status 1 if the error may be temporary.
     """
     to = _open(log)
     ready, ready_writer = os.pipe()

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 def _look(folder: str) -> list[dict[str, Any]]:
     """Return the namespaces.
 
-    If a namespace has a problem, list all again, because an engine may be resizing its files.
+    If a namespace has a problem, list them again, because an engine may be resizing its files.
     """
     from kvloft._core import disk_inspect
 

@@ -162,8 +162,8 @@ def nodes(text: str | None) -> list[int]:
 def run(args: argparse.Namespace) -> int:
     """Run the server until a signal arrives or ``--linger`` expires without an engine.
 
-    Return 0 on success, 1 if another server uses the socket or a system call fails, and 2 if a
-    setting is invalid.
+    Return 0 on success, or 1 if another server uses the socket or a system call fails. Raises
+    ConfigError if a setting is invalid.
     """
     config = settings(args)
     metrics_at = metrics.address(args.metrics) if args.metrics is not None else None
@@ -296,7 +296,7 @@ def _log_start(options: _Options, server: Any, log: Log, begun: Callable[[], Non
 
 
 def _stop_line(config: Config) -> str:
-    """Return the line to log on a stop. Only a server with a disk tier has pending writes."""
+    """Return the line to log when stopping. Only a server with a disk tier has pending writes."""
     if config.disk_path is None:
         return "stopping; chunks in memory are lost, because the server has no disk"
     return (

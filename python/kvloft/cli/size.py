@@ -268,7 +268,7 @@ def _rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "KV size per token", size_text(figures["token_bytes"])
     yield host, _with_compressed(figures, "host_tokens")
     if figures["window_bytes"]:
-        yield "of that in sliding-window layers", size_text(figures["window_bytes"])
+        yield "KV size per token, sliding-window layers", size_text(figures["window_bytes"])
     if num_states := figures["num_state_layers"]:
         where = "(one state per saved boundary, not included in these figures)"
         yield "layers with a state", f"{num_states} {where}"
@@ -286,6 +286,6 @@ def _rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if figures.get("disk_is_faster") is True:
         yield "verdict", "reading is faster"
     elif prefill is not None and compressed is not None and compressed > prefill:
-        yield "verdict", "reading is faster with compression on a GPU; otherwise, computing is"
+        yield "verdict", "reading is faster with compression on a GPU, slower without"
     elif "disk_is_faster" in figures:
         yield "verdict", "computing is faster: a disk hit only helps while the GPU is busy"

@@ -18,7 +18,7 @@ Counts = Mapping[str, Any]
 """The counters of an engine or a namespace, by name."""
 NO_ENGINE = "No engine has connected yet, so no memory is in use."
 MAX_WHOLE = 1_000_000
-"""Minimum value at which a number is printed with a unit."""
+"""Numbers of this size or more are printed with a unit."""
 
 
 def count_text(number: int) -> str:
@@ -108,11 +108,11 @@ def tier_table(space: Status, status: Status) -> Table:
 def broken(space: Status, status: Status) -> list[str]:
     """Return a line if the disk tier is paused, unless `disk_unused` reports the reason."""
     is_paused = space["stats"]["disk_broken"] and not disk_unused(status)
-    return ["The disk tier is paused: I/O fails and is being retried."] if is_paused else []
+    return ["The disk tier is paused: I/O is failing and being retried."] if is_paused else []
 
 
 def notes(space: Status, disk_problems: list[str]) -> list[str]:
-    """Return a line with the number of chunks for each kind of loss in a namespace.
+    """Return a line with the number of chunks for each reason why chunks are missing.
 
     ``disk_problems`` contains lines that explain why chunks were not written to disk.
     """
@@ -122,7 +122,7 @@ def notes(space: Status, disk_problems: list[str]) -> list[str]:
     if num := stats.get("disk_dropped", 0):
         line = f"{counted(num, 'chunk')} never written to disk"
         if (num_slow := stats.get("disk_unwritten", 0)) and not disk_problems:
-            line += f"; {num_slow:,} evicted first, because the disk is slower than saves"
+            line += f"; {num_slow:,} were evicted first, because the disk is slower than saves"
         found.append(line)
     if num := stats.get("late_calls", 0):
         found.append(
@@ -134,7 +134,7 @@ def notes(space: Status, disk_problems: list[str]) -> list[str]:
 
 
 def whose(tag: str, spaces: list[dict[str, Any]]) -> str:
-    """Return a line that states whether the tenant with this tag is listed."""
+    """Return a line that says whether the tenant with this tag is listed."""
     if any(tenant["tag"] == tag for space in spaces for tenant in space["tenants"]):
         return f"The salt's tag is {tag}, marked * below."
     num_listed = [sum(tenant["tag"] is not None for tenant in space["tenants"]) for space in spaces]

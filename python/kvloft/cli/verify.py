@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(num_chunks, damage)
         for other in others:
-            print(f"{other['namespace']} is not damaged and was not checked: {other['problem']}.")
+            print(f"{other['namespace']} was not checked: {other['problem']}.")
     return int(args.status)
 
 
@@ -66,7 +66,7 @@ def _walk(folder: str, *, quiet: bool) -> tuple[int, list[dict[str, Any]]]:
     text, is_off = TextColumn("{task.description}"), quiet or not console.is_terminal
     with Progress(text, *columns, console=console, disable=is_off, transient=True) as progress:
         task = progress.add_task("chunks", total=verify.num_chunks)
-        # The first step also returns damage found earlier, so run it even if there are no chunks.
+        # The first step also returns damage found on opening, so run it even without chunks.
         damage = verify.step(_CHUNKS_PER_STEP)
         while verify.num_checked < verify.num_chunks:
             progress.update(task, completed=verify.num_checked)

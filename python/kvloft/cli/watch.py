@@ -91,7 +91,6 @@ class _Output:
         self.live = Live(console=self._console, auto_refresh=False) if can_redraw else None
 
     def print_state(self, row: dict[str, Any], drawn: Group) -> None:
-        """Print ``row`` as JSON, or ``drawn``."""
         self._last = drawn
         self._print(row, drawn)
 
@@ -245,7 +244,7 @@ def interval(text: str) -> float:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(
-        f"expected a number of seconds from {MIN_INTERVAL_S:g}, or a time up to 1h, not {text!r}"
+        f"expected a time from {MIN_INTERVAL_S:g}s to 1h, not {text!r}"
     )
 
 

@@ -42,7 +42,7 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def server_environment() -> dict[str, str]:
-    """Return the environment for a server, without settings: its command line contains them."""
+    """Return the environment for a server. Settings are passed on its command line instead."""
     return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
 
 

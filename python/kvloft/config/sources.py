@@ -51,7 +51,7 @@ _LMCACHE: Final = {
     "remote_url": _ONE_HOST,
     "remote_serde": _ONE_HOST,
     "enable_p2p": _ONE_HOST,
-    "enable_pd": "use NixlConnector next to kvloft, in MultiConnector",
+    "enable_pd": "use NixlConnector together with kvloft in MultiConnector",
     "enable_blending": _PREFIXES,
     "enable_controller": "use vLLM's --kv-events-config, which kvloft extends",
 }
@@ -121,7 +121,7 @@ def _refuse_contradictions(values: Mapping[str, object], origins: Mapping[str, s
 
 
 def describe(config: Config) -> list[tuple[str, str, str]]:
-    """Return (key, value as text, origin) of each setting, in the order of the documentation."""
+    """Return (key, value as text, origin) for each setting, in the order of `KEYS`."""
     return [
         (key, setting.show(getattr(config, key)), config.origin(key))
         for key, setting in KEYS.items()
@@ -199,7 +199,7 @@ def first_twice(keys: Sequence[str]) -> str | None:
 
 
 def _refuse_foreign(given: Sequence[tuple[str, object, object]], origin: str) -> None:
-    """Raise ConfigError if ``given``, rows of (name, key, value), has settings of other caches."""
+    """Raise ConfigError if ``given`` has settings of other caches. Rows are (name, key, value)."""
     found = [
         f"{name} ({origin}) {other}"
         for name, key, value in given

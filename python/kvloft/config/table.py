@@ -25,7 +25,7 @@ MIB: Final = 1 << 20
 GIB_BELOW: Final = 1024
 """A size without a unit is probably in GiB if it is below this value."""
 AUTO: Final = "auto"
-"""Value of ``server`` that makes engines start a server."""
+"""Value of ``server`` that makes the first engine start a server."""
 
 
 def _parse_count(value: object, low: int, high: int) -> int:
@@ -123,7 +123,6 @@ def _choice(*allowed: str) -> Setting:
 
 
 def _set(default: Any, setting: Setting) -> Any:
-    """Return a dataclass field for a setting in `Config`."""
     return field(default=default, metadata={"setting": setting})
 
 

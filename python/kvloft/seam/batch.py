@@ -74,4 +74,3 @@ class Tables:
 
 
 NO_TABLES = Tables(((),))
-"""The block tables of a request without blocks."""

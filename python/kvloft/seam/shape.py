@@ -25,8 +25,8 @@ class GroupShape:
     - "local": the blocks of the attention chunk of ``reach`` tokens that contains position L
     - "state": the state after L tokens
 
-    Chunks have the same boundaries in all groups, so a group with shorter blocks has more blocks
-    per chunk.
+    Units have the same boundaries in all groups, so a group with shorter blocks has more blocks
+    per unit.
     """
 
     block_tokens: int
@@ -96,7 +96,7 @@ class CacheShape:
         return kinds.index("full" if "full" in kinds else "window")
 
     def number_of(self, group: int) -> int | None:
-        """Return the group number that keys include, or None if the prefix keys are used as is."""
+        """Return the group's number in keys, or None if it uses the prefix keys unchanged."""
         return None if group == self.main and self.groups[group].kind == "full" else group + 1
 
     @property
@@ -113,7 +113,7 @@ class CacheShape:
 
     @property
     def is_dense(self) -> bool:
-        """Return True if a group has full attention, so no hit extends past a missing chunk."""
+        """Return True if a group has full attention, so hits end at the first missing chunk."""
         return any(group.kind == "full" for group in self.groups)
 
     @property
@@ -152,7 +152,7 @@ class CacheShape:
         return sum(map(self.frame_bytes, full or [self.main]))
 
     def shard_of(self, rank: int) -> int:
-        """Return the shard of a rank. Raises ValueError if the rank does not exist."""
+        """Raises ValueError if the rank does not exist."""
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"invalid rank {rank}: only {self.num_ranks} ranks share the cache")
         return rank // self.num_replicas
@@ -163,7 +163,7 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class ArenaSpec:
-    """The location and layout of the host arena. Workers use this to map the arena."""
+    """The location and layout of the host arena, which workers map."""
 
     path: str
     size_bytes: int

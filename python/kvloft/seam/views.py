@@ -121,7 +121,7 @@ class StepView(NamedTuple):
     num_draft_tokens: Mapping[ReqId, int] = MappingProxyType({})
     preempted: frozenset[ReqId] = frozenset()
     tables: Callable[[ReqId], Tables | None] | None = None
-    """Returns the current block tables of a request, with null blocks in place of freed blocks. The
-    function is None if vLLM does not free blocks of running requests.
+    """Returns the current block tables of a request, with null blocks in place of freed blocks.
+    None if vLLM does not free blocks of running requests.
     """
     states: Sequence[BoundaryState] = ()

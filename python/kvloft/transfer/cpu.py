@@ -1,4 +1,4 @@
-"""The CPU mover copies synchronously, and is the reference in tests of CUDA kernels.
+"""The CPU mover copies synchronously, and is the reference in tests of the CUDA kernels.
 
 A failed copy is reported as a failed ticket or a failed load, never as an exception.
 """
@@ -18,12 +18,12 @@ from kvloft.transfer.mover import Finished
 
 
 class CpuMover:
-    """Gathers pages into frames and scatters frames to pages, on the calling thread."""
+    """Gathers pages into frames and scatters frames into pages, on the calling thread."""
 
     usable_bytes = None
 
     def __init__(self, layouts: Sequence[PagedLayout], frames: Sequence[GroupFrames]) -> None:
-        """Create a mover from a layout and a set of frames for each KV cache group.
+        """``layouts`` and ``frames`` have one entry per KV cache group.
 
         This mover does not support compressed chunks.
         """
@@ -73,10 +73,10 @@ class CpuMover:
         return self.poll()
 
     def close(self) -> None:
-        """Do nothing, because the mover owns no resources."""
+        """Do nothing, because no copy is in flight between calls."""
 
     def _load(self, group: int, copy: ChunkCopy) -> str | None:
-        """Verify and scatter one chunk. Return the reason if the load failed, otherwise None."""
+        """Verify and scatter one chunk. Return None, or the reason if the chunk was not loaded."""
         layout, _ = self._groups[group]
         try:
             problem = self._parts[group].fetch(copy, layout.digest, layout.page_bytes)

@@ -93,7 +93,6 @@ class FrameMemory:
         return slab * self.slab_bytes + (frame - slab * self.per_slab) * self.frame_bytes
 
     def starts(self, frames: npt.ArrayLike) -> npt.NDArray[np.uint64]:
-        """Return the offsets of ``frames`` in the arena."""
         numbers = np.asarray(frames, dtype=np.uint64)
         slabs = np.minimum(numbers // np.uint64(self.per_slab), np.uint64(self.last_slab))
         return slabs * np.uint64(self.slab_bytes) + (
@@ -184,11 +183,10 @@ def map_frames(
 
 
 class PrivatePart:
-    """A private copy of one part. The copy is sealed before it is written to a frame.
+    """Private memory in which parts are sealed and verified.
 
-    For loads, a part is copied from its frame before it is verified. A worker whose scheduler died
-    can still write to frames that now belong to a different engine. If parts were sealed or
-    verified in place, a write between verification and copy would not be detected.
+    If a part were verified in its frame, another process could write to the frame between
+    verification and copy.
     """
 
     def __init__(self, frames: FrameWindow) -> None:
@@ -236,7 +234,7 @@ class Lifeline:
     no process can write to the frames.
 
     The worker holds the pipe open until `close` and never writes to it. The kernel closes the pipe
-    when the process exits for any reason. The lifeline must be opened before mapping the arena.
+    when the process exits for any reason. The lifeline must be opened before the arena is mapped.
     """
 
     def __init__(self, path: str, inode: int) -> None:

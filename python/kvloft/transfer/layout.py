@@ -1,9 +1,9 @@
-"""Finds the pages of paged KV, as planes of equally spaced pages, in the registered tensors.
+"""Finds the pages of paged KV in the registered tensors, as planes of equally spaced pages.
 
 A page is a run of opaque bytes. In each plane, the page of block b starts at
 ``base + b * block_stride``. Data pointers and strides define the geometry. Shapes are not
-sufficient: the CPU backend packs K and V differently from CUDA, dimension 0 can be a number of
-kernel blocks, and layers can share memory.
+sufficient: the CPU backend packs K and V differently from CUDA, dimension 0 can count kernel
+blocks, and layers can share memory.
 """
 
 import hashlib

@@ -38,15 +38,16 @@ class Mover(Protocol):
         """Return the number of leading arena bytes that can be written, or None if all can."""
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
-        """Make the next forward pass wait for saves that still read ``rewritten`` (I2).
+        """Make the next forward pass, which can write to ``rewritten``, wait for saves that still
+        read these blocks (I2).
 
-        The forward pass may write to the blocks in ``rewritten``. ``has_loads`` is True if loads
-        will be submitted in this step. vLLM 0.30 and newer may submit loads after launching the
-        forward pass. Loads wait for work launched before this call, but not for the forward pass.
+        ``has_loads`` is True if loads will be submitted in this step. vLLM 0.30 and newer can
+        submit loads after launching the forward pass. Loads wait for work launched before this
+        call, but not for the forward pass.
         """
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
-        """Gather chunks after the current forward pass and before the next forward pass (I2)."""
+        """Gather chunks after the current forward pass and before a later pass writes them (I2)."""
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
         """Verify and scatter chunks. Their blocks belong to requests that wait for the load."""

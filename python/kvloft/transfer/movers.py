@@ -18,7 +18,7 @@ from kvloft.transfer.mover import Mover
 logger = logging.getLogger(__name__)
 
 MakeMover = Callable[[Sequence[PagedLayout], Sequence[GroupFrames]], Mover]
-"""A function that creates a mover from a layout and a set of frames for each KV cache group."""
+"""Creates a mover. Both sequences have one entry per KV cache group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class MoverSettings:
     gpu_copies: Literal["kernels", "torch"] = "kernels"
     staging_bytes: int = 80 << 20
     gathers_first: bool = False
-    """True if the engine zeroes new blocks before passing them to `begin_step`."""
+    """True if the engine writes to new blocks before passing them to `begin_step`."""
     encodes: bool = False
     """True if parts are encoded when the layout and the device support encoding."""
 
@@ -39,8 +39,7 @@ def choose_mover(
     """Return a function that creates the mover. ``layouts`` has one entry per KV cache group.
 
     ``blocks_per_chunk`` contains the number of blocks per frame for each group. Raises
-    UnsupportedError if the KV is on a GPU and the kernels are unavailable, unless
-    ``gpu_copies="torch"``.
+    UnsupportedError if the device is unsupported or the kernels are unavailable.
     """
     device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
     if device.type == "cpu":

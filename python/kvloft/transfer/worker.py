@@ -1,7 +1,8 @@
 """WorkerCore submits the plan of each step to a mover and reports the results.
 
 The connector calls `begin` with a StepPlan, then `run_loads` and `run_saves`, and then takes the
-report. Each call is idempotent within a step, because different vLLM releases call different hooks.
+report. `run_loads` and `run_saves` are idempotent within a step, because different vLLM releases
+call different hooks.
 """
 
 import logging
@@ -20,7 +21,7 @@ from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover
 logger = logging.getLogger(__name__)
 
 ALL_BYTES = (1 << 63) - 1
-"""A number of bytes that exceeds the size of any arena."""
+"""Reported if the entire arena is usable. Exceeds the size of any arena."""
 
 
 class WorkerCore:
@@ -34,7 +35,7 @@ class WorkerCore:
         settings: MoverSettings | None = None,
         make_mover: MakeMover | None = None,
     ) -> None:
-        """Create a worker. By default, the device of the KV cache determines the mover."""
+        """By default, the device of the KV cache determines the mover."""
         self._settings = settings or MoverSettings()
         self._shape = shape
         self._rank = rank
@@ -50,9 +51,9 @@ class WorkerCore:
         self._is_asleep = self._is_stopped = False
         self._plan = StepPlan()
         self._arena: ArenaSpec | None = None
-        """The arena of the mover, even if creating the mover failed."""
+        """The last arena in a plan, even if no mover could be created for it."""
         self._lifeline: Lifeline | None = None
-        """The lifeline, which is open while the mover can write to a server's frames."""
+        """Open while the mover can write to a server's frames."""
         self._loads_run = self._saves_run = True
         self._pending = Finished()
         self._num_announced = 0
@@ -67,7 +68,7 @@ class WorkerCore:
     ) -> PagedLayout:
         """Read the layouts of the KV cache groups. Return the first layout that has pages.
 
-        If a pipeline stage has no layers of a group, the stage's part of the group's frames
+        If a pipeline stage has no layers in a group, the stage's part of the group's frames
         contains only a trailer. Raises LayoutError if a layout is unsupported, and UnsupportedError
         if the GPU is unsupported.
         """
@@ -150,7 +151,7 @@ class WorkerCore:
             old.close()
 
     def run_loads(self) -> None:
-        """Start the loads of this step. The requests do not run until the loads finish."""
+        """Start this step's loads. Their requests do not run until the loads finish."""
         if not self._loads_run:
             self._loads_run = True
             if plans := self._plan.loads:
@@ -158,11 +159,11 @@ class WorkerCore:
                 self._hand_over(lambda mover: mover.submit_loads(plans), self._fail_loads)
 
     def run_saves(self) -> None:
-        """Start this step's saves. The forward pass that writes the blocks has been launched."""
+        """Start this step's saves, after the forward pass that writes the blocks is launched."""
         if not self._saves_run:
             self._saves_run = True
             if not self._is_writer:
-                # Another rank writes these bytes, but a ticket is settled once all ranks report it.
+                # Another rank writes these bytes, but a ticket is open until all ranks report it.
                 self._pending.saved += self._tickets()
             elif plans := self._plan.saves:
                 self._hand_over(lambda mover: mover.submit_saves(plans), self._fail_saves)
@@ -205,7 +206,7 @@ class WorkerCore:
         return self._rank, ALL_BYTES if usable is None else usable
 
     def take_totals(self) -> Finished:
-        """Return the number of bytes copied and the time spent since the last call."""
+        """Return the number of bytes copied and the copy time since the last call."""
         totals, self._totals = self._totals, Finished()
         return totals
 
@@ -215,7 +216,7 @@ class WorkerCore:
             self._note(self._mover.drain())
 
     def suspend(self) -> None:
-        """Wait for copies in flight, and fail all copies until `resume` is called. Idempotent."""
+        """Wait for copies in flight, then fail all copies until `resume` is called. Idempotent."""
         if not self._is_asleep:
             self.drain()
             self._is_asleep = True
@@ -235,7 +236,7 @@ class WorkerCore:
         self._replace_lifeline(None)
 
     def shutdown(self) -> None:
-        """Wait for copies in flight. Do not write to frames until a plan contains an arena."""
+        """Wait for copies in flight. No frame is written until a plan contains an arena."""
         self._close_mover()
         self._arena = None
         self._replace_lifeline(None)
@@ -257,7 +258,7 @@ class WorkerCore:
         return self._mover
 
     def _hand_over(self, submit: Callable[[Mover], None], fail: Callable[[], None]) -> None:
-        """Submit copies. If this fails, collect the accepted copies and ``fail`` the others."""
+        """Submit copies. If this fails, wait for the accepted copies and ``fail`` the others."""
         mover: Mover | None = None
         is_taken = False
         try:
@@ -286,7 +287,6 @@ class WorkerCore:
         self._note(Finished(failed=[ticket for ticket in self._tickets() if ticket not in done]))
 
     def _tickets(self) -> list[Ticket]:
-        """Return the tickets of all saves in this step."""
         return [ticket for plan in self._plan.saves for ticket in plan.chunks.tickets()]
 
     def _collect(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 NOT_READY: Final = 600
-"""The code CUDA_ERROR_NOT_READY, which is a normal result of a query."""
+"""CUDA_ERROR_NOT_READY, which is a normal result of a query."""
 _HOST, _DEVICE = 1, 2
 _BATCH_ATTRIBUTES, _BATCH_FIRST = (c_int * 6)(1), c_size_t(0)
 """CUmemcpyAttributes of a batch. Sources are read in stream order, without hints or flags."""
@@ -45,7 +45,7 @@ _SIGNATURES: Final[tuple[tuple[str, tuple[Any, ...]], ...]] = (
     ("cuLaunchKernel", (_P, *(c_uint,) * 7, _P, _P, _P)),
 )
 _ARGUMENTS: Final = {name: arguments for names, arguments in _SIGNATURES for name in names.split()}
-"""Argument types by exported name. The driver never changes the signature of a function."""
+"""Argument types by exported name. The driver never changes the signature of an exported name."""
 
 
 class CudaError(RuntimeError):
@@ -156,8 +156,8 @@ class Stream:
 
         The copies run in any order. With a separate command for each copy of a few MiB, the link
         would be idle between commands, and the stream's queue would fill up, which blocks the host.
-        Drivers older than 12.8 do not support batches. This function then queues separate copies
-        (`cuMemcpyAsync` infers the direction).
+        With drivers older than CUDA 12.8, which do not support batches, this function queues
+        separate copies (`cuMemcpyAsync` infers the direction).
         """
         if not hasattr(_library(), "cuMemcpyBatchAsync"):
             for each in zip(to, source, num_bytes, strict=True):
@@ -225,7 +225,7 @@ def load_functions(cubin: bytes, names: tuple[str, ...]) -> dict[str, int]:
 
 
 def current_context() -> int | None:
-    """Return the current CUDA context of this thread, or None."""
+    """Return this thread's current CUDA context, or None."""
     context: int | None = _made(c_void_p, _cu.cuCtxGetCurrent)
     return context
 
@@ -257,7 +257,7 @@ def host_alloc(num_bytes: int) -> int:
 
 
 def host_free(address: int) -> None:
-    """Free memory allocated by `host_alloc`."""
+    """Free memory from `host_alloc`."""
     _cu.cuMemFreeHost(address)
 
 

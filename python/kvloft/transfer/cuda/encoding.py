@@ -67,8 +67,8 @@ class PartEncoding:
     def of(cls, layout: PagedLayout, frames: FrameMemory, *, everything: bool = False) -> Self:
         """Return the sizes for ``layout``.
 
-        With ``everything``, the copy engine copies the maximum size of an encoded part, which is
-        required for loads from frames that are not registered yet.
+        With ``everything``, the copy engine copies as many bytes as an encoded part can have, which
+        is required for loads from frames that are not registered yet.
         """
         saved = 0 if everything else _saved_bytes(layout)
         block_width = layout.block_bytes - saved + TABLE_ENTRY_BYTES * _tiles_per_block(layout)

@@ -15,7 +15,7 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece
 
 SAVE_PREPARE_US, LOAD_PREPARE_US, PREPARE_CHUNK_US = 100.0, 150.0, 1.5
-"""Time to prepare and submit one of the first pieces, and additional time per chunk in the piece.
+"""Time to prepare and submit one of the first pieces, and the additional time per chunk.
 
 Measured on the host of an H200 with cold caches. The time for a load includes launching the kernel
 of the previous piece.
@@ -24,7 +24,7 @@ LINK_BYTES_PER_US = 55_000.0
 LAST_PIECE_DIVISOR = 4
 """Divisor for the size of a load's last piece. The link is idle while this piece is scattered."""
 SORTED_PIECES = 4
-"""Number of pieces of a load for which the chunks are sorted together."""
+"""Number of consecutive pieces of a load whose chunks are sorted together."""
 
 
 def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int, ...]:
@@ -79,7 +79,6 @@ class Waiting:
 
     @property
     def num_left(self) -> int:
-        """Return the number of chunks that have not been taken yet."""
         return len(self.chunks) - self.num_sent
 
     def take(self, count: int, *, per_piece: int, is_last: bool) -> ChunkBatch:

@@ -35,7 +35,7 @@ MAX_BLOCKS: Final = 1024
 
 
 class Family(NamedTuple):
-    """The two kernels in a source file. ``sources`` contains the headers, then the source file."""
+    """The two kernels in a source file. ``sources`` lists this file after the family's headers."""
 
     sources: tuple[str, ...]
     gather: str
@@ -96,7 +96,7 @@ def compile_kernels(
             store = FileStreamProgramCache(cache_dir, max_size_bytes=CACHE_BYTES)
         program = Program(kernel_source(family), "c++", options)
         return bytes(program.compile("cubin", cache=store).code)
-    # cuda.core raises different exceptions if NVRTC is missing, arch is invalid or compiling fails.
+    # cuda.core raises various exceptions if NVRTC is missing, arch is invalid or compilation fails.
     except Exception as error:
         raise KernelError(
             f"kvloft's GPU kernels could not be compiled for {arch}: {error}"
@@ -188,7 +188,7 @@ def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class BlockTiles:
-    """Sizes for splitting chunks into pieces. ``tile_offsets`` are the offsets in a block."""
+    """Sizes for splitting chunks. ``tile_offsets`` has each tile's payload offset in a block."""
 
     block_bytes: int
     tiles_per_block: int

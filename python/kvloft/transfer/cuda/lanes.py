@@ -1,4 +1,4 @@
-"""Lanes manage the staging slots and streams of one direction, and order kernels and copies.
+"""A lane manages the staging slots and streams of one direction, and orders kernels and copies.
 
 A kernel and the copy engine work on different slots at the same time. All work is queued on the
 GPU; only `stop` and `close` block the host. A lane does not interpret tags.
@@ -80,7 +80,7 @@ class Tuning:
 
     @classmethod
     def slot_bytes_of(cls, staging_bytes: int) -> int:
-        """Return the size of a slot before `fitted`. Raises the same exceptions as `of`."""
+        """Return the slot size before `fitted` adjusts it. Raises the same exceptions as `of`."""
         slot_bytes = staging_bytes // cls().num_slots // _ALIGN * _ALIGN
         if slot_bytes < MIN_SLOT_BYTES:
             raise ValueError(
@@ -190,7 +190,7 @@ class Lane:
             )
             for i in range(tuning.num_slots)
         )
-        """The staging slots. The next piece uses the first slot."""
+        """The next piece uses the first slot."""
         self.copy_streams = tuple(slot.copy_stream for slot in self._slots)
         self.kernel_streams = tuple(slot.kernel_stream for slot in self._slots)
         self._tags_address = driver.host_alloc(MAX_PIECES * 2 * MAX_SEGMENTS * 8)
@@ -249,7 +249,6 @@ class Lane:
                 stream.synchronize()
 
     def close(self) -> None:
-        """Call `stop` and release all resources."""
         self.stop()
         driver.host_free(self._tags_address)
         for sent in self._sent:
@@ -261,10 +260,7 @@ class Lane:
     def _launch(
         self, piece: Piece, kind: int, sent: Sent, slot: _Slot, stream: driver.Stream
     ) -> None:
-        """Launch the kernel for ``piece``.
-
-        Even a piece without pages needs one CTA, which writes sums of 0.
-        """
+        """Launch at least one CTA, so that a piece without pages also writes sums of 0."""
         address = slot.params[kind].filled(piece, slot.address, sent.tags_address)
         num_ctas = max(1, min(self._num_ctas[kind], -(-piece.num_tiles // WARPS_PER_CTA)))
         stream.launch(self._functions[kind], num_ctas, CTA_THREADS, address)

@@ -6,7 +6,7 @@ steps.
 - Loads (`loads`): the copy engine copies a piece to a slot. A kernel scatters the piece to paged KV
   and computes its tag.
 - Events order the work on the GPU: `begin_step` makes the next forward pass wait for gathers that
-  still read blocks that the pass may write (I2). Loads wait for work launched before the step.
+  still read blocks that the pass can write (I2). Loads wait for work launched before the step.
 - Only a few pieces per direction are on the GPU at a time. One thread per direction (`submitter`)
   submits the rest. Saves to frames that are not registered yet wait for registration.
 
@@ -118,10 +118,6 @@ class CudaMover:
         )
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
-        """Implement `Mover.begin_step`.
-
-        ``rewritten`` lists blocks that were saved and now belong to a different request.
-        """
         with self._shared.lock:
             if self._shared.broken is None:
                 self._loads.begin_step(has_loads=has_loads)
@@ -164,7 +160,6 @@ class CudaMover:
             return self._shared.take_done()
 
     def close(self) -> None:
-        """Wait for all copies and release all resources. The mover cannot be used afterwards."""
         self.drain()
         self._shared.broken = self._shared.broken or "closed"
         self._save_submitter.close()
@@ -198,7 +193,7 @@ class CudaMover:
         self._loads.feed()
 
     def _feed_saves(self) -> None:
-        """Submit saves that were waiting for registration, after a piece has been registered."""
+        """After a piece is registered, submit saves that were waiting for registration."""
         with self._shared.lock:
             self._saves.feed()
             self._save_submitter.wake()
@@ -218,10 +213,9 @@ class CudaMover:
 
 
 def _kernels_of(layout: PagedLayout, device: torch.device, *, encodes: bool) -> Kernels:
-    """Return kernels that encode parts, or kernels for raw parts.
+    """Return kernels that encode parts, if ``encodes`` is True and they can be compiled and loaded.
 
-    Returns kernels for raw parts if ``encodes`` is False or the encoding kernels cannot be compiled
-    or loaded. Raises the same exceptions as `Kernels`.
+    Otherwise, returns kernels for raw parts. Raises the same exceptions as `Kernels`.
     """
     cache_dir = default_cache_dir() / "kernels"
     if encodes:
@@ -258,7 +252,7 @@ def _kind(
     frames: FrameMemory,
     slabs_per_registration: int,
 ) -> PageKind:
-    """Return the kind for a layout with chunks of ``num_blocks``, without a slot size."""
+    """Return the kind for a layout with ``num_blocks`` per chunk. Its slot sizes are set later."""
     frames_per_run = frames.per_slab * (slabs_per_registration if frames.is_dense else 1)
     limits = unregistered = PieceLimits(
         kernels.block_tiles, 0, frames.part_bytes, num_blocks, frames_per_run

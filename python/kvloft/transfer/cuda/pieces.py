@@ -49,7 +49,7 @@ class ChunkTable:
 
 
 class Run(NamedTuple):
-    """One copy-engine command, which copies ``num_rows`` rows in consecutive frames."""
+    """Rows in ``num_rows`` consecutive frames, which one copy-engine command can copy."""
 
     frame: int
     part_offset: int
@@ -64,7 +64,7 @@ class Piece:
 
     Segment s belongs to chunk ``begin + s``. Segment bases are relative to the slot, where chunks
     are ``slot_stride`` bytes apart. Only the first ``num_segments`` entries of ``segments`` belong
-    to the piece. ``parts`` describes the encoded parts in host memory; None if pages are raw.
+    to the piece. ``parts`` describes the encoded parts in host memory; None if parts are raw.
     """
 
     begin: int
@@ -189,7 +189,7 @@ def _whole_chunks(
 
 
 def _segments(num_blocks: npt.NDArray[np.int64], limits: PieceLimits) -> npt.NDArray[Any]:
-    """Return the segments of consecutive chunks. ``num_blocks`` has the size of each chunk."""
+    """Return the segments of consecutive chunks. ``num_blocks`` has one entry per chunk."""
     segments: npt.NDArray[Any] = np.zeros(len(num_blocks), SEGMENT)
     blocks_before = np.cumsum(num_blocks) - num_blocks
     segments["base"] = np.arange(len(num_blocks), dtype=np.uint64) * np.uint64(limits.slot_stride)
@@ -247,7 +247,7 @@ def _parts_of_chunk(table: ChunkTable, chunk: int, limits: PieceLimits) -> Itera
 
 
 def _last_tile(tile: int, num_tiles: int, limits: PieceLimits) -> int:
-    """Return the end of the range of tiles starting at ``tile`` that fits into a slot.
+    """Return the end of the longest range of tiles that starts at ``tile`` and fits into a slot.
 
     Raises ValueError if no tile fits.
     """

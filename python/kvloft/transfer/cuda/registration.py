@@ -21,7 +21,7 @@ from kvloft.transfer.cuda import driver
 logger = logging.getLogger(__name__)
 
 GOOD_PIECE_BYTES: Final = 256 << 20
-"""Size of a piece. Small, because kernel launches block while the driver registers a piece."""
+"""Size of a piece. It is small, because kernel launches block while a piece is registered."""
 _PAGE: Final = 4096
 _NUM_THREADS: Final = 8
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
@@ -39,7 +39,7 @@ class RegisteredRange:
         numa_node: int | None,
         on_progress: Callable[[], None],
     ) -> None:
-        """Start the thread, which calls ``on_progress`` after each piece and before it exits.
+        """Start the thread, which calls ``on_progress`` after each piece and before exiting.
 
         ``piece_bytes`` must be a multiple of the page size. No copy may cross a multiple of
         ``piece_bytes``.

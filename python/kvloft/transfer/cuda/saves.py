@@ -35,7 +35,7 @@ class Saves(Direction):
         self._num_pieces = 0
         """Number of pieces queued so far, including pieces that have been submitted or are done."""
         self._last_gather: npt.NDArray[np.int64] = np.full(shared.num_blocks, -1, dtype=np.int64)
-        """Index of the last piece that reads each block, or -1 if no piece has read the block."""
+        """Number of the last piece that reads each block, or -1 if no piece reads the block."""
         self.waits_for_registration = True
         """If False, saves to frames that are not registered are submitted anyway and fail."""
 

@@ -1,7 +1,4 @@
-"""State that the saves and loads of CudaMover share, and their base class `Direction`.
-
-One lock guards all of this state.
-"""
+"""State that the saves and loads of CudaMover share, and their base class `Direction`."""
 
 import logging
 import threading
@@ -76,7 +73,7 @@ class Shared:
     kind_of: Mapping[tuple[int, int], int]
     num_blocks: int
     bytes_ahead: int
-    """Limit on the bytes in flight on the GPU per direction. Above it, no piece is submitted."""
+    """In each direction, no piece is submitted while more bytes than this are on the GPU."""
     compute: Callable[[], driver.Stream]
     fail: Callable[[str], None]
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -84,7 +81,7 @@ class Shared:
     done: Finished = field(default_factory=Finished)
     broken: str | None = None
     registered: RegisteredRange = field(init=False)
-    """The host memory, which is set during initialization, before the first copy is submitted."""
+    """The host memory, set by CudaMover before the first copy is submitted."""
     spare_marks: list[driver.Event] = field(
         default_factory=lambda: [driver.Event() for _ in range(NUM_MARKS)]
     )
@@ -101,12 +98,10 @@ class Shared:
 
     @property
     def chunks_per_save(self) -> int:
-        """Return the number of chunks in a full save job."""
         return max(1, min(kind.saves.chunks_per_piece for kind in self.kinds))
 
     @property
     def chunks_per_load(self) -> int:
-        """Return the number of chunks in a full load job."""
         return max(1, min(kind.loads.chunks_per_piece for kind in self.kinds))
 
     def by_kind(self, plans: Sequence[SavePlan | LoadPlan]) -> list[tuple[int, ChunkBatch]]:
@@ -176,7 +171,6 @@ class Shared:
         return self.kinds[job.kind].trailers
 
     def are_registered(self, kind: int, frames: Sequence[int]) -> bool:
-        """Return True if all of ``frames`` are in registered memory."""
         if self.registered.is_complete:
             return True
         memory = self.kinds[kind].memory
@@ -197,10 +191,7 @@ class Direction(ABC):
     """One direction of copies, with queued pieces and pieces on the GPU in order."""
 
     def __init__(self, shared: Shared, lane: Lane, ramp_sizes: tuple[int, ...]) -> None:
-        """Create an idle direction.
-
-        ``ramp_sizes`` contains the sizes of the first pieces on an idle link, in chunks.
-        """
+        """``ramp_sizes`` contains the sizes of the first pieces on an idle link, in chunks."""
         self._shared, self.lane, self._ramp_sizes = shared, lane, ramp_sizes
         self.queued: deque[tuple[Job, Piece]] = deque()
         self.in_flight: deque[InFlight] = deque()
@@ -245,7 +236,6 @@ class Direction(ABC):
         """Process a finished piece, whose copy took ``seconds``."""
 
     def _has_capacity(self) -> bool:
-        """Return True if another piece can be submitted."""
         return self.num_bytes <= self._shared.bytes_ahead and len(self.in_flight) < MAX_PIECES
 
     def _submit_piece(self, job: Job, piece: Piece) -> None:

@@ -3,7 +3,7 @@
 Submitting copies late keeps the queues on the GPU short. A copy engine serves one stream until the
 stream's queue is empty, regardless of priorities: a copy of four bytes on a different stream waited
 36 ms behind 48 copies of 40 MiB in the same direction (H200; benches/results). The engine's copies
-must wait for one or two pieces at most, not for an entire prompt.
+should wait for at most one or two pieces, not for an entire prompt.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from kvloft.transfer.cuda.shared import Direction
 
 
 class Submitter:
-    """Calls ``direction.feed`` after each awaited event, and sleeps while none is awaited."""
+    """Calls ``direction.feed`` after each awaited event, and sleeps while no event is awaited."""
 
     def __init__(self, name: str, lock: threading.RLock, direction: Direction) -> None:
         """Start the thread, which uses the caller's current CUDA context."""

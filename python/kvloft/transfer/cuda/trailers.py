@@ -50,7 +50,7 @@ class TrailerColumn:
 
 
 class Trailers:
-    """Seals and verifies frames of one layout."""
+    """Seals and verifies frames with one layout."""
 
     def __init__(
         self,
@@ -61,9 +61,7 @@ class Trailers:
         block_tiles: int | None = None,
         holds_raw: bool = True,
     ) -> None:
-        """Prepare to write and verify the trailers in ``memory``.
-
-        ``block_tiles`` is the number of tiles per block, or None if all parts are raw.
+        """``block_tiles`` is the number of tiles per block, or None if all parts are raw.
         ``holds_raw`` is False if raw chunks do not fit into the parts.
         """
         self._column, self._holds_raw = TrailerColumn(memory), holds_raw
@@ -106,7 +104,7 @@ class Trailers:
     def are_raw(self, frames: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Return True for each frame whose trailer marks the part as raw.
 
-        The trailers are not verified, so the result may be wrong until `read` verifies them.
+        The trailers are not verified, so the result might be wrong until `read` verifies them.
         """
         encodings = self._column.pages["encoding"][self._column.at(frames)]
         return np.asarray((encodings != E348) & self._holds_raw)
