@@ -1,5 +1,5 @@
-"""The shared setup of all tests: hypothesis profiles, a check that the tests use the installed
-wheel, the release of vLLM, and time limits.
+"""Shared setup for all tests: hypothesis profiles, a report of the tested kvloft version, the
+installed release of vLLM, and time limits.
 
 Time limits: tests wait for events and never assert durations, but everything is slower on a busy
 machine. This module therefore measures the pace of the machine (TEST_PACE) and multiplies timeouts
@@ -9,7 +9,7 @@ counted in the summary and in the file TEST_LEFT_OUT.
 
 Leftovers: a test fails if it leaves a thread or a process behind. Otherwise, a later test would
 fail occasionally, when the thread logs a warning or the process is still running. SIGTERM ends the
-test run like Ctrl-C, so that fixtures terminate their processes.
+test run like Ctrl-C, so fixtures terminate their processes.
 """
 
 import gc
@@ -30,19 +30,19 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 USUAL_START_S = 0.25
-"""Time in which two idle cores start a Python process that imports a few dozen modules."""
+"""Time that two idle cores take to start a Python process that imports a few dozen modules."""
 LEFT_OUT = pytest.StashKey[int]()
 TICKS = os.sysconf("SC_CLK_TCK")
 END_S = 60.0
-"""Timeout, at the usual pace, until threads, processes and files of a test must be gone."""
+"""Timeout, at the usual pace, for a test's threads, processes and files to disappear."""
 COLLECT_S = 0.1
-"""Delay until objects that only a cycle keeps alive are collected. The delay is doubled for each
-further collection.
+"""Delay until objects that only a reference cycle keeps alive are collected. The delay doubles
+after each collection.
 """
 
 
 def measured_pace() -> float:
-    """Return the factor (1 to 20) by which a process starts slower than usual on this machine."""
+    """Return how many times slower than usual (1 to 20) this machine starts a process."""
     begin = time.monotonic()
     subprocess.run(
         [sys.executable, "-I", "-c", "import asyncio, http.client, unittest.mock, decimal"],
@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _interrupt(tests: int, number: int, _frame: object) -> None:
-    """End the test run once. A forked process exits immediately."""
+    """Interrupt the test run. In a forked process, exit immediately instead."""
     signal.signal(number, signal.SIG_DFL)
     if os.getpid() != tests:
         os.kill(os.getpid(), number)
@@ -115,7 +115,7 @@ def pytest_terminal_summary(
     num_left_out = config.stash[LEFT_OUT]
     if num_left_out:
         terminalreporter.write_line(
-            f"{num_left_out} tests were LEFT OUT: the time given is over (MINUTES)", yellow=True
+            f"{num_left_out} tests were LEFT OUT: the time limit has expired (MINUTES)", yellow=True
         )
     if path := os.environ.get("TEST_LEFT_OUT"):
         Path(path).write_text(f"{num_left_out}\n")
@@ -147,9 +147,8 @@ def vllm_release() -> tuple[int, int]:
 
 
 def running(since_s: float = 0.0) -> dict[object, str]:
-    """Return the names of everything that a test could leave behind.
-
-    These are Python threads, kvloft's Rust threads, and processes started since ``since_s``.
+    """Return the names of everything that a test could leave behind: Python threads, kvloft's Rust
+    threads, and processes started since ``since_s``.
     """
     found: dict[object, str] = {each: f"thread {each.name}" for each in threading.enumerate()}
     for task in Path("/proc/self/task").iterdir():
@@ -167,7 +166,7 @@ def children(since_s: float) -> dict[object, str]:
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return {}  # the common case, which this call detects faster than /proc
+        return {}  # the common case, which this call detects faster than reading /proc
     pids = {
         pid for task in Path("/proc/self/task").iterdir() for pid in read(task / "children").split()
     }
@@ -204,7 +203,7 @@ def left_behind(before: dict[object, str], since_s: float) -> list[str]:
         if waited_s > END_S * PACE:
             break
         if waited_s > collect_s:
-            # Collect repeatedly, because a thread that has just finished may have kept a cycle
+            # Collect repeatedly, because a thread that has just finished might have kept a cycle
             # alive.
             gc.collect()
             collect_s = 2 * waited_s

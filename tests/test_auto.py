@@ -54,7 +54,7 @@ def until(is_so: Callable[[], Any], otherwise: str) -> Any:
 
 
 class Host:
-    """The directory for the sockets of a user, with its engines and servers."""
+    """A user's socket directory, with its engines and servers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -173,7 +173,7 @@ def test_engines_that_start_at_once_share_one_server_that_ends_after_them(host: 
 def test_a_server_inherits_neither_descriptors_nor_settings_nor_the_engines_end(host: Host) -> None:
     marker = host.folder / "as a GPU"
     marker.touch()
-    engine = host.start(marker, server_linger="5min")  # this process outlives the test
+    engine = host.start(marker, server_linger="5min")  # the server outlives its engine
     lines_until_ready(engine)
     (server,) = host.servers()
     descriptors = Path(f"/proc/{server}/fd")
@@ -207,7 +207,7 @@ def test_a_running_engine_replaces_a_server_that_is_killed(host: Host) -> None:
     os.kill(server, signal.SIGKILL)
     until(
         lambda: host.servers() not in ([], [server]) and host.num_engines() == 2,
-        "no other replaces it",
+        "no server replaces it",
     )
     until(lambda: len(host.servers()) == 1, "the second server does not exit")
     until(lambda: not any(map(has_zombies, engines)), "exited processes are not reaped")

@@ -1,4 +1,4 @@
-"""Tests that scripts/circles.py finds the dependency cycles in invented crates, and that the list
+"""Tests that scripts/circles.py finds the dependency cycles in synthetic crates, and that the list
 of crates without cycles is correct.
 """
 

@@ -262,7 +262,7 @@ def test_server_settings_need_server_auto() -> None:
     assert ("server", "auto", "kv_connector_extra_config") in describe(starting)
     shared = load_config(
         {"server": "unix:/s"}, {"KVLOFT_HOST_SIZE": "1GiB"}
-    )  # the server may be able to read the file
+    )  # the server might be able to read the file
     assert (shared.server, shared.host_size) == ("/s", 1 << 30)
     assert (
         load_config(

@@ -13,7 +13,7 @@ import pytest
 class Owner:
     """An object in a reference cycle, like the objects of a test.
 
-    Its thread ends when the object is collected.
+    Its thread finishes when the object is collected.
     """
 
     def __init__(self, end: Callable[[], None]) -> None:
@@ -26,7 +26,9 @@ class Owner:
 def test_objects_of_a_thread_that_ends_late_are_collected(
     request: pytest.FixtureRequest,
 ) -> None:
-    """On an overloaded machine, a thread may end after the first collection of the check."""
+    """On an overloaded machine, a thread might not finish until after the check's first
+    collection.
+    """
     guard = request.config.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
     assert guard is not None
     has_collected, may_end = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Tests tenant limits, which result from the settings and the file of individual salts.
+"""Tests how tenant limits are derived from the settings and the file with individual salts.
 
 No message reveals a salt.
 """
@@ -32,7 +32,7 @@ def test_quotas_are_read_back(quota: int | float) -> None:
 
 @given(st.floats(1e-6, 1.0))
 def test_a_percentage_is_passed_to_a_server_unchanged(part: float) -> None:
-    """This is the case with `server: auto`, which passes all settings of an engine."""
+    """With `server: auto`, an engine passes all of its settings to the server."""
     quota = parse_quota(part)
     assert parse_quota(format_quota(quota)) == quota and abs(quota - part) < 1e-6
 

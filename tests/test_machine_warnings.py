@@ -71,7 +71,7 @@ def test_a_quota_of_zero_frames_warns_unless_individual_salts_have_quotas(tmp_pa
     file.write_text("- {salt: a, quota: 10%}\n- {salt: b, quota: 0}\n")
     assert said(salt_quota="0", salt_limits=file) == [], "only the salts in the file have limits"
     assert said(salt_disk_quota="0", disk_path=tmp_path / "new", disk_size="1MiB") == [], (
-        "the limit only applies to host memory"
+        "the limit applies only to host memory"
     )
 
 

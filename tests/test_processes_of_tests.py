@@ -21,7 +21,7 @@ echo "$(basename "$0")" >&"$STARTED"
 sleep 1000 &
 sleep 1000
 """
-"""Replaces each command of `make test` with a script that starts a child and then sleeps."""
+"""A script that replaces each command of `make test`: it starts a child and then sleeps."""
 ENGINE_TEST = """
 import os, subprocess, time
 

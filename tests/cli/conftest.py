@@ -20,7 +20,7 @@ sys.path[:0] = [str(HERE.parent / "model"), str(HERE)]
 @pytest.fixture
 def socket() -> Iterator[str]:
     """Start a server with one engine that has saved three chunks, and return its socket."""
-    from watched import save  # these modules can only be imported after the change of the path
+    from watched import save  # importable only after the change to `sys.path` above
 
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
         path = f"{folder}/run/kv.sock"

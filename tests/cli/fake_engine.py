@@ -1,6 +1,6 @@
-"""Replaces `kvloft.vllm.check` in tests of its parent process.
+"""Replaces `kvloft.vllm.check` in tests of `kvloft check`.
 
-The fake engine reports the result that the name of the model selects. It does not use vLLM.
+The fake engine reports the result that the model's name selects. It does not use vLLM.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Tests `kvloft check` without vLLM: its arguments, the exit of engines, the comparison of outputs,
-and its output.
+"""Tests `kvloft check` without vLLM: its arguments, engine exits, the comparison of outputs, and
+its report.
 """
 
 import json

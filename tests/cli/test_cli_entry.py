@@ -1,4 +1,4 @@
-"""Tests behavior that all commands share, with closed standard streams and Ctrl-C at any time."""
+"""Tests behavior that all commands share, including closed standard streams and Ctrl-C."""
 
 import importlib.metadata
 import os

@@ -29,9 +29,9 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """Start a server with 1 MiB (256 frames).
+    """Start a server with 1 MiB of host memory (256 frames).
 
-    A limit of 10% is 25 frames. The named tenant may have 5 frames, in memory and on disk.
+    A limit of 10% is 25 frames. The named tenant's quota is 5 frames, in memory and on disk.
     """
     socket = str(folder / "run" / "kv.sock")
     (folder / "run").mkdir(mode=0o700)

@@ -92,7 +92,7 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(
         process.send_signal(signal.SIGTERM)
         process.send_signal(
             signal.SIGINT
-        )  # timeout(1) also sends one signal to the process and one signal to its group
+        )  # timeout(1) also signals both the process and its process group
         rest, _ = process.communicate(timeout=120)
         assert process.returncode == 0
         assert rest.splitlines()[-1].endswith("stopped")
@@ -399,7 +399,7 @@ def test_a_background_server_is_reported_with_process_socket_and_log(folder: Pat
 def ended(pid: int) -> Iterator[None]:
     """Stop a background server at the end of the block and wait until it exits.
 
-    The server is not a child of this process.
+    Uses a pidfd, because the server is not a child of this process.
     """
     process = os.pidfd_open(pid)
     try:

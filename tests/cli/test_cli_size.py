@@ -170,8 +170,8 @@ def test_unknown_kind_of_layer_is_refused(
 
 
 def test_bfloat16_kv_is_compressed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A compressed 2 MiB chunk takes 0.7188 of its size plus 512 entries of 8 bytes, or 0.7208 in
-    total.
+    """A compressed 2 MiB chunk takes 0.7188 of its original size plus 512 entries of 8 bytes, or
+    0.7208 in total.
     """
     found = size(tmp_path, LLAMA_8B, capsys, "--host-size", "16GiB", "--disk-size", "32GiB")
     assert found["compressed_token_bytes"] == int(131072 * (0.7188 + 512 * 8 / (2 << 20)))

@@ -1,8 +1,8 @@
 """Tests examples/deploy: the files use existing options and settings, and the server and its
 engines share one socket.
 
-Tools of other projects check that the files follow the compose and Kubernetes specifications. The
-systemd unit's command is run with the directories that systemd would create.
+External tools check that the files follow the compose and Kubernetes specifications. The systemd
+unit's command is run with the directories that systemd would create.
 """
 
 import argparse
@@ -145,7 +145,7 @@ def test_composes_health_check_asks_the_server_at_its_socket() -> None:
 
 def test_an_image_with_vllm_serve_as_entrypoint_starts_both() -> None:
     """vLLM's image has the entrypoint `vllm serve`, so each service must name its program, and its
-    command must only contain arguments.
+    command must contain only arguments.
     """
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     assert [service.get("entrypoint") for service in services.values()] == [
@@ -234,8 +234,8 @@ def verified(folder: Path, text: str) -> str:
 
 
 def unit_command(run: Path, cache: Path) -> list[str]:
-    """Return the command of the unit with small sizes, and with the given directories instead of
-    /run and /var/cache.
+    """Return the unit's command with small sizes, and with the given directories instead of /run
+    and /var/cache.
     """
     (line,) = re.findall(r"^ExecStart=/opt/kvloft/bin/kvloft (.*)$", UNIT, re.MULTILINE)
     for written, here in {

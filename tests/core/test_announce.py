@@ -1,5 +1,5 @@
-"""Tests that the replayed KV events of the real store match lookups after any steps, after lost
-keys and restarts, and with a full book.
+"""Tests that the replayed KV events of the real store match lookups: after any sequence of steps,
+after lost keys and restarts, and with a full book.
 
 The store is embedded in the engine or runs in a server (`announced.py`). KV_EVENT_STEPS sets the
 number of steps.

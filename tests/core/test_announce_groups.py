@@ -41,9 +41,8 @@ SHAPES = {
     ),
 }
 MAX_CHUNKS = 7
-"""Maximum number of chunks in a prompt."""
 Place = tuple[int, bytes]
-"""A group and the hash of a block."""
+"""A KV cache group and the hash of a block."""
 
 
 class World:

@@ -1,10 +1,10 @@
-"""Property test: checks the view of subscribers to KV events after any order of requests, added and
-removed chunks, lost keys, resets, and late subscriptions.
+"""Property test: checks which chunks subscribers to KV events know after any order of requests,
+added and removed chunks, lost keys, resets, and late subscriptions.
 
-The store is a model, so that a tier can change between any two lookups. One subscriber listens from
-the start. Other subscribers join later and trust every event. The oracle is that once the announcer
-is idle, subscribers have exactly the stored chunks that fit into the book (`Book`). The announcer
-must become idle even while requests continue (`calm`), and after any number of lost keys.
+The store is a model, so a tier can change between any two lookups. One subscriber listens from
+the start. Other subscribers join later and trust every event. The oracle: once the announcer is
+idle, subscribers have exactly the stored chunks that fit into the book (`Book`). The announcer must
+become idle even while requests continue (`calm`), and after any number of lost keys.
 """
 
 from collections import OrderedDict
@@ -44,7 +44,7 @@ PROMPTS = [
     for units in ((1, 1, 1), (1, 2, 1), (2,), (1, 1, 2, 2))
 ]
 Key = tuple[int, tuple[int, ...]]
-"""A key in the machine: a group and the prefix."""
+"""A key of the model: a group and the prefix."""
 
 
 class Chain:
@@ -92,8 +92,8 @@ class Store:
 class Book(dict[Key, tuple[int, int]]):
     """The largest set of chunks that can be announced if the store keeps all chunks.
 
-    The least recent leaf, by row and position, is dropped first. The chunks before a leaf are as
-    recent as the leaf.
+    The least recent leaf, by row and position, is dropped first. The chunks before a leaf are at
+    least as recent as the leaf.
     """
 
     def note(self, keys: list[Key], nth_row: int, most: int) -> None:
@@ -124,9 +124,9 @@ def blocks_of(key: Key) -> set[tuple[int, bytes]]:
 
 
 class Subscriber:
-    """A subscriber.
+    """A subscriber to KV events.
 
-    ``is_first`` means that it received every event, so a contradictory event is an error.
+    If ``is_first``, it received every event, so a contradictory event is an error.
     """
 
     def __init__(self, *, is_first: bool) -> None:
@@ -214,7 +214,7 @@ class Machine(RuleBasedStateMachine):
     def drop(self, data: st.DataObject) -> None:
         """Simulate a chunk without a frame, or a failed save.
 
-        The store does not report this for chunks on disk.
+        The store reports neither for chunks on disk.
         """
         key = data.draw(st.sampled_from(sorted(self.store.coming)))
         self.store.coming.discard(key)

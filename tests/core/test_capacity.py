@@ -19,7 +19,7 @@ SHAPES = {
 
 
 def num_held(sizes: list[int], compact: int | None) -> int:
-    """Return the number of chunks in host memory once it is full."""
+    """Return the number of chunks that fit into host memory."""
     groups = [(None, "full", 1, 1, 1, 0, len(sizes) - 1, compact)]
     store = _core.Session(
         frame_bytes=sizes, host_bytes=HOST, namespace=bytes(32), groups=groups, eviction="lru"

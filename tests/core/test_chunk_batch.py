@@ -18,7 +18,7 @@ from kvloft.seam.batch import ChunkCopy
 
 @st.composite
 def batches(draw: st.DrawFn, is_save: bool | None = None, size: int | None = None) -> Chunks:
-    """Generate chunks with equal numbers of blocks and any frames.
+    """Generate chunks with any frames and the same number of blocks.
 
     Loads can omit some blocks at either end.
     """
@@ -99,7 +99,7 @@ def test_columns_that_were_cut_or_grew_are_no_batch(
         columns[column][:-num_bytes] if is_cut else columns[column] + b"\1" * num_bytes
     )
     if column == 3 and not columns[3]:
-        return  # as in a load
+        return  # without tickets, the batch is a load
     if column == 2 and len(columns[2]) % (4 * len(model)) == 0 and columns[2]:
         return  # chunks of a different size
     with pytest.raises(ConfigError):

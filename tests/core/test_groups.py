@@ -24,7 +24,7 @@ WINDOWS = st.builds(
     lambda size, reach: GroupShape(*size, kind="window", reach=reach), SIZES, st.integers(0, 40)
 )
 SOME_WINDOW = WINDOWS.filter(lambda group: group.reach > 0)
-"""Without full attention, hits must require at least some blocks of a group."""
+"""Without full attention, a hit must require at least some blocks of a group."""
 LOCALS = st.builds(
     lambda size, reach: GroupShape(*size, kind="local", reach=reach), SIZES, st.integers(1, 40)
 )
@@ -64,7 +64,7 @@ def test_chunks_keep_all_blocks_that_any_prefix_needs(group: GroupShape, boundar
 
 
 def block_of(nth: int, block: int) -> int:
-    """Return the paged block for a block of a group. Groups have separate block ids."""
+    """Return the paged block id of a group's block. Groups have separate block ids."""
     return 1000 * (nth + 1) + block
 
 

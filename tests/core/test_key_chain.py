@@ -1,4 +1,4 @@
-"""Tests accepted and rejected input of KeyChain in Python.
+"""Tests which input KeyChain accepts and rejects from Python.
 
 A rejected call does not change the chain.
 """

@@ -28,7 +28,7 @@ def chain_of(
     block_tokens: int,
     lookahead: int = 0,
 ) -> _core.KeyChain:
-    """Build a chain with the same content by appending one position at a time."""
+    """Build a chain by appending one position of ``content`` at a time."""
     chain = _core.KeyChain(root, block_tokens=block_tokens, lookahead=lookahead)
     for item in items:
         chain.add_item(item.identifier, item.start, item.num_tokens)

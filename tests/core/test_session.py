@@ -140,8 +140,8 @@ def test_a_session_that_ends_leaves_nothing_reserved_or_pinned() -> None:
 
 
 class Saves(RuleBasedStateMachine):
-    """Sends reports of ranks for chunks of one block, and compares the results with the counts of
-    the model.
+    """Sends ranks' reports about one-block chunks, and compares the results with the model's
+    counts.
     """
 
     @initialize(num_ranks=st.integers(1, 3))

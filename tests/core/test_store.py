@@ -215,7 +215,7 @@ def test_seal_and_check_report_the_problem() -> None:
         assert arena.check(part(**change)) == word
     memory[FRAME + 255] ^= 1
     assert arena.check(part()) == "tag"
-    memory[FRAME + 3968 + 7] = ord("1")  # part of the first format
+    memory[FRAME + 3968 + 7] = ord("1")  # a part in the first format
     assert arena.check(part()) == "unsealed"
 
 

@@ -1,4 +1,4 @@
-"""Tests columns from a scheduler that have values in only a few rows."""
+"""Tests `_core.first_of_each` with columns in which only a few rows have values."""
 
 import pytest
 from hypothesis import given

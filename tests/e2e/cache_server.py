@@ -2,7 +2,7 @@
 
 `KV_STORE=server pytest tests/e2e` replaces the store of each engine with a server that has the same
 settings and lifetime. If the engine shuts down, the server also shuts down. If the engine is killed
-with SIGKILL, the server is killed, too. This module must not import vLLM.
+with SIGKILL, so is the server. This module must not import vLLM.
 """
 
 import json
@@ -32,9 +32,10 @@ of_own_store = pytest.mark.skipif(
 
 
 class CacheServer:
-    """A `kvloft serve` process, started in the same way as by users.
+    """A `kvloft serve` process, started as users start it.
 
-    ``kill`` sends SIGKILL. ``start`` starts the server again with the same disk directory.
+    ``end`` sends SIGKILL by default. ``start`` starts the server again with the same disk
+    directory.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,6 @@ class CacheServer:
         return self.serve({"host_size": host_size} | self.disk)
 
     def serve(self, settings: Mapping[str, Any]) -> "CacheServer":
-        """Start the server with the given store settings."""
         options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(

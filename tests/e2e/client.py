@@ -239,7 +239,9 @@ class Engine:
         return self._ask("state")
 
     def status(self, request: Req) -> str | None:
-        """Return vLLM's status name of the request, or None if vLLM has removed the request."""
+        """Return the name of the request's status in vLLM, or None if vLLM has removed the
+        request.
+        """
         return self.state()["status"].get(request.id)
 
     def metrics(self) -> dict[str, float]:
@@ -312,7 +314,6 @@ class Engine:
         return len(used)
 
     def stop(self) -> None:
-        """Shut down cleanly."""
         if self.pid:
             self._ask("stop")
             self._gone()
@@ -341,7 +342,7 @@ class Engine:
 
 
 class Server:
-    """A ``vllm serve`` that runs in the same way as for users.
+    """A ``vllm serve`` process, started as users start it.
 
     The API server, the engine core and the worker are separate processes. Tests use HTTP.
     """
@@ -480,7 +481,6 @@ class Zygote:
         v2_shape: bool = False,
         prepare: str = "",
     ) -> Engine:
-        """Fork an engine."""
         self.wait()
         log = self._folder / f"engine{next(self._count)}.log"
         return Engine(self.address, kwargs, log=log, env=env, v2_shape=v2_shape, prepare=prepare)
@@ -515,9 +515,9 @@ ENV = {
 }
 """Environment variables for all vLLM processes. num_gpu_blocks_override sets the size of the pool.
 
-Engines run eagerly. This setting includes the sampler's only compiled function, which would start a
-C++ compiler in each new environment. Numba, which implements ngram drafting, would use one OpenMP
-thread per core. On a busy machine, these threads would mostly wait for each other.
+Engines run eagerly. TORCHDYNAMO_DISABLE also covers the sampler's only compiled function, which
+would start a C++ compiler in each new environment. Numba, which implements ngram drafting, would
+use one OpenMP thread per core. On a busy machine, these threads would mostly wait for each other.
 """
 
 
@@ -549,7 +549,8 @@ def kvloft(
 ) -> dict[str, Any]:
     """Return a kv_transfer_config for kvloft with a small host tier.
 
-    With ``disk_path``, kvloft also has a disk tier, which may be slow in these tests.
+    With ``disk_path``, kvloft also has a disk tier. The load timeout is long, because the disk can
+    be slow in these tests.
     """
     settings: dict[str, Any] = {"host_size": "64MiB", "load_timeout": f"{30 * PACE:g}s"} | extra
     if disk_path is not None:

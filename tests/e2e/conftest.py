@@ -33,8 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the zygote early, because it takes half a minute to import vLLM. The preceding tests
-    run in the meantime.
+    """Start the zygote early, because importing vLLM takes half a minute. The preceding tests run
+    in the meantime.
     """
     wanted = any(Path(__file__).parent in i.path.parents for i in session.items)
     if (
@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def zygote(pytestconfig: pytest.Config) -> Zygote:
-    """Start the process that forks all engines of this session."""
+    """Return the process that forks all engines of this session."""
     return pytestconfig.stash[ZYGOTE]
 
 
@@ -66,11 +66,7 @@ class Truth:
     """The outputs of an engine without any cache, memoized by request content."""
 
     def __init__(self, engine: Callable[[], Engine], book: Path | None = None) -> None:
-        """Set up the engine.
-
-        ``book`` is a file to which the outputs are written. Drafting reads this file
-        (zoo/draft_kernels.py).
-        """
+        """``book`` is a file for the outputs, which drafting reads (zoo/draft_kernels.py)."""
         self._book = book
         if book is not None:
             book.touch()

@@ -2,8 +2,8 @@
 
 Every message is ``{"op": name, ...}``, and every response is ``{"ok": value}`` or ``{"error":
 text}``. The engine core runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so the test
-decides when a step runs. This module must not import tests. Only the arguments that a test sends
-refer to kvloft.
+decides when a step runs. This module must not import tests. It refers to kvloft only through the
+arguments that a test sends.
 """
 
 import base64
@@ -28,7 +28,7 @@ STALL_STEPS = 20000
 
 
 class Engine:
-    """The operations that tests can call. Each public ``do_*`` method is an operation."""
+    """The operations that tests can call. Each ``do_*`` method is an operation."""
 
     def __init__(self) -> None:
         self.llm: Any = None
@@ -351,10 +351,10 @@ class Engine:
             self.away.close()
 
     def do_serve_http(self, argv: list[str], env: dict[str, str], log: str) -> int:
-        """Run ``vllm serve`` in a child of this process and return its id.
+        """Run ``vllm serve`` in a child process and return the child's id.
 
-        The `vllm` command does not work in the CPU package. A single API server runs as a module,
-        as for users; multiple API servers require the function behind the command.
+        The `vllm` command does not work in the CPU package. A single API server is run as a module;
+        multiple API servers require the function behind the command.
         """
 
         def run() -> None:

@@ -1,7 +1,7 @@
 """Mounts an ext4 file system from a file through a loop device. Tests can make the file system
 read-only, frozen or full.
 
-This module requires root and loop devices. It makes no assumptions about the stored files.
+This module requires root and loop devices.
 """
 
 import os
@@ -23,7 +23,7 @@ class Ext4:
         """Remount the file system read-only while files are open for writing, as the kernel does
         after an error (``errors=remount-ro``).
 
-        Earlier writes are on the device. The file system remains read-only until `mount_again`.
+        Earlier writes reach the device. The file system remains read-only until `mount_again`.
         """
         os.sync()
         subprocess.run(
@@ -40,7 +40,7 @@ class Ext4:
         )
 
     def freeze(self) -> None:
-        """Freeze the file system, so that writes hang until `thaw`."""
+        """Freeze the file system so that writes hang until `thaw`."""
         if not self._is_frozen:
             subprocess.run(["fsfreeze", "--freeze", str(self.path)], check=True)
             self._is_frozen = True
@@ -68,7 +68,7 @@ class Ext4:
 
 
 def can_mount() -> bool:
-    """Return True if this process may mount file systems."""
+    """Return True if this process can mount file systems."""
     return os.geteuid() == 0 and Path("/dev/loop-control").exists()
 
 
@@ -98,8 +98,8 @@ LIMITS = ("blkio.throttle.read_bps_device", "blkio.throttle.write_bps_device")
 
 @contextmanager
 def throttled(disk: Ext4, pid: int, mib_s: float) -> Iterator[None]:
-    """Limit the reads and the writes of process ``pid`` on the device of ``disk`` to ``mib_s``
-    each. The limit uses blkio (cgroup v1) or io.max (cgroup v2).
+    """Limit reads and writes by process ``pid`` on the device of ``disk`` to ``mib_s`` MiB/s each,
+    with blkio (cgroup v1) or io.max (cgroup v2).
     """
     number = os.stat(disk.path).st_dev
     device, rate = f"{os.major(number)}:{os.minor(number)}", int(mib_s * 2**20)

@@ -1,5 +1,5 @@
-"""Replaces `kvloft.vllm.check` with an engine that the zygote forks. vLLM is then not imported
-again, which would take half a minute.
+"""Replaces `kvloft.vllm.check` with an engine that the zygote forks, which avoids another import of
+vLLM (half a minute).
 
 kvloft.cli.check_engine starts ``python -m e2e.forked JOB.json``, a stub that runs as long as the
 engine. The engine runs `kvloft.vllm.check.run`.

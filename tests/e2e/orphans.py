@@ -1,5 +1,5 @@
-"""Kills EngineCore during a long step that its workers survive: `python -m tests.e2e.orphans
---rounds 10 --step-s 15`.
+"""Kills EngineCore, but not its workers, during a long step:
+`python -m tests.e2e.orphans --rounds 10 --step-s 15`.
 
 In each round, a worker writes to its frames long after its scheduler has died, while another engine
 fills and reads the same memory. The script prints how long the frames remained reserved after the
@@ -31,7 +31,7 @@ from .conftest import Truth
 from .report import finish
 
 HOST_SIZE = "4MiB"
-"""Size of host memory, which is too small for the prompts below, so that frames are reused."""
+"""Size of host memory, which is too small for the prompts below, so frames are reused."""
 NUM_DOOMED, NUM_ASKED = 6, 24
 
 

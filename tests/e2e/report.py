@@ -12,8 +12,6 @@ from rich.console import Console
 def finish(console: Console, result: dict[str, Any], file: str | None) -> int:
     """Print the report and return the exit status, which is 1 if ``result["problems"]`` is not
     empty.
-
-    Each problem is a sentence.
     """
     if file:
         Path(file).write_text(json.dumps(result, indent=1))

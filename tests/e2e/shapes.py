@@ -3,8 +3,8 @@ Model Runner V2.
 
 The CPU platform disables async scheduling and always uses Model Runner V1, although V1 supports
 async scheduling. For V2, the scheduler emits output in V2's format, which kvloft receives. The
-output is converted to V1's format just before the V1 worker receives it. This module only runs in
-the process of the engine.
+output is converted to V1's format just before the V1 worker receives it. This module runs only in
+the engine's process.
 """
 
 from typing import Any

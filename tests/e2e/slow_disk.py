@@ -1,5 +1,5 @@
-"""Measures cached prompts on a disk with limited speed, while other requests generate: `python -m
-tests.e2e.slow_disk`.
+"""Measures how fast cached prompts load from a throttled disk while other requests generate:
+`python -m tests.e2e.slow_disk`.
 
 The script uses real engines on a loop-mounted ext4 file system whose block device the kernel
 throttles (with cgroup blkio or io.max, which requires root). For each speed, it reports the time
@@ -37,7 +37,7 @@ from .ext4 import mounted, throttled
 from .report import finish
 
 NUM_HEADS = 8
-"""Number of distinct prompt prefixes."""
+"""Number of query heads and KV heads, which determines ``TOKEN_BYTES``."""
 TOKEN_BYTES = 2 * tiny.NUM_LAYERS * NUM_HEADS * tiny.HEAD_DIM * 4
 FILL_BATCH = 20
 NUM_GENERATING, GENERATED_TOKENS = 8, 96
@@ -105,7 +105,7 @@ class Scene:
         The engine may compute chunks instead of waiting for the disk, but it writes only chunks
         that are missing on disk.
         """
-        # The last generated token is never computed.
+        # The KV of the last generated token is never computed.
         prompts = [
             (*request.ids, *result.tokens)[:-1]
             for request, result in zip(self.generating, results, strict=True)

@@ -40,7 +40,7 @@ def prompts(truth: Truth) -> list[Req]:
 
 @contextlib.contextmanager
 def fault(server: CacheServer, kind: str, after_s: float, lasts_s: float) -> Iterator[None]:
-    """Inject a fault for the duration of the block."""
+    """Inject a fault ``after_s`` seconds into the block. The fault lasts ``lasts_s`` seconds."""
 
     def strike() -> None:
         time.sleep(after_s)

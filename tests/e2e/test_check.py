@@ -1,4 +1,4 @@
-"""Runs `kvloft check` like a user, with normally started engine processes. zoo/test_checks.py
+"""Runs `kvloft check` as a user would, with normally started engine processes. zoo/test_checks.py
 covers all tiny models.
 """
 

@@ -21,7 +21,7 @@ PROMPTS = [Req(random_ids(3000 + i, 150 + 7 * i), max_tokens=12) for i in range(
 
 
 def ask_all(truth: Truth, engine: Engine) -> int:
-    """Run every prompt, check its tokens, and return the external tokens."""
+    """Run every prompt, check its tokens, and return the number of external tokens."""
     results = engine.ask(*[p.again() for p in PROMPTS])
     assert [r.tokens for r in results] == [truth.tokens(p) for p in PROMPTS]
     return sum(r.num_external for r in results)
@@ -101,7 +101,7 @@ def damage_some_frames(folder: Path) -> None:
 
 
 def swap_frames(folder: Path) -> None:
-    """Swap the bytes of all frames, including checksums, so that each frame holds another chunk."""
+    """Rotate all frames, including checksums, so that each frame holds a different chunk."""
     (frame_bytes,) = json.loads(the_file(folder, "superblock.json").read_text())["frame_sizes"]
     path = the_file(folder, "frames-*.dat")
     data = np.fromfile(path, dtype=np.uint8)

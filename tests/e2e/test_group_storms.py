@@ -1,6 +1,6 @@
 """Stress test of models with multiple KV cache groups, Mamba states and draft models.
 
-Host memory is small, so that the groups' chunks are evicted unevenly. Requests have salts, and
+Host memory is small, so the groups' chunks are evicted unevenly. Requests have salts, and
 faults occur at random times: a failing disk, damaged frames, aborts, resets, restarts and kills.
 Every output is compared with vLLM without any cache. This test does not check the number of hits.
 KV_STORM_ROUNDS sets the number of rounds.
@@ -129,7 +129,7 @@ class Storm:
 
 
 def small(place: Place, pick: random.Random, config: dict[str, Any]) -> dict[str, Any]:  # noqa: F811
-    """Configure a small number of blocks, so that requests are preempted and blocks outside windows
+    """Configure a small number of blocks so that requests are preempted and blocks outside windows
     are reused.
     """
     groups, per_chunk = len(place.model.kinds), max(1, place.model.hit_tokens // 32)

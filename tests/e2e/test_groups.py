@@ -60,7 +60,7 @@ class Place:
 def names() -> list[Any]:
     """Return the chosen models of the zoo.
 
-    Unsupported models only run with the whole zoo and are expected to fail.
+    Unsupported models run only with the whole zoo and are expected to fail.
     """
     waiting = {name: pytest.mark.xfail(strict=False, reason=why) for name, why in REFUSED.items()}
     tried = [name for name in chosen() if IS_WHOLE or name not in waiting]
@@ -82,7 +82,7 @@ def place(
 
 @pytest.fixture
 def serve(place: Place, zygote: Zygote) -> Iterator[Callable[..., Engine]]:
-    """Start engines with kvloft for the model: ``serve(disk, **engine_arguments)``."""
+    """Yield a function that starts engines with kvloft: ``serve(disk, **engine_arguments)``."""
     engines: list[Engine] = []
 
     def launch(disk: Path | None = None, **more: Any) -> Engine:
@@ -104,8 +104,8 @@ def serve(place: Place, zygote: Zygote) -> Iterator[Callable[..., Engine]]:
 
 
 def ask(place: Place, engine: Engine, *requests: Req) -> list[int]:
-    """Run all prompts, together if the model allows it, check their tokens, and return the external
-    tokens of each.
+    """Run all prompts, together if the model allows it, check their tokens, and return the number
+    of external tokens of each.
     """
     results = (engine.ask_each if place.model.alone else engine.ask)(*(r.again() for r in requests))
     assert [r.tokens for r in results] == [place.truth.tokens(r) for r in requests]
@@ -268,8 +268,8 @@ def test_overwriting_a_loaded_state_changes_answers(
 ) -> None:
     """Shows that these tests can fail.
 
-    Each group has a separate engine, because kvloft stops caching when a test changes the memory of
-    a worker.
+    Each group has a separate engine, because kvloft stops caching when a test changes a worker's
+    memory.
     """
     require_drafts_with_states(place)
     prompt = place.prompt(9690, 418)
@@ -420,7 +420,6 @@ def accepted(engine: Engine) -> float:
 
 
 def block_sizes(engine: Engine) -> list[int]:
-    """Return the block size of each group, in tokens."""
     return [group["block_tokens"] for group in engine.probe("groups")["groups"]]
 
 
@@ -447,7 +446,7 @@ def test_events_contain_the_blocks_of_each_group(
     router: Subscriber,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """There are few frames and slots, so that chunks of each group are saved and evicted.
+    """Uses few frames and slots so that chunks of each group are saved and evicted.
 
     After a restart, kvloft announces chunks on disk when a request looks them up.
     """
@@ -468,7 +467,7 @@ def test_events_contain_the_blocks_of_each_group(
         sizes = block_sizes(engine)
         router.join()
         for nth, prompt in ((nth, prompts[nth]) for nth in order):
-            # the chunks are on disk, where they have no tokens
+            # after the restart, the chunks are on disk, and their events contain no tokens
             is_of_before = order is again and nth not in seen
             for attempt in range(4):
                 num_cleared = router.num_cleared

@@ -169,12 +169,12 @@ def settle(engine: Engine) -> None:
 
 
 def step(engine: Engine) -> None:
-    """Run one request for some steps, because vLLM only collects events in steps."""
+    """Run one request for some steps, because vLLM collects events only in steps."""
     engine.ask(Req(random_ids(1, BLOCK // 2), max_tokens=2))
 
 
 def ask_as_predicted(engine: Engine, router: Subscriber, truth: Truth, prompt: Req) -> int:
-    """Run the prompt, and check its output and that kvloft offers as many tokens as the events
+    """Run the prompt, check its output, and check that kvloft offers as many tokens as the events
     predict.
 
     Returns the number of offered tokens.

@@ -51,7 +51,7 @@ def test_abort_at_any_step_releases_everything(
 def test_abort_during_a_load_releases_everything(
     truth: Truth, start: Callable[..., Engine], tmp_path: Path, shape: str
 ) -> None:
-    """Chunks are loaded from disk, so that the lookup takes multiple steps.
+    """Loads chunks from disk so that the lookup takes multiple steps.
 
     Some aborts occur during the lookup, others during the load.
     """
@@ -154,7 +154,7 @@ def test_prefixes_shared_within_one_batch(truth: Truth, start: Callable[..., Eng
             engine.reset()
         loaders = (
             1 if "enable_prefix_caching" in settings else len(requests)
-        )  # the other requests share its blocks
+        )  # the other requests share the first request's blocks
         assert (
             sorted(r.num_external for r in results)
             == [0] * (len(requests) - loaders) + [4 * BLOCK] * loaders

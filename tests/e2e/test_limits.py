@@ -21,7 +21,9 @@ def server() -> Iterator[CacheServer]:
 
 
 def external(truth: Truth, engine: Engine, requests: list[Req]) -> int:
-    """Run the requests one after another, check their tokens, and return the external tokens."""
+    """Run the requests one after another, check their tokens, and return the number of external
+    tokens.
+    """
     results = [engine.ask(request.again())[0] for request in requests]
     assert [r.tokens for r in results] == [truth.tokens(request) for request in requests]
     return sum(r.num_external for r in results)
@@ -76,7 +78,7 @@ def test_a_tenant_over_its_quota_takes_nothing_from_another(
     )
     before = others(server)
     for _ in range(2):
-        assert external(truth, engines[-1], big) <= most * BLOCK, "it has more than its quota"
+        assert external(truth, engines[-1], big) <= most * BLOCK, "the tenant exceeds its quota"
         for row in tenants(server):
             assert row["tag"] is None or (
                 row["host_bytes"] <= quota and row["disk_bytes"] <= quota
@@ -112,7 +114,7 @@ def test_expired_chunks_are_computed_again(
 def test_the_store_of_one_engine_has_limits_too(
     truth: Truth, start: Callable[..., Engine], tmp_path: Any
 ) -> None:
-    """The requests of a salt with a quota of zero are always computed."""
+    """Requests with a salt whose quota is zero are always computed."""
     limits = tmp_path / "limits.yaml"
     limits.write_text("- {salt: one, quota: 0}\n")
     extra = {"host_size": "64MiB", "salt_limits": str(limits)}

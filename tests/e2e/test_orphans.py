@@ -10,7 +10,7 @@ from . import orphans
 from .client import Zygote
 
 STEP_S = 4.0
-"""Duration of a step, which exceeds any grace period that a server could use instead."""
+"""Duration of a step, longer than any grace period after which a server might free the frames."""
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,7 +1,7 @@
 """Tests pipeline parallelism, in which each rank has different layers and its own shard of every
 frame. Stages can differ in size.
 
-vLLM's CPU build only supports pipeline stages with a warm-up, which enforce_eager skips ("assert
+vLLM's CPU build supports pipeline stages only with a warm-up, which enforce_eager skips ("assert
 self.intermediate_tensors is not None"). The models are therefore compiled with a compiler that does
 nothing.
 """
@@ -27,7 +27,7 @@ STAGES: dict[str, Any] = {
     "enable_prompt_embeds": False,
 }
 MORE_FIRST, MORE_LAST = "2,1", "1,2"
-"""Number of layers in each stage. vLLM's scheduler only receives the layers of the first stage."""
+"""Number of layers in each stage. vLLM's scheduler receives only the layers of the first stage."""
 MIXED = ("state", "full", "state", "full")
 """Layers of a model with Mamba states and attention in each stage."""
 
@@ -58,7 +58,9 @@ def environment(layers: str, ranks: int = 2) -> dict[str, str]:
 
 
 def ask(engine: Engine, truth: Truth, requests: list[Req]) -> list[int]:
-    """Run all requests together, check their tokens, and return the external tokens of each."""
+    """Run all requests together, check their tokens, and return the number of external tokens of
+    each request.
+    """
     results = engine.ask(*(r.again() for r in requests))
     assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
     return [r.num_external for r in results]
@@ -70,7 +72,7 @@ def test_two_stages_save_and_load_their_layers_from_host_and_from_disk(
 ) -> None:
     requests = [
         truth.pick(lambda s: Req(random_ids(s, 300), max_tokens=20), 7100 + i) for i in range(3)
-    ]  # complete chunks
+    ]
     for life in range(2):
         engine = start(
             kv_transfer_config=kvloft(tmp_path), model=model, env=environment(layers), **STAGES
@@ -173,8 +175,8 @@ def test_two_stages_of_two_ranks_each_have_four_parts(
 def test_stages_save_and_load_their_part_of_each_group(
     name: str, layers: str, ranks: int, start: Callable[..., Engine], zygote: Zygote, tmp_path: Path
 ) -> None:
-    """In gemma3, either the first stage has no full-attention layer (3,5), or the last stage only
-    has a full-attention layer (7,1).
+    """In gemma3, either the first stage has no full-attention layer (3,5), or the last stage has
+    only a full-attention layer (7,1).
     """
     zoo = ZOO[name]
     if name == "qwen3-next":  # vLLM requires experts in each stage and a state in the last stage

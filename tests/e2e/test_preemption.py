@@ -50,8 +50,8 @@ def test_two_requests_in_seven_blocks(
     assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
     assert engine.metrics()["vllm:num_preemptions_total"] > 0
     if not (caching and "async" in shape):
-        # In this case, the request's blocks are freed immediately and remain in vLLM's own cache,
-        # and the block in flight at the preemption is lost.
+        # With caching and async scheduling, the request's blocks are freed immediately and remain
+        # in vLLM's own cache, and the block in flight at the preemption is lost.
         assert sum(sum(r.resumed) for r in results) >= BLOCK, "nothing was loaded on resume"
 
 

@@ -1,5 +1,5 @@
-"""Tests real engines that share one `kvloft serve`. Engines share chunks. If an engine or the
-server dies, there are misses but never a wrong token or a dead engine.
+"""Tests real engines that share one `kvloft serve`. If an engine or the server dies, there are
+misses but never a wrong token or a dead engine.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def shared(server: CacheServer, **more: Any) -> dict[str, Any]:
 
 
 def ask_all(truth: Truth, engine: Engine) -> int:
-    """Run every prompt, check its tokens, and return the external tokens."""
+    """Run every prompt, check its tokens, and return the number of external tokens."""
     results = engine.ask(*[p.again() for p in PROMPTS])
     assert [r.tokens for r in results] == [truth.tokens(p) for p in PROMPTS]
     return sum(r.num_external for r in results)
@@ -275,7 +275,7 @@ def test_two_models_on_one_server_have_each_their_own(
     assert first["frame_sizes"] != second["frame_sizes"]
     assert all(space["slabs"] and len(space["engines"]) == 1 for space in (first, second))
     assert other.reset(connector=True)
-    assert ask_all(truth, one) == FULL, "a reset must only clear its own namespace"
+    assert ask_all(truth, one) == FULL, "a reset must clear only its own namespace"
     assert (ask_other(), ask_other()) == (0, full)
     os.kill(other.pid, signal.SIGKILL)
     assert ask_all(truth, one) == FULL

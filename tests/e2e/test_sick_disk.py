@@ -43,7 +43,7 @@ def disk(tmp_path: Path) -> Iterator[Ext4]:
 
 
 def ask(truth: Truth, engine: Engine, requests: list[Req]) -> int:
-    """Run each request, check its tokens, and return the external tokens."""
+    """Run each request, check its tokens, and return the number of external tokens."""
     results = engine.ask_each(*[r.again() for r in requests])
     assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
     return sum(r.num_external for r in results)

@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(folder: Path, zygote: Zygote) -> Iterator[Callable[..., Engine]]:
-    """Start engines: ``start(transfer, env, **arguments)``."""
+    """Yield a function that starts engines: ``start(transfer, env, **arguments)``."""
     engines: list[Engine] = []
 
     def launch(transfer: dict[str, Any], env: dict[str, str], **more: Any) -> Engine:
@@ -40,8 +40,8 @@ def start(folder: Path, zygote: Zygote) -> Iterator[Callable[..., Engine]]:
 
 
 def found(*engines: Engine) -> list[list[int]]:
-    """Run every prompt in each engine, in turns, and return the external tokens. vLLM's own cache
-    is cleared before each prompt.
+    """Run every prompt in each engine in turn, and return the numbers of external tokens. vLLM's
+    own cache is cleared before each prompt.
     """
     rounds = []
     for prompt in PROMPTS:

@@ -1,7 +1,7 @@
 """Tests sliding windows in a full-attention group, with a small random Gemma 3. kvloft supports
 this configuration because vLLM keeps the KV of every token.
 
-With a connector that only supports one block table per request, vLLM puts all layers into one
+With a connector that supports only one block table per request, vLLM puts all layers into one
 full-attention group, and only the computation uses windows. If vLLM freed a block outside the
 window, a load would restore the content of another block.
 """
@@ -110,7 +110,6 @@ def gemma_weights(seed: int = 21) -> dict[str, NDArray[np.float32]]:
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of the model."""
     from safetensors.numpy import save_file
 
     folder = tmp_path_factory.mktemp("gemma")
@@ -134,7 +133,7 @@ def gemma_truth(zygote: Zygote, gemma: Path) -> Iterator[Truth]:
 
 
 def ask_all(truth: Truth, engine: Engine) -> int:
-    """Run every prompt, check its tokens, and return the external tokens."""
+    """Run every prompt, check its tokens, and return the number of external tokens."""
     results = engine.ask(*[p.again() for p in PROMPTS])
     assert [r.tokens for r in results] == [truth.tokens(p) for p in PROMPTS]
     return sum(r.num_external for r in results)

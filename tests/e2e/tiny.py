@@ -1,4 +1,4 @@
-"""Generates a small Llama with random weights, two LoRA adapters and a tokenizer with one token per
+"""Generates a small Llama with random weights, LoRA adapters and a tokenizer with one token per
 word.
 
 The weights are scaled so that greedy output depends on the whole prompt through attention. A random
@@ -168,7 +168,7 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def write_lora(folder: Path, *, seed: int, rank: int = 8) -> Path:
-    """Write a random adapter for q, k, v and o of every layer that is strong enough to change the
+    """Write a random adapter for q, k, v and o of every layer. It is strong enough to change the
     output.
     """
     from safetensors.numpy import save_file

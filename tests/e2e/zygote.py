@@ -78,7 +78,7 @@ def end_with(parent: int) -> None:
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
-        sys.exit("the tests that started this ended")
+        sys.exit("the tests that started this process have exited")
 
 
 def main(path: str, parent: int) -> None:
@@ -86,7 +86,7 @@ def main(path: str, parent: int) -> None:
     end_with(parent)
     preload()
     gc.collect()
-    # Garbage collection in an engine then does not write to these pages, which would copy them.
+    # Otherwise, garbage collection in an engine would write to these pages and thereby copy them.
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     with socket.socket(socket.AF_UNIX) as server:

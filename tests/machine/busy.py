@@ -24,11 +24,11 @@ again = {
     "max_tokens": st.sampled_from([1, 1, 2, 5, 12]),
     "ahead": st.integers(0, 8),
 }
-"""Arguments of a rule that repeats ``count`` earlier requests, starting at the ``first``-last
-request.
+"""Arguments of a rule that repeats ``count`` earlier requests, from newest to oldest, starting
+``first`` requests before the newest.
 
-``cut`` is the number of tokens to remove from the first request. Each later request loses one more
-token, up to ten.
+``cut`` is the number of tokens to remove from the first repeated request. Each later request loses
+one more token, modulo ten.
 """
 
 
@@ -82,7 +82,7 @@ class BusyMachine(ServedMachine):
         self.ask_again(**how)
 
     def _changed(self, spec: Spec, nth: int, cut: int, is_next_turn: bool, max_tokens: int) -> Spec:
-        """Return a changed request.
+        """Return ``spec``, truncated or continued by another turn.
 
         The next turn contains the output or the beginning of the output. Embeddings and sessions
         are not changed, and media items are never truncated.

@@ -1,7 +1,7 @@
 """Runs a short form of the correctness machine if vLLM is installed; `make model-check` runs the
 full form.
 
-The tests only run if they are selected by name, because they import vLLM's scheduler, which changes
+The tests run only if they are selected by name, because they import vLLM's scheduler, which changes
 logging and the environment for other tests. The import below must precede any other import of vLLM,
 because some releases fail otherwise.
 """

@@ -59,8 +59,8 @@ class Outcome:
     reason: str | None = None
     turns: int = 0
     has_lost_blocks: bool = False
-    """True if the request was preempted while its last step was in flight. The tokens of the step
-    before then arrived too late to be saved.
+    """True if the request was preempted while its last step was in flight. The previous step's
+    tokens then arrived too late to be saved.
     """
 
 
@@ -548,7 +548,7 @@ class Engine:
                 assert outcome.tokens == truth[: len(outcome.tokens)]
 
     def _assert_at_rest(self) -> None:
-        """Check that pins, reservations, blocks and queues are empty (I5, I8)."""
+        """Check that no pins, reservations, blocks or queued requests remain (I5, I8)."""
         scheduler = self.scheduler
         for left in (
             "requests",

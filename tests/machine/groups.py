@@ -118,7 +118,7 @@ def are_grouped(groups: tuple[Group, ...]) -> bool:
 def are_served(groups: tuple[Group, ...]) -> bool:
     """Return True if kvloft supports the groups.
 
-    Unsupported groups only serve to validate the machine's model of vLLM.
+    Unsupported groups serve only to validate the machine's model of vLLM.
     """
     kinds, sizes = {group.kind for group in groups}, {group.block_tokens for group in groups}
     return bool(kinds & {"full", "window"}) and (len(sizes) == 1 or kinds <= {"full", "window"})

@@ -97,7 +97,7 @@ class Ledger:
         self.saved.clear()
 
     def kv(self, symbol: int, group: int = 0) -> int:
-        """Return the expected memory content of a group at a position."""
+        """Return the expected memory content of ``group`` at the position with ``symbol``."""
         return symbol ^ self.weights ^ (group * 0x9E3779B97F4A)
 
     @cached_property
@@ -110,7 +110,7 @@ class Ledger:
 
     @cached_property
     def ahead(self) -> int:
-        """How many tokens after a block the block's KV depends on."""
+        """Number of tokens after a block on which the block's KV depends."""
         return lookahead(self.groups)
 
     def words(self, prefix: Prefix, begin: int, end: int, number: int = 0) -> list[int]:

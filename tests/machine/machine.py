@@ -1,7 +1,7 @@
 """The state machine of the correctness machine: a hypothesis state machine that drives `Engine`,
 and a function that runs it with a budget and fixed seeds.
 
-Every rule is an event that can occur in an engine at any time. Hypothesis makes all random choices,
+Every rule is an event that can occur in an engine at any time. Hypothesis makes all random choices
 so that it can shrink failures.
 """
 
@@ -33,7 +33,7 @@ from .symbols import ADAPTERS, VOCAB, Item, Spec, Turn, item_content, row_conten
 _pick = random.Random(7)
 STORIES = [tuple(_pick.randrange(3, VOCAB) for _ in range(80)) for _ in range(3)]
 STORIES.append(STORIES[0][:9] + STORIES[1][9:])
-"""Prompts are prefixes of a few stories, so that prompts share prefixes.
+"""Prompts are prefixes of a few stories, so prompts share prefixes.
 
 The last story diverges from the first story at position 9.
 """
@@ -96,7 +96,7 @@ def flavoured(plain: Spec, flavour: str, more: tuple[int, ...]) -> Spec:
 def _with_rows(plain: Spec, *, mixed: bool) -> Spec:
     """Replace tokens with embedding rows.
 
-    Equal ids have equal rows, so that embeddings share prefixes.
+    Equal ids have equal rows, so embeddings share prefixes.
     """
     ids = plain.contents
     rows = torch.tensor([[float(i), float(i * i), 1.0, 2.0] for i in ids])
@@ -286,7 +286,7 @@ class Machine(RuleBasedStateMachine):
         delay=st.sampled_from([0, 0, 2, 4]),
     )
     def run(self, count: int, budget: int, acceptance: float, delay: int) -> None:
-        """Run steps with at most ``budget`` tokens each, so that some requests are not scheduled.
+        """Run steps with at most ``budget`` tokens each so that some requests are not scheduled.
 
         Copies are at most ``delay`` steps late.
         """
@@ -371,7 +371,7 @@ class Machine(RuleBasedStateMachine):
     )
     @rule(has_new_weights=st.sampled_from([False, False, True]), crowd=crowds)
     def restart(self, has_new_weights: bool, crowd: list[Arrival]) -> None:
-        """End the engine and all of its requests.
+        """Shut down the engine and abort all of its requests.
 
         The next engine finds the chunks on disk, unless it has different weights.
         """
@@ -426,7 +426,7 @@ class Machine(RuleBasedStateMachine):
 
 
 class DraftMachine(Machine):
-    """Engines with kvloft and a draft model, whose layers are in the only group."""
+    """Engines with kvloft and a draft model that shares the only group."""
 
     shapes = one_group(has_drafter=True)
     seen: ClassVar[Counter[str]] = Counter()

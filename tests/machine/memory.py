@@ -134,8 +134,8 @@ class Memory:
         With EAGLE, the KV of a position depends on the next token.
         """
         if self._shape.drafter_tokens:
-            # vLLM's own cache also returns blocks from steps that skipped the draft model. This
-            # only lowers the acceptance rate.
+            # vLLM's own cache also returns blocks from steps that skipped the draft model. Such
+            # blocks only lower the acceptance rate.
             return
         for number, group in enumerate(self._shape.groups):
             if group.drafter is not None:
@@ -179,13 +179,13 @@ class Memory:
         group: Group,
         plane: int,
     ) -> bool:
-        """Return True if the blocks of a draft model only differ in the last position, which a
-        different continuation of the same prefix wrote.
+        """Return True if the blocks of a draft model differ only in the last position, which was
+        written for a different continuation of the same prefix.
 
         vLLM's own cache returns such blocks: if two requests computed the same block, a hit can
         take the block of one request and, as proof of the continuation, the next block of the other
-        request. This only lowers the acceptance rate of draft tokens. kvloft's saves and loads must
-        be exact; the ledger checks them.
+        request. Such blocks only lower the acceptance rate of draft tokens. kvloft's saves and
+        loads must be exact; the ledger checks them.
         """
         if group.layers[plane] != "draft":
             return False

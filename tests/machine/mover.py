@@ -35,8 +35,8 @@ class Trouble:
     damaged: set[bytes] = field(default_factory=set)
     """Keys of deliberately damaged frames."""
     strangers: float = 0.0
-    """Probability that a worker of a dead engine writes to a frame between a copy and its check,
-    for both saves and loads.
+    """Probability that a dead engine's worker writes to a frame before its seal or after
+    its check.
     """
 
     def delay(self) -> int:
@@ -46,7 +46,7 @@ class Trouble:
         return rate > 0 and self.random.random() < rate
 
     def end(self) -> None:
-        """Disable all faults, so that no later copy fails."""
+        """Disable all faults so that no later copy fails."""
         self.max_delay, self.save_failure, self.load_failure, self.crash, self.strangers = (
             0,
             0.0,
@@ -159,7 +159,7 @@ class SlowMover:
                         group,
                     )
                     if self._is_early or self._trouble.random.random() < 0.5:
-                        self._land_save(saving)  # a copy may start as soon as it is submitted
+                        self._land_save(saving)  # a copy can start as soon as it is submitted
                     else:
                         self._saves.append(saving)
 

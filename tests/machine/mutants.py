@@ -33,7 +33,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True)
 class Mutant:
-    """One mutant.
+    """A patch that injects a bug.
 
     ``bug`` describes the bug as users reported it. ``says`` is a regular expression for the
     machine's message.
@@ -105,7 +105,7 @@ def resumed_table_is_appended(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "LMCache: KV is only loaded for new requests, and resumed requests read stale blocks",
+    "LMCache: KV is loaded only for new requests, and resumed requests read stale blocks",
     r"were given for it \(I6\)",
 )
 def resumed_are_not_loaded(mp: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,4 @@
-"""Bugs in caches that support multiple KV cache groups.
-
-One patch injects each bug into kvloft.
-"""
+"""Bugs in caches that support multiple KV cache groups. One patch injects each bug into kvloft."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -270,7 +267,7 @@ def blocks_of_a_chunk_are_reversed(mp: pytest.MonkeyPatch) -> None:
     *HALF_BLOCKS,
 )
 def second_block_is_the_next_chunks(mp: pytest.MonkeyPatch) -> None:
-    """Read one block too far in the table of the window."""
+    """Read one block too far in the window's table."""
 
     def reserve(original: Any, self: Any, rows: Any) -> Any:
         move = (  # noqa: E731
@@ -293,7 +290,7 @@ def unit_is_the_main_groups_block(mp: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "a chunk with multiple window blocks only keeps the last block",
+    "a chunk with multiple window blocks keeps only the last block",
     "not all of them saved|ended, but only",
     *HALF_BLOCKS,
 )

@@ -1,6 +1,4 @@
-"""The fixed parts of an engine (KV cache groups, scheduler, store) and the vLLM configuration for
-these parts.
-"""
+"""The fixed parts of an engine (KV cache groups, scheduler, store) and their vLLM configuration."""
 
 import copy
 import importlib.metadata
@@ -123,7 +121,7 @@ class Shape:
 
     def may_leave_drafter_out(self, num_tokens: int) -> bool:
         """Return True if steps of a request with ``num_tokens`` tokens might skip the draft model.
-        kvloft is allowed to assume this a few tokens earlier than vLLM.
+        kvloft is allowed to expect a skip a few tokens earlier than vLLM does.
         """
         return (
             self.drafter_tokens is not None

@@ -57,7 +57,7 @@ class SteadyStore:
         return getattr(self.session, name)
 
     def settle_disk(self) -> None:
-        """Wait for all disk writes, so that the set of evictable chunks does not depend on the
+        """Wait for all disk writes so that the set of evictable chunks does not depend on the
         timing of threads.
         """
         if self._has_disk:

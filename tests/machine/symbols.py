@@ -131,7 +131,7 @@ class Spec:
         )
 
     def prefix(self, ids: Sequence[int] = ()) -> Prefix:
-        """Return the prefix of the prompt and the ``ids`` after it. ``ids`` includes the prompt."""
+        """Return the prefix of the prompt and the tokens that follow it in ``ids``."""
         prefix = Prefix(root(self.adapter, self.salt))
         prefix.append(*self.contents, *ids[len(self.contents) :])
         return prefix

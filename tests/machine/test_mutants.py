@@ -41,7 +41,6 @@ IN_CI = {
 
 
 def chosen(mutants: list[Mutant]) -> list[Mutant]:
-    """Return the mutants for this run."""
     return [mutant for mutant in mutants if IS_WHOLE or mutant.name in IN_CI]
 
 

@@ -36,7 +36,7 @@ class NeverReady:
         return 0, 4
 
     def batch(self, *_: Any) -> Any:
-        raise AssertionError("nothing of it can be loaded")
+        raise AssertionError("none of its chunks can be loaded")
 
     def release(self) -> None: ...
 
@@ -112,7 +112,7 @@ def config_of(*, has_sibling: bool) -> Any:
             "kv_connector_extra_config": transfer.kv_connector_extra_config,
         }
         config.scheduler_config.disable_hybrid_kv_cache_manager = (
-            True  # vLLM makes this call for siblings of this kind
+            True  # vLLM sets this option for siblings of this kind
         )
         transfer.kv_connector, transfer.kv_connector_module_path = "MultiConnector", None
         transfer.kv_connector_extra_config = {

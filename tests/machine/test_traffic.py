@@ -1,5 +1,5 @@
 """Sends random traffic to the engine of the correctness machine in every shape. Requests must not
-read wrong KV, and the engine must finally become idle.
+read wrong KV, and the engine must eventually become idle.
 
 Hypothesis chooses few events and many shapes (`test_machine.py`). In this module, each seed runs
 dozens of concurrent requests in one engine, with arrivals, aborts, preemptions, resets, late and
@@ -38,7 +38,7 @@ class UnkindEngine(Engine):
 
 
 class Traffic:
-    """Generates requests that share a few prefixes, so that hits occur."""
+    """Generates requests that share a few prefixes so that hits occur."""
 
     def __init__(self, seed: int, shape: Shape) -> None:
         self._random = random.Random(seed)

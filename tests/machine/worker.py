@@ -19,7 +19,7 @@ from .symbols import Prefix, Spec, extend, next_token
 
 @dataclass
 class Running:
-    """The model runner's state of a request: confirmed and sampled contents, a block table per
+    """The model runner's state for a request: confirmed and sampled contents, a block table per
     group, and draft tokens.
 
     ``computed`` is the number of tokens with confirmed KV. ``columns`` contains the column of the
@@ -182,8 +182,8 @@ class Worker:
         for req_id, count in output.num_scheduled_tokens.items():
             state = self.running[req_id]
             drafts = self._drafts_of(state, output.scheduled_spec_decode_tokens.get(req_id, ()))
-            # With async scheduling, vLLM treats draft tokens in flight as accepted. The runner
-            # knows the correct number.
+            # With async scheduling, vLLM treats draft tokens in flight as accepted. The runner has
+            # the correct number.
             late = self._shape.async_scheduling and self._shape.num_drafts
             assert state.computed == told[req_id] or (late and state.computed < told[req_id]), (
                 state,

@@ -86,8 +86,8 @@ class Index:
                 tier.add(block.hash)
 
     def clear(self) -> None:
-        """Handle vLLM's event that all blocks were removed. The engine announces chunks in other
-        tiers again afterwards.
+        """Handle vLLM's event that all blocks were removed. The engine then announces chunks in
+        other tiers again.
         """
         self.tiers = {HOST: set(), DISK: set()}
 
@@ -225,7 +225,7 @@ class World:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         assert self.store.flush(30 * PACE)
-        # Wait in slices: chunks whose keys were lost are looked up again.
+        # If keys were lost, the announcer looks up all chunks again, one slice per call.
         for _ in range(300):
             self.index.replay(self.announcer.take())
         host, stored = set[bytes](), set[bytes]()

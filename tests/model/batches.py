@@ -40,6 +40,6 @@ def frames(lease: _core.ReadLease) -> list[tuple[int, bytes, int]]:
 
 
 def tiers(lease: _core.ReadLease) -> dict[str, int]:
-    """Return the ready units by the tier from which they came."""
+    """Return the number of ready units by tier."""
     num_units, _ = lease.poll()
     return lease.batch([range(1, num_units + 1)], 0, num_units)[1]

@@ -1,5 +1,5 @@
 """The encoding e348 in numpy, as defined in docs/design/compression.md. This module is the oracle
-of csrc/e348.cu and shares no code with it.
+for csrc/e348.cu and shares no code with it.
 
 `python tests/model/e348.py --write` writes tests/vectors/e348.json; `--check` compares it.
 """
@@ -98,7 +98,7 @@ def encode_tile(tile: bytes, *, is_bf16: bool = True) -> Tile:
 
 
 def record_bytes(entry: int, num_bytes: int) -> int:
-    """Return the size of the record of a tile with ``num_bytes``."""
+    """Return the record size of a tile with ``num_bytes`` bytes."""
     if entry >> 32 & 0xFFF == 0xFFF:
         return num_bytes
     num_pairs, num_nibbles = -(-num_bytes // 1024), entry >> 44 & 0xFFF

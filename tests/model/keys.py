@@ -1,9 +1,8 @@
-"""The oracle of keys: a second, slow implementation of docs/design/keys.md with the `blake3`
-package.
+"""The oracle for keys: a slow second implementation of docs/design/keys.md.
 
-The oracle recomputes all keys from a flat list of positions, shares no code with kvloft and must
-not import kvloft. `python tests/model/keys.py --write` writes tests/vectors/keys.json, and
-`--check` compares the file.
+The oracle uses the `blake3` package, recomputes all keys from a flat list of positions, shares no
+code with kvloft and must not import kvloft. `python tests/model/keys.py --write` writes
+tests/vectors/keys.json, and `--check` compares the file.
 """
 
 import argparse
@@ -49,7 +48,7 @@ Position = Token | Row
 
 
 def keyed(mode: str, data: bytes) -> bytes:
-    """Return the keyed hash of one mode, which has 32 bytes."""
+    """Return the 32-byte keyed hash of ``data`` for ``mode``."""
     return blake3(data, key=blake3(b"kvloft key v2 " + mode.encode()).digest()).digest()
 
 
@@ -295,7 +294,7 @@ def make_vectors() -> dict[str, Any]:
 
 
 def render(vectors: dict[str, Any]) -> str:
-    """Format one case per line, so that a diff shows which case differs."""
+    """Format one case per line so that a diff shows which case differs."""
     lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in vectors["cases"])
     return f'{{"schema": {vectors["schema"]}, "cases": [\n{lines}\n]}}\n'
 

@@ -1,9 +1,9 @@
 """A model of the store and the key chain of `kvloft.seam` that uses dicts, for tests of the
 scheduler side.
 
-The model follows the rules in `_core.pyi` and checks in every call that the caller does, too. If
-the rules permit a choice, the model makes the worst choice for the caller (a commit after `clear`
-is lost, and a frame is reused as soon as possible). This module must not import kvloft.
+The model follows the rules in `_core.pyi` and checks in every call that the caller follows them,
+too. If the rules permit a choice, the model makes the worst choice for the caller (a commit after
+`clear` is lost, and a frame is reused as soon as possible). This module must not import kvloft.
 """
 
 import hashlib
@@ -161,9 +161,9 @@ class Lease:
 class ModelStore(Session):
     """A store with host frames, an optional disk, and prefix-aware LRU eviction.
 
-    ``arena[frame]`` contains the data of the workers. ``tick`` completes disk reads. ``drop_next``
-    is the number of reservations that get no frame. With ``is_save_late``, the server's response to
-    these reservations was late.
+    ``arena[frame]`` contains the data that workers wrote. ``tick`` completes disk reads.
+    ``drop_next`` is the number of reservations that get no frame. With ``is_save_late``, the
+    server's response to these reservations was late.
     """
 
     num_frames: int

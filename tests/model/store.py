@@ -31,9 +31,9 @@ class StoreModel:
         return [prompt[:end] for end in range(1, len(prompt) + 1)]
 
     def reserve(self, ticket: int, prefix: Prefix) -> None:
-        assert prefix not in self.state, "a chunk is reserved once"
+        assert prefix not in self.state, "a chunk must not be reserved twice"
         parent = self.parent(prefix)
-        assert not parent or parent in self.state, "a chunk is reserved behind a present parent"
+        assert not parent or parent in self.state, "the parent of a reserved chunk must be present"
         self.state[prefix] = "reserved"
         self.tickets[ticket] = prefix
 

@@ -1,4 +1,4 @@
-"""The oracle of tags: a second, slow implementation of docs/design/frames.md in plain integers.
+"""The oracle for tags: a slow second implementation of docs/design/frames.md in plain integers.
 
 The oracle shares no code with kvloft, must not import kvloft, and derives the constants from their
 names. `python tests/model/tag.py --write` writes tests/vectors/tag.json, and `--check` compares the
@@ -91,7 +91,7 @@ def make_vectors() -> dict[str, Any]:
 
 
 def render(vectors: dict[str, Any]) -> str:
-    """Format one case per line, so that a diff shows which case differs."""
+    """Format one case per line so that a diff shows which case differs."""
     lines = ",\n".join(json.dumps(case) for case in vectors["cases"])
     return f'{{"constants": {json.dumps(vectors["constants"])}, "cases": [\n{lines}\n]}}\n'
 

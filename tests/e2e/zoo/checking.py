@@ -1,5 +1,5 @@
-"""Runs `kvloft check` on a model of the zoo. The engines are started as for a user, or forked by
-the zygote (`../forked.py`).
+"""Runs `kvloft check` on a model of the zoo. The engines are started as users start them, or forked
+by the zygote (`../forked.py`).
 
 The results are written to build/models, where scripts/models_table.py finds them.
 """

@@ -62,6 +62,6 @@ class _Expand:
 
 
 def _normed(self: Any, keys: torch.Tensor) -> torch.Tensor:
-    """Return the norms of (layers, tokens, heads, width) with each layer's weights."""
+    """Normalize ``keys`` (layers, tokens, heads, width) with each layer's weights."""
     size = keys.square().mean(-1, keepdim=True) + self._rms_norm_eps
     return keys * torch.rsqrt(size) * self._k_norm_weights[:, None, None]

@@ -3,7 +3,7 @@ vLLM's two Triton kernels that move states, and support for rows of draft tokens
 
 The replacements take the same arguments as the kernels and copy the same bytes. vLLM's surrounding
 code decides which state to move to which block. The module also provides a drafting method with
-mostly correct tokens. It does not depend on how layers are computed (kernels.py).
+mostly correct tokens. kernels.py computes the layers themselves.
 """
 
 import ctypes
@@ -236,7 +236,7 @@ def well_read_ngram() -> None:
     """Make ngram drafting also search texts that the tests recorded, because it finds almost no
     matches in random texts.
 
-    Every fifth token from these texts is wrong, so that steps accept none, some, or all of their
+    Every fifth token from these texts is wrong, so steps accept none, some, or all of their
     draft tokens.
     """
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer

@@ -59,15 +59,15 @@ def _delta_nets(made: Weights, experts_in: int = 0, num_layers: int = len(LAYERS
 
 
 def qwen3_next_mtp_weights(seed: int = 37) -> Tensors:
-    """Return the target and a predictor whose embedding norm returns the embedding and ignores
-    hidden states.
+    """Return the target and a predictor that ignores hidden states and whose embedding norm returns
+    the embedding unchanged.
     """
     made = weights(seed)
     made.ends(embed_std=EMBED_STD, one=0.0)
     embed = made.tensors["model.embed_tokens.weight"]
     embed *= (
         EMBED_STD * np.sqrt(HIDDEN) / np.linalg.norm(embed, axis=1, keepdims=True)
-    )  # rows have equal norms, so that a norm layer is a single factor
+    )  # rows have equal norms, so a norm layer is a single factor
     first = "model.layers.0."
     _first_layer(made, first)
     _delta_nets(made)
@@ -138,8 +138,8 @@ def eagle_weights() -> Tensors:
 
 
 def eagle3_config() -> dict[str, Any]:
-    """Return EAGLE-3 with explicit layers, because vLLM's default picks three distinct layers only
-    in larger models.
+    """Return EAGLE-3's config with explicit layers, because vLLM's default picks three distinct
+    layers only in larger models.
     """
     return drafts.eagle3_config() | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 

@@ -35,7 +35,6 @@ PROJECTIONS = (
 
 
 def llama_config(num_layers: int = NUM_LAYERS, **more: Any) -> dict[str, Any]:
-    """Return the config of a Llama."""
     return config("LlamaForCausalLM", "llama", num_hidden_layers=num_layers) | more
 
 
@@ -58,7 +57,7 @@ def _target(seed: int, rest_gain: float = REST_GAIN) -> Weights:
     embed = made.tensors["model.embed_tokens.weight"]
     embed *= (
         EMBED_STD * np.sqrt(HIDDEN) / np.linalg.norm(embed, axis=1, keepdims=True)
-    )  # rows have equal norms, so that EAGLE's norm layer is a single factor
+    )  # rows have equal norms, so EAGLE's norm layer is a single factor
     for layer in range(NUM_LAYERS):
         at = f"model.layers.{layer}."
         made.norms(at, "input_layernorm", "post_attention_layernorm")
@@ -75,7 +74,7 @@ def llama_weights(seed: int = 51) -> Tensors:
 
 
 def windows_weights() -> Tensors:
-    """Return the target's weights, but with layers with windows that add more to the output."""
+    """Return the target's weights, with sliding-window layers that add more to the output."""
     return _target(51, WINDOWS_GAIN).tensors
 
 
@@ -85,7 +84,9 @@ def first_layer(target: Tensors, at: str = "") -> Tensors:
 
 
 def small_config() -> dict[str, Any]:
-    """Return a separate draft model: the target's first layer between its embedding and head."""
+    """Return the config of a separate draft model: the target's first layer between its embedding
+    and head.
+    """
     return llama_config(1)
 
 
@@ -99,7 +100,7 @@ def small_weights() -> Tensors:
 
 
 def eagle_config() -> dict[str, Any]:
-    """EAGLE: one layer that reads the embedding and the target's last hidden state."""
+    """Return EAGLE's config: one layer over the embedding and the target's last hidden state."""
     return llama_config(1)
 
 
@@ -120,8 +121,8 @@ def eagle_weights(target: Tensors | None = None) -> Tensors:
 
 
 def eagle3_config() -> dict[str, Any]:
-    """EAGLE-3: attention over the embedding and a mixture of three hidden states of the target,
-    with a separate head.
+    """Return EAGLE-3's config: attention over the embedding and a mixture of three hidden states of
+    the target, with a separate head.
     """
     return llama_config(1, draft_vocab_size=VOCAB)
 
@@ -149,8 +150,8 @@ def eagle3_weights(target: Tensors | None = None) -> Tensors:
 
 
 def mimo_config() -> dict[str, Any]:
-    """MiMo: a Qwen2 with a layer that predicts the token after the next token. vLLM only checks the
-    architecture, and transformers does not contain this model.
+    """Return the config of MiMo, a Qwen2 with a layer that predicts the token after the next token.
+    vLLM checks only the architecture, and transformers does not contain this model.
     """
     return config(
         "MiMoForCausalLM",
@@ -162,7 +163,7 @@ def mimo_config() -> dict[str, Any]:
 
 
 def mimo_weights(seed: int = 52) -> Tensors:
-    """Return the target and a predictor whose embedding norm returns the embedding."""
+    """Return the target and a predictor whose embedding norm returns the embedding unchanged."""
     made = _target(seed)
     at = "model.mtp_layers.0."
     made.tensors |= first_layer(made.tensors, at)
@@ -188,7 +189,7 @@ def _head_norms(at: str, gain: float) -> Tensors:
 
 
 def qwen3_weights() -> Tensors:
-    """Return the target's weights. The mask token has almost no weight."""
+    """Return the target's weights. The mask token's embedding is almost zero."""
     made = _target(53, REST_GAIN / 2)
     for layer in range(NUM_LAYERS):
         made.tensors |= _head_norms(f"model.layers.{layer}.", QK_GAIN)
@@ -197,10 +198,10 @@ def qwen3_weights() -> Tensors:
 
 
 def dflash_config() -> dict[str, Any]:
-    """DFlash, in which draft tokens replace masks.
+    """Return the config of DFlash, in which draft tokens replace masks.
 
-    Its prompt KV is computed from the hidden states of the target, which are the embeddings in this
-    model.
+    DFlash computes its prompt KV from the hidden states of the target, which are the embeddings in
+    this model.
     """
     return config(
         "DFlashDraftModel", "qwen3", num_hidden_layers=NUM_COPIES + 1, attention_bias=True

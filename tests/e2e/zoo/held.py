@@ -1,4 +1,4 @@
-"""Lets a test hold forward passes in engines with worker processes, so that the test decides how
+"""Lets a test hold forward passes in engines with worker processes so that the test decides how
 long a step takes.
 
 The processes communicate through the directory KV_HOLD. While this directory contains a file

@@ -1,7 +1,7 @@
 """Replaces the CPU build's kernels for Mamba states and gated delta nets. The functions are called
 in the engine process before the model is built.
 
-vLLM's CPU kernel for gated delta nets only supports bfloat16 and is not exact: the output after a
+vLLM's CPU kernel for gated delta nets supports only bfloat16 and is not exact: the output after a
 hit differs from the output after a miss. vLLM's CPU scan for Mamba2 returns only the last state,
 but prefix caching needs a state inside the prompt, which a Triton kernel stores on GPUs. The
 replacements do the same arithmetic in float32, and a step can start at any token. vLLM still

@@ -1,7 +1,7 @@
 """DeepSeek-V2 without experts. Its multi-head latent attention has one latent vector and one
 rotated key per token for all heads.
 
-The CPU kernel only supports 512 latent values and 64 rotated values, in blocks of 16 tokens.
+The CPU kernel supports only 512 latent values and 64 rotated values, in blocks of 16 tokens.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ LATENT, ROTATED, PLAIN, VALUE, NUM_LAYERS = 512, 64, 32, 32, 2
 
 
 def deepseek_v2_config() -> dict[str, Any]:
-    """Return the config. Queries are projected directly from the hidden state.
+    """Queries are projected directly from the hidden state.
 
     Each layer has a dense feed-forward network.
     """
@@ -41,8 +41,8 @@ def deepseek_v2_config() -> dict[str, Any]:
 
 
 def deepseek_v2_weights(seed: int = 41) -> Tensors:
-    """Return the weights. A cache block contains the output of ``kv_a_proj_with_mqa`` for its
-    tokens, with the first part normalized.
+    """A cache block contains the output of ``kv_a_proj_with_mqa`` for its tokens, with the first
+    part normalized.
     """
     made = weights(seed)
     made.ends()

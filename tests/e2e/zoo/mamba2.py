@@ -1,7 +1,7 @@
 """Models with Mamba2 layers: Granite 4 hybrid, Nemotron-H, and Falcon-H1, which has a state and KV
 in every layer.
 
-Each state decays slowly (over a hundred tokens or more), so that the start of a prompt still
+Each state decays slowly (over a hundred tokens or more), so the start of a prompt still
 affects the end of the prompt.
 """
 
@@ -41,7 +41,7 @@ def _mamba2(made: Weights, at: str, *, norm: bool = True) -> None:
 
 
 def granite4_config() -> dict[str, Any]:
-    """Granite 4 hybrid without experts; attention uses no position encoding."""
+    """Return the config of Granite 4 hybrid without experts."""
     return config(
         "GraniteMoeHybridForCausalLM",
         "granitemoehybrid",
@@ -59,7 +59,7 @@ def granite4_config() -> dict[str, Any]:
 
 
 def granite4_weights(seed: int = 32) -> Tensors:
-    """Return the weights. Gate and up projections of a feed-forward layer share one tensor."""
+    """Gate and up projections of a feed-forward layer share one tensor."""
     made = weights(seed)
     made.ends()
     for layer, kind in enumerate(LAYERS):
@@ -78,7 +78,7 @@ NEMOTRON_LAYERS = "M-M-M*-"
 
 
 def nemotron_h_config() -> dict[str, Any]:
-    """Nemotron-H: each layer is Mamba2 (M), attention (*) or feed-forward (-)."""
+    """Return Nemotron-H's config. Each layer is Mamba2 (M), attention (*) or feed-forward (-)."""
     return config(
         "NemotronHForCausalLM",
         "nemotron_h",
@@ -95,7 +95,7 @@ def nemotron_h_config() -> dict[str, Any]:
 
 
 def nemotron_h_weights(seed: int = 33) -> Tensors:
-    """Return the weights. Nemotron-H uses different names: backbone, mixer, norm_f."""
+    """Nemotron-H uses different names: backbone, mixer, norm_f."""
     made = weights(seed)
     made.ends(norm="backbone.norm_f")
     made.tensors["backbone.embeddings.weight"] = made.tensors.pop("model.embed_tokens.weight")
@@ -116,8 +116,8 @@ FALCON_LAYERS = 2
 
 
 def falcon_h1_config() -> dict[str, Any]:
-    """Falcon-H1: each layer adds the outputs of attention and Mamba2 for the same input; Mamba2 has
-    no inner norm.
+    """Return the config of Falcon-H1. Each layer adds the outputs of attention and Mamba2 for the
+    same input. Mamba2 has no inner norm.
     """
     return config(
         "FalconH1ForCausalLM",
@@ -129,7 +129,7 @@ def falcon_h1_config() -> dict[str, Any]:
 
 
 def falcon_h1_weights(seed: int = 35) -> Tensors:
-    """Return the weights. Attention weights are in self_attn, and state weights are in mamba."""
+    """Attention weights are in self_attn, and state weights are in mamba."""
     made = weights(seed)
     made.ends(norm="model.final_layernorm")
     for layer in range(FALCON_LAYERS):

@@ -18,7 +18,7 @@ Make = Callable[[], Tensors]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A drafting method. ``files`` is the location of its weights: "draft", "target", or none."""
+    """A drafting method. ``files`` is the location of its weights: "draft", "target", or empty."""
 
     method: str
     num_tokens: int
@@ -27,7 +27,7 @@ class Draft:
     weights: Make | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     layer: str = ""
-    """A part of the names of all draft layers, which the names of other layers do not contain.
+    """Part of each draft layer's name that no other layer's name contains.
 
     Empty if the draft model has no KV.
     """
@@ -35,7 +35,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class ZooModel:
-    """A model. ``kinds`` lists its groups in vLLM's order, with the names of probe.groups."""
+    """A model. ``kinds`` lists its groups in vLLM's order, named as in probe.groups."""
 
     name: str
     config: Config
@@ -97,8 +97,8 @@ class ZooModel:
 
     @property
     def drops_a_block(self) -> bool:
-        """True if vLLM drops the last block of a hit, because its draft KV depends on the next
-        token.
+        """True if vLLM drops the last block of a hit, because the block's draft KV depends on the
+        next token.
         """
         return self.draft is not None and self.draft.method in ("eagle", "eagle3", "mtp", "dflash")
 

@@ -1,7 +1,7 @@
 """Building blocks of the zoo's models: random tensors by name, and common config fields.
 
 By default, scales are the same as in ../tiny.py: attention is sharp and outweighs the residual, so
-that greedy output depends on every page. This module must not import vLLM or kvloft.
+greedy output depends on every page. This module must not import vLLM or kvloft.
 """
 
 import json
@@ -33,7 +33,7 @@ Tensors = dict[str, NDArray[np.float32]]
 class Heads:
     """The sizes and gains of an attention layer.
 
-    ``q_rows`` is the size of a query projection that also contains a gate.
+    If ``gated``, the query projection also contains a gate.
     """
 
     width: int = HIDDEN
@@ -62,7 +62,6 @@ class Weights:
         self.normal(name + ".weight", rows, cols, std=gain / float(np.sqrt(cols)))
 
     def fill(self, name: str, *shape: int, value: float = 1.0) -> None:
-        """Add a tensor filled with one value."""
         self.tensors[name] = np.full(shape, value, dtype=np.float32)
 
     def norms(self, at: str, *names: str, width: int = HIDDEN, value: float = 1.0) -> None:

@@ -1,7 +1,7 @@
 """Models with a state instead of KV in some layers: Qwen3-Next (gated delta nets) and LFM2
 (convolutions). mamba2.py contains more models of this kind.
 
-Each state decays slowly (over a hundred tokens or more), so that the start of a prompt still
+Each state decays slowly (over a hundred tokens or more), so the start of a prompt still
 affects the end of the prompt.
 """
 
@@ -22,7 +22,8 @@ QK_NORM = 0.6
 
 
 def qwen3_next_config(layers: tuple[str, ...] = LAYERS, experts_in: int = -1) -> dict[str, Any]:
-    """Qwen3-Next, with three gated delta nets per full-attention layer.
+    """Return the config of Qwen3-Next, by default with three gated delta nets and one
+    full-attention layer.
 
     One layer, usually the last layer, has experts.
     """
@@ -71,7 +72,7 @@ def qwen_experts(made: Weights, at: str) -> None:
 def qwen3_next_weights(
     seed: int = 31, layers: tuple[str, ...] = LAYERS, *, all_have_experts: bool = False
 ) -> Tensors:
-    """Return the weights. Norms multiply by 1 + weight; query projections contain a gate."""
+    """Norms multiply by 1 + weight, and query projections contain a gate."""
     made = weights(seed)
     made.ends(one=0.0)
     for layer, kind in enumerate(layers):
@@ -93,8 +94,8 @@ LFM_WIDTH = 3
 
 
 def lfm2_config() -> dict[str, Any]:
-    """LFM2, in which the state of a layer contains the convolution's inputs for the last two
-    tokens.
+    """Return the config of LFM2. The state of a layer contains the convolution's inputs for the
+    last two tokens.
     """
     return config(
         "Lfm2ForCausalLM",
@@ -110,9 +111,7 @@ def lfm2_config() -> dict[str, Any]:
 
 
 def lfm2_weights(seed: int = 34) -> Tensors:
-    """Return the weights.
-
-    Queries and keys are normalized; feed-forward layers are w1, w2 and w3; the head is the
+    """Queries and keys are normalized; feed-forward layers are w1, w2 and w3; the head is the
     embedding.
     """
     made = weights(seed)

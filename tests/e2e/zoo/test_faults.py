@@ -1,7 +1,7 @@
 """Reproduces wrong outputs of vLLM 0.32 without kvloft after hits in its own prefix cache.
 
-kvloft rejects the settings because of these bugs (vllm/support.py). If a test in this module fails,
-vLLM has fixed the bug, and kvloft may be able to support the setting.
+kvloft rejects the affected settings (vllm/support.py). If a test in this module fails, vLLM has
+fixed the bug, and kvloft may be able to support the setting.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,7 +50,7 @@ def prompt(truth: Truth, seed: int, num_tokens: int, max_tokens: int) -> Req:
 
 
 ORDERS = ((2, 1, 4, 0, 3), (3, 0, 2, 1, 4), (4, 1, 3, 2, 0))
-"""Orders of other prompts. The requests with a hit reuse the batch rows of these prompts."""
+"""Orders in which the other prompts start. The requests with a hit reuse their batch rows."""
 
 
 def num_wrong_hits(engine: Engine, truth: Truth, size: int) -> int:

@@ -44,13 +44,12 @@ class Cage:
         )
 
     def cold(self, *requests: Req) -> list[Result]:
-        """Return the results with an empty prefix cache."""
+        """Run the requests one at a time with an initially empty prefix cache."""
         assert self.engine.reset()
         return self.engine.ask_each(*(r.again() for r in requests))
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Return vLLM's groups (see probe.groups)."""
         return self.engine.probe("groups")["groups"]
 
     def hit(self, request: Req) -> dict[str, Any]:
@@ -58,7 +57,7 @@ class Cage:
         return self.engine.probe("hit", ids=list(request.ids or ()))
 
     def damage(self, group: int, block: int) -> None:
-        """Overwrite a page in the target's layers of a group."""
+        """Overwrite a block of a group in the target model's layers."""
         assert self.engine.probe(
             "damage",
             group=group,
@@ -210,7 +209,8 @@ def output_is_damaged(cage: Cage, request: Req, group: int, index: int) -> bool:
 
 def test_drafts_are_accepted_and_depend_on_the_drafters_own_pages(cage: Cage) -> None:
     """Without the pages of its draft model, an engine still generates the correct tokens but
-    accepts fewer draft tokens. The acceptance rate is therefore the measure for cached draft KV.
+    accepts fewer draft tokens. The acceptance rate therefore shows whether cached draft KV is
+    correct.
     """
     draft = cage.model.draft
     if draft is None or not draft.layer:

@@ -1,5 +1,5 @@
 """Models with local attention: Gemma 3 (windows), GPT-OSS (windows with sinks, experts) and Llama 4
-(chunks) in some layers, Mistral (windows) in every layer.
+(chunks) in some layers, and Mistral (windows) in every layer.
 
 The order of the layers determines vLLM's groups. Each group has as many layers as the rarest kind
 of layer.
@@ -26,7 +26,7 @@ With these weights, attention is sharp and branches outweigh the residual.
 
 
 def gemma3_config(layers: tuple[str, ...] = THREE_AND_ONE, window: int = WINDOW) -> dict[str, Any]:
-    """Gemma 3. ``layers`` selects the layers with a window."""
+    """Return the config of Gemma 3. ``layers`` selects the layers with a window."""
     fields = config(
         "Gemma3ForCausalLM",
         "gemma3_text",
@@ -47,10 +47,7 @@ def gemma3_config(layers: tuple[str, ...] = THREE_AND_ONE, window: int = WINDOW)
 def gemma3_weights(
     seed: int = 21, layers: tuple[str, ...] = THREE_AND_ONE, num_heads: int = NUM_HEADS
 ) -> Tensors:
-    """Return the weights.
-
-    Both sides of each branch, queries and keys have norms; the head is the embedding.
-    """
+    """Both sides of each branch, queries and keys have norms; the head is the embedding."""
     made = weights(seed)
     made.normal("model.embed_tokens.weight", VOCAB, HIDDEN, std=1 / float(np.sqrt(HIDDEN)))
     made.norms("model.", "norm", value=0.0)
@@ -70,7 +67,9 @@ GPT_OSS_EXPERTS = 4
 
 
 def gpt_oss_config(window: int = WINDOW) -> dict[str, Any]:
-    """GPT-OSS, in which every other layer has a window. YaRN has no effect."""
+    """Return the config of GPT-OSS, in which layers alternate between windows and full attention.
+    YaRN has no effect.
+    """
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -95,10 +94,7 @@ def gpt_oss_config(window: int = WINDOW) -> dict[str, Any]:
 
 
 def gpt_oss_weights(seed: int = 22) -> Tensors:
-    """Return the weights.
-
-    Each projection's experts share one tensor and have biases; each head has a sink.
-    """
+    """Each projection's experts share one tensor and have biases; each head has a sink."""
     made = weights(seed)
     made.ends()
     heads, kv_heads = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
@@ -120,8 +116,8 @@ def gpt_oss_weights(seed: int = 22) -> Tensors:
 
 
 def llama4_config(chunk: int = CHUNK) -> dict[str, Any]:
-    """The text model of Llama 4 without experts. Three of every four layers attend within chunks of
-    ``chunk`` tokens and use position encoding.
+    """Return the config of Llama 4's text model without experts. Three of every four layers attend
+    within chunks of ``chunk`` tokens and use position encoding.
     """
     return config(
         "Llama4ForCausalLM",
@@ -157,8 +153,8 @@ MISTRAL_LAYERS = 4
 
 
 def mistral_config(window: int = WINDOW) -> dict[str, Any]:
-    """Mistral 7B of 2023. Every layer has a window, so vLLM creates a single group and no
-    full-attention group.
+    """Return the config of the 2023 Mistral 7B. Every layer has a window, so vLLM creates a single
+    group and no full-attention group.
     """
     return config(
         "MistralForCausalLM", "mistral", num_hidden_layers=MISTRAL_LAYERS, sliding_window=window
@@ -166,7 +162,7 @@ def mistral_config(window: int = WINDOW) -> dict[str, Any]:
 
 
 def llama_config() -> dict[str, Any]:
-    """Return the configuration of a model with full attention only."""
+    """Return the config of a model that has only full attention."""
     return config("LlamaForCausalLM", "llama", num_hidden_layers=MISTRAL_LAYERS)
 
 
@@ -185,8 +181,8 @@ def mistral_weights(seed: int = 24) -> Tensors:
 def gemma4_config(
     window: int = WINDOW, head: int = HEAD_DIM, full_head: int = 2 * HEAD_DIM
 ) -> dict[str, Any]:
-    """The text model of Gemma 4 without experts. Full-attention heads have a different width, so
-    pages would differ in size.
+    """Return the config of Gemma 4's text model without experts. Full-attention heads have a
+    different width, so pages would differ in size.
     """
     rope = {"rope_theta": 10000.0, "rope_type": "default"}
     fields = config(
