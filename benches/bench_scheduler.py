@@ -226,10 +226,9 @@ def row(
 def decode_results(
     num_steps: int, run_ahead: bool, groups: tuple[GroupShape, ...] = ONE_GROUP
 ) -> list[Result]:
-    """Measure decoding steps.
+    """Measure decoding steps of requests at different offsets in their blocks.
 
-    The requests start at different offsets in their blocks, so that each step completes a block in
-    one sixteenth of the requests.
+    Each step completes a block in one sixteenth of the requests.
     """
     num_chunks = NUM_RUNNING * (num_steps // BLOCK_TOKENS + 40) * len(groups)
     engine = Engine(num_chunks, run_ahead, groups)

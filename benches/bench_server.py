@@ -1,9 +1,8 @@
 """Benchmark of `kvloft serve`: startup time, CPU time and memory beyond the arena.
 
 Measures the time until the server accepts connections, its CPU time when idle and under lookups
-from 8 engines, its memory per chunk, and the effect of 10,000 connections. The server runs in a
-separate process. Its CPU time and memory are read from /proc. The bench requires neither a GPU nor
-a model.
+from 8 engines, its memory per chunk, and the effect of 10,000 connections. CPU time and memory of
+the server's process are read from /proc. The bench requires neither a GPU nor a model.
 """
 
 import os

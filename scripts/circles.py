@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-Name = tuple[str, ...]  # the path of a module from the crate's root, or a path in the text
+Name = tuple[str, ...]  # the path of a module from the crate's root, or a path in the source
 
 TEST = re.compile(
     r"^( *)#\[cfg\((?:test|any\(test\b.*)\)\]\n(?:\1#.*\n)*(?:\1\S.*;\n|\1\S[\s\S]*?^\1\}.*\n)",
@@ -45,7 +45,7 @@ class Module:
 
 
 class Crate:
-    """The modules of a crate without tests. ``edges`` contains their dependencies."""
+    """The modules of a crate, without its tests. ``edges`` contains their dependencies."""
 
     def __init__(self, folder: Path) -> None:
         self.modules: dict[Name, Module] = {}
@@ -94,7 +94,7 @@ class Crate:
     def _used(self, name: Name) -> Iterator[Name]:
         """Yield the modules that define the names used in ``name``.
 
-        Only a reference to a name inside a module is a dependency, not a reference to the module.
+        A reference to the module itself, rather than to a name in the module, is not a dependency.
         """
         module = self.modules[name]
         words = set(re.findall(r"\w+", module.code))

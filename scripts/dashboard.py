@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
     add("png", metavar="OUT.png", type=Path)
     add("--prometheus", metavar="URL", default="http://localhost:9090", help="default: %(default)s")
     add("--end", metavar="UNIX_TIME", type=float, help="end of the time range (default: now)")
-    add("--last", metavar="MINUTES", type=float, default=60, help="length (default: 60)")
+    add("--last", metavar="MINUTES", type=float, default=60, help="time range (default: 60)")
     add("--scrape", metavar="SECONDS", type=float, default=15, help="scrape interval (default: 15)")
     return parser.parse_args()
 
@@ -74,7 +74,7 @@ class Source:
 
 
 def formatted(value: float, unit: str) -> str:
-    """Format an axis value with a unit of the dashboard."""
+    """Format an axis value in one of the dashboard's units."""
     if unit == "percentunit":
         return f"{value:.0%}"
     if unit == "s":
@@ -115,7 +115,6 @@ def box(figure: Figure, left: float, top: float, width: float, height: float) ->
 
 
 def style(axes: Any, unit: str, source: Source) -> None:
-    """Set the scales and ticks of a panel."""
     highest = max(0, axes.dataLim.y1) or 1  # ignores NaN
     axes.set(xlim=(source.days[0], source.days[-1]), ylim=(0, highest * 1.08))
     axes.xaxis.set_major_locator(AutoDateLocator(minticks=3, maxticks=14))

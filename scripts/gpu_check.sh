@@ -76,7 +76,7 @@ has chats && TAIL=30 stage chats "$PYTHON" -m benches.gpu.chats --json "$OUT/cha
 has crowd && TAIL=30 stage crowd "$PYTHON" -m benches.gpu.equality --setups reference,plain-pc,hnd --phases crowd --timeout 400 \
   --json "$OUT/equality_crowd.json" --logs "$OUT/crowd"
 if has prefill; then # run multiple times in new processes, because runs differ by as much as the target
-  rm -f "$OUT"/engine_again_*.json # otherwise, the report would include files of an earlier call
+  rm -f "$OUT"/engine_again_*.json # otherwise, the report would include results of an earlier run
   for number in $(seq "${PREFILL_RUNS:-3}"); do
     TAIL=30 stage "engine_again_$number" "$PYTHON" -m benches.gpu.engine --connectors none,kvloft --phases cold,wave \
       --json "$OUT/engine_again_$number.json" --logs "$OUT/again_$number"

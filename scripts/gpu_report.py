@@ -351,8 +351,8 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
 def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
     """Return the tokens per second of all cold prompts, both single prompts and waves.
 
-    Returns None if single prompts or waves are missing or incomplete, because rates are only
-    comparable if the engines do the same work.
+    Returns None if single prompts or waves are missing or incomplete, because rates are
+    comparable only if the engines do the same work.
     """
     context = _get(result, ("cold", "context")) or _get(result, ("ttft", "context"))
     alone = result.get("cold", {}).get("all_ms", ())
@@ -453,7 +453,6 @@ def _one_kv_head(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _known(every: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Report the TTFT of cached prompts by model."""
     if not every:
         return
     yield from ("", "## TTFT of cached prompts: multiple KV cache groups, draft models", "")
@@ -509,7 +508,6 @@ def _peers(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _ranks(files: dict[str, Any]) -> Iterator[str]:
-    """Report the checks of engines on multiple GPUs."""
     if not files:
         return
     yield from ("", "## Engines with multiple ranks (`benches/gpu/ranks.py`)", "")
@@ -550,7 +548,6 @@ def _equality(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _startup(results: dict[str, Any]) -> Iterator[str]:
-    """Report saves while host memory is being registered."""
     for result in results.values():
         if found := result.get("startup"):
             yield from ("", "## Saves while host memory is being registered", "")

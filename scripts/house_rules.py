@@ -82,7 +82,7 @@ def extension_elsewhere() -> Iterator[str]:
 
 
 def hidden_imports() -> Iterator[str]:
-    """No import may bypass the contracts in pyproject.toml, which only check import statements.
+    """No import may bypass the contracts in pyproject.toml, which check only import statements.
 
     PATCHES_FILE is exempt: it imports modules of vLLM by name, and its package may import vLLM.
     """
@@ -179,7 +179,6 @@ RULES = (
 
 
 def main() -> int:
-    """Check all rules and print the violations."""
     offences = [o for rule in RULES for o in rule()]
     print("\n".join(offences))
     return 1 if offences else 0

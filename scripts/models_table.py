@@ -1,7 +1,7 @@
 """Writes docs/models.md from the reports of `kvloft check` on the tiny models of tests/e2e/zoo.
 
 First run `KV_ZOO=all pytest tests/e2e/zoo/test_checks.py`, which writes one report per model to
-build/models. Then run `python scripts/models_table.py`. The table only contains models with a
+build/models. Then run `python scripts/models_table.py`. The table contains only models with a
 report. `make test` compares new reports with the page.
 """
 
@@ -32,7 +32,8 @@ test your model, run `kvloft check MODEL -- FLAGS`.
 COLUMNS_HELP = """
 | column | meaning |
 | --- | --- |
-| groups | KV cache groups: full attention, sliding window or local chunk of n tokens, state |
+| groups | KV cache groups: full attention, sliding window or local chunk of n tokens, \
+state (Mamba, gated delta net) |
 | tokens | cached tokens of {prompts} prompts: host memory, disk, vLLM's own prefix cache |
 | blocks | loaded from disk, by group |
 
@@ -50,7 +51,7 @@ An engine with one of these settings does not start; the error gives the reason.
 
 """
 REFUSED = (
-    ("setting or model", "reason", "use"),
+    ("setting or model", "reason", "use instead"),
     ("---", "---", "---"),
     (
         "more than one MTP layer",
@@ -138,7 +139,6 @@ def is_shown(report: dict[str, Any]) -> bool:
 
 
 def row(report: dict[str, Any]) -> list[str]:
-    """Return the table cells of a report."""
     passes = {one["name"]: one for one in report["passes"]}
     name = f"{report['model']} (one)" if _is_one_group(report) else report["model"]
     groups = _groups(report["engines"]["alone"]["groups"])

@@ -131,6 +131,6 @@ cat "$REPORT/table"
 FAILED=$(grep -c FAILED "$REPORT/table")
 LEFT_OUT=$(($(paste -sd+ "$REPORT/left-out")))
 verdict=$([ "$FAILED" = 0 ] && [ -s "$REPORT/table" ] && echo 'all passed' || echo 'NOT all passed')
-[ $LEFT_OUT = 0 ] || verdict="$verdict of what ran; LEFT OUT for lack of time (MINUTES=${MINUTES:-65}): $LEFT_OUT"
+[ $LEFT_OUT = 0 ] || verdict="$verdict of the tests that ran; LEFT OUT for lack of time (MINUTES=${MINUTES:-65}): $LEFT_OUT"
 printf 'total %ds: %s\n' $(($(date +%s) - KV_STARTED)) "$verdict"
 [ "$verdict" != "${verdict#all passed}" ]

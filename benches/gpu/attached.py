@@ -1,8 +1,8 @@
 """Measures the time that a connector adds to cold prompts, within one process.
 
 The connector is alternately attached and detached between prompts. A comparison of separate
-processes is less precise: on an H200, identical engines differ by -0.2% to +0.7% (benches/results),
-which is as large as the effect itself.
+processes is less precise: on an H200, identical engines differ by -0.2% to +0.7%, which is as large
+as the effect itself.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def _bring_to_rest(engine: Any, core: Any) -> None:
 def compare(engine: Engine, context: int, num_prompts: int, num_waves: int) -> dict[str, Any]:
     """Measure cold prompts and waves with and without the connector.
 
-    A prompt has ``context`` tokens. A wave consists of eight prompts of half that length. Measures
-    ``num_prompts`` prompts and ``num_waves`` waves with the connector, and the same without it.
-    Returns {"prompts" or "waves": {"attached" or "detached": {"ms": median, "all_ms": [...],
-    "parts_ms": [...], and the median of each part}}}.
+    A prompt has ``context`` tokens. A wave consists of eight prompts of half that length.
+    ``num_prompts`` and ``num_waves`` are the numbers of measurements with and without the
+    connector. Returns {"prompts" or "waves": {"attached" or "detached": {"ms": median, "all_ms":
+    [...], "parts_ms": [...], and the median of each part}}}.
     """
     for _ in range(2):
         engine.ttft(engine.prompt(context))

@@ -1,9 +1,9 @@
-"""An independent byte-for-byte check of the pages that a worker saves and loads.
+"""Checks byte for byte, independently of the mover, the pages that a worker saves and loads.
 
 `PageAudit` wraps a worker's mover and uses plain torch indexing; it shares no kernel, tag, stream
 or frame with the mover. The audit clones the pages of every saved chunk on the stream of the
 forward pass. When the worker reports a load, the audit compares each loaded chunk with its clone.
-If a chunk is recomputed and saved again, the audit compares it with the clone from the first save.
+If a chunk is saved again, the audit compares it with the clone from the previous save.
 Clones occupy GPU memory, so the audit is used only in checks, not in measurements.
 """
 

@@ -30,7 +30,7 @@ CONNECTORS = ("none", "native", "kvloft", SERVED[0], *PEERS)
 KILL_S = 15.0
 """Delay after which a child that exceeds its time limit is killed."""
 LEAST_S = 45.0
-"""An engine is only started if at least this much time remains."""
+"""An engine is started only if at least this much time remains."""
 
 
 def run(
@@ -135,7 +135,6 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the argument parser of this bench."""
     load = Load()
     chats = argparse.ArgumentParser(
         prog="chats",

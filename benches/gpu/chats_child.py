@@ -30,7 +30,9 @@ class Load:
 
 @dataclass(slots=True)
 class Chat:
-    """The tokens of a chat so far, and the times of its current turn's request and first token."""
+    """A chat's tokens so far, and the times at which its current turn was sent and produced its
+    first token.
+    """
 
     said: list[int]
     turn: int = 0
@@ -123,7 +125,7 @@ def count_preemptions(engine: Any) -> list[int]:
 
 
 def main(name: str, options: dict[str, Any]) -> None:
-    """Start the engine and run the loop ``options["repeats"]`` times, each time with new chats."""
+    """Start the engine and run the loop up to ``options["repeats"]`` times, with new chats."""
     import vllm
     from benches.gpu.engine_child import wait_registered
     from benches.gpu.llama import Engine, worker_totals

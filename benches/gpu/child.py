@@ -46,7 +46,6 @@ def start(
 
 
 def command(child: str, *asked: str) -> list[str]:
-    """Return the command line of ``child``."""
     return [sys.executable, "-m", f"benches.gpu.{child}", *asked]
 
 

@@ -20,7 +20,6 @@ WAVE_TIMEOUT_S = 60.0
 
 
 def forward_parts(engine: Engine) -> ForwardParts:
-    """Return a `ForwardParts` that hooks the model of ``engine``."""
     return ForwardParts(apply_model(engine.llm, lambda model: model)[0], current_stream)
 
 
@@ -62,7 +61,6 @@ def wave(engine: Engine, prompts: Sequence[list[int]], trace: Any = None) -> dic
         stepped = time.perf_counter()
         for output in engine.engine.step():
             if output.finished and any(output.request_id.startswith(name) for name in waiting):
-                # Read the clock after each output.
                 times.append(time.perf_counter() - begin)  # noqa: PERF401
         steps.append((time.perf_counter() - stepped, stepped - begin))
     if len(times) < len(prompts):

@@ -35,7 +35,7 @@ With idle engines on the same GPU, which production servers do not have, decode 
 are up to 4% shorter. "attached" and "startup" do not compare engines.
 """
 EMBEDDING_BYTES, LAYER_BYTES = 4 * 128256 * 4096, 2 * 218_112_000
-"""Weights of the Llama shape in bfloat16; other shapes are smaller."""
+"""Sizes of the Llama shape's embeddings and of one layer in bfloat16; other shapes are smaller."""
 OTHER_BYTES = 5 << 30
 """Size of an engine's memory other than weights and paged KV, in bytes: activations of 8,192
 tokens, CUDA graphs, kvloft's staging buffers and the CUDA context.
@@ -331,7 +331,6 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the argument parser of this bench."""
     engine = argparse.ArgumentParser(
         prog="engine",
         description=(

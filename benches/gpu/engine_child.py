@@ -51,7 +51,7 @@ def wait_registered(engine: Engine, options: dict[str, Any]) -> None:
     if options["name"] in KVLOFT:
         engine.ttft(engine.prompt(64))
         mover = get_kv_transfer_group()._worker.core._mover
-        named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # its former name
+        named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # the former name
         getattr(mover, "wait_registered", named_before)(120.0)
 
 
@@ -248,9 +248,8 @@ def phase_attached(engine: Engine, turns: Turns, options: dict[str, Any]) -> dic
 
 
 def phase_startup(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Count failed saves and registered bytes in an engine's first seconds.
-
-    Host memory is still being registered during this phase.
+    """Count failed saves and registered bytes in an engine's first seconds, while host memory is
+    being registered.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -335,7 +334,7 @@ def phase_decode(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[
 def _middle(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Return the median of each figure over the runs, and all runs.
 
-    The median prevents a single run that the host disturbed from determining a percentile.
+    With the median, a single run that the host disturbed does not determine a percentile.
     """
     return {
         **{name: statistics.median(run[name] for run in runs) for name in runs[0]},
@@ -384,7 +383,6 @@ PHASES: dict[str, Callable[[Engine, Turns, dict[str, Any]], dict[str, Any]]] = {
 
 
 def main(name: str, options: dict[str, Any]) -> None:
-    """Run the phases in ``options`` on one engine and print the results as JSON."""
     import vllm
 
     options["name"] = name

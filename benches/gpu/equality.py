@@ -2,9 +2,9 @@
 
 Exact equality requires vLLM's batch-invariant mode (with a fix, see `equality_child`) and Triton
 attention, whose tiles do not depend on the batch. FlashAttention 3 selects its kernel by the
-longest query of a batch, so equal rows can be rounded differently. The reference has neither a
-connector nor a prefix cache. The last setups show how much vLLM's results vary without the
-batch-invariant mode. Engines share one GPU, so timings are meaningless.
+longest query in the batch, so equal rows can be rounded differently. The reference has neither a
+connector nor a prefix cache. The setups that are not exact show how much vLLM's own results vary.
+Engines share one GPU, so timings are meaningless.
 """
 
 from __future__ import annotations
@@ -338,7 +338,6 @@ def table(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the argument parser of this bench."""
     equality = argparse.ArgumentParser(
         prog="equality",
         description=(

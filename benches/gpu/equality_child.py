@@ -2,7 +2,7 @@
 
 Runs prompts one at a time (cold, from HBM, from the connector, and with loads that copy nothing),
 more prompts than the block pool holds, and 200 random requests. Before each warm run, the prefix
-cache is emptied and paged KV is overwritten with noise, so that tokens only match if the loaded
+cache is emptied and paged KV is overwritten with noise, so that tokens match only if the loaded
 bytes are correct. Prints `RESULT {...}` after each phase.
 """
 
@@ -26,9 +26,9 @@ LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
 def make_norm_invariant() -> None:
     """Fix vLLM's batch-invariant mode for the norm that adds a residual (vLLM 0.26.0).
 
-    The norm calls a CUDA kernel. The kernel's block size, and therefore its order of summation,
-    depends on whether a step has 256 tokens, so rounding of a decoding request's row differs in
-    steps with a prefill.
+    This norm calls a CUDA kernel. The kernel's block size, and therefore its order of summation,
+    depends on whether the step has 256 tokens, so a decoding request's row is rounded differently
+    in steps with a prefill.
     """
     from vllm.model_executor.layers import layernorm
 
@@ -82,7 +82,7 @@ class Subject:
             self.engine.settle()
             worker = get_kv_transfer_group()._worker
             mover = worker.core._mover
-            named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # its former name
+            named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # the former name
             getattr(mover, "wait_registered", named_before)(60.0)
             self.audit = PageAudit(mover, *groups)
 
@@ -104,7 +104,7 @@ class Subject:
         """Execute ``runs`` and return the tokens, copied bytes, audit counts and preemptions of
         each.
 
-        The reference only executes the first run.
+        The reference executes only the first run.
         """
         found: dict[str, Any] = {}
         for name, run in list(runs.items())[: 1 if self.only_first else None]:
@@ -282,7 +282,6 @@ PHASES: dict[str, Callable[[Subject], dict[str, Any]]] = {
 
 
 def main(name: str, options: dict[str, Any]) -> None:
-    """Run the phases in ``options`` and print the results as JSON."""
     begin = time.perf_counter()
     subject = Subject(name, options)
     config = subject.engine.engine.vllm_config

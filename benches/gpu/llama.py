@@ -1,7 +1,7 @@
 """The in-process vLLM engine that the engine benches measure, with random weights.
 
-The weights are scaled so that attention logits have a standard deviation of about 6. The next token
-then depends on individual prompt tokens, and therefore on the loaded KV.
+The weights are scaled so that attention logits have a standard deviation of about 6. As a result,
+the next token depends on individual prompt tokens, and therefore on the loaded KV.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benches.gpu.peers import CONNECTORS, SERVED
 from benches.gpu.shapes import DRAFT, config_of
 
 SHARPNESS = 2.5
-"""Standard deviation of query and key entries. The logits have the square of this value."""
+"""Standard deviation of query and key entries. Its square is the logits' standard deviation."""
 FLOOD_PROMPTS = 3
 """Number of prompts that together fill paged KV.
 
@@ -28,7 +28,7 @@ Each prompt fills at most an equal share, so that the next prompt fits while a c
 blocks.
 """
 SLOW_DECAY = -6.0
-"""Logarithm of the decay of gated delta nets. Their state then covers a few hundred tokens."""
+"""Logarithm of the decay of gated delta nets, for a state that covers a few hundred tokens."""
 
 
 def sharpen(model: Any) -> int:
@@ -254,10 +254,7 @@ def prompt_of(rng: random.Random, num_tokens: int) -> list[int]:
 
 
 def count_asked(engine: Engine) -> list[int]:
-    """Return a one-item list that counts the tokens that vLLM loads from the connector.
-
-    The in-process scheduler updates the count.
-    """
+    """Return a one-item list that counts the tokens that vLLM loads from the connector."""
     connector, count = engine.engine.engine_core.engine_core.scheduler.connector, [0]
     if connector is not None:
         update = connector.update_state_after_alloc
@@ -271,7 +268,7 @@ def count_asked(engine: Engine) -> list[int]:
 
 
 def worker_totals() -> dict[str, int]:
-    """Return how many bytes, chunks and loads kvloft's worker has copied since the first call.
+    """Return the totals that kvloft's worker has reported since the first call.
 
     Returns an empty dictionary if kvloft is not the connector.
     """

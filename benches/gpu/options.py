@@ -27,7 +27,6 @@ def some_of(*allowed: str) -> Callable[[str], list[str]]:
 
 
 def add_sizes(engines: argparse.ArgumentParser, *, blocks: int, host_gib: int) -> None:
-    """Add the size, timeout and output options of the engine benches."""
     engines.add_argument(
         "--blocks",
         type=whole(64, 1 << 24),
@@ -53,7 +52,6 @@ def add_sizes(engines: argparse.ArgumentParser, *, blocks: int, host_gib: int) -
 
 
 def add_model(engines: argparse.ArgumentParser) -> None:
-    """Add the model options of the engine benches."""
     engines.add_argument(
         "--model", choices=tuple(SHAPES), default="llama", help="architecture (default llama)"
     )

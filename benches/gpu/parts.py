@@ -21,11 +21,11 @@ class Parts(NamedTuple):
     gpu_s: float
     """Time from the start of the first forward pass to the end of the last forward pass."""
     between_s: float
-    """The part of ``gpu_s`` between forward passes."""
+    """The gaps between forward passes, which ``gpu_s`` includes."""
     after_s: float
     """Time from the end of the last forward pass until the caller receives the last token."""
     collected_s: float
-    """Time of Python's garbage collections. The other parts include this time."""
+    """Time spent in Python's garbage collector, which the other parts include."""
 
 
 MAX_FORWARDS = 256

@@ -121,7 +121,6 @@ def table(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the argument parser of this bench."""
     ranks = argparse.ArgumentParser(
         prog="ranks", description=f"Check the outputs of an engine on multiple GPUs. {STATUS}"
     )

@@ -30,7 +30,6 @@ Answer = tuple[tuple[int, ...], int]
 
 
 def main(options: dict[str, Any]) -> None:
-    """Execute all runs and print the results as JSON."""
     from kvloft.vllm.ranks import watch
 
     watch()  # pipeline stages need this call, which kvloft's plugin makes in other processes

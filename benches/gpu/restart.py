@@ -110,7 +110,6 @@ def table(lives: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the argument parser of this bench."""
     restart = argparse.ArgumentParser(
         prog="restart",
         description=(
@@ -143,7 +142,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench. Return 1 if it fails, 2 if it cannot run.
 
-    It fails if the restarted engine misses the prompt or returns a different token.
+    The bench fails if the restarted engine misses the prompt or returns a different token.
     """
     args, screen = parser().parse_args(argv), console()
     if not can_run("restart"):

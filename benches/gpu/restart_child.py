@@ -27,7 +27,7 @@ def main(options: dict[str, Any]) -> None:
     engine = Engine(options["name"], options)
     started_s = time.monotonic() - options["begin_s"]
     if options["life"] == 0:
-        wait_registered(engine, options)  # saves only use registered frames; loads use all frames
+        wait_registered(engine, options)  # saves use only registered frames; loads use all frames
         # This warm-up compiles kernels, so that both processes run the same code.
         engine.ttft(engine.prompt(options["context"]))
     prompt = prompt_of(random.Random("restart"), options["context"])
@@ -56,7 +56,6 @@ def main(options: dict[str, Any]) -> None:
 
 
 def _wait_written(engine: Engine) -> None:
-    """Wait until all pending chunks are written to disk."""
     connector = engine.engine.engine_core.engine_core.scheduler.connector
     if not connector._scheduler._store.flush(WRITE_S):
         raise RuntimeError(f"the prompt's chunks were not written to disk within {WRITE_S} s")

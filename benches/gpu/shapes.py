@@ -175,7 +175,7 @@ class Shape:
 TRITON_GDN = {"additional_config": {"gdn_prefill_backend": "triton"}}
 """Settings for the Triton prefill backend. Its alternative, flashinfer, is not always installed."""
 NO_GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
-"""Settings without CUDA graphs, which would keep using weights that `sharpen` replaces."""
+"""Settings without CUDA graphs, because graphs would keep weights that `sharpen` replaces."""
 SHAPES = {
     "llama": Shape(32, lambda num_layers: {"num_hidden_layers": num_layers}),
     "eagle": Shape(

@@ -1,4 +1,4 @@
-"""Makes the helpers in this directory importable and reports once why GPU tests are skipped."""
+"""Makes test helpers importable and skips GPU tests on machines without a GPU."""
 
 import os
 import sys

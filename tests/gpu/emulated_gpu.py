@@ -1,10 +1,9 @@
-"""A GPU emulated with numpy, with the streams, the ring and the kernels of the movers. Commands of
-different streams run in random order.
+"""Emulates a GPU with numpy: the streams, events and kernels that the movers use.
 
-The emulation replaces `driver` and the compiled kernels, and gives exactly the guarantees of CUDA:
-commands of a stream run in order, an event refers to its latest record, and commands that no event
-orders run in any order. If a mover is correct with many seeds, no wait is missing. The tests marked
-gpu check that the real kernels process bytes in the same way.
+The emulation replaces `driver` and the compiled kernels, and provides exactly CUDA's guarantees:
+commands in a stream run in order, an event refers to its most recent record, and commands that no
+event orders run in random order. With many seeds, a missing wait makes a test fail. The tests
+marked gpu check that the real kernels process bytes in the same way.
 """
 
 import ctypes
@@ -32,18 +31,18 @@ NEVER_WRITTEN = 0xFEED_FACE_DEAD_BEEF
 
 
 class Record:
-    """A record of an event. The record is done once its stream has reached it."""
+    """A record of an event. It is done when its stream reaches it."""
 
     def __init__(self) -> None:
         self.is_done = False
         self.at = 0
-        """Emulated time of the record: the number of commands that all streams have run."""
+        """Emulated time: the number of commands that all streams had run before the record."""
 
 
 class Gpu:
-    """The streams, and the random order in which their commands run.
+    """Streams whose commands run in random order.
 
-    One lock protects all state, because submitters are threads.
+    One lock protects all state, because submitters run in threads.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -59,10 +58,10 @@ class Gpu:
 
     def check(self) -> None:
         if self.is_broken:
-            raise CudaError("CUDA_ERROR_ILLEGAL_ADDRESS, as the test wanted it")
+            raise CudaError("CUDA_ERROR_ILLEGAL_ADDRESS, injected by the test")
 
     def check_host(self, address: int, num_bytes: int) -> None:
-        """Check that a copy of registered memory stays within one registration.
+        """Check that a copy from or to registered memory stays within one registration.
 
         Copies of other memory (on the device, or pageable) are not checked.
         """
@@ -72,7 +71,6 @@ class Gpu:
                 assert inside, "the driver rejects copies that cross registrations"
 
     def check_registered(self, address: int, num_bytes: int) -> None:
-        """Check that host memory is registered, because kernels fault on any other host memory."""
         ranges = list(self.registered.items())
         assert any(
             begin <= address and address + num_bytes <= begin + size for begin, size in ranges
@@ -99,7 +97,7 @@ class Gpu:
                 assert self.num_run > before, "the GPU waits for a command that was not enqueued"
 
     def stop_forever(self) -> None:
-        """Emulate a sticky error, after which enqueued commands never run and every call fails."""
+        """Emulate a sticky error: enqueued commands never run, and every call fails."""
         with self.lock:
             self.is_broken = True
             for stream in self.streams:
@@ -217,9 +215,7 @@ class Event:
 
 
 def run_kernel(verb: str, params: PieceParams, gpu: Gpu) -> None:
-    """Move every tile of a piece like chunks.cu, in random order, and compute the tags at the
-    end.
-    """
+    """Emulate chunks.cu: move every tile of a piece, in random order, and compute the tags."""
     tiles = np.frombuffer(
         ctypes.string_at(params.tiles, TILE.itemsize * params.tiles_per_block), TILE
     )
@@ -260,8 +256,8 @@ def run_kernel(verb: str, params: PieceParams, gpu: Gpu) -> None:
 
 
 def run_coder(verb: str, params: PieceParams, gpu: Gpu) -> None:
-    """Encode or decode like e348.cu: complete chunks, records in any order, and data beyond the
-    width in host memory.
+    """Emulate e348.cu: encode or decode complete chunks, with records in random order and data
+    beyond the width in host memory.
     """
     tiles = np.frombuffer(
         ctypes.string_at(params.tiles, TILE.itemsize * params.tiles_per_block), TILE
@@ -337,7 +333,7 @@ def fake_driver(gpu: Gpu) -> Any:
 
     def host_alloc(num_bytes: int) -> int:
         memory = np.full(-(-num_bytes // 8), NEVER_WRITTEN, np.uint64)
-        # The memory is kept until the test ends, so that late writes cannot change reused memory.
+        # Keep the memory until the test ends, so that late writes cannot change reused memory.
         gpu.kept.append(memory)
         return memory.ctypes.data
 
@@ -375,7 +371,7 @@ class EmulatedKernels:
 
 @contextmanager
 def emulated(seed: int = 0) -> Iterator[Gpu]:
-    """Run new movers on the emulated GPU, and allocate paged KV in host memory."""
+    """Run movers created in the body on the emulated GPU, with paged KV in host memory."""
     gpu = Gpu(seed)
     fake = fake_driver(gpu)
     with pytest.MonkeyPatch.context() as patch:
@@ -394,4 +390,4 @@ def emulated(seed: int = 0) -> Iterator[Gpu]:
         patch.setattr("gpu_support.DEVICE", "cpu")
         patch.setattr("gpu_support.make_kernels", EmulatedKernels)
         yield gpu
-        assert not fake.registered or gpu.is_broken, "host memory stays pinned"
+        assert not fake.registered or gpu.is_broken, "host memory is still registered"

@@ -1,4 +1,4 @@
-"""Helpers of the GPU tests: paged KV in many layouts, frames in ordinary memory, movers for both,
+"""Helpers for the GPU tests: paged KV in many layouts, frames in ordinary memory, movers for both,
 and the torch reference.
 """
 
@@ -26,7 +26,7 @@ from kvloft.transfer.mover import Finished
 POISON = 0xA5
 CACHE = Path("/tmp/kvloft-test-kernels")
 DEVICE = "cuda"
-"""The device of paged KV. emulated_gpu.py replaces this name and the following names."""
+"""The device of paged KV. emulated_gpu.py replaces DEVICE and `make_kernels`."""
 
 
 def make_kernels(layout: PagedLayout, *, encodes: bool = False) -> Kernels:
@@ -37,11 +37,11 @@ def make_kernels(layout: PagedLayout, *, encodes: bool = False) -> Kernels:
 
 @dataclass
 class Paged:
-    """Paged KV in HBM: byte buffers, and planes that refer to them."""
+    """Paged KV: byte buffers, and planes that refer to them."""
 
     buffers: list[torch.Tensor]
     planes: list[tuple[int, int, int, int]]
-    """The planes, each as (buffer, offset, block_stride, page_bytes)."""
+    """The planes, each as (index of the buffer, offset, block_stride, page_bytes)."""
     num_blocks: int
     digest: bytes = bytes(range(32))
     are_bf16: Sequence[bool] = ()
@@ -70,7 +70,7 @@ class Paged:
     def payload(
         self, blocks: Sequence[int], buffers: list[torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Gather the reference payload of ``blocks`` by copying torch slices page by page."""
+        """Return the payload of ``blocks``, gathered page by page as a reference."""
         buffers = buffers or self.buffers
         pages = [
             buffers[i][o + b * s : o + b * s + n] for b in blocks for i, o, s, n in self.planes
@@ -80,7 +80,7 @@ class Paged:
     def place(
         self, buffers: list[torch.Tensor], payload: torch.Tensor, blocks: Sequence[int]
     ) -> None:
-        """Scatter the payload into ``blocks`` of ``buffers``, as a reference."""
+        """Write ``payload`` to ``blocks`` of ``buffers`` page by page, as a reference."""
         at = 0
         for b in blocks:
             for i, o, s, n in self.planes:
@@ -93,7 +93,7 @@ class Paged:
 
 
 def per_layer(num_layers: int, num_blocks: int, page: int, offset: int = 0, gap: int = 0) -> Paged:
-    """Return one tensor per layer, with ``gap`` bytes between pages and the first at ``offset``."""
+    """Return one buffer per layer, with the first page at ``offset`` and gaps of ``gap`` bytes."""
     stride = page + gap
     buffers = [
         torch.empty(offset + num_blocks * stride, dtype=torch.uint8, device=DEVICE)
@@ -119,14 +119,14 @@ def block_outermost(num_layers: int, num_blocks: int, page: int) -> Paged:
 
 
 def mixed(num_blocks: int, pages: Sequence[int]) -> Paged:
-    """Return layers with different page sizes (MLA with an indexer)."""
+    """Return layers with different page sizes, like MLA with an indexer."""
     buffers = [torch.empty(num_blocks * page, dtype=torch.uint8, device=DEVICE) for page in pages]
     return Paged(buffers, [(i, 0, page, page) for i, page in enumerate(pages)], num_blocks)
 
 
 def turned(paged: Paged) -> Paged:
-    """Return the pages of two layers, as a state-space layer can register them: the second layer,
-    split in two, and then the first layer.
+    """Return the pages of two layers in an order that a state-space layer can use: the second
+    layer's pages, split in two, and then the first layer's pages.
     """
     first, (buffer, offset, stride, size) = paged.planes
     cut = size // 3
@@ -156,7 +156,7 @@ class Frames:
 
 
 def trailers_of(memory: FrameMemory) -> np.ndarray:
-    """Return the trailers of frames without gaps: [num_frames] of `TRAILER`."""
+    """Return the trailers of dense frames as a `TRAILER` array of shape [num_frames]."""
     assert memory.is_dense
     raw = (ctypes.c_uint8 * memory.size_bytes).from_address(memory.address)
     offset = memory.part_offset + memory.part_bytes - TRAILER.itemsize
@@ -179,11 +179,11 @@ def make_mover(
     kind_of: Sequence[int] = (0,),
     encodes: bool = False,
 ) -> CudaMover:
-    """Return a mover.
+    """Return a mover whose host memory is registered.
 
-    ``blocks_per_chunk`` applies to all kinds or contains one value per kind. ``ring`` is the number
-    of staging slots and their size. ``others`` contains further kinds of pages, and ``kind_of``
-    contains the kind of each group.
+    ``blocks_per_chunk`` is one value for all kinds or one value per kind. ``ring`` is the number of
+    staging slots and the size of a slot in bytes. ``others`` contains other kinds of pages, and
+    ``kind_of`` maps each group to its kind.
     """
     layouts = [each.layout() for each in (paged, *others)]
     mover = CudaMover(

@@ -1,7 +1,5 @@
-"""Simple reference implementations of the kernels, which compute tags word by word and payloads
-page by page.
-
-The implementations share no code with the kernels.
+"""Reference implementations that share no code with the kernels: tags are computed word by word,
+and payloads page by page.
 """
 
 import json
@@ -17,7 +15,7 @@ _C = {name: int(digits, 16) for name, digits in VECTORS["constants"].items()}
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """The `mix` function of ARCHITECTURE.md, for uint64."""
+    """Return `mix` of docs/design/frames.md for an array of uint64."""
     with np.errstate(over="ignore"):
         x = (
             x
@@ -30,9 +28,9 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def page_sum(page: np.ndarray, number: int, first_word: int = 0) -> int:
-    """Return the sum of the tag terms of one page (uint8), which is `number` in payload order.
+    """Return the sum of the tag terms of page ``number`` (uint8) of a payload.
 
-    With ``first_word``, ``page`` contains only the part of the page that starts at this word.
+    ``page`` contains the page's words starting at ``first_word``.
     """
     padded = np.zeros(-(-len(page) // 8) * 8, np.uint8)
     padded[: len(page)] = page

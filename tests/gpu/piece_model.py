@@ -1,4 +1,4 @@
-"""A reference model in Python that splits copies into pieces tile by tile."""
+"""A reference model in Python that executes pieces tile by tile."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from kvloft.transfer.cuda.pieces import ChunkTable, Piece, PieceLimits
 
 
 def frames_of(piece: Piece) -> list[int]:
-    """Return the frames of a piece of complete chunks, in the order of its segments."""
+    """Return the frames of a piece of complete chunks, in segment order."""
     return [run.frame + row for run in piece.runs for row in range(run.num_rows)]
 
 
@@ -27,7 +27,7 @@ def gather(
 def copy_out(piece: Piece, shape: PieceLimits, slot: np.ndarray, parts: np.ndarray) -> None:
     """Execute the runs of a save.
 
-    ``parts`` has the shape [frames, part_bytes]. Row f is this rank's shard of frame f.
+    ``parts`` has the shape [frames, part_bytes]; row f is this rank's shard of frame f.
     """
     for run in piece.runs:
         assert run.part_offset + run.row_bytes <= parts.shape[1], (

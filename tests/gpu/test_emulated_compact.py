@@ -1,4 +1,4 @@
-"""Tests an arena with frames for compressed and for raw chunks, on the emulated GPU."""
+"""Runs the tests of an arena with compact and large frames on the emulated GPU."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,5 @@
 """Tests encoded shards on the emulated GPU: widths, raw shards, registration, and chunks that do
-not fit. The tests do not need a GPU.
+not fit.
 """
 
 import logging
@@ -67,8 +67,8 @@ test_ranks_stay_in_their_part = on_gpu.test_ranks_stay_in_their_part
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_rewrite_waits_for_the_kernels_of_every_slot(gpu: Gpu, seed: int) -> None:
-    """Each slot has a separate stream for encoding kernels, so the completion of the last kernel
-    does not imply that the other kernels are complete.
+    """Each slot has a separate stream for encoding kernels, so the other kernels can still be
+    running when the last kernel completes.
     """
     gpu.random.seed(seed)
     paged = on_gpu.bf16("pages_of_6k")
@@ -95,7 +95,7 @@ def kernels_of(
     compiles: bool = True,
     **options: Any,
 ) -> list[bool]:
-    """Return the layouts that `prepare` encodes."""
+    """Return, for each layout, True if `prepare` selects kernels that encode."""
 
     def make(layout: PagedLayout, *_: object, encodes: bool = False) -> EmulatedKernels:
         if encodes and not compiles:

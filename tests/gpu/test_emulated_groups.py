@@ -1,4 +1,4 @@
-"""Runs the tests of multiple KV cache groups on the emulated GPU, without a GPU."""
+"""Runs the tests of multiple KV cache groups on the emulated GPU."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -45,9 +45,9 @@ test_a_damaged_trailer_of_a_group_without_pages_is_reported = (
 def test_groups_with_equal_or_no_pages_are_one_kind_and_share_a_mover(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Windows and full attention have the same pages, so they share a batch and a tile table.
+    """Groups of one kind have the same pages and number of blocks per chunk.
 
-    Equal digests alone are not sufficient.
+    Equal digests are not sufficient.
     """
     made: list[Any] = []
     monkeypatch.setattr(mover, "Kernels", lambda layout, *_, **__: EmulatedKernels(layout))

@@ -1,5 +1,5 @@
-"""Runs the tests of saves and loads on the emulated GPU: layouts, routes, partial loads, ranks,
-pinning and damaged copies. The tests do not need a GPU.
+"""Tests saves and loads on the emulated GPU: layouts, staging, partial loads, ranks, registration,
+invalid copies and failed driver calls.
 """
 
 import random
@@ -94,10 +94,7 @@ def counting(name: str, original: Callable[..., None], counts: Counter[str]) -> 
 def test_many_short_runs_are_one_command(
     places: list[int], num_commands: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The link is idle between two commands.
-
-    If a store has pairs of adjacent frames, a save must not need one command per frame.
-    """
+    """The link is idle between two commands, so short runs of adjacent frames must be combined."""
     paged = per_layer(2, 60, 900)
     paged.randomize(3)
     frames = Frames(60, part_bytes_for(paged.block_bytes))
@@ -118,9 +115,9 @@ def test_many_short_runs_are_one_command(
 def test_one_failed_call_is_reported_once_and_nothing_is_written_after(
     seed: int, fails_at: int
 ) -> None:
-    """One driver call fails at any point and on any thread.
+    """One driver call fails at a random point, on any thread.
 
-    Reported frames and blocks may already have new owners.
+    Nothing may be written after a report, because frames and blocks can then have new owners.
     """
     chance = random.Random(seed)
     with emulated(seed) as gpu, pytest.MonkeyPatch.context() as patch:
@@ -169,14 +166,14 @@ def test_one_failed_call_is_reported_once_and_nothing_is_written_after(
             assert np.array_equal(frames.parts[by_ticket[ticket].frame, : len(want)], want)
         held = frames.raw.copy()
         gpu.advance(10**6)
-        assert np.array_equal(frames.raw, held), "written after it was reported"
+        assert np.array_equal(frames.raw, held), "a frame was written after it was reported"
         mover.close()
 
 
 def test_a_load_is_behind_until_its_last_piece_is_sent(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks larger than a slot are split into pieces, which wait for each other."""
+    """A chunk larger than a slot is split into pieces that wait for each other."""
     monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 1)
     monkeypatch.setattr(
         "kvloft.transfer.cuda.mover.Submitter",
@@ -199,7 +196,7 @@ def test_a_load_is_behind_until_its_last_piece_is_sent(
 def test_after_a_break_loads_say_that_they_failed(gpu: Gpu) -> None:
     """If failed loads were not reported, kvloft would repeatedly offer the same loads to vLLM.
 
-    One load is in flight, and one load is queued.
+    One load is in flight when the GPU breaks, and the other load is submitted afterwards.
     """
     paged = per_layer(2, 23, 37, offset=3, gap=5)
     mover = make_mover(paged, Frames(8, part_bytes_for(paged.block_bytes)), 1)

@@ -1,7 +1,7 @@
 """Tests saves and loads while host memory is being registered, on the emulated GPU.
 
-Saves to unregistered frames wait until the frames are registered. A waiting save fails only if its
-blocks are rewritten first. The tests do not need a GPU.
+Saves to unregistered frames wait until the frames are registered. A waiting save fails if its
+blocks are rewritten first.
 """
 
 import ctypes

@@ -1,5 +1,5 @@
-"""Runs the tests of Mamba states on the emulated GPU, and tests vLLM's work on states before the
-first hook of a step. The tests do not need a GPU.
+"""Runs the tests of Mamba states on the emulated GPU, and tests states that vLLM moves or zeroes
+before the first hook of a step.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ test_a_states_frame_is_not_read_as_another_groups = (
 def test_a_state_that_is_moved_before_the_next_hook_comes_behind_the_gather(gpu: Gpu) -> None:
     """vLLM moves or copies a running state into a new block before the connector receives the step.
 
-    The previous owner of the block may have finished, and no step reports the block as rewritten.
+    The block's previous owner can have finished, so no step reports the block as rewritten.
     """
     rig = Rig("layers outermost", heads_first=True, slot_bytes=6144)
     rig.raw.random_(0, 256)
@@ -43,7 +43,7 @@ def test_a_state_that_is_moved_before_the_next_hook_comes_behind_the_gather(gpu:
     rig.step(saves=rig.batches())
     gpu.compute.enqueue(
         lambda: rig.raw.fill_(0)
-    )  # like the kernels below, this kernel is launched before `begin_step`
+    )  # launched before `begin_step`, like vLLM's kernels that move states
     rig.step()
     assert len(rig.mover.drain().saved) == NUM_BLOCKS
     for group, copies in enumerate(rig.copies):

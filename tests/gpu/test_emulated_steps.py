@@ -1,11 +1,10 @@
-"""Property test of CudaMover on the emulated GPU: random steps rewrite, read, save and load,
-compared with a dict of each block's content.
+"""Property test of CudaMover on the emulated GPU: random steps rewrite, read, save and load blocks,
+and are compared with a dict of each block's content.
 
-A save stores the content that its block has when the save is requested, and later writes must not
-change this content. A forward pass reads the bytes that were written last, even if blocks are
-loaded in between. Damaged frames are reported. A group may have no pages, as on some pipeline
-stages. In this case, only the trailers of the group's frames are written. The test does not need a
-GPU.
+A save stores the content that its blocks have when the save is requested, regardless of later
+writes. A forward pass reads the most recently written bytes, even if blocks are loaded in between.
+Damaged frames are reported. A group without pages, as on some pipeline stages, writes only the
+trailers of its frames.
 """
 
 import os
@@ -82,8 +81,9 @@ class Saved:
 
 @dataclass
 class Wanted:
-    """A chunk of a load with the expected content of ``blocks`` after the load is reported, or a
-    mark that the chunk must be reported as bad.
+    """A chunk to load, with the expected content of its blocks after the load.
+
+    If ``is_bad`` is set, the chunk must be reported as bad instead.
     """
 
     saved: Saved
@@ -93,7 +93,7 @@ class Wanted:
 
 
 class Pins:
-    """Host memory that the test registers. `wait` and `close` behave as in RegisteredRange."""
+    """Host memory that the test registers."""
 
     def __init__(self, size_bytes: int, num_registered_bytes: int) -> None:
         self.size_bytes, self.num_registered_bytes, self.is_over = (
@@ -132,10 +132,7 @@ class Steps(RuleBasedStateMachine):
         few_pieces: bool,
         more_bytes: int,
     ) -> None:
-        """Start the movers.
-
-        ``more_bytes`` is the number of additional shard bytes for the layers of another stage.
-        """
+        """Each shard has ``more_bytes`` additional bytes, for the layers of another stage."""
         self.zeroes, self.num_groups = zeroes, num_groups
         self.context = emulated(seed)
         self.gpu = self.context.__enter__()
@@ -255,11 +252,11 @@ class Steps(RuleBasedStateMachine):
             for block in wanted.copy.blocks
         }
         mine = random.sample(sorted(set(range(NUM_BLOCKS)) - loading), NUM_BLOCKS - len(loading))
-        loads = self.choose_loads(random, mine, num_loads)  # the call uses blocks from ``mine``
+        loads = self.choose_loads(random, mine, num_loads)  # removes blocks from ``mine``
         written = mine[:num_written]
         read_by_saves = {block for saved in self.unsaved.values() for block in saved.blocks}
         if self.zeroes and not self.gpu.is_broken:
-            for block in written:  # as vLLM zeroes new blocks, before any hook of the step
+            for block in written:  # vLLM zeroes new blocks before any hook of the step
                 self.enqueue_write(block)
         self.mover.begin_step(
             [BlockId(block) for block in written if block in read_by_saves],
@@ -289,7 +286,7 @@ class Steps(RuleBasedStateMachine):
             self.mover.submit_saves([SavePlan(ReqId("s"), self.batch(saves))])
 
     def batch(self, copies: list[tuple[int, ChunkCopy]]) -> Any:
-        """Return chunks of one group, or of each group."""
+        """Return a batch of ``copies``, which are (group, copy)."""
         if self.num_groups == 1:
             return batch_of(copy for _, copy in copies)
         groups = sorted({group for group, _ in copies})
@@ -452,7 +449,7 @@ class Steps(RuleBasedStateMachine):
                     self.bad_blocks.difference_update(blocks)
                     continue
                 if not len(wanted.payload):
-                    continue  # the content is unchanged, as in `held`
+                    continue  # the load of a group without pages changes no block
                 got = np.concatenate([self.now(block) for block in blocks])
                 assert np.array_equal(got, wanted.payload), "a load returned wrong bytes"
                 self.held.update(zip(blocks, wanted.payload.reshape(len(blocks), -1), strict=True))

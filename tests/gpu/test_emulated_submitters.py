@@ -1,5 +1,5 @@
 """Tests submitters on the emulated GPU: copies are sent without polling and arrive in the correct
-place. The tests do not need a GPU.
+place.
 """
 
 import os
@@ -83,7 +83,7 @@ def test_submitters_send_copies_without_polls(
             and not done.bad_blocks
         )
         assert torch.equal(paged.payload(targets), paged.payload(sources, before))
-        mover.begin_step(())  # returns the step's own events to the pool
+        mover.begin_step(())  # returns the step's events to the pool
         assert len(mover._shared.spare_marks) >= NUM_MARKS, "marks leak"
         mover.close()
 
@@ -91,7 +91,7 @@ def test_submitters_send_copies_without_polls(
 def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If the piece counted as sent, a caller that checks at that moment, such as a bench, would
+    """If the piece counted as sent, a caller that checks at that moment, such as a benchmark, would
     treat a copy as done before its last piece has started.
     """
     monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 1)
@@ -120,7 +120,7 @@ def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(
         assert is_at_last.wait(DEADLINE_S), "no submitter reached the last piece"
         answers: queue.Queue[bool] = queue.Queue()
         threading.Thread(target=lambda: answers.put(mover.is_behind), daemon=True).start()
-        with suppress(queue.Empty):  # it may also wait for the submitter
+        with suppress(queue.Empty):  # `is_behind` can also wait for the submitter
             assert answers.get(timeout=0.3)
         may_send.set()
         until(lambda: not mover.is_behind)

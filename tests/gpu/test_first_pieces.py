@@ -1,7 +1,4 @@
-"""Tests that the first pieces of a save or load of any request are small if the link is idle.
-
-The tests do not need a GPU.
-"""
+"""Tests on the emulated GPU that the first pieces of saves and loads are small on an idle link."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -34,9 +31,9 @@ PER_PIECE, BLOCKS = 6, 120
 
 
 class Rig:
-    """A mover whose first pieces have 2 and 3 chunks and whose later pieces have 6 chunks.
+    """A mover with first pieces of 2 and 3 chunks and later pieces of 6 chunks.
 
-    The rig records the number of chunks of each piece in the order of sending.
+    Records the number of chunks in each piece, in the order in which pieces are sent.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -144,7 +141,7 @@ def test_loads_begin_with_few_chunks_of_any_request(
 
 
 def test_saves_are_sent_in_the_order_of_frames(rig: Rig) -> None:
-    """`Rig.noted` records each piece."""
+    """`Rig.noted` checks the order."""
     rig.mover.begin_step(())
     backwards = copies_of(range(20)[::-1], [[block] for block in range(20)])
     rig.mover.submit_saves([SavePlan(ReqId("s"), batch_of(backwards))])
@@ -173,7 +170,7 @@ def test_rejected_saves_are_reported_once(rig: Rig, monkeypatch: pytest.MonkeyPa
     assert (sorted(done.saved), sorted(done.failed)) == (list(range(1, 6)), list(range(6, 21))), (
         "pieces must contain only pinned frames"
     )
-    rig.mover._break("as the test wanted it")
+    rig.mover._break("injected by the test")
     rig.mover.submit_saves([plan])
     assert (done := rig.mover.drain()).saved == [] and sorted(done.failed) == list(range(1, 21))
 
@@ -281,7 +278,7 @@ def test_a_load_hands_out_each_chunk_once_in_the_order_of_frames(
 def test_the_compute_stream_is_the_one_that_is_current_now(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine may switch streams between steps. Marks in other streams have no effect (I2)."""
+    """An engine can switch streams between steps. Marks in other streams have no effect (I2)."""
     mover = Rig(monkeypatch).mover
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

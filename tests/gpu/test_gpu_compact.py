@@ -1,6 +1,6 @@
-"""Tests frames for compressed chunks and frames for raw chunks in one arena.
+"""Tests an arena with compact frames for compressed chunks and large frames for raw chunks.
 
-These tests need a GPU. The same tests also run on the emulated GPU.
+`test_emulated_compact.py` runs the same tests on the emulated GPU.
 """
 
 import mmap
@@ -28,9 +28,7 @@ FIRST_LARGE = 1 << 28
 
 
 class TwoSizes:
-    """A mover for an arena with two slabs. The first slab has compact frames, and the second slab
-    has large frames.
-    """
+    """A mover for an arena with a slab of compact frames and a slab of large frames."""
 
     def __init__(self, paged: Paged, *, encodes: bool = True) -> None:
         payload, num_tiles = paged.block_bytes * NUM_BLOCKS, len(tiles_of(paged, NUM_BLOCKS))
@@ -137,6 +135,6 @@ def test_without_kernels_that_compress_every_chunk_is_a_misfit() -> None:
     done = load(rig.mover, copies)
     assert done.bad_blocks == set(copies[0].blocks)
     assert done.loads[0].bad_keys == ((copies[0].key, "layout"),), (
-        "engines with a different layout can read it"
+        "the chunk must be kept for engines with a different layout"
     )
     rig.mover.close()

@@ -1,5 +1,5 @@
-"""Tests encoded shards on a GPU: bits, tags and records compared with the numpy oracle, for any
-content, page size, width and damage.
+"""Compares encoded shards on a GPU with the numpy oracle (bits, tags and records) for many kinds of
+content, page sizes, widths and damage.
 """
 
 import os
@@ -32,7 +32,7 @@ from test_gpu_mover import check_load, check_partial_loads, check_unregistered, 
 
 NUM_FAULTS = int(os.environ.get("KV_NUM_FAULTS", "10000"))
 ORACLE_TILES = 300
-"""Number of tiles in a test that compares records."""
+"""Number of tiles per test whose records are compared with the oracle."""
 LAYOUTS = {
     "pages_of_4k": lambda: per_layer(5, 29, 4096),
     "pages_of_6k": lambda: one_buffer(3, 31, 6 << 10),
@@ -51,7 +51,7 @@ def some_bf16(paged: Paged, are_bf16: Sequence[bool]) -> Paged:
 
 
 def bf16(name: str) -> Paged:
-    """Return paged KV with encoded planes, unless the layout specifies raw planes."""
+    """Return paged KV in which all planes are bfloat16, unless the layout specifies otherwise."""
     paged = LAYOUTS[name]()
     return paged if paged.are_bf16 else some_bf16(paged, [True] * len(paged.planes))
 
@@ -79,8 +79,8 @@ def encoded_frames(paged: Paged, num_frames: int, num_blocks: int, **ranks: int)
 def check_part(
     part: np.ndarray, payload: bytes, tiles: e348.Tiles, encoded_bytes: int, num_tiles: int
 ) -> None:
-    """Check that the records of the shard equal the records of the oracle, have no gaps or
-    overlaps, and decode to ``payload``.
+    """Check that the shard's records have no gaps or overlaps, and that the first ``num_tiles``
+    records equal the oracle's records and decode to ``payload``.
     """
     table_bytes = -(-8 * len(tiles) // 16) * 16
     entries = part[: 8 * len(tiles)].view("<u8").tolist()
@@ -154,7 +154,7 @@ def test_any_content_round_trips(sample: str) -> None:
 def test_any_page_size_and_width_round_trips(
     layout: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With width 0.6, a part of each chunk is written to and read from host memory."""
+    """With share 0.6, kernels write and read part of each chunk in host memory."""
     monkeypatch.setattr("kvloft.transfer.cuda.encoding.SHARE", share)
     for sample in ("gaussian", "random words"):
         check_round_trip(
@@ -186,7 +186,7 @@ def test_sizes_are_those_of_the_format(sample: str, most: float) -> None:
 )
 @pytest.mark.parametrize("page_kib", [4, 6, 18, 64])
 def test_real_keys_and_values_come_back_and_take_71_percent(page_kib: int) -> None:
-    """Pages have 6 KiB, as in vLLM: 16 tokens of K or V in one layer."""
+    """vLLM's pages have 6 KiB: 16 tokens of K or V in one layer."""
     words = np.load(os.environ["KV_SMOLLM2"]).reshape(-1)
     num_planes = 60 if page_kib == 6 else 10
     paged = one_buffer(num_planes, 2 * len(words) // (num_planes * page_kib << 10), page_kib << 10)
@@ -232,7 +232,7 @@ def test_an_encoded_part_is_a_miss_for_raw_readers() -> None:
 
 
 def test_chunks_that_do_not_fit_their_parts_are_not_saved() -> None:
-    """Shards are smaller than a payload, except that noise does not compress.
+    """Shards have less space than a raw payload, so chunks of noise do not fit.
 
     The bytes after a shard must not change.
     """
@@ -267,7 +267,7 @@ def test_partial_loads_write_only_their_blocks() -> None:
 def test_unregistered_frames_are_loaded_but_not_used_by_saves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No kernel may access unregistered frames, so their shards are copied whole."""
+    """Kernels must not access unregistered frames, so their shards are copied whole."""
     monkeypatch.setattr("kvloft.transfer.cuda.encoding.SHARE", 0.65)
     paged = bf16("pages_of_18k")
     frames = encoded_frames(paged, 20, 1)
@@ -291,7 +291,7 @@ def test_ranks_stay_in_their_part() -> None:
 
 
 def damage(part: np.ndarray, size: int, table_bytes: int, rng: random.Random) -> None:
-    """Change stored bytes, mostly in the table."""
+    """Damage a shard of ``size`` bytes, often in its table."""
     kind = rng.choice(
         ("bit", "bit", "entry", "entry bit", "swap", "noise", "zero", "ones", "truncate")
     )
@@ -321,7 +321,7 @@ def damage(part: np.ndarray, size: int, table_bytes: int, rng: random.Random) ->
 
 @pytest.mark.parametrize("layout", ["pages_of_6k", "mixed"])
 def test_damage_is_a_miss_or_has_no_effect(layout: str) -> None:
-    """Damage must never cause a fault, nor a wrong byte with a matching tag."""
+    """Damage must cause neither a fault nor a wrong byte with a matching tag."""
     num_chunks = 50
     paged = bf16(layout)
     paged = some_bf16(mixed(2 * num_chunks, [plane[3] for plane in paged.planes]), paged.are_bf16)

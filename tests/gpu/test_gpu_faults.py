@@ -1,6 +1,4 @@
-"""Damages frames randomly 10,000 times. The check of the tag or the trailer during a load must
-detect all damage.
-"""
+"""Damages frames at random, 10,000 times. Loads must detect all damage by the tag or trailer."""
 
 import os
 import random
@@ -22,7 +20,7 @@ def damage(
 ) -> None:
     """Change the payload in ``part`` as a failure of the given kind would.
 
-    ``old`` is the earlier content of another chunk.
+    ``old`` is the frame's earlier content, which belonged to another chunk.
     """
     size = pages * page
     one, two = rng.sample(range(pages), 2)
@@ -68,7 +66,7 @@ def test_every_injected_fault_is_caught() -> None:
         hurt = set()
         for i in range(num_chunks):
             if rng.random() < 0.02:
-                continue  # some chunks remain intact, which detects a check that always fails
+                continue  # intact chunks detect a check that always fails
             kind = rng.choice(KINDS)
             damage(kind, frames.parts[i], old[i], layers * 2, page, rng)
             if not np.array_equal(frames.parts[i], good[i, 0]):

@@ -1,8 +1,7 @@
-"""Tests CudaMover with multiple KV cache groups: two kinds of pages over the same memory, one arena
+"""Tests CudaMover with multiple KV cache groups: two kinds of pages in the same memory, one arena
 and one staging area. Every byte is compared.
 
-The same functions run on the emulated GPU (`test_emulated_groups.py`), which also runs random steps
-(`test_emulated_steps.py`).
+`test_emulated_groups.py` runs the same tests on the emulated GPU.
 """
 
 import random
@@ -33,7 +32,7 @@ from kvloft.transfer.cuda.trailers import TRAILER
 
 pytestmark = pytest.mark.gpu
 GROUPS = (0, 1, 0)
-"""The kind of the pages of each group."""
+"""The kind of each group's pages."""
 BLOCKS = 60
 PAGES = [900, 4096, 5000]
 
@@ -44,10 +43,7 @@ def half_block(paged: Paged) -> Paged:
 
 
 def no_block(paged: Paged) -> Paged:
-    """Return a group without layers on this stage, as with some pipeline stages.
-
-    Its frames contain only a trailer.
-    """
+    """Return a group without layers on this pipeline stage. Its frames contain only a trailer."""
     return Paged(paged.buffers, [], paged.num_blocks, digest=bytes([9] * 32))
 
 
@@ -99,7 +95,7 @@ class Rig:
 
 
 def batches_to(copies: list[tuple[ChunkCopy, ...]], targets: list[list[int]]) -> ChunkBatch:
-    """Return loads of these chunks into other blocks."""
+    """Return a batch that loads ``copies``, given by group, into ``targets``."""
     moved = [
         [
             ChunkCopy(c.frame, c.key, 1, 0, (BlockId(to),))
@@ -116,7 +112,7 @@ def batches_to(copies: list[tuple[ChunkCopy, ...]], targets: list[list[int]]) ->
 def test_groups_may_have_different_numbers_of_blocks_in_a_chunk(
     other: str, sizes: tuple[int, int], slot_bytes: int
 ) -> None:
-    """Each load starts at a different block, like a window that starts inside its first chunk."""
+    """Loads start at different blocks, like sliding windows that start inside their first chunk."""
     rig = Rig(4096, other, sizes=sizes, slot_bytes=slot_bytes)
     rig.paged.randomize(1)
     before = rig.paged.snapshot()
@@ -153,7 +149,7 @@ def test_groups_may_have_different_numbers_of_blocks_in_a_chunk(
 
 
 def test_a_chunk_of_more_blocks_than_its_kinds_frames_hold_is_not_copied() -> None:
-    """A different kind with smaller blocks can have this number of blocks per chunk."""
+    """Another kind with smaller blocks can have more blocks per chunk."""
     rig = Rig(4096, "half", sizes=(1, 2))
     rig.paged.randomize(1)
     two = copies_of([0], [[1, 2]])
@@ -203,8 +199,8 @@ def test_bytes_of_every_group_come_back(page: int, other: str) -> None:
 
 
 def test_a_block_is_not_loaded_into_for_one_group_before_it_was_saved_for_another() -> None:
-    """The gather of the save is queued when the load starts. The old owner of the block has
-    finished, so no step reports the block as rewritten.
+    """The save's gather is still queued when the load starts. The block's old owner has finished,
+    so no step reports the block as rewritten.
     """
     rig = Rig(4096, "turned", slot_bytes=3 * 12288)
     rig.paged.randomize(1)

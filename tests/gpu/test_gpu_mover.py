@@ -1,5 +1,5 @@
-"""Tests saves and loads on a GPU, compared bit for bit with torch: all layouts, page sizes, odd
-dimensions and permutations, with poisoned destinations.
+"""Compares saves and loads on a GPU with torch, bit for bit: layouts, page sizes, odd dimensions
+and permutations, with poisoned destinations.
 """
 
 import random
@@ -56,7 +56,7 @@ ROUTES = {
 def random_chunks(
     paged: Paged, blocks_per_chunk: int, num_frames: int, seed: int
 ) -> tuple[list[int], list[list[int]]]:
-    """Return some frames and different blocks for each frame."""
+    """Return random frames, and distinct blocks for each frame."""
     rng = random.Random(seed)
     blocks = rng.sample(range(paged.num_blocks), paged.num_blocks)
     chunks = []
@@ -98,7 +98,7 @@ def test_round_trip_is_bitwise(layout: str, route: str, blocks_per_chunk: int) -
 
 
 def check_load(paged: Paged, mover, copies, saved: list[torch.Tensor], seed: int) -> None:
-    """Load all chunks into other blocks of poisoned KV. All other bytes must remain poisoned."""
+    """Load all chunks into random blocks of poisoned KV. All other bytes must remain poisoned."""
     paged.poison()
     target = random.Random(seed + 100).sample(range(paged.num_blocks), paged.num_blocks)
     want = paged.snapshot()

@@ -29,9 +29,7 @@ LONG_CYCLES = 4_000_000_000
 
 
 def rig() -> tuple[Paged, Frames, CudaMover]:
-    """Return a mover with 64 blocks of 256 KiB, twice as many frames, and staging slots for three
-    or four blocks.
-    """
+    """Return 64 blocks of 256 KiB, twice as many frames, and a mover with slots of 1 MiB."""
     paged = block_outermost(4, BLOCKS, 64 << 10)
     frames = Frames(2 * BLOCKS, part_bytes_for(paged.block_bytes))
     return paged, frames, make_mover(paged, frames, 1, ring=RING)
@@ -64,7 +62,7 @@ def test_submitters_send_everything_by_themselves() -> None:
 
 @pytest.mark.parametrize("verb", ["save", "load"])
 def test_few_bytes_are_on_the_gpu_at_a_time(verb: str) -> None:
-    """The engine's own copies wait behind bytes that are queued on the GPU."""
+    """The engine's own copies wait behind copies that are queued on the GPU."""
     paged, _, mover = rig()
     copies = copies_of(range(BLOCKS), [[block] for block in range(BLOCKS)])
     paged.randomize(1)
@@ -90,8 +88,8 @@ def test_few_bytes_are_on_the_gpu_at_a_time(verb: str) -> None:
 
 @pytest.mark.parametrize("is_submitted", ["before", "after"])
 def test_a_load_waits_neither_for_its_steps_forward_nor_for_a_later_one(is_submitted: str) -> None:
-    """vLLM up to 0.29 submits loads before the forward pass of their step. vLLM 0.30 and newer
-    submit loads after it.
+    """vLLM 0.29 and older submit loads before their step's forward pass, and newer releases after
+    it.
     """
     paged, _, mover = rig()
     paged.randomize(1)
@@ -132,7 +130,7 @@ def test_a_save_waits_for_no_later_step() -> None:
         return len(saved) >= BLOCKS
 
     until(first_are_saved)
-    assert not gate.query(), "the load waited for a forward pass launched after it"
+    assert not gate.query(), "the save waited for a forward pass launched after it"
     assert set(saved) == {copy.ticket for copy in copies}
     assert len(mover.drain().saved) == 1
     mover.close()

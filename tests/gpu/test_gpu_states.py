@@ -1,9 +1,9 @@
-"""Tests CudaMover with state-space layers and attention: tensors in every layout of vLLM, with
+"""Tests CudaMover with state-space layers and attention: tensors in each of vLLM's layouts, with
 every byte compared.
 
-A state is smaller than an attention page, so unused padding follows the state. A state's tensors
-(convolution and recurrence) have different types and, since vLLM 0.32, form a single byte tensor.
-The emulated GPU runs the same functions (`test_emulated_states.py`).
+A state is smaller than an attention page, so padding follows it. A state's tensors (convolution and
+recurrence) have different types and, since vLLM 0.32, form a single byte tensor.
+`test_emulated_states.py` runs the same tests on the emulated GPU.
 """
 
 from itertools import product
@@ -38,8 +38,8 @@ STRIDES = {
     "layers outermost": (NUM_BLOCKS * PAGE, PAGE),
     "blocks outermost": (PAGE, NUM_SLOTS * PAGE),
 }
-"""Strides of a slot and of a block, as in vLLM's layouts L... and BL... Inside a page, heads or
-tokens come first.
+"""Strides of a slot and of a block, in bytes, for vLLM's layouts L... and BL... Within a page,
+heads or tokens come first.
 """
 KINDS = ("full", "bytes", "tensors")
 GROUPS = ("full", "bytes", "tensors", "bytes")
@@ -114,7 +114,7 @@ class Rig:
         ]
 
     def used(self, group: int, block: int) -> list[slice]:
-        """Return the location of a group's bytes in a block, without the padding after a state."""
+        """Return the locations of a group's bytes in a block, without the padding after a state."""
         num_bytes = PAGE if GROUPS[group] == "full" else prod(CONV) * 2 + prod(SSM) * 4
         begins = [slot * self.of_slot + block * self.of_block for slot in range(NUM_SLOTS)]
         return [slice(begin, begin + num_bytes) for begin in begins]
@@ -127,7 +127,7 @@ class Rig:
             self.mover.submit_saves([SavePlan(ReqId("s"), saves)])
 
     def batches(self, targets: dict[BlockId, int] | None = None) -> ChunkBatch:
-        """Return all chunks, or loads of them into other blocks."""
+        """Return all chunks, with ``targets`` instead of their blocks if given."""
         moved = [
             [c._replace(blocks=(BlockId(targets[c.blocks[0]]),)) if targets else c for c in group]
             for group in self.copies
@@ -139,11 +139,7 @@ class Rig:
     params=[*product(STRIDES, (True, False), (1 << 16,)), ("layers outermost", True, 6144)]
 )
 def rig(request: pytest.FixtureRequest) -> Rig:
-    """Return a rig.
-
-    With large slots, a piece contains multiple chunks. With small slots, each chunk needs a
-    separate piece.
-    """
+    """Return a rig with large slots (multiple chunks per piece) or small slots (one chunk)."""
     layout, heads_first, slot_bytes = request.param
     return Rig(layout, heads_first=heads_first, slot_bytes=slot_bytes)
 
@@ -194,10 +190,7 @@ def test_states_and_attention_come_back_and_padding_stays_as_it_was(rig: Rig) ->
 
 
 def test_a_states_frame_is_not_read_as_another_groups(rig: Rig) -> None:
-    """The keys of the groups differ.
-
-    Even with equal keys, the layouts differ, so each load is a miss.
-    """
+    """Groups normally have different keys. Here, only the layouts differ; each load is a miss."""
     rig.raw.random_(0, 256)
     rig.step(saves=rig.batches())
     assert rig.mover.drain().saved

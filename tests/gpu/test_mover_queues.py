@@ -1,6 +1,4 @@
-"""Tests the order of saves and loads on the GPU with lanes whose pieces complete when the test
-decides. The tests do not need a GPU.
-"""
+"""Tests the order of saves and loads without a GPU: the test decides when pieces complete."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -30,7 +28,7 @@ from kvloft.transfer.frames import FrameMemory
 NUM_BLOCKS, NUM_FRAMES, PART, BLOCK_BYTES, CHUNKS_A_SLOT = 40, 4000, 4096, 3800, 3
 NUM_SLOTS = 2
 LOADED = 64
-"""Number of sealed frames, which loads use."""
+"""Number of sealed frames. Loads use only these frames."""
 
 
 class Clock:
@@ -58,7 +56,7 @@ class Gathered:
 
 
 class Stream:
-    """A stream of a lane with the events for which the stream waits."""
+    """A lane's stream, which records the events that it waits for."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -71,10 +69,7 @@ class Stream:
 
 
 class Lane:
-    """A lane whose pieces are done after a call of `finish`.
-
-    The tag of a chunk is the number of its frame.
-    """
+    """A lane whose pieces are done after a call of `finish`. A chunk's tag is its frame number."""
 
     def __init__(self, clock: Clock, name: str) -> None:
         self.clock, self.name = clock, name
@@ -169,7 +164,7 @@ class Queues(RuleBasedStateMachine):
         self.dropped: set[int] = set()  # frames
         self.saved_after: dict[
             int, int
-        ] = {}  # frame -> position in the log after which its forward pass was launched
+        ] = {}  # frame -> length of the log when the save was submitted
 
     def teardown(self) -> None:
         try:

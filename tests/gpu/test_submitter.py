@@ -1,5 +1,5 @@
-"""Tests the submitter thread alone. The thread sends a copy after the awaited event has completed,
-sleeps while no copy is queued, and exits. The tests do not need a GPU.
+"""Tests the submitter thread without a GPU. The thread sends a copy after the awaited event has
+completed, sleeps while no copy is queued, and exits.
 """
 
 import os
@@ -17,7 +17,7 @@ WAIT_S = 20.0 * float(os.environ.get("TEST_PACE", "1"))
 
 
 class Lane:
-    """Counts queued, sent and completed copies. The test sets the events."""
+    """Counts queued and sent copies. The test completes the events."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

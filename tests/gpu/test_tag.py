@@ -1,4 +1,4 @@
-"""Checks that the GPU and the CPU implementation compute the same tag."""
+"""Checks that the GPU and CPU implementations compute the same tag."""
 
 import ctypes
 import re
