@@ -1,5 +1,5 @@
 //! A list of chunks, stored in columns. A batch carries chunks from the store's reservation or
-//! lease to the table of the copy kernel, and back to the commit.
+//! lease to the copy kernel's table, and back to the commit.
 //!
 //! There is no object per chunk: a long prompt has thousands of chunks, and forward passes and
 //! loads wait while their batches are built.
@@ -185,7 +185,7 @@ impl ChunkBatch {
         &self.tickets
     }
 
-    /// Returns the group of the `nth` chunk and the chunk's index in the group.
+    /// Returns the part that contains the `nth` chunk, and the chunk's index in the part.
     fn find(&self, nth: usize) -> (&Part, usize) {
         let mut at = nth;
         for part in &self.parts {

@@ -72,7 +72,6 @@ impl Error {
     }
 }
 
-/// Returns true if an I/O error was caused by a lack of space.
 pub(crate) fn is_no_space(error: &std::io::Error) -> bool {
     matches!(error.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded)
 }

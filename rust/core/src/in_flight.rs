@@ -24,7 +24,6 @@ struct Plan {
     num_left: usize,
 }
 
-/// The save of one chunk.
 #[derive(Debug, Clone, Copy)]
 struct Save {
     /// The store's reservation number, or None if the store has been replaced.
@@ -36,7 +35,6 @@ struct Save {
     is_misfit: bool,
 }
 
-/// A settled save.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Settled {
     /// The store's reservation number, or None if the store has been replaced.
@@ -66,7 +64,6 @@ impl InFlight {
         Self { all, num_saves: 0, next_ticket: 1, last_reservation: 0, readers }
     }
 
-    /// Returns the number of saves that have not been reported by all ranks.
     pub(crate) fn len(&self) -> usize {
         self.num_saves
     }
@@ -141,7 +138,7 @@ impl InFlight {
         }
     }
 
-    /// Records the report of a rank. Returns the settled save if this was the last rank to report.
+    /// Records a rank's report. Returns the settled save if this was the last rank to report.
     pub(crate) fn report(&mut self, ticket: u64) -> Option<Settled> {
         let (_, plan, nth) = find(&mut self.all, ticket)?;
         let save = &mut plan.saves[nth];

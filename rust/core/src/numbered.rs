@@ -9,7 +9,6 @@ use std::collections::VecDeque;
 /// The deque is compacted when its length exceeds twice the number of values plus this number.
 const SPARE: usize = 64;
 
-/// A sorted deque of numbered values.
 #[derive(Debug)]
 pub(crate) struct Numbered<T> {
     /// Sorted by number. Removed values are None, except that the first entry always has a value.

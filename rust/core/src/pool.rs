@@ -5,8 +5,8 @@
 //! requests it. If no slab is free, a requesting store below its share becomes *hungry*, and stores
 //! above their share should release a slab. No call waits for a slab to be released. If a store's
 //! workers can copy only to the first part of the arena, the store's share also applies to that
-//! part, so that other stores cannot occupy all of it. The lock of the pool may be acquired while a
-//! store's lock is held, never the other way around.
+//! part, so that other stores cannot occupy all of it. The pool's lock may be acquired while a
+//! store's lock is held, but never the other way around.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -36,14 +36,13 @@ const MIN_SLABS: u64 = 8;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct SlabId(pub(crate) u32);
 
-/// The state of one store in the pool.
 #[derive(Debug, Default)]
 struct MemberState {
     /// Number of slabs owned by the store, including `arrived`.
     num_slabs: u32,
     /// Slabs that were assigned to the store and that the store has not collected yet.
     arrived: Vec<SlabId>,
-    /// Share in percent of the arena. None for an equal part of the remainder.
+    /// Share of the arena in percent, or None for an equal part of the remainder.
     percent: Option<u32>,
     /// False if the store is not entitled to a share.
     is_active: bool,
@@ -164,8 +163,8 @@ impl Pool {
         self.state().wanting().next().is_some()
     }
 
-    /// Returns `InvalidConfig` if a slab is too small for a frame of any of the sizes. A store with
-    /// such a size could own slabs without having a frame of that size.
+    /// Returns `InvalidConfig` if any of the frame sizes exceeds the slab size. A store with such a
+    /// size could own slabs without having a frame of that size.
     pub fn check(&self, sizes: &FrameSizes) -> Result<()> {
         sizes.check()?;
         let (slab_bytes, frame_bytes) = (self.slab_bytes, sizes.largest());
@@ -346,7 +345,6 @@ impl Member {
         self.pool.state().reassign(self.id, slab);
     }
 
-    /// Returns the number of slabs that the store can keep when other stores need slabs.
     pub(crate) fn share(&self) -> u32 {
         self.with(|own| own.share)
     }

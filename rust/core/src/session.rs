@@ -72,12 +72,12 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn limit_memory(&self, limit_bytes: u64);
     /// Returns the log lines added since the last call.
     fn take_events(&self) -> Vec<Event>;
-    /// Starts to record added and removed chunks; see [`Store::watch`]. A second call has no
+    /// Starts recording added and removed chunks; see [`Store::watch`]. A second call has no
     /// effect.
     fn watch(&self, capacity: usize);
     /// Returns the recorded changes; see [`Listener::changes`]. While the store is not responding,
     /// returns no rows; after one second, reports all requested chunks as removed. This report and
-    /// the next report of a store set `lost`, because all earlier reports may be outdated.
+    /// the next report from a store set `lost`, because all earlier reports may be outdated.
     fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes;
     /// Waits until all visible chunks are written to disk or dropped. Returns false at the
     /// deadline.

@@ -1,8 +1,8 @@
 //! Tests the disk tier on real file systems that are full, frozen, unmounted, or read-only after an
 //! error.
 //!
-//! The tests mount a tmpfs or an image file. If mounting is not possible (no root, no loop
-//! device), a test reports this and returns.
+//! The tests mount a tmpfs or an image file. If mounting is not possible (no root, no loop device),
+//! the test prints a message and returns.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests panic to fail, too")]
 
@@ -34,7 +34,7 @@ fn run(program: &str, args: &[&str]) -> bool {
     status.is_ok_and(|status| status.success())
 }
 
-/// A file system for one test. It is unmounted when dropped, in any state.
+/// A file system for one test. Dropping it unmounts it, even if it is frozen or in use.
 struct Mounted {
     kind: &'static str,
     dir: TempDir,
@@ -89,7 +89,7 @@ impl Mounted {
     }
 
     /// Waits until the space of a removed file is available: a journaling file system frees space
-    /// later.
+    /// asynchronously.
     fn wait_for_room(&self) {
         let begun = Instant::now();
         loop {
@@ -372,7 +372,8 @@ fn test_a_directory_removed_from_any_file_system_is_noticed() {
     }
 }
 
-/// Opens a store with a `disk_size` larger than the file system, so that the disk tier can fill it.
+/// Opens a store with a `disk_size` larger than the file system, so that the disk tier can fill the
+/// file system.
 fn open_store(mounted: &Mounted) -> Store {
     let cap_bytes = 1 << 30;
     let dir = mounted.path("mnt/cache");
@@ -461,7 +462,7 @@ fn test_a_full_ext2_is_used_like_a_disk_tier_at_its_cap() {
     let first_stored = 800 - u32::try_from(num_stored).unwrap();
     assert!((0..first_stored).all(|first| store.lookup(&prompt(first)).stored_units == 0));
     assert!((first_stored..800).all(|first| is_loaded(&store, first)));
-    // Saves also work after the store was reopened on a full file system.
+    // Saves also work after the store is reopened on a full file system.
     save_prompts(&store, 800..900);
     assert_eq!(
         ["disk_write_errors", "disk_trips", "disk_dropped"].map(|name| stat(&store, name)),

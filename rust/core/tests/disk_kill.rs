@@ -1,6 +1,6 @@
 //! Tests a real `kill -9` (I3): a child process writes and frees in a loop and is killed at a
 //! random moment. The next open finds only complete chunks, and all chunks that the child reported.
-//! Every other child runs a whole store that saves and evicts.
+//! Half of the children run a whole store that saves and evicts.
 //!
 //! `KV_KILLS` is the number of kills (default 50). A line of JSON reports the recovery times.
 
@@ -27,7 +27,7 @@ use kvloft_testing::one_prefix::StoreExt;
 
 const DIR_VARIABLE: &str = "KVLOFT_TEST_KILL_DIR";
 const LIFE_VARIABLE: &str = "KVLOFT_TEST_KILL_LIFE";
-/// Frame sizes in bytes, by size class. The host uses the largest.
+/// Frame sizes in bytes, by size class. `save` uses only the first.
 const SIZES: [u64; 3] = [40960, 4096, 12288];
 const FRAME: usize = 40960;
 const CAP: u64 = 16 << 20;
@@ -145,7 +145,7 @@ fn spawn(dir: &Path, life: u64) -> Child {
 }
 
 /// Starts a child and kills it after a while. Returns, for each chunk number, whether the chunk
-/// must be present. It need not be present if its free had started.
+/// must be present. A chunk need not be present if the child had started to free it.
 fn live_and_die(dir: &Path, life: u64) -> BTreeMap<u64, bool> {
     let mut child = spawn(dir, life);
     let mut out = BufReader::new(child.stdout.take().unwrap());

@@ -149,8 +149,8 @@ fn sizes_that_can_get_no_slab_evict_few_chunks() {
     assert!((200_000..200_030).any(|prompt| save_long(&store, prompt, &[1, 2], 1) == 0));
 }
 
-/// All frames of a size were in use for a moment. The size must not take the memory of another size
-/// later, when it has free frames.
+/// A size that briefly ran out of frames must not take memory from another size after its frames
+/// become free.
 #[test]
 fn a_shortage_that_is_over_evicts_no_chunks_of_other_sizes() {
     let store = Store::open(&open(&[1, 20], 1)).unwrap();

@@ -67,7 +67,6 @@ fn chain(nth: usize, prompt: u32, len: u32) -> KeyChain {
     chain
 }
 
-/// Returns the content of a chunk.
 fn content(nth: usize, key: &ChunkKey, frame_bytes: u64) -> Vec<u8> {
     let mut unit = vec![u8::try_from(nth).unwrap(); 32];
     unit.extend(key.0);

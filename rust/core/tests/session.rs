@@ -83,7 +83,7 @@ type Calls = Arc<Mutex<Vec<(&'static str, Vec<u64>)>>>;
 /// A store that returns scripted reservations and records its calls.
 #[derive(Debug)]
 struct Odd {
-    /// Reservations returned by each call.
+    /// Reservations returned for each request, in order.
     rows: Mutex<Vec<Vec<Reservation>>>,
     calls: Calls,
 }

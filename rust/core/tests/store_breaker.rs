@@ -48,7 +48,8 @@ fn chains(num: u32, len: u32, first: u32) -> Vec<KeyChain> {
     (0..num).map(|nth| chain(&tokens(nth))).collect()
 }
 
-/// Returns a store with ten prompts of 8 chunks only on disk, and one of 16 chunks in host memory.
+/// Returns a store with ten prompts of 8 chunks only on disk, and one prompt of 16 chunks that is
+/// also in host memory.
 fn cold_prompts(disk: &Arc<MemoryDisk>) -> (Store, Vec<KeyChain>, KeyChain) {
     let store = disk.open(&settings(16, disk), &[]);
     let cold = chains(10, 8, 0);
@@ -149,8 +150,8 @@ fn failed_writes_keep_chunks_on_disk() {
         disk.fail_writes.store(true, Ordering::SeqCst);
         disk.fail_frees.store(fail_frees, Ordering::SeqCst);
         for prompt in chains(100, 8, 1000) {
-            // The next prompt takes this prompt's frames. Chunks that were not tried by then are
-            // never written.
+            // The next prompt takes this prompt's frames. Chunks whose write was not attempted by
+            // then are never written.
             let num_refused = stat(&store, "disk_write_errors");
             assert!(save_all(&store, &prompt) > 0, "host memory must still work");
             until("one is tried", || {
@@ -273,7 +274,7 @@ fn a_tier_that_fails_to_open_is_opened_later() {
     store.check().unwrap();
 }
 
-/// A store that closes before its tier opens must not leave discarded chunks on disk.
+/// Until the tier opens, the discarded chunk is still on disk, so `flush` must not report success.
 #[test]
 fn a_discard_is_pending_until_the_tier_opens() {
     let disk = MemoryDisk::new(200);
@@ -295,8 +296,8 @@ fn a_discard_is_pending_until_the_tier_opens() {
     );
 }
 
-/// One slice of the walk covers only a part of the tree: nothing is freed yet, and no removal is
-/// queued.
+/// The first slice of the walk covers only part of the tree, so it frees nothing and queues no
+/// removal.
 #[test]
 fn a_discarded_long_prefix_is_removed_from_disk() {
     const CHUNKS: u32 = 1500;
@@ -520,8 +521,9 @@ fn a_save_without_a_usable_frame_evicts_nothing() {
     assert_eq!(store.lookup(&cold[0]).host_units, 8);
 }
 
-/// Like the test above, but after an anchor: while the forged chunk is removed, proven units before
-/// it are not looked up. A lookup reports the forged chunk until a lease has compared it.
+/// Like `a_forged_record_is_a_miss`, but after an anchor. When the forged chunk is removed, the
+/// proven units before it are not looked up. A lookup reports the forged chunk until a lease has
+/// compared it.
 #[test]
 fn a_forged_record_behind_an_anchor_ends_the_prefix_there() {
     let (wanted, other) = (chain(&[1, 2, 3, 4, 5, 6]), chain(&[7, 8, 9, 10]));

@@ -61,7 +61,7 @@ impl Hearer {
         self.known.get(&key).is_some_and(|tiers| tiers.host || on_disk_too && tiers.disk)
     }
 
-    /// Returns the number of leading units of a prefix.
+    /// Returns the number of leading units that are stored according to the log.
     fn units(&self, keys: &[ChunkKey], on_disk_too: bool) -> u32 {
         u32::try_from(keys.iter().take_while(|key| self.has(**key, on_disk_too)).count()).unwrap()
     }

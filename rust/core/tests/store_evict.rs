@@ -1,4 +1,4 @@
-//! Compares the eviction of all chunks of a salt with a model that consists of sets of keys.
+//! Compares the eviction of a salt's chunks with a model that consists of sets of keys.
 //!
 //! Frames and slots are plentiful, so each result is deterministic and must equal the model's.
 #![expect(clippy::unwrap_used, reason = "tests")]
@@ -60,7 +60,7 @@ type Life = u64;
 struct Model {
     /// Root of every chunk ever saved, by key.
     roots: BTreeMap<ChunkKey, usize>,
-    /// Parent by key.
+    /// Parent of each chunk, by key.
     parents: BTreeMap<ChunkKey, ChunkKey>,
     host: BTreeMap<ChunkKey, Life>,
     disk: BTreeMap<ChunkKey, Life>,
@@ -93,7 +93,7 @@ impl Model {
         salt.is_none_or(|nth| ROOTS[self.roots[key]].1 == Some(SALTS[nth]))
     }
 
-    /// Returns the expected report of an eviction while leases hold `held`.
+    /// Evicts chunks from the model while leases hold `held`, and returns the expected report.
     fn evict(
         &mut self,
         salt: Option<usize>,
@@ -320,7 +320,7 @@ fn many_chunks_are_evicted_in_slices() {
             let leases = store.reserve_many(None, &[asked]).unwrap().remove(0).chunks;
             store.commit(leases);
         }
-        // the second: the walk passes the first
+        // Evicts the second salt, so that the walk passes the chunks of the first.
         let said = store.evict(of_salt(Some(1), is_host_only), soon());
         assert_eq!(
             (said.num_chunks, said.host_bytes / FRAME as u64, said.num_in_use, said.is_cut_short),
@@ -431,8 +431,8 @@ fn a_disk_that_is_opened_later_is_reported() {
     let store = disk.open(&config, &disk.entries());
     let evict = || store.evict(of_salt(Some(0), false), soon());
     assert_eq!(evict(), Evicted { is_cut_short: true, ..Evicted::default() });
-    // The tier opens before the walk ends, or while the walk waits for the disk, so the tier's
-    // chunks were not visited.
+    // The tier may open before the walk ends or while the walk waits for the disk. In both cases,
+    // the walk does not visit the tier's chunks.
     disk.fail_opens.store(false, std::sync::atomic::Ordering::SeqCst);
     disk.wait(1);
     let deadline = soon();

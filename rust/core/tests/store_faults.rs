@@ -246,8 +246,8 @@ proptest! {
     }
 }
 
-/// Returns a store with a chain of `len` chunks that is only on disk, because other chunks have
-/// evicted it from all `len` frames.
+/// Returns a store with a chain of `len` chunks that is only on disk, because other chunks fill all
+/// `len` frames.
 fn on_disk_only(len: u32, disk: &Arc<MemoryDisk>) -> (Store, Arena, KeyChain) {
     let store = open(len, Eviction::Lru, disk, 2);
     let arena = arena_of(&store);
@@ -349,8 +349,8 @@ fn a_read_that_fails_and_then_finds_damage_is_a_miss() {
     store.check().unwrap();
 }
 
-/// A save fails because its parent could not be read. The saves of its children have failed
-/// already, but the children are still in the tree.
+/// A save fails because its parent could not be read. The saves of its children have already
+/// failed, but the children are still in the tree.
 #[test]
 fn a_save_that_fails_after_its_children_leaves_the_tree_after_them() {
     let disk = MemoryDisk::new(16);
@@ -374,8 +374,8 @@ fn a_save_that_fails_after_its_children_leaves_the_tree_after_them() {
     for save in &saves {
         fill(&arena, save.reservation());
     }
-    // The first and the last of the saves are still open when the read of their ancestor fails; the
-    // save between them is complete.
+    // The first and last saves are still open when the read of their ancestor fails; the save
+    // between them is complete.
     let last = saves.pop().unwrap();
     let middle = saves.pop().unwrap();
     assert_eq!(store.commit([middle]), 0, "its parent is not visible");
@@ -548,8 +548,8 @@ fn close_ends_waiting_leases_and_keeps_chunks_on_disk() {
     store.check().unwrap();
 }
 
-/// The other prompt reuses the entry number of an aborted child, which the parent still counts as
-/// waiting.
+/// The parent still counts an aborted child as waiting, but the other prompt has reused the child's
+/// entry number.
 #[test]
 fn a_failed_save_removes_no_other_prompt() {
     let store = Store::open(&config(8, Eviction::Lru)).unwrap();

@@ -1,5 +1,5 @@
 //! Tests a full file system that cannot preallocate (ext2, NFS before 4.2): the disk tier keeps the
-//! chunks that fit and evicts chunks to make room, as at `disk_size`.
+//! chunks that fit and evicts chunks to make room, as it does at `disk_size`.
 #![expect(clippy::unwrap_used, reason = "tests")]
 mod store_common;
 
@@ -141,7 +141,7 @@ fn meta(number: u32) -> DiskMeta {
     DiskMeta { key, parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 }
 }
 
-/// Opens a store on a full tier in memory: chunks of `other_bytes` bytes occupy the space of
+/// Opens a store on a full in-memory tier: chunks of `other_bytes` bytes occupy the space of
 /// `num_frames` frames of `frame_bytes` bytes.
 fn open_full(
     [frame_bytes, other_bytes]: [usize; 2],

@@ -95,16 +95,16 @@ struct Prompt {
     attached: (ChunkKey, Vec<ChunkKey>),
 }
 
-/// A store on a disk in memory, and a record of its saves.
+/// A store on an in-memory disk, and a record of its saves.
 struct World {
     disk: Arc<MemoryDisk>,
     store: Option<Store>,
     eviction: Eviction,
     limits: TenantLimits,
-    /// Time at which the store was opened, by its clock and by the calendar.
+    /// Time at which the store was opened, in seconds: by the store's clock, and as Unix time.
     opened: (u64, u64),
     prompts: Vec<Prompt>,
-    /// Time of the last save of each key.
+    /// Unix time at which each key was saved, in seconds.
     saved_s: BTreeMap<ChunkKey, u64>,
     writes: Vec<WriteLease>,
     reads: Vec<ReadLease>,
@@ -203,7 +203,7 @@ impl World {
     fn tend(&self) {
         self.store().sweep();
         assert!(self.disk.flush(self.store()));
-        self.store().sweep(); // time may have passed
+        self.store().sweep(); // the flush may have advanced the clock
     }
 
     fn reserve(
@@ -254,7 +254,7 @@ impl World {
         }
     }
 
-    /// Returns the tenants whose chunks may be missing afterwards.
+    /// Runs a step and returns the tenants whose chunks may be missing afterwards.
     fn step(&mut self, step: &Step) -> BTreeSet<usize> {
         match *step {
             Step::Save { salt, prompt, len, is_independent } => {

@@ -97,7 +97,8 @@ fn a_quota_of_zero_stores_nothing() {
     assert_eq!(stat(&store, "salts"), 1);
 }
 
-/// Workers cannot copy to all frames yet: other free frames do not help, and existing chunks stay.
+/// Workers cannot copy to all frames yet. Free frames beyond the limit do not help, and existing
+/// chunks stay.
 #[test]
 fn a_save_at_its_quota_takes_frames_that_saves_can_use() {
     let store = host_only(of_salts(Some(bytes(8))));
@@ -170,8 +171,8 @@ fn the_clock_may_go_backwards() {
     assert_eq!(disk.chunks().len(), 5, "chunks of unknown age are removed from disk");
 }
 
-/// Chunks found on disk are older than chunks saved in the meantime, and would outlive their TTL
-/// with the newer time.
+/// Chunks found on disk are older than chunks saved before the disk opened. With the newer time,
+/// they would outlive their TTL.
 #[test]
 fn an_old_copy_on_disk_keeps_its_age() {
     let disk = MemoryDisk::new(SLOTS);

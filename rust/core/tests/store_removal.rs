@@ -45,7 +45,7 @@ fn host_and_stored(store: &Store, chain: &KeyChain) -> (u32, u32) {
     (found.host_units, found.stored_units)
 }
 
-/// Disks in memory: each open creates a new, empty disk. The clock advances only when a test
+/// In-memory disks: each open creates a new, empty disk. The clock advances only when a test
 /// advances it.
 #[derive(Default)]
 struct Disks {
@@ -100,7 +100,7 @@ fn cold_and_hot(store: &Store) -> (KeyChain, KeyChain) {
         assert!(store.flush(LONG));
     }
     for nth in 0..100 {
-        save_all(store, &prompt(2000 + 8 * nth, 8)); // the cold prompt is evicted from host memory
+        save_all(store, &prompt(2000 + 8 * nth, 8)); // evicts the cold prompt from host memory
         assert!(store.flush(LONG));
     }
     assert_eq!(save_all(store, &hot), 8);
@@ -259,7 +259,7 @@ impl Place {
         (store, cold, hot)
     }
 
-    /// Removes the directory with `remove` and checks that chunks only on disk are misses, and
+    /// Removes the directory with `remove` and checks that chunks only on disk are misses, and that
     /// chunks in host memory survive a restart.
     fn check_removal(&self, named: &Path, remove: impl Fn()) {
         let (store, cold, hot) = self.cold_and_hot();
@@ -326,7 +326,7 @@ fn test_a_removed_namespace_is_made_again() {
     });
 }
 
-/// Another process may have created the directory again before the next check.
+/// Another process might recreate the directory before the next check.
 #[test]
 fn test_a_removed_namespace_whose_files_are_there_again_is_noticed() {
     let place = Place::new();
@@ -394,7 +394,8 @@ fn work(store: &Store, mut random: u64, stop: &AtomicBool) -> u64 {
     num_loaded
 }
 
-/// The store's clock runs 500 times as fast as real time, so it checks the directory every 2 ms.
+/// The store checks the directory every 2 ms, because its clock runs 500 times as fast as real
+/// time.
 #[test]
 fn test_no_wrong_chunk_is_loaded_while_a_directory_is_removed_repeatedly() {
     let place = Place::new();
@@ -425,7 +426,7 @@ fn test_no_wrong_chunk_is_loaded_while_a_directory_is_removed_repeatedly() {
         });
         for _ in 0..20 {
             std::thread::sleep(Duration::from_millis(150));
-            let _ = fs::remove_dir_all(place.disk()); // may be created again at this moment
+            let _ = fs::remove_dir_all(place.disk()); // the store may be recreating it
         }
         stop.store(true, Ordering::SeqCst);
         workers.into_iter().map(|worker| worker.join().unwrap()).sum()

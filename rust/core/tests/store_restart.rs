@@ -17,7 +17,7 @@ use kvloft_testing::one_prefix::StoreExt;
 use store_common::{FRAME, arena_of, chain, config, save, stat};
 
 const LONG: Duration = Duration::from_secs(60);
-/// Factor between the store's clock and real time, so that failed frees are retried soon.
+/// Speed of the store's clock relative to real time, so that failed frees are retried soon.
 const HASTE: u32 = 500;
 const WRITES: &[Call] = &[Call::Write];
 
@@ -148,7 +148,7 @@ fn an_older_copy_that_the_open_could_not_free_does_not_survive_a_discard() {
     assert_eq!(place.found_later(&prompt), 0);
 }
 
-/// One record can never be cleared, but the other records must be.
+/// Clearing one record fails, but the other records must still be cleared.
 #[test]
 fn a_slot_that_cannot_be_freed_does_not_block_a_clear() {
     let place = Place::new();

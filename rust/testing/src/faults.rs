@@ -51,7 +51,7 @@ struct Shared {
     most_blocks: AtomicU64,
 }
 
-/// Files of the operating system with scripted faults. Clones share the same state.
+/// Operating system files with scripted faults. Clones share the same state.
 #[derive(Debug, Clone, Default)]
 pub struct FaultFiles(Arc<Shared>);
 
@@ -137,7 +137,7 @@ impl FaultFiles {
             return Err(dead());
         }
         *script.calls.entry(call).or_default() += 1;
-        // Multiplication alone would remain at 0; adding a constant prevents this.
+        // With multiplication alone, a seed of 0 would always yield 0.
         script.random =
             script.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
         let random = script.random >> 40;
@@ -197,12 +197,13 @@ fn dead() -> io::Error {
     io::Error::other("the process has crashed")
 }
 
-/// Returns the size of a directory, counting the larger of each file's length and allocation.
+/// Returns the size of a directory in bytes, counting the larger of each file's length and
+/// allocation.
 pub fn du(dir: &Path) -> u64 {
     measure(dir, &|meta| (meta.blocks() * 512).max(meta.len()))
 }
 
-/// Returns the size of a directory's allocated blocks.
+/// Returns the size of a directory's allocated blocks, in bytes.
 pub fn blocks(dir: &Path) -> u64 {
     measure(dir, &|meta| meta.blocks() * 512)
 }
@@ -307,7 +308,7 @@ impl RawFile for FaultFile {
         let result = self.files.change(Call::Allocate, &self.name, || self.file.allocate(from, to));
         let has_part = !self.files.has_crashed() && !result.as_ref().is_err_and(is_unsupported);
         if result.is_err() && has_part {
-            // A real file can keep a part of the allocation.
+            // A real file can keep part of the allocation.
             self.file.allocate(from, from.midpoint(to))?;
         }
         result

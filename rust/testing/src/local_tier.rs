@@ -204,7 +204,8 @@ impl Walk<'_> {
         let mut frame = self.buffer(slot);
         match self.read_into(slot, chunk, &mut frame) {
             Ok(()) => {
-                // If its writes were lost, the slot still contains an earlier version of the chunk.
+                // If later writes were lost, the slot still contains an earlier version of the
+                // chunk.
                 let mut versions = self.maybe.iter().filter(|(of, _)| *of == chunk);
                 let is_earlier = versions.any(|&(_, earlier)| Self::is(&frame, chunk, earlier));
                 let is_right =
@@ -303,7 +304,7 @@ impl Walk<'_> {
             hold!(kept || self.place.may_lose(), "chunk {chunk} was acknowledged but was lost");
         }
         if !self.place.may_lose() {
-            // Each uncertain chunk was either found or is gone.
+            // Each uncertain chunk has either been found or is gone.
             self.maybe.clear();
         }
         Ok(())

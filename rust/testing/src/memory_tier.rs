@@ -14,7 +14,7 @@ use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 /// A tier with slots in memory.
 #[derive(Debug, Default)]
 pub struct MemoryTier {
-    /// Number of slots. If `frame_sizes` is given, the total size of all slots in bytes.
+    /// Number of slots, or the total size of all slots in bytes if `frame_sizes` is not empty.
     pub capacity: u32,
     /// Frame size of each size class, in bytes. If empty, there is one class with frames of any
     /// size.

@@ -108,7 +108,8 @@ pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
     (0..NUM_KEYS).try_for_each(|chunk| walk.get(chunk))
 }
 
-/// The model: the versions of each frame that may be present, and whether any must be present.
+/// The model: the versions of each frame that may be present, and whether at least one must be
+/// present.
 struct Walk<'a> {
     place: &'a dyn Place,
     tier: Arc<dyn RemoteTier>,

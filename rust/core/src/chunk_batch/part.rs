@@ -44,14 +44,14 @@ pub(super) fn numbers<T, const N: usize>(bytes: &[u8], of: fn([u8; N]) -> T) -> 
     }
 }
 
-/// Checks that a block table has no negative ids, which would mark blocks that are not copied.
+/// Checks that a block table has no negative ids, such as [`NOT_WANTED`].
 pub(super) fn check_table(table: &[i32]) -> Result<()> {
     let is_right = table.iter().all(|block| *block >= 0);
     is_right.then_some(()).ok_or_else(|| Error::invalid("a block table has a negative block id"))
 }
 
 /// Returns the range of a chunk's blocks to copy. Returns None if no block is copied, or if the
-/// blocks are not contiguous or have negative ids.
+/// blocks to copy are not contiguous or have negative ids.
 pub(super) fn wanted(blocks: &[i32]) -> Option<Range<usize>> {
     let start = blocks.iter().position(|block| *block != NOT_WANTED)?;
     let stop = blocks.iter().rposition(|block| *block != NOT_WANTED)? + 1;

@@ -34,8 +34,8 @@ pub struct Group {
     pub block_tokens: u32,
     /// Number of blocks per unit, at least one.
     pub blocks_per_unit: u32,
-    /// Number of blocks per chunk, which are the last blocks of the unit. No prefix needs the
-    /// earlier blocks, and vLLM may have freed them already.
+    /// Number of blocks per chunk. A chunk contains the last blocks of its unit. No prefix needs
+    /// the earlier blocks, and vLLM may have freed them already.
     pub kept_blocks: u32,
     /// Size of the window or local chunk in tokens, or 0 for other kinds.
     pub reach: u32,

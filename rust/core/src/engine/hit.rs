@@ -77,7 +77,7 @@ impl Column<'_> {
     }
 }
 
-/// Returns the deepest hits in host memory and in any tier, of at most `most` units. `chain` must
+/// Returns the deepest hits in host memory and in any tier. `most` limits both, and `chain` must
 /// have at least `most.stored_units` units.
 pub(super) fn deepest(
     session: &dyn Session,

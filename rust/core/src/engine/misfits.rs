@@ -37,7 +37,6 @@ impl Misfits {
         self.num_failed >= MANY && self.num_saved <= FEW_FITS * self.num_failed
     }
 
-    /// Returns true if the chunk is expected to fit.
     pub(super) fn may_fit(&self, key: &ChunkKey) -> bool {
         !self.keys.contains(key)
     }

@@ -84,8 +84,8 @@ impl EngineSession {
         self.groups.iter().filter(|group| group.is_full())
     }
 
-    /// Returns true if every leading part of the stored prefix is a hit. Only models with a single
-    /// full-attention group and no other group have this property.
+    /// Returns true if every leading part of the stored prefix is a hit, which requires that the
+    /// model's only group uses full attention.
     fn is_divisible(&self) -> bool {
         self.groups.len() == 1 && self.groups[0].is_full()
     }
@@ -117,7 +117,6 @@ impl EngineSession {
         hit::deepest(&*self.session, &self.groups, chain, most)
     }
 
-    /// Computes the missing keys of each full-attention group.
     fn extend_groups(&self, chain: &mut KeyChain) {
         let numbers = self.full_groups().filter_map(|group| group.number);
         numbers.for_each(|number| chain.extend_group(number));
@@ -227,10 +226,10 @@ impl EngineSession {
 
     // -- saves ----------------------------------------------------------------------------------
 
-    /// Records the report of one rank. `misfits` contains the tickets in `failed` whose chunks did
-    /// not fit their frames. Tickets that are not in flight are ignored. Returns the number of
-    /// chunks that became visible, and the number of chunks that failed for any reason other than
-    /// their size.
+    /// Records one rank's report. `misfits` contains the tickets in `failed` whose chunks did not
+    /// fit their frames. Tickets that are not in flight are ignored. Returns the number of chunks
+    /// that became visible, and the number of chunks that failed for any reason other than their
+    /// size.
     pub fn settle(&self, saved: &[u64], failed: &[u64], misfits: &[u64]) -> (u32, usize) {
         let mut in_flight = self.in_flight();
         for ticket in failed {

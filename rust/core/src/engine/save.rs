@@ -47,10 +47,10 @@ impl EngineSession {
         groups.filter(|(_, group)| group.kind != GroupKind::State)
     }
 
-    /// Reserves frames for the chunks of each row that are not stored yet, and adds them to the
-    /// saves in flight. For each row, returns its chunks and the number of units that got no frame.
-    /// If there are full-attention groups, only units of these groups are counted. On error,
-    /// nothing is reserved.
+    /// Reserves frames for the chunks of each row that are not stored yet, and adds the chunks to
+    /// the saves in flight. For each row, returns the reserved chunks and the number of units that
+    /// got no frame. If there are full-attention groups, only units of these groups are counted. On
+    /// error, nothing is reserved.
     ///
     /// In groups without full attention, chunks with a block that vLLM has freed are skipped.
     pub fn reserve(&self, rows: &mut [SaveRow<'_>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {

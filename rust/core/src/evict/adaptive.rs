@@ -7,13 +7,14 @@
 //! LRU. A chunk that returns after its eviction was evicted too early: the credit grows if the
 //! chunk was reused and shrinks otherwise, until both kinds return equally often. The credit is
 //! high if most chunks are never used again, and drops after a few returns when a new working set
-//! replaces the old one. ARC (Megiddo and Modha, FAST 2003) balances queue sizes, and would have to
-//! count chunks that are not leaves; comparing ages does not.
+//! replaces the old one. ARC (Megiddo and Modha, FAST 2003) balances queue sizes, so it would have
+//! to count chunks that are not leaves; comparing ages avoids that.
 //!
-//! A use of a chunk counts for its ancestors, but only the deepest chunk is updated. An ancestor
-//! cannot be a victim before its descendants are removed, and a removed chunk passes its last use
-//! to its parent. Once a chunk becomes a leaf, it therefore has the same position in its queue as
-//! if each use had updated the whole prefix. The cost of a touch does not depend on the depth.
+//! A use of a chunk is also a use of its ancestors, but only the deepest chunk is updated. An
+//! ancestor cannot be a victim before its descendants are removed, and a removed chunk passes its
+//! last use to its parent. Once a chunk becomes a leaf, it therefore has the same position in its
+//! queue as if each use had updated the whole prefix. The cost of a touch does not depend on the
+//! depth.
 //!
 //! An independent chunk, such as a Mamba state, is new in each turn of a chat, while most of the
 //! prefix before it was reused. Without special treatment, it would be evicted first, although the
@@ -30,8 +31,8 @@ use crate::key::ChunkKey;
 use crate::{Error, Result};
 
 const NO_PARENT: u32 = u32::MAX;
-/// A touch is ignored if fewer than `capacity / TOUCHES_APART` events have passed since the chunk
-/// was last used, because a waiting request touches its chunks repeatedly.
+/// A touch does not count as a reuse if fewer than `capacity / TOUCHES_APART` events have passed
+/// since the chunk was last used, because a waiting request touches its chunks repeatedly.
 const TOUCHES_APART: u32 = 64;
 /// Number of returns of one kind that change the credit by a factor of e if half of the evicted
 /// chunks were reused, as a fraction of the capacity.
@@ -74,17 +75,15 @@ impl Node {
     }
 }
 
-/// Adaptive LRU, in which reused chunks age more slowly, or plain LRU. See the module
-/// documentation.
+/// Adaptive LRU or plain LRU. See the module documentation.
 #[derive(Debug)]
 pub struct Adaptive {
     nodes: Vec<Node>,
     /// Indexed by `Node::row`.
     queues: [BTreeSet<(u64, u32)>; NUM_ROWS],
     spares_unwritten: bool,
-    /// The evictable chunks of each group.
     groups: Groups,
-    /// Number of insertions and of touches that were not ignored.
+    /// Number of insertions and of touches that counted as a reuse.
     events: u64,
     touches_apart: u64,
     pub(super) ghosts: Ghosts,
@@ -131,7 +130,7 @@ impl Adaptive {
 
     /// Updates the credit when a recently evicted chunk returns.
     fn regret(&mut self, reused: bool) {
-        // Scaled by each kind's share of evictions, so that the steps cancel out if both kinds
+        // Divided by each kind's share of evictions, so that the steps cancel out if both kinds
         // return at the same rate.
         let share = self.reused_share.clamp(MIN_SHARE, 1.0 - MIN_SHARE);
         let step = if reused { self.step / share } else { -self.step / (1.0 - share) };

@@ -31,7 +31,6 @@ const USED: u32 = 1;
 /// Bit of a tag that contains `Ghost::reused`.
 const REUSED: u32 = 2;
 
-/// Ghosts, looked up by fingerprint.
 #[derive(Debug, Default)]
 pub(super) struct Ghosts {
     /// The tags of each set, newest first.

@@ -7,10 +7,9 @@ use super::{ChunkId, GroupId};
 
 /// Number of queues per group; see `Node::row`.
 pub(super) const NUM_ROWS: usize = 4;
-/// Used once; reused; unwritten and used once; unwritten and reused.
+/// In order: used once; reused; unwritten and used once; unwritten and reused.
 const ROWS: [u8; NUM_ROWS] = [0, 1, 2, 3];
 
-/// The groups of chunks, and the evictable chunks of each group.
 #[derive(Debug, Default)]
 pub(super) struct Groups {
     /// Indexed by chunk. Chunks beyond the end have no group.

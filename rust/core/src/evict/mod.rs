@@ -39,8 +39,9 @@ pub enum Removal {
 /// The store **guarantees** the following. Each id is `insert`ed once before any other call with
 /// it, and `remove`d once. The parent of an id, if any, is present from the `insert` to the
 /// `remove` of the id. `set_evictable` is called only when the value changes; the initial value is
-/// false. A chunk with a present child is never evictable. A use of a chunk counts for its prefix,
-/// but only the deepest chunk is `touch`ed. If `set_group` is called, it directly follows `insert`.
+/// false. A chunk with a present child is never evictable. A use of a chunk is also a use of its
+/// prefix, but only the deepest chunk is `touch`ed. If `set_group` is called, it directly follows
+/// `insert`.
 ///
 /// A policy **must** return an evictable id from `victim` whenever there is one, and an evictable
 /// id in the group from `victim_of`. Choosing a victim must not remove the victim; the store

@@ -1,5 +1,5 @@
 //! Compares eviction policies with naive policies that record each use for every chunk of the
-//! prefix. `aims` tests the purpose of the policies.
+//! prefix.
 
 mod aims;
 mod forest;
@@ -37,7 +37,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..150)
 }
 
-/// Number of keys in a walk, chosen so that keys recur and a set of ghosts can hold all keys.
+/// Number of keys in a walk, chosen so that keys recur and all of them fit into the ghost table.
 const NUM_KEYS: u32 = 24;
 
 fn walk<P: Policy>(

@@ -16,7 +16,7 @@ const KEY: ChunkKey = ChunkKey([7; 32]);
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// Plans saves, given the number of chunks and whether the store is cleared first.
+    /// Plans saves, given the number of chunks and whether the store is replaced first.
     Plan(u32, bool),
     /// Makes a rank report, given the first ticket and the number of tickets.
     Report(u64, u64),
@@ -52,7 +52,7 @@ fn planned(first: u64, num: u32) -> ChunkBatch {
         key: KEY,
         unit: nth,
     };
-    // the same blocks each time, because multiple saves can read a block
+    // Uses the same blocks each time, because more than one save can read a block.
     let table: Vec<_> = (1..).take(num as usize).collect();
     let reserved = Reserved { chunks: (0..num).map(reservation).collect(), num_dropped: 0 };
     let mut batch = ChunkBatch::default();

@@ -15,7 +15,6 @@
 use crate::evict::Removal;
 use crate::tier::disk::SlotId;
 
-/// State of a chunk on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum DiskState {
     /// The chunk is not on disk and will not be written.
@@ -33,7 +32,6 @@ pub(crate) enum DiskState {
     Evicting(SlotId),
 }
 
-/// Events in the life cycle of a chunk in the disk tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DiskEvent {
     /// The chunk became visible in host memory, or a descendant must be written.
@@ -95,12 +93,10 @@ impl DiskState {
         matches!(self, Self::Writing | Self::Stored(_) | Self::Evicting(_))
     }
 
-    /// Returns true if the chunk is waiting to be written.
     pub(crate) fn is_waiting(self) -> bool {
         matches!(self, Self::Queued | Self::Blocked)
     }
 
-    /// Returns true if the chunk is waiting to be written or is being written.
     pub(crate) fn is_unwritten(self) -> bool {
         matches!(self, Self::Queued | Self::Blocked | Self::Writing)
     }

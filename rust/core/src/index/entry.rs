@@ -13,7 +13,6 @@ pub(crate) const NEVER: u32 = u32::MAX;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) struct TenantId(pub(crate) u32);
 
-/// The index entry of a chunk.
 #[derive(Debug, Clone, Copy, Default)]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts about a chunk")]
 pub(crate) struct Entry {
@@ -63,7 +62,7 @@ pub(crate) struct Entry {
     /// True if the chunk ends a prefix that was mostly reused, or is an independent chunk of such a
     /// prefix. Reported to the disk policy when the chunk is added to it.
     pub(crate) reused: bool,
-    /// Number of pages of the chunk's slot on disk, or 0 without a slot. Only `State::change_disk`
+    /// Size of the chunk's disk slot in pages, or 0 without a slot. Only `State::change_disk`
     /// changes this field.
     pub(crate) disk_pages: u32,
 }
@@ -77,7 +76,6 @@ impl Entry {
         self.first_child.is_some() || self.num_detached > 0
     }
 
-    /// Returns true if the chunk is queued to be read.
     pub(crate) fn is_to_read(&self) -> bool {
         self.host == HostState::Queued
     }

@@ -17,7 +17,6 @@
 use crate::evict::Removal;
 use crate::io::FrameId;
 
-/// State of a chunk in host memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum HostState {
     /// The chunk is not in host memory and no load is waiting for it.
@@ -38,7 +37,6 @@ pub(crate) enum HostState {
     Visible(FrameId),
 }
 
-/// Events in the life cycle of a chunk in the host tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum HostEvent {
     /// A load needs the chunk from disk.
@@ -98,7 +96,6 @@ impl HostState {
         matches!(self, Self::Visible(_))
     }
 
-    /// Returns true if the chunk is being read or is queued to be read.
     pub(crate) fn awaits_read(self) -> bool {
         matches!(self, Self::Queued | Self::Reading(_))
     }

@@ -23,7 +23,6 @@ use table::Table;
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
 
-/// A map from keys to entries, which are linked into trees.
 #[derive(Debug, Default)]
 pub(crate) struct Index {
     map: Table,

@@ -11,8 +11,8 @@ use super::content::{Item, Items, Kind, Pending, Row, Run, View};
 use super::mode::{CHAIN, Digest, GROUP, PARALLEL_BYTES, TOKENS};
 use crate::{Error, Result};
 
-/// Returns the keys of the same prefixes in `group`: `keyed(K("group"), key | group as u32 |
-/// zeros)`, with an input of 64 bytes.
+/// Returns the keys of the same prefixes in `group`:
+/// `keyed(K("group"), key | group as u32 | zeros)`, where the input has 64 bytes.
 fn of_group(keys: &[ChunkKey], group: u32) -> impl Iterator<Item = ChunkKey> + use<> {
     let mut inputs = vec![[0; 64]; keys.len()];
     for (input, key) in inputs.iter_mut().zip(keys) {
@@ -24,7 +24,7 @@ fn of_group(keys: &[ChunkKey], group: u32) -> impl Iterator<Item = ChunkKey> + u
     digests.into_iter().map(ChunkKey)
 }
 
-/// Returns the root key of a group. The salt tag is the same as in `root`.
+/// Returns the root key of a group, with the salt tag of `root`.
 fn root_of_group(root: ChunkKey, group: u32) -> ChunkKey {
     of_group(&[root], group).next().unwrap_or_default().with_salt_of(&root)
 }
@@ -148,9 +148,8 @@ impl KeyChain {
         known.map_or((self.root, &[]), |of| (of.root, &of.keys))
     }
 
-    /// Returns the keys of independent chunks in `group`: the root key of the group, which is their
-    /// common parent, and one key for each block in `blocks`, for the chunk at the end of the
-    /// block.
+    /// Returns the keys of independent chunks in `group`: the group's root key, which is their
+    /// common parent, and the key of the chunk at the end of each block in `blocks`.
     pub fn independent_keys(
         &self,
         group: u32,

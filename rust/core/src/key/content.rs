@@ -133,7 +133,6 @@ impl Items {
 pub(super) enum Kind {
     /// A token id, as little-endian u32.
     Tokens,
-    /// An embedding row.
     Embeds(Row),
 }
 

@@ -11,7 +11,6 @@ use std::sync::LazyLock;
 use blake3::IncrementCounter;
 use blake3::platform::Platform;
 
-/// A 32-byte digest.
 pub(super) type Digest = [u8; 32];
 
 pub(super) static NAMESPACE: LazyLock<Mode> = LazyLock::new(|| Mode::new("namespace"));

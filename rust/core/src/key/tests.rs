@@ -64,7 +64,6 @@ fn golden_vectors() {
     }
 }
 
-/// A part of a prompt.
 #[derive(Debug, Clone)]
 enum Piece {
     Tokens(Vec<u32>),
@@ -227,7 +226,6 @@ fn big_rows_hashed_on_many_threads_have_the_keys_of_single_steps() {
     assert_eq!(whole.keys(), parts.keys());
 }
 
-/// Changing any field that affects KV changes the key.
 #[test]
 fn each_field_alone_changes_the_key() {
     let fields = [("model", "m"), ("tp", "1")];

@@ -10,9 +10,10 @@ use super::{Numbered, SPARE};
 enum Step {
     /// Adds this many entries, with this distance between their numbers.
     Enter(usize, u64),
-    /// Inserts a number below the last number, as if another thread had been faster.
+    /// Inserts a number out of order, as if another thread had been faster.
     EnterBelow(u64),
-    /// Removes entries (nth, num), in order or in reverse.
+    /// Removes entries, given the first index, the number of entries, and whether to reverse the
+    /// order.
     Leave(usize, usize, bool),
     Ask(u64),
 }
@@ -61,8 +62,7 @@ proptest! {
                     let below = model.range(..=number).next_back().map(|(number, value)| (*number, *value));
                     let has_left = is_gone.range(..=number).next_back();
                     let hides = has_left.is_some_and(|gone| below.is_none_or(|(own, _)| own < *gone));
-                    // A trimmed deque hides no entries; a gap in the deque hides all entries before
-                    // it.
+                    // `up_to` returns None at a removed entry that is still in the deque.
                     prop_assert!(found == below || (hides && found.is_none()), "{found:?} {below:?}");
                 }
             }

@@ -2,8 +2,8 @@
 //! against a record of acknowledged chunks.
 //!
 //! Stores open the same directory one after another, with different caps: after a clean close,
-//! after faults, and while calls hang. `KV_FIRE_SECONDS` sets the duration (default 20) and
-//! `KV_FIRE_SEED` the random choices. The result is a line of JSON with counts.
+//! after faults, and while calls hang. `KV_FIRE_SECONDS` sets the duration (default 20), and
+//! `KV_FIRE_SEED` seeds the random choices. The result is a line of JSON with counts.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod counting;
@@ -26,14 +26,13 @@ use recorder::{Dice, FRAME, Recorder};
 use spells::{Disk, damage_at_rest};
 use worker::{Shared, Worker, until};
 
-/// Factor between the store's clock and real time, so that breakers open and close, back-offs end
+/// Speed of the store's clock relative to real time, so that breakers open and close, back-offs end
 /// and hangs are detected within milliseconds.
 const HASTE: u32 = 500;
 const WORKERS: u64 = 4;
 /// A run is considered hung if it completes no operation for this long.
 const HANGS: Duration = Duration::from_secs(120);
 
-/// State of the whole run.
 struct Fire {
     disk: Arc<Disk>,
     recorder: Recorder,
@@ -169,7 +168,7 @@ impl Fire {
         self.bury(end, dice);
     }
 
-    /// Checks a closed store: nothing is pinned or reserved, and the size limit was kept.
+    /// Checks a closed store: nothing is pinned or reserved, and the size limit was respected.
     fn bury(&mut self, end: End, dice: &mut Dice) {
         if end != End::Clean || self.disk.has_lied.load(Ordering::SeqCst) {
             self.recorder.remember();
@@ -271,7 +270,7 @@ fn env(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().map_or(default, |text| text.parse().expect("a number"))
 }
 
-/// Ends the process if there is no progress: a hang fails the test.
+/// Aborts the process if there is no progress, so that a hang fails the test.
 fn watch_pulse(pulse: &AtomicU64, over: &AtomicBool, seed: u64) {
     let (mut last, mut since) = (0, Instant::now());
     while !over.load(Ordering::SeqCst) {

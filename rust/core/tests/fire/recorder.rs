@@ -30,7 +30,7 @@ impl Dice {
         z ^ (z >> 31)
     }
 
-    /// Returns a number below `end`.
+    /// Returns a random number below `end`.
     pub(crate) fn below(&mut self, end: usize) -> usize {
         usize::try_from(self.roll() % end as u64).unwrap()
     }
@@ -171,7 +171,7 @@ impl Recorder {
         }
     }
 
-    /// Records that removed chunks may be found, because removals may not have reached the disk.
+    /// Allows removed chunks to be found, because removals might not have reached the disk.
     pub(crate) fn remember(&self) {
         for chunk in &self.chunks {
             chunk.floor.store(0, Ordering::SeqCst);
@@ -188,8 +188,7 @@ impl Recorder {
             .collect()
     }
 
-    /// Checks that these frames are the prefix of `chain` starting at position 0. The error
-    /// describes the difference.
+    /// Checks that `frames` are a prefix of `chain`. The error describes the difference.
     pub(crate) fn check_places(chain: &KeyChain, frames: &[LeasedFrame]) -> Result<(), String> {
         for (unit, leased) in frames.iter().enumerate() {
             if chain.keys().get(unit) != Some(&leased.key) {

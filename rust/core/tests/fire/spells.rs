@@ -109,7 +109,7 @@ impl Disk {
             for _ in 0..=dice.below(2) {
                 self.files.inject(self.spell(&mut dice));
             }
-            // A disk with short transfers. Applies to every read that no earlier rule matches.
+            // Short transfers, for every read that no earlier rule matches.
             if dice.in_100(80) {
                 self.files.inject(Rule::new(Fault::Short(1024 + dice.below(3000))).on(READS));
             }

@@ -1,5 +1,5 @@
-//! Helpers for the store's tests: small chains, frames that contain their key, and a disk in memory
-//! that fails on demand.
+//! Helpers for the store's tests: small chains, frames that contain their key, and an in-memory
+//! disk that fails on demand.
 #![allow(
     dead_code,
     clippy::unwrap_used,
@@ -108,7 +108,7 @@ pub(crate) fn save(store: &Store, arena: &Arena, chain: &KeyChain, units: Range<
     store.commit(reserved.chunks)
 }
 
-/// A disk in memory, with a clock.
+/// An in-memory disk with a clock.
 #[derive(Debug)]
 pub(crate) struct MemoryDisk {
     tier: Arc<MemoryTier>,

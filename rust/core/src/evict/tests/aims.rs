@@ -3,7 +3,7 @@
 
 use super::*;
 
-/// Documents that recur after three times the capacity, mixed with prompts that never recur.
+/// Returns documents that recur after `3 * capacity` uses, mixed with prompts that never recur.
 fn regulars_in_a_flood(capacity: u32) -> impl Iterator<Item = u32> {
     let (regulars, flood) = (capacity / 2, 1_000_000);
     (0..20).flat_map(move |round| {
@@ -14,7 +14,7 @@ fn regulars_in_a_flood(capacity: u32) -> impl Iterator<Item = u32> {
     })
 }
 
-/// A pass over a working set in random order.
+/// Returns one pass over a working set, in an order that depends on `round`.
 fn round_of(first: u32, round: u32, size: u32) -> impl Iterator<Item = u32> {
     (0..size).map(move |nth| first + (nth * 7 + round * 13) % size)
 }

@@ -10,7 +10,6 @@ pub(super) fn key(number: u32) -> ChunkKey {
     ChunkKey(*blake3::hash(&number.to_le_bytes()).as_bytes())
 }
 
-/// Records each use for every chunk of the prefix.
 #[derive(Default)]
 pub(super) struct Oracle {
     events: u32,
@@ -60,8 +59,7 @@ impl Oracle {
     }
 }
 
-/// Drives a policy as the store does, with a forest of chunks and pins. Unpinned leaves are
-/// evictable.
+/// Unpinned leaves are evictable.
 pub(super) struct Forest<P> {
     pub(super) policy: P,
     pub(super) parents: BTreeMap<u32, Option<u32>>,
@@ -111,8 +109,8 @@ impl<P: Policy> Forest<P> {
         self.leaves().into_iter().filter(|id| group_of(self.numbers[id]) == Some(group)).collect()
     }
 
-    /// Reports changes to the policy. If a parent is no longer a leaf, this must be reported before
-    /// its child is inserted.
+    /// Reports changed evictability to the policy. A parent must be reported as not evictable
+    /// before its child is inserted.
     pub(super) fn sync(&mut self) {
         let changed: Vec<_> = self
             .told

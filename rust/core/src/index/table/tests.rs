@@ -1,4 +1,4 @@
-//! Compares the table with the standard `HashMap`, using colliding keys.
+//! Compares the table with a set from the standard library.
 
 use std::collections::HashSet;
 
@@ -6,8 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Returns a key with one of a few hashes, so that probe sequences wrap around and collide. The
-/// last byte makes keys distinct.
+/// Returns a distinct key for each number.
 fn key(number: u32) -> ChunkKey {
     let mut key = [0; 32];
     key[..4].copy_from_slice(&(number % 7).wrapping_mul(0x9249_2492).to_le_bytes());
@@ -16,7 +15,6 @@ fn key(number: u32) -> ChunkKey {
 }
 
 impl Table {
-    /// Returns the size of the table, in bytes.
     fn size_bytes(&self) -> usize {
         self.segments.iter().map(|segment| segment.slots.len() * size_of::<Slot>()).sum::<usize>()
             + 4 * self.directory.len()
@@ -131,7 +129,7 @@ fn growing_moves_one_segment_at_a_time() {
 fn keys_that_hash_alike_share_a_segment_that_grows() {
     let mut table = Table::default();
     let alike = |number: u32| {
-        let mut key = [0; 32]; // the last word affects only the low bits of the hash
+        let mut key = [0; 32];
         key[24..28].copy_from_slice(&number.to_le_bytes());
         ChunkKey(key)
     };
