@@ -78,6 +78,25 @@ def test_a_chunk_that_did_not_fit_gets_a_large_frame_the_next_time() -> None:
     store.close()
 
 
+def test_kv_that_never_compresses_soon_takes_only_large_frames() -> None:
+    store = _core.Session(
+        frame_bytes=[4096, 8192],
+        host_bytes=1024 * 8192,
+        namespace=bytes(32),
+        groups=[(None, "full", 1, 1, 1, 0, 1, 0)],
+    )
+    root = _core.root_key(bytes(32), None, None)
+    for nth in range(500):
+        row = (_core.KeyChain(root, block_tokens=1), [nth], 1, 0, 1, [[1]])
+        (chunks,), _ = store.reserve([row])
+        assert chunks is not None
+        tickets, ((_, size, _),) = list(chunks.tickets()), chunks.by_size()
+        misfits = tickets if size == 0 else []
+        store.settle([] if misfits else tickets, misfits, misfits)
+    assert store.stats()["save_misfit_chunks"] == 64, "chunks in large frames prove nothing"
+    store.close()
+
+
 def test_a_store_counts_what_its_chunks_would_take_uncompressed(tmp_path: Path) -> None:
     compact, full = 4096, 8192
     store = _core.Session(

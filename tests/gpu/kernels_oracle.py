@@ -50,18 +50,3 @@ def chunk_tag(payload: np.ndarray, page_bytes: Sequence[int], num_blocks: int) -
             number += 1
     assert at == len(payload)
     return total % 2**64
-
-
-def payload_of(
-    planes: Sequence[tuple[np.ndarray, int, int, int]], blocks: Sequence[int]
-) -> np.ndarray:
-    """Return the payload of ``blocks``.
-
-    Planes are (buffer uint8, offset, block_stride, page_bytes).
-    """
-    pages = [
-        buffer[offset + block * stride : offset + block * stride + size]
-        for block in blocks
-        for buffer, offset, stride, size in planes
-    ]
-    return np.concatenate(pages)

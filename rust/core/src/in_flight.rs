@@ -11,6 +11,7 @@ use std::sync::Arc;
 use rustc_hash::FxHashMap;
 
 use crate::chunk_batch::ChunkBatch;
+use crate::io::SizeClass;
 use crate::key::ChunkKey;
 use crate::numbered::Numbered;
 
@@ -41,6 +42,8 @@ pub(crate) struct Settled {
     pub(crate) reservation: Option<u64>,
     /// True if a rank failed to write the chunk or the store was cleared.
     pub(crate) failed: bool,
+    /// The size class of the chunk's frame.
+    pub(crate) class: SizeClass,
     /// The chunk's key, if the chunk did not fit its frame.
     pub(crate) misfit: Option<ChunkKey>,
 }
@@ -152,11 +155,12 @@ impl InFlight {
     pub(crate) fn remove(&mut self, ticket: u64) -> Option<Settled> {
         let (first, plan, nth) = find(&mut self.all, ticket)?;
         let Save { reservation, failed, is_misfit, .. } = plan.saves[nth];
-        let misfit = is_misfit.then(|| plan.batch.chunk(nth).key);
+        let chunk = plan.batch.chunk(nth);
+        let (class, misfit) = (chunk.frame.class(), is_misfit.then_some(chunk.key));
         plan.saves[nth].num_ranks_left = 0;
         plan.num_left -= 1;
         self.num_saves -= 1;
-        for block in plan.batch.chunk(nth).blocks {
+        for block in chunk.blocks {
             if let Entry::Occupied(mut num) = self.readers.entry(*block) {
                 *num.get_mut() -= 1;
                 if *num.get() == 0 {
@@ -167,7 +171,7 @@ impl InFlight {
         if plan.num_left == 0 {
             self.all.remove(first);
         }
-        Some(Settled { reservation, failed, misfit })
+        Some(Settled { reservation, failed, class, misfit })
     }
 }
 

@@ -20,7 +20,8 @@ pub(super) struct Misfits {
     keys: FxHashSet<ChunkKey>,
     /// Number of chunks that did not fit, including chunks whose keys were dropped.
     pub(super) num_failed: u64,
-    pub(super) num_saved: u64,
+    /// Number of chunks that fit the smaller frames.
+    pub(super) num_fits: u64,
 }
 
 impl Misfits {
@@ -34,7 +35,7 @@ impl Misfits {
 
     /// Returns true if no chunk is expected to fit.
     pub(super) fn are_all(&self) -> bool {
-        self.num_failed >= MANY && self.num_saved <= FEW_FITS * self.num_failed
+        self.num_failed >= MANY && self.num_fits <= FEW_FITS * self.num_failed
     }
 
     pub(super) fn may_fit(&self, key: &ChunkKey) -> bool {

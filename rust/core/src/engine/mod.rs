@@ -21,6 +21,7 @@ use self::misfits::Misfits;
 pub use self::save::{SaveRow, StateRow};
 use crate::chunk_batch::{ChunkBatch, NULL_BLOCK, UnitsByTier};
 use crate::in_flight::InFlight;
+use crate::io::SizeClass;
 use crate::key::KeyChain;
 use crate::session::{LeaseId, Session};
 use crate::store::{Lookup, Prefix};
@@ -239,9 +240,13 @@ impl EngineSession {
             in_flight.mark_misfit(*ticket);
         }
         let (mut reservations, mut aborted) = (Vec::with_capacity(saved.len()), Vec::new());
+        let mut num_compact = 0;
         for save in saved.iter().chain(failed).filter_map(|ticket| in_flight.report(*ticket)) {
             match save.reservation {
-                Some(reservation) if !save.failed => reservations.push(reservation),
+                Some(reservation) if !save.failed => {
+                    num_compact += u64::from(self.is_compact(save.class));
+                    reservations.push(reservation);
+                }
                 _ => aborted.push(save),
             }
         }
@@ -251,12 +256,16 @@ impl EngineSession {
         let num_misfits = keys.clone().count();
         if self.groups.iter().any(|group| group.compact.is_some()) {
             let mut known = self.misfits();
-            known.num_saved += reservations.len() as u64;
+            known.num_fits += num_compact;
             keys.for_each(|key| known.add(key));
         }
         let num_visible =
             if reservations.is_empty() { 0 } else { self.session.commit(&reservations) };
         (num_visible, aborted.len() - num_misfits)
+    }
+
+    fn is_compact(&self, class: SizeClass) -> bool {
+        self.groups.iter().any(|group| group.compact == Some(class))
     }
 
     /// Returns the number of chunks that did not fit their frames.

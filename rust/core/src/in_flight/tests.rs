@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 use super::{InFlight, Settled};
 use crate::chunk_batch::ChunkBatch;
-use crate::io::FrameId;
+use crate::io::{FrameId, SizeClass};
 use crate::key::ChunkKey;
 use crate::store::{Reservation, Reserved};
 
@@ -86,7 +86,8 @@ proptest! {
                     for (ticket, nth) in tickets.into_iter().zip(0_u32..) {
                         let reservation = Some(number + u64::from(nth));
                         let block = i32::try_from(nth).expect("few") + 1;
-                        let what = Settled { reservation, failed: false, misfit: None };
+                        let class = SizeClass(0);
+                        let what = Settled { reservation, failed: false, class, misfit: None };
                         model.insert(ticket, Row { what, num_left: RANKS, block });
                     }
                     next += u64::from(num);

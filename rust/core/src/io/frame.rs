@@ -145,13 +145,13 @@ pub struct FrameGrid {
 }
 
 impl FrameGrid {
-    /// Returns `InvalidConfig` if a size is not a multiple of 4096, if a slab is too small for a
+    /// Returns `InvalidConfig` if a size is not a positive multiple of 4096, if a slab is too small for a
     /// frame, or if there would be more than [`MAX_FRAMES`] frames.
     pub fn new(arena_bytes: u64, slab_bytes: u64, frame_bytes: u64) -> Result<Self> {
         let num = |bytes: u64, of: u64| u32::try_from(bytes / of.max(1)).unwrap_or(0);
         let (per_slab, num_slabs) = (num(slab_bytes, frame_bytes), num(arena_bytes, slab_bytes));
         let are_pages =
-            [slab_bytes, frame_bytes].iter().all(|size| size.is_multiple_of(FRAME_ALIGN));
+            [slab_bytes, frame_bytes].iter().all(|s| *s > 0 && s.is_multiple_of(FRAME_ALIGN));
         if per_slab == 0 || num_slabs == 0 || !are_pages || arena_bytes / frame_bytes > MAX_FRAMES {
             return Err(Error::invalid("frames do not fit in the arena's slabs")
                 .with_context("frame_bytes", frame_bytes)

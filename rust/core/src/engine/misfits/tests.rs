@@ -11,12 +11,12 @@ fn key(nth: usize) -> ChunkKey {
 #[test]
 fn a_few_misfits_concern_their_own_keys_and_many_all() {
     let mut misfits = Misfits::default();
-    misfits.num_saved += 1000;
+    misfits.num_fits += 1000;
     (0..63).for_each(|nth| misfits.add(key(nth)));
     assert!(!misfits.may_fit(&key(3)) && misfits.may_fit(&key(100)) && !misfits.are_all());
     (63..300).for_each(|nth| misfits.add(key(nth)));
     assert!(misfits.are_all(), "only 1000 of 1300 chunks fit");
-    misfits.num_saved += 1000;
+    misfits.num_fits += 1000;
     assert!(!misfits.are_all());
 }
 

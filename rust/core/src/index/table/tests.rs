@@ -6,12 +6,30 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Returns a distinct key for each number.
-fn key(number: u32) -> ChunkKey {
+/// Returns a distinct key for each number, with the given hash. Solves [`hash`] for the last word.
+fn key_with_hash(number: u32, wanted: u32) -> ChunkKey {
+    const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
+    // Each step doubles the number of correct bits.
+    let inverse = (0..6).fold(FACTOR, |inverse: u64, _| {
+        inverse.wrapping_mul(2_u64.wrapping_sub(FACTOR.wrapping_mul(inverse)))
+    });
+    let words = [u64::from(number), 0, 0];
+    let before = words.iter().fold(0, |hash: u64, word| {
+        (hash.rotate_left(29) ^ word).wrapping_mul(FACTOR)
+    });
+    let last = before.rotate_left(29) ^ (u64::from(wanted) << 32).wrapping_mul(inverse);
     let mut key = [0; 32];
-    key[..4].copy_from_slice(&(number % 7).wrapping_mul(0x9249_2492).to_le_bytes());
-    key[4..8].copy_from_slice(&number.to_le_bytes());
-    ChunkKey(key)
+    key[..8].copy_from_slice(&words[0].to_le_bytes());
+    key[24..].copy_from_slice(&last.to_le_bytes());
+    let key = ChunkKey(key);
+    assert_eq!(hash(&key), wanted);
+    key
+}
+
+/// Returns a distinct key for each number. There are only four hashes, whose slots are the last
+/// three and the first slot of a segment, so runs of full slots wrap around.
+fn key(number: u32) -> ChunkKey {
+    key_with_hash(number, [8189, 8190, 8191, 1 << 13][number as usize % 4])
 }
 
 impl Table {
@@ -128,20 +146,12 @@ fn growing_moves_one_segment_at_a_time() {
 #[test]
 fn keys_that_hash_alike_share_a_segment_that_grows() {
     let mut table = Table::default();
-    let alike = |number: u32| {
-        let mut key = [0; 32];
-        key[24..28].copy_from_slice(&number.to_le_bytes());
-        ChunkKey(key)
-    };
-    let num = u32::try_from(2 * SEGMENT_SLOTS).unwrap();
-    let hash_of_first = hash(&alike(0));
-    let keys: Vec<_> = (0..num)
-        .map(|number| (if number % 2 == 0 { alike(0) } else { alike(number) }, number))
-        .collect();
+    let num = u32::try_from(SEGMENT_SLOTS).unwrap();
+    let keys: Vec<_> = (0..num).map(|number| (key_with_hash(number, 1 << 31), number)).collect();
     for (key, number) in &keys {
         table.insert(key, ChunkId(*number));
     }
-    assert_eq!(hash(&keys[2].0), hash_of_first);
+    assert_eq!(table.segments.iter().filter(|segment| segment.len > 0).count(), 1);
     for (key, number) in &keys {
         assert_eq!(table.get(key, |id| id.0 == *number), Some(ChunkId(*number)));
         table.remove(key, ChunkId(*number));

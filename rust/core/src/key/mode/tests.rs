@@ -11,7 +11,7 @@ fn noise(len: usize) -> Vec<u8> {
 #[test]
 fn mode_keys_are_the_plain_hash_of_their_documented_names() {
     assert_eq!(TOKENS.key, *blake3::hash(b"kvloft key v2 tokens").as_bytes());
-    let all = [&*NAMESPACE, &*ROOT, &*SALT, &*TOKENS, &*EMBEDS, &*MIXED, &*CHAIN];
+    let all = [&*NAMESPACE, &*ROOT, &*SALT, &*TOKENS, &*EMBEDS, &*MIXED, &*CHAIN, &*GROUP];
     let keys: std::collections::HashSet<_> = all.iter().map(|mode| mode.key).collect();
     assert_eq!(keys.len(), all.len());
 }

@@ -139,12 +139,18 @@ proptest! {
         sorted.sort_by_key(|e| e.slot);
         prop_assert_eq!(&sorted, &live);
         prop_assert_eq!(recovered.entries.len() + recovered.duplicates.len() + recovered.orphans.len(), found.len());
+        let parent_of = |e: &DiskEntry| live.iter().find(|p| e.meta.depth > 0 && p.meta.key == e.meta.parent);
+        let is_below = |e: &DiskEntry, o: &DiskEntry| {
+            std::iter::successors(parent_of(e), |p| parent_of(p)).any(|p| p.slot == o.slot)
+        };
         for (at, e) in recovered.entries.iter().enumerate() {
             let earlier = &recovered.entries[..at];
             prop_assert!(e.meta.depth == 0 || earlier.iter().any(|p| p.meta.key == e.meta.parent), "parents come first");
             // A younger entry precedes an older entry only if it has an even older descendant.
-            let hoisted = |o: &DiskEntry| recovered.entries[at..].iter().any(|d| d.sequence <= o.sequence);
-            prop_assert!(earlier.iter().all(|o| o.sequence <= e.sequence || hoisted(o)));
+            let is_hoisted = |o: &DiskEntry| {
+                recovered.entries[at..].iter().any(|d| d.sequence <= e.sequence && is_below(d, o))
+            };
+            prop_assert!(earlier.iter().all(|o| o.sequence <= e.sequence || is_hoisted(o)));
         }
     }
 }
