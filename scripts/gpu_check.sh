@@ -107,7 +107,7 @@ has equality && TAIL=90 stage equality "$PYTHON" -m benches.gpu.equality --json 
 
 if has groups; then # 13 layers form six sliding-window groups, one of them smaller, and one full attention group
   for phase in prompts crowd; do
-    TAIL=30 stage "equality_groups_$phase" "$PYTHON" -m benches.gpu.equality --model gemma3 --layers 13 --blocks 1300 --timeout 115 \
+    TAIL=30 stage "equality_groups_$phase" "$PYTHON" -m benches.gpu.equality --model gemma3 --layers 13 --blocks 1300 --timeout 200 \
       --setups reference,plain-pc,groups --phases $phase --json "$OUT/equality_groups_$phase.json" --logs "$OUT/groups_$phase"
   done
   TAIL=30 stage equality_gemma4 "$PYTHON" -m benches.gpu.equality --model gemma4 --blocks 2000 --timeout 200 \

@@ -6,6 +6,7 @@ mod store_common;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvloft_core::KeyChain;
@@ -17,27 +18,35 @@ use kvloft_testing::one_prefix::StoreExt;
 use store_common::{FRAME, arena_of, chain, config, save, stat};
 
 const LONG: Duration = Duration::from_secs(60);
-/// Speed of the store's clock relative to real time, so that failed frees are retried soon.
-const HASTE: u32 = 500;
+/// Longer than the time until a failed free is retried.
+const PAUSE_MS: u64 = 61_000;
 const WRITES: &[Call] = &[Call::Write];
 
 struct Place {
     dir: PathBuf,
     files: FaultFiles,
-    haste: u32,
+    /// The time by which the stores' clocks are ahead of real time, in milliseconds.
+    ahead_ms: Arc<AtomicU64>,
     _kept: tempfile::TempDir,
 }
 
 impl Place {
     fn new() -> Self {
         let kept = tempfile::tempdir().unwrap();
-        Self { dir: kept.path().join("disk"), files: FaultFiles::new(1), haste: HASTE, _kept: kept }
+        let (dir, ahead_ms) = (kept.path().join("disk"), Arc::default());
+        Self { dir, files: FaultFiles::new(1), ahead_ms, _kept: kept }
     }
 
-    /// Creates a place with a real-time clock: at `HASTE`, a read of 10 ms is treated as a hang,
-    /// and its chunk is a miss.
-    fn at_real_speed() -> Self {
-        Self { haste: 1, ..Self::new() }
+    /// Flushes the store. Advances its clock only while it waits for a retry, because an operation
+    /// that is running would be treated as a hang.
+    fn settle(&self, store: &Store) {
+        until("the disk settles", || {
+            let is_settled = store.flush(Duration::from_secs(1));
+            if !is_settled {
+                self.ahead_ms.fetch_add(PAUSE_MS, Ordering::Relaxed);
+            }
+            is_settled
+        });
     }
 
     fn open(&self) -> Store {
@@ -61,21 +70,17 @@ impl Place {
                 DiskTier::open_with_files(&config, &std::sync::Arc::default(), &files)?;
             Ok((Arc::new(tier) as Arc<_>, found))
         };
-        let (start, haste) = (Instant::now(), self.haste);
+        let (start, ahead_ms) = (Instant::now(), Arc::clone(&self.ahead_ms));
+        let clock =
+            move || start.elapsed() + Duration::from_millis(ahead_ms.load(Ordering::Relaxed));
         let config = StoreConfig { disk: Some(settings), ..config(8, Eviction::Lru) };
-        Store::with_tier(
-            &config,
-            None,
-            Some(Box::new(opener)),
-            Box::new(move || start.elapsed() * haste),
-        )
-        .unwrap()
+        Store::with_tier(&config, None, Some(Box::new(opener)), Box::new(clock)).unwrap()
     }
 
     /// Returns how many chunks of `prompt` are found after a restart.
     fn found_later(&self, prompt: &KeyChain) -> u32 {
         let store = self.open();
-        until("found chunks are indexed", || store.flush(LONG));
+        self.settle(&store);
         store.lookup(prompt).stored_units
     }
 }
@@ -110,7 +115,7 @@ fn a_failed_write_that_reached_the_disk_does_not_survive_a_discard() {
     let place = Place::new();
     let (store, prompt) = with_a_refused_write_that_was_done(&place);
     assert_eq!(store.discard(&prompt.keys()[..1]), 1);
-    until("a healed disk settles", || store.flush(LONG));
+    place.settle(&store);
     drop(store);
     assert_eq!(place.found_later(&prompt), 0);
 }
@@ -120,7 +125,7 @@ fn a_failed_write_that_reached_the_disk_does_not_survive_a_clear() {
     let place = Place::new();
     let (store, prompt) = with_a_refused_write_that_was_done(&place);
     store.clear();
-    until("a healed disk settles", || store.flush(LONG));
+    place.settle(&store);
     drop(store);
     assert_eq!(place.found_later(&prompt), 0);
 }
@@ -143,7 +148,7 @@ fn an_older_copy_that_the_open_could_not_free_does_not_survive_a_discard() {
     until("it is found", || store.lookup(&prompt).stored_units == 1);
     place.files.heal();
     store.discard(&prompt.keys()[..1]);
-    until("a healed disk settles", || store.flush(LONG));
+    place.settle(&store);
     drop(store);
     assert_eq!(place.found_later(&prompt), 0);
 }
@@ -172,13 +177,13 @@ fn a_slot_that_cannot_be_freed_does_not_block_a_clear() {
 #[test]
 fn a_prefix_found_on_disk_is_an_anchor_after_its_keys_were_compared() {
     let (place, prompt, other) =
-        (Place::at_real_speed(), chain(&[1, 2, 3, 4, 5, 6, 7, 8]), chain(&[9, 10, 11, 12, 13]));
+        (Place::new(), chain(&[1, 2, 3, 4, 5, 6, 7, 8]), chain(&[9, 10, 11, 12, 13]));
     let before = place.open();
     save_all(&before, &prompt);
     assert!(before.flush(LONG));
     drop(before);
     let store = place.open();
-    until("found chunks are indexed", || store.flush(LONG));
+    place.settle(&store);
     let ends: Vec<_> = (1..).zip(prompt.keys().iter().copied()).collect();
     let begun = |end: u32| Prefix {
         first: end - 1,

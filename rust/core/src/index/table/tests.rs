@@ -14,9 +14,8 @@ fn key_with_hash(number: u32, wanted: u32) -> ChunkKey {
         inverse.wrapping_mul(2_u64.wrapping_sub(FACTOR.wrapping_mul(inverse)))
     });
     let words = [u64::from(number), 0, 0];
-    let before = words.iter().fold(0, |hash: u64, word| {
-        (hash.rotate_left(29) ^ word).wrapping_mul(FACTOR)
-    });
+    let before =
+        words.iter().fold(0, |hash: u64, word| (hash.rotate_left(29) ^ word).wrapping_mul(FACTOR));
     let last = before.rotate_left(29) ^ (u64::from(wanted) << 32).wrapping_mul(inverse);
     let mut key = [0; 32];
     key[..8].copy_from_slice(&words[0].to_le_bytes());

@@ -146,9 +146,10 @@ proptest! {
         for (at, e) in recovered.entries.iter().enumerate() {
             let earlier = &recovered.entries[..at];
             prop_assert!(e.meta.depth == 0 || earlier.iter().any(|p| p.meta.key == e.meta.parent), "parents come first");
-            // A younger entry precedes an older entry only if it has an even older descendant.
+            // A younger entry precedes an older entry only if a descendant of the younger entry was
+            // written no later than the older entry.
             let is_hoisted = |o: &DiskEntry| {
-                recovered.entries[at..].iter().any(|d| d.sequence <= e.sequence && is_below(d, o))
+                live.iter().any(|d| d.sequence <= e.sequence && is_below(d, o))
             };
             prop_assert!(earlier.iter().all(|o| o.sequence <= e.sequence || is_hoisted(o)));
         }
