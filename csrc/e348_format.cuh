@@ -76,8 +76,8 @@ __device__ __forceinline__ int rows_of_lane(const u32 tile_bytes, const u32 lane
   return tile_bytes > lane * 16 ? static_cast<int>((tile_bytes - lane * 16 + 511) / 512) : 0;
 }
 
-// Returns a mask of the code bits in pair `pair` that belong to the tile. Each word has 2 bits, and
-// each row has 8 words.
+// Returns a mask of the code bits of this lane in pair `pair` that belong to the tile. The mask has
+// 2 bits per word, and a lane has 8 words per row.
 __device__ __forceinline__ u32 word_mask(const int num_rows, const int pair) {
   const int in_pair = num_rows - 2 * pair;
   return in_pair >= 2 ? 0xffffffffu : in_pair == 1 ? 0xffffu : 0u;
@@ -92,7 +92,7 @@ __device__ __forceinline__ u32 rotated_back(const u32 words) {
   return (words >> 1 & 0x7fff7fffu) | (words << 15 & 0x80008000u);
 }
 
-// Returns the nibble of an exponent that has no 3-bit code.
+// Returns the nibble that encodes an exponent without a 3-bit code.
 __device__ __forceinline__ u32 nibble_of(const u32 exponent, const u32 top) {
   const u32 below = (top - exponent) & 255u;
   if (exponent == 0) return 14;          // zeros and denormals
@@ -103,8 +103,8 @@ __device__ __forceinline__ u32 exponent_of(const u32 nibble, const u32 top) {
   return nibble == 14 ? 0 : nibble < 5 ? top + 1 + nibble : top - 2 - nibble;
 }
 
-// Calls visit(exponent, bit) for each set bit of `escapes`, in order. The position of a bit is
-// 2 * word, plus 1 for the second pair of the half.
+// Calls visit(exponent, bit) for each set bit of `escapes`, in order. `half` contains the exponents
+// of two pairs. The position of a bit is 2 * word, plus 1 for the second pair.
 template <typename Visit>
 __device__ __forceinline__ void for_each_escape(u32 escapes, u8* const half, const Visit visit) {
   while (escapes != 0) {

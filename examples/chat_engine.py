@@ -1,8 +1,8 @@
 """Runs one vLLM engine in a separate process for chat_demo.py.
 
 The command is ``python chat_engine.py ARGUMENTS_JSON``. The process reads requests from file
-descriptor 3 and writes responses to file descriptor 4, one JSON object per line. It refers to
-kvloft only by the connector's name and by the names of metrics.
+descriptor 3 and writes responses to file descriptor 4, one JSON object per line. This script does
+not import kvloft: the arguments name the connector, and counts are read from vLLM's metrics.
 """
 
 import json

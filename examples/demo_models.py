@@ -24,7 +24,7 @@ QUESTIONS = (
     "Summarize this text in one sentence.",
     "Explain the most important point of this text.",
     "What does this text say about memory?",
-    "Give an example for this text.",
+    "Give an example that illustrates this text.",
 )
 
 
@@ -36,7 +36,7 @@ class DemoModel(Protocol):
         ...
 
     def user_turn(self, index: int, attempt: int) -> list[int]:
-        """Return the token ids of the user's turn ``index``, different for each ``attempt``."""
+        """Return the token ids of user turn ``index``. They differ for each ``attempt``."""
         ...
 
     def text(self, tokens: list[int]) -> str:
@@ -61,7 +61,7 @@ class RandomLlama:
 
 
 class SmolLM2:
-    """A trained model with 135 million parameters that is asked about kvloft's documentation."""
+    """A trained model with 135 million parameters. The user asks about kvloft's documentation."""
 
     _tokenizer: Any = None
 

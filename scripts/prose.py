@@ -96,7 +96,7 @@ RULES = ((pattern_of(PHRASES), tuple(PHRASES.values())),)
 STRICT_RULES = (*RULES, (pattern_of(STRICT), tuple(STRICT.values())))
 
 CODE = "\0"
-"""The character that replaces characters other than prose."""
+"""The character that replaces each character that is not prose."""
 C_LIKE = re.compile(
     r"//[/!]?(?P<line>[^\n]*)"
     r"|/\*(?P<block>.*?)\*/"
@@ -119,7 +119,7 @@ class Hit(NamedTuple):
 
 
 def blank(text: str) -> str:
-    """Replace everything except whitespace, so that line numbers do not change."""
+    """Replace every character except whitespace with `CODE`, which keeps line numbers unchanged."""
     return re.sub(r"\S", CODE, text)
 
 
@@ -210,7 +210,7 @@ PROSE = {
 
 
 def hits(text: str, suffix: str, *, strict: bool) -> Iterator[Hit]:
-    """Yield the phrases in the text of a file with the given suffix."""
+    """Yield the phrases to replace in the text of a file with the given suffix."""
     lines = text.splitlines()
     prose = PROSE[suffix](text).replace("\\n", "  ")
     for pattern, advice in STRICT_RULES if strict else RULES:

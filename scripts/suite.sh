@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Runs the tests against the installed wheel: scripts/suite.sh all | full VLLM_VERSION | short VLLM_VERSION
 #
-# "all" is `make test`. It runs the Rust tests, all Python tests with the newest vLLM for CPUs, and
-# the tests marked short with other releases (for 0.33.0, see env.sh). Tests with engines mostly
-# wait, so the other tests run at the same time, and their output is printed at the end. If a phase
-# fails, the other phases still run. The table at the end and the exit status report the failure.
+# "all", which `make test` uses, runs the Rust tests, all Python tests with the newest vLLM for
+# CPUs, and the tests marked short with other releases (for 0.33.0, see env.sh). Tests with engines
+# mostly wait, so the other tests, whose output is printed at the end, run at the same time. If a
+# phase fails, the other phases still run. The table at the end and the exit status report the
+# failure.
 #
 # Most machines need 12 to 20 minutes. After MINUTES (default 65), only short tests are started, and
 # after 1.2 times MINUTES, no tests are started. The table shows how many tests were not started.
@@ -48,7 +49,8 @@ in_time() {
   fi
 }
 
-# Fails if kvloft is not the installed wheel or if vLLM has a different version.
+# Fails if kvloft is not imported from the installed wheel or if vLLM's version is not the one given
+# as an argument.
 readonly CHECK='
 import importlib.metadata as m, sys, kvloft
 assert "site-packages" in kvloft.__file__, kvloft.__file__
@@ -72,7 +74,7 @@ short() { in_time "environment with vLLM $1" scripts/env.sh "$1" && phase "short
 check_half() { phase "kvloft check of tiny models, $1 half" pytest_on "$NEWEST" tests/e2e/zoo/test_checks.py; }
 
 # in_group COMMAND...: runs a command in the background, in a process group that is killed when this script exits. In the foreground, bash
-# would only run traps once the command exits.
+# would run traps only after the command exits.
 GROUPS_TO_END=()
 in_group() {
   set -m
@@ -115,7 +117,7 @@ without_engines() {
   touch "$REPORT/without-engines"
 }
 
-# Creates the other environments while tests run, because most of the time is spent on downloads.
+# Creates the other environments while tests run, because most of this work is downloading.
 other_environments() {
   local version
   for version in $OTHERS; do scripts/env.sh "$version"; done

@@ -39,8 +39,8 @@ def test_the_commands_run_without_torch_and_vllm() -> None:
 def test_a_server_starts_without_modules_of_other_commands() -> None:
     """Engines wait for the server to start.
 
-    Loading tables, YAML and an HTTP server would take several times as long as loading the modules
-    that the server needs.
+    Importing rich, YAML and an HTTP server would take several times as long as importing the
+    modules that the server needs.
     """
     code = (
         "from kvloft.cli.commands import build_parser; from kvloft.cli.connection import settings; "

@@ -1,5 +1,5 @@
 """Tests that the replayed KV events of the real store match lookups: after any sequence of steps,
-after lost keys and restarts, and with a full book.
+after lost keys and restarts, and if the announcer tracks the maximum number of chunks.
 
 The store is embedded in the engine or runs in a server (`announced.py`). KV_EVENT_STEPS sets the
 number of steps.
@@ -175,8 +175,8 @@ def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) 
 
 
 def test_chunks_without_a_frame_or_with_a_failed_save_are_not_announced(tmp_path: Path) -> None:
-    """With little memory, the book of expected chunks would otherwise fill with chunks that never
-    appear in the store.
+    """With little memory, the announcer would otherwise track an increasing number of chunks that
+    never appear in the store.
     """
     world = World(5, tmp_path, capacity=1000, slots=40)
     for prompt in sorted(world.prompts):
@@ -228,7 +228,7 @@ def test_of_a_prompt_the_end_is_taken_back_first(requests: str, kept: str, tmp_p
 
 
 def test_an_error_about_a_requests_blocks_costs_only_their_events(tmp_path: Path) -> None:
-    """For example, a newer vLLM might have added request fields that cause the error.
+    """A request field that a newer vLLM has added could cause such an error, for example.
 
     The error must leave the records intact for the next call.
     """

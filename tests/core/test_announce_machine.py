@@ -1,5 +1,5 @@
-"""Property test: checks which chunks subscribers to KV events know after any order of requests,
-added and removed chunks, lost keys, resets, and late subscriptions.
+"""Property test: checks which blocks subscribers to KV events have after any sequence of requests,
+added and removed chunks, lost keys, resets and late subscriptions.
 
 The store is a model, so a tier can change between any two lookups. One subscriber listens from
 the start. Other subscribers join later and trust every event. The oracle: once the announcer is
@@ -107,8 +107,8 @@ class Book(dict[Key, tuple[int, int]]):
 
 
 def parent(key: Key) -> Key | None:
-    """Return the preceding chunk of a chunk in the main group, or the main group's chunk for a
-    chunk in another group.
+    """Return the parent of a chunk: in the main group, the preceding chunk; in other groups, the
+    main group's chunk of the same prefix.
     """
     group, prefix = key
     above = prefix[:-SIZE] if group == SHAPE.main else prefix
@@ -116,7 +116,7 @@ def parent(key: Key) -> Key | None:
 
 
 def blocks_of(key: Key) -> set[tuple[int, bytes]]:
-    """Return the subscribers' hashes of the blocks in a chunk that a hit can need."""
+    """Return the group and hash of each block in a chunk that a hit can need."""
     nth, prefix = key
     group = SHAPE.groups[nth]
     first = len(prefix) - (min(group.reach, SIZE) if group.kind == "window" else SIZE)
@@ -214,7 +214,7 @@ class Machine(RuleBasedStateMachine):
     def drop(self, data: st.DataObject) -> None:
         """Simulate a chunk without a frame, or a failed save.
 
-        The store reports neither for chunks on disk.
+        The store reports this only if the chunk is in no tier.
         """
         key = data.draw(st.sampled_from(sorted(self.store.coming)))
         self.store.coming.discard(key)

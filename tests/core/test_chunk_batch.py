@@ -1,4 +1,4 @@
-"""Tests that `_core.ChunkBatch` equals `chunk_batch.Chunks` after any split, sort, join and
+"""Tests that `_core.ChunkBatch` matches `chunk_batch.Chunks` after any split, sort, join and
 transfer, and rejects invalid batches.
 """
 

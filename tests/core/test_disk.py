@@ -21,7 +21,7 @@ NUM_CHUNKS = 5
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
-    """Return a directory that a store filled with a chain of chunks before it was closed."""
+    """Return the directory of a closed store that contains a chain of chunks."""
     store = _open_store(tmp_path / "disk")
     chain = _core.KeyChain(_core.root_key(NAMESPACE, None, None), block_tokens=1)
     chain.append_tokens(list(range(NUM_CHUNKS)))

@@ -89,7 +89,7 @@ class Bench:
             self._save(unit)
 
     def _save(self, unit: int) -> None:
-        """Save the stored chunks of one unit.
+        """Save the chunks of one unit that are listed in `stored`.
 
         Missing chunks of sliding-window groups have null blocks.
         """
@@ -107,7 +107,7 @@ class Bench:
             for nth, group in enumerate(self.shape.groups)
             if (nth, unit) in self.stored and group.kind != "full"
         }:
-            # Save only the chunks of the other groups; the chunks of full-attention groups fail.
+            # Reserve the whole unit, but fail the chunks of full-attention groups.
             (chunks,), _ = self.store.reserve([(self.chain, (), 0, unit, unit + 1, tables)])
             for nth, batch in chunks.by_group() if chunks else ():
                 self.store.settle(batch.tickets(), () if nth in others else batch.tickets())
@@ -158,7 +158,7 @@ def benches(draw: st.DrawFn) -> Bench:
         if names
         else set()
     )
-    # Every full-attention group ends at its first missing chunk.
+    # All full-attention groups end at the first unit for which one of them has no chunk.
     full = [nth for nth, group in enumerate(groups) if group.kind == "full"]
     end = min((unit for nth, unit in absent if nth in full), default=num_units)
     stored = {(nth, unit) for nth, unit in names if nth not in full or unit < end}

@@ -1,4 +1,4 @@
-"""Tests which input KeyChain accepts and rejects from Python.
+"""Tests which input from Python a KeyChain accepts and rejects.
 
 A rejected call does not change the chain.
 """

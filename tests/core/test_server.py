@@ -76,8 +76,8 @@ def test_sessions_of_one_server_share_and_each_holds_its_own(socket: str) -> Non
 
 
 def test_a_lookup_after_a_save_without_a_frame_is_not_counted(socket: str) -> None:
-    """Call the store as the scheduler side does. The chain has the same length as in the save, and
-    can extend beyond the saved units.
+    """Look up chains as the scheduler side does: a chain is as long as in the save, and can extend
+    beyond the saved units.
     """
     server = _core.Server(socket, host_bytes=8 * FRAME)
     engine, long, short = connect(socket), chain_of([]), chain_of([])

@@ -155,7 +155,7 @@ class Saves(RuleBasedStateMachine):
 
     @rule(blocks=st.lists(st.integers(0, 6), min_size=1, max_size=5))
     def saves_are_planned(self, blocks: list[int]) -> None:
-        """Plan saves of requests that share blocks over time.
+        """Plan saves of new requests, which can reuse blocks of earlier requests.
 
         Block 0 does not belong to any request.
         """
@@ -184,7 +184,7 @@ class Saves(RuleBasedStateMachine):
         random=st.randoms(use_true_random=False), with_unknown=st.booleans(), is_whole=st.booleans()
     )
     def a_rank_reports(self, random: Any, with_unknown: bool, is_whole: bool) -> None:
-        """Report, as a rank, all saves in flight, or arbitrary tickets, which can be repeated, old
+        """Report all saves in flight for one rank, or arbitrary tickets, which can be repeated, old
         or unknown.
         """
         tickets = (

@@ -128,7 +128,7 @@ def test_more_than_host_holds_comes_from_disk_as_far_as_frames_go(tmp_path: Path
     assert settled(store.acquire(chains[1])) == (
         0,
         0,
-    )  # every frame is pinned, so the lease is empty instead of waiting
+    )  # every frame is pinned, so an empty lease is returned without waiting
     store.close()
 
 

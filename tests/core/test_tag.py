@@ -46,7 +46,7 @@ def test_golden_tag(case: dict[str, Any], arena: _core.Arena) -> None:
 
 
 def unspread(y: int) -> int:
-    """Invert `spread`. The 64th power of `spread` is the identity, as for rotations by 64 * n."""
+    """Invert `spread`, whose 64th power is a sum of rotations by multiples of 64: the identity."""
     for _ in range(63):
         y = model.spread(y)
     return y

@@ -360,7 +360,7 @@ def test_each_copy_is_reported_once_and_counted(bench: Bench) -> None:
 
 
 def test_part_sizes_come_from_the_arena(bench: Bench) -> None:
-    """A pipeline stage that needs less space than other stages has a shard of the same size."""
+    """A pipeline stage that needs less space than other stages has equally large shards."""
     small = replace(bench.shape, groups=(replace(bench.shape.groups[0], part_bytes=4096),))
     (smaller,) = map_frames(bench.spec, small, shard=0, payload_bytes=[16])
     assert smaller.raw.memory.part_bytes == bench.shape.groups[0].part_bytes

@@ -50,8 +50,8 @@ impl ChunkBatch {
 
 #[pymethods]
 impl ChunkBatch {
-    /// Create a batch from each group's columns and the tickets. Raise `ConfigError` if the columns
-    /// are inconsistent.
+    /// Create a batch from the columns of each group and from the tickets. Raise `ConfigError` if
+    /// the columns are inconsistent.
     #[new]
     fn new(parts: Vec<PyColumns<'_>>, tickets: &[u8]) -> PyResult<Self> {
         let parts: Vec<_> = parts.iter().map(columns_of).collect();

@@ -47,7 +47,7 @@ impl KeyChain {
     }
 
     /// Appends the missing tokens of `token_ids[:stop]` if there are at least `DETACH_TOKENS`.
-    /// Returns the chain's number of tokens.
+    /// Returns the number of tokens in the chain.
     pub(crate) fn extend_if_long(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<u32> {
         let start = self.num_tokens()?;
         if (stop.saturating_sub(start) as usize) < DETACH_TOKENS {
@@ -132,7 +132,7 @@ impl KeyChain {
     }
 }
 
-/// Return the 32-byte digest of (name, value) pairs with unique names, regardless of order.
+/// Return the 32-byte digest of (name, value) pairs with unique names. Their order does not matter.
 #[pyfunction]
 pub(crate) fn namespace_digest(
     py: Python<'_>,

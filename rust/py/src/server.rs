@@ -14,7 +14,7 @@ use pyo3::types::{IntoPyDict, PyBytes, PyDict};
 use crate::error::raise;
 use crate::settings::{PyTenantLimits, disk_settings, tenant_limits, timeout};
 
-/// A store shared by engines of this user. The server listens until it is closed.
+/// A store shared by this user's engines. The server listens until it is closed.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct Server {
     inner: kvloft_wire::Server,
@@ -61,8 +61,8 @@ impl Server {
         status_dict(py, &self.inner.status())
     }
 
-    /// Return why the server cannot use its disk directory. Return None if the server can use its
-    /// disk directory or has none.
+    /// Return the reason why the server cannot use its disk directory, or None if it can or has
+    /// none.
     fn disk_trouble(&self) -> Option<String> {
         self.inner.disk_trouble()
     }

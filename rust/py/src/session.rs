@@ -298,8 +298,7 @@ impl Session {
         tickets.map_or_else(|| self.inner.abort_all(), |tickets| self.inner.abort(&tickets));
     }
 
-    /// Return the blocks that in-flight saves read. If `blocks` is given, return only its
-    /// elements.
+    /// Return the blocks that in-flight saves read. If `blocks` is given, check only its elements.
     #[pyo3(signature = (blocks=None))]
     fn being_read(&self, blocks: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<i32>> {
         let blocks = blocks.map(|blocks| block_ids(blocks, 0, None)).transpose()?;

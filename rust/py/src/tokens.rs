@@ -23,7 +23,7 @@ use crate::error::ConfigError;
 /// 0..2^32. The message contains the first such element.
 ///
 /// Unlike slicing, this function raises an exception if a bound is outside the sequence, because
-/// fewer ids would be a different prefix.
+/// fewer ids would identify a different prefix.
 pub(crate) fn token_ids(
     sequence: &Bound<'_, PyAny>,
     start: i64,
@@ -231,7 +231,7 @@ impl RowBytes {
             return &[];
         }
         // SAFETY: the buffer is C-contiguous, so all len_bytes bytes start at buf_ptr, which is not
-        // null because the buffer is not empty. The export, which self holds, keeps the memory
+        // null because the buffer is not empty. The export that self holds keeps the memory
         // allocated and in place. The caller of append_embeds must ensure, as documented there,
         // that no other thread writes to the buffer.
         unsafe { std::slice::from_raw_parts(self.0.buf_ptr().cast::<u8>(), self.0.len_bytes()) }

@@ -16,9 +16,9 @@ const KEY: ChunkKey = ChunkKey([7; 32]);
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// Plans saves, given the number of chunks and whether the store is replaced first.
+    /// Plans saves of this many chunks. If the flag is true, the store is replaced first.
     Plan(u32, bool),
-    /// Makes a rank report, given the first ticket and the number of tickets.
+    /// One rank reports a range of tickets, given as the first ticket and the number of tickets.
     Report(u64, u64),
     Fail(u64),
     Misfit(u64),

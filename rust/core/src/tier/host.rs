@@ -20,7 +20,8 @@ use crate::evict::ChunkId;
 use crate::io::{FRAME_ALIGN, Frame, FrameId, FrameSizes, Frames, HostArena, SizeClass};
 use crate::pool::{Member, Pool, SlabId};
 
-/// Number of empty slabs that a store keeps for future frames. Additional empty slabs are released.
+/// Number of empty slabs that a store in a shared pool keeps for future frames. Additional empty
+/// slabs are released.
 const MAX_EMPTY: u32 = 1;
 
 /// The frames of one store. Frames are lent to disk threads that fill or copy them; each frame is
@@ -118,7 +119,7 @@ impl HostTier {
         self.grid(class).raw_bytes
     }
 
-    /// Returns how much memory the store can keep when other stores need memory, in bytes.
+    /// Returns the number of bytes that the store can keep when other stores need memory.
     pub(crate) fn share_bytes(&self) -> u64 {
         let (share, pool) = (self.member.share(), &self.member.pool);
         if share >= pool.num_slabs() {
@@ -377,8 +378,7 @@ impl HostTier {
         matches!(self.slabs[slab.0 as usize].state, SlabState::Draining(_))
     }
 
-    /// Returns the slab's first frame that holds a chunk and has a number of at least `from`, and
-    /// the chunk.
+    /// Returns the slab's first frame that holds a chunk, starting at number `from`, and its chunk.
     pub(crate) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
         match self.slabs[slab.0 as usize].state {
             SlabState::Foreign => None,

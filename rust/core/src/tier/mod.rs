@@ -22,7 +22,7 @@ use crate::key::ChunkKey;
 /// `clear` return `Closed`, and `reserve` returns None.
 pub trait LocalTier: fmt::Debug + Send + Sync {
     /// Reserves a free or new slot for frames of `class`. Returns None if no slot is available at
-    /// the moment. Never modifies a slot that was written.
+    /// the moment. Never modifies a slot that holds a chunk.
     fn reserve(&self, class: SizeClass) -> Option<SlotId>;
 
     /// Returns the frame size of `class` in bytes, or 0 if the class does not exist.
@@ -33,7 +33,7 @@ pub trait LocalTier: fmt::Debug + Send + Sync {
     fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()>;
 
     /// Reads the frame of `key`. Returns `Corrupt` if the record or checksum proves damage, and
-    /// `Io` if a system call failed, which says nothing about the chunk. After an error, the
+    /// `Io` if a system call failed, in which case the chunk may be intact. After an error, the
     /// content of `into` is undefined.
     fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> Result<()>;
 

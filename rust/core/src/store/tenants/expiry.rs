@@ -2,8 +2,8 @@
 //!
 //! The TTL starts when a chunk is reserved and keeps running across restarts, because records on
 //! disk contain the start time. Using a chunk does not extend its TTL. A child never expires after
-//! its parent, so presence stays monotone. Times are Unix times in seconds, computed as the time at
-//! which the store was opened plus the time elapsed on its clock.
+//! its parent, so every visible chunk has a visible parent. Times are Unix times in seconds,
+//! computed as the time at which the store was opened plus the time elapsed on its clock.
 
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
 //! Tenant limits: how much of each tier a tenant may use and how long its chunks live. Holds the
 //! configured limits and their values in pages of 4096 bytes.
 //!
-//! A *class* is a row of the table. There is one class for requests without a salt, one for salts
+//! A *class* is a row of [`Table`]. There is one class for requests without a salt, one for salts
 //! without individual limits, and one for each salt with individual limits.
 
 use rustc_hash::FxHashMap;
@@ -14,14 +14,15 @@ use crate::key::SaltTag;
 pub enum Quota {
     /// Absolute size, in bytes.
     Bytes(u64),
-    /// Share of the tier in millionths. A nonzero quota is at least the size of the largest frame.
+    /// Share of the tier in millionths. For a nonzero share, the quota is at least the size of the
+    /// largest frame.
     Share(u32),
 }
 
 /// Limits of one tenant.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Limits {
-    /// Host memory quota. In a pool, a share refers to the store's share of the pool.
+    /// Host memory quota. In a pool, [`Quota::Share`] is relative to the store's part of the pool.
     pub host: Option<Quota>,
     /// Disk quota.
     pub disk: Option<Quota>,
@@ -57,7 +58,7 @@ impl TenantLimits {
     }
 }
 
-/// Index of a row of the table.
+/// Index of a row of [`Table`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Class(u32);
 

@@ -1,8 +1,8 @@
 //! Quotas: a tenant at its quota gets a frame or slot only by evicting its own coldest chunk.
 //!
-//! A frame is included in the usage as soon as it is taken, so a tenant exceeds its quota only if
-//! the quota was lowered or if the disk contained more when it was opened. In both cases, the
-//! sweeper evicts the excess.
+//! A frame counts toward the usage as soon as it is taken, so a tenant exceeds its quota only if
+//! the quota was lowered or if its chunks already exceeded the quota when the disk directory was
+//! opened. In both cases, the sweeper evicts the excess.
 
 use crate::evict::{ChunkId, GroupId};
 use crate::index::{Entry, TenantId};

@@ -1,4 +1,4 @@
-//! Sweeper: removes expired chunks and evicts chunks of tenants above their quota, once per second.
+//! Sweeper: once per second, removes expired chunks and evicts chunks of tenants above their quota.
 //!
 //! The sweeper has its own thread, so that it depends neither on the disk nor on calls from
 //! engines.
@@ -16,7 +16,7 @@ use crate::{Error, Result};
 const SWEEP_EVERY: Duration = Duration::from_secs(1);
 /// Maximum number of tree removals started per call.
 const MAX_EXPIRED: usize = 64;
-/// Maximum number of chunks evicted per call of `trim`, which takes about 0.2 ms.
+/// Maximum number of chunks evicted per call of `State::trim`, which takes about 0.2 ms.
 const MAX_TRIMMED: u32 = 128;
 
 impl State {

@@ -13,7 +13,7 @@ use crate::store::tenants::limits::{Ceiling, Class, Table};
 
 /// The tenant of requests without a salt.
 const NO_SALT: TenantId = TenantId(0);
-/// Maximum number of tenants visited per call, which takes about 0.2 ms.
+/// Maximum number of tenants visited per call of `State::trim`, which takes about 0.2 ms.
 pub(crate) const TENANTS_PER_SLICE: usize = 4096;
 
 /// Usage of one tenant.
@@ -22,9 +22,9 @@ pub(crate) struct TenantCounts {
     /// None for a vacant id and for requests without a salt.
     tag: Option<SaltTag>,
     num_entries: u32,
-    /// Host memory used by the tenant's frames in pages, including frames that are being filled.
+    /// Number of pages in the tenant's host frames, including frames that are being filled.
     host_pages: u32,
-    /// Disk space used by the tenant's slots in pages, including slots being written or freed.
+    /// Number of pages in the tenant's disk slots, including slots being written or freed.
     disk_pages: u32,
     class: Class,
 }

@@ -8,7 +8,7 @@ pub(crate) const PAGE_BYTES: u64 = 4096;
 /// Size of `lock`, `superblock.json`, its temporary file, and the directories themselves.
 pub(crate) const FIXED_BYTES: u64 = 64 * 1024;
 /// Size of one record plus two 12-byte extents, rounded up. A frame written between unwritten
-/// frames splits their extent.
+/// frames splits their extent into three.
 const SLOT_OVERHEAD_BYTES: u64 = super::record::RECORD_BYTES as u64 + 32;
 
 /// The slots of one size class.

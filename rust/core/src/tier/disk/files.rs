@@ -218,8 +218,8 @@ impl SlotFiles {
     }
 
     /// Reads all records in order, a megabyte at a time. Passes each nonempty record, or a clause
-    /// that describes its defect, to `show`. Skips holes, so that a forged length costs no time.
-    /// Returns the same numbers as `lens`.
+    /// that describes its defect, to `show`. Skips holes, so that a forged file length does not
+    /// slow it down. Returns the same numbers as `lens`.
     pub(super) fn for_each_record(
         &self,
         mut show: impl FnMut(SlotId, Result<Record, &'static str>),
@@ -281,7 +281,7 @@ impl SlotFiles {
         extend(&*self.frames, self.frame_offset(slots.start), self.frame_offset(slots.end))
     }
 
-    /// Frees the blocks of slots. The records of the slots must be empty (I3).
+    /// Frees the blocks of the given slots, whose records must be empty (I3).
     pub(super) fn punch(&self, slots: &Range<u32>) -> io::Result<()> {
         self.frames.punch(self.frame_offset(slots.start), self.frame_offset(slots.end))
     }

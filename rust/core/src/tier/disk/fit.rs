@@ -25,7 +25,7 @@ pub(super) struct ClassIndex {
     pub(super) unsound: Vec<SlotId>,
     /// Slots with nonempty records, in ascending order.
     recorded: Vec<u32>,
-    /// True if the blocks of all slots without records are punched.
+    /// True if all slots without records are punched.
     is_punched: bool,
 }
 
@@ -61,8 +61,8 @@ impl ClassIndex {
         (0..if self.is_punched { self.len } else { 0 }).filter(is_free).collect()
     }
 
-    /// Frees the blocks of free slots. Truncates the files after the last record and punches the
-    /// remaining free slots if the file system supports it.
+    /// Truncates the files after the last record and, if the file system supports it, punches holes
+    /// in place of the remaining free slots.
     fn release_free(&mut self, files: &SlotFiles) -> io::Result<()> {
         let end = self.recorded.iter().rev().find(|slot| **slot < self.len);
         self.cut(end.map_or(0, |last| last + 1), files)?;

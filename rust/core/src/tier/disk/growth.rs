@@ -1,8 +1,8 @@
 //! Grows the files within the size limit and deletes closed namespaces to make room.
 //!
-//! The size limit is never exceeded: the directory has one owner (`root`), and files grow only in
-//! this module, on one thread at a time, and only to a size that was claimed first. No lock is held
-//! while files grow or namespaces are deleted.
+//! The size limit is never exceeded: only one process uses the directory (see the `root` module),
+//! and files grow only in this module, on one thread at a time, and only to a size claimed
+//! beforehand. No lock is held while files grow or namespaces are deleted.
 
 use std::sync::PoisonError;
 use std::time::Duration;
@@ -15,7 +15,8 @@ use super::types::SlotId;
 use crate::error::is_no_space;
 use crate::io::{MAX_FRAMES, SizeClass};
 
-/// Maximum delay before growing is retried after a failure, even if few slots are requested.
+/// Growing is retried this long after a failure, or earlier if many slots are requested (see
+/// `REJECTIONS_BEFORE_RETRY`).
 const RETRY_AFTER: Duration = Duration::from_secs(2);
 /// Timeout for waiting for another thread to grow the files. Growing usually takes a few
 /// milliseconds; after the timeout, a chunk is evicted instead.
@@ -32,8 +33,8 @@ impl Drop for Turn<'_> {
 }
 
 impl DiskTier {
-    /// Returns a slot when no slot is free, by growing the files or waiting for a thread that is
-    /// growing them.
+    /// Called if no slot is free. Grows the files or waits for a thread that is growing them, and
+    /// returns a slot.
     pub(super) fn reserve_more(&self, class: SizeClass) -> Option<SlotId> {
         let _turn = self.turn()?;
         let is_pointless = self.is_pointless();
@@ -83,9 +84,9 @@ impl DiskTier {
         is_mine.then(|| Turn(self))
     }
 
-    /// Creates free slots of a class with the bytes that the namespace can claim. If the bytes do
-    /// not suffice for one slot, punches free slots of other classes. `is_full` means that the file
-    /// system has no space for larger files.
+    /// Creates as many free slots of a class as fit in the bytes that the namespace can claim. If
+    /// none fits, punches free slots of other classes to make room for one. `is_full` means that
+    /// the file system has no space for larger files.
     fn make_slots(&self, class: SizeClass, is_full: bool) {
         let (Ok(owner), counts) = (self.enter(), self.state().counts()) else { return };
         let (num_bytes, Some(count)) =

@@ -68,7 +68,7 @@ pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
 }
 
 /// Returns the superblock of a namespace and, for each size class that has files, the files or
-/// their damage. Returns the damage of the whole namespace if its superblock is unusable.
+/// their damage. If the superblock is unusable, returns only a description of that damage.
 pub(super) fn open_namespace(
     found: &namespaces::Found,
 ) -> Result<(Superblock, Vec<Result<SlotFiles, Damage>>), Damage> {
@@ -78,7 +78,7 @@ pub(super) fn open_namespace(
         Ok(Some(Err(why @ Refusal::OtherFormat(_)))) => {
             let problem = format!(
                 "superblock.json is {why}: this version of kvloft clears the namespace when \
-                 it opens it"
+                 opening it"
             );
             return Err(Damage { is_other_format: true, ..fail(problem) });
         }

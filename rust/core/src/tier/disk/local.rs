@@ -42,7 +42,7 @@ impl DiskTier {
         Ok(state.next_sequence - 1)
     }
 
-    /// Returns the files of a slot. Returns `InvalidConfig` if the size of its frames is not `len`.
+    /// Returns the files of a slot, or `InvalidConfig` if its frame size is not `len`.
     fn files_for(&self, slot: SlotId, len: usize) -> Result<&SlotFiles> {
         let files = self.files_of(slot.class())?;
         let expected = files.frame_bytes;

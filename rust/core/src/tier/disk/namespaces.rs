@@ -68,8 +68,8 @@ pub(crate) fn dir_of(config: &DiskConfig) -> PathBuf {
 }
 
 /// Creates a directory that only this user can access. First checks whether the directory exists,
-/// because `mkdir` hangs on a frozen file system. The parent must exist unless the directory
-/// belongs to a data-parallel engine.
+/// because `mkdir` hangs on a frozen file system. Creates a missing parent only for the directory
+/// of a data-parallel engine.
 pub(crate) fn make_dir(path: &Path) -> io::Result<()> {
     if path.is_dir() {
         return Ok(());
@@ -183,7 +183,8 @@ fn is_namespace_name(name: &str) -> bool {
 /// Measures a namespace directory. Ignores entries that vanish or are unreadable.
 ///
 /// A sparse file can still fill up, so files are measured by their length. With multiple frame
-/// sizes, the frames files may be punched to make room and are measured by their allocated blocks.
+/// sizes, the frames files may be punched to make room, so they are measured by their allocated
+/// blocks.
 pub(crate) fn measure(name: String, path: PathBuf) -> Found {
     let mut found = Found { name, bytes: 0, path, last_used: (0, 0) };
     found.bytes = fs::symlink_metadata(&found.path).map_or(0, |meta| disk_bytes(&meta));

@@ -100,7 +100,7 @@ fn validate(config: &DiskConfig) -> Result<()> {
     let sizes = config.frame_sizes.all();
     if let Some(frame_bytes) = sizes.iter().find(|size| !superblock::is_frame_size(**size)) {
         return fail(format!(
-            "a frame of {frame_bytes} bytes cannot be stored on disk: it must be a multiple of 4096, at most 16 GiB"
+            "cannot store frames of {frame_bytes} bytes on disk: the size must be a multiple of 4096 bytes and at most 16 GiB"
         ));
     }
     config.frame_sizes.check()?;
@@ -236,7 +236,7 @@ fn losses(stats: &DiskStats) -> Option<String> {
     any.then(|| {
         format!(
             "{recovered} chunks recovered; dropped: {dropped_records} damaged, {dropped_orphans} without a parent, \
-             {dropped_duplicates} superseded, {dropped_over_cap} above disk_size"
+             {dropped_duplicates} superseded, {dropped_over_cap} to fit disk_size"
         )
     })
 }

@@ -1,10 +1,10 @@
 //! Ensures that a disk directory and all its namespaces have a single owner, checks file ownership,
-//! and builds the error messages.
+//! and builds the errors for directories that cannot be used.
 //!
-//! The owner holds an exclusive `flock`, which the kernel releases when the owner dies. The lock is
-//! taken both on the directory, because a file inside could be deleted, and on `DIR/lock`, because
-//! some file systems cannot lock directories. `DIR/lock` also contains the owner's pid for error
-//! messages in other processes.
+//! The owner holds an exclusive `flock`, which the kernel releases when the owner dies. Both the
+//! directory and `DIR/lock` are locked, because the file could be deleted and because some file
+//! systems cannot lock directories. `DIR/lock` also contains the owner's pid for error messages in
+//! other processes.
 
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind as Io, Read};
@@ -141,7 +141,7 @@ fn busy(dir: &Path, [name, advice]: Asker) -> Error {
     }
     let owner = match text.trim().parse::<u32>() {
         Ok(pid) if Path::new("/proc").join(pid.to_string()).exists() => format!("process {pid}"),
-        Ok(pid) => format!("a child of process {pid}, which has exited"),
+        Ok(pid) => format!("a child of the exited process {pid}"),
         Err(_) => "another process".to_owned(),
     };
     Error::new(ErrorKind::Busy, format!("{name}{} is in use by {owner}: {advice}", dir.display()))
@@ -149,14 +149,15 @@ fn busy(dir: &Path, [name, advice]: Asker) -> Error {
 
 /// Checks that only this user and root can write to the file with metadata `meta`. Files that
 /// another user can change are not trusted, because an index determines which chunk is served for a
-/// key. Returns `Io`, because the operator can fix the problem while the engine is running.
+/// key. The error is `Io`, because the operator can fix the problem while the engine is running.
 pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Result<()> {
     let me = rustix::process::geteuid().as_raw();
     let (is_ours, mode) = (meta.uid() == me, meta.mode() & 0o7777);
     let (is_shared, is_public) = (mode & 0o022 != 0, mode & 0o002 != 0);
     let shown = path.display();
     let problem = if path == disk_path && is_shared && (is_ours || is_public) {
-        // Changing the permissions of a directory such as /tmp would break other programs.
+        // Does not suggest chmod, which would break other programs if the directory is /tmp, for
+        // example.
         format!(
             "{shown} is writable by other users (mode {mode:o}): set disk_path = {}, which kvloft creates for this user only",
             path.join("kvloft").display()
@@ -180,7 +181,8 @@ pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Res
 }
 
 /// Returns the error for a directory whose parent is missing. The error is `Io`, because a file
-/// system may be mounted there later. Creating the parent could fill the wrong file system.
+/// system may be mounted there later. The parent is not created, because the chunks could then fill
+/// the wrong file system.
 pub(super) fn missing_parent(path: &Path, error: &io::Error) -> Option<Error> {
     let parent = path.parent().filter(|parent| error.kind() == Io::NotFound && !parent.exists())?;
     let parent = parent.display();
@@ -218,9 +220,9 @@ pub(super) fn first_missing<'a>(disk_path: &'a Path, namespace: &'a Path) -> &'a
     if disk_path.exists() { namespace } else { disk_path }
 }
 
-/// Returns the error of an operation on the directory itself. The error is `InvalidConfig` if this
-/// `disk_path` can never work. Otherwise it is `Io`, because permissions, mounts and free space can
-/// change while an engine is running.
+/// Converts an I/O error from an operation on the directory itself. The result is `InvalidConfig`
+/// if this `disk_path` can never work. Otherwise, it is `Io`, because permissions, mounts and free
+/// space can change while an engine is running.
 pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {
     let advice = |problem| {
         format!(

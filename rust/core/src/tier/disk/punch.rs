@@ -1,8 +1,8 @@
 //! Moves space between size classes: punches free slots, which frees their blocks, and allocates
 //! blocks for punched slots.
 //!
-//! Only the thread that grows files punches and refills slots (see `growth`), so these operations
-//! never run concurrently. Only free slots with an empty record are punched (I3).
+//! Slots are punched and refilled only by the thread that grows the files (see `growth`), so these
+//! operations never run concurrently. Only free slots with an empty record are punched (I3).
 
 use std::io;
 use std::ops::Range;
@@ -16,8 +16,8 @@ use crate::io::SizeClass;
 const RETRY_AFTER: Duration = Duration::from_secs(2);
 
 impl DiskTier {
-    /// Punches free slots of other classes that total at least `bytes`. Returns false if punching
-    /// failed or if there are too few free slots. In the latter case, no slot is punched.
+    /// Punches free slots of other classes with a total size of at least `bytes`. Returns false if
+    /// punching failed or if there are too few free slots. In the latter case, no slot is punched.
     ///
     /// If `is_full` is set, punches only slots that are known to have blocks.
     pub(super) fn punch_spare(&self, class: SizeClass, bytes: u64, is_full: bool) -> bool {
@@ -35,8 +35,8 @@ impl DiskTier {
         given >= bytes
     }
 
-    /// Takes free slots of other classes that total at least `bytes`. Takes no slots if there are
-    /// too few.
+    /// Takes free slots of other classes with a total size of at least `bytes`. Takes none if there
+    /// are too few.
     fn take_spare(
         &self,
         class: SizeClass,

@@ -84,7 +84,8 @@ impl DiskRoot {
     }
 
     /// Locks the directory for this process until [`Self::release`], even while no namespace is
-    /// open. Creates a missing directory. Returns the same errors as [`super::DiskTier::open_in`].
+    /// open. Creates the directory if it is missing. Returns the same errors as
+    /// [`super::DiskTier::open_in`].
     pub fn hold(&self, dir: &Path) -> Result<()> {
         let _alone = locked(&self.opening);
         let lock = self.lock(dir)?;
@@ -175,12 +176,13 @@ impl DiskRoot {
         let _alone = self.alone(&config.dir)?;
         let lock = self.lock(&config.dir)?;
         let name = namespace_id(&config.namespace);
-        // Other namespaces must not use these bytes before this namespace has claimed them.
+        // The existing files count as claimed, so that other namespaces cannot claim their space
+        // first.
         let found = namespaces::measure(name.clone(), config.dir.join(&name));
         let mut state = self.state();
         if state.open.contains_key(&name) || state.leaving.contains(&name) {
             let message = format!(
-                "{} is in use by this process: it is being closed, or another store has opened it",
+                "{} is in use by this process: another store has opened it, or it is being closed or deleted",
                 config.dir.join(&name).display()
             );
             return Err(Error::new(ErrorKind::Busy, message));

@@ -48,7 +48,7 @@ pub(super) struct Slots {
     /// Free slots that may lack blocks.
     holes: VecDeque<u32>,
     pub(super) punched: BTreeSet<u32>,
-    /// True while holes are not reserved, because the file system has no space to fill them.
+    /// True while the file system has no space to fill holes, so that holes are not reserved.
     pub(super) are_holes_held: bool,
     pub(super) used: u64,
 }
@@ -101,7 +101,7 @@ impl Slots {
         (self.states.len() - num_free) as u64 - self.used
     }
 
-    /// Extends the slots to `len`. The new slots are free, either with blocks or as holes.
+    /// Adds free slots, either with blocks or as holes, until there are `len` slots.
     pub(super) fn grow(&mut self, len: u32, have_blocks: bool) {
         let new = self.len()..len;
         if have_blocks {
@@ -114,7 +114,7 @@ impl Slots {
         self.has_blocks.resize(len, have_blocks);
     }
 
-    /// Truncates the slots to `len`. All removed slots must be punched.
+    /// Removes the slots from number `len` to the end. These slots must be punched.
     pub(super) fn cut(&mut self, len: u32) {
         self.states.truncate(len as usize);
         self.has_blocks.truncate(len as usize);
@@ -127,7 +127,7 @@ impl Slots {
         (1..=self.len()).rev().find(|slot| !is_punched(slot)).unwrap_or(0)
     }
 
-    /// Makes punched slots free, either with blocks or as holes.
+    /// Marks punched slots as free, either with blocks or as holes.
     pub(super) fn refill(&mut self, slots: impl Iterator<Item = u32>, have_blocks: bool) {
         for slot in slots {
             self.punched.remove(&slot);
@@ -161,7 +161,7 @@ impl Slots {
         taken
     }
 
-    /// Records that the blocks of the given slots were punched.
+    /// Records that the given slots were punched.
     pub(super) fn punched(&mut self, slots: impl Iterator<Item = u32>) {
         for slot in slots {
             self.states[slot as usize] = SlotState::Punched;
@@ -179,7 +179,7 @@ impl Slots {
         Some(slot)
     }
 
-    /// Returns true if the slot is reserved, so that its owner may write to it.
+    /// Returns true if the slot is reserved. Only then may its owner write to it.
     pub(super) fn may_write(&self, slot: SlotId) -> bool {
         matches!(self.states.get(slot.number() as usize), Some(SlotState::Reserved(_)))
     }

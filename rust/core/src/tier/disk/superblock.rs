@@ -32,7 +32,7 @@ pub(crate) enum Refusal {
     NotOurs,
     /// The file is damaged. The text describes the defect.
     Damaged(&'static str),
-    /// The file is intact, but has a different format version.
+    /// The file is intact, but its format version is not [`FORMAT`].
     OtherFormat(u32),
 }
 
@@ -149,16 +149,16 @@ impl Superblock {
         let text = serde_json::to_string_pretty(self)? + "\n";
         let _ = fs::remove_file(&temp);
         let put = || {
-            // Always creates a new file, so that a link or a file of another process is never
-            // written to.
+            // Always creates a new file, and so never writes through a link or to a file of another
+            // process.
             open_options().write(true).create_new(true).open(&temp)?.write_all(text.as_bytes())?;
             fs::rename(&temp, dir.join(FILE_NAME))
         };
         put().inspect_err(|_| drop(fs::remove_file(&temp)))
     }
 
-    /// Returns the full namespace. Returns None if the text is not 64 hex digits; `parse` rejects
-    /// such text.
+    /// Returns the full namespace. Returns None if the field is not 64 hex digits; `parse` rejects
+    /// such a field.
     pub(crate) fn namespace(&self) -> Option<[u8; 32]> {
         blake3::Hash::from_hex(&self.namespace).ok().map(Into::into)
     }

@@ -25,7 +25,7 @@ const MAX_EVENTS: usize = 64;
 pub(super) struct TierState {
     /// Indexed by size class.
     pub(super) slots: Vec<Slots>,
-    /// Counters of the tier. The gauges in this field are always zero.
+    /// Counters of the tier. The gauges in this struct are not maintained and stay zero.
     pub(super) stats: DiskStats,
     /// Size of all other namespaces when last measured, in bytes.
     pub(super) foreign_bytes: u64,
@@ -60,8 +60,8 @@ impl TierState {
         budget::namespace_bytes(&self.counts())
     }
 
-    /// Queues a log line, up to a limit. Drops lines that are queued already or were returned by
-    /// the last nonempty `take_events`.
+    /// Queues a log line unless the queue is full. Drops lines that are already queued or were
+    /// returned by the last nonempty `take_events`.
     pub(super) fn event(&mut self, line: String) {
         if self.waiting.len() < MAX_EVENTS
             && !self.waiting.contains(&line)
@@ -107,7 +107,7 @@ pub(super) struct Growth {
     pub(super) punch_refused_at: Option<Instant>,
 }
 
-/// Number of reservations rejected after a failed attempt to grow, before the next attempt.
+/// Number of reservations rejected between a failed attempt to grow and the next attempt.
 const REJECTIONS_BEFORE_RETRY: u32 = 256;
 
 /// An open namespace of a disk directory. All methods are thread-safe.
@@ -122,8 +122,8 @@ pub struct DiskTier {
     pub(super) growth: Mutex<Growth>,
     pub(super) grown: Condvar,
     /// None once the tier is closed. Each call in progress shares ownership, and the last call to
-    /// return releases the directory. A hung call keeps the directory, so there are never two
-    /// owners. The field is declared last so that it is dropped last.
+    /// return releases the directory. A hung call keeps the directory locked, so there are never
+    /// two owners. The field is declared last so that it is dropped last.
     pub(super) owner: Mutex<Option<Arc<OpenNamespace>>>,
 }
 

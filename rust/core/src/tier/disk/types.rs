@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use crate::ChunkKey;
 use crate::io::{FrameId, FrameSizes, SizeClass};
 
-/// A place for one frame in the frames file of its class, with a record in the index of the class.
-/// The class and number are packed as in a [`FrameId`].
+/// Identifies a slot: space for one frame in the frames file of a class, and a record in the index
+/// of the class. The class and number are packed as in a [`FrameId`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SlotId(pub u32);
 
@@ -78,8 +78,8 @@ pub struct DiskStats {
     pub slots_used: u64,
     /// Number of slots that are reserved but have not been written or freed.
     pub slots_reserved: u64,
-    /// Accounted size of the whole directory, in bytes. If multiple namespaces may be open, only
-    /// this namespace is included.
+    /// Size of the whole directory as computed by the tier, in bytes. If multiple namespaces may be
+    /// open, only this namespace is included.
     pub bytes: u64,
     /// Maximum value of `bytes`.
     pub cap_bytes: u64,
@@ -115,8 +115,8 @@ pub struct Damage {
     pub key: Option<String>,
     /// A short description of the damage.
     pub problem: String,
-    /// True if the namespace was created by a different version. Such a namespace is not checked,
-    /// so no damage is known.
+    /// True if the superblock's format is not the format of this version of kvloft. Such a
+    /// namespace is not checked, so no damage is known.
     pub is_other_format: bool,
 }
 

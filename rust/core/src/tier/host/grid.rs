@@ -85,8 +85,7 @@ impl Grid {
         }
     }
 
-    /// Returns the slab's first frame that holds a chunk and has a number of at least `from`, and
-    /// the chunk.
+    /// Returns the slab's first frame that holds a chunk, starting at number `from`, and its chunk.
     pub(super) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
         let frames = self.frames.frames_of(slab.0);
         let mut left = frames.start.max(from)..frames.end;
@@ -97,8 +96,8 @@ impl Grid {
         self.holders[number as usize].checked_sub(FIRST_CHUNK).map(ChunkId)
     }
 
-    /// Advances to the next frame within the first `bytes`, wrapping around. Returns its chunk, if
-    /// any.
+    /// Advances to the next frame within the first `bytes` of the arena, wrapping around. Returns
+    /// its chunk, if any.
     pub(super) fn next_holder_within(&mut self, bytes: u64) -> Option<ChunkId> {
         self.hand += 1;
         if self.hand >= self.frames.num_frames() || !self.frames.is_within(self.hand, bytes) {

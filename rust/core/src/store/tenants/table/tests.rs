@@ -1,11 +1,11 @@
-//! A consistency check of the tenant counts, used by other tests.
+//! Checks the consistency of the tenant counts for other tests.
 
 use super::{TenantCounts, TenantTable};
 use crate::index::{Entry, TenantId};
 use crate::io::SizeClass;
 
 impl TenantTable {
-    /// Recounts the usage from the entries. Returns true if it equals the table.
+    /// Returns true if the table equals the usage recounted from the entries.
     pub(crate) fn check<'a>(
         &self,
         entries: impl Iterator<Item = (TenantId, &'a Entry)>,

@@ -1,4 +1,5 @@
-//! Tests that hole punching moves space between size classes and that the cap is never exceeded.
+//! Tests that hole punching moves space between size classes and that the size limit is never
+//! exceeded.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -1,5 +1,5 @@
-//! Tests namespaces with multiple size classes: recovery, lower size limits, changed sizes, inspect
-//! and verify.
+//! Tests namespaces with multiple size classes: recovery, lower size limits, changed frame sizes,
+//! and the reports of inspect and verify.
 
 use std::fs;
 
@@ -232,8 +232,8 @@ fn test_a_size_class_that_does_not_exist_has_no_slots() {
     assert_eq!(error.kind(), ErrorKind::InvalidConfig);
 }
 
-/// Stores chunks of two sizes in files whose total length exceeds the cap. Returns the number of
-/// chunks.
+/// Stores chunks of two sizes in files whose total length exceeds the size limit. Returns the
+/// number of chunks.
 fn long_files(config: &DiskConfig) -> usize {
     let (tier, _) = open(config);
     let small = fill_up(&tier, SMALL, 0);

@@ -1,5 +1,5 @@
-//! Runs the conformance suite for local tiers on the memory tier and on the disk tier, with healthy
-//! and with failing files.
+//! Runs the conformance suite for local tiers on the memory tier and on the disk tier. The disk
+//! tier is tested with healthy and with failing files.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -49,7 +49,8 @@ impl Recorder {
             Op::Clear => {
                 self.doubtful.extend(self.written.iter().map(|(&i, &(_, version))| (i, version)));
                 self.written.clear();
-                // Chunks that remain are as uncertain as the removed chunks.
+                // If this fails, some chunks may remain on disk. All of them are already in
+                // `doubtful`.
                 let _ = tier.clear();
             }
             Op::Reopen => {}
@@ -183,7 +184,7 @@ fn live(num_sizes: usize, ops: &[Op], fault: Rule) -> Result<(), TestCaseError> 
             drop(tier);
             let opened = DiskTier::open_with_files(&config, &std::sync::Arc::default(), &files);
             let Some((again, found)) = opened.ok().filter(|_| !files.has_crashed()) else {
-                // The process crashed or opening failed, which says nothing about the chunks.
+                // After a crash or a failed open, it is not yet known which chunks are on disk.
                 files.heal();
                 return reopen(&config, &mut recorder, &[]);
             };
