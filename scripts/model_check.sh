@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Runs the correctness machine (tests/machine) for hours: scripts/model_check.sh VLLM_VERSION HOURS
+# Runs the correctness machine (tests/machine) for HOURS hours.
+#
+# Usage: scripts/model_check.sh VLLM_VERSION HOURS
 #
 # The machine first runs on all mutants, which it must detect, and then on the unchanged product.
-# MODEL_SEED is the first seed. The script prints the numbers of steps, hits and hits with multiple
-# KV cache groups. It stops at the first failure and prints a minimal example; a run with the same
-# seed reproduces the failure.
+# MODEL_SEED is the first seed. The script prints the number of steps, of hits, and of hits with
+# multiple KV cache groups. It stops at the first failure and prints a minimal example; a run with
+# the same seed reproduces the failure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/env.sh "$1"

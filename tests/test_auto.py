@@ -29,7 +29,7 @@ from kvloft import _core
 from kvloft.auto import look_after
 from kvloft.config.sources import load_config
 
-# a shell that starts the tests in the background has it ignored
+# SIGINT is ignored if a shell started the tests in the background
 signal.signal(signal.SIGINT, signal.default_int_handler)
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 for name in sys.argv[2:]:
@@ -85,7 +85,7 @@ class Host:
         return leave
 
     def servers(self) -> list[int]:
-        """Return the processes that serve this socket."""
+        """Return the ids of the processes that serve this socket."""
         processes = [process for process in Path("/proc").iterdir() if process.name.isdecimal()]
         return [int(process.name) for process in processes if self._serves(process)]
 

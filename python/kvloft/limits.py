@@ -20,8 +20,8 @@ KEYS: Final = {
 SALT_KEYS: Final = ("salt", "salt_file")
 MAX_SALT_BYTES: Final = 1 << 16
 WANTED: Final = (
-    "it must be a list of entries such as: {salt_file: a.salt, quota: 10%, disk_quota: 20%, ttl: "
-    "24h}"
+    "the file must contain a list of entries such as: {salt_file: a.salt, quota: 10%, "
+    "disk_quota: 20%, ttl: 24h}"
 )
 
 
@@ -34,7 +34,7 @@ class Limits(NamedTuple):
 
 
 class TenantLimits(NamedTuple):
-    """The default limits per salt, the limits for requests without a salt, and limits by salt."""
+    """The default limits per salt, the limits without a salt, and limits of individual salts."""
 
     salted: Limits
     unsalted: Limits
@@ -92,7 +92,7 @@ def _from_file(path: str, salted: Limits) -> dict[str | None, Limits]:
 
 
 def _entries(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (name, entry) for each entry of the file. Error messages contain the name."""
+    """Yield (name, entry) for each entry of the file. Error messages begin with the name."""
     blame = f"salt_limits = {path}"
     entries, node = read_yaml(path, blame, f"{WANTED}.")
     if not isinstance(entries, list):

@@ -31,7 +31,7 @@ NEVER_WRITTEN = 0xFEED_FACE_DEAD_BEEF
 
 
 class Record:
-    """A record of an event. It is done when its stream reaches it."""
+    """A record of an event. The record is done once the stream has reached it."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -256,8 +256,8 @@ def run_kernel(verb: str, params: PieceParams, gpu: Gpu) -> None:
 
 
 def run_coder(verb: str, params: PieceParams, gpu: Gpu) -> None:
-    """Emulate e348.cu: encode or decode complete chunks, with records in random order and data
-    beyond the width in host memory.
+    """Emulate e348.cu: encode or decode complete chunks. Records are in random order, and data
+    beyond the width is in host memory.
     """
     tiles = np.frombuffer(
         ctypes.string_at(params.tiles, TILE.itemsize * params.tiles_per_block), TILE
@@ -371,7 +371,9 @@ class EmulatedKernels:
 
 @contextmanager
 def emulated(seed: int = 0) -> Iterator[Gpu]:
-    """Run movers created in the body on the emulated GPU, with paged KV in host memory."""
+    """Run the movers that the ``with`` body creates on the emulated GPU, with paged KV in host
+    memory.
+    """
     gpu = Gpu(seed)
     fake = fake_driver(gpu)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,5 @@
-"""Helpers for the GPU tests: paged KV in many layouts, frames in ordinary memory, movers for both,
-and the torch reference.
+"""Helpers for the GPU tests: paged KV in many layouts, frames in ordinary memory, movers between
+the two, and the torch reference.
 """
 
 import ctypes
@@ -93,7 +93,9 @@ class Paged:
 
 
 def per_layer(num_layers: int, num_blocks: int, page: int, offset: int = 0, gap: int = 0) -> Paged:
-    """Return one buffer per layer, with the first page at ``offset`` and gaps of ``gap`` bytes."""
+    """Return one buffer per layer, with the first page at ``offset`` and ``gap`` bytes between
+    pages.
+    """
     stride = page + gap
     buffers = [
         torch.empty(offset + num_blocks * stride, dtype=torch.uint8, device=DEVICE)
@@ -119,7 +121,7 @@ def block_outermost(num_layers: int, num_blocks: int, page: int) -> Paged:
 
 
 def mixed(num_blocks: int, pages: Sequence[int]) -> Paged:
-    """Return layers with different page sizes, like MLA with an indexer."""
+    """Return layers with different page sizes, as in MLA with an indexer."""
     buffers = [torch.empty(num_blocks * page, dtype=torch.uint8, device=DEVICE) for page in pages]
     return Paged(buffers, [(i, 0, page, page) for i, page in enumerate(pages)], num_blocks)
 

@@ -15,7 +15,7 @@ _C = {name: int(digits, 16) for name, digits in VECTORS["constants"].items()}
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """Return `mix` of docs/design/frames.md for an array of uint64."""
+    """Apply the function `mix` of docs/design/frames.md to an array of uint64."""
     with np.errstate(over="ignore"):
         x = (
             x
@@ -28,9 +28,9 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def page_sum(page: np.ndarray, number: int, first_word: int = 0) -> int:
-    """Return the sum of the tag terms of page ``number`` (uint8) of a payload.
+    """Return the sum of the tag terms of page ``number`` of a payload.
 
-    ``page`` contains the page's words starting at ``first_word``.
+    ``page`` contains the page's bytes, starting at word ``first_word``.
     """
     padded = np.zeros(-(-len(page) // 8) * 8, np.uint8)
     padded[: len(page)] = page

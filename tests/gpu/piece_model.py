@@ -25,7 +25,7 @@ def gather(
 
 
 def copy_out(piece: Piece, shape: PieceLimits, slot: np.ndarray, parts: np.ndarray) -> None:
-    """Execute the runs of a save.
+    """Copy the runs of a save from ``slot`` to ``parts``.
 
     ``parts`` has the shape [frames, part_bytes]; row f is this rank's shard of frame f.
     """

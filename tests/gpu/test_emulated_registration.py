@@ -74,8 +74,8 @@ class Rig:
         self.mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies))])
 
     def settled(self) -> tuple[list[int], list[int]]:
-        """Poll until no copy can progress, and return the tickets saved and the tickets failed
-        since the last call.
+        """Poll until no copy can make progress. Return the tickets that were saved and the tickets
+        that failed since the last call.
         """
         saved, failed = [], []
         for _ in range(400):

@@ -35,7 +35,7 @@ test_a_states_frame_is_not_read_as_another_groups = (
 def test_a_state_that_is_moved_before_the_next_hook_comes_behind_the_gather(gpu: Gpu) -> None:
     """vLLM moves or copies a running state into a new block before the connector receives the step.
 
-    The block's previous owner can have finished, so no step reports the block as rewritten.
+    The block's previous owner may have finished, so no step reports the block as rewritten.
     """
     rig = Rig("layers outermost", heads_first=True, slot_bytes=6144)
     rig.raw.random_(0, 256)

@@ -1,10 +1,10 @@
-"""Property test of CudaMover on the emulated GPU: random steps rewrite, read, save and load blocks,
-and are compared with a dict of each block's content.
+"""Property test of CudaMover on the emulated GPU: random steps rewrite, read, save and load blocks.
+The results are compared with a dict of each block's content.
 
 A save stores the content that its blocks have when the save is requested, regardless of later
 writes. A forward pass reads the most recently written bytes, even if blocks are loaded in between.
-Damaged frames are reported. A group without pages, as on some pipeline stages, writes only the
-trailers of its frames.
+Damaged frames are reported. Saves of a group without pages, as on some pipeline stages, write only
+trailers.
 """
 
 import os
@@ -286,7 +286,7 @@ class Steps(RuleBasedStateMachine):
             self.mover.submit_saves([SavePlan(ReqId("s"), self.batch(saves))])
 
     def batch(self, copies: list[tuple[int, ChunkCopy]]) -> Any:
-        """Return a batch of ``copies``, which are (group, copy)."""
+        """Return a batch of ``copies``, which contains (group, copy) pairs."""
         if self.num_groups == 1:
             return batch_of(copy for _, copy in copies)
         groups = sorted({group for group, _ in copies})
@@ -295,8 +295,8 @@ class Steps(RuleBasedStateMachine):
         )
 
     def seen_by(self, group: int, payload: np.ndarray) -> np.ndarray:
-        """Convert blocks between the layouts of the first group and this group. The conversion is
-        its own inverse.
+        """Convert a payload between the layouts of the first group and of ``group``. The conversion
+        is its own inverse.
         """
         if not self.kinds[KIND_OF[group]].planes:
             return payload[:0]

@@ -109,7 +109,7 @@ def test_a_chunk_that_does_not_compress_is_a_misfit_and_fits_a_large_frame() -> 
 
 
 def test_a_raw_trailer_in_a_compact_frame_is_a_miss() -> None:
-    """A raw payload would exceed the frame and, in the last frame, the arena."""
+    """A raw payload would extend beyond the frame and, in the last frame, beyond the arena."""
     paged = bf16("pages_of_4k")
     rig = TwoSizes(paged)
     fill(paged, "gaussian")

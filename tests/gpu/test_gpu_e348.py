@@ -186,7 +186,7 @@ def test_sizes_are_those_of_the_format(sample: str, most: float) -> None:
 )
 @pytest.mark.parametrize("page_kib", [4, 6, 18, 64])
 def test_real_keys_and_values_come_back_and_take_71_percent(page_kib: int) -> None:
-    """vLLM's pages have 6 KiB: 16 tokens of K or V in one layer."""
+    """vLLM's pages for this model have 6 KiB: K or V of 16 tokens in one layer."""
     words = np.load(os.environ["KV_SMOLLM2"]).reshape(-1)
     num_planes = 60 if page_kib == 6 else 10
     paged = one_buffer(num_planes, 2 * len(words) // (num_planes * page_kib << 10), page_kib << 10)
@@ -232,7 +232,7 @@ def test_an_encoded_part_is_a_miss_for_raw_readers() -> None:
 
 
 def test_chunks_that_do_not_fit_their_parts_are_not_saved() -> None:
-    """Shards have less space than a raw payload, so chunks of noise do not fit.
+    """Shards have less space than a raw payload needs, so chunks of noise do not fit.
 
     The bytes after a shard must not change.
     """

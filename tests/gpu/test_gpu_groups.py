@@ -112,7 +112,9 @@ def batches_to(copies: list[tuple[ChunkCopy, ...]], targets: list[list[int]]) ->
 def test_groups_may_have_different_numbers_of_blocks_in_a_chunk(
     other: str, sizes: tuple[int, int], slot_bytes: int
 ) -> None:
-    """Loads start at different blocks, like sliding windows that start inside their first chunk."""
+    """Loads start at different blocks of their chunks, as for a sliding window that starts inside a
+    chunk.
+    """
     rig = Rig(4096, other, sizes=sizes, slot_bytes=slot_bytes)
     rig.paged.randomize(1)
     before = rig.paged.snapshot()

@@ -1,5 +1,5 @@
-"""Compares saves and loads on a GPU with torch, bit for bit: layouts, page sizes, odd dimensions
-and permutations, with poisoned destinations.
+"""Compares saves and loads on a GPU with torch, bit for bit, for many layouts, page sizes, odd
+dimensions and permutations. The destinations are poisoned.
 """
 
 import random
@@ -239,7 +239,7 @@ def test_loads_follow_saves_of_the_same_blocks() -> None:
 
 
 class NothingPinned:
-    """A memory range without registered memory."""
+    """A memory range in which no memory is registered."""
 
     is_complete = is_over = False
     num_registered_bytes = 0

@@ -1,5 +1,5 @@
-"""Tests the order of an engine's work, saves and loads on a GPU with submitters. Random steps are
-compared with torch clones.
+"""Tests the order in which an engine's work, saves and loads run on a GPU with submitters. The
+results of random steps are compared with torch clones.
 """
 
 import random
@@ -88,8 +88,8 @@ def test_few_bytes_are_on_the_gpu_at_a_time(verb: str) -> None:
 
 @pytest.mark.parametrize("is_submitted", ["before", "after"])
 def test_a_load_waits_neither_for_its_steps_forward_nor_for_a_later_one(is_submitted: str) -> None:
-    """vLLM 0.29 and older submit loads before their step's forward pass, and newer releases after
-    it.
+    """vLLM 0.29 and older releases submit loads before their step's forward pass, and newer
+    releases submit them after it.
     """
     paged, _, mover = rig()
     paged.randomize(1)

@@ -1,5 +1,5 @@
-"""Tests CudaMover with state-space layers and attention: tensors in each of vLLM's layouts, with
-every byte compared.
+"""Tests CudaMover with state-space layers and attention, for tensors in each of vLLM's layouts.
+Every byte is compared.
 
 A state is smaller than an attention page, so padding follows it. A state's tensors (convolution and
 recurrence) have different types and, since vLLM 0.32, form a single byte tensor.
@@ -49,8 +49,8 @@ Views = list[torch.Tensor]
 def views_of(
     memory: torch.Tensor, kind: str, strides: tuple[int, int], *, heads_first: bool
 ) -> dict[str, torch.Tensor | Views]:
-    """Return the tensors of each layer in ``memory`` as an engine registers them. A state is one
-    byte tensor or one tensor per part.
+    """Return each layer's tensors in ``memory``, in the form in which an engine registers them. A
+    state is one byte tensor or one tensor per part.
     """
     of_slot, of_block = strides
     found: dict[str, torch.Tensor | Views] = {}
@@ -127,7 +127,7 @@ class Rig:
             self.mover.submit_saves([SavePlan(ReqId("s"), saves)])
 
     def batches(self, targets: dict[BlockId, int] | None = None) -> ChunkBatch:
-        """Return all chunks, with ``targets`` instead of their blocks if given."""
+        """Return all chunks. If ``targets`` is given, it maps each block to its replacement."""
         moved = [
             [c._replace(blocks=(BlockId(targets[c.blocks[0]]),)) if targets else c for c in group]
             for group in self.copies

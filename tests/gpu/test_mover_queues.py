@@ -69,7 +69,7 @@ class Stream:
 
 
 class Lane:
-    """A lane whose pieces are done after a call of `finish`. A chunk's tag is its frame number."""
+    """A lane whose pieces complete when `num_done` is raised. A chunk's tag is its frame number."""
 
     def __init__(self, clock: Clock, name: str) -> None:
         self.clock, self.name = clock, name
@@ -103,7 +103,7 @@ class Lane:
 
 
 class Queues(RuleBasedStateMachine):
-    """Property test: steps rewrite, save and load at random, while pieces finish at random."""
+    """Property test: steps rewrite, save and load random blocks while pieces complete at random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,9 +303,9 @@ class Queues(RuleBasedStateMachine):
         return {int(frame) for _, frames in self.mover.save_lane.pieces for frame in frames}  # type: ignore[attr-defined]
 
     def check_order(self) -> None:
-        """Check that the kernel of a save starts after the forward pass that wrote its blocks but
-        does not wait for later forward passes, and that the kernel of a load starts after the work
-        that precedes its step.
+        """Check when kernels start. The kernel of a save starts after the forward pass that wrote
+        its blocks and does not wait for later forward passes. The kernel of a load starts after the
+        work that precedes its step.
         """
         forwards = [i for i, entry in enumerate(self.clock.log) if entry[0] == "forward"]
         after: dict[Any, int] = {}

@@ -1,5 +1,5 @@
 """Tests the submitter thread without a GPU. The thread sends a copy after the awaited event has
-completed, sleeps while no copy is queued, and exits.
+completed, sleeps while no copy is queued, and exits when it is closed.
 """
 
 import os

@@ -1,8 +1,8 @@
 """A store, its announcer and a subscriber that take steps in any order, for tests of KV events.
 
 The store belongs to the engine or to a server. With a server, another engine also saves and evicts
-chunks, and the server is stopped and restarted. The oracle consists of lookups of every prefix and
-the assumptions that a subscriber can make about each event. The test decides how events reach the
+chunks, and the server is stopped and restarted. The oracle looks up every prefix and checks the
+assumptions that a subscriber can make about each event. The test decides how events reach the
 subscriber and how a server is started.
 """
 
@@ -36,7 +36,7 @@ def hash_of(prompt: Prompt) -> bytes:
 
 
 def describe(live: Any, size: int, begin: int, end: int) -> list[Block]:
-    """Describe a block as vLLM does.
+    """Describe blocks ``begin`` to ``end - 1`` as vLLM does.
 
     The hash of a block is the hash of the prefix that ends with the block, so blocks of any
     ``size`` with the same end have the same hash.
@@ -86,13 +86,13 @@ class Index:
                 tier.add(block.hash)
 
     def clear(self) -> None:
-        """Handle vLLM's event that all blocks were removed. The engine then announces chunks in
+        """Handle the vLLM event that all blocks were removed. The engine then announces chunks in
         other tiers again.
         """
         self.tiers = {HOST: set(), DISK: set()}
 
     def close(self) -> None:
-        """Handle the end of the engine."""
+        """Handle the engine's exit."""
 
 
 class World:
@@ -132,7 +132,7 @@ class World:
         return _core.Session(**self.shape, **self.memory)
 
     def start(self) -> None:
-        """Start a new engine with a new publisher."""
+        """Start a new engine with a new announcer and a new subscriber."""
         self.store = self.open()
         self.map_arena()
         self.store.watch(self.capacity)
@@ -215,7 +215,7 @@ class World:
 
     def rest(self) -> None:
         """Wait until the store is idle and all chunks are announced, then compare the index with
-        lookups of all requested prompts.
+        lookups of all prefixes that were reported to the announcer.
         """
         self.leases.clear()
         self.store.abort(self.tickets)
@@ -303,7 +303,7 @@ class SharedWorld(World):
     def lose_server(self, num_takes: int) -> None:
         assert self.server is not None
         self.server.close(60 * PACE)
-        self.server = None  # the socket is free only after the exit
+        self.server = None  # the socket is free only after the server has exited
         for _ in range(num_takes):
             self.index.replay(self.announcer.take())
         assert num_takes < 300 or not self.index.tiers[HOST] | self.index.tiers[DISK]

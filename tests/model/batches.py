@@ -1,5 +1,5 @@
-"""Converts single chunks to real batches, and sessions to single chunks, for tests that examine
-each chunk.
+"""Converts single chunks to real batches, and results of sessions to single chunks, for tests that
+examine each chunk.
 """
 
 from collections.abc import Iterable

@@ -1,5 +1,5 @@
-"""Simple models of `_core.ChunkBatch` and of the counts of `_core.Session`, which handle one chunk
-at a time.
+"""Simple models of `_core.ChunkBatch` and of the saves that `_core.Session` has in flight. They
+handle one chunk at a time.
 
 This module must not import kvloft.
 """
@@ -65,7 +65,7 @@ def chunks_to_load(
 ) -> tuple[Chunks, dict[str, int]]:
     """Return the chunks of units [begin, end), one block each, and the number of units by tier.
 
-    ``leased`` has (frame, key, tier) starting at unit 0.
+    ``leased`` contains (frame, key, tier) for each unit, starting at unit 0.
     """
     assert 0 <= begin <= end <= len(table), "the request has fewer blocks than promised"
     chunks: list[Chunk] = []

@@ -1,7 +1,8 @@
-"""The encoding e348 in numpy, as defined in docs/design/compression.md. This module is the oracle
+"""The e348 encoding in numpy, as defined in docs/design/compression.md. This module is the oracle
 for csrc/e348.cu and shares no code with it.
 
-`python tests/model/e348.py --write` writes tests/vectors/e348.json; `--check` compares it.
+`python tests/model/e348.py --write` writes tests/vectors/e348.json, and `--check` checks that
+the file is up to date.
 """
 
 import argparse
@@ -33,8 +34,8 @@ class Tile(NamedTuple):
 
 
 def in_code_order(words: np.ndarray) -> np.ndarray:
-    """Reorder [2048] from page order to [lane, half, word, parity]: the order of escapes and of
-    code bits.
+    """Reorder 2,048 values from page order to [lane, half, word, parity], the order of escapes and
+    of code bits.
     """
     rows = words.reshape(2, 2, 2, LANES, 8)  # half, parity, row of the pair, lane, word of the row
     return np.ascontiguousarray(rows.transpose(3, 0, 2, 4, 1)).reshape(LANES, 2, 16, 2)
@@ -200,7 +201,7 @@ def with_exponents(rng: np.random.Generator, exponents: np.ndarray) -> np.ndarra
 
 
 def gaussian(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Return bf16 words from a truncated normal distribution, with magnitudes as in real KV."""
+    """Return normally distributed values, truncated to bf16, with magnitudes as in real KV."""
     return (rng.standard_normal(count).astype("<f4").view("<u4") >> 16).astype("<u2")
 
 

@@ -2,7 +2,7 @@
 
 The oracle uses the `blake3` package, recomputes all keys from a flat list of positions, shares no
 code with kvloft and must not import kvloft. `python tests/model/keys.py --write` writes
-tests/vectors/keys.json, and `--check` compares the file.
+tests/vectors/keys.json, and `--check` checks that the file is up to date.
 """
 
 import argparse

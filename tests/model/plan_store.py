@@ -1,8 +1,8 @@
-"""A model of the store and the key chain of `kvloft.seam` that uses dicts, for tests of the
-scheduler side.
+"""A dict-based model of the store and of the key chain in `kvloft.seam`, for tests of the scheduler
+side.
 
-The model follows the rules in `_core.pyi` and checks in every call that the caller follows them,
-too. If the rules permit a choice, the model makes the worst choice for the caller (a commit after
+The model follows the rules in `_core.pyi` and checks in every call that the caller also follows
+them. If the rules permit a choice, the model makes the worst choice for the caller (a commit after
 `clear` is lost, and a frame is reused as soon as possible). This module must not import kvloft.
 """
 
@@ -31,9 +31,9 @@ class KeyBook:
 
 
 class ModelChain:
-    """The keys of a prefix, block by block.
+    """The keys of a prefix, one per block.
 
-    To compute a key, the chain hashes the whole prefix again.
+    Each key is a hash of the previous key (or the root) and of the block's content.
     """
 
     def __init__(self, book: KeyBook, root: Content, lookahead: int) -> None:
@@ -89,8 +89,8 @@ def item_content(items: Iterable[tuple[str, int, int]], at: int) -> Iterable[Con
 class Entry:
     """A chunk.
 
-    ``state`` is reserved (being written), ready, or reading (from disk). A chunk without a frame is
-    only on disk.
+    ``state`` is reserved (being written), ready, reading (from disk), disk (evicted from host
+    memory) or failed (a failed read).
     """
 
     key: bytes
@@ -311,7 +311,7 @@ class ModelStore(Session):
             self._forget(entry)
             for child in [e for e in self.entries.values() if e.parent == key]:
                 if child.state == "reserved":
-                    continue  # its parent is missing at the time of the commit
+                    continue  # its commit fails, because its parent is missing
                 dropped += self.discard([child.key])
         return dropped
 

@@ -1,9 +1,9 @@
-"""A model of the store as a dictionary. After each call, it contains all chunks that lookups are
-allowed to find, regardless of evictions.
+"""A model of the store as a dictionary. After each call, the dictionary contains all chunks that
+lookups are allowed to find, regardless of evictions.
 
 The model never evicts, so its results are upper bounds for a small store and exact for a large
-store. Keys are whole prefixes (tuples of token ids), so two prefixes are the same chunk only if
-they have the same tokens. This module must not import kvloft.
+store. Keys are whole prefixes (tuples of token ids), so two chunks are the same only if their
+prefixes have the same tokens. This module must not import kvloft.
 """
 
 from collections.abc import Sequence

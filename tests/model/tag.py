@@ -1,8 +1,8 @@
 """The oracle for tags: a slow second implementation of docs/design/frames.md in plain integers.
 
 The oracle shares no code with kvloft, must not import kvloft, and derives the constants from their
-names. `python tests/model/tag.py --write` writes tests/vectors/tag.json, and `--check` compares the
-file.
+names. `python tests/model/tag.py --write` writes tests/vectors/tag.json, and `--check` checks that
+the file is up to date.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def rotate_right(x: int, by: int) -> int:
 
 
 def spread(x: int) -> int:
-    """Apply the steps before the first product."""
+    """Apply the steps of `mix` that precede the first multiplication."""
     return x ^ rotate_right(x, 17) ^ rotate_right(x, 36)
 
 

@@ -1,7 +1,7 @@
 //! A list of chunks, stored in columns. A batch carries chunks from the store's reservation or
-//! lease to the copy kernel's table, and back to the commit.
+//! lease to the copy kernel's table, and saved chunks on to the commit.
 //!
-//! There is no object per chunk: a long prompt has thousands of chunks, and forward passes and
+//! A chunk is not a separate object: a long prompt has thousands of chunks, and forward passes and
 //! loads wait while their batches are built.
 
 mod part;
@@ -22,8 +22,8 @@ pub const NULL_BLOCK: i32 = 0;
 /// Frames with their keys and the paged blocks to copy, for one or more KV cache groups.
 ///
 /// All chunks of a group have the same number of entries in `blocks`, one per block of the frame.
-/// An entry is a block id, or [`NOT_WANTED`] before and after the blocks to copy. Only saves have
-/// tickets.
+/// The entries before and after the blocks to copy are [`NOT_WANTED`], and the other entries are
+/// block ids. Only saves have tickets.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ChunkBatch {
     parts: Vec<Part>,
@@ -41,7 +41,7 @@ pub struct Chunk<'a> {
     pub num_blocks: usize,
     /// Index within the frame of the first block to copy.
     pub first_block: usize,
-    /// Ids of the paged blocks to copy, starting with `first_block`.
+    /// Ids of the paged blocks to copy, starting at index `first_block` of the frame.
     pub blocks: &'a [i32],
     /// Ticket of the save, or None for loads.
     pub ticket: Option<u64>,
@@ -122,7 +122,7 @@ impl ChunkBatch {
     }
 
     /// Adds leased chunks of `group` for consecutive units, starting at `first_unit`, with the
-    /// blocks to scatter. `table` starts with block `begin` of the group; chunks outside the table
+    /// destination blocks. `table` starts with block `begin` of the group; chunks outside the table
     /// are skipped. Returns the number of chunks added, by tier, and the number of blocks they
     /// fill. Returns `InvalidConfig` if the table contains a negative block id.
     pub fn add_loads(
@@ -242,8 +242,7 @@ impl ChunkBatch {
         taken
     }
 
-    /// Sorts the chunks of each group by frame, so that chunks in adjacent frames become a single
-    /// copy.
+    /// Sorts the chunks of each group by frame, so that adjacent frames can be copied together.
     #[must_use]
     pub fn by_frame(&self) -> Self {
         let (mut order, mut start) = (Vec::with_capacity(self.len()), 0);

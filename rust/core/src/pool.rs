@@ -1,12 +1,12 @@
 //! Memory shared by one or more stores. Tracks which store owns each slab of the arena and which
 //! store should release a slab.
 //!
-//! A store fills a slab with frames of one of its sizes. A free slab goes to the first store that
-//! requests it. If no slab is free, a requesting store below its share becomes *hungry*, and stores
-//! above their share should release a slab. No call waits for a slab to be released. If a store's
-//! workers can copy only to the first part of the arena, the store's share also applies to that
-//! part, so that other stores cannot occupy all of it. The pool's lock may be acquired while a
-//! store's lock is held, but never the other way around.
+//! A store divides a slab into frames of one of its frame sizes. A free slab goes to the first
+//! store that requests it. If no slab is free, a requesting store below its share becomes *hungry*,
+//! and stores above their share should release a slab. No call waits for a slab to be released. If
+//! a store's workers can copy only to the first part of the arena, the store's share also applies
+//! to that part, so that other stores cannot occupy all of it. The pool's lock may be acquired
+//! while a store's lock is held, but never the other way around.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -20,15 +20,16 @@ use crate::tier::disk::DiskRoot;
 use crate::units::size_text;
 use crate::{Error, Result};
 
-/// Minimum number of slabs if the arena is large enough.
+/// Target for the number of slabs. The limits below and the search for a size with little unused
+/// space can change the number.
 const NUM_SLABS: u64 = 64;
 /// Maximum size of a slab. Workers register memory with the GPU slab by slab, and each registration
 /// blocks kernel launches.
 const MAX_SLAB_BYTES: u64 = 256 << 20;
-/// Unused space is compared in fractions of a slab with this denominator.
+/// Unused space is compared in units of `1 / PRECISION` of a slab.
 const PRECISION: u64 = 1000;
-/// Minimum number of the first store's frames per slab, unless there would be fewer than `MIN_SLABS`
-/// slabs. With too few frames per slab, too much space at the end of the slab is unused.
+/// Minimum number of frames of the first store in a slab, unless there would be fewer than
+/// `MIN_SLABS` slabs. With fewer frames, too much space at the end of a slab could be unused.
 const MIN_FRAMES: u64 = 4;
 const MIN_SLABS: u64 = 8;
 
@@ -163,8 +164,8 @@ impl Pool {
         self.state().wanting().next().is_some()
     }
 
-    /// Returns `InvalidConfig` if any of the frame sizes exceeds the slab size. A store with such a
-    /// size could own slabs without having a frame of that size.
+    /// Returns `InvalidConfig` if any of the frame sizes exceeds the slab size. Without this check,
+    /// a store could own slabs that cannot hold its largest frames.
     pub fn check(&self, sizes: &FrameSizes) -> Result<()> {
         sizes.check()?;
         let (slab_bytes, frame_bytes) = (self.slab_bytes, sizes.largest());
@@ -308,7 +309,7 @@ impl Member {
         state.share_out();
     }
 
-    /// Returns the slabs assigned to this store since the last call because it was hungry.
+    /// Returns the slabs that other stores have released to this store since the last call.
     pub(crate) fn collect(&self) -> Vec<SlabId> {
         self.with(|own| std::mem::take(&mut own.arrived))
     }
@@ -354,8 +355,8 @@ impl Member {
         self.with(|own| (own.num_slabs, own.num_slabs.saturating_sub(own.share)))
     }
 
-    /// Returns the limit for the slab's number if another store needs a slab that this store should
-    /// release.
+    /// If this store should release a slab to another store, returns the limit for the slab's
+    /// number.
     pub(crate) fn asked(&self) -> Option<u32> {
         let state = self.pool.state();
         let own = state.members.get(&self.id)?;

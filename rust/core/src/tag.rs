@@ -8,8 +8,8 @@
 //!
 //! The tag is a sum, so threads can add their words in any order. The tag needs only 64-bit
 //! multiplication, xor, shifts and addition, so a GPU can compute it during the copy. `mix` is a
-//! bijection, so damage within a single word is always detected. The tag detects accidents (torn,
-//! stale, swapped or shifted pages), not adversaries.
+//! bijection, so damage within a single word is always detected. The tag detects accidental damage
+//! (torn, stale, swapped or shifted pages) but not deliberate changes.
 
 use crate::{Error, Result};
 
@@ -82,8 +82,8 @@ fn page_sum(page: &[u8], mut position: u64) -> u64 {
 /// Multiplication does not propagate the top bits. Changing only the top bits would therefore
 /// change the product by one of just a few values, and the changes of two words could cancel out:
 /// with `x >> 32` as the first step, flipping both fp32 signs in two words canceled out for one in
-/// 2^20 pairs. The rotations prevent this: after them, only flips of at least 10 (20) input bits
-/// can be confined to the top 16 (8) bits.
+/// 2^20 pairs. The rotations prevent this: after them, a change is confined to the top 16 bits only
+/// if at least 10 input bits are flipped, and to the top 8 bits only if at least 20 are.
 #[inline]
 fn mix(mut x: u64) -> u64 {
     x ^= x.rotate_right(17) ^ x.rotate_right(36);

@@ -22,7 +22,7 @@ enum Flaw {
     NoDeadline,
     /// Reports a hit after reading only part of the frame.
     ShortRead,
-    /// Returns hints that are sorted by key.
+    /// Returns hints in the order of the sorted keys.
     Disorder,
 }
 

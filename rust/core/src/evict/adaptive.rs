@@ -4,17 +4,18 @@
 //! chunks. A chunk that is saved again after its eviction is treated as reused. The victim is the
 //! older of the two heads, where the age of the reused chunk is divided by `credit`. The credit
 //! adapts to the workload, so there is no setting. A credit of 1, its initial value, gives plain
-//! LRU. A chunk that returns after its eviction was evicted too early: the credit grows if the
-//! chunk was reused and shrinks otherwise, until both kinds return equally often. The credit is
-//! high if most chunks are never used again, and drops after a few returns when a new working set
-//! replaces the old one. ARC (Megiddo and Modha, FAST 2003) balances queue sizes, so it would have
-//! to count chunks that are not leaves; comparing ages avoids that.
+//! LRU. If a chunk returns after its eviction, it was evicted too early. The credit then grows if
+//! the chunk had been reused and shrinks otherwise, until reused chunks and other chunks return
+//! equally often. The credit is high if most chunks are never used again, and drops after a few
+//! returns when a new working set replaces the old one. ARC (Megiddo and Modha, FAST 2003) balances
+//! queue sizes, so it would have to count chunks that are not leaves; comparing ages requires no
+//! counts.
 //!
 //! A use of a chunk is also a use of its ancestors, but only the deepest chunk is updated. An
 //! ancestor cannot be a victim before its descendants are removed, and a removed chunk passes its
 //! last use to its parent. Once a chunk becomes a leaf, it therefore has the same position in its
 //! queue as if each use had updated the whole prefix. The cost of a touch does not depend on the
-//! depth.
+//! chunk's depth.
 //!
 //! An independent chunk, such as a Mamba state, is new in each turn of a chat, while most of the
 //! prefix before it was reused. Without special treatment, it would be evicted first, although the
@@ -34,8 +35,8 @@ const NO_PARENT: u32 = u32::MAX;
 /// A touch does not count as a reuse if fewer than `capacity / TOUCHES_APART` events have passed
 /// since the chunk was last used, because a waiting request touches its chunks repeatedly.
 const TOUCHES_APART: u32 = 64;
-/// Number of returns of one kind that change the credit by a factor of e if half of the evicted
-/// chunks were reused, as a fraction of the capacity.
+/// Number of returns of one kind, as a fraction of the capacity, that change the credit by a factor
+/// of e if half of the evicted chunks were reused.
 const RETURNS_PER_E: f64 = 1.0 / 12.0;
 /// Upper limit of the credit. With a higher credit, reused chunks would be kept for too long after
 /// the working set has changed.
@@ -50,7 +51,7 @@ const MIN_SHARE: f64 = 1.0 / 50.0;
 #[derive(Debug, Clone, Copy)]
 struct Node {
     fingerprint: u64,
-    /// Last use of the chunk or of a removed descendant, counted in events.
+    /// Event number of the last use of the chunk or of a removed descendant.
     last: u64,
     parent: u32,
     evictable: bool,
@@ -130,8 +131,8 @@ impl Adaptive {
 
     /// Updates the credit when a recently evicted chunk returns.
     fn regret(&mut self, reused: bool) {
-        // Divided by each kind's share of evictions, so that the steps cancel out if both kinds
-        // return at the same rate.
+        // The step is divided by the kind's share of evictions, so that the steps cancel out if
+        // both kinds return at the same rate.
         let share = self.reused_share.clamp(MIN_SHARE, 1.0 - MIN_SHARE);
         let step = if reused { self.step / share } else { -self.step / (1.0 - share) };
         self.credit = (self.credit * step.exp()).clamp(1.0, MAX_CREDIT);
@@ -261,8 +262,8 @@ impl Policy for Adaptive {
 /// Selects the eviction policy of a tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Eviction {
-    /// LRU in which reused chunks age more slowly. How much more slowly depends on which evicted
-    /// chunks return.
+    /// LRU in which reused chunks age more slowly, at a rate that depends on which evicted chunks
+    /// return.
     #[default]
     Adaptive,
     /// Plain LRU.

@@ -1,5 +1,5 @@
-//! Ghosts remember which chunks were evicted and whether they had been reused. The table has a
-//! fixed size of 32 bytes per chunk of capacity.
+//! Ghosts record which chunks were evicted and whether they had been reused. The table has a fixed
+//! size of 32 bytes per chunk of capacity.
 //!
 //! Each key maps to a set of 16 ghosts, in which a new ghost replaces the oldest. The table never
 //! grows or rehashes, and each call reads 64 bytes. The table starts as zeroed memory, and the
@@ -7,8 +7,8 @@
 
 use crate::key::ChunkKey;
 
-/// Number of ghosts per chunk of capacity. More than one is needed because chats return long after
-/// their eviction from a small tier.
+/// Number of ghosts per chunk of capacity. More than one is needed because a chat may continue long
+/// after a small tier has evicted its chunks.
 const PER_CHUNK: usize = 8;
 const WAYS: usize = 16;
 /// Number of ghosts in a set, counted from the newest, that are treated as recent. The recent

@@ -36,19 +36,18 @@ pub enum Removal {
 
 /// Chooses the next chunk to evict among the chunks of one tier.
 ///
-/// The store **guarantees** the following. Each id is `insert`ed once before any other call with
-/// it, and `remove`d once. The parent of an id, if any, is present from the `insert` to the
-/// `remove` of the id. `set_evictable` is called only when the value changes; the initial value is
-/// false. A chunk with a present child is never evictable. A use of a chunk is also a use of its
-/// prefix, but only the deepest chunk is `touch`ed. If `set_group` is called, it directly follows
-/// `insert`.
+/// The store **guarantees** the following. Each id is `insert`ed once before any other call that
+/// names it, and `remove`d once. The parent of an id, if any, is present from the id's `insert` to
+/// its `remove`. `set_evictable` is called only when the value changes; the initial value is false.
+/// A chunk with a present child is never evictable. A use of a chunk is also a use of its prefix,
+/// but only the deepest chunk is `touch`ed. If `set_group` is called, it directly follows `insert`.
 ///
 /// A policy **must** return an evictable id from `victim` whenever there is one, and an evictable
 /// id in the group from `victim_of`. Choosing a victim must not remove the victim; the store
 /// removes it with `remove`. Every call must take O(log n) time, because it runs under the store's
 /// lock.
 pub trait Policy: fmt::Debug + Send {
-    /// Adds `id` to the tier, with `parent` before it in the prefix.
+    /// Adds `id` to the tier. `parent` is the chunk before it in the prefix.
     fn insert(&mut self, id: ChunkId, parent: Option<ChunkId>, key: &ChunkKey);
     /// Records a use of the prefix that ends with `id`.
     fn touch(&mut self, id: ChunkId);

@@ -9,7 +9,7 @@ use crate::ErrorKind;
 
 const VECTORS: &str = include_str!("../../../../tests/vectors/tag.json");
 
-/// Computes the tag word by word in 128-bit arithmetic, as it is defined. Derives the constants
+/// Computes the tag from its definition, word by word, in 128-bit arithmetic. Derives the constants
 /// from their names.
 fn slow_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> u64 {
     let constant = |name: &str| {
@@ -156,8 +156,8 @@ fn num_equal(mut changes: Vec<u64>) -> usize {
     changes.windows(2).filter(|pair| pair[0] == pair[1]).count()
 }
 
-/// The first definition of `mix`, in which sign flips of two words could cancel out. The test below
-/// detects this.
+/// The first definition of `mix`, with which sign flips in two words could cancel out. The test
+/// below detects this.
 fn first_mix(mut x: u64) -> u64 {
     x ^= x >> 32;
     x = x.wrapping_mul(M1);
@@ -176,7 +176,8 @@ fn the_measure_of_cancelling_sees_the_weak_masks_of_the_first_definition() {
     assert_eq!(num_equal(changes(first_mix, 1)), 0);
 }
 
-/// Flips the same bits in two words, or different bits in each. None of 2^43 pairs cancels out.
+/// Compares about 2^43 pairs of words in which the same or different bits are flipped. The changes
+/// cancel out in none of them.
 #[test]
 fn flipped_signs_and_lanes_of_two_words_change_the_tag() {
     let mut masks = vec![u64::MAX, u64::MAX << 32, 0xffff_0000_ffff_0000, 0x00ff_00ff_00ff_00ff];

@@ -1,8 +1,8 @@
 //! The client side of a connection. Sends requests and waits for responses until a deadline.
 //!
 //! Responses arrive in the order of their requests. While a response is overdue, lookups miss
-//! without sending a request, so a stopped server costs one deadline, not one per call. Commits,
-//! aborts and clears are still sent. Late responses are processed when they arrive.
+//! without sending a request, so an engine waits for a stopped server once, not in every call.
+//! Commits, aborts and clears are still sent. Late responses are processed when they arrive.
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind as IoKind};
@@ -127,8 +127,8 @@ impl Connection {
         self.is_closed || !self.unanswered.is_empty()
     }
 
-    /// Sends a request and waits for the response. Returns None, which is a miss, at the deadline
-    /// or if an earlier response is overdue.
+    /// Sends a request and waits for the response. Returns None (a miss) if the deadline passes, an
+    /// earlier response is overdue or the connection is closed.
     pub(crate) fn call(&mut self, request: &Request<'_>, deadline: Instant) -> Option<Response> {
         if self.is_overdue() { None } else { self.call_always(request, deadline) }
     }
@@ -148,9 +148,9 @@ impl Connection {
         self.exchange(Some(number), if is_overdue { Instant::now() } else { deadline })
     }
 
-    /// Sends multiple requests and waits for their responses. Returns None, which is a miss, for
-    /// each response that does not arrive in time. If an earlier response is overdue, all results
-    /// are None.
+    /// Sends multiple requests and waits for their responses. Returns None (a miss) for each
+    /// response that does not arrive in time. If an earlier response is overdue, all results are
+    /// None.
     pub(crate) fn call_all(
         &mut self,
         requests: &[Request<'_>],
@@ -207,7 +207,7 @@ impl Connection {
     }
 
     /// Sends a long prefix's anchors in one request, and truncates the prefix to the part that the
-    /// server might have. Does nothing if the prefix is short or the server has cached its keys. If
+    /// server might have. Does nothing if the prefix is short or its keys are already cached. If
     /// the request gets no response, the next lookup is a miss.
     pub(crate) fn trim_prefix(&mut self, prefix: &mut Prefix<'_>, deadline: Instant) {
         if !self.prefix_cache.needs_anchors(prefix.keys) {
@@ -255,7 +255,8 @@ impl Connection {
         self.close_on_error(&sent);
     }
 
-    /// Sends and receives until the response to request `wanted` arrives or until the deadline.
+    /// Sends and receives until the response to request `wanted` arrives or the deadline passes.
+    /// Does not wait if `wanted` is None.
     fn exchange(&mut self, wanted: Option<u32>, deadline: Instant) -> Option<Response> {
         let mut must_wait = wanted.is_some();
         loop {

@@ -105,8 +105,8 @@ impl Client {
         responses
     }
 
-    /// Looks up prefixes in messages of limited size. Returns None for each prefix that got no
-    /// response.
+    /// Looks up prefixes, divided into messages of limited size. Returns None for each prefix that
+    /// got no response.
     pub(crate) fn lookup_batches(
         &self,
         prefixes: &[Prefix<'_>],
@@ -127,8 +127,8 @@ impl Client {
         join_responses(&parts, responses, found).collect()
     }
 
-    /// Sends reservations with the deadline for saves. Responses that do not arrive in time are
-    /// None, or are missing from the end of the list.
+    /// Sends reservations and waits for the responses until the deadline for saves. Responses that
+    /// do not arrive in time are None or are missing from the end of the list.
     pub(crate) fn call_for_saves(&self, requests: &[Request<'_>]) -> Vec<Option<Response>> {
         let deadline = self.inner.save_deadline();
         let mut state = self.state();
@@ -167,7 +167,7 @@ fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
 fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
     asked.check()?;
     let SaveRequest { prefix, units, class, is_independent } = asked.clone();
-    // The server needs only one key before the range: the first chunk's parent.
+    // The server needs only one key before the range: the key of the first chunk's parent.
     let first = units.start.saturating_sub(1);
     // Independent chunks also need the key after the range, which identifies the full-attention
     // chunk at the end of the prefix.

@@ -1,6 +1,7 @@
 //! The client's background thread, which detects a lost connection and opens a new connection.
 //!
-//! `Session::renew` switches to the new connection, so a plan never mixes frames from two arenas.
+//! Until the client closes, only `Session::renew`, which is called between plans, switches to the
+//! new connection, so a plan never mixes frames from two arenas.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -75,7 +76,7 @@ impl ClientInner {
                 *failures = ConnectFailures::default();
             }
             Err(error) => {
-                // An `Io` error follows a lost connection, and the loss was already logged.
+                // An `Io` error is not logged, because the lost connection was already logged.
                 let line = failures.log_line(&error).filter(|_| error.kind() != ErrorKind::Io);
                 if let Some(line) = line {
                     self.state().log(Event::problem(line));

@@ -37,7 +37,7 @@ pub(crate) struct ClientState {
     pub(crate) leases: HashMap<LeaseId, Option<Progress>>,
     pub(crate) next_lease: u64,
     pub(crate) limit_bytes: Option<u64>,
-    /// The last key of each prefix for which the last reservation dropped chunks.
+    /// The last key of each prefix from which the most recent reservation dropped chunks.
     pub(crate) dropped: Vec<ChunkKey>,
     pub(crate) change_feed: ChangeFeed,
     /// True while the server has not confirmed a clear.
@@ -134,8 +134,8 @@ impl ClientState {
         }
     }
 
-    /// For each prefix with chunks that the last reservation dropped, returns true once. The lookup
-    /// of such a prefix is part of the save, not of a new request.
+    /// Returns true for the first lookup of each prefix from which the most recent reservation
+    /// dropped chunks. The lookup of such a prefix is part of the save, not of a new request.
     pub(crate) fn is_save_lookup(&mut self, prefixes: &[Prefix<'_>]) -> bool {
         let [Prefix { keys: [.., end], .. }] = prefixes else { return false };
         let at = self.dropped.iter().position(|dropped| dropped == end);

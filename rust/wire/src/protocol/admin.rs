@@ -19,8 +19,8 @@ use super::MAX_HELLO;
 pub enum AdminRequest {
     /// Requests the status. The result is a [`Status`].
     Status,
-    /// Removes all chunks of a namespace from every tier. The result is the number of chunks as a
-    /// `u64`.
+    /// Removes all chunks of a namespace from every tier. The result is the number of removed
+    /// chunks as a `u64`.
     Clear {
         /// First hex digits of the namespace. May be empty if the server has only one namespace.
         namespace: String,
@@ -35,7 +35,7 @@ pub enum AdminRequest {
 pub struct EvictRequest {
     /// First hex digits of the namespaces. Empty for all namespaces.
     pub namespace: String,
-    /// Tag of the tenant's salt. None for all chunks.
+    /// Tag of the tenant's salt, or None to evict the chunks of all tenants.
     pub tenant: Option<SaltTag>,
     /// True to evict only from host memory.
     pub host_only: bool,
@@ -46,7 +46,7 @@ pub struct EvictRequest {
 pub struct EvictReport {
     /// Number of namespaces that were searched, including closed namespaces on disk.
     pub num_namespaces: u64,
-    /// The chunks evicted from these namespaces.
+    /// Totals for the chunks evicted from these namespaces.
     #[serde(flatten)]
     pub evicted: Evicted,
 }
@@ -80,7 +80,7 @@ pub struct Status {
 pub struct RefusalStatus {
     /// First hex digits of the namespace.
     pub namespace: String,
-    /// Number of connections rejected.
+    /// Number of rejected connections.
     pub count: u64,
     /// Reason for the last rejection.
     pub reason: String,

@@ -9,8 +9,8 @@ use crate::protocol::prefixes::{Keys, SentPrefixes, SentRange};
 
 /// Version of the protocol. Servers reject clients with a different version.
 pub const VERSION: u32 = 14;
-/// Maximum number of changes queued for a listener. Also limits the keys in a request for changes
-/// and the additional rows in its response.
+/// Maximum number of changes queued for a listener. The limit also applies to the keys in a request
+/// for changes and to the additional rows in its response.
 pub const MAX_CHANGES: u32 = 1 << 16;
 
 /// The first request of an engine.
@@ -111,7 +111,7 @@ impl Request<'_> {
     }
 }
 
-/// Memory layout of a server.
+/// Sizes of a server's arena and slabs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Welcome {
     /// Size of the arena, in bytes.

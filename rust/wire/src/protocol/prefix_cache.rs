@@ -41,7 +41,7 @@ fields! {
 
 impl SentAnchors<'_> {
     /// Returns each anchor's end, in units, and its key. Returns None if the anchors are out of
-    /// order or exceed [`MAX_KEYS`].
+    /// order or extend beyond [`MAX_KEYS`] units.
     pub(crate) fn all(&self) -> Option<Vec<(u32, ChunkKey)>> {
         let num_before = u32::try_from(self.keys.iter().len()).ok()?.checked_sub(1)?;
         let end = num_before.checked_mul(self.stride)?;
@@ -94,8 +94,8 @@ impl PrefixCache {
         true
     }
 
-    /// Replaces the cached keys with `anchor`, which identifies the prefix up to its end. Clears
-    /// the cache if `anchor` is None.
+    /// Replaces the cached keys with `anchor`, which identifies the prefix up to the anchor's end.
+    /// Clears the cache if `anchor` is None.
     pub(crate) fn reset(&mut self, anchor: Option<(u32, ChunkKey)>) {
         self.keys.clear();
         self.first = anchor.map_or(0, |(end, _)| end as usize - 1);

@@ -235,7 +235,7 @@ impl ServerState {
         let num_chunks = removed.map_or(0, |removed| removed.num_chunks);
         if num_chunks > 0 {
             self.log(format!(
-                "removed {num_chunks} expired chunks of namespaces without engines from disk"
+                "removed {num_chunks} expired chunks from disk; their namespaces have no engines"
             ));
         }
     }

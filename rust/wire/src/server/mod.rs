@@ -1,7 +1,8 @@
 //! The server accepts engines that run as its own user, and owns the stores that they share.
 //!
-//! Each connection has a thread, up to a limit. Other threads accept connections, claim the disk,
-//! remove expired chunks and do housekeeping. The caller handles signals and settings files.
+//! Each connection has a thread, and the number of connections is limited. Other threads accept
+//! connections, claim the disk, remove expired chunks and do housekeeping. The caller handles
+//! signals and settings files.
 
 mod admin;
 pub(crate) mod config;
@@ -32,7 +33,7 @@ use crate::server::shared_state::ServerState;
 use crate::threads::{locked, spawn};
 
 const HOUSEKEEPING_INTERVAL: Duration = Duration::from_millis(100);
-/// Timeout for threads and connections when the server closes.
+/// Timeout for threads to exit and for connections to close when the server closes.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Delay before the first search for expired chunks in closed namespaces.
 const FIRST_EXPIRY: Duration = Duration::from_secs(30);

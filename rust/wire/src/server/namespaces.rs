@@ -1,8 +1,8 @@
 //! The open namespaces of a server, and the memory and disk directory they share.
 //!
-//! The memory is a single arena that is allocated for the first namespace. A namespace without
-//! engines remains open in case engines reconnect, until other namespaces have taken all of its
-//! memory.
+//! The memory is a single arena, which is allocated when the first namespace is opened. A namespace
+//! without engines remains open in case engines reconnect, until other namespaces have taken all of
+//! its memory.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -80,7 +80,7 @@ impl OpenNamespaces {
     }
 
     /// Returns an engine's namespace, and the namespaces that must be closed before it is opened.
-    /// Returns `Busy` if a namespace that would have to be closed has engines.
+    /// Returns `Busy` or `InvalidConfig` if a namespace that would have to be closed is not idle.
     fn namespace(&mut self, hello: &Hello) -> Result<(Arc<Namespace>, Vec<Arc<Namespace>>)> {
         let mut gone = Vec::new();
         if let Some(namespace) = self.namespaces.get(&hello.namespace) {
@@ -117,8 +117,9 @@ impl OpenNamespaces {
 }
 
 impl Namespaces {
-    /// Adds an engine to its namespace. Returns `Busy` or `InvalidConfig` if the server cannot
-    /// store the engine's chunk sizes. The pool calls `wake` when a namespace needs slabs.
+    /// Adds an engine to its namespace. Returns `Busy` or `InvalidConfig` if the engine's frame
+    /// sizes do not fit or the server has too many namespaces. The pool calls `wake` when a
+    /// namespace needs slabs.
     pub(crate) fn join(
         &self,
         hello: &Hello,
@@ -249,7 +250,7 @@ fn place_memory(pool: &Pool, frame_bytes: u64, nodes: &[u32]) -> String {
             "host memory is on NUMA node{} {names}",
             if nodes.len() == 1 { "" } else { "s" }
         ),
-        Ok(num) => format!("host memory is on NUMA nodes {names} by shard, in {num} ranges"),
+        Ok(num) => format!("host memory is on NUMA nodes {names}, one per shard, in {num} ranges"),
         Err(error) => format!("{error}; the kernel chooses the NUMA nodes"),
     }
 }

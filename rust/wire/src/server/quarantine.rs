@@ -89,7 +89,7 @@ impl Quarantine {
         }
     }
 
-    /// Releases all memberships whose frames no process can write to.
+    /// Releases each membership once no process can write to its frames.
     pub(crate) fn release_closed(&self) {
         let now = Instant::now();
         let is_released = |each: &mut Quarantined| {

@@ -33,7 +33,7 @@ pub(crate) struct Peer {
     pub(crate) counters: Arc<Counters>,
 }
 
-/// The last measurement of disk space, which can be old if the disk hangs.
+/// The last measurement of disk space, which can be outdated if the disk hangs.
 #[derive(Debug, Clone)]
 pub(crate) struct DiskSpace {
     /// File system space available to this user, in bytes.

@@ -1,4 +1,4 @@
-//! Tests the goals of eviction policies: used chunks are kept, recurring prompts hit, and a new
+//! Tests the goals of eviction policies: reused chunks are kept, recurring prompts hit, and a new
 //! working set replaces the old one.
 
 use super::*;
@@ -49,8 +49,8 @@ fn used_chunks_survive_a_flood_of_unused_ones() {
     }
 }
 
-/// The working set changes: chunks of the new set recur after a single use, which lowers the credit
-/// earned by the old set.
+/// A new working set replaces the old one. Its chunks return after a single use and thereby lower
+/// the credit that the old set earned.
 #[test]
 fn a_new_working_set_takes_over_after_few_returns() {
     const CAPACITY: u32 = 60;

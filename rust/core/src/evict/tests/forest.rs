@@ -67,7 +67,7 @@ pub(super) struct Forest<P> {
     pub(super) num_children: BTreeMap<u32, u32>,
     pub(super) pinned: BTreeSet<u32>,
     pub(super) told: BTreeMap<u32, bool>,
-    /// The victim of each group when the last overall victim was requested.
+    /// The victim of each group, requested together with the last overall victim.
     pub(super) of_groups: [Option<u32>; NUM_GROUPS as usize],
     pub(super) oracle: Oracle,
 }
@@ -109,7 +109,7 @@ impl<P: Policy> Forest<P> {
         self.leaves().into_iter().filter(|id| group_of(self.numbers[id]) == Some(group)).collect()
     }
 
-    /// Reports changed evictability to the policy. A parent must be reported as not evictable
+    /// Reports changes in evictability to the policy. A parent must be reported as not evictable
     /// before its child is inserted.
     pub(super) fn sync(&mut self) {
         let changed: Vec<_> = self
@@ -186,8 +186,8 @@ impl<P: Policy> Forest<P> {
         Some(victim)
     }
 
-    /// Uses the roots with these numbers, given space for `capacity` chunks: touches existing roots
-    /// and saves missing roots. Returns the number of hits.
+    /// Replays uses of root chunks in a tier of `capacity` chunks: touches present roots and
+    /// inserts missing roots. Returns the number of hits.
     pub(super) fn replay(
         &mut self,
         capacity: usize,

@@ -1,4 +1,4 @@
-//! Tests how much of a prefix is shared with the cached prefix.
+//! Tests how many units a prefix shares with the cached prefix.
 
 use super::*;
 
