@@ -1,7 +1,7 @@
 """Benchmark of key computation from Python: `python benches/bench_keys.py [--json]`.
 
-Each figure is the minimum of many runs. The runs alternate with plain BLAKE3 (the `blake3` package)
-over the same bytes, so that ratios stay meaningful on a busy machine.
+Each figure is the minimum of many runs. These runs alternate with runs of plain BLAKE3 (the
+`blake3` package) over the same bytes, so that ratios stay meaningful on a busy machine.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def best_ms(turns: int, *calls: Callable[[], object]) -> list[float]:
 def percent_of_plain(
     name: str, turns: int, ours: Callable[[], object], plain: Callable[[], object]
 ) -> Result:
-    """Return the throughput of ``ours`` as a percentage of plain BLAKE3's."""
+    """Measure the throughput of ``ours`` as a percentage of the throughput of plain BLAKE3."""
     ours_ms, plain_ms = best_ms(turns, ours, plain)
     return Result(
         name, plain_ms / ours_ms * 100, 90, "% of plain", plain_ms, plain_ms / ours_ms >= 0.9
@@ -87,15 +87,14 @@ def token_results(turns: int) -> list[Result]:
         results.append(Result(name, ours, target, "ms", plain, ours <= target))
     chain = append_tokens(ids, 16)
     [one] = best_ms(turns * 50, lambda: chain.append_tokens(ids, NUM_IDS - 1))
-    results.append(Result("one more token id, from a list", one * 1e3, None, "us", None, None))
+    results.append(Result("appending one token id from a list", one * 1e3, None, "us", None, None))
     return results
 
 
 def embed_results(turns: int) -> list[Result]:
     """Measure key computation for embedding rows on one thread and on all threads.
 
-    The single-thread cases append one block of rows per call, which is too small to be split across
-    threads.
+    The single-thread cases append 32 rows per call, too few to be split across threads.
     """
     rows = random.Random(1).randbytes(NUM_ROWS * WIDTH * 2)
     part = 32 * WIDTH * 2
@@ -142,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
-        "--turns", type=int, default=100, help="number of repetitions (default 100)"
+        "--turns", type=int, default=100, help="base number of repetitions (default 100)"
     )
     options = parser.parse_args(argv)
     results = token_results(options.turns) + embed_results(options.turns * 4)

@@ -1,9 +1,9 @@
 """Benchmark of vLLM's scheduler while many requests wait for the disk.
 
-Run as `python benches/bench_waiting.py [--waiting N]`. N requests share 40 prefixes of 128 tokens
-on a hung disk and wait while 8 other requests run. For comparison, the same requests run on a
-scheduler without a connector. The bench requires an environment with vLLM, but does not run a
-model.
+Run as `python benches/bench_waiting.py [--waiting N]`. N requests wait for a hung disk that holds
+their prefixes (40 prefixes of 128 tokens), while 8 other requests run. For comparison, the same
+requests run on a scheduler without a connector. The bench requires an environment with vLLM, but
+does not run a model.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def add(scheduler: Scheduler, name: str, ids: list[int], hasher: Any) -> None:
 
 
 def step(scheduler: Scheduler) -> tuple[float, int]:
-    """Run one step. Return the duration of ``schedule`` in ms and the number of requests in it."""
+    """Run one step. Return the duration of ``schedule`` in ms and the number of its requests."""
     start = time.perf_counter()
     output = scheduler.schedule()
     ids = list(output.num_scheduled_tokens)

@@ -8,7 +8,7 @@
 6. in a new engine process after the previous engine was killed: from the memory of `kvloft serve`
 
 DEMO_MODEL selects the model (`demo_models.py`). Decoding is greedy, and outputs are compared token
-by token. If rounding could change a token of a turn, the turn is replaced before the comparison.
+by token. If rounding could change an output token, the demo first replaces the prompt of that turn.
 """
 
 import json
@@ -33,11 +33,13 @@ FOLDER = Path(__file__).resolve().parents[1] / "build" / "demo"
 NUM_TURNS = 4
 ANSWER_TOKENS = 34
 SAFE_MARGIN = 3e-4
-"""Minimum distance between the two highest logits. Batch shapes change logits by about 1e-5."""
+"""Minimum distance between the two highest logits. The shape of the batch changes logits by about
+1e-5.
+"""
 
 MAX_ATTEMPTS = 20
 PROGRESS_S = 10.0
-"""Interval between progress lines if the output is not a terminal, in seconds."""
+"""Seconds between progress lines if the output is not a terminal."""
 BAR_CHARS = 20
 
 PASSES = {
@@ -50,9 +52,9 @@ PASSES = {
 }
 MEANINGS = {
     "none": "plain vLLM, the reference",
-    "cold": "kvloft is empty and saves KV",
+    "cold": "kvloft's cache is empty; KV is saved",
     "gpu": "hit in vLLM's own prefix cache",
-    "host": "vLLM's cache cleared: host memory",
+    "host": "vLLM's cache cleared: from host memory",
     "disk": "new engine: from disk",
     "server": "engine killed: from `kvloft serve`",
 }
@@ -173,7 +175,7 @@ class EngineProcess:
 
 @contextmanager
 def kv_server() -> Iterator[str]:
-    """Run `kvloft serve` without a disk tier and yield the value for the setting ``server``."""
+    """Run `kvloft serve` without a disk tier and yield the value of the ``server`` setting."""
     log = FOLDER / "server.log"
     with tempfile.TemporaryDirectory(prefix="kvloft-") as folder, log.open("wb") as out:
         socket = Path(folder) / "kvloft.sock"
@@ -292,7 +294,7 @@ def run_all(console: Console) -> tuple[dict[str, list[Turn]], list[Turn]]:
         engine.clear_gpu_cache()
         host = replay(engine, "host", prompts, truth, console)
         engine.stop()
-    with stage(console, "running a new vLLM process, whose cache is only on disk"):
+    with stage(console, "running a new vLLM process, with cached KV only on disk"):
         engine = with_kvloft("disk", model, settings).wait()
         disk = replay(engine, "disk", prompts, truth, console)
         engine.stop()
@@ -315,7 +317,9 @@ def with_kvloft(name: str, model: Path, settings: dict[str, str]) -> EngineProce
 def after_a_kill(
     model: Path, prompts: list[list[int]], truth: list[Turn], console: Console
 ) -> tuple[list[Turn], list[Turn]]:
-    """Run an engine with a server, kill it, and run a new engine. Return the turns of both."""
+    """Run an engine with a server, kill the engine, and run a new engine. Return the turns of both
+    engines.
+    """
     with kv_server() as server:
         with stage(console, "running vLLM with `kvloft serve`, then killing the engine"):
             engine = with_kvloft("killed", model, {"server": server}).wait()
@@ -359,7 +363,7 @@ def as_table(passes: dict[str, list[Turn]]) -> Table:
 
 
 def as_plot(passes: dict[str, list[Turn]]) -> Table:
-    """Return a bar chart of the mean time to first token, with an explanation per pass."""
+    """Return a bar chart of the mean time to first token, and an explanation of each pass."""
     table = Table(title="Mean time to first token", title_justify="left", box=None)
     for column in ("pass", "ms", "", "meaning"):
         table.add_column(column, justify="right" if column == "ms" else "left")
@@ -372,7 +376,7 @@ def as_plot(passes: dict[str, list[Turn]]) -> Table:
 
 
 def verdict(passes: dict[str, list[Turn]]) -> tuple[bool, str]:
-    """Return True if the demo succeeded, and a summary for the user."""
+    """Return whether the demo succeeded, and a summary for the user."""
     truth, disk = passes["none"], passes["disk"]
     wrong = [
         (n, i)

@@ -1,4 +1,4 @@
-"""Draws the Grafana dashboard from a Prometheus server: `python scripts/dashboard.py OUT.png`.
+"""Draws the Grafana dashboard for a Prometheus server: `python scripts/dashboard.py OUT.png`.
 
 Evaluates the queries of examples/deploy/grafana.json through Prometheus's HTTP API and draws all
 panels with all variables set to All. Prints queries that return no data. Requires matplotlib.
@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Source:
-    """Evaluates the dashboard's queries in one time range."""
+    """Evaluates the dashboard's queries over one time range."""
 
     def __init__(self, args: argparse.Namespace, variables: list[dict[str, Any]]) -> None:
         self._end: float = args.end or time.time()
@@ -56,7 +56,7 @@ class Source:
         self._values["__rate_interval"] = f"{rate_interval:.0f}s"
 
     def curves(self, panel: str, target: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
-        """Yield (legend, values) of each series: one value per element of ``days``, NaN in gaps."""
+        """Yield (legend, values) per series. Each element of ``days`` has a value (NaN in gaps)."""
         query = re.sub(r"\$(\w+)", lambda m: self._values[m[1]], target["expr"])
         fields = {"query": query, "start": self._start, "end": self._end, "step": self._step}
         try:

@@ -130,7 +130,7 @@ def test_a_quota_of_more_than_there_is_limits_nothing(tmp_path: Path) -> None:
         host, disk = said(**sizes, salt_quota=part, salt_disk_quota=part)
         assert host == (
             "salt_quota = 100% (kv_connector_extra_config) is all of the namespace's host memory, "
-            "so it has no effect; remove it for no limit."
+            "so it has no effect; remove the setting."
         )
         assert disk.startswith(
             "salt_disk_quota = 100% (kv_connector_extra_config) is all of disk_size, so it has no "
@@ -330,7 +330,8 @@ def test_a_disk_directory_inside_another_is_reported(
     for path in (disk, tmp_path / "link" / "er", disk / "yet"):
         found = said(disk_path=path, disk_size="1MiB")
         assert [
-            f"disk_path = {path} is inside {tmp_path}/first, the disk directory of another" in text
+            f"disk_path = {path} is inside {tmp_path}/first, which is the disk directory of another"
+            in text
             for text in found
         ] == ([True] if is_told else [])
     assert said(disk_path=tmp_path / "first", disk_size="1MiB") == [] or lock is None, (

@@ -2,7 +2,7 @@
 
 
 def __getattr__(name: str) -> str:
-    """Return ``__version__`` on first use, because reading the version loads the extension."""
+    """Look up ``__version__`` lazily, because this loads the extension."""
     if name == "__version__":
         from kvloft.version import VERSION
 

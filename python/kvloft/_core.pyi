@@ -1,4 +1,4 @@
-"""Types of the Rust extension. Errors raise exceptions from `kvloft.errors`. Sizes are in bytes."""
+"""Types of the Rust extension. Failed calls raise errors of `kvloft.errors`. Sizes are in bytes."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, final, overload
@@ -15,10 +15,10 @@ VERSION: Final[str]
 REVISION: Final[str]
 
 def namespace_digest(fields: Sequence[tuple[str, str]]) -> bytes:
-    """Return a 32-byte digest of (name, value) pairs. Order is ignored. Names must be unique."""
+    """Return a 32-byte digest of (name, value) pairs, regardless of order. Names must be unique."""
 
 def root_key(namespace: bytes, adapter: tuple[str, str] | None, cache_salt: str | None) -> bytes:
-    """Return the 32-byte key of the empty prefix. ``adapter`` is a LoRA's (name, path or id)."""
+    """Return the 32-byte key of the empty prefix. ``adapter`` is (name, path or id) of a LoRA."""
 
 def first_of_each(keys: list[Any], values: list[Any]) -> list[tuple[Any, Any]]:
     """Return (key, value[0]) for each value that is neither None nor empty, in order."""
@@ -50,7 +50,7 @@ class KeyChain:
 
 @final
 class Arena:
-    """Frames in shared memory, mapped by a worker that can run in a separate process."""
+    """A mapping of the frames in shared memory, for a worker that can run in a separate process."""
 
     @staticmethod
     def open(path: str, *, size_bytes: int) -> Arena: ...
@@ -71,14 +71,18 @@ class Arena:
         payload consists of the contiguous pages of each block.
         """
     def check(self, part: dict[str, Any]) -> str | None:
-        """Return the problem ('unsealed', 'key', 'layout', 'shape' or 'tag'), or None if intact."""
+        """Return the problem ('unsealed', 'key', 'layout', 'shape' or 'tag'); None if the part is
+        intact.
+        """
 
 def prefer_numa_node(address: int, num_bytes: int, node: int) -> bool:
-    """Prefer ``node`` for pages that have not been allocated yet. Return False on failure."""
+    """Place unallocated pages on NUMA node ``node``. Return False if they already have a NUMA
+    policy or the kernel rejects the placement.
+    """
 
 @final
 class ChunkBatch:
-    """Immutable columns of chunks. Batches are compared by value (see ``kvloft.seam.batch``).
+    """An immutable batch of chunks in columns, compared by value (see ``kvloft.seam.batch``).
 
     Reading columns is faster than iterating over thousands of chunks.
     """
@@ -86,10 +90,10 @@ class ChunkBatch:
     def __new__(
         cls, parts: Sequence[tuple[int, bytes, bytes, bytes]], tickets: bytes
     ) -> ChunkBatch:
-        """Create a batch from `columns`. Raises ConfigError if the columns are inconsistent."""
+        """Create a batch from the result of `columns`. Raises ConfigError if it is inconsistent."""
     @staticmethod
     def concat(batches: Sequence[Any]) -> ChunkBatch:
-        """Combine batches into one group. All chunks must have the same number of blocks."""
+        """Merge batches into the first batch's group. Chunks must have equal numbers of blocks."""
     def by_group(self) -> list[tuple[int, ChunkBatch]]:
         """Return a (group, batch) pair for each KV cache group."""
     def by_size(self) -> list[tuple[int, int, ChunkBatch]]:
@@ -97,13 +101,15 @@ class ChunkBatch:
     def columns(self) -> tuple[list[tuple[int, bytes, bytes, bytes]], bytes]:
         """Return (group, frames (u32), keys, blocks (i32)) for each group, and tickets (u64).
 
-        All chunks in a group have the same number of blocks. A block of -1 is not copied.
+        All chunks in a group have the same number of blocks. A block with id -1 is not copied.
         """
     def tickets(self) -> list[Ticket]: ...
     def block_ids(self) -> list[BlockId]:
         """Return the ids of all blocks that the batch copies."""
     def by_frame(self) -> ChunkBatch:
-        """Return the batch sorted by frame in each group, to copy adjacent frames together."""
+        """Return the batch sorted by frame in each group, so that adjacent frames are copied
+        together.
+        """
     def check(self, *, num_frames: int, num_blocks: int, blocks_per_chunk: int) -> None:
         """Raise ConfigError if a copy would exceed the arena, its frame or the paged KV."""
     def __len__(self) -> int: ...
@@ -126,8 +132,8 @@ class ReadLease:
     ) -> tuple[ChunkBatch, dict[str, int]]:
         """Pair the chunks of units [begin, end) with blocks of ``tables`` (one per KV cache group).
 
-        Returns the chunks, and the number of units by tier ('host' or 'disk') at the time of the
-        lease. Returns either all chunks or none, except with a single full-attention group.
+        Returns the chunks, and how many units each tier ('host' or 'disk') held when the lease was
+        acquired. Returns either all chunks or none, except with a single full-attention group.
         """
     def release(self) -> None: ...
 
@@ -153,9 +159,9 @@ class Session:
         """Open a store in this process. ``frame_bytes`` is a frame size, a size per size class, or
         (frame size, uncompressed size) per size class. ``limits`` is described in `kvloft.limits`.
 
-        ``groups`` has (number in keys, kind, block tokens, blocks per unit, kept blocks, reach,
-        size class, size class of compressed chunks) for each KV cache group (`kvloft.seam.shape`).
-        The default is one full-attention group.
+        ``groups`` contains (number in keys, kind, block tokens, blocks per unit, kept blocks,
+        reach, size class, size class of compressed chunks) for each KV cache group
+        (`kvloft.seam.shape`). The default is one full-attention group.
         """
     @staticmethod
     def connect(
@@ -183,32 +189,35 @@ class Session:
     def lifeline(self) -> tuple[str, int] | None:
         """Path and inode of the pipe that workers keep open; None without a server.
 
-        Open it before mapping the arena: the server reuses frames after all processes close it.
+        Open it before mapping the arena: the server reuses frames only after all processes have
+        closed it.
         """
     @property
     def frame_sizes(self) -> list[int]:
         """Frame size of each size class."""
     @property
     def arena_sizes(self) -> tuple[int, int]:
-        """Sizes of the arena and of a slab; 0 without a store."""
+        """Sizes of the arena and of a slab; both are 0 without a store."""
     @property
     def is_save_late(self) -> bool:
         """True if the last reservation timed out. It can be retried immediately."""
     def renew(self) -> bool:
         """Switch to a new store if the old store is gone. Return True if the session switched.
 
-        The new store does not contain the old chunks. The arena changes only in this call, so a
-        plan never refers to frames in two arenas.
+        The new store does not contain the old chunks. The arena changes only in this call, which is
+        made between plans, so a plan never refers to frames in two arenas.
         """
     @property
     def num_in_flight(self) -> int:
-        """Number of reservations that some ranks have not reported yet."""
+        """Number of reservations that at least one rank has not reported yet."""
     def lookup(self, chain: KeyChain) -> tuple[int, int]:
         """Return how many leading units are in host memory and how many are in any tier, counting
         only full-attention groups.
         """
     def deepest_hit(self, chain: KeyChain, host_units: int, stored_units: int) -> tuple[int, int]:
-        """Return the deepest hits in host memory and in any tier, up to the given limits."""
+        """Return the units of the deepest hits in host memory and in any tier, up to the given
+        limits.
+        """
     def acquire(self, chain: KeyChain, num_units: int = ...) -> ReadLease:
         """Pin the chunks that a prefix of ``num_units`` needs; read missing chunks from disk."""
     def reserve(
@@ -220,16 +229,18 @@ class Session:
         None, and the number of units without a frame, for each row. On error, reserves no frame.
 
         First extends each chain by ``token_ids[:num_tokens]``. Skips chunks that are stored, are
-        being saved, or have a null block. Full-attention groups stop at the first chunk without a
-        frame or a parent. Reservations are in flight until they are settled or aborted.
+        being saved, or have a null block. In full-attention groups, stops at the first chunk that
+        gets no frame or has no parent. Reservations are in flight until they are settled or
+        aborted.
         """
     def reserve_states(
         self, rows: Sequence[tuple[KeyChain, int, int, int]]
     ) -> list[ChunkBatch | None]:
-        """Reserve a frame for each (chain, group, unit, block). States without a frame are None.
+        """Reserve a frame for the state in each (chain, group, unit, block); None if it gets no
+        frame.
 
-        On error, reserves no frame. States of prefixes that are likely to be reused are evicted
-        later.
+        On error, reserves no frame. States of prefixes that are likely to be reused are kept
+        longer.
         """
     def settle(
         self, saved: Sequence[int], failed: Sequence[int] = ..., misfits: Sequence[int] = ...
@@ -270,13 +281,14 @@ class Session:
 
 @final
 class Server:
-    """A store that engines of this user share. The server listens at ``socket`` until it is closed.
+    """A store that this user's engines share. The server listens at ``socket`` until it is closed.
 
     Memory is allocated when the first engine connects. The disk directory is opened immediately or
     as soon as it is available (see `disk_trouble`). Namespaces with engines share memory equally,
-    unless ``shares`` sets a percentage by the first hex digits of the namespace. ``numa`` has a
-    node per shard, or a single node. Raises BusyError if another server uses the socket, and
-    ConfigError if the socket's directory is not private or ``shares`` or ``disk_path`` is invalid.
+    unless ``shares`` sets percentages (by the first hex digits of a namespace). ``numa`` contains
+    one NUMA node per shard, or a single node for all shards. Raises BusyError if another server
+    uses the socket, and ConfigError if the socket's directory is not private or ``shares`` or
+    ``disk_path`` is invalid.
     """
 
     def __new__(
@@ -308,7 +320,8 @@ def available_bytes() -> int | None:
 
 def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """Return the server's state: host_bytes, slab_bytes, stats, settings, namespaces, refusals
-    (namespace, count and reason of rejected engines) and disk_trouble (None if the disk is usable).
+    (namespace, number of rejected connections, and reason) and disk_trouble (None if the disk is
+    usable).
 
     Each namespace has namespace (32 bytes), description, frame_sizes, slabs, stats, tenants (tag or
     None, host_bytes, disk_bytes, max_host_bytes, max_disk_bytes, ttl_s; largest first) and engines
@@ -318,7 +331,7 @@ def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """
 
 def server_clear(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:
-    """Remove all chunks of a namespace from all tiers, and return the number of chunks.
+    """Remove all chunks of a namespace from all tiers, and return the number of chunks removed.
 
     ``namespace`` is a prefix of the namespace's hex digits, and can be empty if the server has only
     one namespace. Raises the same exceptions as `server_status`. Unless exactly one namespace
@@ -342,7 +355,7 @@ def server_evict(
     """
 
 def disk_inspect(path: str) -> list[dict[str, Any]]:
-    """Return a dict for each namespace directory, most recently used first, without locking.
+    """Return a dict for each namespace directory, most recently used first. Takes no lock.
 
     The keys are namespace (16 hex digits), description, chunks, slots, frame_sizes, bytes, oldest
     and newest (Unix seconds), and problem. Raises ConfigError if ``path`` is not a disk directory.
@@ -359,10 +372,12 @@ class DiskVerify:
     @property
     def num_chunks(self) -> int: ...
     def step(self, max_chunks: int) -> list[dict[str, Any]]:
-        """Check up to ``max_chunks`` more chunks and return the damage. Call it at least once.
+        """Check up to ``max_chunks`` more chunks, and return a dict for each problem. Must be
+        called at least once.
 
-        The keys are namespace, slot (among slots of its size), frame_bytes, key (hex), problem and
-        is_other_format. slot, frame_bytes and key can be None. Other formats are not checked.
+        The keys are namespace, slot (numbered among slots of its size), frame_bytes, key (hex),
+        problem and is_other_format. slot, frame_bytes and key can be None. Namespaces in another
+        format are reported but not checked.
         """
     @property
     def num_checked(self) -> int: ...

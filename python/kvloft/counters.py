@@ -58,13 +58,17 @@ METRICS: Final = (
     _counter(
         "load_lost_blocks",
         _ENGINE,
-        "Number of blocks that were offered to vLLM and evicted before the load was planned",
+        "Number of blocks that were offered to vLLM but evicted before the load was planned",
     ),
     _counter("loaded_bytes", _ENGINE, "Number of uncompressed bytes loaded, summed over all ranks"),
-    _counter("load_seconds", _ENGINE, "Time spent copying loads in seconds, summed over all ranks"),
+    _counter(
+        "load_seconds", _ENGINE, "Time that loads spent copying, in seconds, summed over all ranks"
+    ),
     _counter("saved_chunks", _ENGINE, "Number of chunks saved and published"),
     _counter("saved_bytes", _ENGINE, "Number of uncompressed bytes saved, summed over all ranks"),
-    _counter("save_seconds", _ENGINE, "Time spent copying saves in seconds, summed over all ranks"),
+    _counter(
+        "save_seconds", _ENGINE, "Time that saves spent copying, in seconds, summed over all ranks"
+    ),
     _counter(
         "save_dropped_chunks",
         _ENGINE,
@@ -74,8 +78,8 @@ METRICS: Final = (
     _counter(
         "save_misfit_chunks",
         _ENGINE,
-        "Number of chunks not saved because they did not fit into a compressed frame; the next "
-        "save uses a full-size frame",
+        "Number of chunks not saved because they did not fit into a frame for compressed chunks; "
+        "the next save uses a full-size frame",
     ),
     _counter(
         "load_breaker_trips",

@@ -17,11 +17,11 @@ from kvloft.errors import ConfigError
 from kvloft.limits import given_limits, tenant_limits
 
 SMALL: Final = 1 << 20
-"""A size without a unit is probably not in bytes if it is below this value."""
+"""If a size without a unit is below this value, the user probably did not mean bytes."""
 SHORT_S: Final = 3600
-"""A time without a unit is probably not in seconds if it is below this value."""
+"""If a time without a unit is below this value, the user probably did not mean seconds."""
 MAX_BARE_TIMEOUT_S: Final = 0.9
-"""A server_timeout without a unit is probably in milliseconds if it is above this value."""
+"""If a server_timeout without a unit is above this value, the user probably meant milliseconds."""
 PROC: Final = Path("/proc")
 MAX_LOCK_BYTES: Final = 32
 """Maximum size of the lock file in a disk directory. The file contains the owner's process id."""
@@ -143,14 +143,14 @@ def _in_vain(config: Config) -> Iterator[str]:
     # With salt_limits, a quota of 0 is valid: only tenants in the file can save chunks.
     if config.salt_quota == 0 and config.salt_limits is None:
         given = f"salt_quota = {format_quota(config.salt_quota)} ({config.origin('salt_quota')})"
-        yield f"{given} prevents all saves for requests with a cache_salt; remove it for no limit."
+        yield f"{given} prevents all saves for requests with a cache_salt; remove the setting."
     wholes = {"salt_quota": "host_size", "salt_disk_quota": "disk_size"}
     for key in wholes:
         if getattr(config, key) == 1.0 and isinstance(getattr(config, key), float):
             all_of = "the namespace's host memory" if key == "salt_quota" else "disk_size"
             yield (
                 f"{key} = 100% ({config.origin(key)}) is all of {all_of}, so it has no effect; "
-                "remove it for no limit."
+                "remove the setting."
             )
     quotas = [
         (key, f" ({config.origin(key)})", key, quota)
@@ -273,8 +273,9 @@ def _nested(path: Path) -> str | None:
             continue
         if is_disk:
             return (
-                f"disk_path = {path} is inside {above}, the disk directory of another engine or "
-                "server, whose disk_size does not include it; set disk_path to a separate "
-                "directory, because removing the outer directory would delete it."
+                f"disk_path = {path} is inside {above}, which is the disk directory of another "
+                f"engine or server. That engine or server does not count {path} toward its "
+                f"disk_size, and removing {above} would also delete {path}. Set disk_path to a "
+                "separate directory."
             )
     return None

@@ -1,4 +1,4 @@
-"""End-to-end tests: real vLLM engines on the CPU, with and without kvloft, compared token by token.
+"""End-to-end tests: compare outputs of real vLLM engines on the CPU, with and without kvloft.
 
 The test process never imports vLLM. Engines run in child processes (zygote.py), so tests
 really restart and kill them.

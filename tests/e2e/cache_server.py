@@ -46,7 +46,7 @@ class CacheServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, host_size: str = "64MiB") -> "CacheServer":
-        """Start the server with a disk tier in its directory."""
+        """Start the server with a disk tier under ``folder``."""
         return self.serve({"host_size": host_size} | self.disk)
 
     def serve(self, settings: Mapping[str, Any]) -> "CacheServer":
@@ -172,7 +172,7 @@ def instead(transfer: Any, servers: list[CacheServer]) -> Any:
 
 
 def end(servers: list[CacheServer], number: int) -> None:
-    """Stop the servers of an engine that has exited, with the signal ``number``."""
+    """Send signal ``number`` to an exited engine's servers, and delete the servers' files."""
     while servers:
         server = servers.pop()
         server.end(number)

@@ -181,7 +181,7 @@ class Engine:
         )
 
     def add(self, *requests: Req) -> None:
-        """Add requests to the queue without stepping."""
+        """Add requests to the queue without running a step."""
         self._ask("add", requests=[r.message() for r in requests])
 
     def step(self, count: int = 1) -> list[str]:
@@ -305,7 +305,7 @@ class Engine:
             open(self.call("_scheduler._store.arena_path"), "r+b") as file,
             mmap.mmap(file.fileno(), 0) as arena,
         ):
-            # a server's arena might not contain frames yet
+            # the size of a server's arena is not always a multiple of the frame size
             whole = len(arena) // frame_bytes * frame_bytes
             frames = np.frombuffer(arena, dtype=np.uint8, count=whole).reshape(-1, frame_bytes)
             used = np.flatnonzero(frames[:, :64].any(axis=1))[keep:]
@@ -344,7 +344,7 @@ class Engine:
 class Server:
     """A ``vllm serve`` process, started as users start it.
 
-    The API server, the engine core and the worker are separate processes. Tests use HTTP.
+    The API server, the engine core and the worker are separate processes. Tests send HTTP requests.
     """
 
     def __init__(self, address: Path, argv: list[str], *, log: Path, port: int) -> None:

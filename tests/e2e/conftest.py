@@ -1,4 +1,4 @@
-"""Fixtures of the end-to-end tests: the model, the zygote, engines by configuration, and the
+"""Fixtures of the end-to-end tests: the model, the zygote, a function that starts engines, and the
 reference outputs (the truth).
 
 The reference outputs come from the same vLLM without a connector and without a prefix cache.
@@ -66,7 +66,7 @@ class Truth:
     """The outputs of an engine without any cache, memoized by request content."""
 
     def __init__(self, engine: Callable[[], Engine], book: Path | None = None) -> None:
-        """``book`` is a file for the outputs, which drafting reads (zoo/draft_kernels.py)."""
+        """Also append outputs to the file ``book``, if given, for zoo/draft_kernels.py to read."""
         self._book = book
         if book is not None:
             book.touch()
@@ -118,7 +118,9 @@ class Truth:
         ]
 
     def pick(self, make: Callable[[int], Req], seed: int) -> Req:
-        """Return ``make(seed)``, or a later seed's request if rounding could change the output."""
+        """Return the request for ``seed`` or, if rounding could change its output, for a later
+        seed.
+        """
         return next(r for r in (make(seed + 100_000 * i) for i in range(50)) if self.clear([r]))
 
     def close(self) -> None:

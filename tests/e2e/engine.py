@@ -231,7 +231,7 @@ class Engine:
             return False
 
     def do_print(self) -> str:
-        """Return the output of ``print(llm)``, which LLM's own method generates."""
+        """Return the output of ``print(llm)`` for an LLM object with this engine."""
         from vllm import LLM
 
         llm = object.__new__(LLM)
@@ -249,7 +249,7 @@ class Engine:
         getattr(self.core, method)(**kwargs)
 
     def do_old_preemption(self, deferred: bool) -> None:
-        """Preempt as vLLM 0.26 does and, with ``deferred``, free blocks as late as vLLM 0.26."""
+        """Preempt requests and, with ``deferred``, free blocks as vLLM 0.26 does."""
         shapes.preempt_as_0_26(self.core.scheduler)
         if deferred:
             self.core.scheduler.defer_block_free = True

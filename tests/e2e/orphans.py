@@ -3,8 +3,8 @@
 
 In each round, a worker writes to its frames long after its scheduler has died, while another engine
 fills and reads the same memory. The script prints how long the frames remained reserved after the
-last worker exited. The exit status is 1 if a token is wrong, a check fails, or frames were free
-while a worker could still write to them.
+last worker exited. The exit status is 1 if a token is wrong, a check fails, or frames are free
+while a worker can still write to them.
 """
 
 import argparse
@@ -39,7 +39,7 @@ NUM_DOOMED, NUM_ASKED = 6, 24
 class Scene:
     """Engines with the same KV on one server.
 
-    ``hold`` selects how forward passes are held (see zoo/held.py).
+    ``hold`` is the directory through which forward passes are held (see zoo/held.py).
     """
 
     start: Callable[..., Engine]
@@ -152,8 +152,8 @@ def orphan(scene: Scene, other: Engine, seed: int, step_s: float) -> dict[str, A
         num_wrong += scene.num_wrong(other)
         if scene.quarantined() != reserved:
             problems.append(
-                f"{scene.quarantined()} of {reserved} frames are reserved, and a worker can write "
-                "to all"
+                f"only {scene.quarantined()} of {reserved} frames are still reserved, but a worker "
+                "can write to all of them"
             )
     assert all(map(is_running, workers)), "the workers exited with their scheduler"
     hold.unlink()
@@ -211,7 +211,7 @@ def main() -> int:
         "--step-s",
         type=float,
         default=15.0,
-        help="minimum duration of the step in which engines are killed (default 15)",
+        help="minimum duration of the interrupted step in seconds (default 15)",
     )
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=[1, 2], help="tensor parallel sizes (default 1 2)"
@@ -227,7 +227,7 @@ def main() -> int:
         "frames held",
         "stored by orphans",
         "failed checks",
-        "frames back after s (median, longest)",
+        "seconds until freed (median, longest)",
     )
     for result in results:
         rounds, back = result["rounds"], [each["back_s"] for each in result["rounds"]]

@@ -1,5 +1,5 @@
-"""Reports the result of a long run (soak.py, storm.py): writes counters to a file, prints problems
-in red, and returns an exit status.
+"""Reports the result of a long run (for example, soak.py): writes counters to a file, prints
+problems in red, and returns an exit status.
 """
 
 import json

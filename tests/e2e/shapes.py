@@ -11,7 +11,7 @@ from typing import Any
 
 
 def allow_async_scheduling() -> None:
-    """Keep the argument ``async_scheduling``, which the CPU platform disables."""
+    """Keep the value of ``async_scheduling``, which the CPU platform sets to False."""
     from vllm.platforms.cpu import CpuPlatform
 
     original: Any = CpuPlatform.check_and_update_config.__func__  # pyright: ignore
@@ -63,8 +63,8 @@ def _to_v1_shape(scheduler: Any, output: Any, started: set[str], previous: set[s
 
 
 def preempt_as_0_26(scheduler: Any) -> None:
-    """Make ``scheduler`` continue to preempt requests if the blocks of the last preempted request
-    are deferred, as in vLLM 0.26 to 0.29. vLLM 0.30 and newer stop preempting.
+    """Make ``scheduler`` continue to preempt requests even if the blocks of the last preempted
+    request cannot be freed yet, as vLLM 0.26 to 0.29 do. vLLM 0.30 and newer stop preempting.
     """
     import sys
 
@@ -79,7 +79,8 @@ def preempt_as_0_26(scheduler: Any) -> None:
 def fork_processes() -> None:
     """Make vLLM fork its engine and worker processes.
 
-    The CPU platform spawns these processes, which import vLLM two more times (40 s).
+    By default, the CPU platform spawns these processes, which requires two more imports of vLLM (40
+    s).
     """
     import os
 

@@ -3,9 +3,9 @@
 
 The script uses real engines on a loop-mounted ext4 file system whose block device the kernel
 throttles (with cgroup blkio or io.max, which requires root). For each speed, it reports the time
-until all requests have finished, compared with vLLM without kvloft, and the fraction of the
-generating requests' saves that an engine finds after a restart. Speeds are in MiB/s or multiples of
-the engine's prefill rate (``2x``).
+until all requests have finished, compared with vLLM without kvloft, and the fraction of the chunks
+saved by the generating requests that a new engine finds on disk. Speeds are in MiB/s or multiples
+of the engine's prefill rate (``2x``).
 """
 
 import argparse
@@ -78,8 +78,8 @@ class Scene:
             engine.kill()
 
     def fill(self, disk: Path) -> None:
-        """Write the cached prompts to disk, a few at a time, because host memory does not hold all
-        of them.
+        """Write the cached prompts to disk, a few at a time, because they do not all fit in host
+        memory.
         """
         with self.engine(disk) as engine:
             for at in range(0, len(self.known), FILL_BATCH):
@@ -87,8 +87,8 @@ class Scene:
                 engine.flush()
 
     def run(self, engine: Engine) -> tuple[float, list[Result]]:
-        """Return the time in seconds until all requests finished, and the generating requests'
-        results.
+        """Return the time in seconds until all requests have finished, and the results of the
+        generating requests.
         """
         engine.ask(*[prompt.again() for prompt in WARM_UP])
         generating = [request.again() for request in self.generating]
@@ -100,7 +100,8 @@ class Scene:
         return time.monotonic() - begin, [results[request.id] for request in generating]
 
     def found(self, disk: Path, results: list[Result]) -> float:
-        """Return the fraction of the generating requests' saves that a new engine finds on disk.
+        """Return the fraction of the chunks saved by ``self.generating`` that a new engine finds on
+        disk.
 
         The engine may compute chunks instead of waiting for the disk, but it writes only chunks
         that are missing on disk.
@@ -175,7 +176,7 @@ def judge(result: dict[str, Any]) -> list[str]:
         most = 0.8 if row["mib_s"] >= 1.9 * row["prefill_mib_s"] else 1.1
         if row["ratio"] > most:
             problems.append(
-                f"{row['speed']}: {row['ratio']:.2f} times the time of vLLM alone, more than {most}"
+                f"{row['speed']}: takes {row['ratio']:.2f} times as long as vLLM (limit: {most})"
             )
         if row["found"] < 0.9:
             problems.append(
@@ -196,7 +197,7 @@ def main() -> int:
         "--rounds",
         type=int,
         default=3,
-        help="number of engines of each kind at each speed (default 3)",
+        help="number of runs with and without kvloft at each speed (default 3)",
     )
     parser.add_argument(
         "--speeds",

@@ -4,8 +4,8 @@
 The first engine runs the whole time, and its memory, handles and threads are monitored. The second
 engine is repeatedly killed or stopped, and restarted. Disks are real ext4 file systems that freeze
 and fill up, or plain directories if mounting is not allowed. Bits are flipped in files and frames.
-Every token is compared with vLLM without any cache. The exit status is 1 if a token differs, a pin
-leaks, or resource usage grows.
+Every token is compared with the output of vLLM without any cache. The exit status is 1 if a token
+differs, a pin leaks, or resource usage grows.
 """
 
 import argparse
@@ -120,7 +120,7 @@ class Subject:
             self._sick_until = 0.0
 
     def growth(self) -> dict[str, float]:
-        """Return how much the samples' median grew from the second third to the last third."""
+        """Return the growth of each median from the second to the last third of the samples."""
         third = len(self.samples) // 3
         if not third:
             return {}
@@ -229,7 +229,7 @@ def main() -> int:
         "--seed",
         type=int,
         default=int(time.time()),
-        help="seed for prompts and faults (default: the time)",
+        help="seed for prompts and faults (default: the current time)",
     )
     parser.add_argument("--json", metavar="FILE", help="also write all counts to FILE")
     args = parser.parse_args()
@@ -245,8 +245,8 @@ def main() -> int:
     first, last = (result["samples"] or [{}])[0], (result["samples"] or [{}])[-1]
     for name, by in result["growth"].items():
         console.print(
-            f"{name}: {first[name]:g} at first, {last[name]:g} at last; median of the last third "
-            f"{by:+g}"
+            f"{name}: {first[name]:g} in the first sample, {last[name]:g} in the last sample; "
+            f"{by:+g} from the median of the second third to that of the last third"
         )
     return finish(console, result, args.json)
 

@@ -1,9 +1,9 @@
 """Kills and freezes a server at random moments under load: `python -m tests.e2e.storm --rounds 20`.
 
-A real engine runs the same prompts repeatedly, with the default deadline. The script prints the
-time that the engine's steps spend in kvloft, with and without faults, and compares every token with
-vLLM without any cache. The exit status is 1 if a token differs, a request fails, or there are no
-hits after a fault. On a busy machine, other load dominates the times.
+A real engine runs the same prompts repeatedly, with the default `server_timeout`. The script prints
+the time that the engine's steps spend in kvloft, with and without faults, and compares every token
+with the output of vLLM without any cache. The exit status is 1 if a token differs, a request fails,
+or there are no hits after a fault. On a busy machine, other load dominates the times.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def main() -> int:
         "--seed",
         type=int,
         default=int(time.time()),
-        help="seed for the times of the faults (default: the time)",
+        help="seed for the times of the faults (default: the current time)",
     )
     parser.add_argument("--json", metavar="FILE", help="also write all counts to FILE")
     args = parser.parse_args()
@@ -155,7 +155,7 @@ def main() -> int:
         "median ms",
         "p99 ms",
         "longest ms",
-        title="The time that a step waits in kvloft (server_timeout: 5 ms)",
+        title="Time that each step spends in kvloft (server_timeout: 5 ms)",
     )
     for kind, seconds in sorted(result["hooks_s"].items()):
         table.add_row(*row(kind, seconds))

@@ -1,5 +1,5 @@
-"""Tests that calls that cannot change the weights (introspection, pauses, sleep) keep the cache,
-and that calls that can change the weights do not.
+"""Checks that the cache survives calls that cannot change the weights (introspection, pauses,
+sleep), and that kvloft does not use it after other calls.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""Tests that generated tokens with KV are hits, with every kind of scheduling.
+"""Tests that the generated tokens of a chat are hits in the next turn, in each scheduling mode.
 
-The second turn of a chat consists of the prompt, the output and new words. Neither the last sampled
+The second turn consists of the first prompt, the output and new tokens. Neither the last sampled
 token (I7) nor rejected draft tokens have KV.
 """
 

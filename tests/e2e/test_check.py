@@ -1,4 +1,4 @@
-"""Runs `kvloft check` as a user would, with normally started engine processes. zoo/test_checks.py
+"""Runs `kvloft check` as a user would, without forking engines from the zygote. zoo/test_checks.py
 covers all tiny models.
 """
 

@@ -28,7 +28,8 @@ def ask_all(truth: Truth, engine: Engine) -> int:
 
 
 def ask_known(truth: Truth, engine: Engine) -> int:
-    """Like `ask_all`, but also count tokens on disk that the engine computed instead.
+    """Like `ask_all`, but also count tokens that the engine computed instead of reading them from
+    disk.
 
     On a busy machine, an engine may estimate that computing is faster than reading.
     """
@@ -101,7 +102,9 @@ def damage_some_frames(folder: Path) -> None:
 
 
 def swap_frames(folder: Path) -> None:
-    """Rotate all frames, including checksums, so that each frame holds a different chunk."""
+    """Rotate the contents of all used frames, so that each holds another frame's chunk and
+    checksum.
+    """
     (frame_bytes,) = json.loads(the_file(folder, "superblock.json").read_text())["frame_sizes"]
     path = the_file(folder, "frames-*.dat")
     data = np.fromfile(path, dtype=np.uint8)

@@ -1,9 +1,9 @@
 """Stress test of models with multiple KV cache groups, Mamba states and draft models.
 
-Host memory is small, so the groups' chunks are evicted unevenly. Requests have salts, and
-faults occur at random times: a failing disk, damaged frames, aborts, resets, restarts and kills.
-Every output is compared with vLLM without any cache. This test does not check the number of hits.
-KV_STORM_ROUNDS sets the number of rounds.
+Host memory is small, so the groups' chunks are evicted unevenly. Requests have salts, and faults
+occur at random times: a failing disk, damaged frames, aborts, resets, restarts and kills. Every
+output is compared with the output of vLLM without any cache. This test does not check the number of
+hits. KV_STORM_ROUNDS sets the number of rounds.
 """
 
 import os

@@ -2,8 +2,8 @@
 correct without a hit and with every kind of hit.
 
 The oracle is the same vLLM without a connector, a prefix cache or a draft model. zoo/test_zoo.py
-shows that a comparison with this oracle detects any wrong page. A hit must have at least as many
-tokens as a hit in vLLM's own prefix cache at the same point, minus one unit for alignment.
+shows that a comparison with this oracle detects any wrong page. A hit must be at least as long as a
+hit of the same prompt in vLLM's own prefix cache, minus one unit for alignment.
 """
 
 from collections import Counter
@@ -48,9 +48,7 @@ class Place:
     def prompt(
         self, seed: int, num_tokens: int, max_tokens: int = 12, before: tuple[int, ...] = ()
     ) -> Req:
-        """Return a prompt that starts with ``before`` and has an output that does not depend on
-        rounding.
-        """
+        """Return a prompt that starts with ``before``. Its output does not depend on rounding."""
         return self.truth.pick(
             lambda s: Req(before + random_ids(s, num_tokens - len(before)), max_tokens=max_tokens),
             seed,
@@ -104,7 +102,7 @@ def serve(place: Place, zygote: Zygote) -> Iterator[Callable[..., Engine]]:
 
 
 def ask(place: Place, engine: Engine, *requests: Req) -> list[int]:
-    """Run all prompts, together if the model allows it, check their tokens, and return the number
+    """Run all prompts (together if the model allows it), check their tokens, and return the number
     of external tokens of each.
     """
     results = (engine.ask_each if place.model.alone else engine.ask)(*(r.again() for r in requests))
@@ -191,8 +189,8 @@ def test_another_ending_after_a_cached_prefix_is_right(
 
 
 def test_turn_two_hits_the_tokens_of_turn_one(place: Place, serve: Callable[..., Engine]) -> None:
-    """The first turn decodes beyond the window and past more than one state, so vLLM frees the
-    blocks of both during the run.
+    """The first turn decodes beyond the window and past more than one state, so vLLM frees blocks
+    of windows and of states during the run.
     """
     # By default, vLLM retains only the states at the end of a prompt and offers no other states.
     retained = (
@@ -207,8 +205,8 @@ def test_turn_two_hits_the_tokens_of_turn_one(place: Place, serve: Callable[...,
     assert engine.reset()
     second = place.prompt(9601, len(history) + 21, before=history)
     found = ask(place, engine, second)[0]
-    # With a draft model of this kind, a state is saved only if the token after the state is already
-    # known when vLLM offers the state (see the next test).
+    # If draft KV depends on the next token, a state is saved only if the token after the state is
+    # already known when vLLM offers the state (see the next test).
     is_chance = bool(retained) and place.model.drops_a_block
     assert is_chance or found >= least(place, len(history) - 1)
     assert_sound(engine)
@@ -221,9 +219,7 @@ def require_batches(place: Place) -> None:
 
 
 def require_draft_kv(place: Place) -> Draft:
-    """Return the draft model, which must have its own KV. Skip models without a draft model of this
-    kind.
-    """
+    """Return the draft model. Skip models without a draft model that has its own KV."""
     if place.model.draft is None or not place.model.draft.layer:
         pytest.skip("this model has no draft model with its own KV")
     return place.model.draft
@@ -238,9 +234,10 @@ def require_drafts_with_states(place: Place) -> None:
 def test_states_at_boundaries_that_accepted_drafts_passed_are_right(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """vLLM moves the state at such a boundary to its block only after sampling.
+    """If a step accepts draft tokens across a boundary, vLLM moves the state at the boundary to its
+    block only after sampling.
 
-    vLLM offers few of these states. At least one of the prompts must hit such a state.
+    vLLM offers few of these states, so only one of the prompts has to hit such a state.
     """
     require_drafts_with_states(place)
     size = place.model.hit_tokens
@@ -266,9 +263,9 @@ def test_states_at_boundaries_that_accepted_drafts_passed_are_right(
 def test_overwriting_a_loaded_state_changes_answers(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """Shows that these tests can fail.
+    """Checks that the tests above would fail if a loaded state were wrong.
 
-    Each group has a separate engine, because kvloft stops caching when a test changes a worker's
+    Each group gets a new engine, because kvloft stops caching when a test changes a worker's
     memory.
     """
     require_drafts_with_states(place)
@@ -291,9 +288,9 @@ def test_overwriting_a_loaded_state_changes_answers(
 def test_overwriting_a_loaded_block_changes_answers_with_blocks_of_two_sizes(
     place: Place, serve: Callable[..., Engine]
 ) -> None:
-    """Damage the first or the last block that kvloft loads in each group.
+    """Like the test above, but damages the first or the last block that kvloft loads in each group.
 
-    The block can be at any position in its chunk (see the test above).
+    This block can be at any position in its chunk.
     """
     engine = serve()
     if len({group["block_tokens"] for group in engine.probe("groups")["groups"]}) == 1:
@@ -385,7 +382,7 @@ def test_aborts_and_resets_under_way_say_the_truth(
 ) -> None:
     """Requests are aborted while they load, wait or run.
 
-    While the other requests run, vLLM's cache is reset, and the requests are recomputed.
+    vLLM's cache is reset while the other requests run. In every second turn, this preempts them.
     """
     require_batches(place)
     engine = serve(
@@ -500,8 +497,8 @@ def test_blocks_have_vllms_hashes_with_every_algorithm(
     router: Subscriber,  # noqa: F811
     is_finer: bool,
 ) -> None:
-    """vLLM, if configured to keep all blocks, sends the same fields for each block in each group:
-    size, name, parent, tokens and extra keys.
+    """kvloft and vLLM (if configured to keep all blocks) send the same fields for each block in
+    each group: size, name, parent, tokens and extra keys.
     """
     if is_finer and len(place.model.kinds) == 1:
         pytest.skip("this model has one KV cache group: vLLM rejects --prefix-match-unit")

@@ -23,7 +23,7 @@ NUM_ROWS = 100
 
 
 def encoded(rows: NDArray[np.float32]) -> str:
-    """Encode rows in the format of the API, which is base64 of torch.save."""
+    """Encode rows as the API expects: the output of torch.save in base64."""
     import torch
 
     buffer = io.BytesIO()
@@ -93,7 +93,7 @@ def settled(
 ) -> float:
     """Wait until a metric is at least ``at_least``, and return its value.
 
-    Engines send statistics with their steps, so each check requests one token.
+    Engines send statistics only when they run steps, so each check requests one token.
     """
     deadline = time.monotonic() + timeout_s
     while (value := server.metrics().get(name, 0.0)) < at_least and time.monotonic() < deadline:

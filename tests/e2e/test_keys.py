@@ -1,8 +1,8 @@
 """Tests that the key of a prefix includes everything on which its KV depends, such as embedding
 rows, adapters and salts. Only equal prefixes share KV.
 
-Each scenario asserts the exact number of external tokens and compares the tokens with vLLM without
-any cache.
+Each scenario asserts the exact number of external tokens and compares the output with that of vLLM
+without any cache.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,9 @@ by_block = partial(kvloft)
 
 
 def embeds(seed: int, num_rows: int = NUM_ROWS) -> NDArray[np.float32]:
-    """Return random rows that resemble the model's embeddings but do not belong to any token."""
+    """Return random rows that resemble the model's embeddings but are not the embedding of any
+    token.
+    """
     rng = np.random.default_rng(seed)
     return (rng.standard_normal((num_rows, tiny.HIDDEN)) * tiny.EMBED_STD).astype(np.float32)
 
@@ -157,8 +159,8 @@ def test_salts_separate_equal_token_ids(truth: Truth, start: Callable[..., Engin
 
 
 def patient(engine: Engine) -> Engine:
-    """Let ``engine`` wait for the check of an adapter's files, which can be slow on a busy machine.
-    kvloft shares the KV of an adapter only after this check.
+    """Make ``engine`` wait until an adapter's files are checked, which can be slow on a busy
+    machine. kvloft shares the KV of an adapter only after this check.
     """
     engine.call("_scheduler._adapters._looks.__setattr__", "_timeout_s", 60.0 * PACE)
     return engine

@@ -25,7 +25,7 @@ from .conftest import Truth
 from .test_server import server, shared  # noqa: F401
 
 FRAME_KIB = 32
-"""Size of about one frame of the tiny model, in KiB: more than one frame, less than two."""
+"""A size between one and two frames of the tiny model, in KiB."""
 
 
 class Subscriber:
@@ -53,7 +53,7 @@ class Subscriber:
         self._next = 0
 
     def join(self) -> None:
-        """Wait until the engine sends events to this subscriber. Earlier events are lost."""
+        """Wait until this subscriber is connected to the engine. Earlier events are lost."""
         assert self._joins.poll(int(10_000 * PACE)), "no publisher"
         self._joins.recv_multipart()
         # The subscription follows the handshake, and the publisher does not report when it has
@@ -134,7 +134,7 @@ class Subscriber:
     def names(self, prompt: Req, sizes: set[int]) -> dict[int, int | bytes | None]:
         """Return the hashes of the prompt's announced prefixes by end position.
 
-        Blocks of all ``sizes`` must have the same hash.
+        Blocks of different ``sizes`` that end at the same position must have the same hash.
         """
         assert prompt.ids is not None
         names: dict[int, int | bytes | None] = {0: None}
@@ -286,7 +286,7 @@ def test_an_engine_announces_evictions_by_others_and_the_loss_of_its_server(
 def test_blocks_have_vllms_hashes(
     start: Callable[..., Engine], router: Subscriber, tmp_path: Path
 ) -> None:
-    """Covers prompts that diverge in the middle of a chunk, a salt and an adapter.
+    """Covers a salt, an adapter, and prompts that diverge in the middle of a chunk.
 
     Embeddings are not announced.
     """

@@ -22,8 +22,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_abort_at_any_step_releases_everything(
     truth: Truth, start: Callable[..., Engine], shape: str
 ) -> None:
-    """Abort one request in each state: while it is queued (step 0), computes its prompt in chunks,
-    saves, and decodes.
+    """Abort requests in each state: queued (step 0), computing the prompt in chunks, saving, and
+    decoding.
     """
     engine = start(
         num_blocks=40, max_num_batched_tokens=64, kv_transfer_config=kvloft(), **SHAPES[shape]

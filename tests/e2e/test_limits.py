@@ -45,7 +45,7 @@ def tenants(server: CacheServer) -> list[dict[str, Any]]:
 
 
 def others(server: CacheServer) -> list[int]:
-    """Return the bytes that each tenant below its quota has in host memory."""
+    """Return the number of bytes that each tenant below its quota has in host memory."""
     small = min(row["host_bytes"] for row in tenants(server) if row["tag"] is not None)
     return [small, *(row["host_bytes"] for row in tenants(server) if row["tag"] is None)]
 
@@ -59,8 +59,8 @@ def test_a_tenant_over_its_quota_takes_nothing_from_another(
     most = full_blocks(PROMPTS[0].num_prompt_tokens) // BLOCK + 2
     quota = most * frame_bytes(server)
     server.end()
-    # Host memory has space only for the other tenants' chunks plus one quota. Without a quota, all
-    # tenants would lose chunks.
+    # Host memory has space only for the other tenants' chunks plus the quota of one tenant. Without
+    # a quota, all tenants would lose chunks.
     needed = len(PROMPTS) * most
     limits = {"salt_quota": f"{quota}B", "salt_disk_quota": f"{quota}B"}
     server.serve({"host_size": f"{needed * quota // most}B"} | server.disk | limits)
@@ -114,7 +114,7 @@ def test_expired_chunks_are_computed_again(
 def test_the_store_of_one_engine_has_limits_too(
     truth: Truth, start: Callable[..., Engine], tmp_path: Any
 ) -> None:
-    """Requests with a salt whose quota is zero are always computed."""
+    """Prompts with a salt whose quota is zero are always computed."""
     limits = tmp_path / "limits.yaml"
     limits.write_text("- {salt: one, quota: 0}\n")
     extra = {"host_size": "64MiB", "salt_limits": str(limits)}

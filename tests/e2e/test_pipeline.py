@@ -2,8 +2,8 @@
 frame. Stages can differ in size.
 
 vLLM's CPU build supports pipeline stages only with a warm-up, which enforce_eager skips ("assert
-self.intermediate_tensors is not None"). The models are therefore compiled with a compiler that does
-nothing.
+self.intermediate_tensors is not None"). The models are therefore compiled with the backend `eager`,
+which does nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -96,7 +96,7 @@ def test_two_stages_save_and_load_their_layers_from_host_and_from_disk(
 def test_a_failed_load_of_one_stage_is_computed_by_all_stages(
     kv_groups: str, start: Callable[..., Engine], model: Path, truth: Truth
 ) -> None:
-    """vLLM receives the invalid blocks or, with multiple groups, the id of the request."""
+    """kvloft reports the invalid blocks to vLLM or, with multiple groups, the id of the request."""
     requests = [
         truth.pick(lambda s: Req(random_ids(s, 130), max_tokens=12), 7200 + i) for i in range(2)
     ]
@@ -175,8 +175,8 @@ def test_two_stages_of_two_ranks_each_have_four_parts(
 def test_stages_save_and_load_their_part_of_each_group(
     name: str, layers: str, ranks: int, start: Callable[..., Engine], zygote: Zygote, tmp_path: Path
 ) -> None:
-    """In gemma3, either the first stage has no full-attention layer (3,5), or the last stage has
-    only a full-attention layer (7,1).
+    """With gemma3 split as 3,5, the first stage has no full-attention layer. With 7,1, the last
+    stage has only a full-attention layer.
     """
     zoo = ZOO[name]
     if name == "qwen3-next":  # vLLM requires experts in each stage and a state in the last stage

@@ -1,5 +1,5 @@
-"""Tests real engines that share one `kvloft serve`. If an engine or the server dies, there are
-misses but never a wrong token or a dead engine.
+"""Tests real engines that share one `kvloft serve`. If an engine or the server dies, the other
+engines get misses, but they continue and never generate a wrong token.
 """
 
 import contextlib
@@ -87,7 +87,8 @@ def test_a_server_that_was_stopped_has_everything_on_disk(
     assert server.end(signal.SIGTERM) == 0
     assert ask_all(truth, engine) == 0
     server.start(host_size="32MiB")
-    # A prompt sent before the engine reconnects would be saved again and then hit host memory.
+    # A prompt sent before the engine reconnects would be saved again and then be a hit in host
+    # memory.
     until(lambda: has_disk_chunks(server), "the engine does not reconnect")
     until_full(truth, engine)
     assert engine.metrics()["vllm:kvloft_load_tokens_disk_total"] > 0
@@ -243,7 +244,7 @@ def test_another_shape_of_a_namespace_is_refused_in_one_sentence(
 
 @pytest.fixture
 def other_model(zygote: Zygote, tmp_path: Path) -> Iterator[tuple[Path, Truth]]:
-    """Return a model with chunks of a different size, and its reference outputs."""
+    """Return a model whose chunks are larger than those of `model`, and its reference outputs."""
     model = tiny.write_model(tmp_path / "other", num_heads=4, num_kv_heads=4)
     truth = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=600)))
     yield model, truth

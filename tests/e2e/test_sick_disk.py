@@ -106,7 +106,8 @@ def test_a_disk_that_freezes_holds_up_neither_requests_nor_the_stop(
 ) -> None:
     engine = filled(truth, start, disk.path / "cache")
     disk.freeze()
-    # If stopping hangs, the file system is thawed so that the test finishes, and the flag is set.
+    # If the engine hangs, the timer sets `rescued` and thaws the file system, so that the test
+    # ends.
     rescued = threading.Event()
     rescue = threading.Timer(100.0 * PACE, lambda: (rescued.set(), disk.thaw()))
     rescue.start()

@@ -1,9 +1,9 @@
-"""Tests sliding windows in a full-attention group, with a small random Gemma 3. kvloft supports
-this configuration because vLLM keeps the KV of every token.
+"""Tests sliding-window layers in a full-attention group, with a small random Gemma 3. kvloft
+supports this configuration because vLLM keeps the KV of every token.
 
 With a connector that supports only one block table per request, vLLM puts all layers into one
-full-attention group, and only the computation uses windows. If vLLM freed a block outside the
-window, a load would restore the content of another block.
+full-attention group, and only the computation uses windows. If vLLM freed blocks outside the
+window, kvloft would save and load the content of reused blocks.
 """
 
 import json

@@ -126,7 +126,7 @@ def write_model(
 def _write_tokenizer(folder: Path) -> None:
     """Write a tokenizer in which the word ``w17`` is token 17.
 
-    Only reading the tokenizer requires a library.
+    Reading the tokenizer requires a library, but writing it does not.
     """
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
     special = [

@@ -48,8 +48,8 @@ def preload() -> None:
     gc.unfreeze = lambda: None  # an exiting engine would unfreeze and traverse all imported objects
     import vllm.model_executor.models.registry as registry
 
-    # vLLM inspects model classes in a new process (another 20 s of imports). This model does not
-    # need to be inspected separately.
+    # vLLM inspects model classes in a new process (another 20 s of imports). The tests' models can
+    # be inspected in this process.
     registry._run_in_subprocess = lambda fn: fn()
 
 
@@ -86,7 +86,8 @@ def main(path: str, parent: int) -> None:
     end_with(parent)
     preload()
     gc.collect()
-    # Otherwise, garbage collection in an engine would write to these pages and thereby copy them.
+    # Otherwise, garbage collection in an engine would write to the shared pages and thereby copy
+    # them.
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     with socket.socket(socket.AF_UNIX) as server:

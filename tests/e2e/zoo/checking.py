@@ -40,7 +40,7 @@ AS_A_USER, FORKED = (
     f"{change}sys.exit(__main__.main(sys.argv[1:]))"
     for change in ("", "check_engine.MODULE = 'e2e.forked'; ")
 )
-"""The command lines that run `kvloft`."""
+"""The Python programs that run `kvloft`."""
 
 
 def flags_of(arguments: dict[str, Any]) -> list[str]:
@@ -60,7 +60,7 @@ def flags_of(arguments: dict[str, Any]) -> list[str]:
 def check(
     name: str, folder: Path, kv_groups: str, zygote: Zygote | None = None
 ) -> tuple[int, dict[str, Any], str]:
-    """Return the exit status, the report and stderr.
+    """Run `kvloft check`, and return its exit status, its report and its stderr.
 
     Without ``zygote``, only models that do not need replaced kernels can run.
     """

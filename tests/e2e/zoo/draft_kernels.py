@@ -2,8 +2,8 @@
 vLLM's two Triton kernels that move states, and support for rows of draft tokens.
 
 The replacements take the same arguments as the kernels and copy the same bytes. vLLM's surrounding
-code decides which state to move to which block. The module also provides a drafting method with
-mostly correct tokens. kernels.py computes the layers themselves.
+code decides which state to move to which block. The module also provides a drafting method whose
+tokens are mostly correct. kernels.py computes the layers themselves.
 """
 
 import ctypes
@@ -262,14 +262,14 @@ def well_read_ngram() -> None:
 
 
 class Book:
-    """The texts that the tests recorded. The file is read while it grows."""
+    """The texts that the tests recorded. Each call reads the lines added since the last call."""
 
     def __init__(self) -> None:
         self._path, self._at = os.environ.get(BOOK), 0
         self._texts: list[list[int]] = []
 
     def after(self, begin: list[int], num_tokens: int) -> list[int]:
-        """Return the continuation of ``begin`` in the first text that contains ``begin``, with
+        """Return the continuation of ``begin`` in the first text that starts with ``begin``, with
         deliberate errors.
         """
         if not self._path:

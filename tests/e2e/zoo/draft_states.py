@@ -1,10 +1,11 @@
-"""Qwen3-Next with draft models that have KV and are correct by construction, as in drafts.py.
+"""Qwen3-Next with draft models that have KV and are mostly correct by construction, as in
+drafts.py.
 
 The first layer of the target has full attention and determines almost all of the output; the gated
 delta nets after this layer add little. The predictor (MTP) is a copy of the first layer, including
 the experts. vLLM puts both layers into one group and marks this group as a draft group. Other draft
-models copy the first layer of a target in which this layer equals a Llama layer (`plain_weights`).
-In this case, vLLM does not mark a group.
+models copy the first layer of a target in which this layer is equivalent to a Llama layer
+(`plain_weights`). For these models, vLLM does not mark a group.
 """
 
 from typing import Any
@@ -67,7 +68,7 @@ def qwen3_next_mtp_weights(seed: int = 37) -> Tensors:
     embed = made.tensors["model.embed_tokens.weight"]
     embed *= (
         EMBED_STD * np.sqrt(HIDDEN) / np.linalg.norm(embed, axis=1, keepdims=True)
-    )  # rows have equal norms, so a norm layer is a single factor
+    )  # rows have equal norms, so a norm layer is a constant factor
     first = "model.layers.0."
     _first_layer(made, first)
     _delta_nets(made)
@@ -160,5 +161,5 @@ def long_weights() -> Tensors:
 
 
 def dflash_weights() -> Tensors:
-    """Return DFlash's layers for the first layer of this target."""
+    """Return DFlash's weights for this target."""
     return drafts.dflash_weights(long_weights())

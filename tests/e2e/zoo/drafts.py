@@ -57,7 +57,7 @@ def _target(seed: int, rest_gain: float = REST_GAIN) -> Weights:
     embed = made.tensors["model.embed_tokens.weight"]
     embed *= (
         EMBED_STD * np.sqrt(HIDDEN) / np.linalg.norm(embed, axis=1, keepdims=True)
-    )  # rows have equal norms, so EAGLE's norm layer is a single factor
+    )  # rows have equal norms, so EAGLE's norm layer is a constant factor
     for layer in range(NUM_LAYERS):
         at = f"model.layers.{layer}."
         made.norms(at, "input_layernorm", "post_attention_layernorm")
@@ -79,7 +79,7 @@ def windows_weights() -> Tensors:
 
 
 def first_layer(target: Tensors, at: str = "") -> Tensors:
-    """Return the projections of the target's first layer, named as if under ``at``."""
+    """Return the projections of the target's first layer, named with the prefix ``at``."""
     return {f"{at}{name}.weight": target[f"model.layers.0.{name}.weight"] for name in PROJECTIONS}
 
 
@@ -122,7 +122,7 @@ def eagle_weights(target: Tensors | None = None) -> Tensors:
 
 def eagle3_config() -> dict[str, Any]:
     """Return EAGLE-3's config: attention over the embedding and a mixture of three hidden states of
-    the target, with a separate head.
+    the target. EAGLE-3 has a separate head.
     """
     return llama_config(1, draft_vocab_size=VOCAB)
 
@@ -130,8 +130,8 @@ def eagle3_config() -> dict[str, Any]:
 def eagle3_weights(target: Tensors | None = None) -> Tensors:
     """Return EAGLE-3's weights.
 
-    The mixture is almost zero, so only the embedding in the residual is missing. EAGLE-3 is
-    therefore slightly less accurate than EAGLE.
+    The mixture is almost zero, so the residual stream lacks the embedding. EAGLE-3 is therefore
+    slightly less accurate than EAGLE.
     """
     target = target or llama_weights()
     made = first_layer(target, "midlayer.")
@@ -151,7 +151,8 @@ def eagle3_weights(target: Tensors | None = None) -> Tensors:
 
 def mimo_config() -> dict[str, Any]:
     """Return the config of MiMo, a Qwen2 with a layer that predicts the token after the next token.
-    vLLM checks only the architecture, and transformers does not contain this model.
+    The model type is Qwen2's, because transformers does not contain MiMo and vLLM checks only the
+    architecture.
     """
     return config(
         "MiMoForCausalLM",
@@ -209,8 +210,8 @@ def dflash_config() -> dict[str, Any]:
 
 
 def dflash_weights(target: Tensors | None = None) -> Tensors:
-    """Return layers that each copy a part of the preceding embedding to a mask position, followed
-    by the target's first layer, shifted by one position.
+    """Return layers that each copy a part of the preceding embedding to a mask position. The last
+    layer is the target's first layer, shifted by one position.
     """
     target, ones = target or qwen3_weights(), np.ones(HIDDEN, np.float32)
     made: Tensors = {

@@ -43,7 +43,7 @@ def exact_delta_net() -> None:
 
 
 def delta_net_and_masks() -> None:
-    """Apply both replacements, for DFlash with gated delta nets."""
+    """Apply the replacements for gated delta nets and for DFlash."""
     exact_delta_net()
     masks_to_guess()
 

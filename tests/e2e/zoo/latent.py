@@ -14,7 +14,7 @@ LATENT, ROTATED, PLAIN, VALUE, NUM_LAYERS = 512, 64, 32, 32, 2
 
 
 def deepseek_v2_config() -> dict[str, Any]:
-    """Queries are projected directly from the hidden state.
+    """Return a config in which queries are projected directly from the hidden state.
 
     Each layer has a dense feed-forward network.
     """
@@ -41,8 +41,8 @@ def deepseek_v2_config() -> dict[str, Any]:
 
 
 def deepseek_v2_weights(seed: int = 41) -> Tensors:
-    """A cache block contains the output of ``kv_a_proj_with_mqa`` for its tokens, with the first
-    part normalized.
+    """Return the weights. A cache block contains the output of ``kv_a_proj_with_mqa`` for its
+    tokens, in which the latent vectors are normalized.
     """
     made = weights(seed)
     made.ends()

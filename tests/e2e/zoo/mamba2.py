@@ -59,7 +59,7 @@ def granite4_config() -> dict[str, Any]:
 
 
 def granite4_weights(seed: int = 32) -> Tensors:
-    """Gate and up projections of a feed-forward layer share one tensor."""
+    """Return the weights. Gate and up projections of a feed-forward layer share one tensor."""
     made = weights(seed)
     made.ends()
     for layer, kind in enumerate(LAYERS):
@@ -95,7 +95,7 @@ def nemotron_h_config() -> dict[str, Any]:
 
 
 def nemotron_h_weights(seed: int = 33) -> Tensors:
-    """Nemotron-H uses different names: backbone, mixer, norm_f."""
+    """Return the weights with Nemotron-H's names: backbone, mixer and norm_f."""
     made = weights(seed)
     made.ends(norm="backbone.norm_f")
     made.tensors["backbone.embeddings.weight"] = made.tensors.pop("model.embed_tokens.weight")

@@ -58,7 +58,7 @@ class Weights:
         self.tensors[name] = (self.rng.standard_normal(shape) * std).astype(np.float32)
 
     def dense(self, name: str, rows: int, cols: int, gain: float = 1.0) -> None:
-        """Add a projection that preserves the norm of its input, times ``gain``."""
+        """Add a projection that multiplies the norm of its input by about ``gain``."""
         self.normal(name + ".weight", rows, cols, std=gain / float(np.sqrt(cols)))
 
     def fill(self, name: str, *shape: int, value: float = 1.0) -> None:

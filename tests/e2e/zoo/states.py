@@ -111,8 +111,8 @@ def lfm2_config() -> dict[str, Any]:
 
 
 def lfm2_weights(seed: int = 34) -> Tensors:
-    """Queries and keys are normalized; feed-forward layers are w1, w2 and w3; the head is the
-    embedding.
+    """Return the weights. Queries and keys are normalized, feed-forward projections are named w1,
+    w2 and w3, and the head is the embedding.
     """
     made = weights(seed)
     made.ends(norm="model.embedding_norm")

@@ -1,4 +1,4 @@
-"""Reproduces wrong outputs of vLLM 0.32 without kvloft after hits in its own prefix cache.
+"""Reproduces wrong outputs that vLLM 0.32 generates even without kvloft.
 
 kvloft rejects the affected settings (vllm/support.py). If a test in this module fails, vLLM has
 fixed the bug, and kvloft may be able to support the setting.
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(not IS_WHOLE, reason="KV_ZOO=all runs every mode
 
 @pytest.fixture
 def start(zygote: Zygote, tmp_path: Path) -> Iterator[Start]:
-    """Yield a function that starts an engine with the model, its draft model and vLLM's prefix
-    cache, and returns the engine and the reference outputs.
+    """Yield a function that starts an engine with a model, its draft model and vLLM's prefix cache,
+    and returns the engine and the reference outputs.
     """
     running: list[tuple[Engine, Truth]] = []
 
@@ -94,11 +94,11 @@ def num_wrong_hits(engine: Engine, truth: Truth, size: int) -> int:
 def test_a_last_token_with_a_short_rest_is_wrong_with_mamba2_only(
     name: str, is_wrong: bool, start: Start
 ) -> None:
-    """vLLM pads a prompt's last token with draft tokens that will be rejected. If the token's row
-    follows a row with the rest of another prompt, vLLM treats this row as part of a prompt too.
+    """vLLM pads a prompt's last token with draft tokens that will be rejected. If the padded row
+    follows a row with the rest of another prompt, vLLM treats both rows as prompts.
 
-    In this case, vLLM keeps only the state after the padding. Gated delta nets are not affected,
-    because they check whether a row has draft tokens and ignore its position.
+    For the padded row, it then keeps only the state after the padding. Gated delta nets are not
+    affected, because they check whether a row has draft tokens and ignore its position.
     """
     engine, truth = start(ZOO[name], max_num_seqs=5)
     assert bool(num_wrong_hits(engine, truth, ZOO[name].hit_tokens)) is is_wrong
@@ -108,8 +108,8 @@ def test_a_last_token_with_a_short_rest_is_wrong_with_mamba2_only(
 def test_counts_of_accepted_drafts_follow_moved_rows_with_async_scheduling_only_by_chance(
     is_async: bool, start: Start
 ) -> None:
-    """vLLM copies the counts to the host at the end of a step and reorders them like the rows of
-    the next step. If the counts arrive early, vLLM reorders them twice.
+    """vLLM copies the counts of accepted draft tokens to the host at the end of a step and reorders
+    them like the rows of the next step. If the counts arrive early, vLLM reorders them twice.
 
     On CPUs, the counts always arrive early. On GPUs, this is a race.
     """

@@ -74,8 +74,8 @@ class Cage:
         return self.engine.probe("tables")
 
     def accepted(self, request: Req, how: str) -> float:
-        """Return the number of draft tokens accepted in a request: cold, after a hit, or after a
-        hit with random draft KV.
+        """Return the number of draft tokens accepted for a request that runs cold, after a hit, or
+        after a hit with random draft KV.
         """
         said = self.cold(request)[0].tokens if how != "cold" else self.truth.tokens(request)
         if how == "cold":
@@ -148,7 +148,7 @@ def test_a_hit_needs_the_blocks_of_its_kind_and_answers_correctly(cage: Cage) ->
 
 
 def test_answers_do_not_depend_on_rounding(cage: Cage) -> None:
-    """With random weights, a rounding difference can change a token, which makes comparisons
+    """With random weights, a rounding difference can change a token, which would make comparisons
     meaningless.
     """
     requests = [cage.prompt(600 + i, 190 + 61 * i) for i in range(4)]

@@ -1,5 +1,5 @@
-"""Models with local attention: Gemma 3 (windows), GPT-OSS (windows with sinks, experts) and Llama 4
-(chunks) in some layers, and Mistral (windows) in every layer.
+"""Models with local attention in some layers (Gemma 3 and 4: windows; GPT-OSS: windows with sinks;
+Llama 4: chunks) or in every layer (Mistral: windows).
 
 The order of the layers determines vLLM's groups. Each group has as many layers as the rarest kind
 of layer.
@@ -47,7 +47,9 @@ def gemma3_config(layers: tuple[str, ...] = THREE_AND_ONE, window: int = WINDOW)
 def gemma3_weights(
     seed: int = 21, layers: tuple[str, ...] = THREE_AND_ONE, num_heads: int = NUM_HEADS
 ) -> Tensors:
-    """Both sides of each branch, queries and keys have norms; the head is the embedding."""
+    """Norms apply to queries, keys, and the inputs and outputs of branches. The head is the
+    embedding.
+    """
     made = weights(seed)
     made.normal("model.embed_tokens.weight", VOCAB, HIDDEN, std=1 / float(np.sqrt(HIDDEN)))
     made.norms("model.", "norm", value=0.0)
@@ -68,7 +70,7 @@ GPT_OSS_EXPERTS = 4
 
 def gpt_oss_config(window: int = WINDOW) -> dict[str, Any]:
     """Return the config of GPT-OSS, in which layers alternate between windows and full attention.
-    YaRN has no effect.
+    YaRN has no effect, because its factor is 1.
     """
     yarn = {
         "rope_type": "yarn",
@@ -138,7 +140,7 @@ def llama4_config(chunk: int = CHUNK) -> dict[str, Any]:
 
 
 def llama4_weights(seed: int = 23) -> Tensors:
-    """Return the weights of a Llama with a different name for the feed-forward layer."""
+    """Return the weights of a Llama whose feed-forward layer is named feed_forward."""
     made = weights(seed)
     made.ends()
     for layer in range(len(THREE_AND_ONE)):
@@ -181,8 +183,8 @@ def mistral_weights(seed: int = 24) -> Tensors:
 def gemma4_config(
     window: int = WINDOW, head: int = HEAD_DIM, full_head: int = 2 * HEAD_DIM
 ) -> dict[str, Any]:
-    """Return the config of Gemma 4's text model without experts. Full-attention heads have a
-    different width, so pages would differ in size.
+    """Return the config of Gemma 4's text model without experts. By default, full-attention heads
+    are wider than window heads, so pages with the same number of tokens would differ in size.
     """
     rope = {"rope_theta": 10000.0, "rope_type": "default"}
     fields = config(
@@ -232,7 +234,7 @@ layers and therefore shorter blocks.
 
 
 def wide_gemma4_config(window: int = 96) -> dict[str, Any]:
-    """Return a config in which three window blocks are one and a half chunks."""
+    """Return a config in which a window has three blocks, which are one and a half chunks."""
     return gemma4_config(window, **WIDE)
 
 

@@ -91,8 +91,8 @@ fn checked_size(size_bytes: u64) -> Result<usize> {
     }
 }
 
-/// Exclusive access to the bytes of a frame in its owner's arena. At any time, at most one `Frame`
-/// exists for the same bytes, so `&mut Frame` is unique.
+/// Exclusive access to the bytes of a frame, in the process that owns the arena. At any time, at
+/// most one `Frame` exists for the same bytes, so `&mut Frame` is unique.
 #[derive(Debug)]
 pub struct Frame {
     mapping: Arc<Mapping>,
@@ -114,11 +114,11 @@ impl Frame {
     /// Returns the bytes of the frame. Leases must prevent workers from writing to the frame while
     /// the slice exists.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: the frame is inside the mapping, which self keeps alive. The only other access to
-        // these bytes in this process is through &mut self, which the borrow excludes: `Frames`
-        // never lends the same bytes twice, and other stores lend only frames in their own slabs
-        // (HostTier). Workers write only to frames that are reserved for them, and the store reads
-        // a frame only once it is visible.
+        // SAFETY: the frame is inside the mapping, which self keeps alive. In this process, these
+        // bytes are otherwise accessed only through &mut self, which the borrow excludes, because
+        // `Frames` never lends the same bytes twice and other stores lend only frames in their own
+        // slabs (HostTier). Workers write only to frames that are reserved for them, and the store
+        // reads a frame only once it is visible.
         unsafe { slice::from_raw_parts(self.start().as_ptr(), self.len) }
     }
 
@@ -131,7 +131,8 @@ impl Frame {
     }
 }
 
-/// The frames of one store, of all sizes. Each disk thread borrows at most one frame at a time.
+/// The frames of all size classes of one store. Each disk thread borrows at most one frame at a
+/// time.
 #[derive(Debug)]
 pub struct Frames {
     mapping: Arc<Mapping>,
@@ -168,7 +169,7 @@ impl Frames {
         Some(Frame { mapping: Arc::clone(&self.mapping), id, offset, len })
     }
 
-    /// Takes back a lent frame. A frame that belongs to a different arena is dropped.
+    /// Takes back a lent frame. A frame that was lent by a different `Frames` is dropped.
     pub fn take_back(&mut self, frame: Frame) {
         let Frame { mapping, id, .. } = frame;
         let is_own = Arc::ptr_eq(&self.mapping, &mapping);
@@ -205,8 +206,8 @@ impl HostArena {
         Ok(Self { fd, size_bytes })
     }
 
-    /// Returns the frames of these sizes in a separate mapping. If multiple stores share the arena,
-    /// each store must lend only frames in its own slabs.
+    /// Maps the arena again and returns its frames of the given sizes. If multiple stores share the
+    /// arena, each store must lend only frames in its own slabs.
     ///
     /// Returns `InvalidConfig` if a slab is too small for a frame of any of the sizes.
     pub fn frames(&self, slab_bytes: u64, sizes: &FrameSizes) -> Result<Frames> {
@@ -281,8 +282,8 @@ impl Arena {
         Ok(Self { mapping, id: metadata.ino(), trailers: Mutex::new(()) })
     }
 
-    /// Allocates memory that only this process maps, for private copies of parts to be sealed or
-    /// checked.
+    /// Allocates memory that only this process maps, for sealing and checking private copies of
+    /// parts.
     pub fn private(size_bytes: u64) -> Result<Self> {
         let memory = HostArena::of_bytes(size_bytes)?;
         Self::open(&memory.path(), size_bytes)

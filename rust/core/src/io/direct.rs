@@ -26,8 +26,8 @@ pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
     fn next_data(&self, offset: u64) -> Result<Option<u64>>;
     /// Truncates the file or extends it with a hole that reads as zeros.
     fn set_len(&self, len: u64) -> Result<()>;
-    /// Allocates zeroed blocks for all holes between `from` and `to`, extending the file if needed.
-    /// Returns `Unsupported` if the file system cannot preallocate.
+    /// Allocates zeroed blocks for all holes between `from` and `to`, and extends the file if
+    /// needed. Returns `Unsupported` if the file system cannot preallocate.
     fn allocate(&self, from: u64, to: u64) -> Result<()>;
     /// Frees the blocks between `from` and `to`, which then read as zeros. The length of the file
     /// is unchanged. Returns `Unsupported` if the file system cannot punch holes.
@@ -42,12 +42,12 @@ pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
 pub struct OsFile {
     buffered: File,
     direct: Option<File>,
-    /// True after a direct transfer was rejected although `open` had accepted the flag.
+    /// True after a direct transfer was rejected although `open` had accepted `O_DIRECT`.
     direct_refused: AtomicBool,
 }
 
 impl OsFile {
-    /// Opens `path` for reading and writing. Creates a missing file with mode 0600.
+    /// Opens `path` for reading and writing. If the file does not exist, creates it with mode 0600.
     pub fn open(path: &Path, direct: bool) -> Result<Self> {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(0o600);
@@ -67,8 +67,8 @@ impl OsFile {
         if !buffered.metadata()?.is_file() {
             return Err(Error::new(ErrorKind::InvalidInput, "not a regular file"));
         }
-        // A file system without O_DIRECT returns EINVAL here. After any error, the file is accessed
-        // through the page cache.
+        // A file system without O_DIRECT returns EINVAL here. If this fails for any reason, the
+        // file is accessed through the page cache.
         let direct = direct
             .then(|| options.clone().custom_flags(flags(OFlags::DIRECT)).open(path).ok())
             .flatten();
@@ -82,8 +82,8 @@ impl OsFile {
         }
     }
 
-    /// Performs one transfer at `offset`. Bypasses the page cache if everything is aligned and the
-    /// file system supports it.
+    /// Performs one transfer at `offset`. Bypasses the page cache if the address, offset and length
+    /// are aligned and the file system supports direct I/O.
     fn transfer(
         &self,
         memory: (usize, usize),

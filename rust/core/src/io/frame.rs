@@ -14,7 +14,7 @@ pub const MAX_FRAMES: u64 = 1 << NUMBER_BITS;
 const CLASS_BITS: u32 = 4;
 const NUMBER_BITS: u32 = u32::BITS - CLASS_BITS;
 
-/// A frame size, represented as an index into the sizes of the namespace.
+/// A frame size, represented as an index into the namespace's list of frame sizes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SizeClass(pub u8);
 
@@ -145,8 +145,9 @@ pub struct FrameGrid {
 }
 
 impl FrameGrid {
-    /// Returns `InvalidConfig` if a size is not a positive multiple of 4096, if a slab is too small for a
-    /// frame, or if there would be more than [`MAX_FRAMES`] frames.
+    /// Creates the layout. Returns `InvalidConfig` if the slab or frame size is not a positive
+    /// multiple of 4096, if a slab is too small for a frame, or if there would be more than
+    /// [`MAX_FRAMES`] frames.
     pub fn new(arena_bytes: u64, slab_bytes: u64, frame_bytes: u64) -> Result<Self> {
         let num = |bytes: u64, of: u64| u32::try_from(bytes / of.max(1)).unwrap_or(0);
         let (per_slab, num_slabs) = (num(slab_bytes, frame_bytes), num(arena_bytes, slab_bytes));
@@ -187,7 +188,7 @@ impl FrameGrid {
             + u64::from(number - slab * self.per_slab) * self.frame_bytes
     }
 
-    /// Returns true if the frame ends within the first `bytes` of the arena.
+    /// Returns true if the frame ends within the first `bytes` bytes of the arena.
     pub fn is_within(&self, number: u32, bytes: u64) -> bool {
         self.start(number) + self.frame_bytes <= bytes
     }

@@ -12,11 +12,11 @@ use super::frame::FRAME_ALIGN;
 
 /// Number of nodes that fit in the first word of the kernel's node mask.
 pub const MAX_NODES: u32 = 64;
-/// Maximum number of ranges. Each range takes 0.4 KiB of kernel memory, and a few microseconds when
+/// Maximum number of ranges. Each range costs 0.4 KiB of kernel memory and a few microseconds when
 /// the arena is created.
 const MAX_PLACES: u64 = 1 << 18;
 
-/// The bytes `start..end` of an arena and the mask of allowed nodes.
+/// The bytes `start..end` of an arena and the NUMA nodes that they prefer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
     /// Offset of the first byte; page-aligned.
@@ -40,11 +40,11 @@ pub(super) fn bit(node: u32) -> u64 {
     1_u64.checked_shl(node).unwrap_or(0)
 }
 
-/// Returns the ranges of `num_frames` frames of `frame_bytes` bytes, in order. Part i of each frame
-/// is on `nodes[i]`, which must be less than `MAX_NODES`. Adjacent ranges on the same node are
-/// merged, so the result is a single range if all nodes are equal. Returns a single range with
-/// interleaved pages if parts are not whole pages or if there would be more than `MAX_PLACES`
-/// ranges.
+/// Returns the ranges for `num_frames` frames of `frame_bytes` bytes each, in ascending order. Part
+/// i of each frame is on `nodes[i]`, which must be less than `MAX_NODES`. Adjacent ranges on the
+/// same node are merged, so the result is a single range if all nodes are equal. Returns a single
+/// range with interleaved pages if parts are not whole pages or if there would be more than
+/// `MAX_PLACES` ranges.
 pub fn by_shard(frame_bytes: u64, num_frames: u32, nodes: &[u32]) -> Vec<Place> {
     let all = nodes.iter().fold(0, |all, node| all | bit(*node));
     let (num_parts, end) = (nodes.len() as u64, frame_bytes * u64::from(num_frames));
@@ -70,8 +70,8 @@ pub fn by_shard(frame_bytes: u64, num_frames: u32, nodes: &[u32]) -> Vec<Place> 
     places
 }
 
-/// Number of ranges placed through one temporary mapping. Each range splits the mapping, and by
-/// default Linux allows 65,530 mappings per process.
+/// Maximum number of ranges placed through one temporary mapping. Each range splits the mapping,
+/// and by default Linux allows 65,530 mappings per process.
 pub(super) const PLACED_AT_ONCE: usize = 1024;
 
 /// Flag of `get_mempolicy` that requests the policy of an address. The libc crate does not define
@@ -81,7 +81,7 @@ pub(super) const MPOL_F_ADDR: u64 = 2;
 fn bind(address: usize, num_bytes: usize, place: &Place) -> Result<()> {
     let num_bits = u64::from(MAX_NODES) + 1;
     // SAFETY: the call changes no bytes, and the kernel rejects addresses that are not mapped. The
-    // mask is one word, and the kernel reads one bit less than `num_bits`.
+    // mask is one word, and the kernel reads one bit fewer than `num_bits`.
     match unsafe {
         libc::syscall(
             libc::SYS_mbind,

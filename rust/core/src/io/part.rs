@@ -1,4 +1,4 @@
-//! A part of a frame consists of payload, padding, and a 128-byte trailer that identifies the
+//! A part of a frame consists of a payload, padding, and a 128-byte trailer that identifies the
 //! payload.
 //!
 //! The format is defined in `docs/design/frames.md`. A part is sealed after its bytes have been
@@ -12,8 +12,8 @@ use crate::{Error, Result};
 /// Size of the trailer at the end of each part, in bytes.
 pub const TRAILER_BYTES: usize = 128;
 
-/// First bytes of a trailer. The version number also covers the definition of the tag: a part with
-/// a different version is reported as unsealed.
+/// First bytes of a trailer. The last two digits are the version of the format, including the
+/// definition of the tag. A part with any other version is reported as unsealed.
 pub(crate) const MAGIC: [u8; 8] = *b"KVLOFT03";
 
 /// Expected contents of a part: its key, layout and shape.
@@ -23,7 +23,7 @@ pub struct PartSpec<'a> {
     pub key: ChunkKey,
     /// Digest of the worker's page layout.
     pub layout: [u8; 32],
-    /// Size of each page of a block, in order, in bytes.
+    /// Sizes of the pages of a block in bytes, in order.
     pub page_bytes: &'a [u32],
     /// Number of blocks in the payload.
     pub num_blocks: u32,
@@ -38,7 +38,8 @@ pub enum Damage {
     Unsealed,
     /// The bytes belong to a different chunk.
     Key,
-    /// The part belongs to the right chunk, but has a different layout.
+    /// The part belongs to the expected chunk, but its page layout differs from the reader's
+    /// layout.
     Layout,
     /// The number of blocks, the payload size or the rank does not match, or the payload is
     /// encoded. Only the GPU kernels can read an encoded payload.

@@ -28,8 +28,8 @@ fn policies(arena: &HostArena, pages: impl Iterator<Item = usize>) -> Option<Vec
     pages.map(policy).collect()
 }
 
-/// Returns true if the kernel accepts a policy. Calls the kernel directly, so that a bug in `place`
-/// cannot cause the test to be skipped.
+/// Returns true if the kernel accepts memory policies. Calls the kernel directly, so that a bug in
+/// `place` cannot cause the test to be skipped.
 fn system_places_memory() -> bool {
     let arena = HostArena::of_bytes(FRAME_ALIGN).unwrap();
     let page = Arena::open(&arena.path(), FRAME_ALIGN).unwrap();
@@ -50,8 +50,8 @@ fn system_places_memory() -> bool {
     done == 0
 }
 
-/// Places every second page on the first node, which exists on every machine, using more ranges
-/// than one temporary mapping places.
+/// Places every second page on the first node, which exists on every machine. The test uses more
+/// ranges than can be placed through one temporary mapping.
 #[test]
 fn ranges_are_placed_for_every_mapping_and_no_other_page() {
     let num_pages = 2 * numa::PLACED_AT_ONCE as u64 + 100;
