@@ -1,8 +1,8 @@
-"""Benchmark of `kvloft serve`: startup time, CPU time and memory beyond the arena.
+"""Benchmark of `kvloft serve`: startup time, CPU time and memory usage, excluding the arena.
 
-Measures the time until the server accepts connections, its CPU time when idle and under lookups
-from 8 engines, its memory per chunk, and the effect of 10,000 connections. CPU time and memory of
-the server's process are read from /proc. The bench requires neither a GPU nor a model.
+Measures the time until the server accepts connections, its CPU time (when idle and while 8 engines
+perform lookups), its memory per chunk, and the effect of 10,000 connections on lookups and memory.
+Reads the CPU time and memory of the server process from /proc. Requires neither a GPU nor a model.
 """
 
 import os
@@ -75,7 +75,7 @@ def cpu_s(pid: int) -> float:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return the process's anonymous memory in bytes, without the arena, which is a file."""
+    """Return the process's anonymous memory in bytes. The arena is a file, so it is excluded."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
@@ -186,19 +186,19 @@ def memory() -> None:
             after = anonymous_bytes(pid)
             frames = f"{num:,} chunks in {times * NUM_CHUNKS:,} frames"
             told(
-                f"memory per chunk beyond the arena and 50 MiB, {frames}",
+                f"memory per chunk, excluding the arena and 50 MiB, {frames}",
                 (after - (50 << 20)) / num,
                 "bytes",
                 300,
             )
-            told("memory beyond the arena before the first chunk", before / 2**20, "MiB")
+            told("memory before the first chunk, excluding the arena", before / 2**20, "MiB")
             engine.close()
 
 
 def crowd() -> None:
-    """Measure an engine's lookups while the server's user opens 10,000 connections.
+    """Measure lookup times and memory while the user that runs the server opens 10,000 connections.
 
-    The server rejects most of the connections, because it serves at most 64 at a time.
+    The server rejects most of the connections, because it serves at most 64 at any time.
     """
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with serving(host_size="64MiB") as (path, pid):
@@ -224,7 +224,7 @@ def crowd() -> None:
                     old.close()
                 clients.clear()
         told(
-            f"opening {NUM_CONNECTIONS:,} connections, with up to 500 open at a time",
+            f"opening {NUM_CONNECTIONS:,} connections, with at most 500 open at any time",
             time.monotonic() - begin,
             "s",
         )

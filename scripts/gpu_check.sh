@@ -15,7 +15,7 @@
 #   crowd      preemptions, compared with plain vLLM
 #   equality   tokens and pages, compared with plain vLLM
 #   groups     equality for Gemma 3 and 4 with kv_groups=all
-#   states     equality for a small Qwen 3.5, with and without MTP (100 to 300 s each: Triton compiles)
+#   states     equality for a small Qwen 3.5, with and without MTP (100 to 300 s each, because Triton compiles kernels)
 #   known      TTFT of cached prompts for models with multiple KV cache groups or draft models
 #   served     two engines with one server
 #   restart    an engine that is killed and restarted
@@ -23,7 +23,7 @@
 #   ranks      tensor and pipeline parallel engines (two GPUs)
 #
 # Requires an environment with torch for CUDA, cuda-core, cuda-bindings, NVRTC, numpy, rich, PyYAML, pytest and hypothesis, where kvloft
-# can be imported (PYTHONPATH=python). `sanitize` requires compute-sanitizer, `profile` requires ncu. Stages with vLLM require vLLM 0.26
+# can be imported (PYTHONPATH=python). `sanitize` requires compute-sanitizer, and `profile` requires ncu. Stages with vLLM require vLLM 0.26
 # or newer and kvloft's extension; for an unpacked vLLM, set PYTHONPATH=DIR/site (peers: PYTHONPATH=DIR/site2:DIR/site).
 #
 # ENGINE_ARGS, CHATS_ARGS and EQUALITY_ARGS are passed to the benches, for example --timeout 500 if a command's time is limited. Logs and
@@ -75,7 +75,7 @@ has engine && TAIL=60 stage engine "$PYTHON" -m benches.gpu.engine --json "$OUT/
 has chats && TAIL=30 stage chats "$PYTHON" -m benches.gpu.chats --json "$OUT/chats.json" --logs "$OUT/chats" ${CHATS_ARGS:-}
 has crowd && TAIL=30 stage crowd "$PYTHON" -m benches.gpu.equality --setups reference,plain-pc,hnd --phases crowd --timeout 400 \
   --json "$OUT/equality_crowd.json" --logs "$OUT/crowd"
-if has prefill; then # run multiple times in new processes, because runs differ by as much as the target
+if has prefill; then # run multiple times in new processes, because runs differ by as much as the target allows
   rm -f "$OUT"/engine_again_*.json # otherwise, the report would include results of an earlier run
   for number in $(seq "${PREFILL_RUNS:-3}"); do
     TAIL=30 stage "engine_again_$number" "$PYTHON" -m benches.gpu.engine --connectors none,kvloft --phases cold,wave \
@@ -105,7 +105,7 @@ has kv1 && stage engine_kv1 "$PYTHON" -m benches.gpu.engine --connectors native,
   --json "$OUT/engine_kv1.json" --logs "$OUT/kv1"
 has equality && TAIL=90 stage equality "$PYTHON" -m benches.gpu.equality --json "$OUT/equality.json" --logs "$OUT" ${EQUALITY_ARGS:-}
 
-if has groups; then # 13 layers form six sliding-window groups, one of them smaller, and one full attention group
+if has groups; then # 13 layers form six sliding-window groups (one of them smaller) and one full attention group
   for phase in prompts crowd; do
     TAIL=30 stage "equality_groups_$phase" "$PYTHON" -m benches.gpu.equality --model gemma3 --layers 13 --blocks 1300 --timeout 200 \
       --setups reference,plain-pc,groups --phases $phase --json "$OUT/equality_groups_$phase.json" --logs "$OUT/groups_$phase"
@@ -140,8 +140,8 @@ if has peers; then # host memory holds more than one round of prompts; servers r
     --repeats 2 --timeout 500 --json "$OUT/chats_peers.json" --logs "$OUT/peers"
 fi
 if has ranks; then
-  # With 13 layers of Gemma 3, the second pipeline stage has no layers of one group. With 7, the first
-  # stage has no full attention.
+  # With 13 layers of Gemma 3, the second pipeline stage has no layers of one group. With 7 layers, the
+  # first stage has no full attention layer.
   for ranks in "--tp 2 --layers 8" "--pp 2 --layers 8" "--pp 2 --model gemma3 --layers 13" "--pp 2 --model gemma3 --layers 7"; do
     name=ranks${ranks// /} # shellcheck disable=SC2086 # word splitting is intended
     stage "$name" "$PYTHON" -m benches.gpu.ranks $ranks --timeout 200 --json "$OUT/$name.json" --logs "$OUT/$name"

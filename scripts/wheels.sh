@@ -4,9 +4,9 @@
 # The script builds an sdist and manylinux wheels for glibc 2.28, and checks their metadata. It then
 # installs and imports the files that this machine can run.
 #
-# Requires Python, Rust and the Rust target of the other architecture (`rustup target add`). A missing
-# target is skipped; the exit status is then 1 unless ALLOW_MISSING=1. maturin and zig (the linker)
-# are installed from PyPI. The script prints at least one line every 15 s.
+# Requires Python, Rust and the Rust target of the other architecture (`rustup target add`). If a
+# target is missing, its wheel is skipped, and the exit status is 1 unless ALLOW_MISSING=1. maturin
+# and zig (the linker) are installed from PyPI. The script prints at least one line every 15 s.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME VIRTUAL_ENV

@@ -3,13 +3,13 @@ installed release of vLLM, and time limits.
 
 Time limits: tests wait for events and never assert durations, but everything is slower on a busy
 machine. This module therefore measures the pace of the machine (TEST_PACE) and multiplies timeouts
-by it, and property tests run fewer examples on a slow machine. Tests that have not started by
-TEST_DEADLINE (in seconds since 1970; TEST_LAST_DEADLINE for tests marked short) are skipped and
-counted in the summary and in the file TEST_LEFT_OUT.
+by it. On a slow machine, property tests run fewer examples. Tests that have not started by
+TEST_DEADLINE (in seconds since 1970; TEST_LAST_DEADLINE for tests marked short) are skipped. The
+summary and the file that TEST_LEFT_OUT names contain the number of skipped tests.
 
 Leftovers: a test fails if it leaves a thread or a process behind. Otherwise, a later test would
-fail occasionally, when the thread logs a warning or the process is still running. SIGTERM ends the
-test run like Ctrl-C, so fixtures terminate their processes.
+occasionally fail because the thread logs a warning or the process is still running. SIGTERM ends
+the test run like Ctrl-C, so fixtures terminate their processes.
 """
 
 import gc
@@ -84,7 +84,7 @@ def _interrupt(tests: int, number: int, _frame: object) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests without an engine first, then one scenario per defect.
+    """Run tests without an engine first, then tests marked short (one scenario per defect).
 
     With this order, a deadline skips the least important tests.
     """
@@ -233,7 +233,9 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[logging.LogRecord]]:
-    """Return the log records of kvloft in this test. Other libraries may log at any time."""
+    """Return a function that returns the records that kvloft logged in this test. Other libraries
+    may log at any time.
+    """
     return lambda: [record for record in caplog.records if record.getMessage().startswith("kvloft")]
 
 

@@ -232,8 +232,8 @@ def test_an_engine_logs_settings_that_the_running_server_lacks(host: Host) -> No
         )
     )
     assert said == (
-        f"kvloft: ignoring settings of this engine, because the server at unix:{host.socket} "
-        "was started with different values: host_size = 2MiB (server: 1MiB), "
+        "kvloft: ignoring the settings of this engine that differ from the settings of the server "
+        f"at unix:{host.socket}: host_size = 2MiB (server: 1MiB), "
         f"disk_path = {disk} (server: (none)), eviction = lru (server: adaptive), "
         "server_linger = 120s (server: 1s)"
     )
@@ -249,7 +249,7 @@ def test_disk_sizes_are_compared_if_both_exist(host: Host) -> None:
     disk = str(host.folder / "disk")
     lines_until_ready(host.start(disk_path=disk, disk_size="8MiB"))
     (said,) = lines_until_ready(host.start(disk_path=disk))
-    assert said.endswith("with different values: disk_size = 64GiB (server: 8MiB)")
+    assert said.endswith(f"unix:{host.socket}: disk_size = 64GiB (server: 8MiB)")
     assert lines_until_ready(host.start()) == [], "the engine uses no disk"
 
 
@@ -277,7 +277,7 @@ def test_a_directory_that_is_not_private_is_refused(
     make(host.folder / "kvloft")
     with pytest.raises(
         ConfigError,
-        match=r"is not a directory owned by this user or is writable by other users.*set server to",
+        match=r"must be a directory that this user owns .* no other user can write .*set server to",
     ):
         host.look_after(Config(server="auto"))
     assert host.servers() == []
@@ -309,9 +309,10 @@ def test_an_engine_computes_and_retries_if_its_server_fails_to_start(
     until(lambda: len(tried) > 2, "the start is not retried")
     (said,) = [record.getMessage() for record in logged()]
     assert said == (
-        "kvloft: the server for server = auto could not be started, so requests are computed until "
-        f"a server responds; start a server with `kvloft serve --socket {host.socket}`, or fix "
-        "this error: [Errno 2] No such file or directory: '/nowhere/python'"
+        "kvloft: the server for server = auto could not be started, so prompts are computed "
+        "instead of loaded until a server responds; start a server with `kvloft serve --socket "
+        f"{host.socket}`, or fix this error: [Errno 2] No such file or directory: "
+        "'/nowhere/python'"
     )
     monkeypatch.setattr(sys, "executable", python)
     until(host.servers, "no server is started")
@@ -338,8 +339,8 @@ def test_a_full_disk_ends_no_engines_start(
     host.look_after(Config(server="auto"))()
     (said,) = [record.getMessage() for record in logged()]
     assert said.endswith(
-        "cannot be created (No space left on device), so requests are computed until a server "
-        "responds"
+        "cannot be created (No space left on device), so prompts are computed instead of loaded "
+        "until a server responds"
     )
 
 

@@ -250,7 +250,7 @@ def test_a_server_is_a_socket(origin: str) -> None:
 
 def test_server_settings_need_server_auto() -> None:
     with pytest.raises(
-        ConfigError, match=r"host_size \(kv_connector_extra_config\) has no effect with server"
+        ConfigError, match=r"host_size \(kv_connector_extra_config\) has no effect if server"
     ):
         load_config({"server": "unix:/s", "host_size": "1GiB"}, {})
     starting = load_config({"server": "auto", "host_size": "1GiB", "disk_path": "/cache"}, {})

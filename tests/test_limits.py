@@ -1,6 +1,6 @@
 """Tests how tenant limits are derived from the settings and the file with individual salts.
 
-No message reveals a salt.
+Also checks that no error message reveals a salt.
 """
 
 from pathlib import Path

@@ -34,7 +34,7 @@ def test_engine():
         process.kill()
         process.wait()
 """
-"""A test with a child in another session, like an engine. Only the test can terminate it."""
+"""A test that starts a child in a new session, as engines do. Only the test can terminate it."""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -1,9 +1,9 @@
-"""Implements `server: auto`: the first engine of a user on a machine starts a shared server.
+"""Implements `server: auto`: a user's first engine on a machine starts a shared server.
 
-The server runs in a separate session, so signals to engines do not reach the server, and it
-outlives the engines. The server exits `server_linger` seconds after the last engine exits. If
-multiple engines start concurrently, only one server binds the socket, and all engines use that
-server. This module must not import vLLM.
+The server runs in a separate session, so it does not receive signals sent to an engine and can
+outlive the engines. It exits `server_linger` seconds after the last engine exits. If multiple
+engines start concurrently, only one server binds the socket, and all engines use that server. This
+module must not import vLLM.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ def look_after(config: Config, logger: logging.Logger) -> Callable[[], None]:
     """Keep a server running at ``config.socket`` until the returned function is called.
 
     Raises ConfigError if the socket's directory is not private or the server rejects a setting.
-    Other errors are logged as warnings, and a background thread retries. The engine computes all
-    requests without the cache until a server responds.
+    Other errors are logged as warnings, and a background thread retries. Until a server responds,
+    the engine runs without the cache.
     """
     stop, last_warning = threading.Event(), ""
     try:
@@ -65,9 +65,9 @@ def look_after(config: Config, logger: logging.Logger) -> Callable[[], None]:
 def _watch(
     config: Config, logger: logging.Logger, stop: threading.Event, last_warning: str
 ) -> None:
-    """Restart the server after it exits, until ``stop`` is set.
+    """Restart the server whenever it exits, until ``stop`` is set.
 
-    Repeated warnings are logged once. ``last_warning`` has already been logged.
+    A warning is logged if it differs from the previous one, initially ``last_warning``.
     """
     while not stop.wait(LOOK_EVERY_S):
         with contextlib.suppress(OSError):
@@ -106,8 +106,8 @@ def _ensure_server(config: Config, logger: logging.Logger) -> None:
         status, errors = 1, str(e)
     if status == 0:
         text = (
-            "kvloft: started a server at unix:%s, which exits %g s after its last engine; its log "
-            "file is %s"
+            "kvloft: started a server at unix:%s, which exits %g s after the last engine exits; "
+            "its log file is %s"
         )
         logger.info(text, path, config.server_linger, log)
         for line in errors.splitlines():
@@ -116,9 +116,9 @@ def _ensure_server(config: Config, logger: logging.Logger) -> None:
         raise ConfigError(errors.removeprefix("kvloft: "))
     elif not _wait_for_server(path):
         raise _StartError(
-            "the server for server = auto could not be started, so requests are computed until a "
-            f"server responds; start a server with `kvloft serve --socket {path}`, or fix this "
-            f"error: {errors.removeprefix('kvloft: ')}"
+            "the server for server = auto could not be started, so prompts are computed instead of "
+            "loaded until a server responds; start a server with `kvloft serve --socket "
+            f"{path}`, or fix this error: {errors.removeprefix('kvloft: ')}"
         )
 
 
@@ -152,8 +152,8 @@ def _log_differences(config: Config, logger: logging.Logger) -> None:
         ]
         if differences:
             text = (
-                "kvloft: ignoring settings of this engine, because the server at unix:%s was "
-                "started with different values: %s"
+                "kvloft: ignoring the settings of this engine that differ from the settings of the "
+                "server at unix:%s: %s"
             )
             logger.warning(text, _path(config), ", ".join(differences))
 
@@ -175,16 +175,16 @@ def _make_private(folder: Path) -> None:
     except OSError as e:
         if e.errno in MAY_PASS:
             raise _StartError(
-                f"{folder} cannot be created ({e.strerror}), so requests are computed until a "
-                "server responds"
+                f"{folder} cannot be created ({e.strerror}), so prompts are computed instead of "
+                "loaded until a server responds"
             ) from e
         raise ConfigError(
             f"{folder} cannot be created for server = auto ({e.strerror}); set server to a path."
         ) from e
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ConfigError(
-            f"{folder} is not a directory owned by this user or is writable by other users, so "
-            "server = auto cannot use it; remove it, or set server to a path."
+            f"{folder} cannot be used for server = auto: it must be a directory that this user "
+            "owns and that no other user can write to; remove it, or set server to a path."
         )
 
 

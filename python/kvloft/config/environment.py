@@ -1,4 +1,4 @@
-"""Reads environment variables of kvloft and of the engine. No other module reads them."""
+"""Reads the environment variables of kvloft and of the engine. No other module reads them."""
 
 import os
 import re
@@ -13,7 +13,8 @@ MAX_SOCKET_BYTES: Final = 107
 _KUBERNETES: Final = re.compile(
     r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$"
 )
-"""Matches variables that Kubernetes sets for a Service named "kvloft...", which are not settings.
+"""Matches variables that are not settings, because Kubernetes sets them for a Service named
+"kvloft...".
 """
 
 
@@ -23,7 +24,7 @@ def environment() -> Mapping[str, str]:
 
 
 def setting_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield (variable, key, value) for each variable with kvloft's prefix, in sorted order."""
+    """Yield (variable, key, value) for each setting in ``environ``, sorted by variable."""
     for name, value in sorted(environ.items()):
         is_ours = name.startswith(ENV_PREFIX) and name != ENV_FILE
         if is_ours and value and not _KUBERNETES.search(name):
@@ -42,7 +43,7 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def server_environment() -> dict[str, str]:
-    """Return the environment for a server. Settings are passed on its command line instead."""
+    """Return the environment for a server. Settings are excluded: its command line has them."""
     return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
 
 

@@ -1,5 +1,5 @@
-"""Merges the sources of settings. In order of precedence, the sources are vLLM's
-``kv_connector_extra_config`` (or a command line), environment variables ``KVLOFT_*``, the YAML file
+"""Merges the sources of settings. In decreasing order of precedence, the sources are vLLM's
+``kv_connector_extra_config`` (or a command line), ``KVLOFT_*`` environment variables, the YAML file
 that ``KVLOFT_CONFIG`` names, and defaults.
 
 This module must not import vLLM or the extension. Checks that need the model are in other modules.
@@ -18,7 +18,7 @@ FROM_EXTRA: Final = "kv_connector_extra_config"
 MAX_SHOWN: Final = 80
 """Maximum number of characters that an error message quotes from an invalid value."""
 _Layer = dict[str, tuple[object, str]]
-"""The settings in one source: value and origin by key."""
+"""The settings from one source: maps each key to its value and origin."""
 
 _NOT_NEEDED: Final = "kvloft does not need this setting; remove it"
 _ONE_HOST: Final = "kvloft works on a single host and does not support this; remove it"
@@ -62,8 +62,8 @@ _OFFLOADING: Final = {
     "eviction_policy": 'use eviction = "adaptive" or "lru"',
     "root_dir": _DISK_PATH,
     "spec_name": _NOT_NEEDED,
-    "store_threshold": "kvloft saves each chunk on first use; remove it",
-    "secondary_tiers": "use disk_path and disk_size for a disk",
+    "store_threshold": "remove this setting, because kvloft saves each chunk on first use",
+    "secondary_tiers": "use disk_path and disk_size for a disk tier",
 }
 """The kvloft equivalents of LMCache and OffloadingConnector settings, for error messages.
 docs/migrating.md lists the equivalents with examples.
@@ -84,7 +84,7 @@ def load_config(
     """
     environ = environment() if environ is None else environ
     given = _from_mapping(extra or {}, extra_origin)
-    layers = [  # in increasing order of precedence; variables and flags are text, so never null
+    layers = [  # in increasing order of precedence; variables and flags are never null
         (_from_file(environ), True),
         (_from_environ(environ), False),
         (given, extra_origin == FROM_EXTRA),
@@ -115,8 +115,8 @@ def _refuse_contradictions(values: Mapping[str, object], origins: Mapping[str, s
     misplaced = [key for key in OF_STORE if origins.get(key) == FROM_EXTRA]
     if misplaced and values.get("server") not in (None, AUTO):
         raise ConfigError(
-            f"{misplaced[0]} ({FROM_EXTRA}) has no effect with server; pass it to `kvloft serve` "
-            "or remove server."
+            f"{misplaced[0]} ({FROM_EXTRA}) has no effect if server is set; pass it to `kvloft "
+            "serve`, or remove server."
         )
 
 
@@ -155,7 +155,7 @@ def _from_file(environ: Mapping[str, str]) -> _Layer:
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise ConfigError(f"{blame} contains a {type(document).__name__}; {wanted}")
+        raise ConfigError(f"{blame} contains a value of type {type(document).__name__}; {wanted}")
     if twice := first_twice(keys_of(node)):
         raise ConfigError(f"{blame} sets {twice} twice; remove one of the two lines")
     return _from_mapping(document, f"file {path}")
@@ -166,7 +166,7 @@ def read_yaml(path: str, blame: str, wanted: str) -> tuple[Any, Any]:
 
     The file may contain secrets, so error messages must not quote it.
     """
-    import yaml  # imported lazily, because it takes a fifth of the server's startup time
+    import yaml  # imported lazily, because the import takes a fifth of the server's startup time
 
     try:
         # A NUL character in the name raises ValueError.
@@ -199,7 +199,7 @@ def first_twice(keys: Sequence[str]) -> str | None:
 
 
 def _refuse_foreign(given: Sequence[tuple[str, object, object]], origin: str) -> None:
-    """Raise ConfigError if ``given`` has settings of other caches. Rows are (name, key, value)."""
+    """Raise ConfigError if a (name, key, value) in ``given`` is a setting of another cache."""
     found = [
         f"{name} ({origin}) {other}"
         for name, key, value in given
@@ -224,7 +224,7 @@ def _known(
 
 
 def _equivalent(key: str, value: object = None) -> str | None:
-    """Return the end of an error message about a setting of another cache.
+    """Return the text that follows the key in an error message about another cache's setting.
 
     The text includes the equivalent of ``value`` if the value can be converted. Returns None if the
     key is unknown.

@@ -154,7 +154,7 @@ _TIME: Final = Setting(
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The effective settings, with sizes in bytes and times in seconds, and their origins."""
+    """The effective settings and the origin of each. Sizes are in bytes, and times in seconds."""
 
     host_size: int = _set(4 << 30, _SIZE)
     disk_path: str | None = _set(None, _PATH)

@@ -44,15 +44,15 @@ def parse_seconds(value: object) -> float:
 
 
 Quota = int | float
-"""Limit on the use of a tier: an int in bytes, or a float as a fraction from 0.0 to 1.0."""
+"""Limit on the use of a tier: a number of bytes (int), or a fraction from 0.0 to 1.0 (float)."""
 
 
 def parse_quota(value: object) -> Quota:
     """Parse a quota: a size such as ``"8GiB"`` in bytes, or a fraction such as ``"10%"`` or 0.1.
 
-    A number up to 1.0 with a decimal point is a fraction, even as text, because command-line
-    arguments are text. Fractions are rounded to the nearest millionth. Raises ValueError if the
-    value is malformed or out of range, including fractions between 0 and one millionth.
+    A number up to 1.0 with a decimal point is a fraction. The same applies to text, because
+    command-line arguments are text. Fractions are rounded to the nearest millionth. Raises
+    ValueError if the value is malformed or out of range, or a fraction between 0 and one millionth.
     """
     if isinstance(value, str) and re.fullmatch(r"\s*0*[01]\.[0-9]{1,9}\s*", value):
         value = float(value)
@@ -87,7 +87,7 @@ def format_ttl(seconds: int) -> str:
 
 
 def format_size(size_bytes: int) -> str:
-    """Format a size as the shortest text that :func:`parse_size` converts back exactly."""
+    """Format a size exactly, with the largest binary unit that divides it."""
     for unit, base in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size_bytes and size_bytes % base == 0:
             return f"{size_bytes // base}{unit}"

@@ -1,4 +1,4 @@
-"""The CPU mover copies synchronously, and is the reference in tests of the CUDA kernels.
+"""The CPU mover copies synchronously. Tests of the CUDA kernels use it as the reference.
 
 A failed copy is reported as a failed ticket or a failed load, never as an exception.
 """
@@ -76,7 +76,7 @@ class CpuMover:
         """Do nothing, because no copy is in flight between calls."""
 
     def _load(self, group: int, copy: ChunkCopy) -> str | None:
-        """Verify and scatter one chunk. Return None, or the reason if the chunk was not loaded."""
+        """Verify and scatter one chunk. Return the reason if the chunk was not loaded, or None."""
         layout, _ = self._groups[group]
         try:
             problem = self._parts[group].fetch(copy, layout.digest, layout.page_bytes)
@@ -100,7 +100,7 @@ class CpuMover:
     def _pages(self, group: int, copy: ChunkCopy, first: int) -> Iterator[tuple[Any, Any]]:
         """Yield pairs of pages: a page in the private part and the matching page in paged KV.
 
-        The pages in the part start at block ``first``.
+        Block ``first`` of the part matches the first block of ``copy``.
         """
         layout, planes = self._groups[group]
         sized = tuple(zip(planes, layout.page_bytes, strict=True))
@@ -111,7 +111,7 @@ class CpuMover:
                 begin += size
 
     def _as_bytes(self, memory: torch.Tensor) -> Any:
-        """Return ``memory``, as a NumPy array if the KV is on the CPU.
+        """Return ``memory``, converted to a NumPy array if the KV is on the CPU.
 
         NumPy slices and copies small pages faster than torch, and never waits for other threads.
         """

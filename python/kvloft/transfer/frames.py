@@ -29,7 +29,7 @@ TILE_BYTES = 4096
 
 
 def compact_bytes_for(payload_bytes: int, encoded_bytes: int, num_tiles: int) -> int:
-    """Return the size of a part for compressed chunks, or 0 if compression saves less than 10 %.
+    """Return the size of a part for compressed chunks, or 0 if compression saves less than 10%.
 
     ``encoded_bytes`` is the total size of all pages in the payload that can be compressed.
     """
@@ -105,7 +105,7 @@ class FrameMemory:
 
 
 class FrameWindow:
-    """Gives access to this rank's parts of all frames of one size, as addresses and tensors."""
+    """Exposes this rank's part of each frame as an address and a tensor. Frames have one size."""
 
     def __init__(self, memory: FrameMemory, arena_bytes: torch.Tensor) -> None:
         self.memory = memory
@@ -238,7 +238,7 @@ class Lifeline:
     """
 
     def __init__(self, path: str, inode: int) -> None:
-        """Open the pipe. Raises OSError if the engine exited or ``path`` is a different file."""
+        """Open the pipe. Raises OSError if the engine exited or ``path`` has another inode."""
         self._fd: int | None = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if os.fstat(self._fd).st_ino != inode:
             self.close()

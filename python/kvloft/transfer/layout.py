@@ -1,4 +1,4 @@
-"""Finds the pages of paged KV in the registered tensors, as planes of equally spaced pages.
+"""Divides the paged KV in the registered tensors into planes of equally spaced pages.
 
 A page is a run of opaque bytes. In each plane, the page of block b starts at
 ``base + b * block_stride``. Data pointers and strides define the geometry. Shapes are not
@@ -25,7 +25,7 @@ class Plane:
 
     Page b has ``page_bytes`` bytes and starts at ``base + b * block_stride``. ``storage`` keeps the
     memory alive, and ``offset`` is the byte offset of ``base`` in ``storage``. If ``is_bf16`` is
-    True, the pages contain bfloat16 words, which can be compressed.
+    True, the pages contain bfloat16 values, which can be compressed.
     """
 
     storage: torch.UntypedStorage
@@ -65,7 +65,7 @@ def read_layout(
     """Return the planes of all registered layers, in registration order.
 
     Layers that share memory also share planes. The digest covers ``fingerprint`` (dtype, backend,
-    version) and the geometry inside pages, so that loads reject frames with a different layout.
+    version) and the geometry inside pages, so that loads reject frames with any other layout.
     Raises LayoutError if a tensor cannot be divided into pages.
     """
     planes: dict[tuple[int, int], Plane] = {}

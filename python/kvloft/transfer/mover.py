@@ -47,7 +47,7 @@ class Mover(Protocol):
         """
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
-        """Gather chunks after the current forward pass and before a later pass writes them (I2)."""
+        """Gather chunks after the current forward pass, before a later one overwrites them (I2)."""
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
         """Verify and scatter chunks. Their blocks belong to requests that wait for the load."""

@@ -159,11 +159,12 @@ class WorkerCore:
                 self._hand_over(lambda mover: mover.submit_loads(plans), self._fail_loads)
 
     def run_saves(self) -> None:
-        """Start this step's saves, after the forward pass that writes the blocks is launched."""
+        """Start this step's saves. The forward pass that writes the blocks must be launched."""
         if not self._saves_run:
             self._saves_run = True
             if not self._is_writer:
-                # Another rank writes these bytes, but a ticket is open until all ranks report it.
+                # Another rank writes these bytes, but a ticket stays open until all ranks have
+                # reported it.
                 self._pending.saved += self._tickets()
             elif plans := self._plan.saves:
                 self._hand_over(lambda mover: mover.submit_saves(plans), self._fail_saves)
@@ -236,7 +237,7 @@ class WorkerCore:
         self._replace_lifeline(None)
 
     def shutdown(self) -> None:
-        """Wait for copies in flight. No frame is written until a plan contains an arena."""
+        """Wait for copies in flight. No frame is written until a later plan contains an arena."""
         self._close_mover()
         self._arena = None
         self._replace_lifeline(None)

@@ -95,7 +95,7 @@ impl FaultFiles {
         self.script().faults.values().sum()
     }
 
-    /// Like `num_faults`, but by kind of fault.
+    /// Returns the number of calls that were affected by each kind of fault.
     pub fn faults_by_kind(&self) -> BTreeMap<&'static str, u64> {
         self.script().faults.clone()
     }
@@ -105,7 +105,7 @@ impl FaultFiles {
         self.script().crashed
     }
 
-    /// Measures this directory after each change.
+    /// Measures the size of this directory after each change.
     pub fn watch(&self, dir: &Path) {
         self.script().watched = Some(dir.to_owned());
     }
@@ -197,8 +197,8 @@ fn dead() -> io::Error {
     io::Error::other("the process has crashed")
 }
 
-/// Returns the size of a directory in bytes, counting the larger of each file's length and
-/// allocation.
+/// Returns the size of a directory in bytes. The size of a file is its length or its allocated
+/// size, whichever is larger.
 pub fn du(dir: &Path) -> u64 {
     measure(dir, &|meta| (meta.blocks() * 512).max(meta.len()))
 }

@@ -1,4 +1,5 @@
-//! Conformance suite for implementations of `LocalTier`. Compares random calls with a model.
+//! Conformance suite for implementations of `LocalTier`. Compares the results of random calls with
+//! a model.
 //!
 //! Reading an acknowledged chunk returns the exact bytes or an error, never wrong bytes. A freed
 //! chunk can no longer be read. A failed free changes nothing. After a restart, the tier finds
@@ -14,7 +15,7 @@ use kvloft_core::{ChunkKey, ErrorKind};
 
 use super::PageBuffer;
 
-/// A call, with a number that selects its argument.
+/// A call and a number that selects its argument.
 #[derive(Debug, Clone, Copy)]
 pub enum Op {
     /// Reserves a slot and writes a chunk.
@@ -139,7 +140,7 @@ struct Walk<'a> {
     written: BTreeMap<u32, (SlotId, u32)>,
     /// Slots of failed writes that have not been freed yet.
     stuck: BTreeSet<SlotId>,
-    /// (chunk, version) pairs that may be found after a restart, because their record was being
+    /// (chunk, version) pairs that may be found after a restart, because their records were being
     /// written or could not be cleared.
     maybe: BTreeSet<(u32, u32)>,
     next: u32,
@@ -310,7 +311,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Adds to the model an entry that was found after a restart.
+    /// Adds an entry to the model after a restart found it.
     fn found(
         &mut self,
         entry: &DiskEntry,

@@ -1,8 +1,9 @@
-//! Conformance suite for implementations of `RemoteTier`. Compares random calls with a model.
+//! Conformance suite for implementations of `RemoteTier`. Compares the results of random calls with
+//! a model.
 //!
-//! A hit is a complete frame of the requested size that was put under its key; anything else is a
-//! miss or an error. Hints are in the order of the keys. Each call returns soon after its deadline,
-//! even if there is no response.
+//! A hit returns a complete frame of the requested size that was put under the requested key; all
+//! other calls return a miss or an error. Hints are in the order of the keys. Each call returns
+//! soon after its deadline, even if there is no response.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::tier::remote::RemoteTier;
 use kvloft_core::{ChunkKey, ErrorKind};
 
-/// A call, with a number that selects its argument.
+/// A call and a number that selects its argument.
 #[derive(Debug, Clone, Copy)]
 pub enum Op {
     /// Puts a new version of a frame.

@@ -1,4 +1,4 @@
-"""CUDA driver calls for the GPU mover. Errors raise exceptions, and handles are ints.
+"""CUDA driver calls for the GPU mover. Failed calls raise exceptions, and handles are ints.
 
 All calls use the current context, which torch owns. Unlike torch's wrappers, the calls take about
 1 us and accept raw addresses. This module uses ctypes, because the first calls through NVIDIA's
@@ -19,7 +19,7 @@ NOT_READY: Final = 600
 """CUDA_ERROR_NOT_READY, which is a normal result of a query."""
 _HOST, _DEVICE = 1, 2
 _BATCH_ATTRIBUTES, _BATCH_FIRST = (c_int * 6)(1), c_size_t(0)
-"""CUmemcpyAttributes of a batch. Sources are read in stream order, without hints or flags."""
+"""CUmemcpyAttributes of a batch: sources are read in stream order; no hints or flags are set."""
 _NON_BLOCKING = 1
 _QUIET_EVENT = 1 | 2
 """CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING."""
@@ -141,8 +141,9 @@ class Stream:
     ) -> None:
         """Copy equally spaced rows with one copy-engine command.
 
-        The fields of CUDA_MEMCPY2D are source, destination, row size and number of rows. Source and
-        destination consist of x, y, memory type, host address, device address, array and pitch.
+        The fields of CUDA_MEMCPY2D are source, destination, row size and number of rows. The source
+        and the destination each have the fields x, y, memory type, host address, device address,
+        array and pitch.
         """
         sides = (0, 0, _HOST, host, 0, 0, host_pitch), (0, 0, _DEVICE, 0, device, 0, device_pitch)
         source, to = sides[::-1] if to_host else sides

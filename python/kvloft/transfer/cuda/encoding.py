@@ -1,4 +1,4 @@
-"""Computes the sizes of encoded parts, and determines whether a layout is encoded.
+"""Computes the sizes of encoded parts, and determines whether a layout can be encoded.
 
 docs/design/compression.md describes the e348 format, and csrc/e348.cu contains its kernels. Encoded
 sizes vary, so the copy engine copies a constant number of bytes per part (its width), and kernels
@@ -17,7 +17,7 @@ from kvloft.transfer.frames import TABLE_ENTRY_BYTES, TILE_BYTES, FrameMemory
 from kvloft.transfer.layout import PagedLayout
 
 SHARE: Final = 0.70
-"""Fraction of the bytes in bf16 pages that the copy engine copies. 99.75 % of real KV fits."""
+"""Fraction of the bytes in bf16 pages that the copy engine copies. 99.75% of real KV fits."""
 MAX_PART_BYTES: Final = 1 << 28
 """Maximum size of an encoded part. A table entry has a 24-bit offset in units of 16 bytes."""
 _MIN_PAGE_BYTES: Final = 1024
@@ -67,15 +67,15 @@ class PartEncoding:
     def of(cls, layout: PagedLayout, frames: FrameMemory, *, everything: bool = False) -> Self:
         """Return the sizes for ``layout``.
 
-        With ``everything``, the copy engine copies as many bytes as an encoded part can have, which
-        is required for loads from frames that are not registered yet.
+        With ``everything``, the copy engine copies the maximum size of an encoded part. This is
+        required for loads from frames that are not registered yet.
         """
         saved = 0 if everything else _saved_bytes(layout)
         block_width = layout.block_bytes - saved + TABLE_ENTRY_BYTES * _tiles_per_block(layout)
         return cls(None if everything else frames, frames.part_capacity, block_width)
 
     def width(self, num_blocks: int) -> int:
-        """Return the number of bytes that the copy engine copies for a part with ``num_blocks``."""
+        """Return the number of bytes that the copy engine copies for a part of this many blocks."""
         return min(self.capacity, (num_blocks * self.block_width + 16 + 63) // 64 * 64)
 
     def parts(

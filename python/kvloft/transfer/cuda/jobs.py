@@ -1,4 +1,4 @@
-"""Tracks CudaMover's copies in progress (loads and jobs), and sizes the first pieces."""
+"""Tracks CudaMover's loads and jobs in progress, and computes the sizes of the first pieces."""
 
 import math
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ class Load:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """Chunks of one load with pages of one ``kind``. The first ``num_sent`` have been taken."""
+    """Chunks of one load and one page kind. The first ``num_sent`` chunks have been taken."""
 
     load: Load
     kind: int
@@ -130,4 +130,4 @@ class Job:
     wanted_tags: npt.NDArray[np.uint64] | None = None
     problems: dict[int, str] = field(default_factory=dict)
     is_all_registered: bool = True
-    """False if a piece was submitted before its frames were registered. A save then fails."""
+    """False if a piece was submitted before its frames were registered. Such a save fails."""

@@ -52,7 +52,7 @@ class KernelError(UnsupportedError):
 
 @cache
 def kernel_source(family: Family = CHUNKS) -> str:
-    """Return the source of ``family`` as one string without includes, for the program cache."""
+    """Return the source of ``family`` without includes, as the program cache requires."""
     folder = resources.files("kvloft") / "csrc"
     text = "".join(
         (folder / name).read_text(encoding="utf-8") for name in (*HEADERS, *family.sources)
@@ -155,7 +155,7 @@ assert ctypes.sizeof(PieceParams) == 88 + (24 + 16) * MAX_SEGMENTS + 4 * MAX_BLO
 
 
 def vec_bytes_of(layout: PagedLayout) -> int:
-    """Return the widest memory access that the alignment of pages and strides allows.
+    """Return the width in bytes of the widest access that the page addresses and strides allow.
 
     Frames are page-aligned, so they do not limit the width.
     """
@@ -188,7 +188,7 @@ def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class BlockTiles:
-    """Sizes for splitting chunks. ``tile_offsets`` has each tile's payload offset in a block."""
+    """Sizes for splitting chunks. ``tile_offsets`` are the payload offsets of a block's tiles."""
 
     block_bytes: int
     tiles_per_block: int

@@ -52,9 +52,9 @@ _ALIGN: Final = 4096
 class Tuning:
     """The number and size of staging slots, and the number of CTAs per kernel.
 
-    All pieces pass through a staging slot. With pages of 4 KiB to 2 MiB, copies reach 98 % of the
-    bandwidth of one large copy (benches/results). In measurements, kernels that access frames
-    directly were never faster.
+    All pieces pass through a staging slot. With pages of 4 KiB to 2 MiB, copies reach 98% of the
+    bandwidth of a single large copy (benches/results). In measurements, kernels that access frames
+    directly were never faster than staging.
     """
 
     num_slots: int = 2
@@ -64,10 +64,10 @@ class Tuning:
     1.6 ms, and copying 80 MiB takes 1.5 ms.
     """
     num_ctas: int = 66
-    """Number of CTAs per kernel. The default is one CTA on half of the SMs of an H200, which leaves
-    the other half to the engine. The kernel for a piece then takes 35 us instead of 30 us, and a
-    save does not slow down a matmul. The matmul takes 13 % longer if the kernel uses all SMs and
-    10 % longer if it uses a quarter of the SMs.
+    """Number of CTAs per kernel. The default is one CTA on each of half of an H200's SMs, which
+    leaves the other half to the engine. The kernel for a piece then takes 35 us instead of 30 us,
+    and a save does not slow down a matmul. The matmul takes 13% longer if the kernel uses all SMs,
+    and 10% longer if it uses a quarter of the SMs.
     """
 
     @classmethod
@@ -211,14 +211,14 @@ class Lane:
     def next_kernel_stream(self, kind: int) -> driver.Stream:
         """Return the stream on which the next kernel for pages of ``kind`` runs.
 
-        Kernels that encode or decode use one stream per slot. When an engine kernel that filled the
-        GPU is done, the kernels for all free slots then start before the next engine kernel. All
-        other kernels are fast enough to share a stream.
+        Kernels that encode or decode use one stream per slot, so that the kernels for all free
+        slots can start as soon as an engine kernel that filled the GPU is done, before the next
+        engine kernel starts. All other kernels are fast enough to share a stream.
         """
         return self._slots[0].kernel_stream if self._encodes[kind] else self.kernel_streams[0]
 
     def submit(self, piece: Piece, *, kind: int = 0, is_registered: bool = True) -> Sent:
-        """Queue a piece with pages of ``kind``, which runs after the previous piece in its slot.
+        """Queue a piece with pages of ``kind``. It runs after the previous piece in its slot.
 
         The returned `Sent` is reused after MAX_PIECES pieces. If the frames are not registered, a
         save copies nothing.

@@ -1,7 +1,7 @@
-"""The loads of CudaMover: queued loads, their pieces, and their results.
+"""Implements CudaMover's loads: queued loads, their pieces, and their results.
 
-Chunks are split into pieces just before submission. Each load is reported once, with all chunks
-that failed verification. A scatter waits for saves that still read its blocks.
+Chunks are split into pieces just before submission. Each load is reported once, together with all
+chunks that failed verification. A scatter waits for saves that still read its blocks.
 """
 
 import logging
@@ -79,7 +79,7 @@ class Loads(Direction):
             if piece is job.pieces[0]:
                 started.append(job)
         for job in started:
-            # Reading trailers is slow, so do it during the transfer of the pieces.
+            # Reading trailers is slow, so read them while the pieces are transferred.
             job.wanted_tags, job.problems = self._shared.trailers_of(job).read(
                 job.table.frames, job.table.keys, job.table.num_blocks
             )

@@ -7,8 +7,8 @@ steps.
   and computes its tag.
 - Events order the work on the GPU: `begin_step` makes the next forward pass wait for gathers that
   still read blocks that the pass can write (I2). Loads wait for work launched before the step.
-- Only a few pieces per direction are on the GPU at a time. One thread per direction (`submitter`)
-  submits the rest. Saves to frames that are not registered yet wait for registration.
+- Only a few pieces per direction are on the GPU at any time. One thread per direction (`submitter`)
+  submits the rest. Saves to unregistered frames wait for registration.
 
 No step allocates GPU memory or waits for the device.
 """
@@ -47,7 +47,7 @@ FIRST_KIND: Final = MappingProxyType({(0, 0): 0})
 """Default value of ``kind_of`` for one KV cache group and one frame size."""
 SLOTS_AHEAD = 8
 """Maximum amount of data on the GPU per direction, in slots. 8 slots of 40 MiB keep the link busy
-for 6 ms, and a submitter can wait up to 5 ms for the GIL. With 3 slots, loads took 4 to 6 % longer.
+for 6 ms, and a submitter can wait up to 5 ms for the GIL. With 3 slots, loads took 4 to 6% longer.
 The engine's copies wait for at most one copy per slot (see `lanes`).
 """
 
@@ -146,7 +146,7 @@ class CudaMover:
             return self._shared.take_done()
 
     def drain(self) -> Finished:
-        """Block until all copies are done. Saves to frames that are not registered yet fail."""
+        """Block until all copies are done. Saves to unregistered frames fail."""
         with self._shared.lock:
             self._saves.waits_for_registration = False
             while self._shared.broken is None and (
@@ -252,7 +252,7 @@ def _kind(
     frames: FrameMemory,
     slabs_per_registration: int,
 ) -> PageKind:
-    """Return the kind for a layout with ``num_blocks`` per chunk. Its slot sizes are set later."""
+    """Return the kind for a layout, still without slot sizes. A chunk has ``num_blocks`` blocks."""
     frames_per_run = frames.per_slab * (slabs_per_registration if frames.is_dense else 1)
     limits = unregistered = PieceLimits(
         kernels.block_tiles, 0, frames.part_bytes, num_blocks, frames_per_run
@@ -280,10 +280,10 @@ def prepare(
 ) -> Callable[[Sequence[GroupFrames]], CudaMover]:
     """Compile the kernels for ``layouts`` and return a function that creates the mover.
 
-    ``layouts`` has one entry per KV cache group, and ``blocks_per_chunk`` the number of blocks per
-    frame for each group. Parts are encoded if the settings, the layout and the device allow it.
-    Because kernels are compiled at startup, an engine does not start if they are unavailable.
-    Raises UnsupportedError or CudaError.
+    ``layouts`` has one entry per KV cache group, and ``blocks_per_chunk`` contains the number of
+    blocks per frame for each group. Parts are encoded if the settings, the layout and the device
+    allow it. Because kernels are compiled at startup, an engine does not start if they are
+    unavailable. Raises UnsupportedError or CudaError.
     """
     device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
     kinds: dict[tuple[object, ...], tuple[PagedLayout, Kernels]] = {}

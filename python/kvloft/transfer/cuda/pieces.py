@@ -20,7 +20,7 @@ from kvloft.transfer.cuda.kernels import MAX_BLOCKS, MAX_SEGMENTS, SEGMENT, Bloc
 MAX_FRAME = (1 << 28) - 1
 """Maximum frame number. Higher bits contain the size class, which is constant within a batch."""
 NOT_WANTED = -1
-"""Block id of a block in the payload that is included in the tag but not scattered."""
+"""Block id that marks a block of the payload that is included in the tag but not scattered."""
 _SLOT_ALIGN = 4096
 
 
@@ -64,7 +64,7 @@ class Piece:
 
     Segment s belongs to chunk ``begin + s``. Segment bases are relative to the slot, where chunks
     are ``slot_stride`` bytes apart. Only the first ``num_segments`` entries of ``segments`` belong
-    to the piece. ``parts`` describes the encoded parts in host memory; None if parts are raw.
+    to the piece. ``parts`` describes the encoded parts in host memory; it is None if parts are raw.
     """
 
     begin: int
@@ -103,7 +103,7 @@ class PieceLimits:
     frames_per_run: int
     encoding: PartEncoding | None = None
     full_segments: npt.NDArray[Any] = field(init=False, compare=False, repr=False)
-    """The segments of a piece in which all chunks are full. Almost all pieces are of this form."""
+    """The segments of a piece whose chunks are all full, which is true for almost all pieces."""
 
     def __post_init__(self) -> None:
         blocks: npt.NDArray[np.int64] = np.full(
@@ -134,7 +134,7 @@ class PieceLimits:
         return slot_stride(self.encoding.width(self.blocks_per_chunk))
 
     def row_bytes(self, num_blocks: int) -> int:
-        """Return the number of bytes that the copy engine copies for a chunk of ``num_blocks``."""
+        """Return the number of bytes that the copy engine copies for a chunk of this size."""
         if self.encoding is None:
             return num_blocks * self.block_tiles.block_bytes
         return self.encoding.width(num_blocks)

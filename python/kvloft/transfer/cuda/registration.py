@@ -28,7 +28,7 @@ _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 
 
 class RegisteredRange:
-    """Memory that a thread registers in ascending order. `num_registered_bytes` is the progress."""
+    """Memory that a thread registers in address order. `num_registered_bytes` tracks progress."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The saves of CudaMover: queued pieces, their order, and the results of tickets.
+"""Implements CudaMover's saves: queued pieces, their order, and the results of tickets.
 
 A piece is submitted once its frames are registered, or when its blocks may be overwritten (I2),
 whichever is earlier. A save fails if its frames are not registered when it is submitted.
@@ -35,7 +35,7 @@ class Saves(Direction):
         self._num_pieces = 0
         """Number of pieces queued so far, including pieces that have been submitted or are done."""
         self._last_gather: npt.NDArray[np.int64] = np.full(shared.num_blocks, -1, dtype=np.int64)
-        """Number of the last piece that reads each block, or -1 if no piece reads the block."""
+        """For each block, the number of the last piece that reads it, or -1 if there is none."""
         self.waits_for_registration = True
         """If False, saves to frames that are not registered are submitted anyway and fail."""
 

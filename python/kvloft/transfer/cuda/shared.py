@@ -188,7 +188,7 @@ class InFlight(NamedTuple):
 
 
 class Direction(ABC):
-    """One direction of copies, with queued pieces and pieces on the GPU in order."""
+    """One direction of copies: its queued pieces and its pieces on the GPU, both in order."""
 
     def __init__(self, shared: Shared, lane: Lane, ramp_sizes: tuple[int, ...]) -> None:
         """``ramp_sizes`` contains the sizes of the first pieces on an idle link, in chunks."""

@@ -2,8 +2,8 @@
 
 Submitting copies late keeps the queues on the GPU short. A copy engine serves one stream until the
 stream's queue is empty, regardless of priorities: a copy of four bytes on a different stream waited
-36 ms behind 48 copies of 40 MiB in the same direction (H200; benches/results). The engine's copies
-should wait for at most one or two pieces, not for an entire prompt.
+36 ms behind 48 copies of 40 MiB in the same direction (on an H200). The engine's copies should wait
+for at most one or two pieces, not for an entire prompt.
 """
 
 import contextlib

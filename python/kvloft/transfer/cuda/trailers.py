@@ -38,7 +38,7 @@ class TrailerColumn:
         self._memory = memory
         self._offset = memory.part_offset + memory.part_bytes - TRAILER.itemsize
         # The array has one element per page of the arena. Frames and parts consist of whole pages,
-        # so a trailer can start at this offset in any page.
+        # so a trailer can start `_offset` bytes after the start of any page.
         num_pages = (memory.size_bytes - self._offset - TRAILER.itemsize) // PART_ALIGN + 1
         self.pages: npt.NDArray[Any] = np.ndarray(
             (num_pages,), TRAILER, raw, self._offset, (PART_ALIGN,)
@@ -50,7 +50,7 @@ class TrailerColumn:
 
 
 class Trailers:
-    """Seals and verifies frames with one layout."""
+    """Seals and verifies this rank's parts of frames that have the same layout."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ pub enum Fault {
     Lost,
     /// This bit of the transferred bytes (modulo the number of bits) is flipped.
     Flip(usize),
-    /// The process dies: this many 255ths of a write are done, and later calls fail.
+    /// The process dies: this many 255ths of a write are completed, and later calls fail.
     Crash(u8),
 }
 
@@ -115,7 +115,7 @@ impl Rule {
         Self { times, ..self }
     }
 
-    /// Sets the probability of a fault, out of 256.
+    /// Sets the probability of a fault to `of_256` / 256.
     #[must_use]
     pub fn chance(self, of_256: u8) -> Self {
         Self { of_256: of_256.into(), ..self }

@@ -47,7 +47,8 @@ pub(crate) enum Job {
 
 #[derive(Debug)]
 pub(crate) enum JobResult {
-    /// A completed read, with the number of attempts that failed for reasons other than corruption.
+    /// A completed read. `num_errors` counts the attempts that failed for reasons other than
+    /// corruption.
     Read {
         id: ChunkId,
         frame: Frame,
@@ -59,9 +60,10 @@ pub(crate) enum JobResult {
         frame: Frame,
         outcome: Written,
     },
-    /// A completed attempt to free slots, with the slots that could not be freed.
+    /// A completed attempt to free slots. Contains the slots that could not be freed.
     Free(Vec<SlotId>),
-    /// A completed clear, with the slots that could not be freed and whether the tier was cleared.
+    /// A completed clear. Contains the slots that could not be freed, and whether the tier was
+    /// cleared.
     Clear(Vec<SlotId>, bool),
 }
 
@@ -79,8 +81,8 @@ pub(crate) enum Written {
 }
 
 impl State {
-    /// Returns the next job that can run now, with its ticket. The caller must pass the result to
-    /// `end_job`.
+    /// Returns the next job that can run now, and its ticket. The caller must pass the job's result
+    /// to `end_job`.
     pub(crate) fn next_job(&mut self) -> Option<(u64, Job)> {
         let now = self.now;
         if self.disk.opening != DiskOpening::Open || self.disk.stopping {
@@ -195,7 +197,7 @@ impl State {
                 let frame = self.host.lend(place).expect("a free frame is not lent (I4)");
                 return Some(Job::Read { id, slot, key: entry.key, frame });
             }
-            // No frame is available: leases that wait for this chunk are truncated before it.
+            // The chunk cannot be read, so leases that wait for it are truncated before it.
             self.stats.quota_dropped += u64::from(source != FrameSource::Any);
             self.fail_host(id);
         }
@@ -247,8 +249,8 @@ impl State {
         self.change_disk(id, DiskEvent::Block);
         self.disk.blocked.entry(parent).or_default().push(id);
         if self.index[parent].disk == DiskState::Absent {
-            // The parent was removed from disk or could not be written. The parent is still in host
-            // memory because its child is.
+            // The parent was removed from disk or could not be written. It is still in host memory,
+            // because its child is in host memory.
             self.change_disk(parent, DiskEvent::Want);
             self.disk.write_queue.push_first(&self.index, parent);
         }
@@ -256,7 +258,8 @@ impl State {
     }
 
     /// Completes a read. After an I/O error, the chunk stays on disk and can be read again later. A
-    /// damaged chunk is removed with its descendants. No descendant is visible in host memory.
+    /// damaged chunk is removed together with its descendants. No descendant is visible in host
+    /// memory.
     fn end_read(
         &mut self,
         id: ChunkId,

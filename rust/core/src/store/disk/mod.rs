@@ -8,7 +8,7 @@
 //! |---|---|
 //! | `breaker` | circuit breaker; pure state |
 //! | `time_shares` | shares of disk time for reads and writes; pure state |
-//! | `work` | data of the disk tier under the lock: queues, jobs in flight, breakers |
+//! | `work` | data of the disk tier, guarded by the lock: queues, jobs in flight, breakers |
 //! | `transitions` | change a chunk's state and everything that depends on it |
 //! | `slots` | choose the chunk to evict when another chunk needs a slot |
 //! | `reopen` | index the chunks of an opened tier; drop them if its directory is removed |

@@ -15,13 +15,13 @@ use crate::store::state::State;
 use crate::tier::disk::{DiskEntry, DiskMeta, SlotId};
 use crate::{Error, Event};
 
-/// Maximum number of chunks indexed per call, which takes about 0.2 ms.
+/// Maximum number of chunks indexed per call. A call takes about 0.2 ms.
 pub(crate) const SLICE: usize = 512;
 /// Interval between checks for a removed directory.
 pub(crate) const CHECK_EVERY: Duration = Duration::from_secs(1);
 /// Minimum interval between reopenings, in case the directory is removed repeatedly.
 const REOPEN_EVERY: Duration = Duration::from_secs(60);
-/// Maximum number of chunks dropped per call, which takes about 0.2 ms.
+/// Maximum number of chunks dropped per call. A call takes about 0.2 ms.
 const DROP_SLICE: usize = 256;
 
 /// Progress of `empty_removed`.
@@ -36,8 +36,8 @@ pub(crate) enum Emptying {
 }
 
 impl State {
-    /// Records that the tier is open and contains the chunks `found`, parents before children.
-    /// Returns false if the store is closing.
+    /// Records that the tier is open and contains the chunks in `found`, which lists parents before
+    /// children. Returns false if the store is closing.
     pub(crate) fn end_opening(&mut self, mut found: Vec<DiskEntry>) -> bool {
         self.disk.opening = DiskOpening::Open;
         self.disk.first_opening.get_or_insert(Ok(()));
@@ -113,7 +113,8 @@ impl State {
     }
 
     /// Indexes a chunk. Returns None if its position in the tree is invalid, if it was discarded,
-    /// or if its index entry already has a slot or, with a time to live, a later save time.
+    /// or if its index entry already has a slot. Also returns None if the entry has a time to live
+    /// and was saved later.
     fn recover(
         &mut self,
         found: DiskMeta,
@@ -175,7 +176,7 @@ impl State {
         self.disk.found.clear();
         let (path, num_chunks) = (path.display(), self.stats.disk_used);
         self.disk.last_event = format!(
-            "disk tier: {path} was removed; dropping its {num_chunks} chunks and reopening it"
+            "disk tier: {path} was removed; dropping its {num_chunks} chunks and reopening the tier"
         );
         self.log(Event::problem(self.disk.last_event.clone()));
     }
@@ -222,8 +223,8 @@ impl State {
         (self.stats.disk_slots, self.stats.disk_bytes) = (0, 0);
     }
 
-    /// Schedules reopening of a removed tier after it was closed: immediately, but no sooner than
-    /// `REOPEN_EVERY` after the previous reopening.
+    /// Schedules the reopening of a removed tier that has been closed: immediately, but no sooner
+    /// than `REOPEN_EVERY` after the previous reopening.
     pub(crate) fn reopen(&mut self) {
         let at = self.now.max(self.disk.reopen_at);
         self.disk.reopen_at = at + REOPEN_EVERY;

@@ -19,8 +19,8 @@ pub(crate) enum SlotFor {
 }
 
 impl State {
-    /// Checks the usage of a chunk's tenant, which already includes the chunk, against the quota.
-    /// If the usage exceeds the quota, starts to evict another chunk of the tenant.
+    /// Checks the disk usage of a chunk's tenant against the quota. The usage already includes the
+    /// chunk. If it exceeds the quota, starts to evict another chunk of the tenant.
     pub(crate) fn slot_for(&mut self, id: ChunkId) -> SlotFor {
         let Entry { tenant, disk_pages, .. } = self.index[id];
         let quota = self.tenants.ceiling(tenant).disk;
@@ -72,7 +72,7 @@ impl State {
         self.settle(id);
     }
 
-    /// Evicts a chunk of a tenant above its quota. The slot is freed later.
+    /// Evicts a chunk of a tenant that exceeds its quota. The slot is freed later.
     pub(crate) fn drop_for_quota(&mut self, id: ChunkId) {
         self.stats.disk_evictions += 1;
         self.stats.quota_disk_evictions += 1;

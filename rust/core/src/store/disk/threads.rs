@@ -137,9 +137,9 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
         Job::Clear(mut slots) => {
             let mut retain_unfreed = || slots.retain(|&slot| guarded(|| disk.free(slot)).is_err());
             retain_unfreed();
-            // Clears the tier even if a slot could not be freed.
+            // Clear the tier even if a slot could not be freed.
             let is_cleared = guarded(|| disk.clear()).is_ok();
-            // Retries the slots, because clearing may have helped. No other job uses these slots.
+            // Retry the slots, because clearing may have helped. No other job uses these slots.
             retain_unfreed();
             JobResult::Clear(slots, is_cleared)
         }
@@ -252,7 +252,7 @@ fn write(
 }
 
 /// Evicts chunks of the same tenant until the chunk fits the tenant's quota. Returns false if no
-/// chunk of the tenant can be evicted.
+/// chunk of the tenant can be evicted or if `MAX_EVICTIONS` evictions are not enough.
 ///
 /// Returns an error if a slot could not be freed; the chunk in it is still stored.
 fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool> {
@@ -273,7 +273,7 @@ fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool>
     Ok(false)
 }
 
-/// Returns a slot for a write, evicting chunks if needed (more than one if they are smaller).
+/// Returns a slot for a write, evicting chunks if needed (multiple chunks if they are smaller).
 /// Returns None if no chunk can be evicted or if evictions do not free a slot.
 ///
 /// Returns an error if a slot could not be freed; the chunk in it is still stored.

@@ -1,4 +1,4 @@
-//! The state of the disk tier that the lock guards: queues, jobs in flight, breakers and whether
+//! The state of the disk tier, guarded by the lock: queues, jobs in flight, breakers and whether
 //! the tier is open.
 
 use std::collections::{HashSet, VecDeque};
@@ -139,7 +139,8 @@ pub(crate) struct DiskWork {
 }
 
 impl DiskWork {
-    /// Returns true if no chunk is waiting to be written and all removed chunks are off the disk.
+    /// Returns true if no chunk is waiting to be written or indexed, and no removed chunk is still
+    /// on disk.
     pub(crate) fn is_settled(&self) -> bool {
         let nothing_to_free =
             self.to_free.is_empty() && self.unfreed.is_empty() && self.freeing == 0;
@@ -148,8 +149,8 @@ impl DiskWork {
         self.num_unwritten == 0 && nothing_to_free && nothing_to_forget && nothing_to_index
     }
 
-    /// Returns true if the tier cannot settle by `deadline`: the store is closing, the tier hangs,
-    /// or the tier is closed or paused beyond the deadline.
+    /// Returns true if the tier cannot settle by `deadline`: the store is closing, all disk threads
+    /// hang, or the tier will not be open, writable and able to free slots before the deadline.
     pub(crate) fn cannot_settle_by(&self, deadline: Duration) -> bool {
         let is_stuck = !self.unfreed.is_empty()
             && self.unfreed_until > deadline

@@ -28,7 +28,7 @@ use crate::{Error, ErrorKind};
 /// Must equal `SLOT_TRIES` in `threads`.
 const SLOT_TRIES: u32 = 4;
 
-/// A job in flight, with its progress.
+/// A job in flight and its progress.
 #[derive(Debug)]
 pub(super) enum Under {
     Read {
@@ -67,7 +67,7 @@ pub(super) struct Run {
     pub(super) state: State,
     num_slots: u32,
     num_threads: usize,
-    /// Contents of the disk: the slots in use, with the chunk in each written slot.
+    /// Contents of the disk: maps each slot in use to its chunk, or to None if it is only reserved.
     slots: BTreeMap<u32, Option<DiskMeta>>,
     pub(super) in_flight: Vec<(u64, Under)>,
     /// Reserved chunks. The key is None if the chunk has been removed.
@@ -235,8 +235,8 @@ impl Run {
         self.in_flight.push((ticket, under));
     }
 
-    /// Runs one step of a job, as its thread would do between two uses of the lock or under the
-    /// lock.
+    /// Runs one step of a job. A thread would run each step either under the lock or between two
+    /// uses of the lock.
     pub(super) fn go(&mut self, nth: usize, io: Io) {
         let (ticket, under) = self.in_flight.swap_remove(nth);
         let next = match under {

@@ -87,7 +87,7 @@ fn reads_that_fail_leave_all_threads_to_writes() {
     run.end(true);
 }
 
-/// Fills eight frames: six with recently used chunks that are also on disk, two with unwritten
+/// Fills eight frames: six with recently used chunks that are also on disk, and two with unwritten
 /// chunks.
 fn two_unwritten() -> Run {
     let mut run = Run::new(8, 64, Eviction::Lru, 1);
