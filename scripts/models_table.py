@@ -75,7 +75,7 @@ REFUSED = (
     ),
     (
         "`--prefix-match-unit` with states",
-        "vLLM then saves states inside blocks; kvloft requires block ends",
+        "vLLM then saves states in the middle of blocks; kvloft can save only states at block ends",
         "the default",
     ),
     (

@@ -157,7 +157,7 @@ def test_evict_host_only_keeps_the_disk(folder: Path, capsys: pytest.CaptureFixt
         said = capsys.readouterr().out
         assert (
             said
-            == "9 chunks evicted in 1 namespace: 36 KiB of host memory; 3 in use, which were kept\n"
+            == "9 chunks evicted in 1 namespace: 36 KiB of host memory; 3 in use, not evicted\n"
         )
         assert lease.poll() == (3, 0)
         assert main(["status", "--socket", socket]) == 0

@@ -124,7 +124,7 @@ def test_status_shows_usage_of_tenants_without_salts(
     )
     for salt, its_tag, said in (
         (SALT, tag, "marked * below"),
-        ("none's", None, "it has no chunks in open namespaces"),
+        ("none's", None, "the tenant has no chunks in open namespaces"),
     ):
         assert main(["status", "--socket", socket, "--salt", salt]) == 0
         shown.append(capsys.readouterr().out)
@@ -201,7 +201,10 @@ def test_salts_that_are_left_out_are_counted(num_salts: int, said: list[str]) ->
 
 @pytest.mark.parametrize(
     ("num_salts", "said"),
-    [(1, "it has no chunks in open namespaces"), (2, "it is not among the largest tenants")],
+    [
+        (1, "the tenant has no chunks in open namespaces"),
+        (2, "the tenant is not among the largest"),
+    ],
 )
 def test_a_salt_that_is_not_listed_may_have_something(num_salts: int, said: str) -> None:
     spaces: list[dict[str, object]] = [

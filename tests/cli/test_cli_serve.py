@@ -445,10 +445,7 @@ def test_a_second_server_on_a_socket_ends_with_a_sentence(
         (["--socket", ""], "--socket '': expected a path of 1 to 107 bytes."),
         (
             ["--socket", "auto"],
-            (
-                "--socket auto: expected a path; for the socket of server = auto, set "
-                "KVLOFT_SERVER=auto."
-            ),
+            "--socket auto: expected a path; to use the automatic server, set KVLOFT_SERVER=auto.",
         ),
     ],
 )

@@ -158,7 +158,7 @@ def test_a_rate_of_no_tokens_is_refused(
     with pytest.raises(SystemExit) as error:
         main(["size", str(tmp_path), f"--prefill={tokens}"])
     assert error.value.code == 2
-    assert "expected a number of at least 1" in capsys.readouterr().err
+    assert "expected a positive integer" in capsys.readouterr().err
 
 
 def test_unknown_kind_of_layer_is_refused(

@@ -119,7 +119,7 @@ def test_a_disk_is_called_slow_only_if_it_works(more: dict[str, int], socket: st
     ):
         console = Console(width=200, record=True, file=io.StringIO())
         draw(console)
-        slow = "; 124 were evicted first, because the disk is slower than saves"
+        slow = "; 124 were evicted before being written, because the disk is slower than saves"
         lines = console.export_text().splitlines()
         assert f"130 chunks never written to disk{'' if more else slow}" in [
             line.rstrip() for line in lines

@@ -1,9 +1,10 @@
 """A symbolic vLLM: the part of the 0.32 scheduler that a connector can observe, with symbolic paged
 KV.
 
-The engine calls hooks in vLLM's order (lookup, admission and plan, after which the counts advance;
-results can be one step late) and checks the invariants I1, I2, I4, I6, I7, I9 and I10 at each hook.
-It supports sync and async scheduling, chunked prefill, draft tokens, preemption, and sessions.
+The engine calls hooks in vLLM's order: lookup, admission, plan. Token counts advance after the
+plan, and results can arrive one step late. The engine checks the invariants I1, I2, I4, I6, I7, I9
+and I10 at each hook. It supports sync and async scheduling, chunked prefill, draft tokens,
+preemption, and sessions.
 """
 
 from collections import deque
@@ -354,7 +355,7 @@ class SymbolicEngine:
 
     def _missing(self, request: Request) -> int:
         """Return the number of additional blocks that the request needs to compute all of its
-        tokens and one more step.
+        tokens and to run one more step.
         """
         num_tokens = request.num_tokens + 1 + self.setup.num_drafts
         return max(0, -(-num_tokens // self.setup.block_tokens) - len(request.blocks))
@@ -372,7 +373,7 @@ class SymbolicEngine:
     def execute(self, rng: Random | None = None, num_copies: list[int] | None = None) -> None:
         """Run the oldest pending step.
 
-        Each rank then completes ``num_copies`` of its copies, or all of them by default.
+        Rank i then completes ``num_copies[i]`` of its copies, or all of them by default.
         """
         rng = rng or Random(0)
         step = next(step for step in self.steps if not step.executed)

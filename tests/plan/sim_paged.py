@@ -160,7 +160,7 @@ class Workers:
         self.corrupt: set[bytes] = set()
         """Keys of chunks that fail verification in the next load."""
         self.broken = False
-        """True if no mover could be created, so all saves and loads fail without bad frames."""
+        """True if no mover could be created: all saves and loads fail, but no frame is damaged."""
         self._contents: dict[str, list[Any]] = {}
         self._computed: dict[str, int] = {}
 
@@ -218,7 +218,7 @@ class Workers:
     def finish_copies(
         self, num_items: Sequence[int]
     ) -> tuple[list[StepReport], list[str], set[int]]:
-        """Let each rank complete up to ``num_items`` copies.
+        """Let rank i complete up to ``num_items[i]`` copies.
 
         Returns the reports, the ids of requests whose loads completed, and the blocks that were not
         loaded.

@@ -1,4 +1,4 @@
-"""Tests many waiting requests: shared loads, turns for host memory, and the end of waits.
+"""Tests many waiting requests: how they share loads, take turns in host memory, and stop waiting.
 
 The tests call each hook directly.
 """
@@ -391,8 +391,8 @@ def test_a_load_that_cannot_be_planned_is_not_counted_until_the_engine_ends(
 
 
 def test_no_more_wait_for_the_disk_than_there_are_seats_and_those_behind_them_compute() -> None:
-    """vLLM visits each waiting request in every step, so with a hung disk, steps would become
-    slower as the queue grows.
+    """vLLM visits each waiting request in every step. If all requests waited for a hung disk, steps
+    would become slower as the queue grows.
     """
     engine, requests = on_disk(18, num_frames=200, local_cache=False, max_running=2)
     crowd = [

@@ -1,5 +1,5 @@
-"""Tests the decision to wait for the disk: the estimates alone, and many requests with disks of
-known speed.
+"""Tests the decision whether to wait for the disk: first the estimates alone, then with many
+requests and disks of known speed.
 """
 
 from dataclasses import dataclass

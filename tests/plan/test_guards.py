@@ -1,4 +1,4 @@
-"""Tests guards of the scheduler side in situations that the symbolic engine rarely produces.
+"""Tests the scheduler side in situations that the symbolic engine rarely produces.
 
 The tests call each hook directly.
 """
@@ -112,7 +112,9 @@ def test_a_hit_of_a_block_that_the_last_result_of_its_request_completed_is_conti
 
 
 def test_a_request_admitted_again_outside_a_step_saves_nothing_until_a_step_names_it() -> None:
-    """Before the first step, the token count can belong to a load that has not started."""
+    """Until a step names the request, its `num_computed_tokens` may include tokens of a load that
+    has not started.
+    """
     engine, request, _ = started([1, 2, 3, 4, 5, 6], 2)
     engine.core.admit(request, 0, tables([7, 8, 9, 10, 11, 12]))
     request.num_computed_tokens = 8
@@ -261,7 +263,7 @@ def fail(*_: Any) -> Any:
 
 
 def test_kv_events_follow_the_plan() -> None:
-    """An error in the announcer must not fail a plan or an admission."""
+    """The announcer runs later, so that its errors cannot affect a plan or an admission."""
     engine = SymbolicEngine(Setup(block_tokens=2))
     told: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Tests offers and saves of long prompts, split in any way into steps and lookups."""
+"""Tests offers and saves of long prompts that are split arbitrarily into steps and lookups."""
 
 from itertools import count
 from types import SimpleNamespace

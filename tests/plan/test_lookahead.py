@@ -117,7 +117,7 @@ def start(
 def test_a_block_that_a_request_wrote_which_saves_nothing_is_not_known_as_what_it_was_before() -> (
     None
 ):
-    """This request gets an earlier request's blocks while a long request runs, and the draft model
+    """Request "b" gets the blocks of request "a" while a long request runs, and the draft model
     writes to these blocks for a different next token.
     """
     engine = SymbolicEngine(Setup(block_tokens=2, lookahead=1, draft_limit=20))

@@ -1,4 +1,4 @@
-"""Tests saves of requests whose generated tokens other requests cannot reuse."""
+"""Tests requests that save only their prompts, or only the tokens that can be found again."""
 
 import pytest
 from sim_engine import SymbolicEngine
@@ -31,7 +31,7 @@ def test_a_requests_parameter_overrides_the_setting() -> None:
 
 
 def test_once_the_prompt_is_saved_steps_look_at_the_request_once_a_block() -> None:
-    """The blocks that the request fills are recorded for a later request with the same prompt."""
+    """Steps must record the filled blocks, because a later request can have the same prompt."""
     engine = SymbolicEngine(Setup())
     request = engine.add(Request("a", list(PROMPT), 20, saves="prompt"))
     engine.run(3)

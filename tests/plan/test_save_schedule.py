@@ -78,7 +78,7 @@ def test_requests_are_due_when_their_frontier_reaches_the_threshold(seed: int, o
 
 
 def test_steady_steps_need_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If steady steps were compared, they would be as expensive as the first steps."""
+    """If steady steps compared every request, they would be as expensive as the first steps."""
     ours, num_tokens = SaveSchedule(), [5, 9]
     ours.line_up([ReqId("a"), ReqId("b")], [16, NEVER])
     for step in range(20):

@@ -1,5 +1,5 @@
-"""Tests saves, skipped saves and loads on the scheduler side with the real store, with multiple KV
-cache groups or with only sliding windows.
+"""Tests the scheduler side on the real store, with multiple KV cache groups or only sliding
+windows: saves, skipped saves and loads.
 """
 
 from typing import Any

@@ -128,9 +128,8 @@ def test_rejected_drafts_are_not_saved_when_a_step_leaves_the_request_out(run_ah
 
 
 def running_alone(num_tokens: int, num_computed: int) -> tuple[SymbolicEngine, Request]:
-    """Return a request in the middle of its prefill, with blocks 1, 2, 3, ... and no saves.
-
-    The tests make plans by hand.
+    """Return an engine and a request in the middle of its prefill, with blocks 1, 2, 3, ... and no
+    saves. The tests plan its steps by hand.
     """
     engine = SymbolicEngine(Setup(block_tokens=2))
     request = Request("a", PROMPT[:num_tokens], 9)
@@ -225,8 +224,8 @@ def test_preempted_request_loads_its_saved_tokens(run_ahead: bool) -> None:
 
 
 def test_blocks_refilled_by_another_request_are_not_saved_as_the_first_ones() -> None:
-    """Two requests run in a pool that holds one and a half requests. Each preemption transfers
-    blocks, but outputs and frames must be correct.
+    """Two requests run in a pool that holds one and a half requests. Each preemption hands blocks
+    over to the other request, but outputs and frames must stay correct.
     """
     engine = SymbolicEngine(Setup(num_blocks=12, block_tokens=2))
     engine.add(Request("a", PROMPT[:7], 9))

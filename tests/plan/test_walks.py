@@ -1,8 +1,8 @@
-"""Applies the events of the state machine in long random walks, with the frequencies of a real
-engine. The seed selects a walk.
+"""Applies the events of the state machine in long random walks, with realistic frequencies. The
+seed selects a walk.
 
-Most steps are ordinary work. Faults are rare, so that requests make progress. ``python
-tests/plan/test_walks.py FIRST LAST`` runs more walks.
+Most events are ordinary work. Faults are rare, so that requests make progress. ``python
+tests/plan/test_walks.py FIRST LAST`` runs the walks with seeds FIRST to LAST - 1.
 """
 
 import sys

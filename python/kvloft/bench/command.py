@@ -28,8 +28,8 @@ def add_parser(subparsers: Any) -> None:
         "bench",
         help="measure copies on this machine's GPU",
         description=(
-            "Measure copies on this machine's GPU. Print medians and the ceilings measured in the "
-            "same run."
+            "Measure copies between host memory and this machine's GPU. Print medians and, as the "
+            "ceiling, the bandwidth of one large copy in the same run."
         ),
     )
     copy = parser.add_subparsers(required=True, metavar="WHAT").add_parser(
@@ -189,7 +189,7 @@ def _copy_tables(result: dict[str, Any]) -> list[Table]:
 
 
 def _rates(row: dict[str, Any]) -> list[str]:
-    """Return GB/s, the share of the ceiling, and GB/s with compressed frames for each direction."""
+    """Return three cells per direction: GB/s, share of the ceiling, GB/s with compressed frames."""
     whats, compressed = ("save", "load", "both", "save_idle"), row.get("compressed", {})
     cells = []
     for what in whats:

@@ -1,6 +1,6 @@
 """Runs the measurements of `kvloft bench copy`:
 
-- Bandwidth of saves, loads and both directions concurrently, by page size. Runs alternate with one
+- Bandwidth of saves, of loads, and of both at the same time, by page size. Runs alternate with one
   large copy, which is the ceiling. Raw and compressed frames are measured. For compressed frames,
   pages contain normally distributed bf16 values, and rates refer to uncompressed bytes.
 - Slowdown of a matmul and an HBM-bound add during a copy.
@@ -31,7 +31,7 @@ DIRECTIONS = ("save", "load", "both")
 NUM_ROUNDS = 4
 """Number of consecutive copies during a computation."""
 NUM_INTERFERENCE_RUNS = 3
-"""Number of runs per measurement with computation, because a matmul's duration varies."""
+"""Measurements with computation are repeated, because the duration of a matmul varies."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def _rows_of(bench: Bench, case: Case, **options: Any) -> dict[str, Any]:
 
 
 def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
-    """Return the bandwidth of each direction in GB/s.
+    """Return the bandwidth and ceiling of each direction in GB/s, and the host time per MiB.
 
     Runs alternate with one large copy, because rates drift over time.
     """

@@ -58,8 +58,8 @@ def occupy(then: driver.Event, cycles: int) -> None:
 class Ceiling:
     """One large copy-engine transfer in each direction.
 
-    The host memory is registered in one call. Like the copies of the rig, the transfer is timed
-    from the end of a kernel, except for 'load' and 'save_idle'.
+    The host memory is registered in one call. Like the rig's copies, 'save' and 'both' are timed
+    from the end of a kernel.
     """
 
     def __init__(self, host: HostFrames, num_bytes: int) -> None:
@@ -155,8 +155,9 @@ def interference(
 def waits(start: Callable[[], None], is_over: Callable[[], bool], what: str) -> list[float]:
     """Return the duration in seconds of each small copy during the copy that ``start`` begins.
 
-    Like the copies that an engine makes in each step, the small copies have `SMALL_BYTES`. They run
-    in sequence on the compute stream, to the host if ``what`` is 'save', and to the GPU otherwise.
+    Each small copy transfers `SMALL_BYTES`, like the copies that an engine makes in each step. They
+    run in sequence on the compute stream, to the host if ``what`` is 'save', and to the GPU
+    otherwise.
     """
     host = torch.empty(SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(SMALL_BYTES, dtype=torch.uint8, device="cuda")

@@ -30,7 +30,7 @@ from kvloft.transfer.mover import Finished
 
 NUM_RUNS = 21
 GATE_CYCLES = 60_000_000
-"""Number of cycles in a kernel that runs until both directions are queued (about 30 ms)."""
+"""Number of cycles of a kernel that runs (for about 30 ms) while both directions are queued."""
 
 
 FRAME_ORDERS: dict[str, Callable[[int], tuple[int, int]]] = {
@@ -39,11 +39,14 @@ FRAME_ORDERS: dict[str, Callable[[int], tuple[int, int]]] = {
     "random": lambda frame: (frame * 7919 % 10007, 0),
     "in pairs": lambda frame: (frame // 2 * 7919 % 10007, frame),
 }
-"""The sort key of frames for each frame order that the bench measures."""
+"""The frame orders that the benchmark measures. The values are sort keys."""
 
 
 class Rate(NamedTuple):
-    """Medians of multiple runs, per direction. ``share`` is the fraction of the ceiling."""
+    """The rates of one direction: of a single run, or the medians of multiple runs.
+
+    ``share`` is the fraction of the ceiling.
+    """
 
     gbps: float
     host_us_per_mib: float
@@ -125,11 +128,12 @@ class Rig:
         self.num_bytes = self.num_chunks * case.block_bytes
         self._begin = driver.Event(timing=True)
         gc.collect()
-        # Like vLLM at startup, freeze existing objects so that the collector ignores them.
+        # Freeze existing objects, as vLLM does at startup, so that the garbage collector ignores
+        # them.
         gc.freeze()
 
     def save_plan(self, *, elsewhere: bool = False) -> SavePlan:
-        """Return a save of all chunks. With ``elsewhere``, use frames that loads do not read."""
+        """Return a plan that saves all chunks, to frames that loads skip if ``elsewhere``."""
         first = self.num_chunks if elsewhere else 0
         frames = [first + frame for frame in self._frames]
         return SavePlan(ReqId("bench"), _batch(frames, self._from, range(self.num_chunks)))
@@ -149,7 +153,7 @@ class Rig:
             time.sleep(1e-4)
 
     def verify(self) -> None:
-        """Save all chunks, overwrite the target blocks and load the chunks into them.
+        """Overwrite the target blocks, save all chunks, and load them into the target blocks.
 
         Raises RuntimeError if a byte differs.
         """

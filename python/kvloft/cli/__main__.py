@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _has_streams() -> bool:
-    """Return True if stdout is open. Replaces a closed stdin or stderr with /dev/null."""
+    """Replace a closed stdin or stderr with /dev/null. Return False if stdout is closed."""
     if sys.__stdout__ is None:  # print would silently discard all output
         return False
     for name, original, mode in (("stdin", sys.__stdin__, "r"), ("stderr", sys.__stderr__, "w")):

@@ -1,7 +1,7 @@
 """Implements `kvloft clear` and `kvloft evict`, which remove chunks from a server.
 
-Other commands use its tenant arguments and texts. This module must not import the extension or slow
-modules at the top level, because `kvloft serve` imports it.
+Other commands also use this module's tenant arguments and texts. The module must not import the
+extension or slow modules at the top level, because `kvloft serve` imports it.
 """
 
 import argparse
@@ -31,7 +31,7 @@ EVICT_DESCRIPTION: Final = """\
 Remove all chunks of a tenant from memory and disk. A tenant is the set of
 requests with the same cache_salt. The command removes the chunks for all models
 and LoRA adapters, including models that have no engine. The removal is
-permanent. With --host-only, chunks are only evicted from host memory; this
+permanent. With --host-only, chunks are evicted only from host memory; this
 works for one tenant or for all tenants.
 """
 EVICT_EPILOG: Final = """\
@@ -73,12 +73,12 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_socket(parser)
-    _add_namespace(parser, "only evict from this namespace, as printed by `kvloft status`")
+    _add_namespace(parser, "evict only from this namespace, as printed by `kvloft status`")
     add_salt(parser)
     parser.add_argument(
         "--host-only",
         action="store_true",
-        help="only evict from host memory; keep chunks on disk",
+        help="evict only from host memory; keep chunks on disk",
     )
     parser.add_argument("--json", action="store_true", help="print JSON (sizes in bytes)")
     parser.set_defaults(run=evict)
@@ -205,7 +205,7 @@ def _evicted(report: dict[str, Any], host_only: bool) -> str:
     chunks, namespaces = (counted(report[f"{noun}s"], noun) for noun in ("chunk", "namespace"))
     text = f"{chunks} evicted in {namespaces}: {freed}"
     if report["in_use"]:
-        fate = "which were kept" if host_only else "freed when their loads complete"
+        fate = "not evicted" if host_only else "to be freed after use"
         text += f"; {report['in_use']:,} in use, {fate}"
     return text
 

@@ -38,12 +38,13 @@ HELP = """\
 Start vLLM with MODEL and the flags after --, run prompts, and compare the
 outputs token by token:
 
-  vLLM alone               computed, and from vLLM's own prefix cache
-  kvloft, cold             with an empty cache; saves chunks
-  kvloft, host memory      vLLM's prefix cache is cleared before each prompt
-  kvloft, other endings    prompts that share a prefix with cached prompts
-  kvloft, disk             in a new engine process
-  kvloft, after a reset    reset_prefix_cache(reset_connector=True): no hits
+  vLLM alone               computes prompts, then uses its own prefix cache
+  kvloft, cold             starts with an empty cache and saves chunks
+  kvloft, host memory      clears vLLM's prefix cache before each prompt
+  kvloft, other endings    runs prompts that share a prefix with cached prompts
+  kvloft, disk             starts a new engine process
+  kvloft, after a reset    must have no hits after
+                           reset_prefix_cache(reset_connector=True)
 
 The check starts three engines in sequence, so it takes about three times as
 long as starting vLLM. No other process may use the GPU during the check. Caches
@@ -72,7 +73,7 @@ def add_parser(subparsers: Any) -> None:
         help="run a model with vLLM's flags and test whether kvloft supports it",
         description=HELP,
         epilog=EXAMPLES,
-        usage="kvloft check MODEL [OPTIONS] [-- FLAGS OF VLLM]",
+        usage="kvloft check MODEL [OPTIONS] [-- VLLM FLAGS]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

@@ -24,7 +24,8 @@ LATE, GONE = "it did not finish", "its process exited"
 TAIL_LINES = 30
 MAX_ERROR_CHARS = 600
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-"""Variables that run the engine core in the child process, where its scheduler is accessible."""
+"""With these variables, vLLM runs the engine core in the child process, where the scheduler is
+accessible, and sends no usage statistics."""
 OURS = re.compile(
     r"(?:\b(?:Unsupported|Config|Layout|Store)Error|kvloft check MODEL --: error): (.+)"
 )
@@ -111,7 +112,10 @@ def _name_of(event: dict[str, Any]) -> str:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill all processes in the session. An engine that reported "done" has closed its store."""
+    """Kill all processes in the session.
+
+    No data is lost, because an engine that reported "done" has closed its store.
+    """
     assert process.stdin is not None
     process.stdin.close()
     with contextlib.suppress(ProcessLookupError):

@@ -17,9 +17,10 @@ NEAR_ELSE = 0.3
 MANY_TIMES = 10
 """Maximum difference in log probability, relative to the difference with vLLM's own cache."""
 LEAST_ACCEPTED, FEW_DRAFTS = 0.9, 2
-"""Required with hits: this fraction of the draft tokens accepted without hits, minus a margin."""
+"""Minimum number of draft tokens accepted with hits: this fraction of the number accepted without
+hits, minus a margin."""
 MORE_MEMORY = 1.02
-"""Ratio of GPU memory per request with and without kvloft above which the report adds a note."""
+"""The report adds a note if kvloft increases GPU memory per request by more than this factor."""
 TITLES = {
     "plain": "vLLM alone, computed",
     "own": "vLLM alone, its prefix cache",
@@ -43,8 +44,8 @@ class Pass:
 
     Attributes:
         answers: number of outputs. Each output is ``equal``, ``near`` or ``wrong``.
-        near: number of outputs that differ only because of rounding: at the first different token,
-            the two best candidates were nearly equally likely.
+        near: number of outputs that differ only because of rounding: at the first token that
+            differs, the two best candidates were nearly equally likely.
         difference: maximum difference in log probability across equal tokens.
         prompt, cached, host, disk: number of prompt tokens in total, found in vLLM's prefix cache
             or kvloft, loaded from host memory, and loaded from disk.
@@ -139,7 +140,7 @@ def _missing(passes: dict[str, Pass], near: float) -> Iterator[str]:
                 f"cache: {own.difference:.2g})"
             )
         if one.errors:
-            yield f"{title}: {one.errors} errors in kvloft or chunks that failed verification"
+            yield f"{title}: {one.errors} errors, including chunks that failed verification"
         if name in ("cold", "reset") and one.host + one.disk:
             yield (
                 f"{title}: {one.host + one.disk} tokens were loaded, although the cache should be "
@@ -189,8 +190,8 @@ def _remarks(
     near = sum(one.near for one in passes.values() if one.name != "own")
     if near:
         yield (
-            f"{near} outputs differ by rounding, because two tokens were nearly equally likely; "
-            "use --dtype float32 for an exact comparison"
+            f"{near} outputs differ only because of rounding: two tokens were nearly equally "
+            "likely; use --dtype float32 for an exact comparison"
         )
     if about["ignored"]:
         yield f"ignored flags of the API server: {' '.join(about['ignored'])}"

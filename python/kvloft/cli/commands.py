@@ -102,7 +102,7 @@ def _written(do: Callable[[argparse.Namespace], int], args: argparse.Namespace) 
 
 def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
     """Print the command's usage and the first unknown argument, and exit with status 2."""
-    import difflib  # imported lazily: slow to import and only needed here
+    import difflib  # imported lazily, because it is slow to import and needed only here
     import re
 
     name = unknown[0].partition("=")[0]

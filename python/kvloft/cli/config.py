@@ -20,8 +20,8 @@ from kvloft.machine import refuse_here, warnings
 MAX_SHOWN: Final = 200
 """Maximum number of characters that an error message quotes from an invalid --extra argument."""
 NOT_CHECKED: Final = (
-    "Only an engine checks, at startup, whether disk_path is in use and whether kvloft supports "
-    "the model."
+    "Not checked: whether disk_path is in use, and whether kvloft supports the model. An engine "
+    "checks both at startup."
 )
 
 
@@ -91,11 +91,12 @@ def parse_extra(text: str) -> dict[str, object]:
         raise
     except (ValueError, RecursionError) as e:
         raise ConfigError(
-            f"--extra {shown} is not JSON ({e}); it must be an object of settings."
+            f"--extra {shown} must be a JSON object that contains settings ({e})."
         ) from e
     if not isinstance(extra, dict):
         raise ConfigError(
-            f"--extra {shown} is a {type(extra).__name__}; it must be an object of settings."
+            f"--extra {shown} must be a JSON object that contains settings, not "
+            f"{type(extra).__name__}."
         )
     return extra
 

@@ -28,8 +28,8 @@ def add_socket(parser: argparse.ArgumentParser) -> None:
         "--socket",
         metavar="PATH",
         help=(
-            "the server's socket (default: the server setting, for example from KVLOFT_SERVER; if "
-            "that is not set, the standard socket, if exactly one exists)"
+            "the server's socket (default: the `server` setting, for example from KVLOFT_SERVER; "
+            "without it, the standard socket, if there is exactly one)"
         ),
     )
 
@@ -106,8 +106,7 @@ def _is_hidden(socket: Path) -> bool:
 def _path(text: str) -> str:
     if text == "auto":
         raise ConfigError(
-            "--socket auto: expected a path; for the socket of server = auto, set "
-            "KVLOFT_SERVER=auto."
+            "--socket auto: expected a path; to use the automatic server, set KVLOFT_SERVER=auto."
         )
     try:
         return str(parse_socket(f"unix:{text.removeprefix('unix:')}"))
@@ -119,7 +118,7 @@ def _path(text: str) -> str:
 
 
 def report_no_answer(error: StoreError, args: argparse.Namespace) -> int:
-    """Print why the server did not respond and a fix, and return the exit status."""
+    """Print the reason why the server did not respond and a fix. Return the exit status."""
     fix = "start one with `kvloft serve`"
     if isinstance(error, DeniedError) and hasattr(args, "socket"):
         socket = socket_of(args)

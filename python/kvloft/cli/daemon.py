@@ -60,7 +60,8 @@ def in_background(work: Callable[[Callable[[], None]], int], log: Path, what: st
     child returns the result of ``work``.
 
     This function must be called before any thread is started. Raises ConfigError if ``log`` cannot
-    be opened or belongs to a different user. Exits with status 1 if the error may be temporary.
+    be opened or belongs to a different user. If the error may be temporary, exits with status 1
+    instead.
     """
     to = _open(log)
     ready, ready_writer = os.pipe()

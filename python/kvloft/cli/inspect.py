@@ -1,4 +1,4 @@
-"""Implements `kvloft inspect DIR`, which lists the namespaces in a disk directory, read-only."""
+"""Implements `kvloft inspect DIR`, a read-only command that lists a disk directory's namespaces."""
 
 import argparse
 import contextlib
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 def _look(folder: str) -> list[dict[str, Any]]:
     """Return the namespaces.
 
-    If a namespace has a problem, list them again, because an engine may be resizing its files.
+    If one of them has a problem, list all of them again, because an engine may be resizing files.
     """
     from kvloft._core import disk_inspect
 
@@ -187,7 +187,7 @@ def _fields(description: str) -> dict[str, str] | None:
 
 
 def format_time(unix_s: int | None) -> str:
-    """Format a local time: day, month and time in the current year, otherwise only the date.
+    """Format a local time as day, month and time, or as a date if it is not in the current year.
 
     Returns a dash if ``unix_s`` is None or out of range.
     """

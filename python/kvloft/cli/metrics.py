@@ -45,7 +45,7 @@ def serve(
     except (OSError, UnicodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "invalid host name"
         raise ConfigError(
-            f"--metrics cannot listen at {where[0]}:{where[1]} ({reason}); use another host or "
+            f"--metrics cannot listen on {where[0]}:{where[1]} ({reason}); use another host or "
             "port."
         ) from e
 

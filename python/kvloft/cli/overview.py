@@ -18,9 +18,9 @@ GROWTH_BYTES: Final = 64 << 20
 def figures(status: Status) -> dict[str, Any]:
     """Return the figures for --json.
 
-    The figures are the size of chunks in host memory, the size of files on disk, both size limits,
-    the disk path, the free space on its file system (None if unknown), the number of engines, the
-    total hit rate, and a sentence for each problem.
+    The figures are the size of chunks in host memory (stored and uncompressed), the size of files
+    on disk, both size limits, the disk path, the free space on its file system (None if unknown),
+    the number of engines, the total hit rate, and a sentence for each problem.
     """
     stats, spaces = status["stats"], [space for space in status["namespaces"] if space["stats"]]
     path = status["settings"].get("disk_path", NONE)

@@ -1,4 +1,4 @@
-"""Implements `kvloft serve`, which shares a cache among all engines of this user on this machine.
+"""Implements `kvloft serve`, which shares a cache among all of this user's engines on this machine.
 
 This module reads settings, waits for signals and prints the log. The server is written in Rust.
 """
@@ -35,7 +35,7 @@ CLOSE_TIMEOUT_S: Final = 60.0
 TWICE_S: Final = 1.0
 """Signals that arrive within this time after the first signal are ignored."""
 ENDS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that stop the server after its pending writes. Closing a terminal sends SIGHUP."""
+"""Signals that stop the server once its writes are complete. Closing a terminal sends SIGHUP."""
 OPTIONS: Final = {
     "host_size": "host memory for cached KV, allocated on first use",
     "disk_path": "directory of the disk tier; without a disk tier, a restart empties the cache",
@@ -48,11 +48,11 @@ OPTIONS: Final = {
     "salt_limits": "a YAML file with limits for individual salts",
 }
 DESCRIPTION: Final = """\
-Share one cache among all engines of this user on this machine through a Unix
-socket that only this user can open. No KV is sent through the socket, because
-engines map the server's memory. Settings that are not given as arguments come
-from environment variables such as KVLOFT_HOST_SIZE, from the YAML file in
-KVLOFT_CONFIG, or from the defaults that `kvloft config` prints.
+Share one cache among all of this user's engines on this machine. They connect
+through a Unix socket that only this user can open. No KV is sent through the
+socket, because engines map the server's memory. Settings that are not given as
+arguments come from environment variables such as KVLOFT_HOST_SIZE, from the
+YAML file in KVLOFT_CONFIG, or from the defaults that `kvloft config` prints.
 """
 EPILOG: Final = """\
 With "server": "auto", the first engine starts a server with the engine's
@@ -73,7 +73,7 @@ memory. While no server answers, engines run without the cache and reconnect in
 the background.
 
 A tenant is the set of requests with the same cache_salt. With --salt-quota, a
-tenant at its limit only evicts its own least recently used chunks. With
+tenant at its limit evicts only its own least recently used chunks. With
 --salt-ttl, chunks expire in memory and on disk. --salt-limits FILE sets
 different limits for individual salts:
 
@@ -81,8 +81,9 @@ different limits for individual salts:
   - {salt: null, ttl: 30d}    # requests without a salt
 
 On SIGTERM, Ctrl-C or SIGHUP, a server with a disk tier writes remaining chunks
-to disk and exits; without one, it exits immediately. `kvloft status --socket
-PATH` shows its state.
+to disk and exits; without one, it exits immediately.
+
+`kvloft status --socket PATH` shows the state of a running server.
 """
 
 
@@ -102,8 +103,8 @@ def add_parser(subparsers: Any) -> None:
         "--linger",
         metavar="TIME",
         help=(
-            "exit after this time without a connected engine, such as 30s or 5min; wait one minute "
-            "longer for the first engine"
+            "exit if no engine has been connected for this time, such as 30s or 5min; wait one "
+            "minute longer for the first engine"
         ),
     )
     parser.add_argument(
@@ -124,7 +125,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--numa",
         metavar="NODES",
-        help="NUMA node of the GPU of each rank (0,0,1,1), or one node for all host memory",
+        help="NUMA node of each rank's GPU (0,0,1,1), or one node for all host memory",
     )
     parser.add_argument(
         "--metrics",
@@ -324,7 +325,7 @@ def _disk(config: Config, trouble: str | None, *, is_told: bool) -> str:
 
 
 def _texts(options: _Options) -> dict[str, str]:
-    """Return the settings as text. `kvloft status` prints them, and engines compare them."""
+    """Return the settings as text. `kvloft status` prints it, and engines compare it to theirs."""
     config, linger_s = options.config, options.linger_s
     linger = NONE if linger_s is None else KEYS["server_linger"].show(linger_s)
     share = ", ".join(f"{name} {percent}%" for name, percent in options.shares) or NONE

@@ -1,8 +1,9 @@
-"""Implements `kvloft size MODEL`, which computes the KV size per token, the number of tokens that
-fit, and the disk speed above which reading is faster than computing.
+"""Implements `kvloft size MODEL`, which computes the KV size per token and how many tokens fit into
+host memory and on disk.
 
-The command reads only the model's config.json, from a directory or the Hugging Face Hub. This
-module must not import vLLM or torch.
+The command also computes the disk speed above which reading KV is faster than computing it. It
+reads only the model's config.json, from a directory or the Hugging Face Hub. This module must not
+import vLLM or torch.
 """
 
 import argparse
@@ -44,7 +45,7 @@ class KvSize:
 
     @property
     def token_bytes(self) -> int:
-        """Return the size of a token in bytes, excluding Mamba and gated delta net states."""
+        """Return the KV size of a token in bytes, excluding Mamba and gated delta net states."""
         return self.full_bytes + self.reaching_bytes
 
 
@@ -52,11 +53,11 @@ def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser(
         "size",
-        help="compute KV bytes per token and the number of tokens that fit",
+        help="compute KV bytes per token and how many tokens fit into memory and on disk",
         description=(
             "Compute a model's KV bytes per token from its config.json, and the number of tokens "
             "that fit into host memory and on disk. With --prefill and --disk-read, also compare "
-            "the speeds of reading from disk and computing."
+            "the speed of reading KV from disk with that of computing it."
         ),
         epilog=(
             "example: kvloft size meta-llama/Llama-3.1-8B --host-size 64GiB --prefill 27000 "
@@ -66,7 +67,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="the directory or path of a config.json, or a model name on the Hugging Face Hub",
+        help="a config.json, its directory, or a model name on the Hugging Face Hub",
     )
     parser.add_argument(
         "--kv-cache-dtype",
@@ -116,7 +117,7 @@ def _rate(text: str) -> int:
 
 def _num_tokens(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return int(text)
 
 
@@ -205,7 +206,7 @@ def _layer_kinds(config: dict[str, Any]) -> list[str]:
 
 
 def _interleaved(config: dict[str, Any], num_layers: int) -> list[str]:
-    """Return the kind of each layer if the config does not list them.
+    """Return the kind of each layer for a config that does not list the kinds.
 
     Either every n-th layer has full attention, or all layers are of the same kind.
     """
@@ -260,7 +261,7 @@ def _figures(size: KvSize, args: argparse.Namespace) -> dict[str, Any]:
 def _with_compressed(figures: dict[str, Any], name: str) -> str:
     compressed = figures.get(f"{name}_compressed")
     raw = f"{figures[name]:,}"
-    return f"{raw}; compressed on a GPU {compressed:,}" if compressed is not None else raw
+    return f"{raw} ({compressed:,} if compressed on a GPU)" if compressed is not None else raw
 
 
 def _rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Implements `kvloft status`, which prints the state of a server, or refreshes it with --watch."""
+"""Implements `kvloft status`, which prints the state of a server: once, or repeatedly (--watch)."""
 
 import argparse
 import json
@@ -38,14 +38,14 @@ def add_parser(subparsers: Any) -> None:
             "Show the state of a server: problems, use of host memory and disk, engines and hit "
             "rate, then the tiers, engines, lookups and hits of each namespace. Tenants are "
             "identified by tags, which do not reveal their salts. With --salt-file, the tag of the "
-            "salt is marked. With --watch, refresh until Ctrl-C, and show chunks and GB per second "
-            "and hit rates since the previous refresh. Exit status: 0 success; 1 no server "
-            "answers; 2 invalid argument."
+            "salt is marked. With --watch, refresh until Ctrl-C, and also show chunks per second, "
+            "GB per second and hit rates since the previous refresh. Exit status: 0 success; 1 no "
+            "server answers; 2 invalid argument."
         ),
     )
     add_socket(parser)
     add_salt(parser)
-    parser.add_argument("--watch", action="store_true", help="refresh until Ctrl-C, with rates")
+    parser.add_argument("--watch", action="store_true", help="refresh until Ctrl-C, and show rates")
     parser.add_argument(
         "--interval",
         type=interval,
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         if args.watch:
             return watch(socket, args, tag)
         status = server_status(socket)
-    except ConfigError as e:  # for example, because the server has a different version
+    except ConfigError as e:  # for example, because the server runs a different version of kvloft
         warn(str(e))
         return 1
     if args.json:

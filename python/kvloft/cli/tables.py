@@ -34,7 +34,7 @@ def count_text(number: int) -> str:
 
 
 def new_table(first: str, *names: str) -> Table:
-    """Return a table whose column ``first`` contains row names. The other columns are numbers."""
+    """Return a table with row names in column ``first``. The other columns contain numbers."""
     numbers = (Column(name, justify="right", no_wrap=True) for name in names)
     return Table(
         Column(first, no_wrap=True),
@@ -122,7 +122,10 @@ def notes(space: Status, disk_problems: list[str]) -> list[str]:
     if num := stats.get("disk_dropped", 0):
         line = f"{counted(num, 'chunk')} never written to disk"
         if (num_slow := stats.get("disk_unwritten", 0)) and not disk_problems:
-            line += f"; {num_slow:,} were evicted first, because the disk is slower than saves"
+            line += (
+                f"; {num_slow:,} were evicted before being written, because the disk is slower "
+                "than saves"
+            )
         found.append(line)
     if num := stats.get("late_calls", 0):
         found.append(
@@ -141,8 +144,8 @@ def whose(tag: str, spaces: list[dict[str, Any]]) -> str:
     are_all = all(
         space["stats"].get("salts", 0) <= num for space, num in zip(spaces, num_listed, strict=True)
     )
-    fact = "has no chunks in open namespaces" if are_all else "is not among the largest tenants"
-    return f"The salt's tag is {tag}; it {fact}."
+    fact = "has no chunks in open namespaces" if are_all else "is not among the largest"
+    return f"The salt's tag is {tag}; the tenant {fact}."
 
 
 def tenant_table(space: Status, limit: int, marked: str | None = None) -> list[Table | str]:

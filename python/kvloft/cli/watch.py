@@ -1,4 +1,4 @@
-"""Implements `kvloft status --watch`, which prints tables with rates or JSON at each refresh."""
+"""Implements `kvloft status --watch`, which prints tables with rates, or JSON, at each refresh."""
 
 import argparse
 import contextlib
@@ -220,7 +220,7 @@ def _picture_of(
 
 
 def _flow(rates: dict[str, float], frame_bytes: float) -> Table:
-    """Return a table with two rates per row, so that all rates fit half a 24-row screen."""
+    """Return a table with two rates per row, so that all rates fit on half of a 24-row screen."""
     table = new_table("per second", "chunks", "GB")
     table.add_column("per second", no_wrap=True)
     for name in ("chunks", "GB"):
@@ -244,12 +244,12 @@ def interval(text: str) -> float:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(
-        f"expected a time from {MIN_INTERVAL_S:g}s to 1h, not {text!r}"
+        f"expected an interval between {MIN_INTERVAL_S:g}s and 1h, not {text!r}"
     )
 
 
 def count(text: str) -> int:
     """Parse --count. Raises ArgumentTypeError."""
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return int(text)

@@ -1,9 +1,9 @@
-//! Saves in flight. For each save, tracks how many ranks have yet to report it, which blocks it
-//! reads, and its outcome.
+//! Tracks the saves in flight: how many ranks have yet to report each save, which blocks it reads,
+//! and its outcome.
 //!
 //! The saves of one prefix have consecutive tickets and share one entry, because a prompt with
-//! multiple KV cache groups has thousands of saves. The store's reservation numbers are opaque to
-//! this module.
+//! multiple KV cache groups has thousands of saves. The store assigns the reservation numbers. This
+//! module compares them only to detect that the store was replaced.
 
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
@@ -112,7 +112,8 @@ impl InFlight {
         self.saves_mut().for_each(|save| save.failed = true);
     }
 
-    /// Returns the blocks that saves in flight read, limited to `blocks` if it is given.
+    /// Returns the blocks that are being read by saves in flight, or the subset of `blocks` that is
+    /// being read.
     pub(crate) fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
         let among = |blocks: &[i32]| {
             blocks.iter().copied().filter(|block| self.readers.contains_key(block)).collect()

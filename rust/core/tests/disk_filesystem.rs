@@ -312,7 +312,7 @@ fn test_a_file_system_that_becomes_read_only_costs_no_chunk() {
     let (tier, _) = DiskTier::open(config.clone()).unwrap();
     let mut slots: Vec<_> = (0..6).map(|i| put(&tier, i)).collect();
     slots.push(tier.reserve(SizeClass(0)).unwrap());
-    // Like a power loss, the error also loses pending writes.
+    // Like a power loss, the error would discard pending writes.
     mounted.sync();
     if !break_ext4(&mounted.path("mnt")) {
         eprintln!("not run: the kernel does not break an ext4 on request");

@@ -1,6 +1,6 @@
-//! Tests a real `kill -9` (I3): a child process writes and frees in a loop and is killed at a
-//! random moment. The next open finds only complete chunks, and all chunks that the child reported.
-//! Half of the children run a whole store that saves and evicts.
+//! Tests a real `kill -9` (I3): a child process writes and frees chunks in a loop and is killed at
+//! a random moment. The next open must find only complete chunks, and all chunks that the child
+//! reported. Half of the children run a whole store that saves and evicts chunks.
 //!
 //! `KV_KILLS` is the number of kills (default 50). A line of JSON reports the recovery times.
 
@@ -27,7 +27,7 @@ use kvloft_testing::one_prefix::StoreExt;
 
 const DIR_VARIABLE: &str = "KVLOFT_TEST_KILL_DIR";
 const LIFE_VARIABLE: &str = "KVLOFT_TEST_KILL_LIFE";
-/// Frame sizes in bytes, by size class. `save` uses only the first.
+/// Frame sizes in bytes, by size class. `save` uses only the first size.
 const SIZES: [u64; 3] = [40960, 4096, 12288];
 const FRAME: usize = 40960;
 const CAP: u64 = 16 << 20;
@@ -46,7 +46,7 @@ fn key(life: u64, n: u64) -> ChunkKey {
     ChunkKey(*blake3::hash(&[life.to_le_bytes(), n.to_le_bytes()].concat()).as_bytes())
 }
 
-/// Returns the metadata of chunk `n` of a life. Chunks form chains of four.
+/// Returns the metadata of chunk `n` of child `life`. Chunks form chains of four.
 fn meta(life: u64, n: u64) -> DiskMeta {
     let depth = u32::try_from(n % 4).unwrap();
     let parent = if depth == 0 { ChunkKey([0; 32]) } else { key(life, n - 1) };
@@ -155,7 +155,7 @@ fn live_and_die(dir: &Path, life: u64) -> BTreeMap<u64, bool> {
         assert_ne!(out.read_line(&mut first).unwrap(), 0, "the child exited by itself");
     }
     // Kill times are spread over many writes. The pipe holds thousands of lines, so the child never
-    // waits.
+    // blocks on its output.
     std::thread::sleep(Duration::from_micros(life * 7919 % 60_000));
     child.kill().unwrap();
     child.wait().unwrap();

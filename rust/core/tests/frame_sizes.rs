@@ -1,5 +1,5 @@
 //! Tests chunks of different sizes in one arena: they fill most of it, and the memory for each size
-//! follows the saved chunks.
+//! adapts to the saved chunks.
 #![expect(clippy::unwrap_used, clippy::cast_precision_loss, reason = "tests")]
 
 mod store_common;
@@ -29,7 +29,7 @@ fn long_chain(prompt: u32, group: u8, len: u32) -> KeyChain {
 }
 
 /// Saves a prompt with one chunk per unit in each group. `classes` contains the groups' size
-/// classes. Returns how many chunks got no frame.
+/// classes. Returns the number of chunks without a frame.
 fn save(store: &Store, prompt: u32, classes: &[u8]) -> u32 {
     save_long(store, prompt, classes, LEN)
 }
@@ -149,8 +149,8 @@ fn sizes_that_can_get_no_slab_evict_few_chunks() {
     assert!((200_000..200_030).any(|prompt| save_long(&store, prompt, &[1, 2], 1) == 0));
 }
 
-/// A size that briefly ran out of frames must not take memory from another size after its frames
-/// become free.
+/// A size that briefly ran out of frames must not take memory from another size once its own frames
+/// are free again.
 #[test]
 fn a_shortage_that_is_over_evicts_no_chunks_of_other_sizes() {
     let store = Store::open(&open(&[1, 20], 1)).unwrap();
@@ -180,7 +180,7 @@ fn two_models_fill_their_shares_of_one_arena() {
     assert!(used as f64 >= 0.95 * host as f64, "{used} of {host}");
 }
 
-/// After a bounded number of saves, each frame size's share of memory matches the saved sizes.
+/// After a bounded number of saves of one size, chunks of this size occupy most of the memory.
 #[test]
 fn memory_follows_the_size_that_is_saved() {
     let store = Store::open(&open(&[20, 2], 1)).unwrap();

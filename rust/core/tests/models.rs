@@ -1,6 +1,6 @@
 //! Model-checks every lock, condition variable and atomic of the store, and of the disk tier's gate
-//! and growth, with a scheduler that tries many orders (`scripts/models.sh`). Waits with a timeout
-//! never time out here, so a missing wake-up is a deadlock.
+//! and growth, with a scheduler that tries many interleavings (`scripts/models.sh`). Timed waits
+//! never time out here, so a lost wakeup shows up as a deadlock.
 #![cfg(shuttle)]
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -75,7 +75,7 @@ fn in_many_orders(model: impl Fn() + Send + Sync + 'static) {
     shuttle::Runner::new(RandomScheduler::new(orders), config).run(model);
 }
 
-/// Runs one caller, which saves, looks up, loads and releases.
+/// Saves two prompts and loads each of them.
 fn call(store: &Store, first: u32) {
     let arena = arena_of(store);
     for nth in 0..2 {

@@ -123,7 +123,7 @@ impl World {
         self.frames[nth].all().len() == 1
     }
 
-    /// Saves a whole prompt. Its chunks cycle through all sizes of the store.
+    /// Saves a whole prompt. Its chunks cycle through the store's size classes.
     fn save(&mut self, nth: usize, chain: &KeyChain) -> u32 {
         let num_units = chain.num_blocks();
         let each = if self.has_one_size(nth) { num_units.max(1) } else { 1 };

@@ -150,8 +150,8 @@ fn failed_writes_keep_chunks_on_disk() {
         disk.fail_writes.store(true, Ordering::SeqCst);
         disk.fail_frees.store(fail_frees, Ordering::SeqCst);
         for prompt in chains(100, 8, 1000) {
-            // The next prompt takes this prompt's frames. Chunks whose write was not attempted by
-            // then are never written.
+            // The next prompt takes this prompt's frames. Chunks whose write has not been attempted
+            // by then are never written, so wait for an attempt.
             let num_refused = stat(&store, "disk_write_errors");
             assert!(save_all(&store, &prompt) > 0, "host memory must still work");
             until("one is tried", || {
@@ -521,9 +521,9 @@ fn a_save_without_a_usable_frame_evicts_nothing() {
     assert_eq!(store.lookup(&cold[0]).host_units, 8);
 }
 
-/// Like `a_forged_record_is_a_miss`, but after an anchor. When the forged chunk is removed, the
-/// proven units before it are not looked up. A lookup reports the forged chunk until a lease has
-/// compared it.
+/// Like `a_forged_record_is_a_miss`, but the forged record follows an anchor. When the forged chunk
+/// is removed, the verified units before it are not looked up. Lookups report the forged chunk as
+/// present until a lease has compared it.
 #[test]
 fn a_forged_record_behind_an_anchor_ends_the_prefix_there() {
     let (wanted, other) = (chain(&[1, 2, 3, 4, 5, 6]), chain(&[7, 8, 9, 10]));

@@ -39,7 +39,7 @@ const NUM_PROMPTS: u32 = 8;
 fn chain_of(root: usize, prompt: u32) -> KeyChain {
     let (adapter, salt) = ROOTS[root];
     let mut chain = KeyChain::new(root_key(&[7; 32], adapter, salt).unwrap(), 1).unwrap();
-    // Prompts form a tree: two branches of two, and two lengths.
+    // Prompts form a tree with two branches at each of two levels, and have one of two lengths.
     let tokens = [9, 9, prompt & 1, prompt & 1, prompt & 2, prompt & 2];
     chain.append_tokens(&tokens[..if prompt & 4 == 0 { 6 } else { 4 }]).unwrap();
     chain
@@ -296,7 +296,8 @@ proptest! {
     }
 }
 
-/// Saves more first chunks than a slice of the walk visits, and a prefix too long for one call.
+/// Saves more chunks without parents than one slice of the walk visits, and a prefix that is too
+/// long to be evicted in one call.
 #[test]
 fn many_chunks_are_evicted_in_slices() {
     let store = Store::open(&config(8192, Eviction::Lru)).unwrap();

@@ -1,4 +1,4 @@
-//! Compares quotas and TTLs by salt with a dictionary of saved chunks and their times. See
+//! Compares per-salt quotas and TTLs with a dictionary of saved chunks and their save times. See
 //! `store_quota.rs` for examples.
 //!
 //! All quotas together fit into each tier, so a tenant must never lose a chunk to another tenant.

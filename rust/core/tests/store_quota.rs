@@ -1,4 +1,4 @@
-//! Examples of quotas and TTLs by salt: which tenant a chunk belongs to, which chunks a quota
+//! Examples of per-salt quotas and TTLs: which tenant a chunk belongs to, which chunks a quota
 //! includes, and when a chunk was saved. `store_limits.rs` compares them with a model.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -97,8 +97,8 @@ fn a_quota_of_zero_stores_nothing() {
     assert_eq!(stat(&store, "salts"), 1);
 }
 
-/// Workers cannot copy to all frames yet. Free frames beyond the limit do not help, and existing
-/// chunks stay.
+/// Workers cannot copy to all frames yet. Chunks in frames beyond the limit stay, because evicting
+/// them would free no frame that saves can use.
 #[test]
 fn a_save_at_its_quota_takes_frames_that_saves_can_use() {
     let store = host_only(of_salts(Some(bytes(8))));
@@ -171,8 +171,8 @@ fn the_clock_may_go_backwards() {
     assert_eq!(disk.chunks().len(), 5, "chunks of unknown age are removed from disk");
 }
 
-/// Chunks found on disk are older than chunks saved before the disk opened. With the newer time,
-/// they would outlive their TTL.
+/// The copies found on disk are older than the chunks saved again before the disk opened. With the
+/// newer save time, these copies would outlive their TTL.
 #[test]
 fn an_old_copy_on_disk_keeps_its_age() {
     let disk = MemoryDisk::new(SLOTS);
@@ -207,7 +207,7 @@ fn an_old_copy_on_disk_keeps_its_age() {
     store.check().unwrap();
 }
 
-/// A chunk after an expired chunk would make the expired chunk visible.
+/// If the child outlived its parent, the expired parent would also remain visible.
 #[test]
 fn a_chunk_expires_with_its_older_parent() {
     let disk = MemoryDisk::new(SLOTS);
@@ -280,7 +280,7 @@ fn of_sizes(num_pages: u64, limits: TenantLimits, large_pages: u64) -> StoreConf
     }
 }
 
-/// Free memory outside the quota's frames must be used for a chunk of a different size.
+/// The large chunk can use free memory, so its tenant must evict only what the quota requires.
 #[test]
 fn a_larger_chunk_evicts_no_more_of_its_tenant_than_it_needs() {
     let store = Store::open(&of_sizes(512, of_salts(Some(bytes(128))), 4)).unwrap();
@@ -293,7 +293,7 @@ fn a_larger_chunk_evicts_no_more_of_its_tenant_than_it_needs() {
     store.check().unwrap();
 }
 
-/// No slab is empty after a tenant has evicted its own chunks, and smaller chunks use the memory
+/// No slab becomes empty when the tenant evicts its own chunks, and smaller chunks take the memory
 /// again before the tenant saves the next large chunk.
 #[test]
 fn a_tenant_at_its_quota_gets_a_slab_for_another_size() {

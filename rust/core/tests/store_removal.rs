@@ -259,8 +259,8 @@ impl Place {
         (store, cold, hot)
     }
 
-    /// Removes the directory with `remove` and checks that chunks only on disk are misses, and that
-    /// chunks in host memory survive a restart.
+    /// Removes the directory with `remove`. Checks that chunks that were only on disk are misses,
+    /// and that chunks in host memory survive a restart.
     fn check_removal(&self, named: &Path, remove: impl Fn()) {
         let (store, cold, hot) = self.cold_and_hot();
         remove();

@@ -1,5 +1,5 @@
-//! Tests Mamba states of chats. Each turn has a new state, which is useless without its prefix. If
-//! states are linked to their prefixes, each tier keeps both for chats that continue.
+//! Tests Mamba states in chats. Each turn creates a new state, which is useless without its prefix.
+//! If states are linked to their prefixes, each tier keeps both for chats that continue.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -67,8 +67,8 @@ fn finds(store: &Store, number: u32, num_blocks: u32) -> bool {
     has
 }
 
-/// Returns how many blocks chats find among prompts that never repeat. Calls `after` after each
-/// save.
+/// Runs chats interleaved with prompts that never repeat, and returns the number of blocks that the
+/// chats find. Calls `after` after each save.
 fn found_by_chats(store: &Store, has_prefix: bool, after: impl Fn()) -> u32 {
     let mut num_found = 0;
     for turn in 1..10 {

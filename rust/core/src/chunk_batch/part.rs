@@ -1,11 +1,11 @@
-//! The chunks of one KV cache group in a batch, stored in columns without tickets.
+//! The chunks of one KV cache group in a batch, and their conversion from and to columns.
 
 use std::ops::Range;
 
 use crate::io::FrameId;
 use crate::{Error, Result};
 
-/// Block id that marks a block of a chunk as not copied.
+/// Marks a block of a chunk that is not copied.
 pub const NOT_WANTED: i32 = -1;
 
 /// The chunks of one group. There is at least one chunk.
@@ -74,8 +74,8 @@ impl Part {
         &self.blocks[nth * num..(nth + 1) * num]
     }
 
-    /// Returns `InvalidConfig` if the lengths of the columns do not match or if the copied blocks
-    /// of a chunk are not contiguous.
+    /// Converts columns to chunks. Returns `InvalidConfig` if the lengths of the columns do not
+    /// match or if the copied blocks of a chunk are not contiguous.
     pub(super) fn from_columns(columns: &Columns<&[u8]>) -> Result<Self> {
         let frames = numbers(columns.frames, u32::from_le_bytes)?;
         let keys = numbers(columns.keys, |key: [u8; 32]| key)?;

@@ -17,7 +17,7 @@ pub(crate) struct Reads {
     pub(crate) all: AtomicU64,
     /// Reads with at least one failed call.
     pub(crate) faulted: AtomicU64,
-    /// Reads with a failed call that still returned the chunk.
+    /// Reads that returned the chunk despite a failed call.
     pub(crate) faulted_good: AtomicU64,
     pub(crate) refused: AtomicU64,
     pub(crate) corrupt: AtomicU64,

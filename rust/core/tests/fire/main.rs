@@ -1,9 +1,9 @@
 //! Storage under fire: runs the real store on the real disk tier over failing files, and checks it
 //! against a record of acknowledged chunks.
 //!
-//! Stores open the same directory one after another, with different caps: after a clean close,
-//! after faults, and while calls hang. `KV_FIRE_SECONDS` sets the duration (default 20), and
-//! `KV_FIRE_SEED` seeds the random choices. The result is a line of JSON with counts.
+//! Stores open the same directory one after another, with different size limits: after a clean
+//! close, after faults, and while calls hang. `KV_FIRE_SECONDS` sets the duration (default 20), and
+//! `KV_FIRE_SEED` seeds the random choices. The test prints its counts as a line of JSON.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod counting;
@@ -26,8 +26,8 @@ use recorder::{Dice, FRAME, Recorder};
 use spells::{Disk, damage_at_rest};
 use worker::{Shared, Worker, until};
 
-/// Speed of the store's clock relative to real time, so that breakers open and close, back-offs end
-/// and hangs are detected within milliseconds.
+/// The store's clock is this many times as fast as real time, so that breakers open and close,
+/// back-offs end and hangs are detected within milliseconds.
 const HASTE: u32 = 500;
 const WORKERS: u64 = 4;
 /// A run is considered hung if it completes no operation for this long.
@@ -191,8 +191,7 @@ impl Fire {
         self.change_disk(dice);
     }
 
-    /// Changes the disk between two stores, while its files are closed: damage, a new disk, or no
-    /// change.
+    /// Damages the disk, replaces it or leaves it unchanged, while no store has its files open.
     fn change_disk(&mut self, dice: &mut Dice) {
         let is_honest = self.disk.is_honest.load(Ordering::SeqCst);
         let what = dice.below(100);

@@ -55,7 +55,7 @@ enum Version {
 struct Chunk {
     children: Vec<usize>,
     versions: Mutex<Vec<Version>>,
-    /// Lower versions have been removed.
+    /// All versions below this number have been removed.
     floor: AtomicU64,
 }
 

@@ -1,5 +1,5 @@
-//! Periods of faults. One thread starts and ends them for all stores, and checks the directory's
-//! size.
+//! Periods of faults. One thread starts and ends these periods for all stores, and checks the
+//! directory's size.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -36,7 +36,8 @@ pub(crate) struct Disk {
 #[derive(Debug, Default)]
 struct Limit {
     bytes: u64,
-    /// The cap of the life that is opening the directory, and whether its tier is open.
+    /// The size limit of the store that is opening the directory, and a flag that is set once its
+    /// disk tier is open.
     next: Option<(u64, Arc<AtomicBool>)>,
 }
 
@@ -65,7 +66,7 @@ impl Disk {
         opened
     }
 
-    /// Compares the directory with the limit and returns the largest excess so far.
+    /// Compares the directory's size with the limit and returns the largest excess so far.
     pub(crate) fn measure(&self) -> u64 {
         let mut limit = self.limit.lock().unwrap();
         if let Some((cap_bytes, _)) =
@@ -109,7 +110,7 @@ impl Disk {
             for _ in 0..=dice.below(2) {
                 self.files.inject(self.spell(&mut dice));
             }
-            // Short transfers, for every read that no earlier rule matches.
+            // Shortens every read that no earlier rule matches.
             if dice.in_100(80) {
                 self.files.inject(Rule::new(Fault::Short(1024 + dice.below(3000))).on(READS));
             }

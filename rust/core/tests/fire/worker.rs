@@ -80,7 +80,7 @@ impl<'a> Worker<'a> {
     }
 
     fn prompt(&mut self) -> &'a KeyChain {
-        // Some prompts are used more often.
+        // The first 16 prompts are used more often than the others.
         let end = if self.dice.in_100(5) { 16 } else { self.shared.recorder.prompts.len() };
         &self.shared.recorder.prompts[self.dice.below(end)]
     }
@@ -214,7 +214,7 @@ impl<'a> Worker<'a> {
                 (self.shared.recorder.id(&lease.reservation().key), lease.reservation().frame);
             let version = self.shared.recorder.reserve(chunk);
             write_bytes(chunk, version, &mut bytes);
-            // Some copies fail and are aborted.
+            // A few saves are aborted after a partial copy.
             let is_whole = !self.dice.in_100(3);
             let len = if is_whole { FRAME } else { self.dice.below(FRAME) };
             self.arena.write_all_at(&bytes[..len], u64::from(frame.0) * FRAME as u64).unwrap();

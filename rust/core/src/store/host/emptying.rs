@@ -1,8 +1,9 @@
 //! Empties slabs for other stores in the same pool and for other size classes in the same store.
 //!
-//! A slab is emptied chunk by chunk, children before parents, one slice per call. Chunks that are
-//! pinned, reserved, being read or being written cannot be evicted until they are no longer in use.
-//! Until then, the slab accepts no new chunks, and other slabs are emptied as well.
+//! A slab is emptied chunk by chunk, children before parents, in at most `SLICE` steps per call.
+//! Chunks that are pinned, reserved, being read or being written cannot be evicted until they are
+//! no longer in use. Until then, the slab accepts no new chunks, and other slabs are emptied as
+//! well.
 
 use rustc_hash::FxHashSet;
 

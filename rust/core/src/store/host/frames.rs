@@ -116,8 +116,8 @@ impl State {
         frame.is_none_or(|frame| self.host.is_fit(frame, request))
     }
 
-    /// Takes a frame for a save by evicting any evictable chunk below the limit. The policy would
-    /// return too many unsuitable chunks first.
+    /// Takes a frame for a save by evicting an arbitrary chunk from a frame that saves can use. The
+    /// policy would return too many chunks in unsuitable frames first.
     fn take_frame_below_limit(&mut self, request: FrameRequest) -> Option<FrameId> {
         for _ in 0..MAX_SPARED {
             if let Some(id) = self.host.next_below_limit(request.class)

@@ -45,8 +45,8 @@ impl Waiters {
     }
 }
 
-/// The slabs that are being emptied. A round spans many calls. In each round, a chunk that cannot
-/// be evicted is visited only once.
+/// The slabs that are being emptied. They are visited in rounds, which span many calls. In each
+/// round, a chunk that cannot be evicted is visited only once.
 #[derive(Debug, Default)]
 pub(crate) struct Drains {
     pub(crate) all: Vec<Drain>,

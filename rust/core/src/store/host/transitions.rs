@@ -128,7 +128,7 @@ impl State {
     /// Returns the next chunk to evict, either from one group or from all chunks.
     ///
     /// Unwritten chunks are evicted last if the disk accepts writes and they occupy at most half of
-    /// the frames. If they occupied more, sparing them would evict recently used chunks instead.
+    /// the frames. If they occupied more, recently used chunks would be evicted in their place.
     pub(crate) fn host_victim(&mut self, group: Option<GroupId>) -> Option<ChunkId> {
         let are_few = 2 * self.disk.num_unwritten <= self.host.num_frames().0;
         self.host_policy.spare_unwritten(are_few && self.disk.accepts_writes(self.now));
