@@ -2,7 +2,7 @@
 // frames, and compute the tags of the raw pages.
 //
 // In: PieceParams (kv_layout.cuh). Out: the same as in chunks.cu, plus used_out[s], the total size
-// of segment s's records in units of 16 bytes. A segment is a whole chunk. The e348 format
+// of segment s's records in units of 16 bytes. Each segment is a whole chunk. The e348 format
 // (docs/design/compression.md) is a table with an 8-byte entry per tile, followed by the tiles'
 // records in any order.
 //
@@ -10,7 +10,7 @@
 //
 // Width: the copy engine copies the first `width` bytes of a part. If a record extends past the
 // width, encode_chunks writes the record to the part in host memory, and decode_chunks reads it
-// from host memory. The host can therefore submit copies without the record sizes.
+// from host memory. The host can therefore submit copies before the record sizes are known.
 //
 // Damaged parts: every offset is checked before use, so reads are always in bounds. A tile that
 // cannot be decoded is missing from the sum, so the tag does not match.
@@ -52,7 +52,8 @@ struct LaneCodes {
   u32 escapes[kPairs / 2];  // after encode_nibbles, only the escapes that need a byte
 
   // Splits words into low bytes (registers) and exponents (shared memory). Returns this lane's
-  // contribution to the tag. `stats` packs the exponents' sum and the number of nonzero exponents.
+  // contribution to the tag. `stats` packs the sum of the exponents and the number of nonzero
+  // exponents.
   __device__ __forceinline__ u64 read(const u8* page, const int num_rows, const u64 position,
                                       u32* mine, u32& stats) {
     const u32 lane_byte = threadIdx.x % kWarpSize * 16;
@@ -87,7 +88,7 @@ struct LaneCodes {
     return sum;
   }
 
-  // Computes the codes of all words and returns the number of escapes.
+  // Computes the codes of all words and returns the number of escapes (words with code 7).
   __device__ __forceinline__ u32 encode(const u32* mine, const u32 top, const int num_rows) {
     const u32 tops = top * 0x01010101u;
     u32 num_escapes = 0;
@@ -270,8 +271,8 @@ __device__ __forceinline__ u64 decode_tile(const PieceParams& p, const TileAt& a
       mine[4 * pair + 2 * half + 1] = __byte_perm(window0, window1, codes >> 16);
     }
   }
-  // If a record is damaged, reads extend at most one word or byte past the counts in its entry, and
-  // stay inside the slot or the part.
+  // If a record is damaged, reads extend at most one word past its nibbles or one byte past its
+  // bytes, and stay inside the slot or the part.
   const u32* const nibbles = reinterpret_cast<const u32*>(record + layout.nibbles);
   const u32 last_word = (entry.num_nibbles + 7) / 8;
   u32 nibble_at = sum_before(num_escapes, lane, total), num_bytes = 0;

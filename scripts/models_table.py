@@ -23,8 +23,8 @@ REASONS = {
 NEEDS_GROUPS = "Failed to promote local KV cache specs"
 """vLLM's error if the layers of a model do not fit in a single KV cache group."""
 ABOUT = """\
-`scripts/models_table.py` wrote this page from `kvloft check` runs on {date}, with kvloft {kvloft},
-vLLM {vllm} on {machine} CPUs, float32 and [tiny models with random weights](\
+`scripts/models_table.py` generated this page from `kvloft check` runs on {date}, with kvloft
+{kvloft}, vLLM {vllm} on {machine} CPUs, float32 and [tiny models with random weights](\
 https://github.com/kvloft/kvloft/blob/main/tests/e2e/zoo/README.md), one for each kind of KV cache.
 For Mamba and gated delta net models, the tests replace vLLM's incomplete CPU kernels. {memory}To
 test your model, run `kvloft check MODEL -- FLAGS`.
@@ -47,7 +47,7 @@ MEMORY = "A request uses as much KV memory as in plain vLLM, except with `kv_gro
 FOOT = """
 ## Unsupported settings
 
-An engine with one of these settings does not start; the error gives the reason.
+An engine with one of these settings or models does not start.
 
 """
 REFUSED = (

@@ -1,4 +1,4 @@
-"""Tests warnings about settings before the model is known.
+"""Tests the warnings about settings that are logged before the model is known.
 
 The checks must not create or change anything.
 """

@@ -1,4 +1,4 @@
-"""Exceptions of kvloft and its Rust extension, and exit statuses of its commands.
+"""Exceptions of kvloft and its Rust extension, and the exit status for unwritten output.
 
 Invalid settings raise an exception at startup. An error during a step is counted and treated as a
 miss. Every module may import this module, so this module must not import any other kvloft module.
@@ -11,7 +11,8 @@ MAY_PASS: Final = {
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EMFILE", "ENFILE", "ENOMEM")
 }
-"""System errors that may be temporary, so they do not prevent an engine from starting."""
+"""System errors (errno values) that may be temporary. They do not prevent an engine from starting.
+"""
 
 NOT_WRITTEN: Final = 4
 """Exit status of a command that could not write its output."""

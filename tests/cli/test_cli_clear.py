@@ -30,7 +30,9 @@ def test_clear_empties_a_server_only_after_confirmation(
 def test_clear_empties_a_namespace_that_is_on_disk_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After a restart, no engine has opened the namespace. The command reports ambiguous names."""
+    """After a restart, no engine has opened the namespace yet. The command reports ambiguous
+    names.
+    """
 
     def chunks() -> list[int]:
         assert main(["inspect", str(tmp_path / "disk"), "--json"]) == 0

@@ -31,7 +31,7 @@ class Interrupts:
 
 at, is_lost = sys.argv.pop(1), sys.argv.pop(1) == "True"
 sys.meta_path.insert(0, Interrupts())
-# a shell's background job, as this may be one of, ignores it
+# background jobs of a shell ignore SIGINT, and this process may be one
 signal.signal(signal.SIGINT, signal.default_int_handler)
 runpy.run_module("kvloft.cli", run_name="__main__", alter_sys=True)
 """
@@ -178,7 +178,7 @@ def buffered() -> dict[str, str]:
 def test_ctrl_c_is_quiet_while_a_server_loads_its_modules(
     module: str, is_lost: bool, folder: Path
 ) -> None:
-    """Ctrl-C also works while code runs that swallows exceptions, such as an import callback."""
+    """Ctrl-C also works inside code that swallows exceptions, such as an import callback."""
     interrupted(
         [module, str(is_lost), "serve", "--host-size", "1MiB", "--socket", str(folder / "kv.sock")]
     )

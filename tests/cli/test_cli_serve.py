@@ -92,7 +92,7 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(
         process.send_signal(signal.SIGTERM)
         process.send_signal(
             signal.SIGINT
-        )  # timeout(1) also signals both the process and its process group
+        )  # timeout(1) also sends two signals: one to the process and one to its process group
         rest, _ = process.communicate(timeout=120)
         assert process.returncode == 0
         assert rest.splitlines()[-1].endswith("stopped")
@@ -338,7 +338,7 @@ def served(
 ) -> "Iterator[tuple[subprocess.Popen[str], str]]":
     """Start a server with a disk tier in ``folder``.
 
-    If the output of the server can be read, wait for a first line that contains ``wanted``.
+    If the server's output is a pipe, wait for its first line, which must contain ``wanted``.
     """
     socket = str(folder / "run" / f"{name}.sock")
     sizes = ["--host-size", "4MiB", "--disk-path", str(folder / "disk"), "--disk-size", "4MiB"]
@@ -615,8 +615,8 @@ def test_an_engine_that_came_and_went_between_two_looks_was_the_first(
 
 
 def looks_left(looks: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return the number of ``looks`` (engines and joins per server status) that remain when a
-    server without a linger time exits.
+    """Run a server without a linger time until it exits. ``looks`` contains its successive statuses
+    (engines, number of joins). Return the number of statuses that were not read.
     """
 
     class Watched:

@@ -596,7 +596,7 @@ def test_ctrl_c_ends_watch_with_status_0(socket: str) -> None:
     def heed() -> None:
         signal.signal(
             signal.SIGINT, signal.SIG_DFL
-        )  # this process may be a background job of a shell, which ignores SIGINT
+        )  # background jobs of a shell ignore SIGINT, and this process may be one
 
     argv = [sys.executable, "-m", "kvloft.cli", "status", "--watch", "--json", "--socket", socket]
     with subprocess.Popen(

@@ -1,20 +1,21 @@
 """Admission: decides how many tokens to offer for a request that vLLM has not scheduled yet.
 
 vLLM calls `match` for each waiting request in every step, in queue order. An offer pins frames
-until the request is looked up again, is admitted or finishes, or until ``LEASE_S`` passes without a
-call to `match` (I5, I9). A request can wait for the following reasons:
+until the request is looked up again, is admitted or finishes, or until `match` has not been called
+for ``LEASE_S`` (I5, I9). A request can wait for the following reasons:
 
 | reason      | the request waits until                                | at most                   |
 |-------------|--------------------------------------------------------|---------------------------|
 | SHARED_LOAD | another load of the same prefix completes              | ``wait_s``                |
-| SLOTS       | running and loading requests leave a slot free         | ``wait_s`` for loads      |
+| SLOTS       | running and loading requests leave a slot free         | ``wait_s`` per load       |
 | TURN        | requests ahead pin less host memory                    | until `ReadTurns.pause`   |
 | DISK        | its chunks are read, if this is faster than computing  | ``wait_s``                |
 | BLOCKS      | loads release GPU blocks (multiple KV cache groups)    | ``wait_s`` without change |
 | FAILED_LOAD | vLLM has skipped the request once after a failed load  | one call                  |
 
 `SchedulerCore.match` checks FAILED_LOAD, and `Admission.match` checks the rest: SHARED_LOAD, SLOTS
-and TURN without a lease, and DISK, SHARED_LOAD, SLOTS and BLOCKS with a lease.
+and TURN for a request without a lease, and DISK, SHARED_LOAD, SLOTS and BLOCKS for a request with a
+lease.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from kvloft.seam.ids import ReqId
 from kvloft.seam.store import Session
 
 MIN_WAITING = 64
-"""Limit on waiting requests per step. If the number of running slots is larger, it is the limit
-instead. Skipping a waiting request takes vLLM about ten microseconds in every step. Without this
-limit, a hung disk would make each step slower as the queue grows, while slots are idle.
+"""At most this number of requests, or the number of running slots if that is larger, may wait in a
+step. Skipping a waiting request takes vLLM about ten microseconds in every step. Without a limit, a
+hung disk would make each step slower as the queue grows, although slots are idle.
 """
 
 MAX_NEW_WAITING = 64
 """Maximum number of requests that start to wait in a step. The first lookup of a request takes
-about 40 microseconds. vLLM computes later requests in the queue, which keeps the engine busy until
-the first reads complete.
+about 40 microseconds. vLLM computes the prompts of later requests, which keeps the engine busy
+until the first reads complete.
 """
 
 LEASE_S = 60.0
@@ -119,7 +120,7 @@ class Admission:
         return now
 
     def _is_crowded(self, request: RequestState) -> bool:
-        """Return True if the request must not wait because too many other requests are waiting."""
+        """Return True if the limit on waiting requests keeps this request from waiting."""
         if self._max_running is None:
             return False
         limit = min(max(MIN_WAITING, self._max_running), self._num_waited + MAX_NEW_WAITING)
@@ -223,7 +224,7 @@ class Admission:
         reason = self._reason_not_to_load(request, ready_tokens, now, may_wait=may_wait)
         if reason is None:
             return Offer(ready_tokens - request.local_tokens)
-        # Compute the request instead of waiting for blocks that hung loads hold.
+        # Compute the prompt instead of waiting for blocks that hung loads hold.
         awaits_blocks = may_wait and self.gates.expects_blocks(now)
         if reason is WaitReason.BLOCKS and not awaits_blocks:
             request.drop_lease()
@@ -273,7 +274,7 @@ class Admission:
     def begin_load(
         self, request: RequestState, lease: Lease, num_tokens: int, *, is_whole: bool
     ) -> None:
-        """Start a load with the lease of an offer.
+        """Start a load with an offer's lease.
 
         If ``is_whole`` is True, requests with the same prefix wait for the load.
         """
@@ -299,11 +300,11 @@ class Admission:
         requests = filter(None, map(self._requests.get, req_ids))
         for request in filter(is_outdated, requests):
             request.drop_lease()
-            # The next call looks the request up again. The waiting time continues.
+            # The next call looks the request up again. Its waiting time continues.
             self.waiting.pop(request.req_id, None)
 
     def forget(self, req_id: ReqId) -> None:
-        """Remove a request that was admitted or finished."""
+        """Remove a request that was admitted or has finished."""
         self.disk.backlog.leave(req_id)
         self.waiting.pop(req_id, None)
         self.gates.end(req_id)

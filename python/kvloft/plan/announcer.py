@@ -1,4 +1,4 @@
-"""Publishes the blocks in the store as KV events.
+"""Publishes KV events for the blocks in the store.
 
 The store reports the tiers that hold each key (`Session.changes`). For each chunk, the announcer
 stores the announced tiers and this engine's hashes of the chunk's blocks. An event is the
@@ -47,10 +47,11 @@ class _Chunk:
 
 
 class Announcer:
-    """Announces the chunks in ``store``, split into blocks of their group's block size.
+    """Announces the chunks in ``store`` as blocks of their group's block size.
 
-    The caller must have called ``store.watch``. With ``is_shared``, other engines save to the store
-    or the store can be unavailable, so a removed chunk can reappear without a save by this engine.
+    The caller must have called ``store.watch``. With ``is_shared``, other engines can save to the
+    store, or the store can become unavailable, so a removed chunk can reappear without a save by
+    this engine.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Announcer:
         self._states = [nth for nth, group in enumerate(shape.groups) if group.kind == "state"]
         others = [nth for nth, group in enumerate(shape.groups) if group.kind != "state"]
         self._others = sorted(others, key=lambda nth: nth != shape.main)
-        """Groups other than state groups, with the main group first."""
+        """Groups other than state groups. The main group is first."""
         self._known: dict[bytes, _Chunk] = {}
         """Chunks by key. Parents precede children, because some routers drop a block that is
         announced before its parent.
@@ -77,13 +78,13 @@ class Announcer:
         self._children: dict[bytes, int] = {}
         """Number of known chunks that depend on each parent, by the parent's key."""
         self._recent: OrderedDict[bytes, None] = OrderedDict()
-        """Known keys without children, and keys that were noted again after their children. The
-        least recent key is first.
+        """Known keys that have no children or were recorded again as the end of a prefix. The least
+        recent key is first.
         """
         self._to_look_up: OrderedDict[bytes, None] = OrderedDict()
         """Known keys of recent requests, in order and without duplicates."""
         self._round: list[bytes] = []
-        """Remaining keys of a full comparison, in reverse order, including keys that are no longer
+        """Remaining keys of a full comparison, in reverse order. Some of them may no longer be
         known. Keys in this list are looked up before keys in ``_to_look_up``.
         """
         self._must_look_up_all = self._is_over = False
@@ -207,7 +208,7 @@ class Announcer:
         self._must_look_up_all, self._round = False, self._all()
 
     def withdraw(self, lost: Sequence[Event] = ()) -> None:
-        """Announce the removal of every block and stop. Called when the cache stops its offers.
+        """Announce the removal of every block and stop. Called when kvloft stops offering tokens.
 
         ``lost`` contains events that were taken but may not have been published.
         """

@@ -38,7 +38,9 @@ class BlockWriters:
     # -- records --------------------------------------------------------------------------------
 
     def record(self, request: RequestState) -> None:
-        """Record the blocks that the request wrote, or forget them if its KV must not be saved."""
+        """Record the blocks that the request wrote, or drop their records if its KV must not be
+        saved.
+        """
         if request.is_hit_unchecked:
             self.drop_written(request)
             return
@@ -50,8 +52,8 @@ class BlockWriters:
             self.note(request)
 
     def note(self, request: RequestState) -> None:
-        """Record the complete units of the request that were not in vLLM's cache, and drop all
-        later blocks.
+        """Record the complete units of the request that were not in vLLM's cache, and drop the
+        records of all later blocks.
 
         vLLM caches a block before the next tokens are known. If the request is aborted, the next
         tokens remain unknown, but other requests can still hit the block.
@@ -66,12 +68,12 @@ class BlockWriters:
         request.num_noted = max(request.num_noted, units.stop)
 
     def forget(self, request: RequestState) -> None:
-        """Drop the blocks that a request writes, because its KV must not be saved."""
+        """Drop the records of blocks that a request writes, because its KV must not be saved."""
         self._drop_unknown(request)
         request.num_noted = max(request.num_noted, len(request.blocks))
 
     def drop_written(self, request: RequestState) -> None:
-        """Drop every block that the request wrote, because its hit may be wrong."""
+        """Drop the records of all blocks that the request wrote, because its hit may be wrong."""
         request.num_noted = 0
         self._drop_unknown(request)
 
@@ -89,7 +91,7 @@ class BlockWriters:
         requests: Mapping[ReqId, RequestState],
         admitted: Iterable[ReqId],
     ) -> None:
-        """Drop the blocks that vLLM assigned in this step or in admissions before the step."""
+        """Drop the records of blocks that vLLM assigned in this step or in admissions before it."""
         if not (self._sees_grants and self._prefixes):
             return
         for request in filter(None, map(requests.get, admitted)):
@@ -127,7 +129,8 @@ class BlockWriters:
                 unchecked[request] = None
         if not unchecked:
             return []
-        # A reset between steps preempts requests. Their tables are outdated until admission.
+        # A reset between steps preempts requests. Their tables are outdated until they are admitted
+        # again.
         scheduled = step.num_scheduled_tokens
         writers = [
             request
@@ -141,7 +144,7 @@ class BlockWriters:
     ) -> list[RequestState]:
         """Return the ``unchecked`` requests whose hit contains a block of a different prefix.
 
-        ``writers`` are requests that may have filled blocks since they were last recorded.
+        ``writers`` are the requests that may have written blocks that are not recorded yet.
         """
         left = list(unchecked)
         for request in left:
@@ -199,7 +202,9 @@ class BlockWriters:
         return found
 
     def are_of_continuation(self, request: RequestState, blocks: Sequence[BlockId]) -> bool:
-        """Return True if the hit blocks among ``blocks`` were written for this continuation."""
+        """Return True if the hit blocks among ``blocks`` were written for the request's
+        continuation.
+        """
         wanted = set(blocks)
         for table, size in _tables(request):
             local = enumerate(table[: request.num_local_units * size])

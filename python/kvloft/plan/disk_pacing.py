@@ -1,8 +1,8 @@
 """Estimates whether waiting for chunks from disk is faster than computing their tokens.
 
-Two rates are measured: the rate at which chunks are read from disk, including the effect of
-concurrent writes, and the rate at which the engine computes prompt tokens. Disk measurements lose
-their weight within about a minute. A disk without measurements is assumed to be fast, so the first
+Two rates are measured: how many chunks per second are read from disk (concurrent writes lower this
+rate), and how many prompt tokens per second the engine computes. Disk measurements lose their
+weight within about a minute. A disk without measurements is assumed to be fast, so the first
 requests use the disk. A disk that was too slow is measured again with reads that no request waits
 for. The clock and all measurements are passed in.
 """
@@ -19,8 +19,8 @@ ENGINE_HALF_LIFE_S = 30.0
 WINDOW_S = 1.0
 """Duration of reads or steps, in seconds, that halves the weight of older measurements."""
 PRIOR_READS = 4
-"""Number of chunks added to the measured reads, without adding time, so that a few slow reads do
-not make the disk appear too slow.
+"""Number of chunks that are added to the measured reads as if they took no time, so that a few slow
+reads do not make the disk appear too slow.
 """
 PROBE_S = 0.5
 """Maximum time to wait for the disk, in seconds, while the engine's rate is unknown."""
@@ -29,8 +29,9 @@ GRACE_S = 0.005
 because short times are hard to estimate.
 """
 MAX_SIZE_RATIO = 8
-"""Maximum ratio of a prompt's length to the longest measured step. For longer prompts, the engine's
-rate is treated as unknown, because short steps do not predict how long such prompts take.
+"""Maximum ratio of a prompt's length to the number of prompt tokens in the longest measured step.
+For longer prompts, the engine's rate is treated as unknown, because short steps do not predict how
+long such prompts take.
 """
 SAMPLE_S = 0.01
 """Minimum interval in seconds between reads of the store's counters. With a server, each read is a
@@ -159,7 +160,7 @@ class DiskPacing:
 
 @dataclass(slots=True)
 class PromptBacklog:
-    """Counts the prompt tokens of admitted requests that the engine has not computed yet."""
+    """Counts the prompt tokens that the engine must still compute for admitted requests."""
 
     num_tokens: int = 0
     _left: dict[ReqId, int] = field(default_factory=dict)
@@ -172,7 +173,7 @@ class PromptBacklog:
             self.num_tokens += num_tokens
 
     def leave(self, req_id: ReqId) -> None:
-        """Remove a request that was preempted or finished."""
+        """Remove a request that was preempted or has finished."""
         self.num_tokens -= self._left.pop(req_id, 0)
 
     def compute(self, scheduled: Mapping[ReqId, int]) -> int:

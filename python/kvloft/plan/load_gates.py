@@ -1,4 +1,4 @@
-"""Postpones a load if the prefix is already being loaded, or if slots or GPU blocks are scarce.
+"""Postpones a load if its prefix is already being loaded, or if slots or GPU blocks are scarce.
 
 A load is in progress from the admission of its request until vLLM admits the request again with the
 loaded tokens.
@@ -84,7 +84,7 @@ class BlockBudget:
         self._prefixes.add(need.shared)
 
     def release(self, req_id: ReqId) -> bool:
-        """Remove a request that is running or finished. Return True if the request was counted."""
+        """Remove a request that is running or has finished. Return True if it was counted."""
         if (need := self._needs.pop(req_id, None)) is None:
             return False
         self._num_own -= need.own
@@ -146,7 +146,7 @@ class LoadGates:
     # -- running slots --------------------------------------------------------------------------
 
     def check_slots_taken(self, now: float) -> bool:
-        """Return True if running and loading requests exceed vLLM's slots by one eighth or more.
+        """Return True if running and loading requests outnumber vLLM's slots by one eighth or more.
 
         Sets ``slots_were_taken``. vLLM cannot preempt a load, so additional loads would only hold
         blocks that running requests need. The extra eighth prevents slots from being idle.
@@ -198,7 +198,7 @@ class LoadGates:
         self.incoming.pop(req_id, None)
 
     def end(self, req_id: ReqId) -> None:
-        """Remove the load of a request that was admitted again or finished."""
+        """Remove the load of a request that was admitted again or has finished."""
         self.incoming.pop(req_id, None)
         if self._budget is not None and self._budget.release(req_id):
             self._budget_changed_s = self._clock()

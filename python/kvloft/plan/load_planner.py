@@ -32,7 +32,7 @@ class LoadProgress:
     has_failed: bool = False
     """True if the load failed on a rank or a chunk failed verification."""
     is_other_layout: bool = False
-    """True if a chunk was saved with a different memory layout. Such a chunk is not damaged."""
+    """True if a chunk's memory layout differs from the worker's. Such a chunk is not damaged."""
 
     def add(self, result: LoadResult) -> bool:
         """Add the result of one rank. Return True if all ranks have reported."""

@@ -1,8 +1,8 @@
 """Decides which waiting requests may pin frames and start disk reads.
 
-Requests take turns in vLLM's order and may pin up to half of the memory. In every step, vLLM calls
-kvloft for the waiting requests in queue order, so the order of these calls is the order of turns.
-This module does not keep a queue.
+Requests get their turns in the order of vLLM's queue and may pin up to half of the memory. In every
+step, vLLM calls kvloft for the waiting requests in this order, so this module does not keep a
+queue.
 """
 
 from kvloft.plan.leases import PinnedFrames
@@ -25,7 +25,9 @@ class ReadTurns:
         self._first: ReqId | None = None
         """The first request in this step that waits for its turn or waits with pinned frames."""
         self._blocked: ReqId | None = None
-        """The first request in this step that has no turn. Later requests have no turn either."""
+        """The first request in this step that must wait for its turn. Later requests must wait
+        too.
+        """
         self._paused_until_s = float("-inf")
 
     def set_memory(self, num_bytes: int) -> None:
@@ -72,7 +74,7 @@ class ReadTurns:
         self._blocked = self._blocked or request.req_id
 
     def is_behind(self, request: RequestState) -> bool:
-        """Return True if a request ahead of ``request`` in this step has no turn."""
+        """Return True if a request ahead of ``request`` must wait for its turn in this step."""
         return self._blocked not in (None, request.req_id)
 
     def pause(self, until_s: float) -> None:

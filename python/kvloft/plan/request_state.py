@@ -1,7 +1,7 @@
 """The state of one request on the scheduler side: keys, block tables, saves, loads and waiting.
 
-`RequestState` does not make decisions. `Admission`, `LoadPlanner` and `SavePlanner` read and modify
-its attributes. Its methods keep the tokens and keys in sync with the `LiveRequest`.
+`RequestState` does not make decisions; it keeps the tokens and keys in sync with the `LiveRequest`.
+`Admission`, `LoadPlanner` and `SavePlanner` read and modify its attributes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -102,7 +102,9 @@ class RequestState:
     num_on_disk: int = 0
     """Upper bound on the number of chunks that were not in host memory during the lookup."""
     slow_tokens: int = 0
-    """Number of tokens on disk that are computed, because reading them would probably be slower."""
+    """Number of tokens to compute although their chunks are on disk, because reading is expected to
+    be slower.
+    """
 
     # Loads.
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -191,9 +193,9 @@ class RequestState:
     def take_yield(self) -> bool:
         """Return True on the first call after a failed load, so that vLLM skips the request once.
 
-        vLLM has released the blocks of the load. With sliding-window layers, computing the request
-        takes more blocks than the load. If too few blocks are free, vLLM would stop at this request
-        in every step and never reach the later requests, which hold the missing blocks.
+        vLLM has released the blocks of the load. With sliding-window layers, computing the tokens
+        takes more blocks than loading them. If too few blocks are free, vLLM would stop at this
+        request in every step and never reach the later requests, which hold the missing blocks.
         """
         yields, self.yields_once = self.yields_once, False
         return yields

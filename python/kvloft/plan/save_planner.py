@@ -1,7 +1,7 @@
 """Plans saves: finds the units that a step completes, and reserves frames for their chunks.
 
-If no frame is available for a unit, later steps retry until the request no longer owns the blocks.
-The unit is then dropped and counted.
+If no frame is available for a unit, later steps retry the save until the request no longer owns the
+blocks. The unit is then dropped and counted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SavePlanner:
         self._schedule = SaveSchedule()
         self._states = StatePlanner(context)
         self._unsent: list[SavePlan] = []
-        """Saves with reserved frames that are not in a step plan yet."""
+        """Saves that have reserved frames but are not in a step plan yet."""
         self._owed: dict[RequestState, int] = {}
         """For each request, in retry order, the number of units without a frame."""
 

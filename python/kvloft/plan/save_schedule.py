@@ -14,7 +14,9 @@ from kvloft.plan.request_state import NEVER
 from kvloft.seam.ids import ReqId
 
 STEADY_STEPS = 8
-"""Number of steady steps before the first prediction, which costs a few bulk comparisons."""
+"""Number of steady steps before the first prediction. A prediction costs as much as a few bulk
+comparisons.
+"""
 
 
 class SaveSchedule:
@@ -66,7 +68,7 @@ class SaveSchedule:
         return self._predicted.pop(self._step, ())
 
     def put(self, positions: Iterable[int], computed: Sequence[int], due_at: Iterable[int]) -> None:
-        """Store new due frontiers for the requests at ``positions``.
+        """Store the next frontiers at which the requests at ``positions`` are due.
 
         ``computed`` contains the computed tokens of all running requests in this step.
         """

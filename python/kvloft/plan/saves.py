@@ -15,7 +15,7 @@ from kvloft.seam.views import StepView
 
 
 def take_complete_units(request: RequestState, unit_tokens: int, frontier: int) -> bool:
-    """Find the units of ``request`` that are complete at the end of this step and not saved.
+    """Find the units of ``request`` that are complete at the end of this step and not saved yet.
 
     Returns True if units [save_start, saved_units) must be saved; these units are then treated as
     saved. ``frontier`` is the number of tokens whose KV is in the blocks at the end of the step,
@@ -38,8 +38,9 @@ def take_complete_units(request: RequestState, unit_tokens: int, frontier: int) 
         num_units = limit // unit_tokens
     if (num_held := len(tables.main_table) // tables.main_size) < num_units:
         num_units = num_held
-    # With async scheduling, a token becomes known a few steps after its KV is computed, when the
-    # frontier has advanced. Draft tokens can be rejected, which makes the frontier unpredictable.
+    # With async scheduling, a token becomes known a few steps after its KV is computed, and the
+    # frontier advances in the meantime. Draft tokens can be rejected, which makes the frontier
+    # unpredictable.
     request.next_save = (num_units + 1) * unit_tokens + (0 if request.had_drafts else lag)
     request.num_complete = num_units
     if is_limited:  # a later request can save the rest if its prompt contains it

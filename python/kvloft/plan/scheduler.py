@@ -1,4 +1,4 @@
-"""The scheduler side, with one method for each hook of vLLM's scheduler.
+"""The scheduler side: matches and admits requests, and plans each step.
 
 `SchedulerCore` connects `Admission`, `LoadPlanner` and `SavePlanner`. It takes requests and steps,
 returns results and plans, and processes the workers' reports. Except for the clock, which is passed
@@ -56,7 +56,7 @@ class SchedulerCore:
         self._admitted: set[ReqId] = set()
         """Requests that have been admitted since the last step."""
         self._usable_bytes: dict[int, int] = {}
-        """Number of leading arena bytes that each rank can use, for ranks that reported it."""
+        """Number of leading arena bytes that each rank has reported as usable."""
 
     # -- lookups and admission ------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class SchedulerCore:
         return request.live.num_computed_tokens > 0
 
     def fail_load(self, live: LiveRequest, num_tokens: int, tables: Tables) -> None:
-        """Plan a load that fails, because `admit` raised an error for an admitted request."""
+        """Plan a load that fails. Called if `admit` has failed for a request that vLLM admits."""
         self._loads.plan_failure(live.req_id, num_tokens, tables)
 
     def hit_tokens(self, req_id: ReqId) -> Mapping[str, int]:
@@ -137,7 +137,7 @@ class SchedulerCore:
     # -- steps ----------------------------------------------------------------------------------
 
     def plan_step(self, step: StepView) -> StepPlan:
-        """Return the plan for the workers, with all queued loads and new saves."""
+        """Return the workers' plan, which contains all queued loads and new saves."""
         self._admission.gates.num_running = len(step.running) + len(step.new)
         self._scheduled = step.num_scheduled_tokens
         for req_id in step.preempted:
@@ -244,7 +244,9 @@ class SchedulerCore:
         self._writers.record(request)
 
     def reset(self) -> None:
-        """Clear the store, including saves in flight. KV from before the reset is not saved."""
+        """Clear the store and discard saves in flight. Other KV from before the reset is not saved
+        either.
+        """
         for request in self._requests.values():
             request.kv_outdated = bool(request.blocks)
             request.forget_saves()

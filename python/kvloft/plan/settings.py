@@ -8,7 +8,7 @@ from kvloft.seam.shape import ArenaSpec, CacheShape
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """The size of vLLM's block pool, and limits on the tokens in each step.
+    """The size of vLLM's block pool, and limits on the number of scheduled tokens.
 
     ``step_tokens`` is the maximum number of tokens in all steps in flight. ``num_drafts`` is the
     number of draft tokens per request and step.
@@ -30,7 +30,7 @@ class PlanSettings:
     arena: ArenaSpec | None = None
     """The host arena at startup, or None if the store is not available yet."""
     wait_s: float = 10.0
-    """Maximum time that a request waits for the disk or for another request's load."""
+    """Maximum time in seconds that a request waits for the disk or for another request's load."""
     loads_allowed: bool = True
     saves_allowed: bool = True
     shares_blocks: bool = False

@@ -1,5 +1,5 @@
-"""Types for a request's block tables and for the chunks that a plan copies, with their frames, keys
-and blocks. Saves and loads use the same types.
+"""Types for a request's block tables and for the chunks (frame, key and blocks) that a plan copies.
+Saves and loads use the same types.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class ChunkCopy(NamedTuple):
 
     ``blocks[i]`` is block ``first_block + i`` of the chunk. For a save, ``first_block`` is 0.
     ``num_blocks`` is the number of blocks in the frame, as recorded in its trailer. If a load
-    copies only the end of a chunk, ``blocks`` is shorter.
+    copies only the end of a chunk, ``blocks`` has fewer than ``num_blocks`` entries.
     """
 
     frame: int

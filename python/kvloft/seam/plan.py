@@ -49,15 +49,17 @@ class StepPlan(NamedTuple):
 
 
 LAYOUT: Final = "layout"
-"""The reason reported for a chunk whose trailer records a different memory layout."""
+"""The reason reported for a chunk whose memory layout, as recorded in its trailer, differs from the
+worker's.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
     """The result of one LoadPlan on one rank.
 
-    ``bad_keys`` contains the key of each chunk that failed verification, with the reason.
-    ``failed`` is True if nothing was copied. The chunks are then kept, because they may be valid.
+    ``bad_keys`` contains the key of each chunk that failed verification, and the reason. ``failed``
+    is True if nothing was copied. The chunks are then kept, because they may be valid.
     """
 
     req_id: ReqId

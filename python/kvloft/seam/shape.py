@@ -1,4 +1,4 @@
-"""Describes the KV cache groups, the shards and the arena, including all sizes.
+"""Describes the KV cache groups, the shards and the arena, and their sizes.
 
 Both sides and the store use these values. `kvloft.vllm.shape` builds them at startup from vLLM's
 configuration.
@@ -113,7 +113,7 @@ class CacheShape:
 
     @property
     def is_dense(self) -> bool:
-        """Return True if a group has full attention, so hits end at the first missing chunk."""
+        """Return True if any group has full attention. Hits then end at the first missing chunk."""
         return any(group.kind == "full" for group in self.groups)
 
     @property
@@ -152,7 +152,7 @@ class CacheShape:
         return sum(map(self.frame_bytes, full or [self.main]))
 
     def shard_of(self, rank: int) -> int:
-        """Raises ValueError if the rank does not exist."""
+        """Return the shard of a rank. Raises ValueError if the rank does not exist."""
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"invalid rank {rank}: only {self.num_ranks} ranks share the cache")
         return rank // self.num_replicas
@@ -170,12 +170,12 @@ class ArenaSpec:
     slab_bytes: int
     """Size of a slab, which holds frames of one size. The last slab also covers the remainder."""
     groups: tuple[GroupShape, ...]
-    """The scheduler side's KV cache groups, with sizes that take all ranks into account."""
+    """The scheduler side's KV cache groups, whose sizes take all ranks into account."""
     id: int = 0
     """Identifies the memory, because a path can be reused; 0 if unknown."""
     lifeline: tuple[str, int] | None = None
     """Path and inode of the pipe that workers hold open (see `Lifeline`); None without a server."""
 
     def is_same_memory(self, other: Self | None) -> bool:
-        """Return True if ``other`` is the same memory, even if the connection is different."""
+        """Return True if ``other`` is the same memory, even through a different connection."""
         return other is not None and replace(other, lifeline=self.lifeline) == self and self.id != 0

@@ -108,8 +108,8 @@ class StepView(NamedTuple):
     """The decisions of one ``schedule()`` call, independent of vLLM's two output formats.
 
     ``running`` and ``num_computed_tokens`` are vLLM's own parallel lists, because copying the lists
-    in every step would be slow. ``grown`` contains the requests whose block table grew, with the
-    added blocks.
+    in every step would be slow. ``grown`` contains the added blocks of each request whose block
+    table grew.
     """
 
     new: Sequence[NewRequest] = ()

@@ -9,7 +9,7 @@ pub enum ErrorKind {
     /// A setting is out of range or conflicts with another setting. The message names the setting
     /// and the fix.
     InvalidConfig,
-    /// The resource is in use. For example, a disk directory has another owner.
+    /// The resource is in use. For example, another process uses the disk directory.
     Busy,
     /// Bytes on disk or in a frame do not match their key.
     Corrupt,
@@ -98,5 +98,5 @@ impl std::error::Error for Error {
     }
 }
 
-/// Shorthand used throughout the core.
+/// A result whose error is [`Error`] by default.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

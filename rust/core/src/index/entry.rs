@@ -48,8 +48,8 @@ pub(crate) struct Entry {
     pub(crate) saved_s: u32,
     /// Unix time at which the chunk expires, in seconds.
     pub(crate) expires_s: u32,
-    /// Number of read leases that end here in host memory or wait for this chunk, plus one while a
-    /// disk thread writes the chunk or an operation keeps it in host memory.
+    /// Number of holds on the chunk: by read leases that end here in host memory or wait for the
+    /// chunk, by a disk thread that writes it, and by operations that keep it in host memory.
     pub(crate) holds: u32,
     /// Number of children whose host state is not absent, including detached children.
     pub(crate) host_children: u32,
@@ -67,8 +67,8 @@ pub(crate) struct Entry {
     pub(crate) disk_pages: u32,
 }
 
-// If the size were 160 bytes, the last chunks of stored prompts of 128 x n chunks would share CPU
-// cache sets, and lookups that alternate between such prompts would be up to 9 % slower.
+// If the size were 160 bytes, the last entries of stored prompts of 128 x n chunks would share CPU
+// cache sets. Lookups that alternate between such prompts would then be up to 9% slower.
 const _: () = assert!(size_of::<Entry>() == 164);
 
 impl Entry {
@@ -95,8 +95,8 @@ impl Entry {
         self.host.is_visible() && !self.detached && !self.removing
     }
 
-    /// Returns true if the chunk must stay in host memory because a load or write uses it or a
-    /// child is in host memory.
+    /// Returns true if the chunk must stay in host memory because a load or write uses it, or
+    /// because a child is in host memory.
     pub(crate) fn is_in_use(&self) -> bool {
         self.host_children > 0 || self.holds > 0 || self.disk.is_unwritten()
     }

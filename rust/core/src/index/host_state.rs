@@ -49,7 +49,7 @@ pub(crate) enum HostEvent {
     Fill,
     /// The chunk's parent is visible, or the chunk has no parent.
     Show,
-    /// The chunk or an ancestor will not be filled.
+    /// The frame of the chunk or of an ancestor will not be filled.
     Fail,
     /// The chunk leaves host memory. The reason is passed to the policy.
     Leave(Removal),

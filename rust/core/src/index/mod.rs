@@ -30,7 +30,7 @@ pub(crate) struct Index {
     vacant: Vec<u32>,
     /// The newest chunk without a parent. All other chunks without a parent are its siblings.
     first_root: Option<ChunkId>,
-    /// The value of `first_root` before each [`Index::unmap_all`].
+    /// The values of `first_root` before each call of [`Index::unmap_all`].
     old_roots: Vec<ChunkId>,
 }
 

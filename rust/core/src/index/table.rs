@@ -88,7 +88,7 @@ impl Segment {
         self.len += 1;
     }
 
-    /// Empties a slot, and moves up later entries that probing could otherwise no longer reach.
+    /// Empties a slot, and moves later entries that probing could otherwise no longer reach.
     fn remove(&mut self, mut gap: usize) {
         self.len -= 1;
         let mut at = gap;

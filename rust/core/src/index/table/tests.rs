@@ -6,7 +6,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Returns a distinct key for each number, with the given hash. Solves [`hash`] for the last word.
+/// Returns a key with the given hash. Different numbers have different keys. Solves [`hash`] for
+/// the last word.
 fn key_with_hash(number: u32, wanted: u32) -> ChunkKey {
     const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
     // Each step doubles the number of correct bits.
@@ -25,8 +26,8 @@ fn key_with_hash(number: u32, wanted: u32) -> ChunkKey {
     key
 }
 
-/// Returns a distinct key for each number. There are only four hashes, whose slots are the last
-/// three and the first slot of a segment, so runs of full slots wrap around.
+/// Returns a distinct key for each number. The keys have only four different hashes. Their slots
+/// are the last three and the first slot of a segment, so runs of full slots wrap around.
 fn key(number: u32) -> ChunkKey {
     key_with_hash(number, [8189, 8190, 8191, 1 << 13][number as usize % 4])
 }
