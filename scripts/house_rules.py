@@ -64,11 +64,11 @@ def environment_elsewhere() -> Iterator[str]:
         if name != ENVIRONMENT_FILE and re.search(
             r"\bos\.(environ|getenv)|\bimport environ|\bgetenv\(", text
         ):
-            yield f"{name}: reads environment variables; only {ENVIRONMENT_FILE} may"
+            yield f"{name}: reads environment variables; only {ENVIRONMENT_FILE} may read them"
 
 
 def extension_elsewhere() -> Iterator[str]:
-    """Values, settings and planning must not import the extension.
+    """Modules for values, settings and planning must not import the extension module.
 
     import-linter does not check compiled modules.
     """

@@ -1,4 +1,4 @@
-"""Measures the time that a connector adds to cold prompts, within one process.
+"""Measures how much time a connector adds to cold prompts, using a single process.
 
 The connector is alternately attached and detached between prompts. A comparison of separate
 processes is less precise: on an H200, identical engines differ by -0.2% to +0.7%, which is as large
@@ -25,7 +25,7 @@ def detached(engine: Any) -> Iterator[None]:
     """Detach the connector of ``engine``, an in-process LLMEngine, and reattach it on exit.
 
     Raises RuntimeError if requests are running on entry or exit, because the connector tracks their
-    blocks and reports.
+    blocks across steps.
     """
     from vllm.distributed.kv_transfer import kv_transfer_state
 
@@ -58,8 +58,8 @@ def _bring_to_rest(engine: Any, core: Any) -> None:
     """Wait until no step is in flight.
 
     With async scheduling, a step is still in flight when the last request finishes. Attaching or
-    detaching the connector at that point would lose the step's report. Raises RuntimeError if
-    requests are running.
+    detaching the connector at that point would lose the connector's output for that step. Raises
+    RuntimeError if requests are running.
     """
     deadline = time.monotonic() + REST_S
     while not engine.has_unfinished_requests() and (
@@ -77,8 +77,8 @@ def _bring_to_rest(engine: Any, core: Any) -> None:
 def compare(engine: Engine, context: int, num_prompts: int, num_waves: int) -> dict[str, Any]:
     """Measure cold prompts and waves with and without the connector.
 
-    A prompt has ``context`` tokens. A wave consists of eight prompts of half that length.
-    ``num_prompts`` and ``num_waves`` are the numbers of measurements with and without the
+    A prompt has ``context`` tokens. A wave consists of eight prompts of half that length. Prompts
+    are measured ``num_prompts`` times and waves ``num_waves`` times, each with and without the
     connector. Returns {"prompts" or "waves": {"attached" or "detached": {"ms": median, "all_ms":
     [...], "parts_ms": [...], and the median of each part}}}.
     """

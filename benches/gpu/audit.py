@@ -1,4 +1,4 @@
-"""Checks byte for byte, independently of the mover, the pages that a worker saves and loads.
+"""Compares loaded pages with saved pages, byte for byte and independently of the mover.
 
 `PageAudit` wraps a worker's mover and uses plain torch indexing; it shares no kernel, tag, stream
 or frame with the mover. The audit clones the pages of every saved chunk on the stream of the
@@ -21,7 +21,7 @@ from kvloft.transfer.mover import Finished
 
 
 def paged_kv(engine: Any) -> list[list[torch.Tensor]]:
-    """Return the paged KV of each layer of an in-process engine, one list per KV cache group.
+    """Return an in-process engine's paged KV as one list of tensors per KV cache group.
 
     The first dimension of each tensor is the block index.
     """
@@ -36,8 +36,8 @@ def paged_kv(engine: Any) -> list[list[torch.Tensor]]:
 def whole_blocks(layer: Any, num_blocks: int) -> list[torch.Tensor]:
     """Return a layer's paged KV as tensors of shape [num_blocks, ...].
 
-    If the kernel's blocks are smaller than the scheduler's, each block of the scheduler has
-    multiple rows.
+    If kernel blocks are smaller than scheduler blocks, dimension 1 is the kernel block within the
+    scheduler block.
     """
     tensors = [kv for kv in _tensors(getattr(layer, "kv_cache", None)) if kv.numel()]
     return [
@@ -46,7 +46,9 @@ def whole_blocks(layer: Any, num_blocks: int) -> list[torch.Tensor]:
 
 
 def _tensors(kv: Any) -> Sequence[torch.Tensor]:
-    """Return a layer's KV tensors: one for attention, multiple for Mamba, none without KV."""
+    """Return a layer's KV tensors: one for attention, multiple for Mamba, none if the layer has no
+    KV.
+    """
     return [kv] if isinstance(kv, torch.Tensor) else kv or []
 
 
@@ -105,7 +107,7 @@ class PageAudit:
         """Return the chunk counts since the last call.
 
         The dictionary has the keys loaded, loaded_differing, resaved, resaved_differing, saved and
-        unknown; with multiple groups also loaded_0, saved_0, loaded_1 and so on.
+        unknown. With multiple groups, it also has loaded_0, saved_0, loaded_1 and so on.
         """
         counts = dict.fromkeys(
             ("saved", "loaded", "loaded_differing", "resaved", "resaved_differing", "unknown"), 0
@@ -173,7 +175,7 @@ class PageAudit:
         return [(group, copies) for group, copies in found.items() if self._groups[group]]
 
     def _count(self, name: str, group: int, num_chunks: int) -> None:
-        """Add to the total and, with more than one group, to the count of the group."""
+        """Add to the total and, if there are multiple groups, to the group's count."""
         for label in (name, f"{name}_{group}") if len(self._groups) > 1 and num_chunks else (name,):
             self._counts[label] = self._counts.get(label, 0) + num_chunks
 

@@ -99,7 +99,7 @@ def _measure(name: str, options: dict[str, Any], log: Path) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return the header and one row per engine, with medians over its complete runs."""
+    """Return the header and one row per engine. Medians are over the engine's complete runs."""
     rows: list[tuple[str, ...]] = [
         (
             "",
@@ -139,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
     chats = argparse.ArgumentParser(
         prog="chats",
         description=(
-            f"Run a closed loop of chats with each external cache, and without a cache. {STATUS}"
+            f"Run a closed loop of chats with each external cache and without one. {STATUS}"
         ),
     )
     chats.add_argument(

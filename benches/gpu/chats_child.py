@@ -125,7 +125,9 @@ def count_preemptions(engine: Any) -> list[int]:
 
 
 def main(name: str, options: dict[str, Any]) -> None:
-    """Start the engine and run the loop up to ``options["repeats"]`` times, with new chats."""
+    """Start the engine and run the loop up to ``options["repeats"]`` times, each time with new
+    chats.
+    """
     import vllm
     from benches.gpu.engine_child import wait_registered
     from benches.gpu.llama import Engine, worker_totals

@@ -83,7 +83,7 @@ def result_of(log: Path, status: int | str | None) -> dict[str, Any]:
 
 
 def errors_of(results: Mapping[str, Any]) -> list[str]:
-    """Return one line per failed engine."""
+    """Return one message per failed engine."""
     return [f"{name} {result['error']}" for name, result in results.items() if "error" in result]
 
 

@@ -1,7 +1,7 @@
-"""Measures new prompts, one at a time or in waves, and splits the times into parts.
+"""Measures the TTFT of new prompts and the makespan of waves, and splits these times into parts.
 
-The garbage collector runs before each measurement, so that collections during the measurement
-examine only new objects.
+The garbage collector runs before each measurement, so that a full collection during the measurement
+is unlikely.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def cold_wave(
 def wave(engine: Engine, prompts: Sequence[list[int]], trace: Any = None) -> dict[str, Any]:
     """Send all ``prompts`` together, compute one token for each, and return the times.
 
-    Times are in milliseconds since the prompts were sent. Raises RuntimeError if a prompt does not
-    finish in time, because a wave without this prompt would look faster.
+    Times are in milliseconds. Completion times are relative to the start of the wave. Raises
+    RuntimeError if a prompt does not finish in time, because a wave without this prompt would look
+    faster.
     """
     if trace is not None:
         trace.start()
@@ -85,7 +86,9 @@ def wave(engine: Engine, prompts: Sequence[list[int]], trace: Any = None) -> dic
 
 
 def milliseconds(parts: Parts | None) -> dict[str, float]:
-    """Return the parts in milliseconds, with the keys "before_ms" and so on; {} for None."""
+    """Return the parts in milliseconds, with the keys "before_ms" and so on, or {} if ``parts`` is
+    None.
+    """
     return (
         {
             name.replace("_s", "_ms"): round(seconds * 1e3, 3)

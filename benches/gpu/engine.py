@@ -31,14 +31,14 @@ from kvloft.errors import UnsupportedError
 ALONE = ("decode", "attached", "startup")
 """Phases that run with one engine on the GPU at a time.
 
-With idle engines on the same GPU, which production servers do not have, decode steps of plain vLLM
-are up to 4% shorter. "attached" and "startup" do not compare engines.
+In production, no idle engines share the GPU. Here, they would make plain vLLM's decode steps up to
+4% shorter. "attached" and "startup" do not compare engines.
 """
 EMBEDDING_BYTES, LAYER_BYTES = 4 * 128256 * 4096, 2 * 218_112_000
 """Sizes of the Llama shape's embeddings and of one layer in bfloat16; other shapes are smaller."""
 OTHER_BYTES = 5 << 30
-"""Size of an engine's memory other than weights and paged KV, in bytes: activations of 8,192
-tokens, CUDA graphs, kvloft's staging buffers and the CUDA context.
+"""Memory of an engine in bytes, excluding weights and paged KV: activations for 8,192 tokens, CUDA
+graphs, kvloft's staging buffers and the CUDA context.
 """
 POLL_S = 0.2
 COUNT_NAMES = {
@@ -268,7 +268,7 @@ def _left(folder: Path, phases: Sequence[str], name: str) -> None:
 
 
 def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return one row per measurement: its label, then one column per connector."""
+    """Return the header and one row per measurement: a label, then one column per connector."""
     names = list(results)
     rows: list[tuple[str, ...]] = [("", *names)]
 
@@ -290,7 +290,7 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
     for what in ("warm", "hbm"):
         row(f"TTFT {what}, ms", "ttft", f"{what}_ms")
     row("  link rate, GB/s", "ttft", "link_gbps")
-    row("  ratio of warm to link time plus hbm", "ttft", "warm_of_bound")
+    row("  warm / (link time + hbm)", "ttft", "warm_of_bound")
     row("bytes loaded, last round", "ttft", "loaded_bytes_last_round")
     row("KV cache blocks", "kv_blocks")
     for what, whose in (("own", "its own prompt"), ("other", "the other engine's prompt")):
@@ -345,7 +345,7 @@ def parser() -> argparse.ArgumentParser:
         type=some_of(*connectors),
         default=list(connectors[:3]),
         help=f"connectors to run: {','.join(connectors)}; raw is kvloft with compression off, "
-        "before is the kvloft in the directory BENCH_BEFORE, groups is kvloft with kv_groups=all, "
+        "before is the kvloft in $BENCH_BEFORE, groups is kvloft with kv_groups=all, "
         "served and served2 are engines that share one `kvloft serve` (default the first three)",
     )
     engine.add_argument(
@@ -435,8 +435,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [name for name in args.connectors if not is_installed(name)]
     if missing:
         print(
-            f"kvloft: not available here: {', '.join(missing)}; choose from the others with "
-            "--connectors",
+            f"kvloft: these connectors are not installed: {', '.join(missing)}; use --connectors "
+            "to select from the others",
             file=sys.stderr,
         )
         return 2

@@ -35,14 +35,14 @@ LINK_BYTES = 256 << 20
 
 @contextmanager
 def turn(turns: Turns) -> Iterator[None]:
-    """Run the body in this engine's next turn, then pause until the engine's copies are done."""
+    """Run the body in this engine's next turn, then pause so that the turn's copies can finish."""
     with turns.mine():
         yield
         time.sleep(LANDED_S)
 
 
 def wait_registered(engine: Engine, options: dict[str, Any]) -> None:
-    """Wait until kvloft's host memory is registered, which takes seconds after the first request.
+    """Wait until kvloft's host memory is registered, seconds after the first request.
 
     OffloadingConnector registers its memory before the engine is ready.
     """
@@ -67,7 +67,7 @@ def load_trace(options: dict[str, Any]) -> Any:
 
 
 def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Measure cached prompts: first loaded by the connector into an empty GPU cache, then from HBM.
+    """Measure cached prompts: first from the connector with an empty GPU cache, then from HBM.
 
     Also records the cold times, which `phase_cold` measures more precisely.
     """
@@ -334,7 +334,7 @@ def phase_decode(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[
 def _middle(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Return the median of each figure over the runs, and all runs.
 
-    With the median, a single run that the host disturbed does not determine a percentile.
+    The median discards single runs that the host disturbed.
     """
     return {
         **{name: statistics.median(run[name] for run in runs) for name in runs[0]},

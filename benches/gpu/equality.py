@@ -1,7 +1,7 @@
 """`python -m benches.gpu.equality`: checks that greedy tokens do not depend on the cache.
 
 Exact equality requires vLLM's batch-invariant mode (with a fix, see `equality_child`) and Triton
-attention, whose tiles do not depend on the batch. FlashAttention 3 selects its kernel by the
+attention, whose tiles do not depend on the batch. FlashAttention 3 selects its kernel based on the
 longest query in the batch, so equal rows can be rounded differently. The reference has neither a
 connector nor a prefix cache. The setups that are not exact show how much vLLM's own results vary.
 Engines share one GPU, so timings are meaningless.
@@ -45,7 +45,7 @@ class Setup:
 
 _EXACT = {"VLLM_BATCH_INVARIANT": "1"}
 _TUNED = {"TRITON_CACHE_AUTOTUNING": "1"}
-"""Environment in which engines reuse autotuned Triton kernels; requires `--at-once 1`."""
+"""Environment that lets engines reuse autotuned Triton kernels; requires `--at-once 1`."""
 _TRITON = {"attention_backend": "TRITON_ATTN"}
 
 
@@ -81,8 +81,8 @@ SETUPS["groups"] = _exact("kvloft, kv_groups=all", "NHD", connector="groups")
 SETUPS["flash-groups"] = Setup(
     "kvloft, kv_groups=all, vLLM's defaults", "groups", exact=False, env=_TUNED
 )
-"""Setup for `--model qwen35` and `tiny-gdn`, whose kernels are not batch-invariant. Run it together
-with `plain-flash`.
+"""Setup for `--model qwen35` and `--model tiny-gdn`, whose kernels are not batch-invariant. Run it
+together with `plain-flash`.
 
 The phase `kept` runs prompts one at a time: if kvloft and vLLM's own prefix cache find the same
 number of tokens, the outputs must be equal.
@@ -160,7 +160,7 @@ class Row:
     setup: str
     run: str
     equal: int | None
-    """Number of the ``total`` requests whose tokens equal the reference's tokens.
+    """Number of requests, out of ``total``, whose tokens equal the reference's tokens.
 
     `_alike` selects the reference of a setup that is not exact.
     """
@@ -189,7 +189,9 @@ def judge(results: Mapping[str, Any]) -> list[Row]:
 
 
 def _alike(results: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
-    """Return plain vLLM's runs if prompts run one at a time (equal batches), else no runs."""
+    """Return plain vLLM's runs if prompts run one at a time. In other phases, batches differ, so
+    return no runs.
+    """
     plain: Mapping[str, Any] = results.get("plain-flash", {}).get("phases", {}).get(phase, {})
     return plain if phase == "prompts" else {}
 
@@ -341,8 +343,8 @@ def parser() -> argparse.ArgumentParser:
     equality = argparse.ArgumentParser(
         prog="equality",
         description=(
-            "Compare greedy tokens with vLLM without any cache, and loaded pages byte for byte "
-            f"with the computed pages. {STATUS}"
+            "Check that greedy tokens equal the tokens of vLLM without any cache, and that loaded "
+            f"pages equal the computed pages byte for byte. {STATUS}"
         ),
     )
     equality.add_argument(
@@ -370,7 +372,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare tokens and pages. Return 1 if any differ, 2 if the check cannot run."""
+    """Compare tokens and pages. Return 1 if the check fails, 2 if it cannot run."""
     args, screen = parser().parse_args(argv), console()
     if not can_run("equality"):
         return 2

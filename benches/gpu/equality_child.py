@@ -27,8 +27,8 @@ def make_norm_invariant() -> None:
     """Fix vLLM's batch-invariant mode for the norm that adds a residual (vLLM 0.26.0).
 
     This norm calls a CUDA kernel. The kernel's block size, and therefore its order of summation,
-    depends on whether the step has 256 tokens, so a decoding request's row is rounded differently
-    in steps with a prefill.
+    depends on whether the step has at least 256 tokens, so a decoding request's row is rounded
+    differently in steps with a prefill.
     """
     from vllm.model_executor.layers import layernorm
 
@@ -101,10 +101,10 @@ class Subject:
         poison(self._tensors, self._num_poisoned)
 
     def measured(self, runs: dict[str, Callable[[], list[tuple[int, ...]]]]) -> dict[str, Any]:
-        """Execute ``runs`` and return the tokens, copied bytes, audit counts and preemptions of
+        """Perform ``runs`` and return the tokens, copied bytes, audit counts and preemptions of
         each.
 
-        The reference executes only the first run.
+        The reference performs only the first run.
         """
         found: dict[str, Any] = {}
         for name, run in list(runs.items())[: 1 if self.only_first else None]:
@@ -165,13 +165,13 @@ def phase_crowd(subject: Subject) -> dict[str, Any]:
         subject.empty_hbm()
         return at_once()
 
-    # With any connector, blocks that are still in HBM change how requests are batched.
+    # Even without a connector, blocks that are still in HBM change how requests are batched.
     again = {"again": at_once} if subject.has_prefix_cache else {}
     return subject.measured({"cold": at_once, **again, "warm": warm})
 
 
 def phase_load(subject: Subject) -> dict[str, Any]:
-    """Run 200 random requests with shared prefixes, then run them in reverse with an empty HBM."""
+    """Run 200 random requests with shared prefixes, empty HBM, then rerun them in reverse."""
     rng = random.Random(11)
     stems = [subject.prompt(rng, rng.randrange(500, 4000)) for _ in range(12)]
     longest = int(4000 * subject.scale)

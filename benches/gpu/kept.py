@@ -1,10 +1,10 @@
 """Compares loaded pages with vLLM's own prefix cache, independently of kvloft's keys and plans.
 
 vLLM identifies each cached block by a hash of its prefix and the number of its KV cache group.
-`KeptBlocks` stores a clone of each computed block under this name, and compares each loaded block
-with the clone of the same name. This detects KV from the wrong position, group or prompt, even if
-its bytes were copied correctly. Clones occupy GPU memory, so this module is used only in checks,
-not in measurements.
+`KeptBlocks` stores a clone of each computed block under this identifier, and compares each loaded
+block with the clone that has the same identifier. This detects KV from the wrong position, group or
+prompt, even if its bytes were copied correctly. Clones occupy GPU memory, so this module is used
+only in checks, not in measurements.
 """
 
 from __future__ import annotations

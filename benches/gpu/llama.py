@@ -1,4 +1,4 @@
-"""The in-process vLLM engine that the engine benches measure, with random weights.
+"""The in-process vLLM engine with random weights that the engine benches measure.
 
 The weights are scaled so that attention logits have a standard deviation of about 6. As a result,
 the next token depends on individual prompt tokens, and therefore on the loaded KV.
@@ -28,7 +28,9 @@ Each prompt fills at most an equal share, so that the next prompt fits while a c
 blocks.
 """
 SLOW_DECAY = -6.0
-"""Logarithm of the decay of gated delta nets, for a state that covers a few hundred tokens."""
+"""Logarithm of the decay rate of gated delta nets, chosen so that a state covers a few hundred
+tokens.
+"""
 
 
 def sharpen(model: Any) -> int:
@@ -202,7 +204,7 @@ class Engine:
         raise RuntimeError("vLLM's prefix cache could not be emptied: some blocks were not freed")
 
     def _flood(self) -> None:
-        """Overwrite every block with new prompts.
+        """Overwrite every block by running new prompts.
 
         Some connectors keep a few blocks until the next request, so vLLM cannot reset its cache.
         """
@@ -227,8 +229,8 @@ def _kvloft(connector: str = "KVLoftConnector", **settings: Any) -> dict[str, An
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
     """Write config.json, unless the file already has this content.
 
-    kvloft's namespace contains the file's modification time, so engines that share a cache must not
-    rewrite the file.
+    kvloft's namespace depends on the file's modification time, so engines that share a cache must
+    not rewrite the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file, text = folder / "config.json", json.dumps(config)

@@ -1,4 +1,4 @@
-"""Command-line options and tables that the engine benches share, without torch and vLLM."""
+"""Command-line options and tables that the engine benches share. Imports neither torch nor vLLM."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ def add_sizes(engines: argparse.ArgumentParser, *, blocks: int, host_gib: int) -
         "--blocks",
         type=whole(64, 1 << 24),
         default=blocks,
-        help=f"KV cache blocks of 16 tokens (default {blocks})",
+        help=f"number of 16-token KV cache blocks (default {blocks})",
     )
     engines.add_argument(
         "--host-gib",
@@ -59,7 +59,7 @@ def add_model(engines: argparse.ArgumentParser) -> None:
         "--layers",
         type=whole(1, 128),
         default=None,
-        help="number of layers (default: the architecture's)",
+        help="number of layers (default: that of the architecture)",
     )
 
 

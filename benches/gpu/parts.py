@@ -21,7 +21,7 @@ class Parts(NamedTuple):
     gpu_s: float
     """Time from the start of the first forward pass to the end of the last forward pass."""
     between_s: float
-    """The gaps between forward passes, which ``gpu_s`` includes."""
+    """Total time between forward passes; included in ``gpu_s``."""
     after_s: float
     """Time from the end of the last forward pass until the caller receives the last token."""
     collected_s: float
@@ -57,8 +57,7 @@ class ForwardParts:
     def take(self, seconds: float) -> Parts | None:
         """Return the parts of a request that took ``seconds`` since `start`.
 
-        Returns None if the hooks recorded too many forward passes, or none, as in a CUDA graph
-        replay.
+        Returns None if the hooks recorded no forward pass, as in a CUDA graph replay, or too many.
         """
         if self._first_s is None or self._num > MAX_FORWARDS:
             return None

@@ -1,7 +1,7 @@
 """Connector settings, environments and servers for the external caches that the benches compare.
 
-This module imports neither vLLM nor a peer, so a cache that fails to start does not prevent the
-other caches from being measured.
+This module imports neither vLLM nor any of these caches, so if one of them fails to start, the
+others are still measured.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PEGAFLOW_PORT, PEGAFLOW_HTTP = 50055, "http://127.0.0.1:9091"
 LMCACHE_READY = "LMCache cache server is running"
 READY_S, STOP_S = 90.0, 10.0
 BEFORE = "BENCH_BEFORE"
-"""Name of the environment variable with the PYTHONPATH of a different kvloft."""
+"""Name of the environment variable that contains the PYTHONPATH of the kvloft to compare with."""
 SERVED = ("served", "served2")
 """Names of the engines that share one `kvloft serve`."""
 
@@ -70,7 +70,7 @@ def env_of(name: str, host_gib: int) -> dict[str, str]:
 def daemons(
     names: Iterable[str], host_gib: int, log_of: Callable[[str], Path]
 ) -> Iterator[dict[str, str]]:
-    """Run the servers of PegaFlow and LMCache that ``names`` require.
+    """Run the PegaFlow and LMCache servers that the connectors ``names`` require.
 
     Yields {name: reason} for each server that does not become ready. ``log_of(name)`` is the log
     file of a server.

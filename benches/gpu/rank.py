@@ -12,7 +12,7 @@ _audits: list[PageAudit] = []
 
 
 def _paged_kv(worker: Any) -> list[list[Any]]:
-    """Return the paged KV of this rank's layers, one list per KV cache group.
+    """Return this rank's paged KV as one list of tensors per KV cache group.
 
     The first dimension of each tensor is the block index.
     """

@@ -1,4 +1,4 @@
-"""`python -m benches.gpu.ranks`: checks the outputs of tensor and pipeline parallel engines.
+"""`python -m benches.gpu.ranks`: checks outputs of tensor-parallel and pipeline-parallel engines.
 
 Outputs must be the same with and without loads from host memory. Each rank compares the loaded
 bytes with the bytes that its forward passes wrote. The engine uses vLLM's batch-invariant mode, as
@@ -53,9 +53,9 @@ def problems(result: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
     cold, warm, crowd, skipped = (runs[name] for name in ("cold", "warm", "crowd", "skipped_load"))
     for name in ("hbm", "warm", "crowd"):
         if runs[name]["tokens"][: len(cold["tokens"])] != cold["tokens"]:
-            yield f"tokens of {name} differ from the tokens of cold"
+            yield f"tokens in {name} differ from the tokens in cold"
     if runs["crowd_warm"]["tokens"] != crowd["tokens"]:
-        yield "tokens of crowd_warm differ from the tokens of crowd"
+        yield "tokens in crowd_warm differ from the tokens in crowd"
     if missing := [
         n
         for n, found in enumerate(runs["crowd_warm"]["cached"][len(cold["tokens"]) :])
@@ -125,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
         prog="ranks", description=f"Check the outputs of an engine on multiple GPUs. {STATUS}"
     )
     ranks.add_argument(
-        "--tp", type=whole(1, 8), default=1, help="tensor parallel ranks (default 1)"
+        "--tp", type=whole(1, 8), default=1, help="tensor-parallel ranks (default 1)"
     )
     ranks.add_argument("--pp", type=whole(1, 8), default=1, help="pipeline stages (default 1)")
     add_model(ranks)

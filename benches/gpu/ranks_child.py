@@ -1,6 +1,6 @@
 """Runs one engine on multiple GPUs: `python -m benches.gpu.ranks_child JSON`.
 
-Executes the following runs and prints a line `RESULT {...}` after each of them:
+Performs the following runs and prints a `RESULT {...}` line after each:
 - prompts one at a time: cold, from HBM, and from host memory after each rank's paged KV is
   overwritten
 - the same prompts together with new prompts, so that multiple steps are in flight in the pipeline;
@@ -32,7 +32,7 @@ Answer = tuple[tuple[int, ...], int]
 def main(options: dict[str, Any]) -> None:
     from kvloft.vllm.ranks import watch
 
-    watch()  # pipeline stages need this call, which kvloft's plugin makes in other processes
+    watch()  # pipeline stages need this patch; the plugin that applies it is disabled here
     engine = Engine("groups" if "layer_types" in options["model"] else "kvloft", options)
     executor = engine.engine.engine_core.engine_core.model_executor
     engine.settle()

@@ -22,13 +22,13 @@ WRITE_S = 120.0
 def main(options: dict[str, Any]) -> None:
     """Run the prompt and print the results.
 
-    Times are in seconds since the parent started this process, on the machine's monotonic clock.
+    ``started_s`` and ``answered_s`` count from when the parent started this process.
     """
     engine = Engine(options["name"], options)
     started_s = time.monotonic() - options["begin_s"]
     if options["life"] == 0:
         wait_registered(engine, options)  # saves use only registered frames; loads use all frames
-        # This warm-up compiles kernels, so that both processes run the same code.
+        # This warm-up compiles kernels, so that the first measurement does not include compilation.
         engine.ttft(engine.prompt(options["context"]))
     prompt = prompt_of(random.Random("restart"), options["context"])
     first = engine.ttft(prompt)

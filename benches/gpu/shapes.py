@@ -1,4 +1,4 @@
-"""Architectures that the engine benches run, with the dimensions of published models.
+"""Architectures that the engine benches run. Most have the dimensions of published models.
 
 This module does not import torch or vLLM.
 """
@@ -175,7 +175,7 @@ class Shape:
 TRITON_GDN = {"additional_config": {"gdn_prefill_backend": "triton"}}
 """Settings for the Triton prefill backend. Its alternative, flashinfer, is not always installed."""
 NO_GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
-"""Settings without CUDA graphs, because graphs would keep weights that `sharpen` replaces."""
+"""Disables CUDA graphs, which would keep the weights that `sharpen` replaces."""
 SHAPES = {
     "llama": Shape(32, lambda num_layers: {"num_hidden_layers": num_layers}),
     "eagle": Shape(

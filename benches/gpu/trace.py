@@ -24,7 +24,7 @@ class LoadTrace:
         self.start()
 
     def start(self) -> None:
-        """Discard all records, wait for the device, and reset the host and device clocks."""
+        """Discard all records, wait for the device, and restart the time measurement."""
         driver.synchronize()
         self._zero.record(self._lane.copy_streams[0])
         driver.synchronize()
@@ -49,7 +49,7 @@ class LoadTrace:
         return sent
 
     def summary(self) -> dict[str, Any]:
-        """Return the times of submissions and copies in milliseconds.
+        """Summarize when pieces were submitted and copied.
 
         ``worst_gaps_ms`` lists the six longest gaps between copies. A gap excludes the time to
         transfer a piece's bytes at full link speed.

@@ -1,4 +1,4 @@
-"""Lets engines that share a GPU take turns, so that only one engine is active in a measurement.
+"""Lets engines that share a GPU take turns, so that only one engine is active during a measurement.
 
 Changes during a run, such as a GPU that warms up or other load on the host, then affect all engines
 equally.

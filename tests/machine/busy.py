@@ -1,5 +1,5 @@
-"""A variant of the correctness machine in which most requests are hits, because it repeats earlier
-prompts: unchanged, truncated, or with another turn.
+"""A variant of the correctness machine that repeats earlier prompts (unchanged, truncated, or with
+another turn), so that most requests have hits.
 
 This module extends `ServedMachine` with rules for repeated requests and with their data. In long
 runs, the variant produces most of the hits.
@@ -34,7 +34,7 @@ one more token, modulo ten.
 
 @st.composite
 def busy_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
-    """Draw shapes of supported models. Some shapes run many requests in one step."""
+    """Draw the shape of a supported model. Some shapes run many requests in one step."""
     shape = draw(served_groups(names))
     return replace(
         shape,

@@ -1,4 +1,4 @@
-"""Bugs with draft models that have their own KV. One patch injects each bug into kvloft."""
+"""Bugs with draft models that have their own KV. Each bug is injected into kvloft by one patch."""
 
 from dataclasses import replace
 from typing import Any

@@ -100,8 +100,8 @@ class Engine:
         self.specs: dict[str, Spec] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.admissions: list[tuple[str, int, bool]] = []
-        """Loads in vLLM's order: the request, the number of tokens to load, and True if the request
-        had been preempted.
+        """Admitted requests in vLLM's order: the request, the number of tokens to load, and True if
+        the request had been preempted.
         """
         self.num_steps = self.num_scheduled = self.num_preempted = self.num_loaded = (
             self.num_hits
@@ -191,7 +191,9 @@ class Engine:
         return Worker(connector, memory, self.specs, self.shape, random.Random(seed + 1))
 
     def _owns(self, req_id: str, blocks: Any) -> bool:
-        """Return True if vLLM still holds all ``blocks`` for the request, which may be aborted."""
+        """Return True if vLLM still holds all ``blocks`` for the request, which may have been
+        aborted.
+        """
         return set(blocks) <= set(
             chain.from_iterable(self.scheduler.kv_cache_manager.get_block_ids(req_id))
         )
@@ -333,10 +335,10 @@ class Engine:
             self.abort(sessions[0])
 
     def _lost_session(self) -> str | None:
-        """Return a session that vLLM lost.
+        """Return a session that vLLM has lost.
 
-        With async scheduling, vLLM 0.32 drops a session from every queue if it is preempted in the
-        step that ends its turn, with or without a connector. A user would end such a session.
+        With async scheduling, even without a connector, vLLM 0.32 drops a session from every queue
+        if it is preempted in the step that ends its turn. A user would end such a session.
         """
         scheduler = self.scheduler
         queued = {

@@ -132,6 +132,7 @@ def unit_tokens(groups: tuple[Group, ...]) -> int:
 def lookahead(groups: tuple[Group, ...]) -> int:
     """Return how many tokens after a block the block's KV depends on.
 
-    In DFlash and separate draft models, KV depends only on tokens up to its position.
+    In DFlash and separate draft models, the KV at a position depends only on tokens up to that
+    position.
     """
     return int(any("draft" in group.layers for group in groups))

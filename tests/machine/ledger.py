@@ -39,7 +39,7 @@ class Planned:
 
 @dataclass
 class Ledger:
-    """The records of all engines that use the same disk, one engine at a time."""
+    """The records of all engines that use the same disk, one after another."""
 
     num_ranks: int = 1
     groups: tuple[Group, ...] = (Group(),)
@@ -190,7 +190,9 @@ class Ledger:
 
     @staticmethod
     def _offered(number: int, blocks: list[int], states: Iterable[State]) -> int:
-        """Return the length in tokens of the state that vLLM offers in ``blocks``, or 0 if none."""
+        """Return the number of tokens in the state that vLLM offers in ``blocks``, or 0 if there is
+        none.
+        """
         return next(
             (
                 num_tokens

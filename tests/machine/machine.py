@@ -1,5 +1,5 @@
-"""The state machine of the correctness machine: a hypothesis state machine that drives `Engine`,
-and a function that runs it with a budget and fixed seeds.
+"""A Hypothesis state machine that drives `Engine`, and a function that runs it a number of times
+with a fixed seed.
 
 Every rule is an event that can occur in an engine at any time. Hypothesis makes all random choices
 so that it can shrink failures.
@@ -46,7 +46,7 @@ SERVED = tuple(name for name in SEVERAL if are_served(GROUPS[name]))
 DRAFTERS = tuple(name for name, groups in GROUPS.items() if not are_grouped(groups))
 """Models with a single group, which also contains all draft layers."""
 drafter_tokens = st.sampled_from([None, None, 24])
-"""Draw the maximum length for the draft model, or None. Prompts have up to 40 tokens."""
+"""Draws the draft model's maximum context length, or None. Prompts have up to 40 tokens."""
 
 MODEL = model_folder(Path(tempfile.mkdtemp(prefix="machine-model-")))
 
@@ -96,7 +96,7 @@ def flavoured(plain: Spec, flavour: str, more: tuple[int, ...]) -> Spec:
 def _with_rows(plain: Spec, *, mixed: bool) -> Spec:
     """Replace tokens with embedding rows.
 
-    Equal ids have equal rows, so embeddings share prefixes.
+    Equal ids have equal rows, so prompts with embeddings share prefixes.
     """
     ids = plain.contents
     rows = torch.tensor([[float(i), float(i * i), 1.0, 2.0] for i in ids])
@@ -110,7 +110,7 @@ def _with_rows(plain: Spec, *, mixed: bool) -> Spec:
 
 @st.composite
 def one_group(draw: st.DrawFn, has_drafter: bool = False) -> Shape:
-    """Draw shapes with a single full-attention group, which may contain draft layers."""
+    """Draw a shape with a single full-attention group, which may contain draft layers."""
     groups = GROUPS[draw(st.sampled_from(DRAFTERS))] if has_drafter else (FULL,)
     num_drafts = draw(st.sampled_from([1, 2, 3] if has_drafter else [0, 0, 2]))
     return Shape(
@@ -132,7 +132,7 @@ def one_group(draw: st.DrawFn, has_drafter: bool = False) -> Shape:
 
 @st.composite
 def several_groups(draw: st.DrawFn, names: tuple[str, ...] = SEVERAL) -> Shape:
-    """Draw shapes without kvloft, with hybrid models and draft models."""
+    """Draw a shape of a hybrid model, with or without a draft model, and without kvloft."""
     groups = GROUPS[draw(st.sampled_from(names))]
     has_drafter = any(group.is_draft for group in groups)
     has_local = any(group.kind == "local" for group in groups)
@@ -153,9 +153,9 @@ def several_groups(draw: st.DrawFn, names: tuple[str, ...] = SEVERAL) -> Shape:
 
 @st.composite
 def served_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
-    """Draw shapes with multiple groups that kvloft supports.
+    """Draw a shape with multiple groups that kvloft supports.
 
-    The arena has several hundred frames, enough for all saves.
+    In most shapes, the arena has enough frames for all saves.
     """
     groups = GROUPS[draw(st.sampled_from(names))]
     has_drafter, kinds = any(group.is_draft for group in groups), {group.kind for group in groups}

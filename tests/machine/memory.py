@@ -3,9 +3,9 @@ reads and writes in each kind of layer.
 
 This module is the machine's model of vLLM's kernels. Attention layers have KV at every position.
 With Mamba states in mode "align", a block contains the state after a number of tokens. Before a
-forward pass, the state is moved between columns of the table, as in `preprocess_mamba`. In draft
-layers, KV at a position depends on the next token, and positions of rejected or future draft tokens
-contain garbage.
+forward pass, the state is moved between columns of the table, as in `preprocess_mamba`. In the
+draft layers of EAGLE and MTP, KV at a position depends on the next token. In all draft layers,
+positions of rejected or future draft tokens contain garbage.
 """
 
 from collections.abc import Iterable, Sequence
@@ -179,7 +179,7 @@ class Memory:
         group: Group,
         plane: int,
     ) -> bool:
-        """Return True if the blocks of a draft model differ only in the last position, which was
+        """Return True if a draft model's blocks are wrong only in their last positions, which were
         written for a different continuation of the same prefix.
 
         vLLM's own cache returns such blocks: if two requests computed the same block, a hit can
@@ -250,8 +250,8 @@ class Memory:
             self._words[0][table[column + i], :2] = (value, after)
 
     def end_step(self, work: Work, *, has_drafter: bool = True) -> None:
-        """Do the work after sampling: run the draft model's layers, and write the state at the end
-        of a block that accepted draft tokens have passed.
+        """Do the work that follows sampling: run the draft model's layers and, if accepted draft
+        tokens complete a block, write the state at its end.
         """
         state = work.state
         for number, group in enumerate(self._shape.groups):
@@ -277,8 +277,8 @@ class Memory:
     ) -> None:
         """Write the KV of a draft layer.
 
-        KV of a confirmed position includes the next token if the layer needs it. Positions of
-        rejected and future draft tokens contain garbage.
+        The KV of a confirmed position depends on the next token in layers that need it. Positions
+        of rejected and future draft tokens contain garbage.
         """
         symbols, layer = work.state.prefix.symbols, group.layers[plane]
         shift = int(layer == "draft")

@@ -1,5 +1,5 @@
-"""Real bugs in KV connectors. One patch injects each bug into kvloft, and the correctness machine
-must detect every bug.
+"""Real bugs in KV connectors. Each bug is injected into kvloft by one patch, and the correctness
+machine must detect every bug.
 
 ``says`` is a regular expression for the expected message, because a patch that merely causes a
 crash would prove nothing. If a product change removes the target of a patch, the test fails. In
@@ -311,7 +311,7 @@ def frames_are_not_checked(mp: pytest.MonkeyPatch) -> None:
 
 
 def in_place(part: PrivatePart, copy: Any, *layout: Any) -> dict[str, Any]:
-    """Seal and check frames in place, without a private copy."""
+    """Describe a part in place in its frame, so that no private copy is sealed or checked."""
     memory = part._frames.memory
     offset = memory.start(copy.frame) + memory.part_offset
     return part._describe(copy, *layout) | {"offset": offset}

@@ -16,7 +16,7 @@ from .symbols import ADAPTERS, Spec, Turn
 
 
 def make_request(spec: Spec, hasher: Callable[..., Any], turn: Turn | None = None) -> Request:
-    """Return the request or a further input of a session."""
+    """Return the vLLM request for ``spec`` or, with ``turn``, for that input of its session."""
     ids = spec.ids if turn is None else turn.ids
     extra = {"kv_transfer_params": {"kvloft": {"save": spec.saves}}} if spec.saves else None
     max_tokens = spec.max_tokens if turn is None else turn.max_tokens
@@ -43,7 +43,7 @@ def make_request(spec: Spec, hasher: Callable[..., Any], turn: Turn | None = Non
 
 @lru_cache
 def _adapter(name: str) -> LoRARequest:
-    """Return an adapter with a separate number and directory. Its content is never loaded."""
+    """Return an adapter with a unique number and directory. Its content is never loaded."""
     folder = Path(tempfile.mkdtemp(prefix=f"machine-{name}-"))
     (folder / "adapter_config.json").write_text(f'{{"name": "{name}"}}')
     (folder / "adapter_model.safetensors").write_bytes(name.encode())

@@ -1,4 +1,6 @@
-"""Bugs in caches that support multiple KV cache groups. One patch injects each bug into kvloft."""
+"""Bugs in caches that support multiple KV cache groups. Each bug is injected into kvloft by one
+patch.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,7 +75,7 @@ def change_reach(mp: pytest.MonkeyPatch, kind: str, change: Callable[[int, int],
 
 
 def leave_out(mp: pytest.MonkeyPatch, pick: Callable[[list[Row]], int]) -> None:
-    """Make hits not require blocks of the group that ``pick`` selects."""
+    """Let hits ignore the blocks of the group that ``pick`` selects."""
 
     def groups_of(original: Any, shape: Any) -> Any:
         rows = original(shape)

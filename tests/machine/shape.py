@@ -64,8 +64,8 @@ def spec_of(group: Group, num_drafts: int) -> Any:
 class Shape:
     """A configuration of the engine and the cache.
 
-    With ``early_results``, transfer results are collected before sampling and before the draft
-    model runs, and saves follow both, as in Model Runner V1 with draft tokens.
+    With ``early_results``, the worker collects transfer results before it samples and runs the
+    draft model, and saves afterwards, as in Model Runner V1 with draft tokens.
     """
 
     groups: tuple[Group, ...] = (Group(),)
@@ -121,7 +121,7 @@ class Shape:
 
     def may_leave_drafter_out(self, num_tokens: int) -> bool:
         """Return True if steps of a request with ``num_tokens`` tokens might skip the draft model.
-        kvloft is allowed to expect a skip a few tokens earlier than vLLM does.
+        kvloft may also assume a skip for requests that are a few tokens too short for it.
         """
         return (
             self.drafter_tokens is not None
@@ -130,12 +130,14 @@ class Shape:
 
     @property
     def drafter(self) -> str | None:
-        """The drafting method with layers in a group, or None if drafting does not use layers."""
+        """The kind of draft model that has layers in a group, or None if there is none."""
         return next((group.drafter for group in self.groups if group.is_draft), None)
 
 
 def model_folder(path: Path) -> Path:
-    """Return a model directory with a config but without weights, because no model is run."""
+    """Write a config to ``path`` and return ``path``. There are no weights, because no model is
+    run.
+    """
     (path / "config.json").write_text(
         json.dumps(
             {

@@ -41,7 +41,9 @@ def extend(symbol: int, content: int) -> int:
 
 
 def next_token(symbol: int) -> int:
-    """Return the token that greedy decoding gives after a prefix, with any weights."""
+    """Return the token that greedy decoding gives after a prefix. It does not depend on the
+    weights.
+    """
     return 3 + (symbol >> 7) % (VOCAB - 3)
 
 
@@ -131,7 +133,9 @@ class Spec:
         )
 
     def prefix(self, ids: Sequence[int] = ()) -> Prefix:
-        """Return the prefix of the prompt and the tokens that follow it in ``ids``."""
+        """Return the prefix that consists of the prompt and the tokens that follow the prompt in
+        ``ids``.
+        """
         prefix = Prefix(root(self.adapter, self.salt))
         prefix.append(*self.contents, *ids[len(self.contents) :])
         return prefix

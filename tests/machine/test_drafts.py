@@ -1,4 +1,4 @@
-"""Scenarios for vLLM's real cache with a draft layer in the group. The draft layer's KV at a
+"""Scenarios for vLLM's real cache with a draft layer in the only group. The draft layer's KV at a
 position depends on the next token.
 """
 

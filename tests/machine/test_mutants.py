@@ -1,7 +1,6 @@
 """Checks that the correctness machine detects each mutant by its effect.
 
-``IN_CI`` contains the mutants that are detected fastest. MODEL_MUTANTS=all (`make model-check`)
-runs all mutants.
+CI runs only the mutants in ``IN_CI``; MODEL_MUTANTS=all (`make model-check`) runs all mutants.
 """
 
 import os

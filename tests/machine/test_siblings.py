@@ -1,5 +1,5 @@
-"""Tests that kvloft, in vLLM's real MultiConnector and scheduler, does not withhold a sibling's
-tokens while kvloft waits.
+"""Tests that kvloft, in vLLM's real MultiConnector and scheduler, does not withhold a sibling
+connector's tokens while kvloft waits for its disk.
 """
 
 from collections.abc import Iterator
@@ -82,9 +82,10 @@ class Sibling(KVConnectorBase_V1):
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Yield a vLLM scheduler that has kvloft on a hung disk, alone or before a sibling.
+    """Yield a function that makes a vLLM scheduler with kvloft on a hung disk, alone or before a
+    sibling.
 
-    The scheduler has one waiting request.
+    Each scheduler has one waiting request.
     """
     session = _core.Session
     monkeypatch.setattr(_core, "Session", lambda **settings: HungDisk(session(**settings)))

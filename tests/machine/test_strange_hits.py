@@ -45,7 +45,7 @@ def serve(engine: Engine, name: str, ids: tuple[int, ...], stale: Any = ()) -> A
 
 
 def engine_of(shape: Shape) -> Engine:
-    """Return an engine in which kvloft does not load, so all hits are hits of vLLM's own cache."""
+    """Return an engine in which kvloft does not load, so all hits are hits in vLLM's own cache."""
     engine = Engine(MODEL, shape, 1)
     engine.core._loads_allowed = False
     engine.ledger.lose("nothing is loaded")
@@ -112,7 +112,7 @@ def test_a_hit_is_saved_again_if_its_writer_is_known(shape: Shape) -> None:
 
 
 def test_a_request_preempted_by_a_reset_trusts_blocks_that_vllm_kept() -> None:
-    """Another request's load holds a block, so vLLM preempts the request but keeps its own
+    """Another request's load holds a block, so a reset preempts the request, but vLLM keeps its own
     cache.
     """
     engine = Engine(MODEL, Shape(num_blocks=16), 1)

@@ -1,5 +1,5 @@
-"""A worker of the correctness machine, which implements vLLM's model runner contract with paged
-memory that holds symbols.
+"""A worker of the correctness machine. It implements vLLM's model runner contract with paged memory
+that holds symbols.
 
 The worker supports both forms of scheduler output, verifies draft tokens, and calls the real
 connector's worker-side hooks in the model runner's order. In each group, it checks the content of
@@ -166,8 +166,8 @@ class Worker:
     def _sample(self, works: list[Work]) -> dict[str, list[int]]:
         """Sample after the forward pass.
 
-        With a draft model, sampling follows the collection of the connector's results, and the
-        layers of the draft model run last.
+        With a draft model, the connector's results are collected before sampling, and the draft
+        model's layers run last.
         """
         sampled = {work.req_id: self._finish(work) for work in works}
         for work in works if self._has_drafter else ():
@@ -182,8 +182,8 @@ class Worker:
         for req_id, count in output.num_scheduled_tokens.items():
             state = self.running[req_id]
             drafts = self._drafts_of(state, output.scheduled_spec_decode_tokens.get(req_id, ()))
-            # With async scheduling, vLLM treats draft tokens in flight as accepted. The runner has
-            # the correct number.
+            # With async scheduling, vLLM treats draft tokens in flight as accepted. The runner's
+            # number of computed tokens is correct.
             late = self._shape.async_scheduling and self._shape.num_drafts
             assert state.computed == told[req_id] or (late and state.computed < told[req_id]), (
                 state,
@@ -203,8 +203,8 @@ class Worker:
         return list(scheduled)
 
     def _finish(self, work: Work) -> list[int]:
-        """Sample and verify draft tokens, then do the work after sampling: write the draft model's
-        KV and the states of accepted draft tokens.
+        """Sample tokens and verify draft tokens, then write the draft model's KV and the states of
+        accepted draft tokens.
         """
         state, said = work.state, list[int]()
         if work.stop == len(state.prefix):
@@ -221,7 +221,7 @@ class Worker:
         return said
 
     def _fits_drafter(self, works: list[Work]) -> bool:
-        """Like vLLM's `_input_fits_in_drafter`.
+        """Return True if the draft model runs in this step, like vLLM's `_input_fits_in_drafter`.
 
         Blocks that were written without the draft model also lack draft KV in later hits.
         """
@@ -248,5 +248,5 @@ class Worker:
             symbol = extend(symbol, token)
 
     def drafts(self, req_ids: list[str]) -> list[list[int]]:
-        """Return the draft tokens for the next step, which the synchronous scheduler requests."""
+        """Return the draft tokens that the synchronous scheduler requests for the next step."""
         return [list(self.running[r].drafts) if r in self.running else [] for r in req_ids]

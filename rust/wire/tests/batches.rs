@@ -98,7 +98,7 @@ impl Asked {
         each.chain(none).collect()
     }
 
-    /// Makes the same reservations with one call for each independent chunk.
+    /// Reserves the part's chunks with one call for each independent chunk.
     fn reserve_one_by_one(&self, session: &dyn Session) -> (Vec<Reservation>, u32) {
         if !self.is_independent {
             return session.reserve(self.prefixes()[0], self.units.clone()).expect("in range");
@@ -284,8 +284,8 @@ fn both_ends_cache_the_same_prefix() {
     }
 }
 
-/// Interleaves chats with prompts that never repeat, in a store with space for half of the chats'
-/// blocks, and returns the number of blocks that the chats find. Each turn saves a state for the
+/// Interleaves chats with prompts that never repeat, and returns the number of blocks that the
+/// chats find. The store has space for half of the chats' blocks. Each turn saves a state for the
 /// next turn, with or without the key of the state's chunk.
 fn found_by_chats(session: &dyn Session, has_prefix: bool) -> u32 {
     const TURN: u32 = 3;

@@ -1,4 +1,5 @@
-//! Tests the disk directory of a server before its first engine connects, and with a second server.
+//! Tests the disk directory of a server before its first engine connects, and when a second server
+//! opens it.
 
 mod common;
 

@@ -35,7 +35,7 @@ fn leased(session: &dyn Session, chain: &KeyChain) -> Vec<kvloft_core::ChunkKey>
     frames.iter().map(|frame| frame.key).collect()
 }
 
-/// Returns a chain that shares its first `num_same` blocks with other chains.
+/// Returns a chain whose first `num_same` blocks are the same for every `seed`.
 fn branch(seed: u32, num_same: u32, num_blocks: u32) -> KeyChain {
     let num_same = num_same.min(num_blocks);
     let mut tokens: Vec<_> = (0..num_same).map(|at| at * 1000).collect();

@@ -322,7 +322,7 @@ fn engine_is_accepted_once_memory_is_available_and_listed_until_then() {
     assert_eq!(events.len(), 1, "the same reason is logged once: {events:?}");
     AVAILABLE.store(1 << 30, Ordering::Relaxed);
     until("memory is compared again", || waits.renew());
-    // The server sends its welcome before it updates the list.
+    // The server sends its welcome before it updates the list of rejected engines.
     until("it is no longer listed", || server.status().refusals.is_empty());
     AVAILABLE.store(FRAME, Ordering::Relaxed);
     let other = ClientConfig { namespace: [8; 32], ..remote_config(dir.path()) };

@@ -385,7 +385,7 @@ fn served_by_a_child(dir: &std::path::Path) -> std::process::Child {
         .expect("a child")
 }
 
-/// Returns true if every thread is stopped: a signal takes a moment to reach each thread.
+/// Returns true if every thread has stopped. A signal takes a moment to reach each thread.
 fn all_stopped(pid: u32) -> bool {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("the child is running");
     let state = |task: std::fs::DirEntry| {

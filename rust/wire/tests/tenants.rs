@@ -1,4 +1,5 @@
-//! Tests quotas and expiry of tenants on a server: in each namespace, on disk, and across restarts.
+//! Tests tenant quotas and the expiry of chunks on a server: in each namespace, on disk, and across
+//! restarts.
 
 mod common;
 

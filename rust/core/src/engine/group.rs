@@ -67,7 +67,9 @@ impl Group {
         if has_blocks && has_reach {
             return Ok(());
         }
-        Err(Error::invalid("the sizes of a KV cache group are invalid"))
+        Err(Error::invalid(
+            "a KV cache group has a size of 0, or more blocks per chunk than per unit",
+        ))
     }
 
     /// Returns true if a prefix needs every chunk of the group. Each chunk then depends on all

@@ -1,4 +1,5 @@
-//! Finds the deepest hit: the last unit boundary at which all groups have all the chunks they need.
+//! Finds the deepest hit: the longest prefix of whole units for which every group has all needed
+//! chunks.
 //!
 //! Chunks of full-attention groups depend on the chunks before them, so a single lookup finds the
 //! end of the stored prefix. Chunks of other groups are saved and evicted individually, so they are
@@ -15,10 +16,10 @@ use crate::store::{Lookup, Prefix};
 const LOOK_BACK: u32 = 64;
 const LOOK_FURTHER: u32 = 4;
 
-/// Selects the tiers in which chunks are treated as stored.
+/// Selects one of the counts in a lookup result: units in host memory, or units in any tier.
 type Tiers = fn(&Lookup) -> u32;
 
-/// Lookup results of one group for consecutive units from `start`.
+/// Lookup results of one group for consecutive units, starting at `start`.
 struct Column<'a> {
     group: &'a Group,
     number: u32,

@@ -10,8 +10,8 @@ use crate::key::ChunkKey;
 
 /// Maximum number of keys. When it is reached, all keys are dropped.
 const MAX_KEYS: usize = 1 << 16;
-/// After `MANY` misfits, no chunk is expected to fit unless more than `FEW_FITS` times as many
-/// chunks have fit.
+/// After `MANY` misfits, no chunk is expected to fit unless more than `FEW_FITS` chunks have fit
+/// per misfit.
 const MANY: u64 = 64;
 const FEW_FITS: u64 = 4;
 

@@ -3,10 +3,10 @@
 //!
 //! A prefix has one chunk per unit and KV cache group. A ticket is settled once, by the last rank's
 //! report (I10), and is committed only if no rank has reported a failure (I3). A save reads its
-//! blocks after the step that planned the save has launched. By then, the request may have finished
-//! and a block may belong to a different request, which must not write to the block until the save
-//! has read it (I2). Tickets are assigned per engine and always ascend, independently of the
-//! store's reservation numbers, so a late report never settles a different save.
+//! blocks after the step that planned the save has been launched. By then, the request may have
+//! finished and a block may belong to a different request, which must not write to the block until
+//! the save has read it (I2). Tickets are assigned per engine and always ascend, independently of
+//! the store's reservation numbers, so a late report never settles a different save.
 
 mod group;
 mod hit;
@@ -306,7 +306,8 @@ impl EngineSession {
         self.in_flight().len()
     }
 
-    /// Returns the blocks that saves in flight read, limited to `blocks` if it is given.
+    /// Returns the blocks that are being read by saves in flight. If `blocks` is given, returns
+    /// only blocks that it contains.
     pub fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
         self.in_flight().being_read(blocks)
     }

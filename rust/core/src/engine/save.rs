@@ -23,7 +23,7 @@ pub struct SaveRow<'a> {
     pub blocks: &'a [i32],
 }
 
-/// A Mamba group's state at the end of a unit, to be saved.
+/// A state to save: the state of a Mamba group at the end of a unit.
 #[derive(Debug)]
 pub struct StateRow(Part<'static>);
 
@@ -47,9 +47,9 @@ impl EngineSession {
         groups.filter(|(_, group)| group.kind != GroupKind::State)
     }
 
-    /// Reserves frames for the chunks of each row that are not stored yet, and adds the chunks to
-    /// the saves in flight. For each row, returns the reserved chunks and the number of units that
-    /// got no frame. If there are full-attention groups, only units of these groups are counted. On
+    /// Reserves frames for each row's chunks that are not stored yet, and adds these chunks to the
+    /// saves in flight. For each row, returns the reserved chunks and the number of units that got
+    /// no frame. If there are full-attention groups, only units of these groups are counted. On
     /// error, nothing is reserved.
     ///
     /// In groups without full attention, chunks with a block that vLLM has freed are skipped.
@@ -187,7 +187,7 @@ impl EngineSession {
     }
 }
 
-/// Returns the chunks of a sliding-window or local group, without chunks whose blocks vLLM has
+/// Returns the chunks of a sliding-window or local group, except chunks whose blocks vLLM has
 /// freed. `blocks` contains the blocks of the units in the row.
 fn independent_part<'a>(
     nth: usize,

@@ -11,7 +11,7 @@ use super::content::{Item, Items, Kind, Pending, Row, Run, View};
 use super::mode::{CHAIN, Digest, GROUP, PARALLEL_BYTES, TOKENS};
 use crate::{Error, Result};
 
-/// Returns the keys of the same prefixes in `group`:
+/// Returns the keys in `group` of the prefixes that `keys` identifies:
 /// `keyed(K("group"), key | group as u32 | zeros)`, where the input has 64 bytes.
 fn of_group(keys: &[ChunkKey], group: u32) -> impl Iterator<Item = ChunkKey> + use<> {
     let mut inputs = vec![[0; 64]; keys.len()];
@@ -46,9 +46,9 @@ const BATCH_BLOCKS: usize = 64;
 /// The keys of one prefix, one per block, computed incrementally.
 ///
 /// With a `lookahead` of n positions, the key of a block also covers the n positions after the
-/// block: the first digest covers n extra positions, and each later digest covers a whole block
-/// that starts n positions later. All errors are `InvalidConfig` and leave the chain unchanged.
-/// Positions start at 0 and fit in 32 bits.
+/// block: the first digest covers n extra positions, and each later digest covers `block_tokens`
+/// positions that start n positions after the start of its block. All errors are `InvalidConfig`
+/// and leave the chain unchanged. Positions start at 0 and fit in 32 bits.
 #[derive(Debug, Clone)]
 pub struct KeyChain {
     root: ChunkKey,
@@ -119,8 +119,8 @@ impl KeyChain {
         })
     }
 
-    /// Returns the key under which `group` stores the chunk of a block. Without a group, returns
-    /// the key of the block.
+    /// Returns the key of a block's chunk in `group`. Without a group, returns the key of the
+    /// block.
     pub fn key_of(&self, block: u32, group: Option<u32>) -> Result<ChunkKey> {
         let own = self.key(block)?;
         Ok(group.and_then(|group| of_group(&[own], group).next()).unwrap_or(own))
@@ -149,7 +149,7 @@ impl KeyChain {
     }
 
     /// Returns the keys of independent chunks in `group`: the group's root key, which is their
-    /// common parent, and the key of the chunk at the end of each block in `blocks`.
+    /// common parent, and the key of the chunk of each block in `blocks`.
     pub fn independent_keys(
         &self,
         group: u32,
@@ -214,7 +214,7 @@ impl KeyChain {
     pub(super) fn check_room(&self, num: usize) -> Result<()> {
         match u32::try_from(num) {
             Ok(num) if self.num_tokens().checked_add(num).is_some() => Ok(()),
-            _ => Err(Error::invalid("a prefix has fewer than 2^32 positions")
+            _ => Err(Error::invalid("a prefix must have fewer than 2^32 positions")
                 .with_context("num_tokens", self.num_tokens())),
         }
     }
@@ -238,8 +238,8 @@ impl KeyChain {
         self.push_pending(kind, rest);
     }
 
-    /// Returns true if the next `num` token ids are exactly what the next key adds: one whole block
-    /// without items.
+    /// Returns true if the next `num` token ids are exactly the positions that the next key adds,
+    /// and these are one whole block without items.
     pub(super) fn is_next_block(&self, num: usize) -> bool {
         let (start, len) = (self.block_start(), self.block_tokens);
         let is_whole = num == len as usize && self.pending.len() == 0 && self.next_len() == len;

@@ -1,9 +1,10 @@
 //! The content of a block (tokens, embedding rows and multimodal items) and its digest.
 //!
 //! A block is a list of runs, and a run is a sequence of positions of the same kind. The bytes of
-//! all runs are contiguous and in order, so hashing a block needs no copy. Items may overlap, like
-//! audio in a video, so the digest of a block includes all items that overlap the block. Unknown
-//! element types are rejected, because two names for one type would result in two keys.
+//! all runs are contiguous and in order, so hashing a block needs no copy. Items may overlap, for
+//! example a video and its audio, so the digest of a block includes all items that overlap the
+//! block. Unknown element types are rejected, because two names for one type would result in two
+//! keys.
 
 use std::ops::Range;
 
@@ -191,7 +192,7 @@ impl Pending {
 
 impl View<'_> {
     /// Returns the content digest. `block_start` is the first position of the block, and `items`
-    /// are all items that overlap the block.
+    /// yields all items that overlap the block.
     pub(super) fn digest<'i>(
         &self,
         block_start: u64,

@@ -1,7 +1,7 @@
 //! Extends many chains in one call. Blocks that running requests complete in the same step are
 //! hashed together.
 //!
-//! Hashing a single block uses only one SIMD lane, and the forward pass waits for these keys.
+//! Hashing a single block uses only one SIMD lane, and the forward pass waits for the keys.
 
 use super::chain::KeyChain;
 use super::mode::{CHAIN, Digest, TOKENS};

@@ -23,8 +23,8 @@ pub(super) static CHAIN: LazyLock<Mode> = LazyLock::new(|| Mode::new("chain"));
 pub(super) static GROUP: LazyLock<Mode> = LazyLock::new(|| Mode::new("group"));
 
 /// Inputs of at least this size are hashed on rayon's threads. For smaller inputs, waking the
-/// threads takes too long. The first large input starts the thread pool, so a process must not hash
-/// after a fork.
+/// threads takes too long. The first large input starts the thread pool, whose threads do not exist
+/// in forked processes, so a forked process must not hash.
 pub(super) const PARALLEL_BYTES: usize = 512 << 10;
 
 // Domain flags, from table 3 in section 2.2 of the BLAKE3 paper.
@@ -66,7 +66,7 @@ impl Mode {
         *blake3::Hasher::new_keyed(&self.key).update_rayon(bytes).finalize().as_bytes()
     }
 
-    /// Returns the keyed hash of one 64-byte block. Uses one compression and no hasher.
+    /// Returns the keyed hash of the 64-byte block `left | right`, using a single compression.
     pub(super) fn hash_pair(&self, left: &Digest, right: &Digest) -> Digest {
         let mut block = [0; 64];
         block[..32].copy_from_slice(left);

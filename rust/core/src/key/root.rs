@@ -54,7 +54,7 @@ impl<'de> Deserialize<'de> for SaltTag {
         let tag = u64::from_str_radix(&text, 16).map(|number| Self(number.to_be_bytes())).ok();
         let is_same = |tag: &Self| tag.to_string() == text;
         tag.filter(is_same)
-            .ok_or_else(|| de::Error::custom("a salt tag has 16 lowercase hex digits"))
+            .ok_or_else(|| de::Error::custom("a salt tag must have 16 lowercase hex digits"))
     }
 }
 

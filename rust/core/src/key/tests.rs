@@ -129,7 +129,7 @@ impl Prompt {
         chain
     }
 
-    /// Appends positions `from..to`, with at most `step(k)` positions in the k-th call.
+    /// Appends positions `from..to`. Each call appends at most `step()` positions.
     fn append(
         &self,
         chain: &mut KeyChain,
