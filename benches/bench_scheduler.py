@@ -5,9 +5,9 @@ Measures:
   workers' report
 - admission of one long prompt, as a miss and as a hit, with one and with multiple KV cache groups
 - admission of many hits in one step
-- many requests that wait for the disk
+- repeated matching of many requests that wait for disk reads
 
-The bench uses a real store and real keys, but does not copy KV. It requires vLLM.
+The benchmark uses a real store and real keys, but does not copy KV. It requires vLLM.
 """
 
 import argparse
@@ -178,9 +178,9 @@ class Engine:
         return (fresh,)
 
     def decode(self) -> SchedulerOutput:
-        """Return the next decoding step of all requests.
+        """Return the output of a step in which every request decodes one token.
 
-        A step's sampled tokens are known in the next step or, with ``run_ahead``, one step later.
+        Sampled tokens are known in the next step or, with ``run_ahead``, in the step after that.
         """
         for request in self.requests:
             lag = 1 if self.run_ahead else 0
@@ -226,9 +226,9 @@ def row(
 def decode_results(
     num_steps: int, run_ahead: bool, groups: tuple[GroupShape, ...] = ONE_GROUP
 ) -> list[Result]:
-    """Measure decoding steps of requests at different offsets in their blocks.
+    """Measure decode steps in which requests are at different offsets within their blocks.
 
-    Each step completes a block in one sixteenth of the requests.
+    In each step, one sixteenth of the requests fill a block.
     """
     num_chunks = NUM_RUNNING * (num_steps // BLOCK_TOKENS + 40) * len(groups)
     engine = Engine(num_chunks, run_ahead, groups)
@@ -251,13 +251,13 @@ def decode_results(
         wholes.append(plan_us + absorb_us)
         engine.after(output)
     gc.unfreeze()
-    how = f"{NUM_RUNNING} decoding{', running ahead' if run_ahead else ''}"
+    how = f"{NUM_RUNNING} decoding requests{', running ahead' if run_ahead else ''}"
     how += f", {len(groups)} groups" if len(groups) > 1 else ""
     engine.store.close()
     target = None if len(groups) > 1 else TARGET_US
     return [
-        row(f"step, {how}: plan", plans),
-        row(f"step, {how}: plan and report", wholes, target=target),
+        row(f"step, {how}: planning", plans),
+        row(f"step, {how}: planning and report", wholes, target=target),
     ]
 
 
@@ -304,14 +304,14 @@ def prompt_results(turns: int) -> list[Result]:
     return [
         row(f"{how}: keys and lookup, miss", missed, "ms"),
         row(f"{how}: save plan", saved, "ms"),
-        row(f"{how}: report of the saves", settled, "ms"),
+        row(f"{how}: processing the save report", settled, "ms"),
         row(f"{how}: keys and lookup, full hit", found, "ms"),
         row(f"{how}: load plan", loaded, "ms"),
     ]
 
 
 def groups_results(turns: int) -> list[Result]:
-    """Measure a prompt with multiple KV cache groups, saved in one step and loaded in the next."""
+    """Measure saving a prompt with multiple KV cache groups, and loading it in the next step."""
     num_chunks = GROUPS_TOKENS // BLOCK_TOKENS
     times: dict[str, list[float]] = {}
     random = Random(3)
@@ -328,7 +328,7 @@ def groups_results(turns: int) -> list[Result]:
         plan = note("keys and save plan", lambda engine=engine, output=output: engine.plan(output))
         report = report_of(plan)
         note(
-            "report of the saves",
+            "processing the save report",
             lambda engine=engine, report=report: engine.core.absorb(report),
         )
         live = VllmRequest(engine.request("second", list(ids)), ADAPTERS)
@@ -432,7 +432,7 @@ def waiting_crowd_results(num_steps: int) -> list[Result]:
     gc.unfreeze()
     engine.core.close()
     engine.session.close()
-    how = f"{NUM_WAITING} waiting for the disk"
+    how = f"{NUM_WAITING} requests waiting for the disk"
     return [
         row(f"{how}: first match", first),
         row(f"{how}: repeated match", again, target=TARGET_ASK_US),

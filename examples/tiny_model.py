@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 class Shape:
     """The model's dimensions.
 
-    The defaults take about 0.1 GFLOP per token, so that a prefill on a CPU takes noticeable time.
+    With the defaults, a prefill takes noticeable time on a CPU (about 0.1 GFLOP per token).
     """
 
     hidden: int = 512

@@ -67,9 +67,9 @@ class Crate:
             self._read(path if path.exists() else folder / f"{child}.rs", below, (*name, child))
 
     def _find(self, at: Name, path: Name) -> tuple[Name, Name] | None:
-        """Resolve ``path``, used in the module ``at``.
+        """Resolve ``path`` as written in module ``at``.
 
-        Returns the module that defines it and the rest of the path, or None if it belongs to a
+        Returns the defining module and the rest of the path, or None if the path leads to a
         different crate.
         """
         if path[0] not in ("crate", "super", "self") and (*at, path[0]) not in self.modules:

@@ -11,7 +11,7 @@ unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
 STARTED=${KV_STARTED:-$(date +%s)}
 PROFILE=${PROFILE:-release}
 LOGS=build/logs
-NO_CPU_BUILD=0.33.0 # this release only has CUDA wheels
+NO_CPU_BUILD=0.33.0 # this release has only CUDA wheels
 mkdir -p "$LOGS"
 # Use the machine's certificates, which a corporate proxy may require. Older releases of uv read the
 # second variable.
@@ -25,8 +25,8 @@ die() {
   exit 1
 }
 
-# quietly NAME COMMAND...: runs a command with its output in a log file. Prints a progress line
-# every 15 s, and the end of the log if the command fails.
+# quietly NAME COMMAND...: runs a command and writes its output to a log file. Prints a progress
+# line every 15 s, and the end of the log if the command fails.
 quietly() {
   local log="$LOGS/$1.log" ticker status=0
   shift

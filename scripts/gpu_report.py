@@ -30,7 +30,7 @@ COLD_PARTS = {
 
 
 def main(folder: Path) -> int:
-    """Print the report of ``folder``. Return 1 if it has no results."""
+    """Print the report on ``folder``. Return 1 if the folder has no results."""
     files = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     if not files:
         print(
@@ -206,7 +206,7 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
     yield (
         f"Cost of the tag: save {tag['save_without']:.2f} GB/s without and {tag['save_with']:.2f} "
         f"GB/s with the tag, load {tag['load_without']:.2f} and {tag['load_with']:.2f} GB/s "
-        f"(target: at most 2 %; {_verdict(price <= 0.02)})."
+        f"(target: at most 2%; {_verdict(price <= 0.02)})."
     )
 
 
@@ -272,19 +272,19 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
 
     warm, cold = ratio(("ttft", "warm_ms"), native), ratio(("cold", "cold_ms"), none)
     yield row(
-        "TTFT of 32,768 tokens, cold",
+        "TTFT for 32,768 tokens, cold",
         ("cold", "cold_ms"),
         f"1.005 of none: {cold:.4f}",
         cold <= 1.005,
     )
     yield from parts("cold")
     yield row(
-        "TTFT of 32,768 tokens, from host memory",
+        "TTFT for 32,768 tokens, from host memory",
         ("ttft", "warm_ms"),
         f"0.93 of native: {warm:.3f}",
         warm <= 0.93,
     )
-    yield row("TTFT of 32,768 tokens, from HBM", ("ttft", "hbm_ms"))
+    yield row("TTFT for 32,768 tokens, from HBM", ("ttft", "hbm_ms"))
     wave, prefill = (
         ratio(("wave", "warm_makespan_ms"), native),
         ratio(("wave", "cold_makespan_ms"), none),
@@ -324,7 +324,7 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
         f"1.05 of none: {value:.3f}",
         value <= 1.05,
     )
-    yield row("only steps without a prompt, p99", ("decode", "saving", "alone_p99_ms"))
+    yield row("of these, decode steps without a prompt, p99", ("decode", "saving", "alone_p99_ms"))
     yield row(
         "decode steps while 16k prompts arrive and are loaded, p50",
         ("decode", "loading", "all_p50_ms"),
@@ -366,7 +366,9 @@ def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
 
 
 def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
-    """Summarize the cold prefill of multiple runs, because runs differ by as much as the target."""
+    """Summarize the cold prefill of multiple runs. A single run is not enough, because the ratio
+    varies between runs by as much as the target allows (0.5%).
+    """
     context = next(
         (found for run in runs if (found := _get(run.get("none", {}), ("cold", "context")))), 0.0
     )
@@ -424,7 +426,7 @@ def _attached(results: dict[str, Any]) -> Iterator[str]:
         )
         yield from ("| | without | with | target | |", "|---|---|---|---|---|")
         context = found["context"]
-        labels = f"TTFT of {context:,} tokens", f"8 x {context // 2048}k together: makespan"
+        labels = f"TTFT for {context:,} tokens", f"8 x {context // 2048}k together: makespan"
         for kind, what in zip(kinds, labels, strict=True):
             without, with_it = kind["detached"], kind["attached"]
             ratio = with_it["ms"] / without["ms"]
@@ -446,7 +448,7 @@ def _one_kv_head(results: dict[str, Any]) -> Iterator[str]:
     ratio = median["kvloft"] / median["native"]
     yield ""
     yield (
-        "Llama-3.1-8B shape with one KV head (8 KiB pages), TTFT of 32,768 tokens from host "
+        "Llama-3.1-8B shape with one KV head (8 KiB pages), TTFT for 32,768 tokens from host "
         f"memory: native {median['native']:.1f} ms, kvloft {median['kvloft']:.1f} ms, ratio "
         f"{ratio:.3f} (target 0.85; {_verdict(ratio <= 0.85)})."
     )
@@ -552,7 +554,7 @@ def _startup(results: dict[str, Any]) -> Iterator[str]:
         if found := result.get("startup"):
             yield from ("", "## Saves while host memory is being registered", "")
             yield (
-                f"After {found['rows'][-1]['at_s']:.1f} s, {found['pinned_gib']:.1f} GiB were "
+                f"After {found['rows'][-1]['at_s']:.1f} s, {found['pinned_gib']:.1f} GiB had been "
                 f"registered; {found['saved_chunks']:,} chunks were saved, "
                 f"{found['failed_chunks']:,} failed (target: 0; "
                 f"{_verdict(not found['failed_chunks'])})."
@@ -563,7 +565,7 @@ def _chats(results: dict[str, Any]) -> Iterator[str]:
     """Compare kvloft's makespan with that of the fastest other engine."""
     yield from ("", "## A closed loop of chats (`benches/gpu/chats.py`), one engine at a time", "")
     yield from (
-        "| | makespan, s | all runs | cached of repeated tokens | preempted | |",
+        "| | makespan, s | all runs | repeated tokens cached | preempted | |",
         "|---|---|---|---|---|---|",
     )
     runs = {
@@ -587,7 +589,7 @@ def _chats(results: dict[str, Any]) -> Iterator[str]:
             sum(run[f"{what}_tokens"] for run in found) for what in ("known", "cached")
         )
         verdict = (
-            f"at most {best:.1f}, the fastest other: {_verdict(medians[name] <= best)}"
+            f"at most {best:.1f} (fastest other engine): {_verdict(medians[name] <= best)}"
             if name in OURS
             else ""
         )

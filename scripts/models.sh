@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the concurrency tests of the core with shuttle, which executes each test with KV_ORDERS
+# Runs the core crate's concurrency tests with shuttle, which executes each test under KV_ORDERS
 # thread schedules (default 2,000).
 set -euo pipefail
 cd "$(dirname "$0")/.."

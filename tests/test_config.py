@@ -1,4 +1,4 @@
-"""Tests the settings: the precedence of sources, parsed values, and one helpful sentence for every
+"""Tests the settings: the precedence of sources, parsed values, and the error message for every
 invalid setting.
 """
 
@@ -262,7 +262,7 @@ def test_server_settings_need_server_auto() -> None:
     assert ("server", "auto", "kv_connector_extra_config") in describe(starting)
     shared = load_config(
         {"server": "unix:/s"}, {"KVLOFT_HOST_SIZE": "1GiB"}
-    )  # the server might be able to read the file
+    )  # the server may use the same environment
     assert (shared.server, shared.host_size) == ("/s", 1 << 30)
     assert (
         load_config(

@@ -1,4 +1,4 @@
-"""Makes the emulated GPU of `tests/gpu`, the models of `tests/model` and `benches` importable."""
+"""Makes `benches`, the emulated GPU in `tests/gpu` and the models in `tests/model` importable."""
 
 import sys
 from pathlib import Path

@@ -48,8 +48,8 @@ print("RESULT", json.dumps(result), flush=True)
 
 @pytest.fixture
 def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the engines with child processes that take turns but do not measure. "native" exits
-    before its first turn.
+    """Replace the engines with child processes that take turns but do not measure. The child
+    "native" exits before its first turn.
     """
 
     def start(
@@ -133,7 +133,7 @@ def test_engines_that_take_too_long_are_killed_and_say_so(
 ) -> None:
     monkeypatch.setitem(
         globals(), "CHILD", "import time; time.sleep(6000)"
-    )  # pytest's own timeout would fail the test
+    )  # longer than pytest's timeout
     found = run(
         connectors=("none", "kvloft"),
         phases=("cold",),

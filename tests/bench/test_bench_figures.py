@@ -1,5 +1,5 @@
-"""Tests the evaluation of GPU benches with invented figures: percentiles, medians of runs, and the
-verdicts of the report.
+"""Tests how results of GPU benchmarks are evaluated, using made-up figures: percentiles, medians of
+runs, and the report's verdicts.
 """
 
 import importlib.util
@@ -54,7 +54,7 @@ def test_a_warm_first_token_is_compared_with_the_link_and_a_hit() -> None:
 def test_a_share_is_of_the_ceiling_measured_right_before_it() -> None:
     """The ceilings are 10, 20 and 30, and the shares are 0.9, 0.5 and 0.7.
 
-    Separate medians would give 10 of 20.
+    Separate medians of the rates and the ceilings would give a share of 10/20.
     """
     rig, ceiling = (
         object.__new__(Rig),
@@ -195,7 +195,7 @@ def test_the_report_pools_every_cold_prompt(
     last_ms: float, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Plain vLLM takes 2 s for two prompts of 1,000 tokens and 2 s for a wave of 4,000 tokens. With
-    kvloft, it takes 0.25% or 0.5% longer.
+    kvloft, it takes 0.26% or 0.51% longer.
     """
 
     def engine(*times_ms: float) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def test_the_report_shows_the_parts_of_a_cold_prompt(
         tmp_path, capsys, engine={"none": none, "native": {"cold": {"cold_ms": 1300.0}}}
     ).splitlines()
     for whole, gpu in (
-        ("TTFT of 32,768 tokens, cold", "1,222.00"),
+        ("TTFT for 32,768 tokens, cold", "1,222.00"),
         ("8 x 16k together, cold: makespan", "3,900.00"),
     ):
         at = next(i for i, line in enumerate(out) if line.startswith(f"| {whole}"))
@@ -375,7 +375,7 @@ def test_the_report_compares_one_process_with_its_connector_and_without(
     measured["attached"]["waves"]["detached"]["between_ms"] = 6.0
     out = report(tmp_path, capsys, engine_attached={"kvloft": measured})
     assert "in one process of kvloft" in out
-    assert "| TTFT of 32,768 tokens (2 runs) | 1,000.00 | 1,005.00 | 1.005: 1.0050 | met |" in out
+    assert "| TTFT for 32,768 tokens (2 runs) | 1,000.00 | 1,005.00 | 1.005: 1.0050 | met |" in out
     assert (
         "| 8 x 16k together: makespan (2 runs) | 4,000.00 | 4,021.00 | 1.005: 1.0052 | **missed** |"
         in out
@@ -520,7 +520,7 @@ def test_the_report_compares_our_server_with_the_fastest_other(
         f"{verdict})" in out
     )
     assert (
-        f"| served | {ours:.1f} | {ours:.1f} | 100.0% | 0 | at most 70.0, the fastest other: "
+        f"| served | {ours:.1f} | {ours:.1f} | 100.0% | 0 | at most 70.0 (fastest other engine): "
         f"{verdict} |" in out
     )
     alone = report(tmp_path, capsys, engine_peers={"served": {"ttft": {"warm_ms": ours}}} | died)
@@ -549,7 +549,7 @@ def test_the_report_shows_errors_of_a_rank(
 def test_the_report_names_engines_with_tokens_left_in_hbm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If a token remains in HBM, the measured time is not the time of a load from the server.
+    """If a token remains in HBM, the measured time does not represent a load from the server.
     Prompts between rounds should have emptied the cache.
     """
     both = {

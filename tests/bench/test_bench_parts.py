@@ -1,4 +1,5 @@
-"""Tests the split of the time to first token into parts, with a torch model on the emulated GPU.
+"""Tests how benchmarks split the time to first token into parts, using a torch model on the
+emulated GPU.
 
 The tests do not need a GPU.
 """
@@ -224,8 +225,8 @@ def test_a_trace_starts_with_its_wave(model: Model) -> None:
 def test_with_and_without_a_connector_take_turns_and_neither_is_always_first(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the connector attached, a forward pass has one more command, so each time must appear in
-    a separate column.
+    """With the connector attached, a forward pass has one more command, which shows whether a time
+    is in the wrong column.
     """
     away: list[str] = []
     order: list[str] = []

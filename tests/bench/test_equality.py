@@ -1,4 +1,4 @@
-"""Tests without a GPU that the equality check reports every wrong token and page."""
+"""Tests, without a GPU, that the equality check reports every wrong token and page."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -97,7 +97,7 @@ def test_an_engine_that_failed_or_never_preempted_is_a_problem() -> None:
 class CopyingMover:
     """Clones saved blocks and copies them back synchronously when they are loaded.
 
-    ``spoil`` corrupts the copies.
+    ``spoil`` corrupts loaded pages.
     """
 
     def __init__(self, kv: list[torch.Tensor]) -> None:
@@ -184,8 +184,8 @@ def test_the_audit_looks_at_the_pages_of_a_chunks_own_group() -> None:
 
 
 def kept() -> dict[str, Any]:
-    """Return the results of phase `kept` for an engine with two groups and without batch-invariant
-    kernels.
+    """Return the results of the `kept` phase for an engine with two groups and without
+    batch-invariant kernels.
     """
     told = {
         "kept": {"same_0": 5, "same_1": 1},

@@ -1,4 +1,4 @@
-"""Tests without a GPU that the multi-rank check reports an error in any rank."""
+"""Tests, without a GPU, that the multi-rank check reports an error in any rank."""
 
 from copy import deepcopy
 from typing import Any

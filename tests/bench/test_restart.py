@@ -1,4 +1,4 @@
-"""Tests that the restart check reports every token that is a miss in the next engine.
+"""Tests that the restart check reports every token that the next engine does not find in the cache.
 
 The tests do not need a GPU.
 """

@@ -1,5 +1,5 @@
-"""Tests the turns of benches on a shared GPU. Turns alternate strictly, pass to the next bench
-after a failure, and time out.
+"""Tests how benchmarks take turns on a shared GPU. Turns alternate strictly, pass to the next
+benchmark after a failure, and time out.
 """
 
 import threading

@@ -93,7 +93,7 @@ def test_an_adapter_loaded_in_place_is_not_shared(adapter: Path) -> None:
 
 
 def test_another_adapter_under_a_known_number_is_not_shared(adapter: Path) -> None:
-    """Workers keep the version of the adapter that they loaded first."""
+    """Workers keep the adapter that they first loaded under this number."""
     names = AdapterNames()
     first = names.identify(LoRARequest("a", 1, str(adapter)))
     other = LoRARequest("b", 1, str(adapter))

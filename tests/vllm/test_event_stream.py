@@ -80,7 +80,7 @@ class Router:
             self._take(int.from_bytes(number, "big"), payload)
 
     def catch_up(self, num_published: int) -> None:
-        """Receive all published batches without publishing further batches."""
+        """Receive all batches published so far."""
         deadline = time.monotonic() + 30 * PACE
         while self._next < num_published:
             assert time.monotonic() < deadline, (
@@ -100,7 +100,7 @@ class Router:
                 self._learn(event)
 
     def _ask(self) -> None:
-        """Request the missed batches. The last message of a response does not have a number."""
+        """Request the missed batches. The last message of a response has a negative number."""
         first = self._next
         self._replay.send_multipart((b"", first.to_bytes(8, "big")))
         while True:
@@ -139,9 +139,9 @@ class Router:
 
 
 class Stream:
-    """The publisher of an engine and its subscriber.
+    """An engine's publisher and its subscriber.
 
-    This class replaces an `Index` that receives events immediately.
+    Replaces an `Index`, which would receive events immediately.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Stream:
         self._num_unheard = 0
 
     def replay(self, events: list[Event]) -> None:
-        """Publish the events of each step, as vLLM's scheduler does."""
+        """Publish the events of a step as one batch, as vLLM's scheduler does."""
         self._publish([self._writer.write(event) for event in events])
 
     def clear(self) -> None:

@@ -1,5 +1,5 @@
-"""Tests KV events in vLLM's format: which requests are announced, and the log line if events are
-impossible.
+"""Tests KV events in vLLM's format: which requests are announced, and the warning if events cannot
+be published.
 """
 
 from array import array

@@ -192,7 +192,7 @@ def test_weights_that_a_trainer_replaces_in_memory_serve_their_own_engine_only()
 
 
 def test_an_engine_with_user_code_in_workers_is_not_shared() -> None:
-    """Trainers use such code to write into the model."""
+    """Trainers use worker extensions to write into the model."""
     assert digest(worker_extension="trainer.Extension") != digest(
         worker_extension="trainer.Extension"
     )
@@ -297,7 +297,7 @@ def test_media_are_numbered_only_if_both_caches_are_off(
     config = SimpleNamespace(model_config=model, cache_config=cache)
     prefixes = {media_prefix(config) for _ in range(2)}
     assert len(prefixes - {""}) == (2 if counted else 0), "no two engines share a prefix"
-    assert ("only saved up to the first item" in caplog.text) == counted
+    assert ("saved only up to the first item" in caplog.text) == counted
     model.multimodal_config = None
     assert media_prefix(config) == ""
 

@@ -1,5 +1,5 @@
-"""Tests the table of wrapped vLLM calls. Each target exists in this release. If a target is
-missing, its row defines the consequence.
+"""Tests the table of wrapped vLLM calls: each target exists in this release, and a missing target
+has the consequence that its row states.
 """
 
 import gc
@@ -70,7 +70,7 @@ def test_a_renamed_target_has_the_consequence_that_its_row_states(
     patch: Patch, monkeypatch: pytest.MonkeyPatch, logged: Any
 ) -> None:
     monkeypatch.delattr(patch.find(), patch.method)
-    wrap(patch, lambda *_: None)  # the call does not exist, and its absence has no consequence
+    wrap(patch, lambda *_: None)  # does nothing, because the method is missing
     if patch.missing is Missing.REFUSE:
         with pytest.raises(UnsupportedError, match=rf"{patch.owner}\.{patch.method}"):
             settle([patch])
@@ -118,8 +118,7 @@ def test_wrapped_once_however_often_and_arguments_and_results_pass() -> None:
     assert calls == ["around", ((1,), {"more": 2}), *["around"] * 3]
 
 
-# -- workers
-# ---------------------------------------------------------------------------------------------
+# -- workers ---------------------------------------------------------------------------------------
 
 
 def public_names(owner: type) -> set[str]:
@@ -188,8 +187,7 @@ def test_calls_that_unmap_pages_are_wrapped() -> None:
     )
 
 
-# -- pauses, schedulers
-# -------------------------------------------------------------------------------------------
+# -- pauses, schedulers ----------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -21,9 +21,7 @@ OTHER = "ExampleConnector"
 
 @pytest.fixture
 def factory() -> Iterator[Any]:
-    """Return vLLM's factory in its state after the first call of the plugin, and restore the
-    factory after the test.
-    """
+    """Return vLLM's factory with the plugin registered, and restore it after the test."""
     method, registry = (
         vars(KVConnectorFactory)["get_connector_class"],
         dict(KVConnectorFactory._registry),

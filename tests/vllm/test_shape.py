@@ -157,7 +157,7 @@ def test_parts_are_raw_on_cpus() -> None:
 
 
 def test_encoded_parts_have_room_for_a_table() -> None:
-    """A table has one entry per 4 KiB, and one more entry per layer if K and V are separate."""
+    """A part's table has one entry per 4 KiB, and one more per layer if K and V are separate."""
     ranks = [stage((BF16, [f"layer {i}" for i in range(32)]))]
     shape, without = (cache_shape(pipeline(1, 1), ranks, encoding) for encoding in (E348, RAW))
     assert (shape.encoding, without.encoding) == (E348, RAW)
@@ -349,7 +349,7 @@ def test_each_group_has_frames_of_its_own_size() -> None:
 def test_groups_of_shorter_blocks_have_more_of_them_in_a_chunk(
     sizes: tuple[int, int], window: int, unit: int, counts: tuple[int, int], kept: tuple[int, int]
 ) -> None:
-    """All chunks end where vLLM's hits end.
+    """All chunks end where vLLM's hits can end.
 
     If a window is shorter than a unit, a chunk keeps only the blocks within the window.
     """

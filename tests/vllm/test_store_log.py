@@ -40,7 +40,7 @@ def test_an_idle_engine_logs_the_connection_to_its_server() -> None:
             server.close(0.0)
             assert has_heard("lost the connection to the kvloft server")
         heard.clear()
-        del server  # the socket is free only after the exit
+        del server  # the socket is released only when the server is dropped
         _server = _core.Server(path, host_bytes=1 << 20)
         poller.close()
         assert not heard, "nothing may be logged after close"

@@ -167,8 +167,7 @@ def test_drafters_with_kv_are_served_by_releases_that_let_save_behind_them(
         check_supported(config, groups(FULL))
 
 
-# -- layers of a model for a connector with one block table
-# ---------------------------------------
+# -- layers of a model for a connector with one block table ----------------------------------------
 
 
 SIZES: Any = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
@@ -326,9 +325,7 @@ GDN = replace(ALIGNED, mamba_type="GDN_ATTN")
 
 
 def test_states_within_blocks_are_refused() -> None:
-    """vLLM does not offer states at the ends of blocks for this model, so prompts would rarely be
-    hits.
-    """
+    """vLLM does not offer states at the ends of blocks for this model, so hits would be rare."""
     for unit in (8, 16):
         with pytest.raises(
             UnsupportedError, match=f"at multiples of {unit}, where.*--prefix-match-unit"
@@ -360,7 +357,7 @@ def test_draft_tokens_are_supported_with_gated_delta_nets(method: str) -> None:
 def test_states_with_other_block_sizes_are_rejected_and_name_the_draft_model(
     method: str | None,
 ) -> None:
-    """The KV heads of the draft model differ from the KV heads of the model."""
+    """The draft model's KV heads differ from those of the target model."""
     config = settings(speculative_config=method and SimpleNamespace(method=method))
     with pytest.raises(UnsupportedError, match="the same block size") as caught:
         check_supported(config, groups(replace(FULL, block_size=96), GDN, FULL), "all")

@@ -1,6 +1,6 @@
 """Tests how loaded weights are identified by files, links and commits.
 
-If the weights cannot be identified in time, the cache is valid only for this run.
+If the weights cannot be identified, the cache is valid only for this run.
 """
 
 import os
@@ -148,7 +148,7 @@ def test_files_changed_since_start_are_valid_for_this_run_only(
     (folder / "linked").symlink_to(folder / "whisper")
     before = look(str(folder.parent / "current"))
     assert before is not None
-    time.sleep(0.05)  # longer than a clock tick of a file system
+    time.sleep(0.05)  # longer than the resolution of file timestamps
     monkeypatch.setattr(weights, "engine_start_s", lambda: before.latest_s + 0.01)
     assert is_shared(str(folder.parent / "current")) and not logged()
     change(folder)

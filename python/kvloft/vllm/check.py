@@ -1,8 +1,8 @@
-"""Runs an engine of `kvloft check` in a separate process: ``python -m kvloft.vllm.check JOB.json``.
+"""Runs an engine for `kvloft check` in its own process: ``python -m kvloft.vllm.check JOB.json``.
 
-This process starts vLLM with the user's flags, with or without kvloft, runs the prompts of the job,
-and appends a line of JSON to a file for each event. The parent process compares the outputs. When
-the parent exits, stdin is closed, and this process and its workers exit.
+This process starts vLLM with the user's flags, with or without kvloft, runs the job's prompts, and
+appends a line of JSON to a file for each event. The parent process compares the outputs. When the
+parent exits, stdin is closed, and this process and its workers exit.
 """
 
 import json
@@ -55,7 +55,7 @@ class Engine:
         return self.core.scheduler.kv_cache_config
 
     def watch(self) -> None:
-        """Count the loaded blocks per group in step plans, because no metric provides this."""
+        """Count loaded blocks per group from the step plans, because no metric has these counts."""
         connector = self.core.scheduler.connector
         if connector is None:
             return
@@ -71,7 +71,8 @@ class Engine:
         connector.build_connector_meta = build_connector_meta
 
     def ask(self, ids: Sequence[int]) -> dict[str, Any]:
-        """Run a prompt and return its greedy tokens, the margin of each token, and the counters.
+        """Run a prompt, and return its greedy tokens, their margins, and the changes in the
+        counters.
 
         In the result, ``clear`` has one row per token: its log probability, its margin over the
         second-best token, and the id of the second-best token.
@@ -138,7 +139,7 @@ class Engine:
         return found
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return a description of vLLM's KV cache groups, with the values that kvloft uses."""
+        """Return a description of vLLM's KV cache groups in kvloft's terms."""
         found, specs = [], layer_specs(self.config)
         for group in self.config.kv_cache_groups:
             spec = specs[group.layer_names[0]]
@@ -201,8 +202,8 @@ def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
     given, args.kv_transfer_config = args.kv_transfer_config, None
     if given is not None and given.kv_connector != "KVLoftConnector":
         raise ConfigError(
-            f"--kv-transfer-config sets kv_connector={given.kv_connector}; kvloft check only "
-            "supports KVLoftConnector"
+            f"--kv-transfer-config sets kv_connector={given.kv_connector}; kvloft check "
+            "supports only KVLoftConnector"
         )
     if job["disk_path"] is not None:
         extra = (given.kv_connector_extra_config if given else {}) | job["extra"]
@@ -213,7 +214,7 @@ def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=extra,
         )
-    DiskPacing.always_pays = True  # chunks that are not loaded are not checked
+    DiskPacing.always_pays = True  # even if computing is faster: only loaded chunks are checked
     engine = Engine(LLMEngine.from_engine_args(args))
     engine.watch()
     return engine, ignored

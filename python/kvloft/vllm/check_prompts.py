@@ -1,4 +1,4 @@
-"""Chooses prompts for `kvloft check`. Their lengths reveal cache errors, and their outputs do not
+"""Chooses prompts for `kvloft check`. Their lengths expose cache errors, and their outputs do not
 depend on rounding.
 
 The prompts are chosen in an engine without kvloft's connector.
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MAX_PROMPT_TOKENS = 10_000
 PROMPT_UNITS = (1.4, 2.5, 4.3, 6.7)
-"""Prompt lengths, in multiples of the granularity of hits in vLLM's prefix cache."""
+"""Prompt lengths, in multiples of vLLM's prefix-cache hit granularity."""
 LONG_PROMPT_TOKENS = 1024
 NUM_FORKED = 2
 NUM_TRIES = 4
@@ -30,12 +30,12 @@ WORDS = """
 """
 
 Chosen = tuple[list[int], dict[str, Any]]
-"""A prompt and its output without a cache."""
+"""A prompt, and the result of running it without cache hits."""
 
 
 def choose_prompts(engine: Engine, num_output_tokens: int) -> dict[str, Chosen]:
-    """Return prompts by name. Some lengths are fractional multiples of the hit granularity, and
-    some exceed every sliding window and attention chunk.
+    """Return the chosen prompts, keyed by name. Some lengths are fractional multiples of the hit
+    granularity, and some exceed every sliding window and attention chunk.
 
     A "fork" starts with the same tokens as an earlier prompt and then differs.
     """

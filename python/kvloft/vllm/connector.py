@@ -1,8 +1,8 @@
 """KVLoftConnector implements vLLM's hooks by calling the scheduler side or the worker side.
 
-An error in a hook is treated as a miss: it is counted and logged once per hook, and the engine
-continues. Errors in the constructor are not caught, because an engine with invalid settings must
-not start. All loads are asynchronous.
+An error in a hook is treated as a miss: it is counted, the first error in each hook is logged, and
+the engine continues. Errors in the constructor are not caught, because an engine with invalid
+settings must not start. All loads are asynchronous.
 """
 
 import logging
@@ -46,7 +46,7 @@ class KVLoftMetadata(KVConnectorMetadata):
 
 @dataclass
 class KVLoftWorkerMetadata(KVConnectorWorkerMetadata):
-    """The metadata that the workers send to the scheduler, with one report per rank."""
+    """The metadata that the workers send to the scheduler: one report per rank."""
 
     reports: list[StepReport] = field(default_factory=list)
 
@@ -56,7 +56,7 @@ class KVLoftWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 def _miss_on_error(default: Callable[..., Any] = lambda _: None) -> Callable[[_F], _F]:
-    """Make a hook return ``default(self)`` on errors. Count errors, and log the first per hook."""
+    """Make a hook count its errors, log the first error, and return ``default(self)``."""
 
     def wrap(hook: _F) -> _F:
         @wraps(hook)
@@ -121,7 +121,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False, because a dropped save causes nothing worse than a later miss."""
+        """False, because losing a save only causes a later miss."""
         return False
 
     # -- worker side ------------------------------------------------------------------------------
@@ -314,6 +314,6 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
 
 
 def class_of(kv_groups: str) -> type[KVLoftConnector]:
-    """Return the connector class for the setting ``kv_groups``."""
+    """Return the connector class for the ``kv_groups`` setting."""
     with_groups = kv_groups == "all" or (kv_groups == "auto" and HAS_GROUPS)
     return KVLoftGroupsConnector if with_groups else KVLoftConnector

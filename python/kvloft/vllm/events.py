@@ -26,9 +26,9 @@ from kvloft.seam.views import LiveRequest
 logger = logging.getLogger("vllm.kvloft")
 
 MEDIUM = {HOST: "CPU", DISK: "STORAGE"}
-"""The medium of each tier, with the names that vLLM's KV offloading uses."""
+"""The medium of each tier, named as in vLLM's KV offloading."""
 NO_EVENTS = (
-    'kvloft: KV events do not include blocks in the cache, because "kv_role" is "%s"; use "kv_both"'
+    'kvloft: KV events do not include kvloft\'s blocks, because "kv_role" is "%s"; use "kv_both"'
 )
 """Warning for an engine whose role excludes loads or saves."""
 
@@ -36,7 +36,7 @@ NO_EVENTS = (
 def announcer_of(
     vllm_config: Any, kv_cache_config: Any, store: Session, shape: CacheShape, *, is_shared: bool
 ) -> Announcer | None:
-    """Return the announcer for ``store``. With ``is_shared``, other engines also use the store.
+    """Return the announcer for ``store``, which other engines also use if ``is_shared``.
 
     Returns None if KV events are disabled in vLLM's ``kv_events_config``. Logs a warning and
     returns None if the engine's ``kv_role`` does not support KV events.
@@ -105,7 +105,7 @@ class EventWriter:
             }
             for nth, (spec, group) in enumerate(zip(specs, shape.groups, strict=True))
         ]
-        # vLLM 0.30 and older publish the keys in the form in which they are hashed.
+        # vLLM 0.30 and older publish extra keys exactly as they are hashed.
         self._extra_keys = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
     def write(self, event: Event) -> BlockStored | BlockRemoved:

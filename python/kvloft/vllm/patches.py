@@ -1,4 +1,4 @@
-"""Wraps vLLM methods that have no connector hook, and calls listeners.
+"""Wraps vLLM methods for which there is no connector hook, so that listeners are called.
 
 If a vLLM release lacks a method, a guarantee is lost. Each entry in the table describes the lost
 guarantee and the reaction: the engine does not start, the cache is used only in this run, or
@@ -26,7 +26,7 @@ class Missing(Enum):
     """The reaction to a missing method."""
 
     REFUSE = "the engine does not start"
-    THIS_RUN = "the cache is only used in this run of the engine"
+    THIS_RUN = "the cache is used only in this run of the engine"
     LESS = "reduced support"
 
 
@@ -83,7 +83,7 @@ PAUSE_RESET = Patch(
     _CORE,
     "EngineCore",
     "_reset_caches",
-    "pause and sleep clear connectors although KV remains valid",
+    "pause and sleep clear the caches of connectors although KV remains valid",
     "pause and sleep clear the cache, including the disk tier",
     Missing.LESS,
 )
@@ -99,7 +99,7 @@ POOL_RESET = Patch(
     "vllm.v1.core.block_pool",
     "BlockPool",
     "reset_prefix_cache",
-    "the event it publishes removes all blocks, including kvloft's blocks",
+    "the event that it publishes removes all blocks, including kvloft's blocks",
     "after a reset of vLLM's prefix cache, KV events no longer include the chunks in kvloft",
     Missing.LESS,
 )
@@ -118,14 +118,14 @@ FIND_CLASS = Patch(
     "KVConnectorFactory",
     "get_connector_class",
     "kvloft checks its settings before vLLM loads weights",
-    "invalid settings are only reported after vLLM has loaded the weights",
+    "invalid settings are reported only after vLLM has loaded the weights",
     Missing.LESS,
 )
 RANK_CONFIGS = Patch(
     "vllm.v1.executor.abstract",
     "Executor",
     "initialize_from_config",
-    "vLLM only passes the layers of the first rank to the scheduler's connector",
+    "vLLM passes only the layers of the first rank to the scheduler's connector",
     "the layers of other ranks are unknown, so pipeline parallelism is not supported",
     Missing.LESS,
 )
@@ -206,9 +206,9 @@ def wrap(patch: Patch, around: Around, owner: Any = None) -> None:
 
 
 def listen(patch: Patch, listener: Callable[..., Any], owner: Any = None) -> None:
-    """Call ``listener`` with the arguments of the method before each call to the method.
+    """Before each call to the method, call ``listener`` with the same arguments.
 
-    ``listener`` is a bound method, and calls stop when the object it is bound to is deleted. If
+    ``listener`` is a bound method, and is not called after its object has been deleted. If
     ``listener`` returns a function, this function is called after the method. Exceptions are logged
     and suppressed. ``owner`` has the same meaning as in `wrap`.
     """

@@ -1,6 +1,6 @@
 """Records the KV cache configs of all ranks.
 
-vLLM passes only the first rank's layers to the scheduler's connector, with one size per group.
+vLLM passes only the first rank's layers, and one size per group, to the scheduler's connector.
 However, pipeline stages have different layers, and layers can differ in size. kvloft therefore
 observes the call that passes a config to each rank. The scheduler process makes this call before it
 creates the scheduler. Engines without kvloft also load this module, so it must not import the
@@ -46,15 +46,15 @@ def configs_of_ranks(vllm_config: Any, kv_cache_config: Any) -> Sequence[Any]:
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
         raise UnsupportedError(
             f"kvloft does not support pipeline_parallel_size={parallel.pipeline_parallel_size} "
-            "here, because the KV cache configs of all ranks are unknown "
+            "here, because the KV cache configs of the other ranks are unknown "
             f"({RANK_CONFIGS.owner}.{RANK_CONFIGS.method} was not called in this process); "
-            "set it to 1"
+            "set pipeline_parallel_size to 1"
         )
     return [kv_cache_config]
 
 
 def _outline(config: Any) -> Any:
-    """Return the values that match between the scheduler's and the first rank's configs."""
+    """Return the values that the scheduler's config has in common with the first rank's config."""
     return config.num_blocks, [
         (list(group.layer_names), group.kv_cache_spec.block_size)
         for group in config.kv_cache_groups

@@ -72,7 +72,7 @@ STATS_STEPS = 32
 REPLACEABLE_WEIGHTS = (
     "server = unix:{} ({}) is not supported if a trainer can replace the weights of a running "
     "engine (weight_transfer_config, worker_extension_cls), because other engines would load KV "
-    "computed with different weights. Remove the setting server."
+    "computed with different weights. Remove the `server` setting."
 )
 
 
@@ -148,7 +148,7 @@ class SchedulerHalf:
         self._announcer = announcer_of(
             vllm_config, ranks[0], self._store, shape, is_shared=self._is_shared
         )
-        # If a failed load fails its request, retrying loads could fail more requests.
+        # Without recomputation, a failed load fails its request, so do not retry loads.
         is_recomputed = getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute"
         settings = PlanSettings(
             shape,
@@ -261,7 +261,7 @@ class SchedulerHalf:
         self, request: Request, tables: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
         """Admit a request. If its load cannot be planned, plan a failed load, because the request
-        waits for a result.
+        waits for the load's result.
         """
         live, own = VllmRequest(request, self._adapters), self._new_tables(tables)
         try:

@@ -125,7 +125,7 @@ def draft_limit(vllm_config: Any) -> int | None:
     speculative, longest = vllm_config.speculative_config, vllm_config.model_config.max_model_len
     if (draft := getattr(speculative, "draft_model_config", None)) is not None:
         longest = min(longest, draft.max_model_len)
-    # DFlash needs one more token, and another token is a safety margin.
+    # One of the two tokens is for DFlash, and the other is a safety margin.
     return int(longest) - int(speculative.num_speculative_tokens) - 2
 
 
@@ -156,7 +156,7 @@ KIND_OF_SPEC: dict[str, Literal["full", "window", "local", "state"]] = {
     "ChunkedLocalAttentionSpec": "local",
     "MambaSpec": "state",
 }
-"""Kind of a group (see `GroupShape`), by the class of its KV cache spec.
+"""Maps the class of a KV cache spec to the kind of its group (see `GroupShape`).
 
 If all layers share one block table, layers with a sliding window or chunked local attention also
 have a FullAttentionSpec: vLLM converts their specs (`unify_hybrid_kv_cache_specs`), keeps all
@@ -191,7 +191,7 @@ def group_layers(kv_cache_config: Any) -> list[list[str]]:
 
 
 def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
-    """Return the KV cache spec of every layer by name, in vLLM's order."""
+    """Return the KV cache specs of all layers, keyed by layer name, in vLLM's order."""
     specs: dict[str, Any] = {}
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec

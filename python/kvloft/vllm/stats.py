@@ -23,7 +23,7 @@ CONNECTED: Final = "server_connected"
 
 @dataclass
 class KVLoftStats(KVConnectorStats):
-    """The statistics of one interval, with the names in ``COUNTERS`` and ``GAUGES``."""
+    """The statistics of one interval, keyed by the names in ``COUNTERS`` and ``GAUGES``."""
 
     def reset(self) -> None:
         self.data = dict[str, Any]()
@@ -53,8 +53,8 @@ class KVLoftPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, dict[int, Any]] = {}
         self._label_values = per_engine_labelvalues
-        # With multiple API servers, every process exports a copy of each gauge. Only the newest
-        # value is up to date.
+        # With multiple API servers, every process exports a copy of each gauge, and only the newest
+        # copy is valid.
         newest = {"multiprocess_mode": "mostrecent"}
         for metric in exported(Scope.ENGINE):
             cls, more = (self._gauge_cls, newest) if metric.is_gauge else (self._counter_cls, {})

@@ -1,4 +1,4 @@
-"""Logs events of the store and problems that its counters indicate."""
+"""Logs the store's events, and problems that its counters indicate."""
 
 import logging
 import threading
@@ -22,12 +22,11 @@ NO_ROOM = (
     "see other log lines about the disk, or the server's log"
 )
 OTHER_LAYOUT = (
-    "kvloft: cannot load %s in this namespace (%s), saved by an engine with a different memory "
-    "layout. Set a different namespace for each engine, and report the settings in which the "
-    "engines differ"
+    "kvloft: cannot load %s saved by an engine with a different memory layout (namespace %s). "
+    "Set a different namespace for each engine, and report the settings in which the engines differ"
 )
 SLOW_DISK = (
-    "kvloft: %s on disk were computed, because reading them was expected to take longer "
+    "kvloft: computed %s instead of reading the KV from disk, which was expected to take longer "
     "(namespace %s). The metric disk_slow_tokens counts these tokens"
 )
 MISFITS = (
@@ -36,7 +35,8 @@ MISFITS = (
 )
 LOADS_FAIL = (
     f"kvloft: {MAX_FAILED_LOADS} consecutive loads failed; pausing loads and saves for a minute "
-    "(namespace %s). Requests are computed instead. See the workers' log for the reason"
+    "(namespace %s). Until then, prompts are computed instead of loaded. See the workers' log "
+    "for the reason"
 )
 POLL_EVERY_S: Final = 1.0
 
@@ -82,9 +82,9 @@ class StoreLog:
 
 
 class EventPoller:
-    """Calls ``log_events`` every second in a thread until it is closed.
+    """A thread that calls ``log_events`` every second until `close` is called.
 
-    vLLM calls no hooks while an engine is idle, but the connection to a server can change.
+    While an engine is idle, vLLM calls no hooks, but the connection to a server can still change.
     """
 
     def __init__(self, log_events: Callable[[], None], *, every_s: float = POLL_EVERY_S) -> None:

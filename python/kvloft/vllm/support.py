@@ -49,8 +49,8 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) 
         yield "does not support diffusion models: they modify KV after it is computed"
     if not getattr(model, "is_prefix_caching_supported", True):
         yield (
-            "only supports models whose prefixes vLLM can cache; this model requires the output of "
-            "every token (mean or CLS pooling, or bidirectional attention)"
+            "only supports models for which vLLM supports prefix caching; this model requires the "
+            "output of every token (mean or CLS pooling, or bidirectional attention)"
         )
     yield from _of_layers(vllm_config, kv_cache_config, kv_groups)
     chunked_prefill = getattr(
@@ -73,7 +73,7 @@ def _of_layers(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str)
     if (num_groups := len(kv_cache_config.kv_cache_groups)) != 1:
         served = {"full", "window", "local", "state"}
         if kv_groups == "one" or not num_groups:
-            reason = "for example, attention and state-space layers"
+            reason = "for example, because it combines attention and state-space layers"
             yield (
                 "only supports models with one KV cache group here, but this model has "
                 f"{num_groups} ({reason})"
@@ -188,7 +188,7 @@ def _of_drafts_with_block_sizes(vllm_config: Any, sizes: str) -> Iterator[str]:
 
 
 def _of_drafts_with_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
-    """Yield reasons to reject speculative decoding with states.
+    """Yield reasons to reject speculative decoding with Mamba or gated delta net states.
 
     In the rejected cases, vLLM 0.32 computes wrong outputs after hits in its own prefix cache
     (tests/e2e/zoo/test_faults.py), and kvloft would save the wrong KV. All methods except suffix
@@ -239,7 +239,7 @@ def _of_settings(vllm_config: Any) -> Iterator[str]:
 
 
 def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    """Yield reasons to reject pipeline parallelism, in cases that are untested or fail in vLLM."""
+    """Yield reasons to reject pipeline parallelism where it is untested or fails in vLLM."""
     if (size := getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1)) == 1:
         return
     # Check the specs of both groups and layers, because this rank may have no layers of a group,

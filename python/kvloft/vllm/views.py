@@ -110,8 +110,8 @@ def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> S
     """Convert a SchedulerOutput, in either of vLLM's formats, to a StepView. A resumed request
     appears as a new request with its complete block table.
 
-    With ``new_tables``, the view returns vLLM's current block tables, and ``grown`` contains all
-    blocks that vLLM assigned to requests.
+    With ``new_tables``, ``tables`` of the view returns vLLM's current block tables, and ``grown``
+    contains all blocks that vLLM assigned in this step.
     """
     blocks_of = _first_of if new_tables is None else _flatten
     cached = output.scheduled_cached_reqs
@@ -156,7 +156,7 @@ def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> S
 
 
 def _resolve(view: StepView, output: SchedulerOutput, new_tables: NewTables) -> StepView:
-    """Add vLLM's current block tables and the states that vLLM offers to ``view``."""
+    """Add to ``view`` vLLM's current block tables and the states that vLLM offers."""
     state = output.kv_connector_block_state
     assert state is not None, "vLLM 0.32 and newer set kv_connector_block_state for every connector"
     grown = [*view.grown, *((new.req_id, new.block_ids) for new in view.new)]

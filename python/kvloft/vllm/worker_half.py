@@ -1,9 +1,10 @@
-"""The worker side inside vLLM passes connector metadata to WorkerCore, with one method per hook.
+"""The worker side inside vLLM: creates the WorkerCore and implements the hooks that do more than
+call it.
 
-vLLM releases call hooks in different orders. Before 0.31, vLLM does not call ``wait_for_save`` in
-empty steps, and with speculative decoding, it collects results before ``wait_for_save``. Saves
+vLLM releases call hooks in different orders. vLLM 0.30 and older do not call ``wait_for_save`` in
+empty steps. With speculative decoding, vLLM collects results before ``wait_for_save``. Saves
 therefore run in the first hook after the forward pass. The KV of a draft model and the states of
-accepted draft tokens are written after results are collected. In these cases, saves run in
+accepted draft tokens are written after results are collected. With either of these, saves run in
 ``wait_for_save``, which is the last hook.
 """
 

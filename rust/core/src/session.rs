@@ -48,12 +48,12 @@ pub trait Session: Send + Sync + fmt::Debug {
     /// Returns the number of chunks in a lease that are ready and the number that are still being
     /// read, across all its prefixes. Returns zeros if the lease has ended.
     fn poll(&self, lease: LeaseId) -> Progress;
-    /// Returns all ready chunks, in the order of the prefixes.
+    /// Returns the frames of all ready chunks, in the order of the prefixes.
     fn frames(&self, lease: LeaseId) -> Vec<LeasedFrame>;
     /// Releases a lease. A second call has no effect.
     fn release(&self, lease: LeaseId);
-    /// Reserves frames for the missing chunks of each request. Reserves nothing if a prefix is
-    /// shorter than its range of units. Tickets always ascend within a store, but a new store may
+    /// Reserves frames for the missing chunks of each request. Reserves nothing if the units of a
+    /// request extend beyond its prefix. Tickets always ascend within a store, but a new store may
     /// reuse tickets of the old store.
     fn reserve_many(&self, asked: &[SaveRequest<'_>]) -> Result<Vec<Reserved>>;
     /// Commits reservations. Returns the number of chunks that became visible.
@@ -61,14 +61,14 @@ pub trait Session: Send + Sync + fmt::Debug {
     /// Aborts reservations and frees their frames.
     fn abort(&self, tickets: &[u64]);
     /// Removes chunks and their descendants from every tier. Returns the number of chunks removed
-    /// so far.
+    /// by this call; later calls remove the rest of a large tree.
     fn discard(&self, keys: &[ChunkKey]) -> u64;
     /// Removes all chunks from every tier.
     fn clear(&self);
-    /// Returns counters and gauges by name.
+    /// Returns the names and values of counters and gauges.
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)>;
-    /// Restricts new reservations to frames in the first `limit_bytes` of the arena. Workers cannot
-    /// copy to the rest yet.
+    /// Restricts new reservations to frames in the first `limit_bytes` of the arena, because
+    /// workers cannot copy to the rest yet.
     fn limit_memory(&self, limit_bytes: u64);
     /// Returns the log lines added since the last call.
     fn take_events(&self) -> Vec<Event>;
@@ -86,8 +86,7 @@ pub trait Session: Send + Sync + fmt::Debug {
     /// released.
     fn close(&self, timeout: Duration);
 
-    /// Returns true if the last reservation timed out, so that its chunks can be retried
-    /// immediately.
+    /// Returns true if the last reservation timed out. Its chunks can then be retried immediately.
     fn is_save_late(&self) -> bool {
         false
     }
@@ -106,8 +105,8 @@ struct Leases {
 pub struct Local {
     // Declared before the store, so that open leases are dropped first.
     leases: Mutex<Leases>,
-    /// Size of the first part of the arena that this engine's workers can copy to, in bytes. Other
-    /// sessions with the store may have different limits.
+    /// This engine's workers can copy only to the first `limit_bytes` of the arena. Other sessions
+    /// with the store may have different limits.
     limit_bytes: AtomicU64,
     listener: OnceLock<Listener>,
     store: Arc<Store>,

@@ -1,4 +1,4 @@
-"""Identifies LoRA adapters and media items in keys."""
+"""Computes the identities of LoRA adapters and the prefix of media identifiers for cache keys."""
 
 import logging
 from typing import Any
@@ -12,7 +12,7 @@ from kvloft.vllm.identity.weights import Look, LooksInTime, engine_start_s, hub_
 logger = logging.getLogger("vllm.kvloft")
 
 MEDIA_ARE_NUMBERED = (
-    "kvloft: prompts with images or other media are only saved up to the first item: with "
+    "kvloft: prompts with images or other media are saved only up to the first item: with "
     "--no-enable-prefix-caching and --mm-processor-cache-gb 0, vLLM numbers media items instead of "
     "hashing them. Remove one of these flags to cache entire prompts"
 )
@@ -34,10 +34,10 @@ class AdapterNames:
     """Identifies each LoRA adapter by its name, its path and a fingerprint of its weights.
 
     Runs can share KV computed with an adapter if its files have not changed since this engine
-    started or a commit identifies them, because in both cases, the workers have loaded exactly
-    these weights. Otherwise, the identity is valid only for this run. Once the files differ from
-    the first check, requests no longer share KV computed with the adapter. vLLM identifies adapters
-    by name in its prefix cache and by number in its workers.
+    started, or if a commit identifies them. In both cases, the workers have loaded exactly these
+    weights. Otherwise, the identity is valid only for this run. Once the files differ from their
+    state at the first check, requests no longer share KV computed with the adapter. vLLM identifies
+    adapters by name in its prefix cache and by number in its workers.
     """
 
     def __init__(self, media_prefix: str = "", *, are_seen: bool = True) -> None:
@@ -66,13 +66,13 @@ class AdapterNames:
         self._looks.close()
 
     def _shared(self, lora: LoRARequest) -> str | None:
-        """Return an identity from path and weights, or None if this request must not share KV."""
+        """Return an identity for the path and weights, or None if the request must not share KV."""
         path, number = lora.lora_path or "", lora.lora_int_id
         # With load_inplace, vLLM reloads the adapter in each step.
         if not self._are_seen or getattr(lora, "load_inplace", False):
             return None
         if self._first_of.setdefault(number, (lora.lora_name, path)) != (lora.lora_name, path):
-            return None  # the workers loaded a different adapter with this number
+            return None  # the workers have loaded another adapter under this number
         slot = (f"{number} {lora.lora_name}", path)
         try:
             files = self._looks.look(path)
@@ -82,7 +82,7 @@ class AdapterNames:
             self._seen[slot] = files, self._state(lora, path, files)
         first, state = self._seen[slot]
         if state is None or first != files:
-            # The workers may have loaded any version of the files, or may still load it.
+            # The workers may have loaded any version of the files, or may yet load another one.
             self._seen[slot] = first, None
             return None
         shape = getattr(lora, "is_3d_lora_weight", None)

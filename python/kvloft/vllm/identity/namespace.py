@@ -171,8 +171,8 @@ def are_replaced(vllm_config: Any) -> bool:
 
 
 def _lora_settings(lora: Any) -> list[tuple[str, str]] | None:
-    """Return all fields of the LoRA configuration. They determine the precision and the modules
-    that an adapter changes.
+    """Return all fields of the LoRA configuration. They determine which modules an adapter changes,
+    and in which precision.
     """
     if lora is None:
         return None
@@ -185,7 +185,7 @@ def _config_digest(model: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy of ``value`` with strings as keys, so that JSON can sort the keys."""
+    """Return a copy of ``value`` in which all keys are strings, so that JSON can sort them."""
     if isinstance(value, dict):
         return {f"{type(key).__name__} {key}": _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

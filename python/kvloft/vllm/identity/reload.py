@@ -1,4 +1,4 @@
-"""Detects calls to vLLM's workers that may replace weights."""
+"""Detects calls that may replace the weights in vLLM's workers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,7 +46,7 @@ class WeightsWatch:
         return self._check(str(method), is_other=True)
 
     def hear_reload(self, _worker: Any, /, *args: Any, **kwargs: Any) -> Callable[[], None]:
-        """Process a call to reload_weights by code inside a worker."""
+        """Process a call to reload_weights made by code inside a worker."""
         return self._check(RELOAD, is_other=_names_weights(args, kwargs))
 
     def _check(self, method: str, *, is_other: bool) -> Callable[[], None]:

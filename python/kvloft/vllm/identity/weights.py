@@ -1,4 +1,4 @@
-"""Identifies the weights of an engine by files and commits. Engines share KV only if their weights
+"""Identifies an engine's weights by their files or commit. Engines share KV only if their weights
 are identical.
 
 vLLM does not report the loaded weights to connectors, so kvloft reads the files, which must not
@@ -128,7 +128,7 @@ class LooksInTime:
         self._end()
 
     def look(self, path: str) -> Look | None:
-        """Like the function `look`, but without subdirectories, which vLLM ignores in adapters.
+        """Call `look` in the thread, excluding subdirectories, which vLLM ignores in adapters.
 
         Raises TimeoutError after the timeout, or immediately if the previous check is still
         running.
@@ -250,7 +250,7 @@ def model_fields(model: Any, load: Any) -> dict[str, str | None]:
     load_format = str(load.load_format)
     unknown = _why_unknown(model, load_format, commit, files) if load_format != "dummy" else None
     if unknown:
-        logger.warning("kvloft: %s; the cache is only used in this run of the engine", unknown)
+        logger.warning("kvloft: %s; the cache is used only in this run of the engine", unknown)
     return {
         "commit": commit,
         "weights": files.fingerprint() if files else "",
@@ -271,7 +271,7 @@ def _why_unknown(
     if getattr(model, "model_weights", None):
         return f"kvloft cannot read the weights of {model.model} in {model.model_weights}"
     if load_format not in FILE_FORMATS:
-        return f"kvloft cannot identify weights of {model.model} with load_format={load_format}"
+        return f"kvloft cannot identify the weights of {model.model} with load_format={load_format}"
     if others:
         return f"{model.model} loads another model ({', '.join(others)})"
     if any("--" in each and each.partition("--")[0] != model.model for each in code):

@@ -128,8 +128,8 @@ impl Store {
 
     /// Makes filled chunks visible. Returns the number of chunks that became visible.
     ///
-    /// A chunk whose parent is not visible yet becomes visible after its parent. Aborts chunks
-    /// whose parent is gone, and leases that belong to a different store.
+    /// A chunk whose parent is not visible yet becomes visible after its parent. Aborts saves of
+    /// chunks whose parent is gone, and leases that belong to a different store.
     pub fn commit(&self, leases: impl IntoIterator<Item = WriteLease>) -> u32 {
         let leases = leases.into_iter();
         let mut ids = Vec::with_capacity(leases.size_hint().0);
@@ -140,8 +140,8 @@ impl Store {
     /// Removes chunks and their descendants from every tier. Returns the number of chunks removed
     /// in the first slice.
     ///
-    /// Lookups miss these chunks immediately. Pinned chunks are freed when their last pin is
-    /// released. Later calls remove the rest of a large tree, slice by slice.
+    /// Lookups stop finding these chunks immediately. Pinned chunks are freed when their last pin
+    /// is released. Later calls remove the rest of a large tree, slice by slice.
     pub fn discard(&self, keys: &[ChunkKey]) -> u64 {
         self.inner.with_state(|state| state.discard(keys)).unwrap_or(0)
     }
@@ -149,9 +149,9 @@ impl Store {
     /// Removes all chunks from every tier. Pinned and reserved frames are freed when their leases
     /// end.
     ///
-    /// Lookups miss immediately. Waits up to five seconds for the disk to be cleared, so that a
-    /// restart finds no chunks either. If the disk does not respond in time, a disk thread clears
-    /// it later, and an event is logged.
+    /// Lookups stop finding chunks immediately. Waits up to five seconds for the disk to be
+    /// cleared, so that a restart finds no chunks either. If the disk does not respond in time, a
+    /// disk thread clears it later, and an event is logged.
     pub fn clear(&self) {
         self.inner.with_state(State::clear);
         let cleared = |state: &State| {
@@ -161,14 +161,14 @@ impl Store {
         if !self.inner.wait(Instant::now() + CLEAR_TIMEOUT, cleared) {
             self.inner.with_state(|state| {
                 state.log(Event::problem(
-                    "disk tier: not cleared yet; retrying in the background (a restart before that \
+                    "disk tier: not cleared yet; retrying in the background (until then, a restart \
                      would find the old chunks)",
                 ));
             });
         }
     }
 
-    /// Returns true while clearing the disk is pending or running.
+    /// Returns true while the disk is waiting to be cleared or is being cleared.
     pub fn is_clearing(&self) -> bool {
         self.inner.with_state(|state| state.disk.clearing != Clearing::No).unwrap_or(false)
     }
@@ -202,7 +202,8 @@ impl Store {
         events
     }
 
-    /// Returns counters and gauges by name. All values are 0 after an internal failure.
+    /// Returns the names and values of counters and gauges. All values are 0 after an internal
+    /// failure.
     pub fn stats(&self) -> Vec<(&'static str, u64)> {
         self.inner.lock().map(|state| state.stats()).unwrap_or_default().named()
     }

@@ -43,7 +43,7 @@ pub struct StoreConfig {
 pub struct ArenaInfo {
     /// Path for [`crate::io::Arena::open`].
     pub path: String,
-    /// Identifies the arena (see [`crate::io::Arena::id`]), because paths are reused.
+    /// Identifies the arena even if its path is reused (see [`crate::io::Arena::id`]).
     pub id: u64,
     /// Arena size, in bytes.
     pub size_bytes: u64,
@@ -59,7 +59,7 @@ pub struct ArenaInfo {
 pub struct LifelineInfo {
     /// Path at which workers open the pipe for writing.
     pub path: String,
-    /// Inode of the pipe. Identifies the pipe, because paths are reused.
+    /// Inode of the pipe, which identifies it even if its path is reused.
     pub id: u64,
 }
 

@@ -8,11 +8,11 @@
 //! | `reap` | a user finished | frees a detached entry without users, then detached ancestors |
 //! | `leave_failed` | a child left host memory | frees the frames of failed ancestors |
 //!
-//! Lookups miss a tree as soon as its removal starts, because the key of its root is removed
-//! immediately. The tree is then walked depth-first, one slice per call, with children before
-//! parents as the policies require. Descendants keep their keys until the walk reaches them, so
-//! lookups check all ancestors while trees are being removed. A clear removes all keys in one step;
-//! the index keeps the roots of the remaining trees.
+//! Lookups stop finding a tree as soon as its removal starts, because the key of its root is
+//! removed immediately. The tree is then walked depth-first, one slice per call, with children
+//! before parents as the policies require. Descendants keep their keys until the walk reaches them,
+//! so lookups check all ancestors while trees are being removed. A clear removes all keys in one
+//! step; the index keeps the roots of the remaining trees.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{Entry, HostEvent, HostState};
@@ -146,7 +146,7 @@ impl State {
         }
     }
 
-    /// Removes all chunks. Lookups miss immediately.
+    /// Removes all chunks. Lookups stop finding them immediately.
     pub(crate) fn clear(&mut self) {
         self.index.unmap_all();
         self.note_all();

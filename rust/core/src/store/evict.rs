@@ -21,7 +21,7 @@ use crate::store::state::{Cause, State};
 use crate::store::stats::Evicted;
 use crate::tier::disk::{self, DiskRoot, RemovedChunks};
 
-/// Maximum number of entries visited per call, which takes about 0.2 ms.
+/// Maximum number of entries visited per call. Visiting them takes about 0.2 ms.
 const SLICE: u32 = 2048;
 /// Maximum number of chunks evicted from host memory per call.
 const MAX_EVICTED: u32 = 256;
@@ -48,7 +48,7 @@ struct Walk {
 
 impl Store {
     /// Evicts the selected chunks. Unless `is_host_only` is set, waits until neither a lookup nor a
-    /// restart can find them. Returns at the deadline at the latest.
+    /// restart can find them. Returns no later than the deadline.
     pub fn evict(&self, what: Evict, deadline: Instant) -> Evicted {
         let (mut walk, mut before) = (Walk::default(), None);
         loop {

@@ -2,7 +2,7 @@
 //! from these reports.
 //!
 //! The change log contains keys, not events. A listener receives each key together with the tiers
-//! that contain the chunk at the time of the call. The last report for a key is therefore always
+//! that contain the chunk when `changes` is called. The last report for a key is therefore always
 //! correct, even if the chunk was removed and re-added, or if trees are being removed. If the log
 //! is full, the oldest keys are dropped. A listener that missed keys receives `lost` and must query
 //! all keys it has recorded. All listeners share one log and each keeps only a position in it, so

@@ -34,7 +34,7 @@ pub struct LeasedFrame {
 pub struct Progress {
     /// Number of leading units that are ready and pinned.
     pub ready_units: u32,
-    /// Number of units after the ready units that are still being read.
+    /// Number of units that follow the ready units and are still being read.
     pub pending_units: u32,
 }
 
@@ -70,7 +70,7 @@ impl Held {
     }
 }
 
-/// Maximum number of ancestors searched for a chunk on disk to mark as used in the disk policy.
+/// Maximum number of ancestors that `touch_disk` searches for a chunk that is on disk.
 const MAX_TOUCH_STEPS: usize = 64;
 
 impl State {

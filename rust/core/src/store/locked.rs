@@ -196,7 +196,7 @@ impl ReadLease {
     /// Returns the frames of all ready chunks, in the order of the prefixes.
     pub fn frames(&self) -> Vec<LeasedFrame> {
         self.with_held(|state, held| match held {
-            // Avoids a copy, which would take 25 % more time for a long prompt.
+            // Avoids a copy, which would make this method 25% slower for a long prompt.
             [only] => state.frames(only),
             many => many.iter_mut().flat_map(|held| state.frames(held)).collect(),
         })

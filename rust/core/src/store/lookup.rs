@@ -98,8 +98,8 @@ impl State {
         }
     }
 
-    /// Returns the chunk with `key` if it completes a prefix of `end` units, is `present` and has
-    /// not expired.
+    /// Returns the chunk with `key` if it completes a prefix of `end` units, satisfies `present`
+    /// and has not expired.
     fn get(&self, key: &ChunkKey, end: u32, present: impl Fn(&Entry) -> bool) -> Option<ChunkId> {
         let id = self.index.get(key)?;
         let entry = &self.index[id];
@@ -125,7 +125,7 @@ impl State {
         }
     }
 
-    /// Returns an anchor's chunk if the chunk is stored and is proven along with all its ancestors.
+    /// Returns an anchor's chunk if it is stored, and it and all its ancestors are proven.
     fn find_proven(&self, (end, key): (u32, ChunkKey)) -> Option<ChunkId> {
         let is_proven = |entry: &Entry| entry.proven && !entry.removing && !entry.detached;
         let is_stored = self.is_stored();

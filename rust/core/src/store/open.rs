@@ -154,7 +154,7 @@ impl Store {
     /// disk.
     ///
     /// Returns false at the timeout, or earlier if flushing cannot complete in time, for example
-    /// because writes are paused for longer.
+    /// because writes are paused past the timeout.
     pub fn flush(&self, timeout: Duration) -> bool {
         let (start, start_time) = (Instant::now(), (self.inner.clock)());
         let deadline = start_time.saturating_add(timeout);

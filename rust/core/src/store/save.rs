@@ -206,7 +206,7 @@ impl State {
             self.take_frame_under(parent, source, FrameRequest::for_save(class)).ok_or(reason)?;
         let proven = parent.is_none_or(|parent| self.index[parent].proven);
         let saved_s = self.unix_s;
-        // The eviction may have removed the entry.
+        // `take_frame_under` may have evicted the entry.
         let own = own.and_then(|_| self.index.get(&new.key));
         let id = own.unwrap_or_else(|| self.add(Entry { parent, proven, saved_s, ..new }));
         self.change_host(id, HostEvent::Reserve(frame));
