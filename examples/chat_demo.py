@@ -411,7 +411,7 @@ def explain_misses(turns: list[Turn]) -> str:
         return ""
     losses = [f"chunks not saved: {dropped}"] * bool(dropped)
     losses += [f"late responses from the server: {late}"] * bool(late)
-    return f"This machine is busy ({', '.join(losses)}): vLLM computed the tokens instead."
+    return f"This machine is busy ({', '.join(losses)}), so vLLM recomputed some tokens."
 
 
 def main() -> int:

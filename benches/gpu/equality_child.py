@@ -104,7 +104,7 @@ class Subject:
         """Perform ``runs`` and return the tokens, copied bytes, audit counts and preemptions of
         each.
 
-        The reference performs only the first run.
+        The `reference` setup (``only_first``) performs only the first run.
         """
         found: dict[str, Any] = {}
         for name, run in list(runs.items())[: 1 if self.only_first else None]:

@@ -99,6 +99,8 @@ def settled(
     while (value := server.metrics().get(name, 0.0)) < at_least and time.monotonic() < deadline:
         complete(server, model, 1, prompt=[5])
         time.sleep(0.1)
+    if value < at_least:  # pytest shows the output of a failed test
+        print({name: num for name, num in server.metrics().items() if "kvloft" in name and num})
     return value
 
 

@@ -7,7 +7,7 @@ from kvloft.transfer.cuda.pieces import ChunkTable, Piece, PieceLimits
 
 
 def frames_of(piece: Piece) -> list[int]:
-    """Return the frames of a piece of complete chunks, in segment order."""
+    """Return the frames of a piece that consists of complete chunks, in segment order."""
     return [run.frame + row for run in piece.runs for row in range(run.num_rows)]
 
 

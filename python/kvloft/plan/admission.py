@@ -150,7 +150,7 @@ class Admission:
         return answer
 
     def _acquire(self, request: RequestState, now: float, *, may_wait: bool) -> Lease | Wait | Miss:
-        """Pin the stored units of a request without a lease, or return Wait or Miss."""
+        """Pin the stored units for a request that has no lease yet, or return Wait or Miss."""
         host_units, stored_units = self._lookup.find(request, request.num_confirmed)
         if stored_units * self._unit_tokens <= request.local_tokens:
             return Miss()

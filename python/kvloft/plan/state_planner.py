@@ -49,7 +49,7 @@ class StatePlanner:
         return has_key and not is_blocked and not self._context.breaker.has_tripped
 
     def is_in_table(self, request: RequestState, state: BoundaryState) -> bool:
-        """Return True if the block of the state is still at the expected position in its table.
+        """Return True if the state's block is still at its position in the request's block table.
 
         With async scheduling, vLLM offers states that the previous step confirmed, although it may
         have released their blocks because of accepted draft tokens. The content of a released block

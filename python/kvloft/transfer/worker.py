@@ -51,7 +51,7 @@ class WorkerCore:
         self._is_asleep = self._is_stopped = False
         self._plan = StepPlan()
         self._arena: ArenaSpec | None = None
-        """The last arena in a plan, even if no mover could be created for it."""
+        """The arena of the most recent plan that specified one, even if it has no mover."""
         self._lifeline: Lifeline | None = None
         """Open while the mover can write to a server's frames."""
         self._loads_run = self._saves_run = True

@@ -195,8 +195,8 @@ fn a_prefix_found_on_disk_is_an_anchor_after_its_keys_were_compared() {
     assert_eq!(store.lookup(&prompt).stored_units, 8);
     assert_eq!(store.anchors(&ends), Anchors { num_known: 0, num_stored: 8 });
 
-    // The whole prompt is read into host memory. Another prompt then takes frames from its end, so
-    // its last chunks are only on disk.
+    // The whole prompt is read into host memory. Saving another prompt then takes frames from the
+    // end of this prompt, so the last chunks of this prompt are only on disk.
     let whole = store.acquire(&prompt);
     assert_eq!(store.anchors(&ends), Anchors { num_known: 8, num_stored: 8 });
     until("it is read", || whole.poll().ready_units == 8);

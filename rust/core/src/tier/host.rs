@@ -191,8 +191,8 @@ impl HostTier {
         }
     }
 
-    /// Withdraws a request that no slab can serve. Otherwise, its class could take a slab later,
-    /// even if it has free frames by then.
+    /// Withdraws a request that no slab can serve. If the request were kept, its class could take a
+    /// slab later, even if the class has free frames by then.
     pub(crate) fn withdraw(&mut self, wanted: Wanted) {
         self.hungry.pop_if(|request| wanted.class == Some(request.class));
     }

@@ -149,8 +149,8 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, state: &mut TierState) -> io
                 .namespace()
                 .is_some_and(|other| namespace_id(&other) == namespace_id(&config.namespace))
             {
-                let message = "the directory belongs to a namespace whose name begins with the same \
-                    16 digits: set another disk_path";
+                let message = "the directory belongs to a different namespace, whose name begins with \
+                    the same 16 digits as this one: set a different disk_path";
                 return Err(io::Error::other(message));
             }
             "its superblock.json belongs to a different namespace".to_owned()
