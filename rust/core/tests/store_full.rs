@@ -228,3 +228,23 @@ fn test_few_chunks_are_evicted_where_their_room_is_of_no_use() {
     assert!(writes + dropped == 5 && dropped > 0);
     assert_eq!((evictions, errors, trips), (2 * dropped, 0, 0));
 }
+
+/// The thread that creates the first slots is slow. The chunks of other prompts must wait for it.
+#[test]
+fn test_no_chunk_is_dropped_while_the_files_grow_slowly() {
+    let (dir, files) = (tempfile::tempdir().unwrap(), FaultFiles::new(1));
+    files.inject(Rule::new(Fault::Hang).on(&[Call::Allocate]).times(1));
+    let (store, prompts) = (open(dir.path(), &files), prompts(8));
+    for prompt in &prompts {
+        assert_eq!(save(&store, &arena_of(&store), prompt, 0..1), 1);
+    }
+    let begun = Instant::now();
+    while files.num_hung() == 0 || begun.elapsed() < Duration::from_millis(500) {
+        assert!(begun.elapsed() < LONG);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    files.heal();
+    assert!(store.flush(LONG));
+    let stats = ["disk_used", "disk_dropped", "disk_evictions"];
+    assert_eq!(stats.map(|name| stat(&store, name)), [8, 0, 0]);
+}

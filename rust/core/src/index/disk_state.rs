@@ -1,13 +1,13 @@
 //! Life cycle of a chunk in the disk tier.
 //!
-//! | state | Want | Block | Unblock | Cancel | Write | Written | Found | Evict | Keep | Leave |
-//! |---|---|---|---|---|---|---|---|---|---|---|
-//! | Absent | Queued | - | - | - | - | - | Stored | - | - | - |
-//! | Queued | - | Blocked | - | Absent | Writing | - | Stored | - | - | - |
-//! | Blocked | - | - | Queued | Absent | - | - | Stored | - | - | - |
-//! | Writing | - | - | - | - | - | Stored | - | - | - | Absent |
-//! | Stored | - | - | - | - | - | - | - | Evicting | - | Absent |
-//! | Evicting | - | - | - | - | - | - | - | - | Stored | Absent |
+//! | state | Want | Block | Unblock | Cancel | Write | Defer | Written | Found | Evict | Keep | Leave |
+//! |---|---|---|---|---|---|---|---|---|---|---|---|
+//! | Absent | Queued | - | - | - | - | - | - | Stored | - | - | - |
+//! | Queued | - | Blocked | - | Absent | Writing | - | - | Stored | - | - | - |
+//! | Blocked | - | - | Queued | Absent | - | - | - | Stored | - | - | - |
+//! | Writing | - | - | - | - | - | Queued | Stored | - | - | - | Absent |
+//! | Stored | - | - | - | - | - | - | - | - | Evicting | - | Absent |
+//! | Evicting | - | - | - | - | - | - | - | - | - | Stored | Absent |
 //!
 //! A test compares this table with [`DiskState::after`]. Only `State::change_disk` changes a
 //! chunk's state; it also updates the counters and the eviction policies.
@@ -44,6 +44,8 @@ pub(crate) enum DiskEvent {
     Cancel,
     /// A disk thread starts to write the chunk.
     Write,
+    /// No slot is available yet, so the chunk is written later.
+    Defer,
     /// The chunk was written to the slot.
     Written(SlotId),
     /// The chunk was found in the slot when the tier opened.
@@ -59,10 +61,12 @@ pub(crate) enum DiskEvent {
 impl DiskState {
     /// Returns the state after an event, or None if the event is impossible in this state.
     pub(crate) fn after(self, event: DiskEvent) -> Option<Self> {
-        use DiskEvent::{Block, Cancel, Evict, Found, Keep, Leave, Unblock, Want, Write, Written};
+        use DiskEvent::{
+            Block, Cancel, Defer, Evict, Found, Keep, Leave, Unblock, Want, Write, Written,
+        };
         use DiskState::{Absent, Blocked, Evicting, Queued, Stored, Writing};
         match (self, event) {
-            (Absent, Want) | (Blocked, Unblock) => Some(Queued),
+            (Absent, Want) | (Blocked, Unblock) | (Writing, Defer) => Some(Queued),
             (Queued, Block) => Some(Blocked),
             (Queued | Blocked, Cancel) | (Writing | Stored(_) | Evicting(_), Leave(_)) => {
                 Some(Absent)

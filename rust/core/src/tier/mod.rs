@@ -25,6 +25,11 @@ pub trait LocalTier: fmt::Debug + Send + Sync {
     /// the moment. Never modifies a slot that holds a chunk.
     fn reserve(&self, class: SizeClass) -> Option<SlotId>;
 
+    /// Returns true if another thread is slow to create slots, so `reserve` may succeed later.
+    fn is_growing(&self) -> bool {
+        false
+    }
+
     /// Returns the frame size of `class` in bytes, or 0 if the class does not exist.
     fn frame_bytes(&self, class: SizeClass) -> u64;
 

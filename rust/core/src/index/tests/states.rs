@@ -39,13 +39,26 @@ fn check_table<S: Copy + Debug, E: Copy + Debug>(
 
 #[test]
 fn the_table_of_disk_states_is_what_the_code_does() {
-    use DiskEvent::{Block, Cancel, Evict, Found, Keep, Leave, Unblock, Want, Write, Written};
+    use DiskEvent::{
+        Block, Cancel, Defer, Evict, Found, Keep, Leave, Unblock, Want, Write, Written,
+    };
     use DiskState::{Absent, Blocked, Evicting, Queued, Stored, Writing};
     let slot = SlotId(7);
     let states = [Absent, Queued, Blocked, Writing, Stored(slot), Evicting(slot)];
     let leave = Leave(Removal::Dropped);
-    let events =
-        [Want, Block, Unblock, Cancel, Write, Written(slot), Found(slot), Evict, Keep, leave];
+    let events = [
+        Want,
+        Block,
+        Unblock,
+        Cancel,
+        Write,
+        Defer,
+        Written(slot),
+        Found(slot),
+        Evict,
+        Keep,
+        leave,
+    ];
     check_table(include_str!("../disk_state.rs"), &states, &events, DiskState::after);
 }
 

@@ -25,6 +25,8 @@ use crate::{ErrorKind, Event, Result};
 const FREE_BATCH: usize = 32;
 /// Delay before a failed read or free is retried.
 const AGAIN_AFTER: Duration = Duration::from_secs(60);
+/// Delay before the next write while another thread is slow to create slots.
+const DEFER_FOR: Duration = Duration::from_millis(100);
 
 /// An I/O job. The job owns its frame until it completes.
 #[derive(Debug)]
@@ -73,6 +75,8 @@ pub(crate) enum Written {
     In(SlotId),
     /// No slot is available: no chunk can be evicted, or the file system is full.
     NoRoom,
+    /// Another thread is slow to create slots.
+    NotYet,
     /// The chunk's tenant is at its quota, and none of the tenant's chunks can be evicted.
     NoQuota,
     /// The write failed. If a slot is given, it could not be freed either and may contain the
@@ -218,7 +222,8 @@ impl State {
     }
 
     fn next_write(&mut self) -> Option<Job> {
-        if !self.disk.to_free.is_empty() || !self.disk.found.is_empty() {
+        let is_deferred = self.now < self.disk.writes_deferred_until;
+        if is_deferred || !self.disk.to_free.is_empty() || !self.disk.found.is_empty() {
             return None;
         }
         while let Some(id) = self.disk.write_queue.pop(&self.index, Entry::is_to_write) {
@@ -307,6 +312,10 @@ impl State {
                 self.change_disk(id, DiskEvent::Written(slot));
                 self.unblock_children(id);
             }
+        } else if outcome == Written::NotYet && !self.index[id].detached {
+            self.change_disk(id, DiskEvent::Defer);
+            self.disk.write_queue.push_first(&self.index, id);
+            self.disk.writes_deferred_until = self.now + DEFER_FOR;
         } else {
             self.change_disk(id, DiskEvent::Leave(Removal::Dropped));
             self.drop_blocked(id);
@@ -314,6 +323,7 @@ impl State {
         self.unhold(id);
         match outcome {
             Written::In(_) => IoOutcome::Succeeded,
+            Written::NotYet => IoOutcome::Neutral,
             Written::NoRoom => {
                 self.stats.disk_dropped += 1;
                 IoOutcome::Neutral

@@ -234,9 +234,8 @@ fn write(
     }
     for _ in 0..WRITE_TRIES {
         let slot = match find_slot(inner, disk, frame.id().class()) {
-            Ok(Some(slot)) => slot,
-            Ok(None) => return Written::NoRoom,
-            Err(_) => return Written::Failed(None),
+            Ok(slot) => slot,
+            Err(outcome) => return outcome,
         };
         let Err(error) = guarded(|| disk.write(slot, meta, frame.bytes())) else {
             return Written::In(slot);
@@ -273,27 +272,34 @@ fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool>
     Ok(false)
 }
 
-/// Returns a slot for a write, evicting chunks if needed (multiple chunks if they are smaller).
-/// Returns None if no chunk can be evicted or if evictions do not free a slot.
+/// Returns a slot for a write, evicting chunks if needed (multiple chunks if they are smaller). If
+/// there is none, returns the outcome of the write:
 ///
-/// Returns an error if a slot could not be freed; the chunk in it is still stored.
-fn find_slot(inner: &Locked, disk: &dyn LocalTier, class: SizeClass) -> Result<Option<SlotId>> {
+/// - `NotYet` if another thread is slow to create slots,
+/// - `NoRoom` if no chunk can be evicted or if evictions do not free a slot,
+/// - `Failed` if a slot could not be freed; the chunk in it is still stored.
+fn find_slot(inner: &Locked, disk: &dyn LocalTier, class: SizeClass) -> Result<SlotId, Written> {
     let enough = u64::from(SLOT_TRIES) * disk.frame_bytes(class);
     let mut freed_bytes = 0;
-    for _ in 0..MAX_EVICTIONS {
-        if let Some(slot) = guarded(|| Ok(disk.reserve(class)))? {
-            return Ok(Some(slot));
+    for num_evicted in 0..=MAX_EVICTIONS {
+        match guarded(|| Ok((disk.reserve(class), disk.is_growing()))) {
+            Ok((Some(slot), _)) => return Ok(slot),
+            Ok((None, true)) => return Err(Written::NotYet),
+            Ok((None, false)) => {}
+            Err(_) => return Err(Written::Failed(None)),
         }
-        if freed_bytes >= enough {
-            return Ok(None);
+        if freed_bytes >= enough || num_evicted == MAX_EVICTIONS {
+            break;
         }
         let Some((victim, slot)) = inner.with_state(State::begin_disk_eviction).flatten() else {
-            return Ok(None);
+            break;
         };
-        let freed = guarded(|| disk.free(slot));
-        inner.with_state(|state| state.end_disk_eviction(victim, freed.is_ok()));
-        freed?;
+        let freed = guarded(|| disk.free(slot)).is_ok();
+        inner.with_state(|state| state.end_disk_eviction(victim, freed));
+        if !freed {
+            return Err(Written::Failed(None));
+        }
         freed_bytes += disk.frame_bytes(slot.class());
     }
-    guarded(|| Ok(disk.reserve(class)))
+    Err(Written::NoRoom)
 }

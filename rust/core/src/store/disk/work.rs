@@ -101,6 +101,8 @@ pub(crate) struct DiskWork {
     pub(crate) blocked: FxHashMap<ChunkId, Vec<ChunkId>>,
     /// Number of chunks in the states `Queued`, `Blocked` and `Writing`.
     pub(crate) num_unwritten: u64,
+    /// No write starts before this time, because slots are being created.
+    pub(crate) writes_deferred_until: Duration,
     /// Chunks whose host state is `Queued`.
     pub(crate) read_queue: Queue,
     pub(crate) num_queued_reads: u64,

@@ -19,7 +19,7 @@ use crate::io::{MAX_FRAMES, SizeClass};
 /// `REJECTIONS_BEFORE_RETRY`).
 const RETRY_AFTER: Duration = Duration::from_secs(2);
 /// Timeout for waiting for another thread to grow the files. Growing usually takes a few
-/// milliseconds; after the timeout, a chunk is evicted instead.
+/// milliseconds. After the timeout, threads read chunks in the meantime instead of writing.
 const MAX_WAIT: Duration = Duration::from_millis(100);
 
 /// The exclusive right to grow the files. Dropping it wakes waiting threads, even during a panic.

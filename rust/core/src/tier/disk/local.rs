@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use super::files::SlotFiles;
 use super::slots::Slots;
-use super::tier::DiskTier;
+use super::tier::{DiskTier, Grower};
 use super::types::{DiskMeta, DiskStats, SlotId};
 use super::{budget, files, namespaces, owner};
 use crate::error::is_no_space;
@@ -62,6 +62,10 @@ impl LocalTier for DiskTier {
         let _inside = self.enter().ok()?;
         let slot = self.state().take(class);
         slot.or_else(|| self.reserve_more(class))
+    }
+
+    fn is_growing(&self) -> bool {
+        self.growth().grower == Grower::Slow
     }
 
     fn frame_bytes(&self, class: SizeClass) -> u64 {

@@ -87,7 +87,7 @@ pub(super) enum Grower {
     None,
     Busy,
     /// A thread is growing the files, but callers no longer wait for it. Until the thread is done,
-    /// the files are treated as full.
+    /// they get no new slots.
     Slow,
 }
 
