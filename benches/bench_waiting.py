@@ -66,7 +66,9 @@ class DiskThatHangs:
 
 
 def scheduler_of(folder: Path, *, has_cache: bool, max_seqs: int) -> Scheduler:
-    """Return vLLM's scheduler for a CPU model. ``has_cache`` adds kvloft with a hung disk."""
+    """Return vLLM's scheduler for a CPU model. With ``has_cache``, the scheduler uses kvloft with a
+    hung disk.
+    """
     (folder / "config.json").write_text(json.dumps(MODEL))
     transfer = KVTransferConfig(
         kv_connector="KVLoftConnector",
@@ -122,7 +124,9 @@ def add(scheduler: Scheduler, name: str, ids: list[int], hasher: Any) -> None:
 
 
 def step(scheduler: Scheduler) -> tuple[float, int]:
-    """Run one step. Return the duration of ``schedule`` in ms and the number of its requests."""
+    """Run one step. Return the duration of ``schedule`` in ms and the number of requests that it
+    scheduled.
+    """
     start = time.perf_counter()
     output = scheduler.schedule()
     ids = list(output.num_scheduled_tokens)

@@ -1,7 +1,7 @@
 """The models for `make demo`: a small random Llama, or SmolLM2-135M with DEMO_MODEL=smollm2.
 
-A model writes its files to a directory and generates the user's turns as token ids. This module
-uses neither vLLM nor kvloft.
+Each class writes a model's files to a directory and provides the user's turns as token ids. This
+module uses neither vLLM nor kvloft.
 """
 
 import json
@@ -36,7 +36,7 @@ class DemoModel(Protocol):
         ...
 
     def user_turn(self, index: int, attempt: int) -> list[int]:
-        """Return the token ids of user turn ``index``. They differ for each ``attempt``."""
+        """Return the token ids of user turn ``index``, which differ between attempts."""
         ...
 
     def text(self, tokens: list[int]) -> str:

@@ -56,8 +56,8 @@ def test_the_zygote_ends_with_the_tests_that_started_it(tmp_path: Path, number: 
 
 @pytest.mark.parametrize("first", ["env.sh", "cargo", "python"])
 def test_make_test_that_is_ended_ends_all_its_processes(tmp_path: Path, first: str) -> None:
-    """``first`` is the command that is running when `make test` is terminated, in the first phase
-    or in one of two parallel phases.
+    """``first`` is the command that is running when `make test` is terminated. It belongs to the
+    first phase or to one of two parallel phases.
     """
     for name in ("scripts/env.sh", "bin/cargo", ".venv-0.32.0/bin/python"):
         path = tmp_path / name
@@ -82,7 +82,7 @@ def assert_all_end(argv: list[str], folder: Path, started: str, **env: str) -> N
     """Run ``argv`` until one of its descendants writes the line ``started``, then terminate
     ``argv`` with SIGTERM.
 
-    No descendant may remain. All descendants keep the pipe open.
+    Check that no descendant remains, based on a pipe that all descendants keep open.
     """
     reader, writer = os.pipe()
     pipe = os.readlink(f"/proc/self/fd/{writer}")
@@ -118,7 +118,7 @@ def assert_all_end(argv: list[str], folder: Path, started: str, **env: str) -> N
 
 
 def read_in_time(pipe: int) -> bytes:
-    """Return the bytes in the pipe, or no bytes if no process has the other end open."""
+    """Return the next bytes in the pipe, or b"" once no process has the other end open."""
     assert select.select([pipe], [], [], WAIT_S)[0], "a process is still running"
     return os.read(pipe, 4096)
 

@@ -1,8 +1,8 @@
-"""Measures how much time a connector adds to cold prompts, using a single process.
+"""Measures, in a single process, how much time a connector adds to cold prompts.
 
-The connector is alternately attached and detached between prompts. A comparison of separate
-processes is less precise: on an H200, identical engines differ by -0.2% to +0.7%, which is as large
-as the effect itself.
+The connector is alternately attached and detached between prompts. Comparing engines in separate
+processes would be less precise: on an H200, identical engines differ by -0.2% to +0.7%, which is as
+much as the connector adds.
 """
 
 from __future__ import annotations
@@ -79,8 +79,10 @@ def compare(engine: Engine, context: int, num_prompts: int, num_waves: int) -> d
 
     A prompt has ``context`` tokens. A wave consists of eight prompts of half that length. Prompts
     are measured ``num_prompts`` times and waves ``num_waves`` times, each with and without the
-    connector. Returns {"prompts" or "waves": {"attached" or "detached": {"ms": median, "all_ms":
-    [...], "parts_ms": [...], and the median of each part}}}.
+    connector.
+
+    Returns {"context": context, "prompts": {"attached": times, "detached": times}, "waves": {...}}.
+    Times contain the median ("ms"), the median of each part, and all values ("all_ms", "parts_ms").
     """
     for _ in range(2):
         engine.ttft(engine.prompt(context))

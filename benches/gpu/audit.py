@@ -100,7 +100,7 @@ class PageAudit:
         self.skip_loads = False
 
     def forget(self) -> None:
-        """Drop the clones. Later loads of these chunks are counted as unknown."""
+        """Drop all clones. Later loads of the cloned chunks are counted as unknown."""
         self._clones.clear()
 
     def take_counts(self) -> dict[str, int]:
@@ -119,8 +119,8 @@ class PageAudit:
         return counts
 
     def take_loaded(self) -> list[tuple[int, int]]:
-        """Return (KV cache group, block) of every chunk loaded since the last call, including
-        skipped loads.
+        """Return the (KV cache group, block id) of every block loaded since the last call. Blocks
+        of skipped loads are included.
         """
         loaded, self._loaded = self._loaded, []
         return loaded
@@ -175,7 +175,7 @@ class PageAudit:
         return [(group, copies) for group, copies in found.items() if self._groups[group]]
 
     def _count(self, name: str, group: int, num_chunks: int) -> None:
-        """Add to the total and, if there are multiple groups, to the group's count."""
+        """Add ``num_chunks`` to the total and, with multiple groups, to the group's count."""
         for label in (name, f"{name}_{group}") if len(self._groups) > 1 and num_chunks else (name,):
             self._counts[label] = self._counts.get(label, 0) + num_chunks
 

@@ -58,5 +58,5 @@ def skip_loads(worker: Any, skip: bool) -> None:
 
 
 def counts(worker: Any) -> dict[str, int]:
-    """Return the audit's counts since the last call and the worker's totals."""
+    """Return the audit's counts since the last call, and the worker's totals."""
     return {**_audits[0].take_counts(), **worker_totals()}

@@ -1,7 +1,7 @@
 """Lets engines that share a GPU take turns, so that only one engine is active during a measurement.
 
-Changes during a run, such as a GPU that warms up or other load on the host, then affect all engines
-equally.
+Changes during a run, for example in the temperature of the GPU or the load on the host, then affect
+all engines equally.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ POLL_S = 0.002
 
 
 class Turns:
-    """The turns of this process.
+    """Determines when it is this process's turn.
 
     Processes take turns in the order of ``names`` and communicate through files in ``folder``.
     Processes that have left are skipped.

@@ -35,7 +35,7 @@ START_EVERY_S: Final = 10.0
 INVALID_SETTING: Final = 2
 """Exit status of `kvloft serve` if a setting is invalid."""
 _PEER: Final = struct.Struct("3i")
-"""Format of SO_PEERCRED: process, user and group id of a socket's peer."""
+"""Format of SO_PEERCRED: the process id, user id and group id of a socket's peer."""
 
 
 class _StartError(Exception):
@@ -67,7 +67,8 @@ def _watch(
 ) -> None:
     """Restart the server whenever it exits, until ``stop`` is set.
 
-    A warning is logged if it differs from the previous one, initially ``last_warning``.
+    A warning is logged only if it differs from the previous warning. ``last_warning`` is the
+    warning that was logged before this call, or empty.
     """
     while not stop.wait(LOOK_EVERY_S):
         with contextlib.suppress(OSError):

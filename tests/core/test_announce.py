@@ -1,5 +1,5 @@
-"""Tests that the replayed KV events of the real store match lookups: after any sequence of steps,
-after lost keys and restarts, and if the announcer tracks the maximum number of chunks.
+"""Tests that a replay of the real store's KV events matches lookups: after any sequence of steps,
+after lost keys, after restarts, and after the announcer has reached its maximum number of chunks.
 
 The store is embedded in the engine or runs in a server (`announced.py`). KV_EVENT_STEPS sets the
 number of steps.
@@ -175,8 +175,8 @@ def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) 
 
 
 def test_chunks_without_a_frame_or_with_a_failed_save_are_not_announced(tmp_path: Path) -> None:
-    """With little memory, the announcer would otherwise track an increasing number of chunks that
-    never appear in the store.
+    """These chunks never appear in the store. With little memory, the announcer's records of such
+    chunks would accumulate.
     """
     world = World(5, tmp_path, capacity=1000, slots=40)
     for prompt in sorted(world.prompts):

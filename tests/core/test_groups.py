@@ -158,7 +158,7 @@ def benches(draw: st.DrawFn) -> Bench:
         if names
         else set()
     )
-    # All full-attention groups end at the first unit for which one of them has no chunk.
+    # In all full-attention groups, chunks end before the first unit that one of the groups lacks.
     full = [nth for nth, group in enumerate(groups) if group.kind == "full"]
     end = min((unit for nth, unit in absent if nth in full), default=num_units)
     stored = {(nth, unit) for nth, unit in names if nth not in full or unit < end}

@@ -1,4 +1,4 @@
-"""Tests the Python bindings of the server and its client. Tests in rust/wire cover behavior."""
+"""Tests the Python bindings of the server and its client. Their behavior is tested in rust/wire."""
 
 import os
 import signal

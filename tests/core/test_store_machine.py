@@ -1,4 +1,4 @@
-"""Property test: compares the store, after any order of events and restarts, with the dictionary in
+"""Property test: compares the store, after events and restarts in any order, with the dictionary in
 `tests/model/store.py`.
 
 The test runs with and without a disk. With ample space, the results are equal. With little space,
@@ -180,8 +180,8 @@ class StoreMachine(RuleBasedStateMachine):
         if flush:
             assert stats["disk_recovered"] == stats["disk_used"] == before
         self.roomy = False
-        # Reserved chunks are lost. The new store counts tickets from 0, so old tickets must not be
-        # used again.
+        # Reserved chunks are lost. The new store assigns the same tickets again, so tickets of the
+        # old store must not be used.
         self.model.state = {
             prefix: state for prefix, state in self.model.state.items() if state != "reserved"
         }

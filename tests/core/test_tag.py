@@ -46,7 +46,10 @@ def test_golden_tag(case: dict[str, Any], arena: _core.Arena) -> None:
 
 
 def unspread(y: int) -> int:
-    """Invert `spread`, whose 64th power is a sum of rotations by multiples of 64: the identity."""
+    """Invert `spread` by applying it 63 times.
+
+    Applied 64 times, `spread` is a sum of rotations by multiples of 64, which is the identity.
+    """
     for _ in range(63):
         y = model.spread(y)
     return y

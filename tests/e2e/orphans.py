@@ -37,7 +37,7 @@ NUM_DOOMED, NUM_ASKED = 6, 24
 
 @dataclass
 class Scene:
-    """Engines with the same KV on one server.
+    """A server, and a function that starts engines with the same KV on this server.
 
     ``hold`` is the directory through which forward passes are held (see zoo/held.py).
     """

@@ -1,4 +1,4 @@
-"""Reports the result of a long run (for example, soak.py): writes counters to a file, prints
+"""Reports the result of a long run (for example, of soak.py): writes counters to a file, prints
 problems in red, and returns an exit status.
 """
 

@@ -3,7 +3,7 @@
 A real engine runs the same prompts repeatedly, with the default `server_timeout`. The script prints
 the time that the engine's steps spend in kvloft, with and without faults, and compares every token
 with the output of vLLM without any cache. The exit status is 1 if a token differs, a request fails,
-or there are no hits after a fault. On a busy machine, other load dominates the times.
+or full hits do not return after a fault. On a busy machine, other load dominates the times.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def storm(
     seed: int,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Inject ``rounds`` faults at random times, alternating with runs without faults.
+    """Inject ``rounds`` faults at random times, and run all prompts without a fault after each.
 
     Returns the time in seconds that each step spent in kvloft, and the problems.
     """

@@ -1,4 +1,4 @@
-"""Damages frames at random, 10,000 times. Loads must detect all damage by the tag or trailer."""
+"""Damages frames at random, 10,000 times. Loads must detect all damage by tags or trailers."""
 
 import os
 import random

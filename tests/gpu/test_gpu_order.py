@@ -155,7 +155,7 @@ class Engine:
     def step(self, number: int) -> None:
         """Run one forward pass that rewrites blocks while older copies are in flight.
 
-        Loads use different blocks.
+        Loads write only to blocks that this pass does not rewrite.
         """
         rng = self.rng
         held = {copy.blocks[0] for copies in self.loading.values() for copy in copies}

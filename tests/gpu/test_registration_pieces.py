@@ -1,4 +1,4 @@
-"""Checks without a GPU that each frame, of any size, is inside one piece of registered memory."""
+"""Checks without a GPU that each frame of each size is inside one piece of registered memory."""
 
 import pytest
 from hypothesis import given

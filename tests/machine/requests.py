@@ -16,7 +16,7 @@ from .symbols import ADAPTERS, Spec, Turn
 
 
 def make_request(spec: Spec, hasher: Callable[..., Any], turn: Turn | None = None) -> Request:
-    """Return the vLLM request for ``spec`` or, with ``turn``, for that input of its session."""
+    """Return the vLLM request for ``spec``, or for the input ``turn`` of its streaming session."""
     ids = spec.ids if turn is None else turn.ids
     extra = {"kv_transfer_params": {"kvloft": {"save": spec.saves}}} if spec.saves else None
     max_tokens = spec.max_tokens if turn is None else turn.max_tokens

@@ -37,7 +37,7 @@ METHODS = {None: "ngram", "draft": "eagle", "dflash": "dflash", "model": "draft_
 
 
 def spec_of(group: Group, num_drafts: int) -> Any:
-    """Return vLLM's spec of a group. A page holds 8 bytes (one symbol) per token."""
+    """Return vLLM's spec for a group. A page holds 8 bytes (one symbol) per token."""
     if group.kind == "state":
         return MambaSpec(
             block_size=group.block_tokens,
@@ -91,10 +91,7 @@ class Shape:
     False if vLLM treats every group as a draft group, as with EAGLE.
     """
     kv_groups: Literal["one", "all"] = "one"
-    """The setting `kv_groups` of kvloft.
-
-    An engine with multiple groups and "one" has no connector.
-    """
+    """kvloft's `kv_groups` setting. With "one", an engine with multiple groups has no connector."""
 
     @property
     def has_connector(self) -> bool:

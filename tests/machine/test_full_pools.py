@@ -1,9 +1,9 @@
 """Tests that vLLM's real scheduler does not deadlock when loads of multiple groups fill the pool.
 
-With windows and local chunks, vLLM 0.32 keeps too few blocks free for requests with finished loads.
-It frees the blocks of a failed load only when the load's request is first in a queue, and it does
-not schedule later requests if the tokens of the first request do not fit in one step. In both
-cases, the later requests keep the blocks of their loads and are never scheduled.
+With sliding windows and chunked local attention, vLLM 0.32 keeps too few blocks free for requests
+with finished loads. It frees the blocks of a failed load only when the load's request is first in a
+queue, and it does not schedule later requests if the tokens of the first request do not fit in one
+step. In both cases, the later requests keep the blocks of their loads and are never scheduled.
 """
 
 import pytest
@@ -35,7 +35,7 @@ def serve(
 ) -> Engine:
     """Run requests that share a prefix. kvloft has stored the prefix's first ``stored`` tokens.
 
-    The pool has ``blocks`` blocks per group. If this number is odd, scheduling is async.
+    The pool has ``blocks`` blocks per group. If ``blocks`` is odd, scheduling is async.
     """
     num_blocks, is_async = blocks * len(GROUPS[names]), blocks % 2 > 0
     shape = Shape(
@@ -67,7 +67,9 @@ def test_requests_with_failed_loads_yield_to_others(names: str, load_failure: fl
 
 
 def test_room_is_counted_in_each_groups_own_blocks() -> None:
-    """If only the longest blocks were counted, two loads would seem to fit and then deadlock."""
+    """If room were counted only in the longest blocks of any group, two loads would seem to fit but
+    would deadlock.
+    """
     serve("window of longer blocks", 15, 48, (50, 50))
 
 

@@ -1,5 +1,5 @@
-"""Tests repeated load failures: each load is counted once, loads are paused for a while, and then a
-single load is tried.
+"""Tests repeated load failures: each failed load is counted once, loads are paused for a while, and
+then a single load is tried.
 """
 
 from typing import Any

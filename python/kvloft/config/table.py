@@ -82,8 +82,8 @@ class Setting(NamedTuple):
     """Parser, description and formatter of a setting.
 
     ``parse`` raises ValueError if a value is not allowed. ``allowed`` describes the allowed values
-    and follows "it must be" in error messages. ``show`` formats a value. ``null`` is the meaning of
-    null, or empty if null is not allowed.
+    and follows "it must be" in error messages. ``show`` formats a value. ``null`` describes the
+    setting's behavior if the value is null, and is empty if null is not allowed.
     """
 
     parse: Callable[[object], object]

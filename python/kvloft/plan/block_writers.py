@@ -91,7 +91,7 @@ class BlockWriters:
         requests: Mapping[ReqId, RequestState],
         admitted: Iterable[ReqId],
     ) -> None:
-        """Drop the records of blocks that vLLM assigned in this step or in admissions before it."""
+        """Drop the records of blocks that vLLM assigned in this step or in preceding admissions."""
         if not (self._sees_grants and self._prefixes):
             return
         for request in filter(None, map(requests.get, admitted)):
@@ -165,7 +165,7 @@ class BlockWriters:
         return left
 
     def _without_known(self, unchecked: list[RequestState]) -> list[RequestState]:
-        """Mark requests with a known hit as checked. Return the remaining requests."""
+        """Mark requests as checked if `know_hit` returns True. Return the remaining requests."""
         known = [request for request in unchecked if self.know_hit(request)]
         for request in known:
             request.is_hit_unchecked = False
@@ -174,8 +174,8 @@ class BlockWriters:
     def know_hit(self, request: RequestState) -> bool:
         """Return True if all blocks of the hit were written for the prefix of the request.
 
-        The next token may differ. `are_of_continuation` prevents saving such blocks under the key
-        of this request.
+        The blocks may have been written for a different next token. `are_of_continuation` prevents
+        saving such blocks under the key of this request.
         """
         table, size = request.blocks.main_table, request.blocks.main_size
         num_units = request.num_local_units
@@ -186,8 +186,8 @@ class BlockWriters:
     def find_others(
         self, saves: Iterable[SavePlan], requests: Mapping[ReqId, RequestState]
     ) -> list[SavePlan]:
-        """Return the saves that include hit blocks written for a different continuation, and block
-        further saves of their requests.
+        """Return the saves that include hit blocks written for a different continuation. Also
+        prevents further saves of the requests in these saves.
         """
         found = []
         for save in saves:

@@ -84,7 +84,7 @@ class PinnedFrames:
 
 
 class Lease:
-    """A request's lease on a prefix. A `PinnedFrames` counts the lease until it is released.
+    """A request's lease on a prefix. A `PinnedFrames` counts the lease until the lease is released.
 
     ``num_tokens`` is the length of the request when the lease was acquired.
     """

@@ -98,7 +98,7 @@ class RequestState:
     turn_at_s: float | None = None
     """Time at which the engine would start this prompt if the request did not wait for the disk."""
     reads_end: int = 0
-    """Value of `DiskPacing.num_done` after all chunks of the request have been read."""
+    """Value that `DiskPacing.num_done` will have once all chunks of the request have been read."""
     num_on_disk: int = 0
     """Upper bound on the number of chunks that were not in host memory during the lookup."""
     slow_tokens: int = 0
@@ -194,7 +194,7 @@ class RequestState:
         """Return True on the first call after a failed load, so that vLLM skips the request once.
 
         vLLM has released the blocks of the load. With sliding-window layers, computing the tokens
-        takes more blocks than loading them. If too few blocks are free, vLLM would stop at this
+        takes more blocks than loading them. If too few blocks were free, vLLM would stop at this
         request in every step and never reach the later requests, which hold the missing blocks.
         """
         yields, self.yields_once = self.yields_once, False

@@ -105,7 +105,7 @@ class FrameMemory:
 
 
 class FrameWindow:
-    """Exposes this rank's part of each frame as an address and a tensor. Frames have one size."""
+    """Exposes this rank's part of each frame of one size as an address and a tensor."""
 
     def __init__(self, memory: FrameMemory, arena_bytes: torch.Tensor) -> None:
         self.memory = memory
@@ -238,7 +238,9 @@ class Lifeline:
     """
 
     def __init__(self, path: str, inode: int) -> None:
-        """Open the pipe. Raises OSError if the engine exited or ``path`` has another inode."""
+        """Open the pipe. Raises OSError if the engine exited or the inode of ``path`` is not
+        ``inode``.
+        """
         self._fd: int | None = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if os.fstat(self._fd).st_ino != inode:
             self.close()

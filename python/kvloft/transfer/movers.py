@@ -18,7 +18,7 @@ from kvloft.transfer.mover import Mover
 logger = logging.getLogger(__name__)
 
 MakeMover = Callable[[Sequence[PagedLayout], Sequence[GroupFrames]], Mover]
-"""Creates a mover. Both sequences have one entry per KV cache group."""
+"""Creates a mover. Both arguments have one entry per KV cache group."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,8 @@ def encoding_of(ranks: Sequence[Any], config: Config) -> int:
 
 
 HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp")
-"""Methods with `SpeculativeConfig.use_eagle`. Their layers read hidden states and the next token.
+"""Methods for which `SpeculativeConfig.use_eagle` returns True. Their layers read hidden states and
+the next token.
 """
 PREFIX_DRAFTERS = ("draft_model", "dflash")
 """Methods whose KV depends only on tokens up to the same position. DFlash reads the hidden states
@@ -166,7 +167,7 @@ the spec of the only group is a SlidingWindowSpec.
 
 
 def group_shape(spec: Any) -> GroupShape:
-    """Return the shape of a group whose ``spec`` is in `KIND_OF_SPEC`, without sizes."""
+    """Return the shape, without sizes, of a group whose ``spec`` is in `KIND_OF_SPEC`."""
     kind = KIND_OF_SPEC[type(spec).__name__]
     reach = 0
     if kind == "window":

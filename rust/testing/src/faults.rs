@@ -105,7 +105,7 @@ impl FaultFiles {
         self.script().crashed
     }
 
-    /// Measures the size of this directory after each change.
+    /// Starts measuring the size of `dir` after each change.
     pub fn watch(&self, dir: &Path) {
         self.script().watched = Some(dir.to_owned());
     }

@@ -1,4 +1,4 @@
-//! Tests evictions through the admin interface, with idle engines and while engines load and save.
+//! Tests evictions through the admin interface while engines are idle and while they load and save.
 
 mod common;
 

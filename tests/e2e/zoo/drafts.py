@@ -20,8 +20,8 @@ REST_GAIN = 0.6
 WINDOW, WINDOWS_GAIN = 64, 1.0
 EMBED_STD = 0.1
 MASK, NUM_COPIES, SHARP, NUM_FAST = 3, HIDDEN // HEAD_DIM, 3.0, 4
-"""Parameters of DFlash: the mask token, the number of copying layers, and two parameters for how
-these layers find the previous position.
+"""Parameters of DFlash: the mask token, the number of copying layers, and two parameters that
+determine how these layers find the previous position.
 """
 PROJECTIONS = (
     "self_attn.q_proj",

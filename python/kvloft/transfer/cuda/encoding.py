@@ -17,7 +17,9 @@ from kvloft.transfer.frames import TABLE_ENTRY_BYTES, TILE_BYTES, FrameMemory
 from kvloft.transfer.layout import PagedLayout
 
 SHARE: Final = 0.70
-"""Fraction of the bytes in bf16 pages that the copy engine copies. 99.75% of real KV fits."""
+"""Number of bytes that the copy engine copies, as a fraction of the size of the bf16 pages. This is
+enough for 99.75% of real KV.
+"""
 MAX_PART_BYTES: Final = 1 << 28
 """Maximum size of an encoded part. A table entry has a 24-bit offset in units of 16 bytes."""
 _MIN_PAGE_BYTES: Final = 1024
@@ -67,8 +69,8 @@ class PartEncoding:
     def of(cls, layout: PagedLayout, frames: FrameMemory, *, everything: bool = False) -> Self:
         """Return the sizes for ``layout``.
 
-        With ``everything``, the copy engine copies the maximum size of an encoded part. This is
-        required for loads from frames that are not registered yet.
+        With ``everything``, the copy engine copies as many bytes as the largest possible encoded
+        part has. This is required for loads from frames that are not registered yet.
         """
         saved = 0 if everything else _saved_bytes(layout)
         block_width = layout.block_bytes - saved + TABLE_ENTRY_BYTES * _tiles_per_block(layout)

@@ -128,7 +128,7 @@ class LooksInTime:
         self._end()
 
     def look(self, path: str) -> Look | None:
-        """Call `look` in the thread, excluding subdirectories, which vLLM ignores in adapters.
+        """Call `look` in the thread. Exclude subdirectories, because vLLM ignores them in adapters.
 
         Raises TimeoutError after the timeout, or immediately if the previous check is still
         running.
@@ -224,7 +224,8 @@ def hub_commit(name: str, revision: str | None = None, cache_dir: str | None = N
     """Return the commit of ``name`` in the local Hugging Face cache. Returns None if ``name`` is
     not in the cache or vLLM uses a different hub.
 
-    After vLLM has loaded the model, this is the loaded commit. Does not use the network.
+    If vLLM has already loaded the model, the returned commit is the loaded commit. Does not use the
+    network.
     """
     if envs.VLLM_USE_MODELSCOPE:
         return None

@@ -151,8 +151,8 @@ impl EngineSession {
         Ok(Lease { id, num_units, num_chunks: u32::try_from(num_chunks).unwrap_or(u32::MAX) })
     }
 
-    /// Returns the number of units that are ready to load, and the number of units after them that
-    /// are still being read from disk.
+    /// Returns the number of units that are ready to load, and the number of units that follow the
+    /// ready units and are still being read from disk.
     ///
     /// Unless the only group uses full attention, a hit is all or nothing: returns (0, 0) if a
     /// chunk cannot be read.
@@ -301,13 +301,13 @@ impl EngineSession {
         self.session.clear();
     }
 
-    /// Returns the number of saves that have not been reported by all ranks.
+    /// Returns the number of saves that at least one rank has not reported yet.
     pub fn num_in_flight(&self) -> usize {
         self.in_flight().len()
     }
 
-    /// Returns the blocks that are being read by saves in flight. If `blocks` is given, returns
-    /// only blocks that it contains.
+    /// Returns the blocks that are being read by saves in flight. If `blocks` is given, all other
+    /// blocks are omitted.
     pub fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
         self.in_flight().being_read(blocks)
     }

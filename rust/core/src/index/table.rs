@@ -16,8 +16,8 @@ type Slot = (u32, u32);
 
 /// Number of slots in a new segment. Must be a power of two.
 const SEGMENT_SLOTS: usize = 1 << 13;
-/// The directory has at most `2^MAX_DEPTH` positions. Beyond that, segments grow. The bits used by
-/// the directory and by a segment of `SEGMENT_SLOTS` slots fit in the 32 bits of a hash.
+/// The directory has at most `2^MAX_DEPTH` positions. Beyond that, segments grow. The directory and
+/// a segment of `SEGMENT_SLOTS` slots together use at most the 32 bits of a hash.
 const MAX_DEPTH: u32 = 18;
 
 /// The entries whose hashes start with the same `depth` bits.

@@ -128,8 +128,8 @@ impl Store {
 
     /// Makes filled chunks visible. Returns the number of chunks that became visible.
     ///
-    /// A chunk whose parent is not visible yet becomes visible after its parent. Aborts saves of
-    /// chunks whose parent is gone, and leases that belong to a different store.
+    /// A chunk whose parent is not visible yet becomes visible after its parent. A save is aborted
+    /// if the parent of its chunk is gone or if its lease belongs to a different store.
     pub fn commit(&self, leases: impl IntoIterator<Item = WriteLease>) -> u32 {
         let leases = leases.into_iter();
         let mut ids = Vec::with_capacity(leases.size_hint().0);
@@ -161,8 +161,8 @@ impl Store {
         if !self.inner.wait(Instant::now() + CLEAR_TIMEOUT, cleared) {
             self.inner.with_state(|state| {
                 state.log(Event::problem(
-                    "disk tier: not cleared yet; retrying in the background (until then, a restart \
-                     would find the old chunks)",
+                    "disk tier: not cleared yet; retrying in the background (a restart before the \
+                     disk is cleared would find the old chunks)",
                 ));
             });
         }

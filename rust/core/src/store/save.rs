@@ -66,7 +66,7 @@ impl<'a> From<(Prefix<'a>, Range<u32>)> for SaveRequest<'a> {
 }
 
 impl SaveRequest<'_> {
-    /// Returns `InvalidConfig` if the prefix lacks the key of one of the units, or of the unit
+    /// Returns `InvalidConfig` if the prefix does not contain the keys of all units and of the unit
     /// before them.
     pub fn check(&self) -> Result<()> {
         let Range { start, end } = self.units;

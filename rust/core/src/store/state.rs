@@ -49,9 +49,9 @@ pub(crate) struct State {
     pub(crate) disk: DiskWork,
     pub(crate) disk_policy: Box<dyn Policy>,
     pub(crate) stats: Stats,
-    /// Time since the store was opened, as of the last call.
+    /// Time since the store was opened, as of the last [`Self::set_time`].
     pub(crate) now: Duration,
-    /// Unix time as of the last call, in seconds.
+    /// Unix time as of the last [`Self::set_time`], in seconds.
     pub(crate) unix_s: u32,
     /// Unix time at which the store was opened, in seconds.
     pub(crate) opened_s: u32,

@@ -118,7 +118,7 @@ fn equals_the_definition_at_every_page_length() {
     }
 }
 
-/// The vectors never change, so that files and GPU kernels of this version remain compatible.
+/// The vectors must not change, because files and GPU kernels of this version depend on the tag.
 #[test]
 fn golden_vectors() {
     let vectors: Value = serde_json::from_str(VECTORS).unwrap();
@@ -149,8 +149,8 @@ fn changes(mix: fn(u64) -> u64, mask: u64) -> Vec<u64> {
     words.map(|x| mix(x ^ mask).wrapping_sub(mix(x)).cast_signed().unsigned_abs()).collect()
 }
 
-/// Returns the number of equal neighbors after sorting. The changes of two words can cancel out if
-/// they are equal.
+/// Returns the number of equal neighbors after sorting. If two words have equal changes, these
+/// changes can cancel out.
 fn num_equal(mut changes: Vec<u64>) -> usize {
     changes.sort_unstable();
     changes.windows(2).filter(|pair| pair[0] == pair[1]).count()
@@ -176,8 +176,8 @@ fn the_measure_of_cancelling_sees_the_weak_masks_of_the_first_definition() {
     assert_eq!(num_equal(changes(first_mix, 1)), 0);
 }
 
-/// Compares about 2^43 pairs of words in which the same or different bits are flipped. The changes
-/// cancel out in none of them.
+/// Compares about 2^43 pairs of words in which the same or different bits are flipped. In no pair
+/// do the changes cancel out.
 #[test]
 fn flipped_signs_and_lanes_of_two_words_change_the_tag() {
     let mut masks = vec![u64::MAX, u64::MAX << 32, 0xffff_0000_ffff_0000, 0x00ff_00ff_00ff_00ff];

@@ -20,9 +20,9 @@ impl State {
     /// - adds a chunk that gets a slot to the disk policy, and removes a chunk that loses its slot,
     /// - updates the host policy if the chunk becomes unwritten or is no longer unwritten,
     /// - updates the gauges and the change log,
-    /// - updates which chunks the disk policy can evict, except after `Found`. The caller then
-    ///   calls [`State::sync_disk`], because chains are indexed chunk by chunk and each chunk would
-    ///   briefly be a leaf.
+    /// - updates which chunks the disk policy can evict, except after `Found`: chains are indexed
+    ///   chunk by chunk, so each chunk would briefly be a leaf. The caller calls
+    ///   [`State::sync_disk`] instead.
     ///
     /// The caller updates the queues and frees the slot of a removed chunk.
     pub(crate) fn change_disk(&mut self, id: ChunkId, event: DiskEvent) {

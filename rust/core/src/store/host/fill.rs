@@ -38,8 +38,8 @@ impl State {
         self.show(id)
     }
 
-    /// Makes a filled chunk visible if its parent is visible, and then the filled children that
-    /// waited for the chunk. Returns the number of chunks that became visible.
+    /// Makes a filled chunk visible if its parent is visible, and then does the same for the filled
+    /// children that waited for the chunk. Returns the number of chunks that became visible.
     fn show(&mut self, id: ChunkId) -> u32 {
         let mut shown = 0;
         let (mut next, mut ready) = (Some(id), Vec::new());
@@ -97,7 +97,7 @@ impl State {
             } else if !is_filling {
                 self.leave_failed(if entry.host.is_absent() { parent } else { Some(next) });
             } else if let Some(parent) = parent {
-                // Keeps the chunk listed, so that a repeated failure of the parent visits it again.
+                // Keeps the chunk listed, so that it is visited again if the parent fails again.
                 self.waiters.push(parent, next);
             }
         }

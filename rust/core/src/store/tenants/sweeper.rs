@@ -14,7 +14,7 @@ use crate::sync::thread::{self, JoinHandle};
 use crate::{Error, Result};
 
 const SWEEP_EVERY: Duration = Duration::from_secs(1);
-/// Maximum number of tree removals started per call.
+/// Maximum number of tree removals started per call of `State::expire_some`.
 const MAX_EXPIRED: usize = 64;
 /// Maximum number of chunks evicted per call of `State::trim`, which takes about 0.2 ms.
 const MAX_TRIMMED: u32 = 128;
@@ -29,7 +29,7 @@ impl State {
         has_expired && !self.is_removing() && self.trim(next)
     }
 
-    /// Starts to remove a batch of expired chunks. Returns true if no expired chunks remain.
+    /// Starts removing a batch of expired chunks. Returns true if no expired chunks remain.
     fn expire_some(&mut self) -> bool {
         for _ in 0..MAX_EXPIRED {
             match self.expiries.0.first().copied() {
