@@ -61,8 +61,9 @@ MEANINGS = {
 WARM_UP = [1 + 7 * i % 90 for i in range(300)]
 """A prompt that is not part of the chat."""
 NOTE = (
-    "The vLLM column shows tokens from vLLM's own prefix cache, including earlier turns. With a "
-    "small model on a busy machine, times vary. With long prompts on a GPU, hits save more time."
+    "The vLLM column counts tokens from vLLM's own prefix cache, which also holds earlier turns of "
+    "the same pass. With a small model on a busy machine, times vary. With long prompts on a GPU, "
+    "hits save more time."
 )
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -78,8 +79,8 @@ class Turn:
     """The result of one turn.
 
     ``gpu``, ``host``, ``disk`` and ``computed`` are the numbers of prompt tokens by source.
-    ``dropped`` is the number of chunks that were not saved, and ``late`` is the number of calls
-    that timed out.
+    ``dropped`` is the number of chunks that were not saved, and ``late`` is the number of calls to
+    the server that timed out.
     """
 
     tokens: list[int]
@@ -387,7 +388,7 @@ def verdict(passes: dict[str, list[Turn]]) -> tuple[bool, str]:
     if wrong:
         return (
             False,
-            f"FAILED: {len(wrong)} outputs differ from the run without a cache, first {wrong[0]}.",
+            f"FAILED: {len(wrong)} outputs differ from the reference, first {wrong[0]}.",
         )
     found, total = disk[0].disk, disk[0].disk + disk[0].computed
     kept = sum(t.host for t in passes["server"])

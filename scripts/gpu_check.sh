@@ -9,7 +9,7 @@
 # Stages with vLLM:
 #   startup    saves while host memory is being registered
 #   engine     time to first token and decode steps, compared with plain vLLM and OffloadingConnector
-#   prefill    cold prompts in multiple runs, and with and without the connector in one process
+#   prefill    cold prompts, in multiple runs, and in one process with and without the connector
 #   kv1        the engine bench with one KV head
 #   chats      a closed loop of chats; includes PegaFlow and LMCache if they are installed
 #   crowd      preemptions, compared with plain vLLM
@@ -141,7 +141,7 @@ if has peers; then # host memory holds more than one round of prompts; servers r
 fi
 if has ranks; then
   # With 13 layers of Gemma 3, the second pipeline stage has no layers of one group. With 7 layers, the
-  # first stage has no full attention layer.
+  # first stage has no full-attention layer.
   for ranks in "--tp 2 --layers 8" "--pp 2 --layers 8" "--pp 2 --model gemma3 --layers 13" "--pp 2 --model gemma3 --layers 7"; do
     name=ranks${ranks// /} # shellcheck disable=SC2086 # word splitting is intended
     stage "$name" "$PYTHON" -m benches.gpu.ranks $ranks --timeout 200 --json "$OUT/$name.json" --logs "$OUT/$name"

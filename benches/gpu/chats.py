@@ -28,7 +28,7 @@ from kvloft.bench.command import console, whole, write
 
 CONNECTORS = ("none", "native", "kvloft", SERVED[0], *PEERS)
 KILL_S = 15.0
-"""Delay after which a child that exceeds its time limit is killed."""
+"""Time by which a child may exceed its time limit before it is killed."""
 LEAST_S = 45.0
 """An engine is started only if at least this much time remains."""
 
@@ -46,7 +46,7 @@ def run(
     """Run all engines.
 
     Return {connector: {"runs": [...], "start_s": ..., "error": ...}}, where "error" is optional.
-    Calls ``keep`` with all results so far after each engine.
+    After each engine, ``keep`` is called with all results so far.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
@@ -99,7 +99,7 @@ def _measure(name: str, options: dict[str, Any], log: Path) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return the header and one row per engine. Medians are over the engine's complete runs."""
+    """Return the header and one row per engine. Medians include only complete runs."""
     rows: list[tuple[str, ...]] = [
         (
             "",

@@ -33,7 +33,7 @@ class Setup:
     """The configuration of one engine.
 
     With ``exact``, the engine's tokens must equal the reference's. Otherwise, differing tokens are
-    counted, but only the phase `kept` fails because of them.
+    only counted, except in the phase `kept`, which fails.
     """
 
     what: str
@@ -45,7 +45,7 @@ class Setup:
 
 _EXACT = {"VLLM_BATCH_INVARIANT": "1"}
 _TUNED = {"TRITON_CACHE_AUTOTUNING": "1"}
-"""Environment that lets engines reuse autotuned Triton kernels; requires `--at-once 1`."""
+"""Lets engines reuse the results of Triton's autotuning; requires `--at-once 1`."""
 _TRITON = {"attention_backend": "TRITON_ATTN"}
 
 
@@ -84,8 +84,8 @@ SETUPS["flash-groups"] = Setup(
 """Setup for `--model qwen35` and `--model tiny-gdn`, whose kernels are not batch-invariant. Run it
 together with `plain-flash`.
 
-The phase `kept` runs prompts one at a time: if kvloft and vLLM's own prefix cache find the same
-number of tokens, the outputs must be equal.
+The phase `kept` runs prompts one at a time, so the outputs must be equal if kvloft and vLLM's own
+prefix cache have hits of the same length.
 """
 
 
@@ -162,7 +162,7 @@ class Row:
     equal: int | None
     """Number of requests, out of ``total``, whose tokens equal the reference's tokens.
 
-    `_alike` selects the reference of a setup that is not exact.
+    For a setup that is not exact, the reference is plain vLLM or one of the setup's own runs.
     """
     total: int
     preemptions: int
@@ -189,8 +189,8 @@ def judge(results: Mapping[str, Any]) -> list[Row]:
 
 
 def _alike(results: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
-    """Return plain vLLM's runs if prompts run one at a time. In other phases, batches differ, so
-    return no runs.
+    """Return plain vLLM's runs of the phase `prompts`, in which prompts run one at a time. Return
+    no runs for other phases, so that each setup is compared with itself.
     """
     plain: Mapping[str, Any] = results.get("plain-flash", {}).get("phases", {}).get(phase, {})
     return plain if phase == "prompts" else {}
@@ -249,7 +249,7 @@ def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int
 def _kept_problems(
     found: Mapping[str, Any], tokens: list[list[int]], of_hbm: list[list[int]]
 ) -> Iterator[str]:
-    """Yield differences between prompts loaded from host memory and hits in vLLM's own cache."""
+    """Yield differences between loads from host memory and hits in vLLM's own cache."""
     kept, ours, vllms = found["kept"], found["cached"], found["cached_hbm"]
     same = [name for name in kept if name.startswith("same_")]
     if any(count for name, count in kept.items() if name.startswith("differing_")):
@@ -298,7 +298,7 @@ def problems(results: Mapping[str, Any]) -> list[str]:
 
 
 def summary(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results without the tokens."""
+    """Return the results with one row per run in place of the tokens, and the problems."""
     rows = judge(results)
     setups = {
         name: {

@@ -157,8 +157,7 @@ def test_two_stages_of_two_ranks_each_have_four_parts(
         engine.stop()
 
 
-# -- multiple KV cache groups
-# --------------------------------------------------------------------------------------
+# -- multiple KV cache groups --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -185,7 +184,7 @@ def test_stages_save_and_load_their_part_of_each_group(
             config=lambda: qwen3_next_config(MIXED) | {"mlp_only_layers": []},
             weights=lambda: qwen3_next_weights(layers=MIXED, all_have_experts=True),
         )
-    elif ranks > 2:  # each stage has two ranks, and each rank has query heads
+    elif ranks > 2:  # two ranks share a stage, and each needs query heads
         heads = 2 * zoo.config()["num_attention_heads"]
         config = lambda: gemma3_config() | {"num_attention_heads": heads}  # noqa: E731
         zoo = replace(zoo, config=config, weights=lambda: gemma3_weights(num_heads=heads))

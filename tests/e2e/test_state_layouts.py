@@ -40,8 +40,8 @@ def start(folder: Path, zygote: Zygote) -> Iterator[Callable[..., Engine]]:
 
 
 def found(*engines: Engine) -> list[list[int]]:
-    """Run every prompt on each engine in turn, and return the numbers of external tokens by engine.
-    vLLM's own cache is cleared before each prompt.
+    """Run every prompt on each engine in turn. Return a list per engine with the number of external
+    tokens of each prompt. vLLM's own cache is cleared before each prompt.
     """
     rounds = []
     for prompt in PROMPTS:

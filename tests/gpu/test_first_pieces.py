@@ -1,4 +1,4 @@
-"""Tests on the emulated GPU that the first pieces of saves and loads are small on an idle link."""
+"""Tests, on an emulated GPU, that the first pieces of saves and loads are small on an idle link."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -176,7 +176,7 @@ def test_rejected_saves_are_reported_once(rig: Rig, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_impossible_load_fails_no_other_load(rig: Rig) -> None:
-    """The loads share a piece. Invalid blocks are discarded."""
+    """The loads share a piece. Only the loads with an invalid block id fail."""
     save(rig.mover, copies_of(range(60), [[block] for block in range(60)]))
     wanted = [
         ("a", (0, 70), (1, 71)),

@@ -36,7 +36,7 @@ def hash_of(prompt: Prompt) -> bytes:
 
 
 def describe(live: Any, size: int, begin: int, end: int) -> list[Block]:
-    """Describe blocks ``begin`` to ``end - 1`` as vLLM does.
+    """Describe blocks [begin, end) as vLLM does.
 
     The hash of a block is the hash of the prefix that ends with the block, so blocks of any
     ``size`` with the same end have the same hash.
@@ -86,7 +86,7 @@ class Index:
                 tier.add(block.hash)
 
     def clear(self) -> None:
-        """Handle the vLLM event that all blocks were removed. The engine then announces chunks in
+        """Handle vLLM's event for the removal of all blocks. The engine then announces chunks in
         other tiers again.
         """
         self.tiers = {HOST: set(), DISK: set()}

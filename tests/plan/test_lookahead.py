@@ -79,7 +79,7 @@ def test_a_long_prompts_keys_are_made_as_its_blocks_need_them() -> None:
 
 
 def test_a_session_that_replaces_its_last_token_saves_no_more() -> None:
-    """The draft model's KV before the replaced token depends on the replaced token."""
+    """The draft model's KV at the position before the replaced token depends on that token."""
     engine = SymbolicEngine(Setup(block_tokens=2, lookahead=1, local_cache=False))
     request = serve(engine, Request("a", PROMPT[:5], 2, updates=[[2, 2, 0, 1, 1], None]))  # type: ignore[list-item]
     assert stored(engine, request) == 4
@@ -90,7 +90,7 @@ def test_a_session_that_replaces_its_last_token_saves_no_more() -> None:
 def test_the_next_turn_of_a_chat_is_saved_after_an_unsaved_answer(
     run_ahead: bool,
 ) -> None:
-    """vLLM's own cache has the output's blocks, and kvloft attributes them to this chat."""
+    """The answer's blocks are hits in vLLM's own cache and are saved with the next prompt."""
     engine = SymbolicEngine(Setup(lookahead=1, run_ahead=run_ahead))
     first = serve(engine, Request("a", list(PROMPT), 9, saves="prompt"))
     assert stored(engine, first) == whole_blocks(len(PROMPT) - 1)

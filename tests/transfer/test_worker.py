@@ -1,5 +1,5 @@
 """Tests WorkerCore, which runs the plan of a step on a mover. Hooks are idempotent, each report is
-returned once, and a broken mover only causes misses.
+returned once, and a broken mover causes only misses.
 """
 
 import os

@@ -110,8 +110,8 @@ def test_a_stage_may_have_no_layer_of_a_group() -> None:
 
 
 def test_layers_of_one_group_that_differ_in_size_are_added_up() -> None:
-    """vLLM passes a single size to the scheduler but all sizes to each rank. kvloft uses the sizes
-    of the ranks.
+    """vLLM passes a single page size to the scheduler, but the page size of every layer to each
+    rank. kvloft uses the sizes that the ranks receive.
     """
     kv: Any = {"block_size": 16, "num_kv_heads": 1, "dtype": torch.float32}
     specs: Any = {

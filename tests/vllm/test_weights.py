@@ -28,7 +28,7 @@ LONG_AGO = (1_000_000_000, 1_000_000_000)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return the weights of a model in a separate directory that is older than the engine."""
+    """Return the directory of a model whose files are older than the engine."""
     model = tmp_path / "model"
     (model / "whisper").mkdir(parents=True)
     for name in (

@@ -12,7 +12,7 @@ from kvloft.cli.tables import Status, broken, disk_unused, hit_rate, rejected
 from kvloft.config.units import size_text
 
 GROWTH_BYTES: Final = 64 << 20
-"""Approximate number of bytes by which a file on disk grows at a time."""
+"""Approximate size of the steps in which files on disk grow."""
 
 
 def figures(status: Status) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def figures(status: Status) -> dict[str, Any]:
 
 
 def as_json(status: Status, tag: str | None = None) -> dict[str, Any]:
-    """Return the output of --json: the status, `figures`, hit rates, and the tag of the salt."""
+    """Return the output of --json: the status, `figures`, hit rates, and the salt's tag, if any."""
     spaces = [
         space | {"namespace": space["namespace"].hex(), "hit_rate": hit_rate(space["stats"])}
         for space in status["namespaces"]
@@ -54,7 +54,7 @@ def as_json(status: Status, tag: str | None = None) -> dict[str, Any]:
 
 
 def lines(status: Status, socket: str) -> list[str]:
-    """Return one line per figure. The first line states whether the server is healthy."""
+    """Return the lines to print: the server's health, its problems, and one line per figure."""
     found, num_spaces = figures(status), len(status["namespaces"])
     problems, num_engines = found["problems"], found["engines"]
     well = f"has {counted(len(problems), 'problem')}" if problems else "is healthy"
@@ -81,7 +81,7 @@ def disk_full(status: Status, found: dict[str, Any] | None = None) -> list[str]:
 
 
 def disk_problems(space: Status, status: Status) -> list[str]:
-    """Return a line for each problem with the disk of a namespace: unused, full or paused."""
+    """Return a line if the disk is not in use, if it is full, and if the disk tier is paused."""
     return [*disk_unused(status), *disk_full(status), *broken(space, status)]
 
 

@@ -16,8 +16,8 @@ from kvloft.seam.shape import GroupShape
 
 @dataclass(frozen=True, slots=True)
 class BlockNeed:
-    """The number of blocks that a request needs for itself, and the strides of its local prefix,
-    which other requests can share.
+    """The number of blocks that only this request uses (``own``), and the blocks of its local
+    prefix, which other requests can share, by stride (``shared``).
     """
 
     own: int
@@ -111,7 +111,7 @@ class LoadGates:
         self.incoming: dict[ReqId, IncomingUnits] = {}
         """Loads in progress that are expected to load all their units."""
         self.slots_were_taken = False
-        """True if the last slot check in this step found no free slot."""
+        """Result of the last call of `check_slots_taken` in this step."""
         self.first_without_blocks: ReqId | None = None
         """The first request in this step that lacks blocks. Later requests get no blocks."""
 

@@ -6,7 +6,8 @@ from kvloft.seam.store import Session
 
 FIRST_LOOKUP_TOKENS, LOOKUP_GROWTH = 512, 4
 """Number of tokens to hash for the first lookup, and the growth factor for each later lookup. The
-forward pass waits for the hashes. For an uncached prompt, the hash of the first chunk is enough.
+first number is small, because the forward pass waits for the hashes and an uncached prompt needs
+only the hash of the first chunk.
 """
 
 

@@ -67,7 +67,7 @@ def num_complete_units(
 def refresh_tables(request: RequestState, step: StepView) -> bool:
     """Read the current block tables of the request. Return False if vLLM does not report them.
 
-    This is necessary for shapes in which vLLM frees blocks of running requests.
+    This is necessary for models for which vLLM frees blocks of running requests.
     """
     if step.tables is None or not (tables := step.tables(request.req_id)):
         return False

@@ -96,7 +96,7 @@ class CacheShape:
         return kinds.index("full" if "full" in kinds else "window")
 
     def number_of(self, group: int) -> int | None:
-        """Return the group's number in keys, or None if it uses the prefix keys unchanged."""
+        """Return the number hashed into the group's keys, or None if it uses the prefix keys."""
         return None if group == self.main and self.groups[group].kind == "full" else group + 1
 
     @property
@@ -168,7 +168,9 @@ class ArenaSpec:
     path: str
     size_bytes: int
     slab_bytes: int
-    """Size of a slab, which holds frames of one size. The last slab also covers the remainder."""
+    """Size of a slab, which holds frames of one size. The last slab also includes the remaining
+    bytes of the arena.
+    """
     groups: tuple[GroupShape, ...]
     """The scheduler side's KV cache groups, whose sizes take all ranks into account."""
     id: int = 0
@@ -177,5 +179,5 @@ class ArenaSpec:
     """Path and inode of the pipe that workers hold open (see `Lifeline`); None without a server."""
 
     def is_same_memory(self, other: Self | None) -> bool:
-        """Return True if ``other`` is the same memory, even through a different connection."""
+        """Return True if ``other`` describes the same memory; the lifelines may differ."""
         return other is not None and replace(other, lifeline=self.lifeline) == self and self.id != 0

@@ -1,4 +1,4 @@
-"""Runs an engine for `kvloft check` in its own process: ``python -m kvloft.vllm.check JOB.json``.
+"""Runs an engine for `kvloft check` in a new process: ``python -m kvloft.vllm.check JOB.json``.
 
 This process starts vLLM with the user's flags, with or without kvloft, runs the job's prompts, and
 appends a line of JSON to a file for each event. The parent process compares the outputs. When the
@@ -160,8 +160,9 @@ class Engine:
         """Return the engine's model, KV cache groups and capacity.
 
         ``full_requests`` is the number of requests with max_model_len tokens that fit into KV
-        memory, and ``request_bytes`` is the size of such a request. Both are None if unknown.
-        Compare engines by ``request_bytes``, because block sizes depend on the number of groups.
+        memory, and ``request_bytes`` is the size of the KV of such a request. Both are None if
+        unknown. Compare engines by ``request_bytes``, because block sizes depend on the number of
+        groups.
         """
         from vllm.v1.core import kv_cache_utils
 
@@ -214,7 +215,8 @@ def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=extra,
         )
-    DiskPacing.always_pays = True  # even if computing is faster: only loaded chunks are checked
+    # Load from disk even if recomputing is faster, because only loaded chunks are checked.
+    DiskPacing.always_pays = True
     engine = Engine(LLMEngine.from_engine_args(args))
     engine.watch()
     return engine, ignored

@@ -34,7 +34,7 @@ impl Error {
         Self { kind, message: message.into(), context: Vec::new(), source: None }
     }
 
-    /// Creates an error for a setting or argument that can never work.
+    /// Creates an error for an invalid setting or argument.
     pub fn invalid(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::InvalidConfig, message)
     }

@@ -1,17 +1,17 @@
 //! A map from ascending numbers to values, which are mostly removed in insertion order. The map
 //! stores reservations and saves in flight.
 //!
-//! A prompt with multiple KV cache groups has thousands of entries. A sorted deque keeps
+//! With multiple KV cache groups, a prompt has thousands of entries. A sorted deque keeps
 //! consecutive numbers adjacent in memory, whereas a hash map would scatter them.
 
 use std::collections::VecDeque;
 
-/// The deque is compacted when its length exceeds twice the number of values plus this number.
+/// The deque is compacted when its length exceeds `2 * len + SPARE`.
 const SPARE: usize = 64;
 
 #[derive(Debug)]
 pub(crate) struct Numbered<T> {
-    /// Sorted by number. Removed values are None, except that the first entry always has a value.
+    /// Sorted by number. None marks a removed value. The first entry always has a value.
     row: VecDeque<(u64, Option<T>)>,
     /// Number of values.
     len: usize,

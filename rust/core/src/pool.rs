@@ -20,20 +20,20 @@ use crate::tier::disk::DiskRoot;
 use crate::units::size_text;
 use crate::{Error, Result};
 
-/// Target for the number of slabs. The limits below and the search for a size with little unused
-/// space can change the number.
+/// Target for the number of slabs. The actual number can differ because of the limits below and the
+/// search for a slab size that leaves little space unused.
 const NUM_SLABS: u64 = 64;
 /// Maximum size of a slab. Workers register memory with the GPU slab by slab, and each registration
 /// blocks kernel launches.
 const MAX_SLAB_BYTES: u64 = 256 << 20;
 /// Unused space is compared in units of `1 / PRECISION` of a slab.
 const PRECISION: u64 = 1000;
-/// Minimum number of frames of the first store in a slab, unless there would be fewer than
-/// `MIN_SLABS` slabs. With fewer frames, too much space at the end of a slab could be unused.
+/// Minimum number of frames of the largest size per slab, unless the arena would then have fewer
+/// than `MIN_SLABS` slabs. With fewer frames, too much space at the end of a slab could be unused.
 const MIN_FRAMES: u64 = 4;
 const MIN_SLABS: u64 = 8;
 
-/// Number of a slab in the arena.
+/// Index of a slab in the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct SlabId(pub(crate) u32);
 
@@ -43,7 +43,7 @@ struct MemberState {
     num_slabs: u32,
     /// Slabs that were assigned to the store and that the store has not collected yet.
     arrived: Vec<SlabId>,
-    /// Share of the arena in percent, or None for an equal part of the remainder.
+    /// Share of the arena in percent. Stores with None share the rest of the arena equally.
     percent: Option<u32>,
     /// False if the store is not entitled to a share.
     is_active: bool,
@@ -252,10 +252,11 @@ impl PoolState {
         self.members.iter().filter_map(end)
     }
 
-    /// Takes a slab from store `from`. Among the other hungry stores, assigns it to the store with
-    /// the lowest limit; ties go to the store that lacks the most slabs. If no other store is
-    /// hungry, the slab becomes free. A hungry store that releases a slab stays hungry, because its
-    /// size classes would otherwise pass the same slab around without ever getting another.
+    /// Takes a slab from store `from` and assigns it to another hungry store: the store with the
+    /// lowest limit or, among equal limits, the store that lacks the most slabs. If no other store
+    /// is hungry, the slab becomes free. A hungry store that releases a slab stays hungry, because
+    /// its size classes would otherwise pass the slab around, and the store would never get another
+    /// slab.
     fn reassign(&mut self, from: u32, slab: SlabId) {
         if let Some(member) = self.members.get_mut(&from) {
             member.num_slabs -= 1;
@@ -285,8 +286,8 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    /// Adds a store without any slabs. The store's share is `percent` of the arena, or an equal
-    /// part of the remainder if `percent` is None.
+    /// Adds a store without any slabs. The store's share is `percent` of the arena. Stores with
+    /// None share the rest of the arena equally.
     pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>) -> Self {
         let mut state = pool.state();
         let id = state.next_id;

@@ -1,5 +1,5 @@
-//! Tests stores on one arena while workers can copy only to the arena's first part: each store gets
-//! memory that it can use.
+//! Tests that each store on an arena gets memory that it can use while workers can copy only to the
+//! first part of the arena.
 //!
 //! Slabs have eight pages here, so a slab holds four frames of the first store or two of the
 //! second.

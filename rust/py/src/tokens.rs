@@ -95,7 +95,7 @@ fn fitting<T: TryFrom<u32>>(id: u32) -> PyResult<T> {
         .map_err(|_| ConfigError::new_err(format!("block id {id} is not an int in 0..2**31")))
 }
 
-/// Returns an int in 0..2^32. Faster than `extract` if the object is an exact int.
+/// Converts a Python int in 0..2^32. Faster than `extract` if the object is an exact int.
 pub(crate) fn number(item: Borrowed<'_, '_, PyAny>) -> PyResult<u32> {
     // SAFETY: `item` is alive while it is borrowed, and this thread is attached.
     let value = unsafe {

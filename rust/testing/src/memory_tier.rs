@@ -39,13 +39,13 @@ pub struct MemoryTier {
     pub panic_in_io: AtomicBool,
     /// Number of reads so far, including reads that are waiting.
     pub num_reads: AtomicU64,
-    /// Reads block while this lock is held.
+    /// While this lock is held, reads wait.
     pub read_gate: Mutex<()>,
-    /// Writes block while this lock is held.
+    /// While this lock is held, writes wait.
     pub write_gate: Mutex<()>,
-    /// Frees block while this lock is held.
+    /// While this lock is held, calls that free a slot wait.
     pub free_gate: Mutex<()>,
-    /// True once a free has started.
+    /// True once a call that frees a slot has started.
     pub is_freeing: AtomicBool,
     closed: AtomicBool,
     slots: Mutex<Slots>,

@@ -19,8 +19,8 @@ use rustix::net::{
 
 use crate::protocol::codec::LENGTH_BYTES;
 
-/// Requested size of a socket's buffers. It is large enough for a long prefix, but the kernel might
-/// grant less.
+/// Requested size of a socket's buffers, which is large enough for the keys of a long prefix. The
+/// kernel might grant less.
 const BUFFER_BYTES: usize = 1 << 20;
 /// Minimum free space in a [`ReceiveBuffer`] before each read, in bytes.
 const READ_BYTES: usize = 64 << 10;
@@ -48,7 +48,8 @@ pub(crate) fn enlarge_buffers(stream: &UnixStream) {
     let _best_effort = rustix::net::sockopt::set_socket_recv_buffer_size(stream, BUFFER_BYTES);
 }
 
-/// Waits until `fd` reports one of `flags`, a hangup or an error. Returns false at the deadline.
+/// Waits until `fd` reports one of `flags`, a hangup or an error. Returns false at the deadline or
+/// if `poll` fails.
 pub(crate) fn wait(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
     loop {
         let left =

@@ -1,5 +1,5 @@
 """Provides kernels that speculative decoding with Mamba states requires but the CPU build lacks:
-vLLM's two Triton kernels that move states, and support for rows of draft tokens.
+vLLM's two Triton kernels that move states, and support for draft tokens.
 
 The replacements take the same arguments as the kernels and copy the same bytes. vLLM's surrounding
 code decides which state to move to which block. The module also provides a drafting method whose
@@ -262,7 +262,7 @@ def well_read_ngram() -> None:
 
 
 class Book:
-    """The texts that the tests recorded. Each call reads the lines added since the last call."""
+    """The texts that the tests recorded. `after` reads the lines added since the previous call."""
 
     def __init__(self) -> None:
         self._path, self._at = os.environ.get(BOOK), 0

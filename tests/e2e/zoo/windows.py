@@ -47,8 +47,8 @@ def gemma3_config(layers: tuple[str, ...] = THREE_AND_ONE, window: int = WINDOW)
 def gemma3_weights(
     seed: int = 21, layers: tuple[str, ...] = THREE_AND_ONE, num_heads: int = NUM_HEADS
 ) -> Tensors:
-    """Norms apply to queries, keys, and the inputs and outputs of branches. The head is the
-    embedding.
+    """Return the weights of Gemma 3, which normalizes queries, keys, and the inputs and outputs of
+    branches. The output layer uses the weights of the embedding.
     """
     made = weights(seed)
     made.normal("model.embed_tokens.weight", VOCAB, HIDDEN, std=1 / float(np.sqrt(HIDDEN)))
@@ -96,7 +96,7 @@ def gpt_oss_config(window: int = WINDOW) -> dict[str, Any]:
 
 
 def gpt_oss_weights(seed: int = 22) -> Tensors:
-    """Each projection's experts share one tensor and have biases; each head has a sink."""
+    """Return the weights of GPT-OSS. The experts' weights of each projection are in one tensor."""
     made = weights(seed)
     made.ends()
     heads, kv_heads = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
@@ -155,8 +155,8 @@ MISTRAL_LAYERS = 4
 
 
 def mistral_config(window: int = WINDOW) -> dict[str, Any]:
-    """Return the config of the 2023 Mistral 7B. Every layer has a window, so vLLM creates a single
-    group and no full-attention group.
+    """Return the config of the 2023 Mistral 7B. Every layer has a window, so vLLM creates only one
+    sliding-window group.
     """
     return config(
         "MistralForCausalLM", "mistral", num_hidden_layers=MISTRAL_LAYERS, sliding_window=window
@@ -234,7 +234,7 @@ layers and therefore shorter blocks.
 
 
 def wide_gemma4_config(window: int = 96) -> dict[str, Any]:
-    """Return a config in which a window has three blocks, which are one and a half chunks."""
+    """Return a config in which a window spans three blocks, or one and a half chunks."""
     return gemma4_config(window, **WIDE)
 
 

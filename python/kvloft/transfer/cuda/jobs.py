@@ -22,7 +22,9 @@ of the previous piece.
 """
 LINK_BYTES_PER_US = 55_000.0
 LAST_PIECE_DIVISOR = 4
-"""Divisor for the size of a load's last piece. The link is idle while this piece is scattered."""
+"""The last piece of a load is smaller than other pieces by this factor, because the link is idle
+while the last piece is scattered.
+"""
 SORTED_PIECES = 4
 """Number of consecutive pieces of a load whose chunks are sorted together."""
 
@@ -108,7 +110,8 @@ class Waiting:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Chunks of one kind that finish together: the chunks of a piece, or one chunk in many pieces.
+    """Chunks of one page kind that finish together: all chunks of a piece, or one chunk in many
+    pieces.
 
     Attributes:
         tags: the sum that the kernels have computed so far for each chunk.

@@ -52,7 +52,9 @@ class KernelError(UnsupportedError):
 
 @cache
 def kernel_source(family: Family = CHUNKS) -> str:
-    """Return the source of ``family`` without includes, as the program cache requires."""
+    """Return the headers and sources of ``family`` as one text without includes, as the program
+    cache requires.
+    """
     folder = resources.files("kvloft") / "csrc"
     text = "".join(
         (folder / name).read_text(encoding="utf-8") for name in (*HEADERS, *family.sources)
@@ -188,7 +190,10 @@ def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class BlockTiles:
-    """Sizes for splitting chunks. ``tile_offsets`` are the payload offsets of a block's tiles."""
+    """Sizes for splitting chunks at tile boundaries.
+
+    ``tile_offsets`` are the payload offsets of a block's tiles.
+    """
 
     block_bytes: int
     tiles_per_block: int
@@ -200,7 +205,7 @@ class BlockTiles:
         return cls(layout.block_bytes, len(tiles), tiles["payload_offset"].astype(np.int64))
 
     def payload_offset(self, tile: int) -> int:
-        """Return the payload offset of ``tile``, which is an index in the chunk."""
+        """Return the payload offset of a tile, given its index in the chunk."""
         block, rest = divmod(tile, self.tiles_per_block)
         return block * self.block_bytes + int(self.tile_offsets[rest])
 

@@ -16,7 +16,8 @@ pub enum GroupKind {
     Full,
     /// A prefix needs the blocks of the last `reach` tokens.
     Window,
-    /// A prefix needs the blocks of the last local chunk, which spans `reach` tokens.
+    /// A prefix needs the blocks of the attention chunk of `reach` tokens that contains the next
+    /// token.
     Local,
     /// A prefix needs only the state after its last token.
     State,
@@ -37,7 +38,7 @@ pub struct Group {
     /// Number of blocks per chunk. A chunk contains the last blocks of its unit. No prefix needs
     /// the earlier blocks, and vLLM may have freed them already.
     pub kept_blocks: u32,
-    /// Size of the window or local chunk in tokens, or 0 for other kinds.
+    /// Size of the window or attention chunk in tokens, or 0 for other kinds.
     pub reach: u32,
     /// Size class of the group's frames.
     pub class: SizeClass,

@@ -129,7 +129,7 @@ impl Prompt {
         chain
     }
 
-    /// Appends positions `from..to`. Each call appends at most `step()` positions.
+    /// Appends positions `from..to` in calls that append at most `step()` positions each.
     fn append(
         &self,
         chain: &mut KeyChain,

@@ -10,7 +10,7 @@ use super::{Numbered, SPARE};
 enum Step {
     /// Adds this many entries, with this distance between their numbers.
     Enter(usize, u64),
-    /// Inserts a number out of order, as if another thread had been faster.
+    /// Inserts a number out of order, as if another thread had inserted a higher number first.
     EnterBelow(u64),
     /// Removes entries, given the first index, the number of entries, and whether to reverse the
     /// order.

@@ -42,7 +42,7 @@ struct Walk {
     above: Option<(ChunkId, u32)>,
     /// True if the walk may have missed chunks on disk that were not indexed yet.
     is_blind: bool,
-    /// Position up to which chunks in use have been counted. None until the walk is complete.
+    /// Position up to which chunks in use have been counted. None until all chunks were visited.
     counted: Option<u32>,
 }
 
@@ -82,7 +82,7 @@ impl Store {
 }
 
 impl State {
-    /// Returns true if all chunks removed before the ticket `mark` was issued are off the disk.
+    /// Returns true if no chunk that was removed before the ticket `mark` was issued is on disk.
     fn is_off_disk(&self, mark: u64) -> bool {
         let work = &self.disk;
         let nothing_to_free =
@@ -94,7 +94,7 @@ impl State {
         nothing_to_free && nothing_else && !work.in_flight.iter().any(is_written)
     }
 
-    /// Continues a walk. Returns true once it is complete.
+    /// Continues a walk. Returns true once the walk is complete.
     fn evict_slice(&mut self, what: Evict, walk: &mut Walk) -> bool {
         if self.is_removing() || (!self.disk.found.is_empty() && self.recover_some()) {
             return false;
@@ -189,7 +189,7 @@ impl State {
 }
 
 /// Removes the chunks of one tenant, or all chunks, from closed namespaces in a disk directory.
-/// Selects the namespaces whose hex names start with `prefix`.
+/// Only namespaces whose hex names start with `prefix` are affected.
 ///
 /// `root` must be the [`DiskRoot`] of the open stores. Returns `Io` if the directory cannot be
 /// read.

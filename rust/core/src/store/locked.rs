@@ -75,8 +75,9 @@ impl Locked {
         Some(state)
     }
 
-    /// Calls `work` under the lock, then removes a slice of the trees pending removal and wakes the
-    /// disk threads if there are jobs. Returns None if a thread panicked under the lock.
+    /// Calls `work` under the lock, then removes a slice of the trees pending removal, releases a
+    /// slab if another store needs one, and wakes the disk threads if there are jobs. Returns None
+    /// if a thread panicked under the lock.
     pub(crate) fn with_state<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
         let _wake = WakeOnPanic(&self.work);
         let mut state = self.lock()?;
@@ -116,7 +117,7 @@ impl Locked {
                 Some(false) => {}
                 outcome => return outcome.is_some(),
             }
-            // Only completed jobs are signaled; other changes are polled.
+            // `idle` is signaled only when a job completes, so poll for other changes.
             if left.is_zero() || self.idle.wait_timeout(state, left.min(WAIT_SLICE)).is_err() {
                 return false;
             }

@@ -65,7 +65,7 @@ struct Stats {
     disk_bytes_written,
     /// Time that disk threads spent writing, in microseconds.
     disk_write_us,
-    /// Number of failed writes (unless the file system was full), failed clears, and jobs that
+    /// Number of failed writes (except when the file system was full), failed clears, and jobs that
     /// could not free all of their slots.
     disk_write_errors,
     /// Number of times the disk directory was removed or moved while in use.

@@ -1,5 +1,5 @@
-//! Storage under fire: runs the real store on the real disk tier over failing files, and checks it
-//! against a record of acknowledged chunks.
+//! Storage under fire: runs the real store and disk tier on files with injected faults, and checks
+//! loads against a record of acknowledged chunks.
 //!
 //! Stores open the same directory one after another, with different size limits: after a clean
 //! close, after faults, and while calls hang. `KV_FIRE_SECONDS` sets the duration (default 20), and
@@ -26,7 +26,7 @@ use recorder::{Dice, FRAME, Recorder};
 use spells::{Disk, damage_at_rest};
 use worker::{Shared, Worker, until};
 
-/// The store's clock is this many times as fast as real time, so that breakers open and close,
+/// The store's clock runs this many times faster than real time, so that breakers open and close,
 /// back-offs end and hangs are detected within milliseconds.
 const HASTE: u32 = 500;
 const WORKERS: u64 = 4;
@@ -46,7 +46,7 @@ struct Fire {
     hung: Vec<Store>,
 }
 
-/// How a store's life ends.
+/// How a store is closed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     /// The faults end first, and everything is written to disk.
@@ -114,7 +114,7 @@ impl Fire {
         (Store::with_tier(&config, None, Some(Box::new(opener)), clock).unwrap(), cap_bytes)
     }
 
-    /// Runs one life of a store, from open to close.
+    /// Opens a store, runs the workers and closes the store.
     fn live(&mut self, dice: &mut Dice, most: Duration) {
         let (store, cap_bytes) = self.open(dice);
         self.disk.end_peace();
@@ -289,7 +289,8 @@ fn watch_pulse(pulse: &AtomicU64, over: &AtomicBool, seed: u64) {
 fn acknowledged_chunks_are_hit_correctly_or_missed() {
     static PANICS: AtomicU64 = AtomicU64::new(0);
     let (seconds, seed) = (env("KV_FIRE_SECONDS", 20), env("KV_FIRE_SEED", 14));
-    // Bypasses the test harness. Printed first, because a failed run prints no final report.
+    // `writeln!` bypasses the test harness, which captures `eprintln!`. The seed is printed first,
+    // because a failed run prints no final report.
     writeln!(std::io::stderr(), "fire: {seconds} s, seed {seed}").unwrap();
     // The store survives a panic in the tier, so panics must be counted here.
     let print = std::panic::take_hook();

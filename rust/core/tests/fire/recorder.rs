@@ -66,7 +66,8 @@ pub(crate) struct Recorder {
     chunks: Vec<Chunk>,
 }
 
-/// Writes the bytes of a chunk version: the id, followed by noise derived from the id.
+/// Writes the bytes of a chunk version: the chunk and version numbers, followed by noise derived
+/// from these numbers.
 pub(crate) fn write_bytes(chunk: usize, version: u64, into: &mut [u8; FRAME]) {
     let mut noise = Dice((chunk as u64) << 40 ^ version);
     let (words, _) = into.as_chunks_mut::<8>();
@@ -188,7 +189,7 @@ impl Recorder {
             .collect()
     }
 
-    /// Checks that `frames` are a prefix of `chain`. The error describes the difference.
+    /// Checks that `frames` hold the first chunks of `chain`. The error describes the difference.
     pub(crate) fn check_places(chain: &KeyChain, frames: &[LeasedFrame]) -> Result<(), String> {
         for (unit, leased) in frames.iter().enumerate() {
             if chain.keys().get(unit) != Some(&leased.key) {
@@ -198,8 +199,8 @@ impl Recorder {
         Ok(())
     }
 
-    /// Compares a chunk's frame with the committed bytes of version `floor` or newer. The error
-    /// describes the difference.
+    /// Checks that a frame holds the bytes of a committed version of the chunk, `floor` or newer.
+    /// Returns the version. The error describes the difference.
     pub(crate) fn check_bytes(
         &self,
         key: &ChunkKey,

@@ -20,7 +20,7 @@ const ALL: &[Call] = &[Call::Open, Call::Read, Call::Write, Call::SetLen, Call::
 pub(crate) struct Disk {
     pub(crate) files: FaultFiles,
     pub(crate) dir: PathBuf,
-    /// True to request that no faults are injected.
+    /// True to request that the thread inject no faults.
     peace: AtomicBool,
     is_calm: AtomicBool,
     over: AtomicBool,
@@ -170,7 +170,8 @@ impl Disk {
 }
 
 const FRAME_BITS: usize = 4096 * 8;
-/// Kinds of faults that report success without an effect, or return wrong bytes.
+/// Kinds of faults in which a call succeeds although a write is lost or incomplete, or a bit is
+/// flipped.
 const LIES: std::ops::Range<usize> = 8..16;
 
 /// Flips bits in the files while no tier is open.

@@ -15,7 +15,7 @@ impl Eviction {
 }
 
 impl FrameSizes {
-    /// Returns the class whose frames have `frame_bytes` bytes.
+    /// Returns the size class whose frames have `frame_bytes` bytes.
     pub fn class_of(&self, frame_bytes: u64) -> Option<SizeClass> {
         self.classes().find(|class| self.bytes(*class) == frame_bytes)
     }
@@ -41,7 +41,7 @@ impl KeyChain {
 }
 
 impl ArenaInfo {
-    /// Returns the layout of frames of this size, or `InvalidConfig` if a slab is too small.
+    /// Returns the layout of frames of this size, or `InvalidConfig` if a slab cannot hold a frame.
     pub fn grid(&self, frame_bytes: u64) -> Result<FrameGrid> {
         FrameGrid::new(self.size_bytes, self.slab_bytes, frame_bytes)
     }

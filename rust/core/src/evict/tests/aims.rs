@@ -1,5 +1,5 @@
-//! Tests the goals of eviction policies: reused chunks are kept, recurring prompts hit, and a new
-//! working set replaces the old one.
+//! Tests the goals of eviction policies: reused chunks are kept, recurring prompts are hits, and a
+//! new working set replaces the old one.
 
 use super::*;
 
@@ -49,8 +49,8 @@ fn used_chunks_survive_a_flood_of_unused_ones() {
     }
 }
 
-/// A new working set replaces the old one. Its chunks return after a single use and thereby lower
-/// the credit that the old set earned.
+/// A new working set replaces the old one. The new chunks return after a single use, which lowers
+/// the credit that the old set raised.
 #[test]
 fn a_new_working_set_takes_over_after_few_returns() {
     const CAPACITY: u32 = 60;

@@ -1,7 +1,7 @@
 //! Current usage of each tenant. All chunks under roots with the same `cache_salt` belong to the
 //! same tenant, regardless of their adapter.
 //!
-//! An entry inherits the tenant of its parent or, without a parent, the tenant of its root, so
+//! An entry inherits the tenant of its parent or, if it has no parent, the tenant of its root, so
 //! looking up a tenant needs no tree walk. A tenant without chunks is removed. Salts appear only as
 //! tags at the end of root keys.
 

@@ -34,7 +34,7 @@ pub struct NamespaceInfo {
     pub oldest_s: Option<u64>,
     /// Unix time at which the newest chunk was saved, in seconds.
     pub newest_s: Option<u64>,
-    /// A defect of the namespace, if any.
+    /// The first defect found in the namespace, if any.
     pub problem: Option<String>,
 }
 
@@ -96,8 +96,9 @@ pub(super) fn open_namespace(
 }
 
 /// Returns a clause that describes the chunks lost because the index is shorter than the frames
-/// file. The tier extends the index first, so every frame has a record. An undamaged index is
-/// shorter only if the process was killed while it was shrinking the files to drop these slots.
+/// file. The tier extends the index before the frames file, so every frame has a record. An
+/// undamaged index is shorter only if the process was killed while it was shrinking the files to
+/// drop these slots.
 pub(super) fn lost_records(frame_bytes: u64, records: u32, frames: u32) -> Option<String> {
     let name = namespaces::index_name(frame_bytes);
     match records {

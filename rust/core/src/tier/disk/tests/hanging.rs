@@ -1,4 +1,4 @@
-//! Tests that no unrelated call waits for a hanging system call, and that there are never two
+//! Tests that no unrelated call waits for a hanging system call, and that a directory never has two
 //! owners.
 //!
 //! The tests assert the order of events, never a duration. If a test deadlocks, a long timeout ends
@@ -40,7 +40,7 @@ impl Hanging {
         Self { tier, files, config, _dir: dir }
     }
 
-    /// Runs `work` on a separate thread until its next call of the given kind hangs.
+    /// Runs `work` on a separate thread, and returns once a system call of the given kinds hangs.
     fn hang<T: Send + 'static>(
         &self,
         call: &'static [Call],
