@@ -9,8 +9,8 @@
 //
 // Expected: 2 bytes of HBM traffic per payload byte. Measured with 66 CTAs on an H200 (132 SMs):
 // 1.2 TB/s of payload for any page size (benches/results). This is 22 times the PCIe bandwidth, so
-// half of the SMs are busy for only a few percent of the copy time. Memory latency hides the cost
-// of the tag, which takes two 64-bit multiplications per 8 bytes.
+// half of the SMs are busy for only a few percent of the copy time. The two 64-bit multiplications
+// per 8 bytes that the tag takes are hidden behind memory latency.
 #include "piece.cuh"
 
 namespace kvloft {
@@ -116,8 +116,9 @@ __device__ __forceinline__ void run_piece(const PieceParams& p) {
 
 }  // namespace kvloft
 
-// Each compilation is for one vector width (KVLOFT_VEC_BYTES), so that an engine compiles only the
-// kernels it uses. Threads are limited to 64 registers, so that two CTAs fit on an SM.
+// This file is compiled separately for each vector width (KVLOFT_VEC_BYTES), so that an engine
+// compiles only the kernels that it uses. Threads are limited to 64 registers, so that two CTAs fit
+// on an SM.
 static_assert(KVLOFT_VEC_BYTES == 16 || KVLOFT_VEC_BYTES == 8 || KVLOFT_VEC_BYTES == 4 ||
                   KVLOFT_VEC_BYTES == 1,
               "KVLOFT_VEC_BYTES must be 16, 8, 4 or 1");

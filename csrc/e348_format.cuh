@@ -76,8 +76,8 @@ __device__ __forceinline__ int rows_of_lane(const u32 tile_bytes, const u32 lane
   return tile_bytes > lane * 16 ? static_cast<int>((tile_bytes - lane * 16 + 511) / 512) : 0;
 }
 
-// Returns a mask of the code bits of this lane in pair `pair` that belong to the tile. The mask has
-// 2 bits per word, and a lane has 8 words per row.
+// Returns a mask of the code bits of pair `pair` that belong to this lane and to the tile. The mask
+// has 2 bits per word, and a lane has 8 words per row.
 __device__ __forceinline__ u32 word_mask(const int num_rows, const int pair) {
   const int in_pair = num_rows - 2 * pair;
   return in_pair >= 2 ? 0xffffffffu : in_pair == 1 ? 0xffffu : 0u;

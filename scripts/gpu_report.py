@@ -107,7 +107,7 @@ def _head(files: dict[str, Any]) -> Iterator[str]:
 
 
 def _failed(files: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each failed engine. The report includes its earlier measurements."""
+    """Yield a line for each failed engine. The tables contain its earlier measurements."""
     for name, results in files.items():
         for connector, result in results.items() if name.startswith("engine") else ():
             if "error" in result:
@@ -130,11 +130,11 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
     )
     if any("save_idle" in row for row in copy["pages"]):
         yield (
-            "Saves, and both directions together, are submitted while a kernel runs, like an "
-            "engine's saves, and timed from the end of the kernel. Loads are timed from their "
-            "submission. Shares are relative to a large copy right before each run, timed the same "
-            "way. The last columns are saves on an idle GPU, timed from their submission; engines "
-            "do not save on an idle GPU."
+            "Saves and bidirectional copies are submitted while a kernel runs, as in an engine, "
+            "and timed from the end of the kernel. Loads are timed from their submission. Shares "
+            "are relative to a large copy right before each run, timed the same way. The last "
+            "columns are saves on an idle GPU, timed from their submission; engines do not save on "
+            "an idle GPU."
         )
     yield ""
     yield from (
@@ -192,8 +192,8 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
         yield from (
             "",
             (
-                "Delay of an engine's own copies (128 KiB, such as sampled tokens) in the same "
-                "direction:"
+                "Delay of an engine's own copies (128 KiB, such as sampled tokens) during copies "
+                "in the same direction:"
             ),
             "",
         )
@@ -245,8 +245,8 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
     none, native, ours = (results.get(name, {}) for name in ("none", "native", "kvloft"))
     yield from ("", "## Engine: Llama-3.1-8B shape (`benches/gpu/engine.py`), medians, ms", "")
     yield (
-        "native is vLLM's OffloadingConnector; none is vLLM without a connector. Engines alternate "
-        "after each measurement."
+        "native is vLLM's OffloadingConnector; none is vLLM without a connector. The engines take "
+        "turns, one measurement at a time."
     )
     yield from (
         "",
@@ -303,8 +303,8 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
         )
         share = rate / plain
         yield (
-            f"| cold prefill of both, tokens/s | {cells} | 0.995 of none: {share:.4f} | "
-            f"{_verdict(share >= 0.995)} |"
+            f"| cold prefill, single and together, tokens/s | {cells} | 0.995 of none: {share:.4f} "
+            f"| {_verdict(share >= 0.995)} |"
         )
     yield row(
         "8 x 16k together, warm: makespan",
@@ -419,7 +419,7 @@ def _attached(results: dict[str, Any]) -> Iterator[str]:
         yield from (
             "",
             (
-                f"Cold prefill in one process of {connector}, alternating with and without the "
+                f"Cold prefill in one process of {connector}, alternately with and without the "
                 "connector, medians, ms:"
             ),
             "",
@@ -504,8 +504,8 @@ def _peers(results: dict[str, Any]) -> Iterator[str]:
         )
         if asked and any(ours < all_of_it for ours, all_of_it in zip(asked, found, strict=True)):
             yield (
-                f"{name}: **not only from its server**, because tokens were left in HBM: {asked} "
-                f"tokens from the server, {found} cached."
+                f"{name}: **not all hits are from the server**, because tokens were left in HBM: "
+                f"{asked} tokens from the server, {found} cached."
             )
 
 
@@ -555,7 +555,7 @@ def _startup(results: dict[str, Any]) -> Iterator[str]:
             yield from ("", "## Saves while host memory is being registered", "")
             yield (
                 f"After {found['rows'][-1]['at_s']:.1f} s, {found['pinned_gib']:.1f} GiB had been "
-                f"registered; {found['saved_chunks']:,} chunks were saved, "
+                f"registered; {found['saved_chunks']:,} chunks were saved, and "
                 f"{found['failed_chunks']:,} failed (target: 0; "
                 f"{_verdict(not found['failed_chunks'])})."
             )

@@ -444,7 +444,7 @@ def test_a_typo_is_answered_with_the_nearest_key(key: str, data: st.DataObject) 
         ),
         ("cpu_bytes_to_use", 32 << 30, 'OffloadingConnector; use host_size = "32GiB".'),
         ("spec_name", "x", "OffloadingConnector; kvloft does not need this setting; remove it."),
-        ("store_threshold", 1, "OffloadingConnector; kvloft saves each chunk on first use"),
+        ("store_threshold", 1, "OffloadingConnector; kvloft saves each chunk when it is first"),
     ],
 )
 def test_settings_of_other_caches_get_the_equivalent(key: str, value: object, wanted: str) -> None:

@@ -137,7 +137,7 @@ def test_individual_limits_override_common_limits(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("salt: x", "is not a list"),
-        (f"- {SECRET}: [", "is not YAML"),
+        (f"- {SECRET}: [", "is not valid YAML"),
         (f"- {SECRET}", "entry 1: expected either salt or salt_file"),
         ("- {quota: 1%}", "entry 1: expected either salt or salt_file"),
         (f"- {{salt: {SECRET}, salt_file: x}}", "entry 1: expected either salt or salt_file"),

@@ -79,7 +79,7 @@ METRICS: Final = (
         "save_misfit_chunks",
         _ENGINE,
         "Number of chunks not saved because they did not fit into a frame for compressed chunks; "
-        "the next save uses a full-size frame",
+        "their next saves use full-size frames",
     ),
     _counter(
         "load_breaker_trips",

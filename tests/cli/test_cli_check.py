@@ -109,7 +109,7 @@ def test_vllm_that_does_not_start_alone_is_status_2(capsys: pytest.CaptureFixtur
     assert main(["check", "never-starts"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "--- end of the log of vLLM alone" in err
+    assert "--- end of the log (vLLM alone)" in err
     assert err.splitlines()[-1].endswith("even without kvloft: ValueError: no such model")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def main(job: str) -> None:
-    """Request an engine from the zygote and wait until it exits."""
+    """Request an engine from the zygote and wait until the engine exits."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ["ZYGOTE"])
         message = {

@@ -34,7 +34,7 @@ PRELOAD = (
 
 
 def preload() -> None:
-    """Import the modules that every engine uses. Ignore modules that this vLLM does not have."""
+    """Import the modules that every engine uses. Ignore modules that this vLLM release lacks."""
     import importlib
 
     for name in PRELOAD:
@@ -86,8 +86,8 @@ def main(path: str, parent: int) -> None:
     end_with(parent)
     preload()
     gc.collect()
-    # Otherwise, garbage collection in an engine would write to the shared pages and thereby copy
-    # them.
+    # Without a freeze, garbage collection in an engine would write to the shared pages and thereby
+    # copy them.
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     with socket.socket(socket.AF_UNIX) as server:

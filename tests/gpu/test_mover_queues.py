@@ -157,7 +157,7 @@ class Queues(RuleBasedStateMachine):
         self.next_frame, self.next_load = LOADED, 0
         self.loaded_after: list[
             int
-            # per chunk to load, in order: number of forward passes launched before its step
+            # for each chunk to load, in order: number of forward passes launched before its step
         ] = []
         self.waiting_loads: set[int] = set()
         self.unsaved: dict[int, int] = {}  # ticket -> block

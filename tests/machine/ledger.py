@@ -39,7 +39,7 @@ class Planned:
 
 @dataclass
 class Ledger:
-    """The records of all engines that use the same disk, one after another."""
+    """The records of all engines that use the same disk one after another."""
 
     num_ranks: int = 1
     groups: tuple[Group, ...] = (Group(),)
@@ -110,7 +110,7 @@ class Ledger:
 
     @cached_property
     def ahead(self) -> int:
-        """Number of tokens after a block on which the block's KV depends."""
+        """Number of tokens that follow a block and affect its KV."""
         return lookahead(self.groups)
 
     def words(self, prefix: Prefix, begin: int, end: int, number: int = 0) -> list[int]:
@@ -263,8 +263,8 @@ class Ledger:
             wanted = list(
                 tables[number][first // group.block_tokens : (begin + count) // group.block_tokens]
             )
-            # With multiple groups, the load is skipped, and lost blocks are reported in the main
-            # group.
+            # If blocks are lost and there are multiple groups, the load is skipped, and the lost
+            # blocks are reported in the main group.
             if load.lost:
                 is_main = number == self._main
                 named, wanted = (
@@ -387,8 +387,8 @@ class Ledger:
         return len(ends) == max(0, end - begin) // block and self.saved.issuperset(ends)
 
     def num_stored(self, prefix: Prefix, num_tokens: int, unit: int, *, states: bool = True) -> int:
-        """Return the number of tokens in the deepest hit, given the chunks that were saved and not
-        removed.
+        """Return the number of tokens in the longest possible hit, given the chunks that were saved
+        and not removed.
         """
         found = 0
         full = [number for number, group in enumerate(self.groups) if group.kind == "full"]

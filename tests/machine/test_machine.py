@@ -1,6 +1,6 @@
 """Runs the correctness machine on the unmodified product for a limited time.
 
-MODEL_HOURS makes the run longer (`make model-check HOURS=n`).
+MODEL_HOURS=n adds a run of n hours (`make model-check HOURS=n`).
 """
 
 import gc
@@ -67,9 +67,10 @@ def test_for_hours() -> None:
     ) * HAS_GROUPS
     while time.monotonic() < deadline:
         round_number += 1
-        for nth, machine in enumerate(machines):  # multiple groups have the most failure modes
+        for nth, machine in enumerate(machines):
             check(
                 machine,
+                # Machines with multiple groups have the most failure modes.
                 examples=50 if machine in BUSY.values() else 25,
                 first_seed=100 * round_number + nth,
                 steps=50,

@@ -162,8 +162,8 @@ class ModelStore(Session):
     """A store with host frames, an optional disk, and prefix-aware LRU eviction.
 
     ``arena[frame]`` contains the data that workers wrote. ``tick`` completes disk reads.
-    ``drop_next`` is the number of reservations that get no frame. With ``is_save_late``, the
-    server's response to these reservations was late.
+    ``drop_next`` is the number of reservations that get no frame. If ``is_save_late`` is True, the
+    reason is a late response from the server.
     """
 
     num_frames: int
@@ -343,7 +343,7 @@ class ModelStore(Session):
         self.free_if_done(entry)
 
     def free_if_done(self, entry: Entry, force: bool = False) -> None:
-        """Release the frame of a removed entry that is no longer pinned, written or read."""
+        """Release the frame of a removed entry that is not pinned, being written or being read."""
         busy = entry.pins or (entry.state == "reserved" and not force) or entry.state == "reading"
         if entry.gone and entry.frame is not None and not busy:
             self._hidden.discard(entry.frame)
@@ -397,7 +397,7 @@ class ModelStore(Session):
                 self.free_if_done(entry)
 
     def check(self) -> None:
-        """Check I8, and that presence is monotone: every visible chunk has its parent."""
+        """Check I8, and that presence is monotone: every ready chunk has a parent with a frame."""
         used = [e.frame for e in self.entries.values() if e.frame is not None]
         assert len(set(used)) == len(used), "one frame, two chunks"
         hidden = self._hidden - set(used)

@@ -160,8 +160,8 @@ def test_scheduled_drafts_do_not_count_even_if_more_is_known(as_new: bool) -> No
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_a_session_that_had_drafts_saves_nothing_of_its_next_input(num_drafts: int) -> None:
-    """vLLM keeps the KV of accepted draft tokens that the end of a turn truncated, regardless of
-    the next tokens.
+    """If the end of a turn cuts off accepted draft tokens, vLLM keeps their KV even if the next
+    input has different tokens.
     """
     engine, request = running_alone(12, 4)
     req_id: Any = request.req_id

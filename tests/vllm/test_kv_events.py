@@ -1,5 +1,5 @@
-"""Tests KV events in vLLM's format: which requests are announced, and the warning if events cannot
-be published.
+"""Tests KV events in vLLM's format: which blocks are announced, and the warning that is logged if
+events cannot be published.
 """
 
 from array import array
@@ -53,8 +53,8 @@ def test_blocks_have_vllms_hashes_and_their_tokens() -> None:
 def test_a_block_with_several_hashes_is_called_by_its_last(
     config: Any, hash_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Covers a group with longer blocks, and all groups with ``--prefix-match-unit``. vLLM's events
-    also use the last hash.
+    """A block has multiple hashes in a group with longer blocks, and in all groups with
+    ``--prefix-match-unit``. vLLM's events also use the last hash.
     """
     monkeypatch.setattr(events, "Announcer", lambda _store, _shape, describe, **_: describe)
     listens = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True))
@@ -186,7 +186,7 @@ def test_removed_chunks_are_retracted_if_their_step_fails() -> None:
     half: Any = object.__new__(SchedulerHalf)
     half._announcer, half._writer = announcer, SimpleNamespace(write=lambda event: event)
     assert half.take_kv_events() == [Stored(HOST, [Block(HASHES[0], None, array("I"))])]
-    half._writer.write = lambda event: event.hashes  # the event cannot be written
+    half._writer.write = lambda event: event.hashes  # a Stored event has no hashes
     with pytest.raises(AttributeError):
         half.take_kv_events()
     half._writer.write = lambda event: event

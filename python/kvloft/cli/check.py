@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, before)
     for name, ran in engines.items():
         if ran.tail:
-            print(f"--- end of the log of vLLM {name}\n{ran.tail}\n---", file=sys.stderr)
+            print(f"--- end of the log (vLLM {name})\n{ran.tail}\n---", file=sys.stderr)
     ran = engines["alone"]
     if ran.error is not None:
         warn(f"vLLM does not run with this model and these flags, even without kvloft: {ran.error}")
@@ -185,5 +185,5 @@ def vllm_version() -> str:
 
 
 def _stop(*_args: object) -> NoReturn:
-    """Handle SIGTERM with an exception, so that engines are killed and files are removed."""
+    """Convert SIGTERM to an exception, so that engines are killed and files are removed."""
     raise SystemExit(143)

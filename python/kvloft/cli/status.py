@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
         if args.watch:
             return watch(socket, args, tag)
         status = server_status(socket)
-    except ConfigError as e:  # for example, because the server runs a different version of kvloft
+    except ConfigError as e:
+        # For example, the server and this command have different versions.
         warn(str(e))
         return 1
     if args.json:

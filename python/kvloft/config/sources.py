@@ -1,4 +1,4 @@
-"""Merges the sources of settings. In decreasing order of precedence, the sources are vLLM's
+"""Merges the settings from all sources. In decreasing order of precedence, the sources are vLLM's
 ``kv_connector_extra_config`` (or a command line), ``KVLOFT_*`` environment variables, the YAML file
 that ``KVLOFT_CONFIG`` names, and defaults.
 
@@ -47,13 +47,13 @@ _LMCACHE: Final = {
     "use_layerwise": "kvloft does not need it, because copies run in the background; remove it",
     "pre_caching_hash_algorithm": _NOT_NEEDED,
     "cache_policy": 'use eviction = "adaptive" or "lru"',
-    "instance_id": "kvloft does not need this setting; namespace separates engines",
+    "instance_id": "kvloft does not need this setting; use namespace to separate engines",
     "remote_url": _ONE_HOST,
     "remote_serde": _ONE_HOST,
     "enable_p2p": _ONE_HOST,
     "enable_pd": "use NixlConnector together with kvloft in MultiConnector",
     "enable_blending": _PREFIXES,
-    "enable_controller": "use vLLM's --kv-events-config, which kvloft extends",
+    "enable_controller": "use vLLM's --kv-events-config; kvloft adds its events to vLLM's",
 }
 _OFFLOADING: Final = {
     "cpu_bytes_to_use": _HOST_SIZE,
@@ -62,7 +62,7 @@ _OFFLOADING: Final = {
     "eviction_policy": 'use eviction = "adaptive" or "lru"',
     "root_dir": _DISK_PATH,
     "spec_name": _NOT_NEEDED,
-    "store_threshold": "remove this setting, because kvloft saves each chunk on first use",
+    "store_threshold": "kvloft saves each chunk when it is first computed; remove this setting",
     "secondary_tiers": "use disk_path and disk_size for a disk tier",
 }
 """The kvloft equivalents of LMCache and OffloadingConnector settings, for error messages.
@@ -182,7 +182,7 @@ def read_yaml(path: str, blame: str, wanted: str) -> tuple[Any, Any]:
     except (yaml.YAMLError, ValueError) as e:
         mark = getattr(e, "problem_mark", None)
         where = f" (see line {mark.line + 1})" if mark is not None else ""
-        raise ConfigError(f"{blame} is not YAML{where}; {wanted}") from None
+        raise ConfigError(f"{blame} is not valid YAML{where}; {wanted}") from None
 
 
 def keys_of(node: Any) -> list[str]:

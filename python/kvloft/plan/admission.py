@@ -283,8 +283,8 @@ class Admission:
             self.gates.begin(request, num_tokens)
 
     def begin_step(self) -> None:
-        """Release outdated leases, and begin a step at the front of vLLM's queue."""
-        if self.turns.is_over_limit:  # release leases of requests without a call in this step
+        """Begin a step, in which vLLM visits its queue from the front. Release outdated leases."""
+        if self.turns.is_over_limit:  # release leases of requests without a call in the last step
             self._drop_leases(lambda request: request.asked_step < self.step)
         self.step += 1
         self.turns.begin_step()

@@ -29,9 +29,9 @@ GRACE_S = 0.005
 because short times are hard to estimate.
 """
 MAX_SIZE_RATIO = 8
-"""Maximum ratio of a prompt's length to the number of prompt tokens in the longest measured step.
-For longer prompts, the engine's rate is treated as unknown, because short steps do not predict how
-long such prompts take.
+"""Maximum ratio of a prompt's length to the largest number of prompt tokens in a measured step. For
+longer prompts, the engine's rate is treated as unknown, because small steps do not predict how long
+such prompts take.
 """
 SAMPLE_S = 0.01
 """Minimum interval in seconds between reads of the store's counters. With a server, each read is a
@@ -145,8 +145,8 @@ class DiskPacing:
         behind ``num_ahead`` queued chunks.
 
         ``backlog_s`` is the time until the engine would start to compute the tokens. Waiting pays
-        if the first chunk is read before that time, or if all chunks are read before the engine
-        would finish computing the tokens.
+        if the first chunk is read before the engine would start, or if all chunks are read before
+        it would finish.
         """
         if self.always_pays or not self._is_measured or num_chunks <= 0:
             return True

@@ -38,11 +38,11 @@ class DiskWait:
     def _pays(
         self, request: RequestState, num_chunks: int, reads_end: int | None, now: float
     ) -> bool:
-        """Return True if it pays to wait for ``num_chunks`` chunks. Otherwise, record their tokens
-        as slow.
+        """Return True if it pays to wait for ``num_chunks`` chunks. Otherwise, set
+        ``request.slow_tokens`` to their number of tokens.
 
-        ``reads_end`` is the value of `DiskPacing.num_done` after the last read, or None if the
-        reads are not queued.
+        ``reads_end`` is the value that `DiskPacing.num_done` will have after the last read, or None
+        if the reads are not queued.
         """
         pacing = self.pacing
         if pacing.is_sample_due(now):

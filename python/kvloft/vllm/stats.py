@@ -18,7 +18,7 @@ from kvloft.version import BUILD_INFO_HELP, BUILD_LABELS
 COUNTERS: Final = tuple(metric.name for metric in exported(Scope.ENGINE) if not metric.is_gauge)
 GAUGES: Final = tuple(metric.name for metric in exported(Scope.ENGINE) if metric.is_gauge)
 CONNECTED: Final = "server_connected"
-"""A gauge that has no sample in embedded mode, because a 0 would mean a lost server."""
+"""A gauge that has no sample in embedded mode, because 0 means a lost server connection."""
 
 
 @dataclass

@@ -48,7 +48,7 @@ class VllmRequest:
 
     @property
     def skip_load(self) -> bool:
-        """Return True if the request must not read from a cache, or if a different connector
+        """Return True if the request must not read from a cache, or if another connector
         transfers its KV from a prefill server.
         """
         skips = getattr(self.request, "skip_reading_prefix_cache", False)

@@ -28,7 +28,7 @@ pub mod units;
 #[path = "../../testing/src/inside/mod.rs"]
 pub mod testing;
 // Unit tests of private items need rust/testing compiled against this build of the crate. As a
-// dev-dependency, rust/testing would depend on a second build, whose types are distinct.
+// dev-dependency, rust/testing would use a second build of the crate, whose types are distinct.
 #[cfg(test)]
 extern crate self as kvloft_core;
 #[cfg(test)]

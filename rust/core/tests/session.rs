@@ -147,7 +147,7 @@ fn row(ticket: u64, unit: u32) -> Reservation {
     Reservation { ticket, frame: FrameId(9), key: ChunkKey([2; 32]), unit }
 }
 
-/// Reserves `units` of a prefix of `num_units`. `blocks` concatenates the groups' blocks.
+/// Reserves `units` of a prefix of `num_units`. `blocks` lists the blocks of all groups.
 fn reserve(
     engine: &EngineSession,
     num_units: u32,

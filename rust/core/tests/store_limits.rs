@@ -1,4 +1,4 @@
-//! Compares per-salt quotas and TTLs with a dictionary of saved chunks and their save times. See
+//! Checks per-salt quotas and TTLs against a dictionary of saved chunks and their save times. See
 //! `store_quota.rs` for examples.
 //!
 //! All quotas together fit into each tier, so a tenant must never lose a chunk to another tenant.
@@ -101,7 +101,7 @@ struct World {
     store: Option<Store>,
     eviction: Eviction,
     limits: TenantLimits,
-    /// Time at which the store was opened, in seconds: by the store's clock, and as Unix time.
+    /// Time at which the store was opened, in seconds of the store's clock and as Unix time.
     opened: (u64, u64),
     prompts: Vec<Prompt>,
     /// Unix time at which each key was saved, in seconds.

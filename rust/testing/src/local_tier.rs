@@ -33,7 +33,8 @@ pub enum Op {
 }
 
 impl Op {
-    /// Returns the operation for a pair of numbers. Operations are about as frequent as in a store.
+    /// Returns the operation for a pair of numbers. The mix of operations is similar to that of a
+    /// store.
     pub fn from_numbers(what: u8, which: u32) -> Self {
         match what % 32 {
             0..=11 => Self::Write(which),
@@ -253,7 +254,7 @@ impl Walk<'_> {
             self.written.clear();
             return Ok(());
         }
-        // The clear may have freed some of the chunks. Chunks that can still be read are complete.
+        // The clear may have freed some chunks. A chunk that can still be read must be complete.
         self.maybe.extend(before);
         self.place.fault(None);
         for (chunk, (slot, version)) in std::mem::take(&mut self.written) {
@@ -265,8 +266,8 @@ impl Walk<'_> {
                 );
                 self.written.insert(chunk, (slot, version));
             } else if self.place.may_lose() {
-                // A damaged slot is not free and must be freed. A free slot must not be freed
-                // twice.
+                // The slot is either damaged and still in use, or already free. `free` must succeed
+                // in both cases, but must not free the slot twice.
                 hold!(self.tier.free(slot).is_ok(), "a healthy tier did not free {slot:?}");
             }
         }
@@ -305,7 +306,7 @@ impl Walk<'_> {
             hold!(kept || self.place.may_lose(), "chunk {chunk} was acknowledged but was lost");
         }
         if !self.place.may_lose() {
-            // Each uncertain chunk has either been found or is gone.
+            // Each chunk in `maybe` was either found or is gone.
             self.maybe.clear();
         }
         Ok(())

@@ -136,7 +136,7 @@ fn random_engines_of_three_models_corrupt_and_leak_nothing() {
             let (nth, dir) = (thread % 3, dir.path());
             scope.spawn(move || {
                 let (mut pick, mut sum) = (Pick(thread as u64 + 1), (0, 0));
-                // Runs longer on a busy machine.
+                // On a busy machine, continues until chunks have been saved and compared.
                 while Instant::now() < end
                     || ((sum.0 == 0 || sum.1 == 0) && Instant::now() < end + LONG)
                 {

@@ -129,7 +129,7 @@ def falcon_h1_config() -> dict[str, Any]:
 
 
 def falcon_h1_weights(seed: int = 35) -> Tensors:
-    """Attention weights are in self_attn, and state weights are in mamba."""
+    """Return the weights. Attention weights are in self_attn, and state weights are in mamba."""
     made = weights(seed)
     made.ends(norm="model.final_layernorm")
     for layer in range(FALCON_LAYERS):

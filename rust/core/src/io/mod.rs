@@ -1,7 +1,8 @@
 //! Access to memory and files. This is the only module in the crate that contains unsafe code.
 //!
-//! `frame` numbers the frames, `arena` maps them, `numa` places them on NUMA nodes, `part` writes
-//! and checks trailers, `memory` determines the available memory, and `direct` accesses files.
+//! `frame` assigns numbers to frames, `arena` maps their memory, `numa` places it on NUMA nodes,
+//! `part` writes and checks trailers, `memory` determines the available memory, and `direct`
+//! accesses files.
 
 pub mod arena;
 pub mod direct;

@@ -125,7 +125,8 @@ impl State {
         }
     }
 
-    /// Returns an anchor's chunk if it is stored, and it and all its ancestors are proven.
+    /// Returns an anchor's chunk if it is stored and proven. The ancestors of a proven chunk are
+    /// also proven.
     fn find_proven(&self, (end, key): (u32, ChunkKey)) -> Option<ChunkId> {
         let is_proven = |entry: &Entry| entry.proven && !entry.removing && !entry.detached;
         let is_stored = self.is_stored();

@@ -42,8 +42,11 @@ impl MissedCalls {
             return None;
         }
         let more = if self.num_logged > 0 { " more" } else { "" };
-        let (calls, were) =
-            if num_new == 1 { ("call", "was a miss") } else { ("calls", "were misses") };
+        let (calls, were) = if num_new == 1 {
+            ("call", "was treated as a miss")
+        } else {
+            ("calls", "were treated as misses")
+        };
         let num_chunks = self.num_chunks - self.num_chunks_logged;
         let lost = match num_chunks {
             0 => String::new(),

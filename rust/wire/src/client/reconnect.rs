@@ -1,7 +1,7 @@
 //! The client's background thread, which detects a lost connection and opens a new connection.
 //!
-//! Until the client closes, only `Session::renew`, which is called between plans, switches to the
-//! new connection, so a plan never mixes frames from two arenas.
+//! Until the client closes, only `Session::renew` switches to the new connection. It is called
+//! between plans, so a plan never mixes frames from two arenas.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -33,7 +33,7 @@ pub(crate) struct ClientState {
     pub(crate) next: Option<NewConnection>,
     /// The arena of the last connection. Its descriptors are kept until the server has exited.
     pub(crate) arena: Option<(ArenaInfo, Option<[OwnedFd; 2]>)>,
-    /// The leases of this connection. Progress is stored once it is final.
+    /// The leases of this connection, each with its progress if no reads are pending.
     pub(crate) leases: HashMap<LeaseId, Option<Progress>>,
     pub(crate) next_lease: u64,
     pub(crate) limit_bytes: Option<u64>,
@@ -64,7 +64,7 @@ pub(crate) struct ChangeFeed {
 #[derive(Debug, Default, Clone, Copy, PartialEq)]
 enum FeedState {
     Answered,
-    /// No response has arrived in time since this instant.
+    /// Since this instant, no request has been answered in time.
     Late(Instant),
     /// All previously reported chunks are treated as lost.
     #[default]
@@ -149,7 +149,8 @@ impl ClientState {
         }
     }
 
-    /// Switches to a new connection, and resends the arena's frame limit and any pending clear.
+    /// Switches to a new connection. Resends any pending clear and, if the arena's memory is the
+    /// same, its size limit.
     pub(crate) fn adopt(&mut self, new: NewConnection, deadline: Instant) {
         let NewConnection { connection, arena, fds } = new;
         self.connection = Some(connection);

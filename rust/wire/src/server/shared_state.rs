@@ -38,7 +38,7 @@ pub(crate) struct Peer {
 pub(crate) struct DiskSpace {
     /// File system space available to this user, in bytes.
     pub(crate) free_bytes: u64,
-    /// Size in bytes of each namespace that was closed at that time, by directory name.
+    /// Size in bytes of each namespace that was closed during the measurement, by directory name.
     pub(crate) closed: BTreeMap<String, u64>,
 }
 

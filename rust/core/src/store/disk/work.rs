@@ -14,7 +14,8 @@ use crate::store::disk::breaker::{Breaker, HANG_AFTER};
 use crate::store::disk::time_shares::{Direction, TimeShares};
 use crate::tier::disk::{DiskEntry, SlotId};
 
-/// A queue of chunks with their generations. `pop` skips chunks that no longer need the operation.
+/// A queue of chunks to read or write, with their generations. `pop` skips chunks that no longer
+/// need to be read or written.
 #[derive(Debug, Default)]
 pub(crate) struct Queue(VecDeque<(ChunkId, u32)>);
 
@@ -69,7 +70,7 @@ pub(crate) enum DiskOpening {
     /// The tier's directory was removed. No new job starts. Once the jobs in flight have completed,
     /// the tier's chunks are dropped and the tier is reopened.
     Removed,
-    /// A disk thread opens the tier at this time.
+    /// A disk thread opens the tier at or after this time.
     NotBefore(Duration),
     Opening,
 }
@@ -125,8 +126,8 @@ pub(crate) struct DiskWork {
     pub(crate) freeing: u32,
     /// Number of detached chunks whose slots are in use until a job completes.
     pub(crate) num_detached_slots: u64,
-    /// True while the store is closing: no job starts, and leases are truncated before chunks that
-    /// wait to be read.
+    /// True while the store is closing. No job starts, and each lease ends before its first chunk
+    /// that is still waiting to be read.
     pub(crate) stopping: bool,
     /// Chunks found when the tier was opened that are not indexed yet, in reverse order.
     pub(crate) found: Vec<DiskEntry>,

@@ -7,7 +7,7 @@ use crate::store::state::State;
 use crate::store::tenants::quota::{FrameSource, group};
 use crate::tier::host::FrameRequest;
 
-/// Maximum number of chunks evicted for one frame, which takes a few milliseconds.
+/// Maximum number of chunks evicted for one frame. Evicting this many takes a few milliseconds.
 const MAX_EVICTED: usize = 8192;
 /// Number of chunks that may be evicted even for a frame of a size that the store does not use yet.
 const MIN_EVICTED: usize = 64;
@@ -73,8 +73,9 @@ impl State {
     ///
     /// A step saves thousands of chunks group by group, and the policy evicts them in roughly that
     /// order. Before a frame of one size becomes free, all of a step's chunks of other sizes may
-    /// have to be evicted; the next saves reuse their frames. A size with few chunks must not evict
-    /// all chunks of other sizes, so the limit grows with the number of frames in use of that size.
+    /// have to be evicted; the next saves reuse their frames. Saves of a size with few chunks must
+    /// not evict all chunks of other sizes, so the limit grows with the number of frames of that
+    /// size that are in use.
     fn evict_until(
         &mut self,
         class: SizeClass,

@@ -171,7 +171,8 @@ impl SlotFiles {
     }
 
     /// Compares a frame's checksum with the checksum in its record. Reads one buffer at a time, so
-    /// that a forged frame size cannot cause a large allocation. Returns the frame's last piece.
+    /// that a forged frame size cannot cause a large allocation. Returns the bytes read last, which
+    /// are the end of the frame.
     pub(super) fn check<'b>(
         &self,
         slot: SlotId,
@@ -219,7 +220,7 @@ impl SlotFiles {
 
     /// Reads all records in order, a megabyte at a time. Passes each nonempty record, or a clause
     /// that describes its defect, to `show`. Skips holes, so that a forged file length does not
-    /// slow it down. Returns the same numbers as `lens`.
+    /// slow down the scan. Returns the same numbers as `lens`.
     pub(super) fn for_each_record(
         &self,
         mut show: impl FnMut(SlotId, Result<Record, &'static str>),

@@ -149,8 +149,8 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, state: &mut TierState) -> io
                 .namespace()
                 .is_some_and(|other| namespace_id(&other) == namespace_id(&config.namespace))
             {
-                let message = "the directory belongs to a different namespace, whose name begins with \
-                    the same 16 digits as this one: set a different disk_path";
+                let message = "the directory belongs to a different namespace with the same first 16 \
+                    digits: set a different disk_path";
                 return Err(io::Error::other(message));
             }
             "its superblock.json belongs to a different namespace".to_owned()
@@ -196,8 +196,8 @@ fn touch(dir: &Path) -> io::Result<()> {
 
 /// Sorts the entries, clears all other records, and initializes the states of the slots.
 ///
-/// If the record of a dropped chunk cannot be cleared, a later open would find the chunk. Such
-/// chunks are appended to the entries for the caller to free.
+/// If the record of a dropped chunk cannot be cleared, the chunk would be found again when the
+/// namespace is next opened. Such chunks are appended to the entries for the caller to free.
 fn settle(files: &[SlotFiles], found: Vec<ClassIndex>, state: &mut TierState) -> Vec<DiskEntry> {
     let all: Vec<_> = found.iter().flat_map(|index| &index.entries).copied().collect();
     let Recovered { mut entries, duplicates, orphans } = record::recover(&all);

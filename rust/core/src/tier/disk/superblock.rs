@@ -22,7 +22,7 @@ pub(crate) const FILE_NAME: &str = "superblock.json";
 pub(crate) const TEMP_NAME: &str = "superblock.json.tmp";
 /// Maximum size of a superblock. A larger file is not read.
 const MAX_BYTES: u64 = 64 * 1024;
-/// Maximum length of the description, which keeps the superblock within its share of the budget.
+/// Maximum length of the description, so that the superblock fits in `budget::FIXED_BYTES`.
 const MAX_DESCRIPTION_CHARS: usize = 1000;
 
 /// The reason for rejecting a superblock. The text completes the sentence "superblock.json is ...".
@@ -170,7 +170,7 @@ impl Superblock {
     }
 }
 
-/// Returns options that do not follow links and do not block on FIFOs.
+/// Returns options to open a file without following links or blocking on FIFOs.
 fn open_options() -> fs::OpenOptions {
     let mut options = fs::OpenOptions::new();
     options.mode(0o600).custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed());

@@ -98,7 +98,8 @@ impl Verifier {
             }
         });
         let rest = num_bad.saturating_sub(MAX_BAD_RECORDS);
-        let more = (rest > 0).then(|| format!("{rest} more records are damaged or have no frame"));
+        let more =
+            (rest > 0).then(|| format!("more records that are damaged or have no frame: {rest}"));
         let problem = match walked {
             Ok((records, frames)) => lost_records(files.frame_bytes, records, frames),
             Err(e) => Some(format!("the index cannot be read ({e})")),
@@ -118,7 +119,7 @@ fn check(name: &str, files: &SlotFiles, slot: SlotId, buffer: &mut [u8]) -> Opti
         Ok(names_another_key(end, &record.meta.key.0))
     });
     let problem = match result {
-        Ok(true) => "its trailer has a different key".to_owned(),
+        Ok(true) => "its trailer and its record have different keys".to_owned(),
         Ok(false) => return None,
         Err(e) if files::is_damage(&e) => e.to_string(),
         Err(e) => format!("unreadable ({e})"),

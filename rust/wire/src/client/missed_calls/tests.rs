@@ -23,7 +23,8 @@ fn first_missed_call_is_logged_at_once_and_later_ones_once_a_minute() {
     missed.num_chunks += 5;
     let line = missed.log_line(after(601), "the server", Duration::from_millis(5)).expect("due");
     assert!(
-        line.starts_with("1 more call") && line.ends_with("was a miss; 5 chunks were not saved"),
+        line.starts_with("1 more call")
+            && line.ends_with("was treated as a miss; 5 chunks were not saved"),
         "{line}"
     );
     assert_eq!((missed.take_new(), missed.take_new()), ([5, 5], [0, 0]));

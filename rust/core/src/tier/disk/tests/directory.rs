@@ -346,7 +346,7 @@ fn a_namespace_whose_first_digits_are_anothers_leaves_its_files_alone() {
     let error = DiskTier::open(other).unwrap_err();
     assert!(
         error.kind() == ErrorKind::Io
-            && error.to_string().contains("begins with the same 16 digits as this one"),
+            && error.to_string().contains("with the same first 16 digits"),
         "{error}"
     );
     let (tier, found) = open(&config);

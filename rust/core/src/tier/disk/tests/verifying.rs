@@ -266,7 +266,7 @@ fn test_verify_compares_the_frames_own_trailer() {
     assert_eq!(damage.len(), 1);
     assert_eq!(
         (damage[0].slot, damage[0].problem.as_str()),
-        (Some(1), "its trailer has a different key")
+        (Some(1), "its trailer and its record have different keys")
     );
 }
 
