@@ -3,7 +3,7 @@
 #
 # Usage: scripts/model_check.sh VLLM_VERSION HOURS
 #
-# The machine first runs on all mutants, which it must detect, and then on the unchanged product.
+# The machine first runs on all mutants, which it must detect, and then on the unchanged code.
 # MODEL_SEED is the first seed. The script prints the number of steps, of hits, and of hits with
 # multiple KV cache groups. It stops at the first failure and prints a minimal example; a run with
 # the same seed reproduces the failure.

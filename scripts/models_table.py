@@ -21,7 +21,7 @@ REASONS = {
 }
 """Maps a substring of a reported reason to the text that replaces the reason in the table."""
 NEEDS_GROUPS = "Failed to promote local KV cache specs"
-"""vLLM's error if the layers of a model do not fit in a single KV cache group."""
+"""vLLM's error message for a model whose layers do not fit in a single KV cache group."""
 ABOUT = """\
 `scripts/models_table.py` generated this page from `kvloft check` runs on {date}, with kvloft
 {kvloft}, vLLM {vllm} on {machine} CPUs, float32 and [tiny models with random weights](\

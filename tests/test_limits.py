@@ -1,4 +1,4 @@
-"""Tests how tenant limits are derived from the settings and the file with individual salts.
+"""Tests how tenant limits are derived from the settings and from the file with limits per salt.
 
 Also checks that no error message reveals a salt.
 """

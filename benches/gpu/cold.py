@@ -36,7 +36,7 @@ def cold_prompt(
 def cold_wave(
     engine: Engine, prompts: Sequence[list[int]], around: ForwardParts
 ) -> tuple[dict[str, Any], Parts | None]:
-    """Like `wave`, but the returned row also contains the parts of the makespan as "parts_ms"."""
+    """Return the row of `wave` with the parts of the makespan as "parts_ms", and the parts."""
     gc.collect()
     around.start()
     row = wave(engine, prompts)
@@ -86,8 +86,8 @@ def wave(engine: Engine, prompts: Sequence[list[int]], trace: Any = None) -> dic
 
 
 def milliseconds(parts: Parts | None) -> dict[str, float]:
-    """Return the parts in milliseconds, with the keys "before_ms" and so on, or {} if ``parts`` is
-    None.
+    """Return a dict of the parts in milliseconds, or {} if ``parts`` is None. The keys are
+    "before_ms" and so on.
     """
     return (
         {

@@ -64,7 +64,7 @@ def add_model(engines: argparse.ArgumentParser) -> None:
 
 
 def table_of(rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table of ``rows``, whose first row is the header."""
+    """Return ``rows`` as a table with the first row as its header."""
     head, *body = rows
     table = Table()
     for name in head:

@@ -1,7 +1,7 @@
 """Connector settings, environments and servers for the external caches that the benches compare.
 
-This module imports neither vLLM nor any of these caches, so if one of them fails to start, the
-others are still measured.
+This module imports neither vLLM nor any of these caches, so that a cache that cannot be imported
+does not prevent measurements of the others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PEGAFLOW_PORT, PEGAFLOW_HTTP = 50055, "http://127.0.0.1:9091"
 LMCACHE_READY = "LMCache cache server is running"
 READY_S, STOP_S = 90.0, 10.0
 BEFORE = "BENCH_BEFORE"
-"""Name of the environment variable that contains the PYTHONPATH of the kvloft to compare with."""
+"""Environment variable that contains the PYTHONPATH of the kvloft version to compare with."""
 SERVED = ("served", "served2")
 """Names of the engines that share one `kvloft serve`."""
 
@@ -72,8 +72,8 @@ def daemons(
 ) -> Iterator[dict[str, str]]:
     """Run the PegaFlow and LMCache servers that the connectors ``names`` require.
 
-    Yields {name: reason} for each server that does not become ready. ``log_of(name)`` is the log
-    file of a server.
+    Yields a dict that maps the name of each server that did not become ready to the reason.
+    ``log_of(name)`` is the log file of a server.
     """
     started: dict[str, subprocess.Popen[bytes]] = {}
     errors: dict[str, str] = {}
@@ -104,8 +104,8 @@ def _errors_to(errors: dict[str, str], name: str) -> Iterator[None]:
 def _pegaflow(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
     """Return the command and environment of PegaFlow's server.
 
-    The server links to libpython and the CUDA runtime. Their directories come from the pegaflow
-    package and the environment.
+    The server is linked against libpython and the CUDA runtime. Their directories come from the
+    pegaflow package and the environment.
     """
     package = find_spec("pegaflow")
     torch = find_spec("torch")

@@ -33,8 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the zygote early, because importing vLLM takes half a minute. The preceding tests run
-    in the meantime.
+    """Start the zygote before the first test, because importing vLLM takes half a minute. Tests in
+    other directories can run in the meantime.
     """
     wanted = any(Path(__file__).parent in i.path.parents for i in session.items)
     if (

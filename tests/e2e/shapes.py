@@ -1,5 +1,5 @@
-"""Makes vLLM's CPU engine behave as on a GPU, with async scheduling and the scheduler output of
-Model Runner V2.
+"""Makes vLLM's CPU engine behave like the GPU engine, with async scheduling and the scheduler
+output of Model Runner V2.
 
 The CPU platform disables async scheduling and always uses Model Runner V1, although V1 supports
 async scheduling. For V2, the scheduler emits output in V2's format, which kvloft receives. The
@@ -63,8 +63,8 @@ def _to_v1_shape(scheduler: Any, output: Any, started: set[str], previous: set[s
 
 
 def preempt_as_0_26(scheduler: Any) -> None:
-    """Make ``scheduler`` continue to preempt requests even if the blocks of the last preempted
-    request cannot be freed yet, as vLLM 0.26 to 0.29 do. vLLM 0.30 and newer stop preempting.
+    """Make ``scheduler`` preempt like vLLM 0.26 to 0.29, which continue to preempt requests even if
+    the blocks of the last preempted request cannot be freed yet. vLLM 0.30 and newer then stop.
     """
     import sys
 

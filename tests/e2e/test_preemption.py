@@ -51,7 +51,7 @@ def test_two_requests_in_seven_blocks(
     assert engine.metrics()["vllm:num_preemptions_total"] > 0
     if not (caching and "async" in shape):
         # With caching and async scheduling, the request's blocks are freed immediately and remain
-        # in vLLM's own cache, and the block in flight at the preemption is lost.
+        # in vLLM's own cache, and the block that was being computed at the preemption is lost.
         assert sum(sum(r.resumed) for r in results) >= BLOCK, "nothing was loaded on resume"
 
 
@@ -115,7 +115,7 @@ def test_thirty_requests_with_shared_prefixes_on_thirteen_blocks(
 def test_a_crowd_is_preempted_as_rarely_as_without_a_connector(
     truth: Truth, start: Callable[..., Engine], caching: bool
 ) -> None:
-    """Uses async scheduling and the rule of vLLM 0.26, which preempts further requests while the
+    """Uses async scheduling and preempts like vLLM 0.26, which keeps preempting requests while the
     blocks of the first preempted request are not yet free.
     """
     requests = truth.clear([Req(random_ids(2300 + i, 60 + i), max_tokens=60) for i in range(12)])
@@ -127,7 +127,7 @@ def test_a_crowd_is_preempted_as_rarely_as_without_a_connector(
     preemptions: list[float] = []
     for transfer, deferred in ((None, False), (kvloft(), False), (kvloft(), True)):
         engine = start(**settings, **({"kv_transfer_config": transfer} if transfer else {}))
-        # the first request triggers one-time decisions
+        # kvloft changes `defer_block_free` at the first request, so send a request first
         engine.ask(Req(random_ids(2399, 5), max_tokens=1))
         engine.preempt_as_0_26(deferred=deferred)
         results = engine.ask(*[r.again() for r in requests])

@@ -191,7 +191,7 @@ def test_a_frozen_server_delays_one_lookup_and_one_save_by_their_deadline(
 ) -> None:
     engine = start(kv_transfer_config=shared(server, server_timeout="200ms"), num_blocks=120)
     until_full(truth, engine)
-    num_late = engine.store()["server_late"]  # on a busy machine some calls are late
+    num_late = engine.store()["server_late"]  # on a busy machine, some calls are late
     server.freeze()
     assert ask_all(truth, engine) == 0
     assert engine.store()["server_late"] <= num_late + 2, (

@@ -1,5 +1,5 @@
-"""Tests the e348 format: the golden vectors of the oracle that the GPU tests use, and the sizes of
-shards in staging.
+"""Tests the e348 format: checks the oracle of the GPU tests against golden vectors, and checks the
+sizes of shards in staging.
 """
 
 import json
@@ -104,7 +104,7 @@ def test_a_width_holds_the_table_and_a_whole_one_everything(
 
 
 def test_slots_hold_more_encoded_chunks_than_raw_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The link waits for kernels if encoded pieces transfer fewer bytes than raw pieces."""
+    """If encoded pieces transferred fewer bytes than raw pieces, kernels would delay the link."""
     monkeypatch.setattr("gpu_support.DEVICE", "cpu")
     layout = bf16(per_layer(16, 3, 64 << 10)).layout()
     part_bytes = part_bytes_for(layout.block_bytes, 256)

@@ -244,7 +244,7 @@ def test_frames_are_registered_in_order_and_reported(monkeypatch: pytest.MonkeyP
 
 
 def test_memory_stays_on_its_numa_node() -> None:
-    """The first process that places pages, for example the server, determines their node."""
+    """The first process that places pages, for example the server, determines their NUMA node."""
     memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     if not _core.prefer_numa_node(begin, 2 * mmap.PAGESIZE, 0):

@@ -27,8 +27,9 @@ PROMPT = STORIES[0][:13]
 def add(
     engine: Engine, name: str, ids: tuple[int, ...], stale: Any = (), num_tokens: int = 2
 ) -> Any:
-    """Add a request whose first blocks have the ``stale`` hashes of another request, and return its
-    hashes.
+    """Add a request and return its block hashes.
+
+    The ``stale`` hashes of another request replace the hashes of the first blocks.
     """
     spec = Spec(name, ids, num_tokens, ids)
     engine.specs[name], engine.outcomes[name] = spec, Outcome()
@@ -112,8 +113,8 @@ def test_a_hit_is_saved_again_if_its_writer_is_known(shape: Shape) -> None:
 
 
 def test_a_request_preempted_by_a_reset_trusts_blocks_that_vllm_kept() -> None:
-    """Another request's load holds a block, so a reset preempts the request, but vLLM keeps its own
-    cache.
+    """The reset preempts the request, but vLLM does not clear its own cache, because another
+    request's load holds a block.
     """
     engine = Engine(MODEL, Shape(num_blocks=16), 1)
     for name, length, num_tokens in (("first", 16, 5), ("second", 4, 1)):

@@ -1,5 +1,5 @@
-"""Converts single chunks to real batches, and results of sessions to single chunks, for tests that
-examine each chunk.
+"""Converts chunks to real batches and session results to chunks, for tests that examine individual
+chunks.
 """
 
 from collections.abc import Iterable

@@ -172,8 +172,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def no_request_waits_for_ever(self) -> None:
-        """Even with a hung disk and hung loads, each request gets a result in time, as long as vLLM
-        keeps matching it.
+        """Even with a hung disk and hung loads, each waiting request gets a result within its wait
+        limit if vLLM keeps calling `get_num_new_matched_tokens`.
         """
         engine = self.engine
         crowd = [

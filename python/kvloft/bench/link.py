@@ -1,7 +1,7 @@
 """Measures the link between host and GPU memory, independently of kvloft's mover.
 
-This module provides the host memory for all cases, the large copy that serves as the ceiling, and
-measurements of computation during copies.
+This module provides the host memory for all cases, a large copy whose bandwidth is the upper limit
+for the mover, and measurements of computation during copies.
 """
 
 import mmap
@@ -50,7 +50,7 @@ def current_stream() -> driver.Stream:
 
 
 def occupy(then: driver.Event, cycles: int) -> None:
-    """Queue a kernel that runs for ``cycles`` on the current stream, then record ``then``."""
+    """Run a kernel of ``cycles`` clock cycles on the current stream, followed by event ``then``."""
     torch.cuda._sleep(cycles)  # noqa: SLF001 - the only way to keep a stream busy
     then.record(current_stream())
 
@@ -118,7 +118,7 @@ def interference(
 ) -> tuple[float, float, float]:
     """Return the duration in seconds of ``work`` alone, of ``work`` during a copy, and of the copy.
 
-    ``wait_sent`` must return once the entire copy is queued on ``streams``. Repetitions of ``work``
+    ``wait_sent`` must block until the entire copy is queued on ``streams``. Repetitions of ``work``
     that do not run entirely during the copy are ignored.
     """
     compute = current_stream()
@@ -155,9 +155,9 @@ def interference(
 def waits(start: Callable[[], None], is_over: Callable[[], bool], what: str) -> list[float]:
     """Return the duration in seconds of each small copy during the copy that ``start`` begins.
 
-    Each small copy transfers `SMALL_BYTES`, like the copies that an engine makes in each step. They
-    run in sequence on the compute stream, to the host if ``what`` is 'save', and to the GPU
-    otherwise.
+    Each small copy transfers `SMALL_BYTES`, like the copies that an engine makes in each step. The
+    small copies run in sequence on the compute stream. They go to the host if ``what`` is 'save',
+    and to the GPU otherwise.
     """
     host = torch.empty(SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(SMALL_BYTES, dtype=torch.uint8, device="cuda")

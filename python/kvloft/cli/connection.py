@@ -29,7 +29,7 @@ def add_socket(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help=(
             "the server's socket (default: the `server` setting, for example from KVLOFT_SERVER; "
-            "without it, the standard socket, if there is exactly one)"
+            "if unset, the standard socket, provided that exactly one exists)"
         ),
     )
 
@@ -71,7 +71,9 @@ def socket_of(args: argparse.Namespace) -> str:
 
 
 def _owner(path: Path) -> int:
-    """Return the owner of a file, or of its closest visible parent if the file is hidden."""
+    """Return the uid of the owner of ``path`` or, if it is inaccessible, of its nearest accessible
+    parent.
+    """
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):
             return place.stat().st_uid
@@ -89,7 +91,7 @@ def _user(uid: int) -> str:
 
 
 def available_bytes() -> int | None:
-    """Return the amount of free memory of this machine or container in bytes; None if unknown."""
+    """Return the free memory of this machine or container in bytes, or None if it is unknown."""
     try:  # `kvloft config` must work even if the extension cannot be loaded
         from kvloft._core import available_bytes as available
     except ImportError:
@@ -118,7 +120,7 @@ def _path(text: str) -> str:
 
 
 def report_no_answer(error: StoreError, args: argparse.Namespace) -> int:
-    """Print the reason why the server did not respond and a fix. Return the exit status."""
+    """Print why the server did not respond and how to fix this. Return the exit status."""
     fix = "start one with `kvloft serve`"
     if isinstance(error, DeniedError) and hasattr(args, "socket"):
         socket = socket_of(args)

@@ -1,4 +1,4 @@
-"""Handles the output of `kvloft serve`: the log on stdout, warnings on stderr, and --background.
+"""Handles the output of `kvloft serve` (the log on stdout and warnings on stderr) and --background.
 
 The server keeps running if a write fails. Only the first failure is reported, on stderr.
 """
@@ -35,7 +35,7 @@ class Log:
                 self._lose(e)
 
     def end(self) -> None:
-        """Flush stdout and stderr. Discard text on errors, to preserve the exit status."""
+        """Flush stdout and stderr. If this fails, discard the text to preserve the exit status."""
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
@@ -54,10 +54,10 @@ class Log:
 def in_background(work: Callable[[Callable[[], None]], int], log: Path, what: str) -> int:
     """Run ``work`` in a child process. This function returns in both processes.
 
-    ``work`` must call its argument when startup is complete. After this call, the output of the
-    child goes to ``log``, and the parent prints a line with the process id and ``what`` and returns
-    0. If the child exits before the call, the parent returns the exit status of the child. The
-    child returns the result of ``work``.
+    ``work`` must call its argument when startup is complete. This call redirects the child's output
+    to ``log``; the parent then prints a line with the process id and ``what``, and returns 0. If
+    the child exits before this call, the parent returns the child's exit status. The child returns
+    the result of ``work``.
 
     This function must be called before any thread is started. Raises ConfigError if ``log`` cannot
     be opened or belongs to a different user. If the error may be temporary, exits with status 1

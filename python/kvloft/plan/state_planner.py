@@ -52,8 +52,9 @@ class StatePlanner:
         """Return True if the state's block is still at its position in the request's block table.
 
         With async scheduling, vLLM offers states that the previous step confirmed, although it may
-        have released their blocks because of accepted draft tokens. The content of a released block
-        is undefined at the end of this step, even if vLLM has reassigned it to the same request.
+        already have released their blocks because of accepted draft tokens. The content of a
+        released block is undefined at the end of this step, even if vLLM has reassigned the block
+        to the same request.
         """
         num_units = state.num_tokens // self._unit_tokens
         return request.blocks.tables[state.group][num_units - 1 : num_units] == [state.block]

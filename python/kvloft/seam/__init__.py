@@ -1,1 +1,4 @@
-"""Types shared by both sides. This package does not import torch, vLLM or the extension."""
+"""Types shared by the scheduler and worker sides of the connector.
+
+This package does not import torch, vLLM or the extension.
+"""

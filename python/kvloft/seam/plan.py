@@ -7,12 +7,12 @@ from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.shape import ArenaSpec
 
 Chunks = Any
-"""Either a `kvloft.seam.batch.ChunkBatch`, or () if there are no chunks."""
+"""A `kvloft.seam.batch.ChunkBatch`, or () if there are no chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Chunks to copy to the GPU for one request, which waits until the workers report the load.
+    """Chunks to copy to the GPU for one request, which waits until the workers report the result.
 
     ``chunks`` can be empty. ``lost`` contains blocks that were offered to vLLM but whose chunks are
     no longer available. The worker reports these blocks as load errors.

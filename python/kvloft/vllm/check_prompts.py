@@ -34,7 +34,7 @@ Chosen = tuple[list[int], dict[str, Any]]
 
 
 def choose_prompts(engine: Engine, num_output_tokens: int) -> dict[str, Chosen]:
-    """Return the chosen prompts, keyed by name. Some lengths are fractional multiples of the hit
+    """Return the chosen prompts, keyed by name. Most lengths are not multiples of the hit
     granularity, and some exceed every sliding window and attention chunk.
 
     A "fork" starts with the same tokens as an earlier prompt and then differs.
@@ -55,7 +55,7 @@ def choose_prompts(engine: Engine, num_output_tokens: int) -> dict[str, Chosen]:
 
 
 def _clear_prompt(engine: Engine, head: list[int], length: int) -> Chosen:
-    """Try prompts that start with ``head``, and return the prompt with the clearest output."""
+    """Try prompts that start with ``head``, and return the one least sensitive to rounding."""
     enough = CLEAR if engine.facts()["dtype"] == "float32" else CLEAR_ELSE
     best: Chosen = ([], {})
     clearest = -1.0

@@ -1,5 +1,5 @@
-"""The scheduler side inside vLLM. It has one method per hook, connects the settings, the namespace
-and the store to SchedulerCore, and never touches KV bytes.
+"""The part of the connector that runs in vLLM's scheduler process. It has one method per hook,
+connects the settings, the namespace and the store to SchedulerCore, and never touches KV bytes.
 
 The connector treats errors as misses. On error, `admit` also plans a failed load, because vLLM
 would otherwise never schedule the request.
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvloft")
 _pausing: ContextVar[bool] = ContextVar("kvloft_pausing", default=False)
-"""True while vLLM resets caches for a pause or for sleep."""
+"""True while vLLM resets caches for a pause or sleep."""
 
 STATS_STEPS = 32
 """Number of steps between reads of the store's counters if there is nothing else to report."""
@@ -122,7 +122,7 @@ class SchedulerHalf:
         """Open the store. ``ranks`` contains the KV cache configs of all ranks, or only this
         process's config if the others are unknown. The first config belongs to this process.
         """
-        for warning in warnings(config):  # before the store creates its directory
+        for warning in warnings(config):  # must precede opening the store
             logger.warning("kvloft: %s", warning)
         self._unit_tokens = shape.unit_tokens
         self._new_tables = tables_of(shape)

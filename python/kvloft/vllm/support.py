@@ -66,7 +66,7 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) 
 
 
 def _of_layers(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) -> Iterator[str]:
-    """Yield reasons to reject the model because of the types of its layers."""
+    """Yield reasons to reject the types of the model's layers."""
     specs = list(layer_specs(kv_cache_config).values())
     kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs}
     served: set[str | None] = {"full"}
@@ -170,7 +170,10 @@ def _of_block_sizes(vllm_config: Any, kv_cache_config: Any, specs: list[Any]) ->
             )
         return
     if not {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs} <= {"full", "window"}:
-        way_out = "; remove --speculative-config, or use a draft model with the model's KV heads"
+        way_out = (
+            "; remove --speculative-config, or use a draft model whose KV heads match the target "
+            "model's"
+        )
         yield (
             "requires the same block size in all groups for models with Mamba states or chunked "
             f"local attention; here, blocks have {sizes}"
@@ -182,8 +185,8 @@ def _of_block_sizes(vllm_config: Any, kv_cache_config: Any, specs: list[Any]) ->
 
 def _of_drafts_with_block_sizes(vllm_config: Any, sizes: str) -> Iterator[str]:
     yield (
-        f"does not support {vllm_config.speculative_config.method!r} for models with different "
-        f"block sizes ({sizes}) yet: this combination is untested"
+        f"does not support {vllm_config.speculative_config.method!r} for models whose KV cache "
+        f"groups have different block sizes ({sizes}) yet: this combination is untested"
     )
 
 
@@ -191,7 +194,7 @@ def _of_drafts_with_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
     """Yield reasons to reject speculative decoding with Mamba or gated delta net states.
 
     In the rejected cases, vLLM 0.32 computes wrong outputs after hits in its own prefix cache
-    (tests/e2e/zoo/test_faults.py), and kvloft would save the wrong KV. All methods except suffix
+    (tests/e2e/zoo/test_faults.py), and kvloft would save incorrect KV. All methods except suffix
     were tested with gated delta nets. The suffix method differs from ngram only in its draft
     tokens.
     """
@@ -242,8 +245,8 @@ def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str
     """Yield reasons to reject pipeline parallelism where it is untested or fails in vLLM."""
     if (size := getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1)) == 1:
         return
-    # Check the specs of both groups and layers, because this rank may have no layers of a group,
-    # and the scheduler has only the first rank's layers.
+    # Check the specs of the groups and of the layers, because this rank may have no layers of a
+    # group, and the scheduler has only the first rank's layers.
     specs = [*group_specs(kv_cache_config), *layer_specs(kv_cache_config).values()]
     kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs}
     if "state" in kinds and not current_platform.is_cpu():

@@ -321,7 +321,7 @@ fn many_chunks_are_evicted_in_slices() {
             let leases = store.reserve_many(None, &[asked]).unwrap().remove(0).chunks;
             store.commit(leases);
         }
-        // Evicts the second salt, so that the walk passes the chunks of the first.
+        // Evicts the second salt's chunks, so that the walk also passes the first salt's chunks.
         let said = store.evict(of_salt(Some(1), is_host_only), soon());
         assert_eq!(
             (said.num_chunks, said.host_bytes / FRAME as u64, said.num_in_use, said.is_cut_short),

@@ -548,8 +548,8 @@ fn close_ends_waiting_leases_and_keeps_chunks_on_disk() {
     store.check().unwrap();
 }
 
-/// The parent still counts an aborted child as waiting, but the other prompt has reused the child's
-/// entry number.
+/// The parent still counts an aborted child as waiting, although another prompt has reused the
+/// child's entry number.
 #[test]
 fn a_failed_save_removes_no_other_prompt() {
     let store = Store::open(&config(8, Eviction::Lru)).unwrap();

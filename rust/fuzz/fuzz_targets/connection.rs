@@ -1,5 +1,5 @@
-//! Sends arbitrary bytes to a running server, raw and after a hello: the server must keep running
-//! and serve another engine.
+//! Sends arbitrary bytes to a running server, both raw and after a hello. The server must keep
+//! running and serve another engine.
 #![no_main]
 
 use std::io::{Read, Write};

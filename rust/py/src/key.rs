@@ -46,7 +46,7 @@ impl KeyChain {
             .ok_or_else(|| StoreError::new_err("this KeyChain is in use by another thread"))
     }
 
-    /// Appends the missing tokens of `token_ids[:stop]` if there are at least `DETACH_TOKENS`.
+    /// Appends the missing tokens of `token_ids[:stop]` if at least `DETACH_TOKENS` are missing.
     /// Returns the number of tokens in the chain.
     pub(crate) fn extend_if_long(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<u32> {
         let start = self.num_tokens()?;
@@ -132,7 +132,8 @@ impl KeyChain {
     }
 }
 
-/// Return the 32-byte digest of (name, value) pairs with unique names. Their order does not matter.
+/// Return the 32-byte digest of (name, value) pairs with unique names. The order of the pairs does
+/// not matter.
 #[pyfunction]
 pub(crate) fn namespace_digest(
     py: Python<'_>,
@@ -143,8 +144,8 @@ pub(crate) fn namespace_digest(
     Ok(PyBytes::new(py, &key::namespace_digest(&fields).map_err(raise)?))
 }
 
-/// Return the 32-byte key of the empty prefix. `adapter` is the (name, path or id) of a `LoRA`
-/// adapter.
+/// Return the 32-byte key of the empty prefix. `adapter` is a pair that contains the name of a
+/// `LoRA` adapter and its path or id.
 #[pyfunction]
 #[pyo3(signature = (namespace, adapter, cache_salt))]
 pub(crate) fn root_key<'py>(

@@ -2,8 +2,8 @@
 //! a model.
 //!
 //! A hit returns a complete frame of the requested size that was put under the requested key; all
-//! other calls return a miss or an error. Hints are in the order of the keys. Each call returns
-//! soon after its deadline, even if there is no response.
+//! other calls return a miss or an error. Hints are in the order of the keys. Even if there is no
+//! response, each call returns no later than shortly after its deadline.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ pub enum Op {
     Misread(u32),
     /// Queries some of the keys.
     Look(u32),
-    /// Evicts a frame as another client, if the place supports it.
+    /// Evicts a frame as another client would, if the place supports it.
     Evict(u32),
     /// Makes a call while the remote side is not responding.
     Hang(u32),
@@ -48,7 +48,7 @@ impl Op {
 pub trait Place {
     /// Opens an empty tier.
     fn open(&self) -> Arc<dyn RemoteTier>;
-    /// Evicts a frame as another client. Returns false if this is not supported.
+    /// Evicts a frame as another client would. Returns false if this is not supported.
     fn evict(&self, _key: &ChunkKey) -> bool {
         false
     }
@@ -66,8 +66,9 @@ const FRAME: usize = 4096;
 const NUM_KEYS: u32 = 8;
 /// Deadline for calls that get a response. No call takes this long.
 const LONG: Duration = Duration::from_secs(600);
-/// Deadline for calls that get no response, and tolerance for a busy machine.
+/// Deadline for calls that get no response.
 const SHORT: Duration = Duration::from_millis(20);
+/// Additional time for calls that get no response, because the machine may be busy.
 const GRACE: Duration = Duration::from_secs(10);
 
 fn key_of(chunk: u32) -> ChunkKey {

@@ -149,7 +149,8 @@ fn lookup_after_a_dropped_save_is_not_counted() {
     after(&state, 0, [5, 25, 18]); // counted: dropped saves of independent chunks are not continued
 }
 
-/// Percentages refer to the namespace's share of memory, which another namespace halves.
+/// Percentages refer to the namespace's share of memory, which is halved when another namespace
+/// is opened.
 #[test]
 fn quota_follows_the_share_of_the_namespace() {
     let dir = tempfile::tempdir().expect("a directory");

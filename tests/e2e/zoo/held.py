@@ -13,7 +13,7 @@ from typing import Any
 
 
 def held_forwards() -> None:
-    """Make each forward pass of a Llama wait, and count the chunks that the process stores."""
+    """Make each forward pass of a Llama model wait, and count the chunks that a process stores."""
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
     from kvloft.transfer.frames import PrivatePart

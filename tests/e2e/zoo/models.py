@@ -18,7 +18,11 @@ Make = Callable[[], Tensors]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A drafting method. ``files`` is the location of its weights: "draft", "target", or empty."""
+    """A drafting method.
+
+    ``files`` selects the model directory in vLLM's speculative config: "draft", "target", or empty
+    for none.
+    """
 
     method: str
     num_tokens: int

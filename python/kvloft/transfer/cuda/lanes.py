@@ -64,10 +64,10 @@ class Tuning:
     1.6 ms, and copying 80 MiB takes 1.5 ms.
     """
     num_ctas: int = 66
-    """Number of CTAs per kernel. The default is one CTA on each of half of an H200's SMs, which
-    leaves the other half to the engine. The kernel for a piece then takes 35 us instead of 30 us,
-    and a save does not slow down a matmul. The matmul takes 13% longer if the kernel uses all SMs,
-    and 10% longer if it uses a quarter of the SMs.
+    """Number of CTAs per kernel. The default is half the number of SMs on an H200, which leaves the
+    other SMs to the engine. The kernel for a piece then takes 35 us instead of 30 us, and a save
+    does not slow down a matmul. The matmul takes 13% longer if the kernel uses all SMs, and 10%
+    longer if it uses a quarter of the SMs.
     """
 
     @classmethod
@@ -125,7 +125,7 @@ class _Slot:
     copy_stream: driver.Stream
     kernel_stream: driver.Stream
     params: Sequence[_Params]
-    """One entry for each kind of pages."""
+    """One entry for each page kind."""
     freed: driver.Event | None = None
 
 
@@ -310,7 +310,7 @@ class _Params:
         self._sums = torch.zeros(
             2 * MAX_SEGMENTS + 1, dtype=torch.int64, device=kernels.tiles.device
         )
-        # The sums must be zero before the first launch. This runs at startup, never in a step.
+        # The sums must be zero before the first launch. Blocking is acceptable at startup.
         torch.cuda.current_stream(kernels.tiles.device).synchronize()
         self._tiles, sums = kernels.tiles, self._sums.data_ptr()
         self._params = PieceParams(

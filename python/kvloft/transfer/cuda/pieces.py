@@ -103,7 +103,7 @@ class PieceLimits:
     frames_per_run: int
     encoding: PartEncoding | None = None
     full_segments: npt.NDArray[Any] = field(init=False, compare=False, repr=False)
-    """The segments of a piece whose chunks are all full, which is true for almost all pieces."""
+    """The segments of a piece that contains only full chunks, as almost all pieces do."""
 
     def __post_init__(self) -> None:
         blocks: npt.NDArray[np.int64] = np.full(

@@ -105,7 +105,7 @@ class Shared:
         return max(1, min(kind.loads.chunks_per_piece for kind in self.kinds))
 
     def by_kind(self, plans: Sequence[SavePlan | LoadPlan]) -> list[tuple[int, ChunkBatch]]:
-        """Return all chunks of ``plans`` as one batch per kind of pages."""
+        """Return all chunks of ``plans`` as one batch per page kind."""
         found: dict[int, list[ChunkBatch]] = {}
         for plan in plans:
             for group, size_class, chunks in plan.chunks.by_size() if plan.chunks else ():
@@ -127,7 +127,7 @@ class Shared:
         return mark
 
     def problem_of(self, kind: int, chunks: ChunkBatch) -> str | None:
-        """Return the reason why ``chunks`` cannot be copied, or None if they can.
+        """Return the reason why ``chunks`` cannot be copied, or None if they can be copied.
 
         A copy must stay within the arena, its frame and the paged KV.
         """
@@ -205,7 +205,7 @@ class Direction(ABC):
         return bool(self.queued)
 
     def awaited(self) -> driver.Event | None:
-        """Return the event after which more copies can be submitted, or None if no copies wait."""
+        """Return the event after which more copies can be submitted, or None if none wait."""
         return self.in_flight[0].sent.done if self.in_flight and self.is_behind else None
 
     def feed(self) -> None:

@@ -90,7 +90,7 @@ def namespace_fields(
         "kv_scales": getattr(cache, "calculate_kv_scales", None),
         # Llama 4's attention and LongRoPE's factors depend on this setting.
         "max_model_len": model.max_model_len,
-        # Models read these settings in their constructors (Llama 4 for temperature tuning).
+        # Models read these settings in their constructors, as Llama 4 does for temperature tuning.
         "model_settings": _settings(
             model, "override_generation_config", "disable_sliding_window", "disable_cascade_attn"
         ),

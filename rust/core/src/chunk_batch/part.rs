@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::io::FrameId;
 use crate::{Error, Result};
 
-/// Marks a block of a chunk that is not copied.
+/// Block id that marks a block that is not copied.
 pub const NOT_WANTED: i32 = -1;
 
 /// The chunks of one group. There is at least one chunk.

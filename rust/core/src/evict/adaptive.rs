@@ -84,7 +84,7 @@ pub struct Adaptive {
     queues: [BTreeSet<(u64, u32)>; NUM_ROWS],
     spares_unwritten: bool,
     groups: Groups,
-    /// Number of insertions and of touches that counted as a reuse.
+    /// Number of insertions plus the number of touches that counted as reuses.
     events: u64,
     touches_apart: u64,
     pub(super) ghosts: Ghosts,

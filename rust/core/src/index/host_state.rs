@@ -110,7 +110,7 @@ impl HostState {
         !matches!(self, Self::Absent | Self::Visible(_))
     }
 
-    /// Returns true if children can get a frame: the chunk has a frame that is filled or being
+    /// Returns true if children can get a frame, because the chunk's frame is filled or being
     /// filled.
     pub(crate) fn may_have_children(self) -> bool {
         self.frame().is_some() && !matches!(self, Self::Failed(_))

@@ -364,8 +364,8 @@ impl State {
         if !is_cleared {
             self.stats.disk_write_errors += 1;
             self.log(Event::problem(
-                "disk tier: could not be cleared; retrying in the background (a restart before \
-                 that would find the old chunks)",
+                "disk tier: could not be cleared; retrying in the background (until this succeeds, \
+                 a restart would find the old chunks)",
             ));
         }
         IoOutcome::of(is_cleared)

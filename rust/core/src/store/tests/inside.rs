@@ -137,7 +137,7 @@ fn found(number: u32) -> DiskEntry {
     DiskEntry { slot, meta, sequence: 0 }
 }
 
-/// Even if a disk stays closed for weeks, memory use must not grow with every discarded chunk.
+/// Even if a disk takes weeks to open, memory use must not grow with every discarded chunk.
 #[test]
 fn too_many_discards_before_the_disk_is_opened_clear_it() {
     let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
@@ -212,8 +212,7 @@ fn a_check_that_hangs_pauses_the_tier_until_it_ends() {
     assert_eq!(state.disk.opening, DiskOpening::Open);
 }
 
-/// The tier's directory can come back with a chunk that was queued to be written again in the
-/// meantime.
+/// When the tier opens, a chunk that was already queued for writing can turn out to be on disk.
 #[test]
 fn a_chunk_that_is_found_on_disk_unblocks_its_children() {
     let mut state = State::new(

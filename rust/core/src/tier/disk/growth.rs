@@ -15,8 +15,8 @@ use super::types::SlotId;
 use crate::error::is_no_space;
 use crate::io::{MAX_FRAMES, SizeClass};
 
-/// Growing is retried this long after a failure, or earlier if many slots are requested (see
-/// `REJECTIONS_BEFORE_RETRY`).
+/// Delay before growing is retried after a failure. The delay is shorter if many slots are
+/// requested (see `REJECTIONS_BEFORE_RETRY`).
 const RETRY_AFTER: Duration = Duration::from_secs(2);
 /// Timeout for waiting for another thread to grow the files. Growing usually takes a few
 /// milliseconds. After the timeout, threads read chunks in the meantime instead of writing.
@@ -54,8 +54,8 @@ impl DiskTier {
     }
 
     /// Handles a write that failed because the file system is full. Deletes a closed namespace if
-    /// there is one. Otherwise, only slots that have blocks are written until the next attempt to
-    /// grow.
+    /// there is one. Otherwise, only slots with allocated disk blocks are written until the next
+    /// attempt to grow.
     pub(super) fn hold_growth(&self) {
         if self.delete_closed() {
             return; // the next write has space
@@ -85,8 +85,8 @@ impl DiskTier {
     }
 
     /// Creates as many free slots of a class as fit in the bytes that the namespace can claim. If
-    /// none fits, punches free slots of other classes to make room for one. `is_full` means that
-    /// the file system has no space for larger files.
+    /// none fits, punches holes in place of free slots of other classes to make room for one.
+    /// `is_full` means that the file system has no space for larger files.
     fn make_slots(&self, class: SizeClass, is_full: bool) {
         let (Ok(owner), counts) = (self.enter(), self.state().counts()) else { return };
         let (num_bytes, Some(count)) =
@@ -160,8 +160,9 @@ impl DiskTier {
         skip
     }
 
-    /// Claims `[enough, want]` bytes; see [`OpenNamespace::claim`]. Returns the number of bytes
-    /// that the namespace may use, or None on an I/O error.
+    /// Claims disk space; `bytes` contains the arguments `enough` and `want` of
+    /// [`OpenNamespace::claim`]. Returns the number of bytes that the namespace may use, or None on
+    /// an I/O error.
     fn claim(&self, owner: &OpenNamespace, bytes: [u64; 2]) -> Option<u64> {
         let room = owner.claim(&self.config, bytes, |line| self.state().event(line));
         let Claim { bytes, foreign_bytes } = room.ok()?;
