@@ -1,4 +1,4 @@
-"""Benchmark of `kvloft serve`: startup time, CPU time and memory usage, excluding the arena.
+"""Benchmark of `kvloft serve`: startup time, CPU time, and memory usage without the arena.
 
 Measures the time until the server accepts connections, its CPU time (when idle and while 8 engines
 perform lookups), its memory per chunk, and the effect of 10,000 connections on lookups and memory.
@@ -186,7 +186,7 @@ def memory() -> None:
             after = anonymous_bytes(pid)
             frames = f"{num:,} chunks in {times * NUM_CHUNKS:,} frames"
             told(
-                f"memory per chunk, excluding the arena and 50 MiB, {frames}",
+                f"memory per chunk, excluding the arena and a fixed 50 MiB, {frames}",
                 (after - (50 << 20)) / num,
                 "bytes",
                 300,

@@ -108,7 +108,9 @@ class Crate:
                 yield found[0]
 
     def _calls(self) -> Iterator[tuple[Name, Name]]:
-        """Yield (caller, module with the called method) for types with multiple `impl` files."""
+        """Yield (caller, module with the called method) for types with `impl` blocks in
+        multiple files.
+        """
         bodies: dict[tuple[Name, str], list[tuple[Name, str]]] = defaultdict(list)
         for name, module in self.modules.items():
             for of, body in IMPL.findall(module.code):

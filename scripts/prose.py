@@ -1,4 +1,4 @@
-"""Finds phrases that the house style replaces in Markdown, docstrings, comments and strings.
+"""Finds phrases in Markdown, docstrings, comments and strings that the house style replaces.
 
     scripts/prose.py            check all files, as `make lint` does
     scripts/prose.py PATH...    check the given files and directories
@@ -129,7 +129,7 @@ def prose_of_markdown(text: str) -> str:
 
 
 def prose_of_c_like(text: str) -> str:
-    """Blank out everything except comments and strings of Rust, CUDA and C++."""
+    """Blank out everything except comments and strings in Rust, CUDA or C++ code."""
     out, end = [], 0
     for match in C_LIKE.finditer(text):
         out.append(blank(text[end : match.start()]))
@@ -153,7 +153,7 @@ def prose_of_c_like(text: str) -> str:
 
 
 def prose_of_python(text: str) -> str:
-    """Blank out everything except comments and strings of Python."""
+    """Blank out everything except comments and strings in Python code."""
     lines = text.splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -186,7 +186,7 @@ def _blank_quotes(match: re.Match[str]) -> str:
 
 
 def prose_of_hashes(text: str) -> str:
-    """Blank out everything except comments of shell scripts, YAML and TOML."""
+    """Blank out everything except comments in shell scripts, YAML or TOML."""
     return re.sub(
         r"^(?P<code>[^#\n]*(?:[^\s#][^\n#]*)?)(?P<comment>(?:(?<=\s)|^)#[^\n]*)?$",
         lambda match: blank(match["code"]) + (match["comment"] or "").replace("#", " "),

@@ -2,7 +2,7 @@
 # Builds the release files in dist/: scripts/wheels.sh [x86_64] [aarch64] (default: both)
 #
 # The script builds an sdist and manylinux wheels for glibc 2.28, and checks their metadata. It then
-# installs and imports the files that this machine can run.
+# installs each file that works on this machine in a new environment, and imports kvloft.
 #
 # Requires Python, Rust and the Rust target of the other architecture (`rustup target add`). If a
 # target is missing, its wheel is skipped, and the exit status is 1 unless ALLOW_MISSING=1. maturin

@@ -4,8 +4,9 @@ installed release of vLLM, and time limits.
 Time limits: tests wait for events and never assert durations, but everything is slower on a busy
 machine. This module therefore measures the pace of the machine (TEST_PACE) and multiplies timeouts
 by it. On a slow machine, property tests run fewer examples. Tests that have not started by
-TEST_DEADLINE (in seconds since 1970; TEST_LAST_DEADLINE for tests marked short) are skipped. The
-summary and the file that TEST_LEFT_OUT names contain the number of skipped tests.
+TEST_DEADLINE are skipped. For tests marked short, the deadline is TEST_LAST_DEADLINE. Both
+deadlines are in seconds since 1970. The summary and the file that TEST_LEFT_OUT names contain the
+number of skipped tests.
 
 Leftovers: a test fails if it leaves a thread or a process behind. Otherwise, a later test would
 occasionally fail because the thread logs a warning or the process is still running. SIGTERM ends
@@ -42,7 +43,7 @@ after each collection.
 
 
 def measured_pace() -> float:
-    """Return how many times slower than usual (1 to 20) this machine starts a process."""
+    """Return how many times slower than usual this machine starts a process, from 1 to 20."""
     begin = time.monotonic()
     subprocess.run(
         [sys.executable, "-I", "-c", "import asyncio, http.client, unittest.mock, decimal"],
@@ -161,12 +162,12 @@ def running(since_s: float = 0.0) -> dict[object, str]:
 def children(since_s: float) -> dict[object, str]:
     """Return the running child processes that started later than ``since_s`` after boot.
 
-    Linux can omit some child processes while others exit.
+    Some child processes can be missing, because the list in /proc is incomplete while others exit.
     """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return {}  # the common case, which this call detects faster than reading /proc
+        return {}  # the common case; this call is faster than reading /proc
     pids = {
         pid for task in Path("/proc/self/task").iterdir() for pid in read(task / "children").split()
     }
@@ -194,8 +195,8 @@ def read(path: Path) -> str:
 
 
 def left_behind(before: dict[object, str], since_s: float) -> list[str]:
-    """Wait until leftovers are gone, and return the names of the leftovers that did not exist
-    before the test.
+    """Wait until everything that did not exist before the test is gone. Return the names of what
+    remains after a timeout.
     """
     begin, collect_s = time.monotonic(), COLLECT_S
     while left := [name for key, name in running(since_s).items() if key not in before]:

@@ -1,4 +1,4 @@
-"""The in-process vLLM engine with random weights that the engine benches measure.
+"""The engine that the engine benches measure: in-process vLLM with random weights.
 
 The weights are scaled so that attention logits have a standard deviation of about 6. As a result,
 the next token depends on individual prompt tokens, and therefore on the loaded KV.
@@ -73,7 +73,7 @@ def sharpen(model: Any) -> int:
 
 
 class Engine:
-    """An in-process vLLM engine with the operations that the phases need."""
+    """An in-process vLLM engine with the operations that the benchmark phases need."""
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         from vllm.config import KVTransferConfig
@@ -132,8 +132,8 @@ class Engine:
         self.num_parameters = apply_model(self.llm, sharpen)[0]
         self.engine = self.llm.llm_engine
         self.block_tokens = 16
-        # Engines that share a server get different prompts, so that no engine loads prompts that
-        # another engine computed.
+        # Engines that share a server get different prompts, so that no engine loads KV that another
+        # engine computed.
         self._random = random.Random(8 if name in SERVED[1:] else 7)
         self._next = 0
         self._floods = options.get("floods", False)
@@ -169,7 +169,7 @@ class Engine:
     def answers(
         self, prompts: Sequence[list[int]], max_tokens: int
     ) -> list[tuple[tuple[int, ...], int]]:
-        """Run all prompts together. Return (tokens, number of cached prompt tokens) for each."""
+        """Run all prompts together. For each, return (tokens, number of cached prompt tokens)."""
         outputs = self.llm.generate(
             [{"prompt_token_ids": p} for p in prompts], self.params(max_tokens), use_tqdm=False
         )

@@ -1,4 +1,4 @@
-"""Exceptions of kvloft and its Rust extension, and the exit status for unwritten output.
+"""Exceptions of kvloft and its Rust extension, and one exit status.
 
 Invalid settings raise an exception at startup. An error during a step is counted and treated as a
 miss. Every module may import this module, so this module must not import any other kvloft module.

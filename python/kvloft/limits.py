@@ -34,7 +34,7 @@ class Limits(NamedTuple):
 
 
 class TenantLimits(NamedTuple):
-    """The default limits per salt, the limits without a salt, and limits of individual salts."""
+    """The default limits for salts, and the limits for individual salts and without a salt."""
 
     salted: Limits
     unsalted: Limits
@@ -107,7 +107,7 @@ def _entries(path: str) -> Iterator[tuple[str, Any]]:
 def _entry(entry: Any, blame: str, folder: Path, salted: Limits) -> tuple[str | None, Limits]:
     if not isinstance(entry, dict) or len([key for key in entry if key in SALT_KEYS]) != 1:
         raise ConfigError(
-            f"{blame}: expected either salt or salt_file (salt: null for requests without one); "
+            f"{blame}: expected either salt or salt_file (salt: null for requests without a salt); "
             f"{WANTED}."
         )
     if unknown := [key for key in entry if key not in (*KEYS, *SALT_KEYS)]:

@@ -1,7 +1,6 @@
-"""Tests how benchmarks split the time to first token into parts, using a torch model on the
-emulated GPU.
+"""Tests how benchmarks split the time to first token into parts.
 
-The tests do not need a GPU.
+The tests run a torch model on the emulated GPU, so they do not need a GPU.
 """
 
 import gc
@@ -71,7 +70,7 @@ def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(
                 gpu.compute.enqueue(lambda: None)  # sampling
             found = around.take(100.0)
             assert found is not None
-            # An event includes the work before it. Between the first event and the last event are 3
+            # An event completes after all earlier work. After the first event, the GPU runs 3
             # forward passes, 2 sampling commands, 3 end events and 2 start events.
             assert found.gpu_s == 3 * 7 + 2 + 3 + 2
             assert found.between_s == 2 * 2, "one sampling command and one event"
@@ -225,8 +224,8 @@ def test_a_trace_starts_with_its_wave(model: Model) -> None:
 def test_with_and_without_a_connector_take_turns_and_neither_is_always_first(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the connector attached, a forward pass has one more command, which shows whether a time
-    is in the wrong column.
+    """With the connector attached, a forward pass has one more command, so that the test detects a
+    time in the wrong column.
     """
     away: list[str] = []
     order: list[str] = []

@@ -36,7 +36,7 @@ def serving(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            assert "serves at" in process.stdout.readline()
+            assert "is listening on" in process.stdout.readline()
             yield socket, process
         finally:
             process.kill()

@@ -57,7 +57,7 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(
     try:
         assert process.stdout is not None
         first = process.stdout.readline()
-        assert f"serves at unix:{socket}: host 1 MiB, disk {disk} up to 1 MiB" in first
+        assert f"is listening on unix:{socket}: host 1 MiB, disk {disk} up to 1 MiB" in first
         assert main(["status", "--socket", str(socket)]) == 0
         shown = re.sub(r"[0-9.]+ [A-Z]iB free", "FREE", capsys.readouterr().out)
         assert shown == (
@@ -181,7 +181,7 @@ def test_a_second_server_on_a_disk_warns_at_its_start(folder: Path, is_backgroun
             "second",
             more,
             stderr=subprocess.PIPE,
-            wanted="" if is_background else "serves at",
+            wanted="" if is_background else "is listening on",
         ) as (
             second,
             socket,
@@ -310,7 +310,7 @@ def test_only_a_disk_path_that_can_never_be_one_stops_the_start(
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, timeout=120
     )
-    assert (done.returncode, "serves at" in done.stdout) == (status, status == 0), done.stderr
+    assert (done.returncode, "is listening on" in done.stdout) == (status, status == 0), done.stderr
 
 
 def take_terminal() -> None:
@@ -334,7 +334,7 @@ def without_nohup() -> None:
 
 @contextlib.contextmanager
 def served(
-    folder: Path, name: str = "kv", argv: Sequence[str] = (), wanted: str = "serves at", **more: Any
+    folder: Path, name: str = "kv", argv: Sequence[str] = (), wanted: str = "listening", **more: Any
 ) -> "Iterator[tuple[subprocess.Popen[str], str]]":
     """Start a server with a disk tier in ``folder``.
 
@@ -386,7 +386,7 @@ def test_a_background_server_is_reported_with_process_socket_and_log(folder: Pat
     )
     assert (folder / "run").stat().st_mode & 0o777 == 0o700
     said = re.fullmatch(
-        rf"process ([0-9]+) serves in the background at unix:{socket}; its log is {log}\n",
+        rf"process ([0-9]+) is listening in the background on unix:{socket}; its log is {log}\n",
         done.stdout,
     )
     assert said is not None and done.returncode == 0, done.stdout
@@ -594,7 +594,7 @@ def test_a_place_that_will_not_do_is_one_sentence(
     )
     assert done.returncode == 2, done.stderr
     assert re.fullmatch(rf"kvloft: [^\n]*{wanted}[^\n]*\n", done.stderr), done.stderr
-    assert "serves at" not in done.stdout
+    assert "is listening on" not in done.stdout
 
 
 def test_a_server_without_linger_ends_with_the_last_engine(

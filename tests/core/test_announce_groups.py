@@ -1,8 +1,8 @@
-"""Tests that replayed KV events of multiple KV cache groups match lookups in the real store,
-including sliding-window and Mamba groups.
+"""Tests that replayed KV events match lookups in the real store.
 
-The blocks of the groups have equal or different sizes. The oracle looks up every prefix or, in
-sliding-window groups, the blocks that a hit can need.
+The models have multiple KV cache groups, including sliding-window and Mamba groups, with blocks of
+equal or different sizes. The oracle looks up every prefix or, in sliding-window groups, the blocks
+that a hit can need.
 """
 
 import random
@@ -187,7 +187,7 @@ def test_the_replayed_index_matches_the_store_for_each_group(
         "too few blocks removed, or none in some group"
     )
     one = world.chain((1,) * world.size)
-    for num_chunks in (0, 2):  # nothing was loaded, or more than the known chunks
+    for num_chunks in (0, 2):  # no chunk was loaded, or more chunks than are known
         world.announcer.note_states(SimpleNamespace(prompt=(1,) * world.size), one, num_chunks)  # type: ignore[arg-type]
     world.announcer.withdraw()
     world.hear()

@@ -1,5 +1,6 @@
-"""Tests the store's guarantees that the scheduler and worker sides rely on, through `kvloft._core`
-and without a disk.
+"""Tests the guarantees of the store on which the scheduler side and the worker side rely.
+
+The tests use `kvloft._core` without a disk.
 """
 
 import ctypes

@@ -54,7 +54,7 @@ MODEL = model_folder(Path(tempfile.mkdtemp(prefix="machine-model-")))
 def make_spec(
     name: str, flavour: str, story: int, length: int, max_tokens: int, more: tuple[int, ...]
 ) -> Spec:
-    """Return a request whose prompt is a prefix of a story, with the given flavor."""
+    """Return a request with the given flavor. Its prompt is a prefix of a story."""
     ids = STORIES[story][:length]
     return flavoured(Spec(name, ids, max_tokens, ids), flavour, more)
 
@@ -72,7 +72,7 @@ def flavoured(plain: Spec, flavour: str, more: tuple[int, ...]) -> Spec:
     if flavour in ("rows", "mixed"):
         return _with_rows(plain, mixed=flavour == "mixed")
     if flavour == "item":
-        size = min(6, length)  # in vLLM, equal identifiers have equal sizes
+        size = min(6, length)  # in vLLM, items with equal identifiers have equal sizes
         item = Item(f"{IMAGES[more[0] % 2]}-{size}", min(2, length - size), size)
         span = range(item.start, item.start + item.length)
         contents = tuple(
@@ -132,7 +132,7 @@ def one_group(draw: st.DrawFn, has_drafter: bool = False) -> Shape:
 
 @st.composite
 def several_groups(draw: st.DrawFn, names: tuple[str, ...] = SEVERAL) -> Shape:
-    """Draw a shape of a hybrid model, with or without a draft model, and without kvloft."""
+    """Draw a shape of a hybrid model without kvloft. The shape may include a draft model."""
     groups = GROUPS[draw(st.sampled_from(names))]
     has_drafter = any(group.is_draft for group in groups)
     has_local = any(group.kind == "local" for group in groups)
@@ -371,9 +371,9 @@ class Machine(RuleBasedStateMachine):
     )
     @rule(has_new_weights=st.sampled_from([False, False, True]), crowd=crowds)
     def restart(self, has_new_weights: bool, crowd: list[Arrival]) -> None:
-        """Shut down the engine and abort all of its requests.
+        """Abort all requests, shut down the engine and start another engine.
 
-        The next engine finds the chunks on disk, unless it has different weights.
+        The new engine finds the chunks on disk, unless it has different weights.
         """
         engine = self.engine
         for req_id in engine.unfinished:

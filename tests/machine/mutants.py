@@ -311,7 +311,9 @@ def frames_are_not_checked(mp: pytest.MonkeyPatch) -> None:
 
 
 def in_place(part: PrivatePart, copy: Any, *layout: Any) -> dict[str, Any]:
-    """Describe a part in place in its frame, so that no private copy is sealed or checked."""
+    """Describe a part at its location in the frame, so that the frame is sealed or checked instead
+    of a private copy.
+    """
     memory = part._frames.memory
     offset = memory.start(copy.frame) + memory.part_offset
     return part._describe(copy, *layout) | {"offset": offset}

@@ -182,8 +182,8 @@ class Worker:
         for req_id, count in output.num_scheduled_tokens.items():
             state = self.running[req_id]
             drafts = self._drafts_of(state, output.scheduled_spec_decode_tokens.get(req_id, ()))
-            # With async scheduling, vLLM treats draft tokens in flight as accepted. The runner's
-            # number of computed tokens is correct.
+            # With async scheduling, vLLM counts draft tokens in flight as computed. The runner's
+            # count is correct.
             late = self._shape.async_scheduling and self._shape.num_drafts
             assert state.computed == told[req_id] or (late and state.computed < told[req_id]), (
                 state,
@@ -248,5 +248,5 @@ class Worker:
             symbol = extend(symbol, token)
 
     def drafts(self, req_ids: list[str]) -> list[list[int]]:
-        """Return the draft tokens that the synchronous scheduler requests for the next step."""
+        """Return the draft tokens that the synchronous scheduler schedules in the next step."""
         return [list(self.running[r].drafts) if r in self.running else [] for r in req_ids]

@@ -201,7 +201,7 @@ def with_exponents(rng: np.random.Generator, exponents: np.ndarray) -> np.ndarra
 
 
 def gaussian(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Return normally distributed values, truncated to bf16, with magnitudes as in real KV."""
+    """Return normally distributed bf16 values. Their magnitudes resemble those of real KV."""
     return (rng.standard_normal(count).astype("<f4").view("<u4") >> 16).astype("<u2")
 
 

@@ -102,7 +102,7 @@ class SymbolicEngine:
         return request
 
     def feed_session(self, request: Request, update: list[int] | None) -> None:
-        """Add further input to a session, or end the session (None).
+        """Add input to a session, or end the session if ``update`` is None.
 
         The input is used after the current turn has finished.
         """
@@ -221,7 +221,7 @@ class SymbolicEngine:
             )
             count = 0 if external else min(request.num_tokens - computed, budget)
             if count == 1 and self.setup.num_drafts and computed and budget > self.setup.num_drafts:
-                # vLLM pads a new decode to the uniform number of tokens
+                # vLLM schedules as many tokens as for a decode with draft tokens
                 count += self.setup.num_drafts
             if not self._admit(request, local, computed + count, external):
                 break
@@ -497,8 +497,8 @@ class SymbolicEngine:
         if update is None:
             self.finish(request)
             return
-        # If a turn ends with the late output of a preempted session, no token is computed, and vLLM
-        # drops the session's prompt.
+        # If the last output of a turn arrives after the session was preempted, the session has no
+        # computed tokens, and vLLM drops its prompt.
         request.tainted |= request.num_computed_tokens < request.num_prompt_tokens
         request.history.append((request.num_outputs, list(update)))
         del request.token_ids[request.num_computed_tokens :]

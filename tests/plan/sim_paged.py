@@ -31,7 +31,7 @@ class Symbols:
     def after(
         self, root: Any, read: Sequence[int], contents: Sequence[Any], weights: int
     ) -> list[int]:
-        """Return the symbols of the positions ``contents`` that follow the symbols ``read``."""
+        """Return the symbols of the positions ``contents``, which follow the symbols ``read``."""
         history = self.intern(root)
         for symbol in read:
             history = self.intern((history, symbol))

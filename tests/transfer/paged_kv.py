@@ -68,7 +68,7 @@ def block_addresses(tensor: torch.Tensor, num_blocks: int, block: int) -> np.nda
 
 
 def block_bytes(caches: Mapping[str, torch.Tensor], num_blocks: int, block: int) -> bytes:
-    """Return a block's content across all layers, including each memory range once."""
+    """Return a block's content in all layers. Each memory range is included once."""
     seen: set[tuple[int, int]] = set()
     parts: list[bytes] = []
     for tensor in caches.values():

@@ -88,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
 def _look(folder: str) -> list[dict[str, Any]]:
     """Return the namespaces.
 
-    If one of them has a problem, list all of them again, because an engine may be resizing files.
+    If any of them has a problem, read the directory again, at most NUM_MORE_LOOKS times, because an
+    engine may be resizing files.
     """
     from kvloft._core import disk_inspect
 

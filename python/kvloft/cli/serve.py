@@ -81,7 +81,7 @@ different limits for individual salts:
   - {salt: null, ttl: 30d}    # requests without a salt
 
 On SIGTERM, Ctrl-C or SIGHUP, a server with a disk tier writes remaining chunks
-to disk and exits; without one, it exits immediately.
+to disk and exits. A server without a disk tier exits immediately.
 
 `kvloft status --socket PATH` shows the state of a running server.
 """
@@ -179,7 +179,9 @@ def run(args: argparse.Namespace) -> int:
     if args.background is None:
         return serve(lambda: None)
     return in_background(
-        serve, Path(args.background).absolute(), f"serves in the background at unix:{config.socket}"
+        serve,
+        Path(args.background).absolute(),
+        f"is listening in the background on unix:{config.socket}",
     )
 
 
@@ -293,7 +295,7 @@ def _log_start(options: _Options, server: Any, log: Log, begun: Callable[[], Non
     bounds = f"; {text}" if (text := limits_text(_texts(options))) else ""
     host = size_text(config.host_size)
     disk = _disk(config, trouble, is_told=warned_at == _place(sys.stdout))
-    log.tell(f"kvloft {BUILD} serves at unix:{config.socket}: host {host}, {disk}{bounds}")
+    log.tell(f"kvloft {BUILD} is listening on unix:{config.socket}: host {host}, {disk}{bounds}")
 
 
 def _stop_line(config: Config) -> str:
@@ -325,7 +327,7 @@ def _disk(config: Config, trouble: str | None, *, is_told: bool) -> str:
 
 
 def _texts(options: _Options) -> dict[str, str]:
-    """Return the settings as text. `kvloft status` prints it, and engines compare it to theirs."""
+    """Return the settings as text, for `kvloft status` and for comparison with engine settings."""
     config, linger_s = options.config, options.linger_s
     linger = NONE if linger_s is None else KEYS["server_linger"].show(linger_s)
     share = ", ".join(f"{name} {percent}%" for name, percent in options.shares) or NONE

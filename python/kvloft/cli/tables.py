@@ -88,12 +88,12 @@ def rejected(status: Status) -> list[str]:
 
 
 def tier_table(space: Status, status: Status) -> Table:
-    """Return a table with the chunks, the share of the size limit and the queued I/O per tier."""
+    """Return a table with each tier's chunks, share of the size limit and queued I/O."""
     stats = space["stats"]
     table = new_table(
         "tier", "chunks", "bytes", "of size", "reading", "writing", "in use", "evicted"
     )
-    tiers = {  # chunks, reading, writing, in use and evicted
+    tiers = {  # counters for chunks, reading, writing, in use and evicted
         "host": ("frames_visible", "", "frames_reserved", "pins", "host_evictions"),
         "disk": ("disk_used", "reads_pending", "disk_pending", "", "disk_evictions"),
     }
@@ -112,7 +112,7 @@ def broken(space: Status, status: Status) -> list[str]:
 
 
 def notes(space: Status, disk_problems: list[str]) -> list[str]:
-    """Return a line with the number of chunks for each reason why chunks are missing.
+    """Return a line for each reason why chunks are missing, with the number of chunks.
 
     ``disk_problems`` contains lines that explain why chunks were not written to disk.
     """
@@ -180,14 +180,18 @@ def engine_table(space: Status) -> Table | str:
 
 
 def hit_rate(counts: Counts, before: Counts | None = None) -> float | None:
-    """Return the fraction of lookups that were hits since ``before``, or None without lookups."""
+    """Return the fraction of looked-up chunks that were found since ``before``, or None if there
+    were no lookups.
+    """
     names, old = ("lookup_chunks", "lookup_chunks_found"), before or {}
     asked, found = (counts.get(name, 0) - old.get(name, 0) for name in names)
     return found / asked if asked > 0 and found >= 0 else None
 
 
 def hit_table(space: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> Table:
-    """Return a table of the hits of a namespace and its engines, and hit rates since ``before``."""
+    """Return a table of the hits of a namespace and its engines. If ``before`` is given, the table
+    includes the hit rates since then.
+    """
     now = ["now"] if before is not None else []
     table = new_table(
         "chunks", "lookups", "looked up", "found", "hit rate", *now, "loaded", "saved"

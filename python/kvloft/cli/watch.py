@@ -182,7 +182,7 @@ def picture(
     socket: str = "",
     tag: str | None = None,
 ) -> Group:
-    """Return the tables of one refresh, below a row with the limits and rows with problems."""
+    """Return the tables of one refresh. Rows with the limits and any problems come first."""
     spaces, olds = [space for space in status["namespaces"] if space["stats"]], _by_name(before)
     bounds = limits_text(status["settings"])
     limits = [Text(f"Limits: {bounds}", no_wrap=True, overflow="ellipsis")] if bounds else []

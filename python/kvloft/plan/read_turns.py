@@ -35,8 +35,8 @@ class ReadTurns:
 
     @property
     def max_waiting(self) -> int:
-        """Maximum number of units that waiting requests may pin. Disk reads can use frames that are
-        not registered with the GPU, so these frames are included.
+        """Maximum number of units that waiting requests may pin. The limit includes frames that are
+        not registered with the GPU, because disk reads can use these frames.
         """
         return max(0, self.num_units - self.loading.num_units) // 2
 
@@ -78,7 +78,7 @@ class ReadTurns:
         return self._blocked not in (None, request.req_id)
 
     def pause(self, until_s: float) -> None:
-        """Until ``until_s``, prevent requests from waiting for their turn.
+        """Suspend turns until ``until_s``, so that no request waits for its turn.
 
         Called when the disk is too slow, because each request would otherwise wait for all requests
         ahead of it.

@@ -241,10 +241,11 @@ class KVLoftConnector(KVConnectorBase_V1):
         If this is the only connector, make vLLM free the blocks of preempted and finished requests
         immediately, as it does without a connector. By default, vLLM waits for steps in flight that
         can still write to the blocks, because a connector could load into the blocks before these
-        writes. During this time, vLLM 0.26 to 0.29 preempts one request after another. kvloft does
-        not need the delay: its loads run after all work launched before their step (on a GPU, they
-        wait for an event recorded when the step begins; on a CPU, workers run in order) and after
-        saves that read the blocks.
+        writes. While vLLM 0.26 to 0.29 waits, it preempts one request after another.
+
+        kvloft does not need the delay. Its loads run after saves that read the blocks, and after
+        all work launched before the step of the load: on a GPU, loads wait for an event recorded
+        when the step begins; on a CPU, workers run in order.
         """
         if self._scheduler.siblings is not None:
             return

@@ -1,8 +1,8 @@
 //! A list of chunks, stored in columns. A batch carries chunks from the store's reservation or
-//! lease to the copy kernel's table, and saved chunks on to the commit.
+//! lease to the copy kernel's table. It then carries saved chunks to the commit.
 //!
-//! A chunk is not a separate object: a long prompt has thousands of chunks, and forward passes and
-//! loads wait while their batches are built.
+//! Chunks are not separate objects, because a long prompt has thousands of chunks, and forward
+//! passes and loads must wait until their batches are built.
 
 mod part;
 
@@ -121,10 +121,10 @@ impl ChunkBatch {
         Ok(without_kv)
     }
 
-    /// Adds leased chunks of `group` for consecutive units, starting at `first_unit`, with the
-    /// destination blocks. `table` starts with block `begin` of the group; chunks outside the table
-    /// are skipped. Returns the number of chunks added, by tier, and the number of blocks they
-    /// fill. Returns `InvalidConfig` if the table contains a negative block id.
+    /// Adds leased chunks of `group` and their destination blocks. The chunks belong to consecutive
+    /// units, starting at `first_unit`. `table` starts with block `begin` of the group; chunks
+    /// outside the table are skipped. Returns the number of chunks added, by tier, and the number
+    /// of blocks they fill. Returns `InvalidConfig` if the table contains a negative block id.
     pub fn add_loads(
         &mut self,
         group: u32,

@@ -112,8 +112,8 @@ impl InFlight {
         self.saves_mut().for_each(|save| save.failed = true);
     }
 
-    /// Returns the blocks that are being read by saves in flight, or the subset of `blocks` that is
-    /// being read.
+    /// Returns the blocks that saves in flight read. If `blocks` is given, returns only the blocks
+    /// that it contains.
     pub(crate) fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
         let among = |blocks: &[i32]| {
             blocks.iter().copied().filter(|block| self.readers.contains_key(block)).collect()

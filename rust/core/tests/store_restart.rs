@@ -37,8 +37,8 @@ impl Place {
         Self { dir, files: FaultFiles::new(1), ahead_ms, _kept: kept }
     }
 
-    /// Flushes the store. Advances its clock only while it waits for a retry, because an operation
-    /// that is running would be treated as a hang.
+    /// Flushes the store. Advances the store's clock only while the store waits for a retry, because
+    /// an operation that is running would be treated as a hang.
     fn settle(&self, store: &Store) {
         until("the disk settles", || {
             let is_settled = store.flush(Duration::from_secs(1));
@@ -130,7 +130,8 @@ fn a_failed_write_that_reached_the_disk_does_not_survive_a_clear() {
     assert_eq!(place.found_later(&prompt), 0);
 }
 
-/// Opening finds a chunk twice and cannot clear the older record. The chunk is discarded later.
+/// The reopened store finds two records of a chunk and cannot clear the older record. The chunk is
+/// discarded later.
 #[test]
 fn an_older_copy_that_the_open_could_not_free_does_not_survive_a_discard() {
     let place = Place::new();

@@ -347,8 +347,8 @@ fn chats_in(mut open: impl FnMut() -> Box<dyn Session>) {
     assert!(with > without * 5 / 4, "{with} blocks, and {without} without");
 }
 
-/// Each turn has a new state. Without its chunk's key, a state would always be evicted before the
-/// chunk.
+/// Each turn has a new state. A state saved without its chunk's key would always be evicted before
+/// the chunk.
 #[test]
 fn attached_states_with_a_chunk_key_get_more_hits() {
     chats_in(|| {

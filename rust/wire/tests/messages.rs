@@ -202,7 +202,7 @@ fn body(bytes: &[u8]) -> &[u8] {
     body
 }
 
-/// Returns a truncated and an extended message.
+/// Returns a truncated copy and an extended copy of a message.
 fn wrong(whole: &[u8], cut: prop::sample::Index, more: usize) -> [Vec<u8>; 2] {
     [whole[..cut.index(whole.len())].to_vec(), [whole, &vec![0; more]].concat()]
 }

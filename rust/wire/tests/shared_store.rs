@@ -262,7 +262,7 @@ fn second_server_on_a_socket_is_refused_and_a_stale_socket_is_replaced() {
     assert_eq!(Server::open(server_config(dir.path())).expect_err("taken").kind(), ErrorKind::Busy);
     drop(server);
     assert!(!socket(dir.path()).exists());
-    // Dropping a listener leaves its socket file behind.
+    // Unlike the server, a dropped `UnixListener` leaves its socket file behind.
     drop(std::os::unix::net::UnixListener::bind(socket(dir.path())).expect("the path is free"));
     assert!(socket(dir.path()).exists());
     let _server = serve(dir.path());

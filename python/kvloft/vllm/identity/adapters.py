@@ -92,6 +92,7 @@ class AdapterNames:
         if getattr(lora, "tensorizer_config_dict", None):
             return uuid4().hex  # the weights are not at the path
         if files is None:
-            # A trainer passed tensors, or vLLM loads the latest files from the hub unless offline.
+            # Either a trainer passed tensors, or the adapter is on the hub. Unless vLLM is offline,
+            # it loads the latest files from the hub.
             return (hub_commit(path) if path and hub.HF_HUB_OFFLINE else None) or uuid4().hex
         return files.fingerprint() if files.latest_s <= self._start_s else uuid4().hex

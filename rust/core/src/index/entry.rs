@@ -48,8 +48,9 @@ pub(crate) struct Entry {
     pub(crate) saved_s: u32,
     /// Unix time at which the chunk expires, in seconds.
     pub(crate) expires_s: u32,
-    /// Number of holds on the chunk: by read leases that end here in host memory or wait for the
-    /// chunk, by a disk thread that writes it, and by operations that keep it in host memory.
+    /// Number of holds on the chunk. The holders are read leases that end at the chunk in host
+    /// memory or wait for it, a disk thread that writes it, and operations that keep it in host
+    /// memory.
     pub(crate) holds: u32,
     /// Number of children whose host state is not absent, including detached children.
     pub(crate) host_children: u32,

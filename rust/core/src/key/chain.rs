@@ -46,9 +46,11 @@ const BATCH_BLOCKS: usize = 64;
 /// The keys of one prefix, one per block, computed incrementally.
 ///
 /// With a `lookahead` of n positions, the key of a block also covers the n positions after the
-/// block: the first digest covers n extra positions, and each later digest covers `block_tokens`
-/// positions that start n positions after the start of its block. All errors are `InvalidConfig`
-/// and leave the chain unchanged. Positions start at 0 and fit in 32 bits.
+/// block. The first digest covers n extra positions, and each later digest covers `block_tokens`
+/// positions that start n positions after the start of its block.
+///
+/// All errors are `InvalidConfig` and leave the chain unchanged. Positions start at 0 and fit in
+/// 32 bits.
 #[derive(Debug, Clone)]
 pub struct KeyChain {
     root: ChunkKey,
@@ -148,8 +150,8 @@ impl KeyChain {
         known.map_or((self.root, &[]), |of| (of.root, &of.keys))
     }
 
-    /// Returns the keys of independent chunks in `group`: the group's root key, which is their
-    /// common parent, and the key of the chunk of each block in `blocks`.
+    /// Returns the group's root key, and the keys of the independent chunks of `blocks` in `group`.
+    /// The root key is the parent of these chunks.
     pub fn independent_keys(
         &self,
         group: u32,
@@ -238,8 +240,8 @@ impl KeyChain {
         self.push_pending(kind, rest);
     }
 
-    /// Returns true if the next `num` token ids are exactly the positions that the next key adds,
-    /// and these are one whole block without items.
+    /// Returns true if the next key adds exactly the next `num` positions, and these positions are
+    /// one whole block without items.
     pub(super) fn is_next_block(&self, num: usize) -> bool {
         let (start, len) = (self.block_start(), self.block_tokens);
         let is_whole = num == len as usize && self.pending.len() == 0 && self.next_len() == len;
@@ -269,7 +271,7 @@ impl KeyChain {
         }
     }
 
-    /// Returns the number of additional positions that the next key covers.
+    /// Returns the number of positions that the next key covers and the last key does not.
     fn next_len(&self) -> u32 {
         self.block_tokens + if self.keys.is_empty() { self.lookahead } else { 0 }
     }

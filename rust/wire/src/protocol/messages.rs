@@ -10,7 +10,7 @@ use crate::protocol::prefixes::{Keys, SentPrefixes, SentRange};
 /// Version of the protocol. Servers reject clients with a different version.
 pub const VERSION: u32 = 14;
 /// Maximum number of changes queued for a listener. The limit also applies to the keys in a request
-/// for changes and to the additional rows in its response.
+/// for changes, and to the chunks in its response that the request did not ask for.
 pub const MAX_CHANGES: u32 = 1 << 16;
 
 /// The first request of an engine.
@@ -96,7 +96,8 @@ messages! {
         16 = Admin(version: u32, json: &'a [u8]),
         /// See `Store::anchors`. The next prefix can omit its keys up to the last known anchor.
         18 = Anchors(anchors: SentAnchors<'a>),
-        /// See `Session::changes`. The first such request on a connection starts recording changes.
+        /// See `Session::changes`. The server records changes from the first such request on a
+        /// connection.
         19 = Changes(asked: SentChanges<'a>),
         /// Like [`Self::Lookup`], but for prefixes with chunks that a reservation dropped. Such
         /// lookups are not included in the counters.

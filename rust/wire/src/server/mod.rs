@@ -51,9 +51,9 @@ impl Server {
     /// [`Self::disk_trouble`]). Memory is allocated and the disk tier is opened when the first
     /// engine connects, because frame sizes are known only from its hello.
     ///
-    /// Returns `Busy` if another server owns the socket, `InvalidConfig` if the shares are invalid,
-    /// the socket's directory is not private or the disk directory can never be used, and `Io` if a
-    /// system call fails.
+    /// Returns `Busy` if another server owns the socket, and `Io` if a system call fails. Returns
+    /// `InvalidConfig` if the shares are invalid, the socket's directory is not private or the disk
+    /// directory can never be used.
     pub fn open(config: ServerConfig) -> Result<Self> {
         namespaces::check_shares(&config.shares)?;
         let listener = Arc::new(SocketListener::bind(&config.socket)?);

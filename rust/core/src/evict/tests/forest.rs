@@ -1,5 +1,5 @@
 //! A forest of chunks that drives a policy as the store does, and an oracle that records each use
-//! for every chunk of the prefix.
+//! of a prefix for every chunk in it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +13,7 @@ pub(super) fn key(number: u32) -> ChunkKey {
 #[derive(Default)]
 pub(super) struct Oracle {
     events: u32,
-    /// Numbers of evicted chunks.
+    /// Numbers (not ids) of evicted chunks.
     gone: BTreeSet<u32>,
     chunks: BTreeMap<u32, Uses>,
 }
@@ -40,8 +40,8 @@ impl Oracle {
         }
     }
 
-    /// Removes a chunk. The parent inherits the uses of the chunk, including its insertion and uses
-    /// before an eviction.
+    /// Removes a chunk. Its parent inherits the time of the chunk's last use or insertion, and
+    /// whether the chunk was reused.
     pub(super) fn remove(&mut self, id: u32, parent: Option<u32>, removal: Removal) {
         let Uses { number, last, reused } = self.chunks.remove(&id).unwrap();
         if let Some(above) = parent.map(|parent| self.chunks.get_mut(&parent).unwrap()) {
@@ -67,7 +67,7 @@ pub(super) struct Forest<P> {
     pub(super) num_children: BTreeMap<u32, u32>,
     pub(super) pinned: BTreeSet<u32>,
     pub(super) told: BTreeMap<u32, bool>,
-    /// The victim of each group, requested together with the last overall victim.
+    /// Each group's victim when the overall victim was last requested.
     pub(super) of_groups: [Option<u32>; NUM_GROUPS as usize],
     pub(super) oracle: Oracle,
 }

@@ -141,8 +141,8 @@ impl DiskRoot {
         Ok(lock)
     }
 
-    /// Returns true if a namespace has run out of space since the last call, so that closing
-    /// another namespace would help.
+    /// Returns true if a namespace has run out of space since the last call. In this case, closing
+    /// another namespace helps.
     pub fn take_short(&self) -> bool {
         std::mem::take(&mut self.state().is_short)
     }

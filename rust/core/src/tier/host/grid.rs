@@ -85,7 +85,7 @@ impl Grid {
         }
     }
 
-    /// Returns the slab's first frame that holds a chunk, starting at number `from`, and its chunk.
+    /// Returns the slab's first frame at or after `from` that holds a chunk, and the chunk.
     pub(super) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
         let frames = self.frames.frames_of(slab.0);
         let mut left = frames.start.max(from)..frames.end;

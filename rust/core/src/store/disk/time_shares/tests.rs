@@ -3,8 +3,8 @@
 
 use super::*;
 
-/// Runs `num` jobs one at a time while both directions always have work. Returns the number of jobs
-/// run in each direction.
+/// Runs `num` jobs one at a time. Both directions always have work. Returns the number of jobs run
+/// in each direction.
 fn jobs(shares: &mut TimeShares, num: u32, took: [Duration; 2]) -> [u32; 2] {
     let mut counts = [0; 2];
     for _ in 0..num {
