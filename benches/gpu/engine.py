@@ -31,11 +31,13 @@ from kvloft.errors import UnsupportedError
 ALONE = ("decode", "attached", "startup")
 """Phases that run with one engine on the GPU at a time.
 
-In production, no idle engines share the GPU. Here, they would make plain vLLM's decode steps up to
-4% shorter. "attached" and "startup" do not compare engines.
+Idle engines on the same GPU, which do not occur in production, would make plain vLLM's decode steps
+up to 4% shorter. "attached" and "startup" do not compare engines.
 """
 EMBEDDING_BYTES, LAYER_BYTES = 4 * 128256 * 4096, 2 * 218_112_000
-"""Sizes of the Llama shape's embeddings and of one layer in bfloat16; other shapes are smaller."""
+"""Sizes of the Llama shape's embeddings and of one of its layers, in bytes. Other shapes are
+smaller.
+"""
 OTHER_BYTES = 5 << 30
 """Memory of an engine in bytes, excluding weights and paged KV: activations for 8,192 tokens, CUDA
 graphs, kvloft's staging buffers and the CUDA context.
@@ -294,7 +296,7 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
     row("bytes loaded, last round", "ttft", "loaded_bytes_last_round")
     row("KV cache blocks", "kv_blocks")
     for what, whose in (("own", "its own prompt"), ("other", "the other engine's prompt")):
-        row(f"TTFT of {whose}, through the server, ms", "shared", f"{what}_ms")
+        row(f"TTFT for {whose}, through the server, ms", "shared", f"{what}_ms")
         row("  cached tokens", "shared", f"{what}_cached")
     for what, name in COUNT_NAMES.items():
         row(f"total {name}", "totals", what)
@@ -386,7 +388,7 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument(
         "--trace",
         action="store_true",
-        help="record the times of each load's pieces in --json",
+        help="include the times of each load's pieces in the --json file",
     )
     engine.add_argument(
         "--gpus",
@@ -419,7 +421,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     together = room and not args.one_by_one
     if not together:
         screen.print(
-            "Running one engine at a time: changes in the machine's load distort the comparison.",
+            "Running one engine at a time, so changes in the machine's load can distort the "
+            "comparison.",
             style="dim",
         )
     options = {

@@ -1,9 +1,9 @@
 """Computes one engine's greedy tokens: `python -m benches.gpu.equality_child NAME JSON`.
 
-Runs prompts one at a time (cold, from HBM, from the connector, and with loads that copy nothing),
-more prompts than the block pool holds, and 200 random requests. Before each warm run, the prefix
-cache is emptied and paged KV is overwritten with noise, so that tokens match only if the loaded
-bytes are correct. Prints `RESULT {...}` after each phase.
+The phases include prompts that run one at a time (cold, from HBM, from the connector, and with
+loads that copy nothing), more prompts than the block pool holds, and 200 random requests. Before
+each warm run, the prefix cache is emptied and paged KV is overwritten with noise, so that tokens
+match only if the loaded bytes are correct. Prints `RESULT {...}` after each phase.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class KeptBlocks:
     def compare(self, loaded: Sequence[tuple[int, int]]) -> Counter[str]:
         """Compare loaded blocks, given as (group, block), with their clones and return the counts.
 
-        The keys are "same_0", "differing_0" and so on by group, and "unnamed" for blocks without a
+        The keys are "same_N" and "differing_N" for group N, and "unnamed" for blocks without a
         clone.
         """
         counts: Counter[str] = Counter()

@@ -94,8 +94,8 @@ def table(lives: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Return the header and one row per figure."""
     rows = [("", *(f"engine {nth + 1}" for nth in range(len(lives))))]
     for key, label in {
-        "started_s": "start until ready, s",
-        "answered_s": "start until first token, s",
+        "started_s": "time until ready, s",
+        "answered_s": "time until first token, s",
         "cached": "cached tokens",
         "ttft_ms": "TTFT, ms",
         "hbm_ms": "TTFT from HBM, ms",

@@ -1,4 +1,4 @@
-"""Architectures that the engine benches run. Most have the dimensions of published models.
+"""Model architectures for the engine benches. Most have the dimensions of published models.
 
 This module does not import torch or vLLM.
 """
@@ -89,7 +89,7 @@ def qwen35(num_layers: int) -> dict[str, Any]:
 
 
 def gemma4(num_layers: int) -> dict[str, Any]:
-    """Gemma 4, the text model without experts.
+    """The Gemma 4 text model without experts.
 
     The model is like Gemma 3, but the heads of its full-attention layers are twice as wide, so
     block sizes differ between groups.

@@ -2,7 +2,7 @@
 
 
 def __getattr__(name: str) -> str:
-    """Look up ``__version__`` lazily, because this loads the extension."""
+    """Look up ``__version__`` lazily, because `kvloft.version` loads the extension."""
     if name == "__version__":
         from kvloft.version import VERSION
 

@@ -42,7 +42,7 @@ def test_problems_of_a_restart_are_named() -> None:
         "engine 2 was not done"
         in restart.problems([first, {"error": "was not done in time"}], 4096)[0]
     )
-    assert [row[0] for row in restart.table([first, life()])][1] == "start until ready, s"
+    assert [row[0] for row in restart.table([first, life()])][1] == "time until ready, s"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Tests how benchmarks take turns on a shared GPU. Turns alternate strictly, pass to the next
-benchmark after a failure, and time out.
+"""Tests how engines take turns on a shared GPU. Turns alternate strictly, pass to the next engine
+after a failure, and time out.
 """
 
 import threading

@@ -145,7 +145,7 @@ def test_only_this_machine_may_ask_unless_a_host_is_named(
 
 @pytest.mark.parametrize("text", ["", "x", "localhost", "1:", "-1", "1e3"])
 def test_an_address_without_a_port_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="has no port"):
+    with pytest.raises(ConfigError, match="has no valid port"):
         metrics.address(text)
 
 

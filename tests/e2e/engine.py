@@ -2,8 +2,8 @@
 
 Every message is ``{"op": name, ...}``, and every response is ``{"ok": value}`` or ``{"error":
 text}``. The engine core runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so the test
-decides when a step runs. This module must not import tests. It refers to kvloft only through the
-arguments that a test sends.
+decides when a step runs. This module must not import tests, and it refers to kvloft only through
+the arguments that a test sends.
 """
 
 import base64
@@ -51,8 +51,8 @@ class Engine:
         v2_shape: bool = False,
         prepare: str = "",
     ) -> int:
-        """Build the engine with the ``kwargs`` of vllm.LLM, log to the file ``log``, and return the
-        id of this process.
+        """Build the engine with ``kwargs`` for vLLM's EngineArgs, redirect output to the file
+        ``log``, and return the id of this process.
 
         ``prepare`` is the name of a function in zoo/kernels.py that is called first.
         """
@@ -209,7 +209,7 @@ class Engine:
         }
 
     def do_abort(self, ids: list[str]) -> None:
-        """Abort requests in any state, given the ids that the test assigned."""
+        """Abort requests in any state. ``ids`` contains the ids that the test assigned."""
         self.llm.abort_request([self.internal[i] for i in ids], internal=True)
 
     # -- everything else
@@ -249,7 +249,9 @@ class Engine:
         getattr(self.core, method)(**kwargs)
 
     def do_old_preemption(self, deferred: bool) -> None:
-        """Preempt requests and, with ``deferred``, free blocks as vLLM 0.26 does."""
+        """Make the scheduler preempt requests as vLLM 0.26 does and, with ``deferred``, defer the
+        freeing of blocks.
+        """
         shapes.preempt_as_0_26(self.core.scheduler)
         if deferred:
             self.core.scheduler.defer_block_free = True
@@ -296,7 +298,7 @@ class Engine:
         return totals
 
     def do_call(self, path: str, args: list[Any] | None = None) -> Any:
-        """Read or call an attribute of the scheduler-side connector, given as a dotted path, for
+        """Read or call the attribute at the dotted ``path`` in the scheduler-side connector, for
         white-box checks.
         """
         value = self.core.scheduler.connector

@@ -362,7 +362,7 @@ class Steps(RuleBasedStateMachine):
 
     @rule()
     def engine_sleeps(self) -> None:
-        """Complete all earlier saves, so that they can be loaded.
+        """Complete all earlier saves, so that their chunks can be loaded.
 
         Without this rule, most runs end before a load.
         """

@@ -207,7 +207,7 @@ class Engine:
             self._hoped.pop(request.request_id, None)
             state = self.core._requests.get(request.request_id)
             has_offer = state is not None and state.lease is not None
-            # An adapter whose files are newer than this process is not shared between runs.
+            # KV for an adapter whose files are newer than this process is not shared between runs.
             is_apart = (
                 self.specs[request.request_id].adapter is not None and self.ledger.num_lives > 1
             )
@@ -266,8 +266,8 @@ class Engine:
             self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
 
     def reset(self, *, running: bool, connector: bool) -> None:
-        """Call reset_prefix_cache. With ``connector``, and if no request has computed tokens, load
-        different weights afterwards.
+        """Call reset_prefix_cache. With ``connector``, switch to different weights if the reset
+        succeeds.
 
         vLLM rejects a reset of running requests while a load or a batch holds blocks.
         """
@@ -397,8 +397,8 @@ class Engine:
         return self._aggregator.aggregate(results) if len(results) > 1 else results[0]
 
     def _count_hits(self) -> None:
-        """Count hits: admitted loads that succeeded and were compared on every rank before the
-        request's first step.
+        """Count hits: admitted loads that succeeded and whose KV was checked on every rank before
+        the request's first step.
 
         If all layers have full attention, vLLM may compute the last loaded token again.
         """
@@ -430,7 +430,8 @@ class Engine:
     def _holds(self, tables: Any, group: int, block: int, num_tokens: int) -> bool:
         """Return True if the table still holds the block for the state after ``num_tokens``.
 
-        vLLM can free and reallocate the block in the same pass, even to the same request.
+        vLLM can free and reallocate the block in the same scheduling pass, even to the same
+        request.
         """
         at = num_tokens // self.shape.groups[group].block_tokens - 1
         return bool(tables[group][at : at + 1] == [block])
@@ -524,7 +525,7 @@ class Engine:
         """Check the outcome of every request.
 
         The output must be correct, or a prefix of the correct output if the request was aborted or
-        its load failed. The KV of the request must be stored.
+        its load failed. The KV of a request that finished normally must be stored.
         """
         for req_id, outcome in self.outcomes.items():
             spec = self.specs[req_id]

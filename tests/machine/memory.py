@@ -182,8 +182,8 @@ class Memory:
         """Return True if a draft model's blocks are wrong only in their last positions, which were
         written for a different continuation of the same prefix.
 
-        vLLM's own cache returns such blocks: if two requests computed the same block, a hit can
-        take the block of one request and, as proof of the continuation, the next block of the other
+        vLLM's own cache returns such blocks: if two requests computed the same block and continued
+        differently, a hit can combine this block of one request with the next block of the other
         request. Such blocks only lower the acceptance rate of draft tokens. kvloft's saves and
         loads must be exact; the ledger checks them.
         """

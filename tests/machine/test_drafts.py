@@ -21,7 +21,7 @@ def serve(engine: Engine, name: str, ids: tuple[int, ...]) -> None:
 
 
 def scene(*lengths: int, forgets: bool = False) -> Engine:
-    """Run one request at a time for each of ``lengths``. All prompts are prefixes of the same
+    """Run one request for each of ``lengths``, one at a time. All prompts are prefixes of the same
     story.
 
     With ``forgets``, kvloft loses all chunks before the last request.
@@ -85,11 +85,11 @@ def test_a_block_of_vllms_own_cache_is_saved_by_a_request_with_the_same_continua
 
 
 def test_a_block_is_not_trusted_after_a_finished_request_wrote_to_it() -> None:
-    """Like the test with lengths 4, 9 and 13, but kvloft's records first attribute every block to a
-    request with the third request's continuation.
+    """Runs prompts with lengths 4, 9 and 13 after kvloft's records attribute every block to a
+    request with the continuation of the last prompt.
 
-    The request with length 4 then overwrites such a block. It finishes before kvloft sees its next
-    token, and the block stays in vLLM's cache.
+    The request with length 4 overwrites such a block and finishes before kvloft sees its next
+    token. The block stays in vLLM's cache.
     """
     engine = Engine(MODEL, SHAPE, 1)
     serve(engine, "r0", STORIES[0][:9])

@@ -97,7 +97,9 @@ def test_a_unit_is_saved_as_soon_as_its_tokens_are_known_though_drafts_were_reje
 
 
 def test_a_hit_of_a_block_that_the_last_result_of_its_request_completed_is_continued() -> None:
-    """With async scheduling, vLLM caches such a block without another step of its request."""
+    """With async scheduling, vLLM caches a block that the last result of a request completes. The
+    request has no further step.
+    """
     engine, request, _ = started([1, 2, 3, 4, 5, 6, 7, 8], 12)
     engine.core.plan_step(view_of_running(12, 1))
     engine.core.plan_step(view_of_running(13, 1))
@@ -147,7 +149,7 @@ def test_blocks_that_a_save_still_reads_are_fenced_in_every_kind_of_step() -> No
 def test_reservations_are_aborted_if_planning_fails(
     num_frames: int, table: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store fails during the lookup that follows a reservation that got no frame."""
+    """The store fails during the lookup after a reservation that got no frame."""
     engine = SymbolicEngine(Setup(block_tokens=2, num_frames=num_frames))
     engine.core.admit(Request(A, PROMPT[:12], 9), 0, tables(table))
 

@@ -95,7 +95,7 @@ def test_one_that_cannot_drain_stops_neither_the_others_nor_the_sleep(
 
 
 def listeners(monkeypatch: pytest.MonkeyPatch) -> dict[Patch, Any]:
-    """Return the calls that a worker side observes."""
+    """Return the listeners that a worker side registers, by patch."""
     heard: dict[Patch, Any] = {}
     monkeypatch.setattr(
         worker_half, "listen", lambda patch, listener, _owner=None: heard.update({patch: listener})
@@ -135,7 +135,7 @@ def half_of(
 def test_a_worker_drains_before_sleep_if_its_engine_can_sleep(
     is_on: bool, has_hook: bool, drains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.33 and newer call a connector hook instead."""
+    """With vLLM 0.33 and newer, a connector hook replaces the patches of the allocator."""
     heard = listeners(monkeypatch)
     base: Any = type("Base", (), {"unregister_kv_caches": None} if has_hook else {})
     monkeypatch.setattr(worker_half, "KVConnectorBase_V1", base)

@@ -1,8 +1,9 @@
 """Runs the measurements of `kvloft bench copy`:
 
-- Bandwidth of saves, of loads, and of both at the same time, by page size. Runs alternate with one
-  large copy, which is the ceiling. Raw and compressed frames are measured. For compressed frames,
-  pages contain normally distributed bf16 values, and rates refer to uncompressed bytes.
+- Bandwidth of saves, of loads, and of both at the same time, by page size. kvloft's copies
+  alternate with one large copy, whose bandwidth is the ceiling. Raw and compressed frames are
+  measured. For compressed frames, pages contain normally distributed bf16 values, and rates refer
+  to uncompressed bytes.
 - Slowdown of a matmul and an HBM-bound add during a copy.
 - Delay of small copies during a large copy.
 - Cost of the tag.
@@ -80,7 +81,8 @@ def run(
 ) -> dict[str, Any]:
     """Run all measurements and return the results.
 
-    Sizes are in bytes and rates in GB/s (1e9 bytes per second). Each byte is counted once.
+    Sizes are in bytes and rates in GB/s (1e9 bytes per second). Rates count each copied byte once,
+    not as a read and a write.
     """
     ceiling = Ceiling(HostFrames(2 * payload_bytes), payload_bytes)
     host = HostFrames(2 * payload_bytes + (64 << 20) + 2 * payload_bytes // 8)
@@ -125,7 +127,7 @@ def _rows_of(bench: Bench, case: Case, **options: Any) -> dict[str, Any]:
 def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
     """Return the bandwidth and ceiling of each direction in GB/s, and the host time per MiB.
 
-    Runs alternate with one large copy, because rates drift over time.
+    kvloft's copies alternate with one large copy, because rates drift over time.
     """
     row: dict[str, float] = {}
     for what in (*DIRECTIONS, "save_idle"):
@@ -136,7 +138,7 @@ def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
 
 
 def _by_frame_order(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Measure consecutive chunks in non-contiguous frames, which are common after evictions."""
+    """Measure copies of consecutive chunks in non-contiguous frames, as after evictions."""
     for order in [name for name in FRAME_ORDERS if name != "ascending"]:
         yield {"order": order, **_rows_of(bench, Case.of(64 * KIB), frame_order=order)}
 
@@ -176,7 +178,7 @@ def _interference(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def rig_interference(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, float, float]:
-    """Measure `interference` with `NUM_ROUNDS` copies by the rig.
+    """Run `interference` with `NUM_ROUNDS` consecutive copies by the rig.
 
     Raises RuntimeError if a chunk was not copied.
     """

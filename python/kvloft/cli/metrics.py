@@ -22,8 +22,8 @@ def address(text: str) -> tuple[str, int]:
         raise ConfigError(f"--metrics {text!r}: the port must be 1 to 65535.")
     if not re.fullmatch(r"[0-9]{1,5}", port):
         raise ConfigError(
-            f"--metrics {text!r} has no port; use --metrics 9180, or 0.0.0.0:9180 for access from "
-            "other machines."
+            f"--metrics {text!r} has no valid port; use --metrics 9180, or 0.0.0.0:9180 for access "
+            "from other machines."
         )
     return host.strip("[]") or "127.0.0.1", int(port)
 

@@ -97,7 +97,7 @@ def add_parser(subparsers: Any) -> None:
         help='read bandwidth of the disk, for example "6GB/s"',
     )
     parser.add_argument(
-        "--json", action="store_true", help="print JSON instead of a table (bytes, tokens)"
+        "--json", action="store_true", help="print JSON instead of a table (sizes in bytes)"
     )
     parser.set_defaults(run=run)
 

@@ -13,8 +13,8 @@ MAX_SOCKET_BYTES: Final = 107
 _KUBERNETES: Final = re.compile(
     r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$"
 )
-"""Matches variables that are not settings, because Kubernetes sets them for a Service named
-"kvloft...".
+"""Matches the variables that Kubernetes sets for a Service named "kvloft...". They are not
+settings.
 """
 
 
@@ -43,7 +43,7 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 def server_environment() -> dict[str, str]:
-    """Return the environment for a server. Settings are excluded: its command line has them."""
+    """Return the environment for a server, without settings, which are on its command line."""
     return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
 
 

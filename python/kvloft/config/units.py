@@ -48,11 +48,12 @@ Quota = int | float
 
 
 def parse_quota(value: object) -> Quota:
-    """Parse a quota: a size such as ``"8GiB"`` in bytes, or a fraction such as ``"10%"`` or 0.1.
+    """Parse a quota: a size such as ``"8GiB"``, or a fraction such as ``"10%"`` or 0.1.
 
-    A number up to 1.0 with a decimal point is a fraction. The same applies to text, because
-    command-line arguments are text. Fractions are rounded to the nearest millionth. Raises
-    ValueError if the value is malformed or out of range, or a fraction between 0 and one millionth.
+    Sizes are returned in bytes. A number up to 1.0 with a decimal point is a fraction. The same
+    applies to text, because command-line arguments are text. Fractions are rounded to the nearest
+    millionth. Raises ValueError if the value is malformed, out of range, or a fraction between 0
+    and one millionth.
     """
     if isinstance(value, str) and re.fullmatch(r"\s*0*[01]\.[0-9]{1,9}\s*", value):
         value = float(value)

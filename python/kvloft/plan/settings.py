@@ -40,7 +40,7 @@ class PlanSettings:
     save_prompts_only: bool = False
     """True if generated tokens are not saved. A request can override this setting."""
     max_running: int | None = None
-    """Number of running slots in vLLM; None if unknown."""
+    """Maximum number of running requests in vLLM; None if unknown."""
     draft_limit: int | None = None
     """Request length, in tokens, up to which the engine runs the draft model in every step. None if
     there is no draft model or no limit.

@@ -51,7 +51,7 @@ class WorkerCore:
         self._is_asleep = self._is_stopped = False
         self._plan = StepPlan()
         self._arena: ArenaSpec | None = None
-        """The arena of the most recent plan that specified one, even if it has no mover."""
+        """The arena of the most recent plan that specified one. There may be no mover for it."""
         self._lifeline: Lifeline | None = None
         """Open while the mover can write to a server's frames."""
         self._loads_run = self._saves_run = True
@@ -68,8 +68,8 @@ class WorkerCore:
     ) -> PagedLayout:
         """Read the layouts of the KV cache groups. Return the first layout that has pages.
 
-        If a pipeline stage has no layers in a group, the stage's part of the group's frames
-        contains only a trailer. Raises LayoutError if a layout is unsupported, and UnsupportedError
+        If a pipeline stage has no layers in a group, the stage's shards of the group's frames
+        contain only a trailer. Raises LayoutError if a layout is unsupported, and UnsupportedError
         if the GPU is unsupported.
         """
         self.shutdown()
@@ -159,7 +159,7 @@ class WorkerCore:
                 self._hand_over(lambda mover: mover.submit_loads(plans), self._fail_loads)
 
     def run_saves(self) -> None:
-        """Start this step's saves. The forward pass that writes the blocks must be launched."""
+        """Start this step's saves, after the launch of the forward pass that writes the blocks."""
         if not self._saves_run:
             self._saves_run = True
             if not self._is_writer:

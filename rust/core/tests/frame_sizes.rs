@@ -108,7 +108,8 @@ fn long_prompts_of_several_sizes_are_saved_whole() {
     }
 }
 
-/// The first chunks of a size take a slab from another size, but evict only a few of its chunks.
+/// The first chunks of a new size take a slab from an existing size, but evict few of the existing
+/// size's chunks.
 #[test]
 fn few_chunks_of_a_new_size_evict_few_others() {
     let store = Store::open(&open(&[1, 20], 1)).unwrap();

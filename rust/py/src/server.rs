@@ -61,8 +61,8 @@ impl Server {
         status_dict(py, &self.inner.status())
     }
 
-    /// Return the reason why the server cannot use its disk directory, or None if it can or has
-    /// none.
+    /// Return the reason why the server cannot use its disk directory, or None if it can use the
+    /// directory or does not have one.
     fn disk_trouble(&self) -> Option<String> {
         self.inner.disk_trouble()
     }

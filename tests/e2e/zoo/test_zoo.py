@@ -53,7 +53,7 @@ class Cage:
         return self.engine.probe("groups")["groups"]
 
     def hit(self, request: Req) -> dict[str, Any]:
-        """Return the hit of a prompt in vLLM's own cache (see probe.hit)."""
+        """Return the hit for a prompt in vLLM's own cache (see probe.hit)."""
         return self.engine.probe("hit", ids=list(request.ids or ()))
 
     def damage(self, group: int, block: int) -> None:
@@ -74,8 +74,8 @@ class Cage:
         return self.engine.probe("tables")
 
     def accepted(self, request: Req, how: str) -> float:
-        """Return the number of draft tokens accepted for a request that runs cold, after a hit, or
-        after a hit with random draft KV.
+        """Return the number of draft tokens accepted for a request that runs cold, with a hit, or
+        with a hit on overwritten draft KV.
         """
         said = self.cold(request)[0].tokens if how != "cold" else self.truth.tokens(request)
         if how == "cold":

@@ -22,7 +22,7 @@ const MAX_SETS: usize = 1 << 22;
 pub(super) struct Ghost {
     /// True if the chunk was used more than once.
     pub(super) reused: bool,
-    /// True if at most about `capacity` chunks have been evicted after this chunk.
+    /// True if at most about `capacity` chunks have been evicted since this chunk was evicted.
     pub(super) recent: bool,
 }
 

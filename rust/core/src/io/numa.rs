@@ -40,11 +40,12 @@ pub(super) fn bit(node: u32) -> u64 {
     1_u64.checked_shl(node).unwrap_or(0)
 }
 
-/// Returns the ranges for `num_frames` frames of `frame_bytes` bytes each, in ascending order. Part
-/// i of each frame is on `nodes[i]`, which must be less than `MAX_NODES`. Adjacent ranges on the
-/// same node are merged, so the result is a single range if all nodes are equal. Returns a single
-/// range with interleaved pages if parts are not whole pages or if there would be more than
-/// `MAX_PLACES` ranges.
+/// Returns the ranges for `num_frames` frames of `frame_bytes` bytes each, in ascending order.
+///
+/// Shard i of each frame is on `nodes[i]`, which must be less than `MAX_NODES`. Adjacent ranges on
+/// the same node are merged, so the result is a single range if all nodes are equal. Returns a
+/// single range with interleaved pages if shards do not consist of whole pages or if there would be
+/// more than `MAX_PLACES` ranges.
 pub fn by_shard(frame_bytes: u64, num_frames: u32, nodes: &[u32]) -> Vec<Place> {
     let all = nodes.iter().fold(0, |all, node| all | bit(*node));
     let (num_parts, end) = (nodes.len() as u64, frame_bytes * u64::from(num_frames));

@@ -304,8 +304,8 @@ impl HostTier {
         self.grids[class.index()].remove_slab(at);
     }
 
-    /// Releases a slab without frames in use to a hungry class that can use it, or to the pool if
-    /// there is no such class or if another store needs a slab.
+    /// Moves a slab without frames in use to a hungry class that can use it. If there is no such
+    /// class, or if another store needs a slab, returns the slab to the pool.
     fn release_empty_slab(&mut self, at: usize) {
         debug_assert!(
             self.slabs[at].num_used == 0 && self.slabs[at].state != SlabState::Foreign,
@@ -318,7 +318,8 @@ impl HostTier {
         }
     }
 
-    /// Returns the most urgent request for a slab of this store. Other stores' requests come first.
+    /// Returns the most urgent request for one of this store's slabs. Requests from other stores
+    /// come first.
     pub(crate) fn wanted(&self) -> Option<Wanted> {
         let asked = self.member.asked().map(|end| Wanted { end, class: None });
         let own = |request: &FrameRequest| Wanted {
@@ -378,7 +379,8 @@ impl HostTier {
         matches!(self.slabs[slab.0 as usize].state, SlabState::Draining(_))
     }
 
-    /// Returns the slab's first frame that holds a chunk, starting at number `from`, and its chunk.
+    /// Returns the slab's first frame with a number of at least `from` that holds a chunk, and the
+    /// chunk.
     pub(crate) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
         match self.slabs[slab.0 as usize].state {
             SlabState::Foreign => None,

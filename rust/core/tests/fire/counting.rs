@@ -13,7 +13,7 @@ use kvloft_testing::faults::faults_here;
 /// Numbers of chunk reads and writes, summed over all stores.
 #[derive(Debug, Default)]
 pub(crate) struct Reads {
-    /// Reads with or without faults.
+    /// All reads, with or without faults.
     pub(crate) all: AtomicU64,
     /// Reads with at least one failed call.
     pub(crate) faulted: AtomicU64,

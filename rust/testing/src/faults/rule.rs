@@ -1,5 +1,5 @@
-//! Rules for faults: which calls fail, and what effect each fault has. This module contains only
-//! data and accesses no files.
+//! Rules for faults: the calls that a fault affects, and its effect. This module contains only data
+//! and accesses no files.
 
 /// Input/output error.
 pub const EIO: i32 = 5;

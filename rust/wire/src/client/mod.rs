@@ -1,8 +1,9 @@
-//! The client of a server's store. `session` implements `Session` for [`Client`].
+//! The client for a store on a server. `session` implements `Session` for [`Client`].
 //!
-//! Each call returns by its deadline. A call is a miss if there is no connection or no response by
-//! the deadline. A background thread reconnects. On a new connection, the client first resends any
-//! clear that the server has not confirmed, because cleared chunks could still be on disk.
+//! Each call returns by its deadline. A call is a miss if there is no connection or if no response
+//! arrives by the deadline. A background thread reconnects. On a new connection, the client first
+//! resends any clear that the server has not confirmed, because cleared chunks could still be on
+//! disk.
 
 pub(crate) mod admin;
 mod connection;
@@ -30,7 +31,7 @@ use crate::threads::spawn;
 /// the server can handle one message while the client encodes the next.
 const KEYS_PER_MESSAGE: usize = 1024;
 
-/// A client of a store on a server.
+/// A client for a store on a server.
 #[derive(Debug)]
 pub struct Client {
     pub(crate) inner: Arc<ClientInner>,

@@ -15,7 +15,8 @@ use crate::tier::host::Wanted;
 
 /// Maximum number of steps per call, which take about 0.2 ms.
 const SLICE: usize = 256;
-/// Maximum number of slabs emptied concurrently when some of their frames are still in use.
+/// Maximum number of slabs that are emptied at the same time. The next slab is started only when
+/// all remaining chunks of the others are in use.
 const MAX_DRAINS: usize = 4;
 
 /// Outcome of `Store::release_slab`.

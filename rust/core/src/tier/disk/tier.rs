@@ -102,7 +102,7 @@ pub(super) struct Growth {
     /// True if the last attempt to grow failed because of the file system rather than the size
     /// limit.
     pub(super) is_full: bool,
-    /// True if the last attempt to punch failed and was logged.
+    /// True if the last attempt to punch holes failed and was logged.
     pub(super) is_punch_refused: bool,
     pub(super) punch_refused_at: Option<Instant>,
 }
@@ -169,7 +169,7 @@ impl DiskTier {
         self.count_refusal(is_news.then(|| format!("grow by {num_slots} chunks: {error}")));
     }
 
-    /// Counts a failure to grow or punch. If `news` is set, logs it as the operation that failed.
+    /// Counts a failure to grow or to punch holes. Logs the failed operation, if given in `news`.
     pub(super) fn count_refusal(&self, news: Option<String>) {
         let mut state = self.state();
         state.stats.grow_errors += 1;

@@ -72,14 +72,14 @@ pub struct DiskEntry {
 /// Gauges, and counters since the directory was opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DiskStats {
-    /// Number of slots in the files across all sizes, excluding punched slots.
+    /// Number of slots in the files across all sizes, excluding slots that are holes.
     pub slots: u64,
     /// Number of slots that contain a chunk.
     pub slots_used: u64,
     /// Number of slots that are reserved but have not been written or freed.
     pub slots_reserved: u64,
-    /// Size of the whole directory as computed by the tier, in bytes. If multiple namespaces may be
-    /// open, only this namespace is included.
+    /// Size of the directory as computed by the tier, in bytes. If multiple namespaces may be open,
+    /// only this namespace is included.
     pub bytes: u64,
     /// Maximum value of `bytes`.
     pub cap_bytes: u64,
@@ -97,8 +97,8 @@ pub struct DiskStats {
     pub dropped_over_cap: u64,
     /// 1 if the namespace was recreated because its directory or superblock was unusable.
     pub fresh_starts: u64,
-    /// Number of failures to grow or punch the files, and of writes that failed because the file
-    /// system was full. Reaching the size limit is not included.
+    /// Number of failures to grow the files or to punch holes, and of writes that failed because
+    /// the file system was full. Reaching the size limit is not included.
     pub grow_errors: u64,
 }
 
