@@ -287,7 +287,7 @@ def test_environment_and_extra_config_read_values_alike(values: dict[str, str]) 
 
 @pytest.mark.parametrize("key", ["disk_path", "server", *OF_LIMITS])
 def test_null_is_suggested_only_for_keys_that_allow_it(key: str, tmp_path: Path) -> None:
-    """Variables and flags are text, in which "null" is an ordinary word."""
+    """Environment variables and flags are plain text, where "null" is an ordinary word."""
     file = tmp_path / "kvloft.yaml"
     file.write_text(
         f"disk_path: /cache\n{key}: [1]\n" if key != "disk_path" else "disk_path: [1]\n"

@@ -30,9 +30,7 @@ class Load:
 
 @dataclass(slots=True)
 class Chat:
-    """A chat's tokens so far, and the times at which its current turn was sent and produced its
-    first token.
-    """
+    """A chat's tokens so far, and the times of its current turn's request and first token."""
 
     said: list[int]
     turn: int = 0

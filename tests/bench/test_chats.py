@@ -45,7 +45,7 @@ if name == "kvloft":
 
 
 class FakeEngine:
-    """Completes every request in two steps with one token each.
+    """Completes every request in two steps, with one token per step.
 
     Like vLLM, the engine appends a suffix to request ids.
     """

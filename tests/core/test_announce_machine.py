@@ -1,10 +1,10 @@
-"""Property test: checks which blocks subscribers to KV events have after any sequence of requests,
-added and removed chunks, lost keys, resets and late subscriptions.
+"""Property test: checks which blocks subscribers to KV events have recorded after any sequence of
+requests, added and removed chunks, lost keys, resets and late subscriptions.
 
 The store is a model, so a tier can change between any two lookups. One subscriber listens from
 the start. Other subscribers join later and trust every event. The oracle: once the announcer is
-idle, subscribers have exactly the stored chunks that fit into the book (`Book`). The announcer must
-become idle even while requests continue (`calm`), and after any number of lost keys.
+idle, subscribers have recorded exactly the stored chunks that fit into the book (`Book`). The
+announcer must become idle even while requests continue (`calm`), and after any number of lost keys.
 """
 
 from collections import OrderedDict
@@ -116,7 +116,7 @@ def parent(key: Key) -> Key | None:
 
 
 def blocks_of(key: Key) -> set[tuple[int, bytes]]:
-    """Return the group and hash of each block in a chunk that a hit can need."""
+    """Return the group and hash of each block of a chunk, without blocks that no hit needs."""
     nth, prefix = key
     group = SHAPE.groups[nth]
     first = len(prefix) - (min(group.reach, SIZE) if group.kind == "window" else SIZE)
@@ -126,7 +126,7 @@ def blocks_of(key: Key) -> set[tuple[int, bytes]]:
 class Subscriber:
     """A subscriber to KV events.
 
-    If ``is_first``, it received every event, so a contradictory event is an error.
+    If ``is_first``, it has received every event, so a contradictory event is an error.
     """
 
     def __init__(self, *, is_first: bool) -> None:
@@ -169,8 +169,8 @@ class Machine(RuleBasedStateMachine):
         self.noted = OrderedDict[Key, None]()
 
     def note(self, prompt: tuple[int, ...], start: int, stop: int) -> None:
-        """Call `note` as the scheduler side does, then save the chunks that are neither stored nor
-        being saved.
+        """Call `note` as the scheduler side does, then start to save the chunks that are not in
+        host memory.
         """
         chain: Any = Chain(prompt)
         live: Any = SimpleNamespace(prompt=prompt)
@@ -261,7 +261,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(is_busy=st.booleans())
     def calm(self, is_busy: bool) -> None:
-        """Run until the store is idle. Requests may continue."""
+        """Run until the announcer must be idle, even if requests continue (``is_busy``)."""
         for _ in range(3 + 3 * -(-min(len(self.noted), self.most) // SLICE)):
             if is_busy and self.noted:
                 prompt = next(reversed(self.noted))[1]

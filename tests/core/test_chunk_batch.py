@@ -18,7 +18,7 @@ from kvloft.seam.batch import ChunkCopy
 
 @st.composite
 def batches(draw: st.DrawFn, is_save: bool | None = None, size: int | None = None) -> Chunks:
-    """Generate chunks with any frames and the same number of blocks.
+    """Generate chunks in arbitrary frames, all with the same number of blocks.
 
     Loads can omit some blocks at either end.
     """

@@ -1,8 +1,8 @@
 """Subscribes to the KV events of a real engine through ZMQ. Before each prompt, the events must
 predict the number of tokens that kvloft offers.
 
-The subscriber reads the wire format, like a router in another language, and uses neither vLLM's nor
-kvloft's classes.
+The subscriber reads the wire format, like a router written in another language, and uses neither
+vLLM's nor kvloft's classes.
 """
 
 import shutil
@@ -169,7 +169,7 @@ def settle(engine: Engine) -> None:
 
 
 def step(engine: Engine) -> None:
-    """Run one request for some steps, because vLLM collects events only in steps."""
+    """Run a request for a few steps, because vLLM collects events only during steps."""
     engine.ask(Req(random_ids(1, BLOCK // 2), max_tokens=2))
 
 

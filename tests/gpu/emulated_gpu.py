@@ -1,9 +1,9 @@
 """Emulates a GPU with numpy: the streams, events and kernels that the movers use.
 
 The emulation replaces `driver` and the compiled kernels, and provides exactly CUDA's guarantees:
-commands in a stream run in order, an event refers to its most recent record, and commands that no
-event orders run in random order. With many seeds, a missing wait makes a test fail. The tests
-marked gpu check that the real kernels process bytes in the same way.
+commands in a stream run in order, an event refers to its most recent record, and commands in
+different streams run in random order unless an event orders them. With many seeds, a missing wait
+makes a test fail. The tests marked gpu check that the real kernels process bytes in the same way.
 """
 
 import ctypes
@@ -371,8 +371,8 @@ class EmulatedKernels:
 
 @contextmanager
 def emulated(seed: int = 0) -> Iterator[Gpu]:
-    """Run the movers that the ``with`` body creates on the emulated GPU, with paged KV in host
-    memory.
+    """Make movers that are created in the ``with`` body run on the emulated GPU, with paged KV in
+    host memory.
     """
     gpu = Gpu(seed)
     fake = fake_driver(gpu)

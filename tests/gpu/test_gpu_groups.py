@@ -248,8 +248,8 @@ def test_an_error_in_one_group_is_reported_and_others_are_loaded() -> None:
     "field", ["magic", "key", "layout", "tag", "payload_bytes", "num_blocks", "rank"]
 )
 def test_a_damaged_trailer_of_a_group_without_pages_is_reported(field: str) -> None:
-    """The trailer is the only content of such a frame, so only the trailer can show that the frame
-    holds the wrong chunk.
+    """A frame of a group without pages contains only a trailer, so only the trailer can show that
+    the frame holds the wrong chunk.
     """
     rig = Rig(4096, "none")
     rig.paged.randomize(3)

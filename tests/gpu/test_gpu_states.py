@@ -190,7 +190,7 @@ def test_states_and_attention_come_back_and_padding_stays_as_it_was(rig: Rig) ->
 
 
 def test_a_states_frame_is_not_read_as_another_groups(rig: Rig) -> None:
-    """Groups normally have different keys. Here, only the layouts differ; each load is a miss."""
+    """Groups normally have different keys. Here, only the layouts differ, so every load fails."""
     rig.raw.random_(0, 256)
     rig.step(saves=rig.batches())
     assert rig.mover.drain().saved

@@ -1,5 +1,5 @@
-"""Tests the decision whether to wait for the disk: first the estimates alone, then with many
-requests and disks of known speed.
+"""Tests the choice between waiting for the disk and computing: first the estimates alone, then
+runs with many requests and disks of known speed.
 """
 
 from dataclasses import dataclass
@@ -161,13 +161,12 @@ def test_recent_reads_count_more_than_those_before_them() -> None:
     assert waits(made)
 
 
-# -- many requests
-# ---------------------------------------------------------------------------------------------
+# -- many requests ---------------------------------------------------------------------------------
 
 
 @dataclass
 class TimedStore(ModelStore):
-    """A store that reads ``chunks_per_s`` from disk, one chunk at a time."""
+    """A store that reads ``chunks_per_s`` chunks per second from disk, one at a time."""
 
     chunks_per_s: float = 1.0
     busy_s: float = 0.0

@@ -33,8 +33,7 @@ def test_each_block_is_fenced_by_its_own_save() -> None:
         assert sorted(engine.store.being_read()) == table[num_settled:8]
 
 
-# -- lookups
-# ---------------------------------------------------------------------------------------------
+# -- lookups ---------------------------------------------------------------------------------------
 
 
 def offered(num_tokens: int, stored: int, first_look: int) -> tuple[int | None, int, int, bool]:
@@ -109,8 +108,7 @@ def test_a_long_prompt_that_is_found_is_looked_up_a_few_times() -> None:
     assert is_kept
 
 
-# -- null blocks
-# ---------------------------------------------------------------------------------------------
+# -- null blocks -----------------------------------------------------------------------------------
 
 
 @given(
@@ -149,8 +147,7 @@ def test_every_missing_chunk_is_saved_from_its_own_blocks_but_for_those_with_a_n
     }, "I5"
 
 
-# -- loads
-# ---------------------------------------------------------------------------------------------
+# -- loads -----------------------------------------------------------------------------------------
 
 
 @given(num_leased=st.integers(0, 9), local=st.integers(0, 9), promised=st.integers(0, 9))

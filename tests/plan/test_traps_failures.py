@@ -1,4 +1,4 @@
-"""Tests further traps of vLLM's connector contract: failed or late copies, resets, unreadable
+"""Tests more traps in vLLM's connector contract: failed or late copies, resets, unreadable
 steps, and finished requests.
 """
 
@@ -15,8 +15,7 @@ from kvloft.plan.save_planner import MAX_RETRIES
 from kvloft.seam.plan import StepReport
 from kvloft.seam.views import NewRequest, StepView
 
-# -- copies that fail, are late, or never complete
-# -------------------------------------------------------------------------
+# -- copies that fail, are late, or never complete -------------------------------------------------
 
 
 def test_a_chunk_is_visible_only_when_every_rank_saved_it() -> None:
@@ -224,8 +223,7 @@ def test_null_block_is_never_saved() -> None:
     )
 
 
-# -- resets, unreadable steps, ends
-# --------------------------------------------------------------------------------
+# -- resets, unreadable steps, ends ----------------------------------------------------------------
 
 
 @both_modes

@@ -1,4 +1,4 @@
-"""Checks for every layout of vLLM that the planes derived from strides contain exactly the bytes of
+"""Checks that, for every vLLM layout, the planes derived from strides contain exactly the bytes of
 each block, and that unknown layouts are rejected.
 """
 

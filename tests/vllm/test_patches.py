@@ -180,7 +180,7 @@ def test_calls_that_unmap_pages_are_wrapped() -> None:
         if inspect.isfunction(method) and "unmap_and_release(" in inspect.getsource(method)
     }
     wrapped = {patches.SLEEP.method, patches.DISCARD.method}
-    # torch calls `_python_free_callback` when the process exits and for blocks that it releases.
+    # torch calls `_python_free_callback` when it releases blocks and when the process exits.
     assert (
         unmapping - {"release_pools", "use_memory_pool", "_trim", "_python_free_callback"}
         == wrapped

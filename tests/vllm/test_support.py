@@ -1,4 +1,4 @@
-"""Tests that unsupported configurations are rejected at startup with one sentence each.
+"""Tests that unsupported configurations are rejected at startup, each with a one-sentence error.
 
 Uses real KV specs, and `SimpleNamespace` objects as settings.
 """
@@ -280,7 +280,7 @@ def test_kv_groups_one_is_suggested_if_it_would_work(
 def test_windows_and_full_attention_may_have_blocks_of_different_sizes(
     alignment: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hits end at block boundaries of all groups."""
+    """Every hit ends at a position that is a block boundary in all groups."""
     monkeypatch.setattr(support, "HAS_GROUPS", True)
     several = groups(replace(FULL, block_size=alignment or 64), WINDOW)
     several.cache_hit_alignment_tokens = alignment

@@ -43,7 +43,7 @@ FRAME_ORDERS: dict[str, Callable[[int], tuple[int, int]]] = {
 
 
 class Rate(NamedTuple):
-    """The rates of one direction: of a single run, or the medians of multiple runs.
+    """The rates of one direction in a single run, or their medians over multiple runs.
 
     ``share`` is the fraction of the ceiling.
     """
@@ -133,7 +133,7 @@ class Rig:
         gc.freeze()
 
     def save_plan(self, *, elsewhere: bool = False) -> SavePlan:
-        """Return a plan that saves all chunks, to frames that loads skip if ``elsewhere``."""
+        """Return a plan that saves all chunks. With ``elsewhere``, loads do not read its frames."""
         first = self.num_chunks if elsewhere else 0
         frames = [first + frame for frame in self._frames]
         return SavePlan(ReqId("bench"), _batch(frames, self._from, range(self.num_chunks)))
@@ -179,7 +179,7 @@ class Rig:
 
         'save' is submitted while a kernel simulates a forward pass, and is timed from the end of
         the kernel. 'save_idle' and 'load' are timed from submission on an idle GPU. 'both' is timed
-        after both directions are submitted, because one thread submits them in sequence.
+        from the end of a kernel that runs while one thread submits both directions in sequence.
         """
         mover = self.mover
         saves, loads = mover.save_lane, mover.load_lane
@@ -210,7 +210,7 @@ class Rig:
         return max(end.seconds_since(self._begin) for end in ends), queued
 
     def check(self, done: Finished, *, saves: bool, loads: bool, num_rounds: int = 1) -> None:
-        """Raise RuntimeError if ``done`` does not report all chunks of ``num_rounds`` as copied."""
+        """Raise RuntimeError if any copy of the ``num_rounds`` rounds failed or is missing."""
         expected = (num_rounds * self.num_chunks * saves, num_rounds * loads)
         if (len(done.saved), len(done.loads)) != expected or done.failed or done.bad_blocks:
             raise RuntimeError(

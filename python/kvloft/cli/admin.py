@@ -31,8 +31,8 @@ EVICT_DESCRIPTION: Final = """\
 Remove all chunks of a tenant from memory and disk. A tenant is the set of
 requests with the same cache_salt. The command removes the chunks for all models
 and LoRA adapters, including models that have no engine. The removal is
-permanent. With --host-only, chunks are evicted only from host memory; this
-works for one tenant or for all tenants.
+permanent. With --host-only, chunks are evicted only from host memory, and
+without a salt, the chunks of all tenants are evicted.
 """
 EVICT_EPILOG: Final = """\
   kvloft evict --socket PATH --salt-file secret.txt
@@ -56,12 +56,13 @@ or some chunks remain, for example on a failing disk; 2 invalid argument.
 def add_parser(subparsers: Any) -> None:
     """Add both commands to the argparse subparsers."""
     parser = subparsers.add_parser(
-        "clear", help="remove all chunks from a server", description=CLEAR_DESCRIPTION
+        "clear", help="remove all chunks of a namespace", description=CLEAR_DESCRIPTION
     )
     add_socket(parser)
     _add_namespace(
         parser,
-        "the namespace to clear, as printed by `kvloft status`; required with multiple namespaces",
+        "the namespace to clear, as printed by `kvloft status`; "
+        "required if the server has more than one",
     )
     parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     parser.set_defaults(run=clear)

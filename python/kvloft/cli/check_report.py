@@ -184,8 +184,8 @@ def _remarks(
         )
     if {"own", "host"} <= passes.keys() and passes["host"].cached < passes["own"].cached:
         yield (
-            f"{passes['host'].cached} tokens were hits with kvloft, {passes['own'].cached} with "
-            "vLLM's own prefix cache"
+            f"with kvloft, {passes['host'].cached} prompt tokens were cache hits; with vLLM's own "
+            f"prefix cache, {passes['own'].cached} were"
         )
     near = sum(one.near for one in passes.values() if one.name != "own")
     if near:

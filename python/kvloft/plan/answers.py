@@ -5,7 +5,7 @@ from enum import Enum
 
 
 class WaitReason(Enum):
-    """The reason a request must wait."""
+    """Why a request must wait."""
 
     SHARED_LOAD = "another request is already loading this prefix"
     SLOTS = "running requests and loads in progress fill vLLM's running slots"

@@ -33,7 +33,7 @@ host memory can be full for a long time.
 """
 
 _new_save: Callable[[tuple[ReqId, Chunks]], SavePlan] = partial(tuple.__new__, SavePlan)
-"""Creates a `SavePlan` from a pair, three times as fast as the constructor."""
+"""Creates a `SavePlan` from a tuple of its fields, three times as fast as the constructor."""
 _req_id: Callable[[RequestState], ReqId] = attrgetter("req_id")
 
 
@@ -220,7 +220,7 @@ class SavePlanner:
     # -- frames ---------------------------------------------------------------------------------
 
     def _reserve(self, due: list[RequestState]) -> None:
-        """Reserve frames for all due requests in one call, because the forward pass waits."""
+        """Reserve frames for all due requests in one call. The forward pass waits for this call."""
         rows = [
             (
                 each.chain,
@@ -260,7 +260,7 @@ class SavePlanner:
             request.saved_units = first
 
     def _retry_in_next_step(self) -> None:
-        """Make the first requests in retry order due in the next step.
+        """Schedule retries in the next step for the first requests in retry order.
 
         These requests move to the end of the order, so that requests that are not running do not
         delay others.

@@ -21,7 +21,7 @@ use crate::store::{
 pub use crate::store::{ArenaInfo, LifelineInfo};
 use crate::{Event, Result};
 
-/// Number of a read lease. A session never reuses a number.
+/// Id of a read lease. A session never reuses an id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LeaseId(pub u64);
 
@@ -33,17 +33,19 @@ pub trait Session: Send + Sync + fmt::Debug {
     /// Returns the information that a worker needs to map the frames, or None if there is no store.
     fn arena(&self) -> Option<ArenaInfo>;
     /// Switches to a new store if the old store is gone and a new store is available. Returns true
-    /// if the session switched. The host memory of the new store is empty, and its `arena` may
-    /// differ. A session switches stores only in this call, so a plan never mixes frames of two
-    /// stores.
+    /// if the session switched. The new store's host memory is empty, and its `arena` may differ
+    /// from the old store's.
+    ///
+    /// Only this method, which is called between plans, switches stores, so a plan never mixes
+    /// frames of two stores.
     fn renew(&self) -> bool {
         false
     }
     /// For each prefix, returns the number of leading units that are stored. Has no side effects
     /// (I9).
     fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup>;
-    /// For all prefixes, pins the chunks in host memory and queues reads of chunks that are only on
-    /// disk. Returns a single lease.
+    /// Pins the prefixes' chunks that are in host memory, and queues reads of chunks that are only
+    /// on disk. Returns a single lease for all prefixes.
     fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> LeaseId;
     /// Returns the number of chunks in a lease that are ready and the number that are still being
     /// read, across all its prefixes. Returns zeros if the lease has ended.
@@ -61,7 +63,7 @@ pub trait Session: Send + Sync + fmt::Debug {
     /// Aborts reservations and frees their frames.
     fn abort(&self, tickets: &[u64]);
     /// Removes chunks and their descendants from every tier. Returns the number of chunks removed
-    /// by this call; later calls remove the rest of a large tree.
+    /// by this call; the rest of a large tree is removed later.
     fn discard(&self, keys: &[ChunkKey]) -> u64;
     /// Removes all chunks from every tier.
     fn clear(&self);
@@ -79,8 +81,8 @@ pub trait Session: Send + Sync + fmt::Debug {
     /// returns no rows; after one second, reports all requested chunks as removed. This report and
     /// the next report from a store set `lost`, because all earlier reports may be outdated.
     fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes;
-    /// Waits until all visible chunks are written to disk or dropped. Returns false at the
-    /// deadline.
+    /// Waits until all visible chunks are written to disk or dropped. Returns false if `timeout`
+    /// expires first.
     fn flush(&self, timeout: Duration) -> bool;
     /// Aborts all reservations and stops the store. Read leases remain valid until they are
     /// released.

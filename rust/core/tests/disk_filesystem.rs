@@ -410,7 +410,7 @@ fn arena_of(store: &Store) -> Arena {
     Arena::open(&arena.path, arena.size_bytes).unwrap()
 }
 
-/// Saves prompts of one chunk and waits until each chunk is written to disk or dropped.
+/// Saves one-chunk prompts and waits until each chunk is written to disk or dropped.
 fn save_prompts(store: &Store, range: std::ops::Range<u32>) {
     let arena = arena_of(store);
     for first in range {

@@ -110,8 +110,8 @@ fn store_config(dir: &Path) -> StoreConfig {
     }
 }
 
-/// Runs the other kind of child: saves prompts of eight chunks as fast as possible, which evicts
-/// older chunks.
+/// Runs the other kind of child: saves prompts of eight chunks as fast as possible, so that older
+/// chunks are evicted.
 fn save(dir: &Path, life: u64) {
     let store = Store::open(&store_config(dir)).unwrap();
     let arena = File::options().write(true).open(&store.arena().path).unwrap();
@@ -172,15 +172,15 @@ fn live_and_die(dir: &Path, life: u64) -> BTreeMap<u64, bool> {
 
 #[test]
 fn child() {
-    // The test below runs this test in a child process with environment variables. Without them,
-    // this test does nothing.
+    // The test below runs this test in a child process and sets these environment variables.
+    // Without the variables, this test does nothing.
     if let (Ok(dir), Ok(life)) = (std::env::var(DIR_VARIABLE), std::env::var(LIFE_VARIABLE)) {
         let (dir, life) = (Path::new(&dir), life.parse().unwrap());
         if life % 2 == 0 { live(dir, life) } else { save(dir, life) }
     }
 }
 
-/// Returns every chunk that the next open finds, after comparing it byte by byte.
+/// Opens the tier, compares every chunk found with its expected bytes, and returns the keys.
 fn recovered(dir: &Path, life: u64) -> Vec<ChunkKey> {
     let (tier, found) = DiskTier::open(config(dir)).unwrap();
     let stats = tier.stats();

@@ -1,5 +1,5 @@
-//! Tests a disk that hangs, fails or is missing: its chunks are misses for a while, and everything
-//! else works.
+//! Tests a disk that hangs, fails or is missing: lookups of its chunks miss for a while, and
+//! everything else works.
 //!
 //! Tests advance the clock, so nothing here depends on the speed of the machine.
 mod store_common;
@@ -42,7 +42,7 @@ fn save_all(store: &Store, chain: &KeyChain) -> u32 {
     save(store, &arena_of(store), chain, 0..chain.num_blocks())
 }
 
-/// Returns chains of `len` blocks that share nothing. The tokens start at `first`.
+/// Returns chains of `len` blocks without a common prefix. The tokens start at `first`.
 fn chains(num: u32, len: u32, first: u32) -> Vec<KeyChain> {
     let tokens = |nth: u32| (0..len).map(|at| first + nth * len + at).collect::<Vec<_>>();
     (0..num).map(|nth| chain(&tokens(nth))).collect()

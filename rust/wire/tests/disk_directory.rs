@@ -1,5 +1,5 @@
-//! Tests the disk directory of a server before its first engine connects, and when a second server
-//! opens it.
+//! Tests a server's disk directory before the first engine connects, and when a second server uses
+//! the same directory.
 
 mod common;
 
@@ -56,7 +56,7 @@ fn second_server_reports_a_used_disk_and_claims_it_later() {
     second.close(LONG);
 }
 
-/// Returns a counter of the server, or None if it is missing.
+/// Returns one of the server's counters, or None if the counter is missing.
 fn room(server: &Server, name: &str) -> Option<u64> {
     server.status().stats.get(name).copied()
 }

@@ -152,7 +152,7 @@ fn stats_report_whether_the_server_is_connected() {
     assert_eq!(state(), (Some(1), Some(1)));
 }
 
-/// Returns a client that has saved `chain` and whose server was never late.
+/// Returns a client that has saved `chain` and has received every response in time.
 fn client_on_time(dir: &Path, chain: &KeyChain) -> Client {
     let mut on_time = None;
     until("a client whose server was never late", || {

@@ -1,7 +1,7 @@
 """Provides kernels that DFlash requires but the CPU build lacks: a Triton kernel that arranges the
 draft tokens of a step, and a kernel that computes the norms of multiple layers in one call.
 
-The replacements take the same arguments as the kernels and write the same results. vLLM's
+The replacements take the same arguments and write the same results as the original kernels. vLLM's
 surrounding code is unchanged.
 """
 

@@ -42,7 +42,7 @@ def deepseek_v2_config() -> dict[str, Any]:
 
 def deepseek_v2_weights(seed: int = 41) -> Tensors:
     """Return the weights. A cache block contains the output of ``kv_a_proj_with_mqa`` for its
-    tokens, in which the latent vectors are normalized.
+    tokens, with normalized latent vectors.
     """
     made = weights(seed)
     made.ends()

@@ -93,8 +93,8 @@ class RegisteredRange:
                     self._on_progress()
         except (RuntimeError, OSError) as error:
             logger.error(
-                "kvloft: only %.1f of %.1f GiB of host memory could be registered (%s); saves only "
-                "use registered memory. Lower host_size or increase the container's memory limit",
+                "kvloft: only %.1f of %.1f GiB of host memory could be registered (%s); saves use "
+                "only registered memory. Lower host_size or increase the container's memory limit",
                 self.num_registered_bytes / 2**30,
                 self.size_bytes / 2**30,
                 error,
@@ -119,7 +119,7 @@ def pieces_of(size_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _touch(address: int, num_bytes: int, numa_node: int | None, pool: ThreadPoolExecutor) -> None:
-    """Populate the pages in parallel. On failure, registration populates the pages more slowly."""
+    """Populate the pages in parallel. If this fails, registration populates them, but slowly."""
     libc = ctypes.CDLL(None, use_errno=True)
     begin, end = address & -_PAGE, -(-(address + num_bytes) // _PAGE) * _PAGE
     libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)

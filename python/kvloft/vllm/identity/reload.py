@@ -23,8 +23,8 @@ HARMLESS = frozenset(_HARMLESS.split())
 
 
 class WeightsWatch:
-    """Observes calls that load weights, and calls ``stop(reason)`` if the weights may have changed
-    since startup.
+    """Observes calls that may replace weights, and calls ``stop(reason)`` if the weights may have
+    changed since startup.
 
     ``model`` and ``load`` are vLLM's ModelConfig and LoadConfig.
     """
@@ -52,7 +52,7 @@ class WeightsWatch:
     def _check(self, method: str, *, is_other: bool) -> Callable[[], None]:
         """Check the weights before a call, and return a function that checks them after the call.
 
-        The second check detects a newer commit.
+        The second check detects that the call loaded a newer commit of the model.
         """
 
         def look_again() -> None:

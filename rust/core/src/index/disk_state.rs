@@ -22,7 +22,7 @@ pub(crate) enum DiskState {
     Absent,
     /// The chunk is queued to be written.
     Queued,
-    /// The chunk waits for its parent to be written.
+    /// The chunk is waiting for its parent to be written.
     Blocked,
     /// A disk thread is writing the chunk.
     Writing,
@@ -38,7 +38,7 @@ pub(crate) enum DiskEvent {
     Want,
     /// The chunk's parent is not on disk.
     Block,
-    /// The chunk's parent is on disk, or can now be written.
+    /// The chunk's parent is on disk, or has left the disk and can be written again.
     Unblock,
     /// The chunk no longer needs to be written.
     Cancel,
@@ -54,7 +54,7 @@ pub(crate) enum DiskEvent {
     Evict,
     /// The chunk's slot could not be freed.
     Keep,
-    /// The chunk could not be written or leaves the disk. The reason is passed to the policy.
+    /// The chunk's write failed, or the chunk leaves the disk. The reason is passed to the policy.
     Leave(Removal),
 }
 

@@ -5,7 +5,7 @@
 //! Between processes, leases prevent races: a worker maps the memory through [`Arena`], writes only
 //! to frames reserved for it, and reads only frames pinned for it. Between stores that share an
 //! arena, slabs prevent races: each store accesses only frames in its own slabs.
-#![expect(unsafe_code, reason = "mapping memory and viewing it as bytes has no safe form")]
+#![expect(unsafe_code, reason = "there is no safe way to map memory and view it as bytes")]
 
 use std::fs::File;
 use std::ops::Range;
@@ -108,7 +108,7 @@ impl Frame {
     }
 
     fn start(&self) -> NonNull<u8> {
-        self.mapping.at(self.offset, self.len).expect("frames are made inside the arena")
+        self.mapping.at(self.offset, self.len).expect("every frame is inside the arena")
     }
 
     /// Returns the bytes of the frame. Leases must prevent workers from writing to the frame while

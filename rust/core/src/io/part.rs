@@ -23,7 +23,7 @@ pub struct PartSpec<'a> {
     pub key: ChunkKey,
     /// Digest of the worker's page layout.
     pub layout: [u8; 32],
-    /// Sizes of the pages of a block in bytes, in order.
+    /// Size of each page of a block, in bytes.
     pub page_bytes: &'a [u32],
     /// Number of blocks in the payload.
     pub num_blocks: u32,
@@ -34,7 +34,7 @@ pub struct PartSpec<'a> {
 /// Reason why a part must not be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Damage {
-    /// The part has no trailer of this version, for example because copying to it never finished.
+    /// The part has no trailer of this version, for example because the copy to it never finished.
     Unsealed,
     /// The bytes belong to a different chunk.
     Key,
@@ -49,7 +49,7 @@ pub enum Damage {
 }
 
 impl Damage {
-    /// Returns the name used for the damage in logs and counters.
+    /// Returns the name of this kind of damage, as used in logs and counters.
     pub fn as_str(self) -> &'static str {
         match self {
             Damage::Unsealed => "unsealed",

@@ -74,8 +74,8 @@ impl Held {
 const MAX_TOUCH_STEPS: usize = 64;
 
 impl State {
-    /// Holds the leading chunks in host memory, and queues reads of the chunks after them. Only
-    /// this method verifies that the chunks belong to the prefix.
+    /// Holds the leading chunks that are in host memory, and queues reads of the chunks after them.
+    /// Only this method verifies that the chunks belong to the prefix.
     pub(crate) fn acquire(&mut self, prefix: &Prefix<'_>) -> Held {
         let Lookup { host_units, stored_units } = self.find_verified(prefix);
         let mut held = Held { host_end: self.visible(prefix, host_units), ..Held::default() };

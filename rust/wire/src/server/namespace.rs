@@ -48,8 +48,8 @@ impl Namespace {
         Self { hello: hello.clone(), store, opening, engines, counters: Counters::default() }
     }
 
-    /// Returns the first 16 hex digits, used as the id in logs, `kvloft status` and the disk
-    /// directory.
+    /// Returns the first 16 hex digits of the namespace, which are its id in logs and
+    /// `kvloft status`, and the name of its disk directory.
     pub(crate) fn id(&self) -> String {
         namespace_id(&self.hello.namespace)
     }

@@ -1,5 +1,5 @@
 //! Indexes the chunks found in a disk tier when it opens, possibly while the store is serving. If
-//! the tier's directory is removed, drops these chunks and reopens the tier.
+//! the tier's directory is removed, drops the tier's chunks and reopens the tier.
 //!
 //! A check runs once per second. After it detects a removal, no job starts until the new tier is
 //! open, so that old and new slots never mix. This file does no I/O: `threads` opens, checks and
@@ -75,8 +75,8 @@ impl State {
         }
     }
 
-    /// Returns true if the caller must open the tier now, and then call `end_opening` or
-    /// `postpone`.
+    /// Returns true if the caller must open the tier now. The caller must then call `end_opening`
+    /// or `postpone`.
     pub(crate) fn must_open(&mut self) -> bool {
         let is_due = matches!(self.disk.opening, DiskOpening::NotBefore(time) if self.now >= time);
         if is_due {
@@ -113,8 +113,8 @@ impl State {
     }
 
     /// Indexes a chunk. Returns None if its position in the tree is invalid, if it was discarded,
-    /// or if its index entry already has a slot. Also returns None if the entry has a time to live
-    /// and was saved later.
+    /// or if its index entry already has a slot. Also returns None if the index entry expires and
+    /// is newer than the record.
     fn recover(
         &mut self,
         found: DiskMeta,
@@ -212,7 +212,7 @@ impl State {
 
     fn end_emptying(&mut self) {
         let work = &mut self.disk;
-        // If the directory was only moved away, it may come back with chunks that were removed from
+        // If the directory was only moved, it may be moved back with chunks that were removed from
         // the index but never freed.
         if !(work.to_free.is_empty() && work.unfreed.is_empty()) {
             work.clearing = Clearing::Wanted;

@@ -139,7 +139,7 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
             retain_unfreed();
             // Clear the tier even if a slot could not be freed.
             let is_cleared = guarded(|| disk.clear()).is_ok();
-            // Retry the slots, because clearing may have helped. No other job uses these slots.
+            // Retry the slots: freeing may succeed after clearing. No other job uses these slots.
             retain_unfreed();
             JobResult::Clear(slots, is_cleared)
         }
@@ -250,7 +250,7 @@ fn write(
     Written::NoRoom
 }
 
-/// Evicts chunks of the same tenant until the chunk fits the tenant's quota. Returns false if no
+/// Evicts chunks of the same tenant until the chunk fits in the tenant's quota. Returns false if no
 /// chunk of the tenant can be evicted or if `MAX_EVICTIONS` evictions are not enough.
 ///
 /// Returns an error if a slot could not be freed; the chunk in it is still stored.
@@ -272,8 +272,8 @@ fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool>
     Ok(false)
 }
 
-/// Returns a slot for a write, evicting chunks if needed (multiple chunks if they are smaller). If
-/// there is none, returns the outcome of the write:
+/// Returns a slot for a write, evicting one or more chunks if needed. If there is none, returns the
+/// outcome of the write:
 ///
 /// - `NotYet` if another thread is slow to create slots,
 /// - `NoRoom` if no chunk can be evicted or if evictions do not free a slot,

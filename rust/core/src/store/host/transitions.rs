@@ -2,7 +2,7 @@
 //!
 //! The states are defined in `index/host_state.rs`. Invariants between calls:
 //!
-//! - The parent of a chunk that is not absent is not absent either, unless the chunk is detached.
+//! - If a chunk is not absent, its parent is not absent either, unless the chunk is detached.
 //! - The parent of a chunk with a frame has a frame, and the parent of a visible chunk is visible.
 //! - The policy contains every chunk that has a frame and is not detached. The policy may evict
 //!   visible, unused leaves.
@@ -22,7 +22,7 @@ impl State {
     /// - updates the gauges, the read queue and the change log,
     /// - updates which chunks each policy may evict.
     ///
-    /// The caller settles or reaps a chunk that becomes absent.
+    /// If the chunk becomes absent, the caller must settle or reap it.
     pub(crate) fn change_host(&mut self, id: ChunkId, event: HostEvent) {
         let entry = &self.index[id];
         let (before, parent, is_detached) = (entry.host, entry.parent, entry.detached);

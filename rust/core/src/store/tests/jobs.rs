@@ -67,7 +67,8 @@ pub(super) struct Run {
     pub(super) state: State,
     num_slots: u32,
     num_threads: usize,
-    /// Contents of the disk: maps each slot in use to its chunk, or to None if it is only reserved.
+    /// Contents of the disk: maps each slot in use to its chunk, or to None if the slot is only
+    /// reserved.
     slots: BTreeMap<u32, Option<DiskMeta>>,
     pub(super) in_flight: Vec<(u64, Under)>,
     /// Reserved chunks. The key is None if the chunk has been removed.
@@ -512,8 +513,8 @@ proptest! {
     }
 }
 
-/// A chain on disk is saved again. The first chunk of the chain is aborted while the other chunks
-/// are filled in reverse order.
+/// A chain on disk is saved again. The first chunk's save is aborted while the other chunks are
+/// filled in reverse order.
 #[test]
 fn chunks_filled_below_a_failed_chunk_fail_with_it() {
     let mut run = Run::new(6, 12, Eviction::Lru, 1);

@@ -1,6 +1,6 @@
 //! States of the slots of one size class. This module does no I/O.
 //!
-//! Invariant: free + punched + reserved + used = slots. Only free slots are reserved. Free slots
+//! Invariant: free + punched + reserved + used = slots. Only free slots can be reserved. Free slots
 //! with blocks are reserved first, because they can be written even on a full file system. The
 //! other free slots may be holes, or slots to which a write has failed. Slots are reserved in the
 //! order in which they became free, so that a slot with a failed write is not retried immediately.
@@ -121,7 +121,7 @@ impl Slots {
         self.punched.split_off(&len);
     }
 
-    /// Returns the number of slots that remain after cutting off punched slots at the end.
+    /// Returns the number of slots that would remain without the punched slots at the end.
     pub(super) fn end(&self) -> u32 {
         let is_punched = |slot: &u32| self.punched.contains(&(slot - 1));
         (1..=self.len()).rev().find(|slot| !is_punched(slot)).unwrap_or(0)
@@ -184,7 +184,7 @@ impl Slots {
         matches!(self.states.get(slot.number() as usize), Some(SlotState::Reserved(_)))
     }
 
-    /// Records that writing the record has started, so the record might be present.
+    /// Marks the slot's record as possibly present, because a write to the slot has started.
     pub(super) fn unsure(&mut self, slot: SlotId) {
         self.set(slot, SlotState::Reserved(true));
     }

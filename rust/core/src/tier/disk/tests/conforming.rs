@@ -36,7 +36,7 @@ impl OnFiles {
     }
 
     /// Returns a config with space for six frames if there is one size, or for two of the largest
-    /// frames if there are more.
+    /// frames if there are more sizes.
     fn config(&self) -> DiskConfig {
         let slots = if self.sizes.len() == 1 { SLOTS } else { 2 };
         let frame_sizes = FrameSizes::from(self.sizes.clone());

@@ -101,7 +101,7 @@ impl Recorder {
         }
     }
 
-    /// Compares the found chunks with the expected contents, then makes them the expected contents.
+    /// Compares the found chunks with the expected contents, and then expects the found chunks.
     fn check(&mut self, tier: &DiskTier, found: &[DiskEntry]) -> Result<(), TestCaseError> {
         let mut seen = BTreeMap::new();
         let mut uncertain = BTreeSet::new();

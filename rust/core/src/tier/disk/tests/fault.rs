@@ -369,7 +369,7 @@ fn test_a_full_file_system_without_allocation_takes_writes_to_slots_that_have_bl
     let events = tier.take_events();
     assert_eq!((events.len(), tier.stats().grow_errors), (1, 1), "{events:?}");
     assert!(events[0].contains("is full; evicting chunks"), "{events:?}");
-    // Space can be freed at any time, so a hole is tried after a while, but not on every call.
+    // Space can be freed at any time, so holes are retried after a while, but not on every call.
     assert!((0..200).all(|_| tier.reserve(SizeClass(0)).is_none()));
     files.heal();
     let asks = (200..1000)
