@@ -49,8 +49,8 @@ in_time() {
   fi
 }
 
-# Fails if kvloft is not imported from the installed wheel or if vLLM's version is not the one given
-# as an argument.
+# Fails if kvloft is not imported from the installed wheel or if vLLM's version differs from the
+# argument.
 readonly CHECK='
 import importlib.metadata as m, sys, kvloft
 assert "site-packages" in kvloft.__file__, kvloft.__file__

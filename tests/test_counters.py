@@ -1,4 +1,4 @@
-"""Checks that the table of counters matches a store, a server, an engine that uses the server, and
+"""Checks the table of counters against a store, a server, an engine that uses the server, and
 docs/metrics.md.
 """
 

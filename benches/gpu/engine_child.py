@@ -1,7 +1,7 @@
 """Measures one engine in a separate process: `python -m benches.gpu.engine_child NAME JSON`.
 
-Each measurement is a turn (`turns`), during which the other engines on the GPU are idle. Prints
-`PHASE name` before and `RESULT {...}` after each phase.
+Each measurement takes place in a turn (see `turns`), during which the other engines on the GPU are
+idle. Prints `PHASE name` before and `RESULT {...}` after each phase.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ LINK_BYTES = 256 << 20
 
 @contextmanager
 def turn(turns: Turns) -> Iterator[None]:
-    """Run the body in this engine's next turn, then pause so that the turn's copies can finish."""
+    """Run the body in this engine's next turn, and then wait `LANDED_S` for the turn's copies."""
     with turns.mine():
         yield
         time.sleep(LANDED_S)
 
 
 def wait_registered(engine: Engine, options: dict[str, Any]) -> None:
-    """Wait until kvloft's host memory is registered, seconds after the first request.
+    """Send a request, then wait until kvloft has registered its host memory.
 
     OffloadingConnector registers its memory before the engine is ready.
     """
@@ -56,7 +56,7 @@ def wait_registered(engine: Engine, options: dict[str, Any]) -> None:
 
 
 def load_trace(options: dict[str, Any]) -> Any:
-    """Return a `LoadTrace` around kvloft's mover if ``options`` request it, else None."""
+    """Return a `LoadTrace` around kvloft's mover if ``options`` request one, else None."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     if not options.get("trace") or options["name"] not in KVLOFT:
@@ -67,7 +67,8 @@ def load_trace(options: dict[str, Any]) -> Any:
 
 
 def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Measure cached prompts: first from the connector with an empty GPU cache, then from HBM.
+    """Measure the TTFT of cached prompts, first from the connector (after the GPU cache was
+    emptied), then from HBM.
 
     Also records the cold times, which `phase_cold` measures more precisely.
     """
@@ -147,7 +148,7 @@ def of_bound(link_ms: float, warm_ms: Sequence[float], hbm_ms: Sequence[float]) 
 
 
 def phase_shared(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Measure prompts computed by this engine and prompts computed by the server's other engine."""
+    """Measure the TTFT of cached prompts that this engine or the server's other engine computed."""
     name, context = options["name"], options["context"]
     of = {
         who: [prompt_of(random.Random(f"{who}-{n}"), context) for n in range(2)]
@@ -206,7 +207,8 @@ def phase_cold(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
 
 
 def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Measure waves of eight prompts of half the context: cold, from HBM and from the connector.
+    """Measure waves of eight prompts, each half the context long: cold, from HBM and from the
+    connector.
 
     Each cold wave has new prompts.
     """
@@ -240,7 +242,7 @@ def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
 
 
 def phase_attached(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Measure the time that the connector adds to cold prompts, within this process."""
+    """Measure, within this process, the time that the connector adds to cold prompts."""
     with turn(turns):
         return compare(
             engine, options["context"], options.get("colds", 12), options.get("colds", 12) // 2
@@ -248,8 +250,8 @@ def phase_attached(engine: Engine, turns: Turns, options: dict[str, Any]) -> dic
 
 
 def phase_startup(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Count failed saves and registered bytes in an engine's first seconds, while host memory is
-    being registered.
+    """Record saved chunks, failed saves and registered memory during an engine's first seconds,
+    while host memory is being registered.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 

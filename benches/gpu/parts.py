@@ -25,7 +25,7 @@ class Parts(NamedTuple):
     after_s: float
     """Time from the end of the last forward pass until the caller receives the last token."""
     collected_s: float
-    """Time spent in Python's garbage collector, which the other parts include."""
+    """Time spent in Python's garbage collector; included in the other parts."""
 
 
 MAX_FORWARDS = 256

@@ -1,4 +1,6 @@
-"""Types of the Rust extension. Failed calls raise errors of `kvloft.errors`. Sizes are in bytes."""
+"""Types of the Rust extension. Failed calls raise exceptions from `kvloft.errors`. Sizes are in
+bytes.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, final, overload
@@ -15,10 +17,10 @@ VERSION: Final[str]
 REVISION: Final[str]
 
 def namespace_digest(fields: Sequence[tuple[str, str]]) -> bytes:
-    """Return a 32-byte digest of (name, value) pairs, regardless of order. Names must be unique."""
+    """Return an order-independent 32-byte digest of (name, value) pairs. Names must be unique."""
 
 def root_key(namespace: bytes, adapter: tuple[str, str] | None, cache_salt: str | None) -> bytes:
-    """Return the 32-byte key of the empty prefix. ``adapter`` is (name, path or id) of a LoRA."""
+    """Return the 32-byte key of the empty prefix. ``adapter`` is a LoRA's (name, path or id)."""
 
 def first_of_each(keys: list[Any], values: list[Any]) -> list[tuple[Any, Any]]:
     """Return (key, value[0]) for each value that is neither None nor empty, in order."""
@@ -82,9 +84,9 @@ def prefer_numa_node(address: int, num_bytes: int, node: int) -> bool:
 
 @final
 class ChunkBatch:
-    """An immutable batch of chunks in columns, compared by value (see ``kvloft.seam.batch``).
+    """An immutable batch of chunks, stored in columns and compared by value.
 
-    Reading columns is faster than iterating over thousands of chunks.
+    Reading columns is faster than iterating over thousands of chunks (see ``kvloft.seam.batch``).
     """
 
     def __new__(
@@ -93,7 +95,9 @@ class ChunkBatch:
         """Create a batch from the result of `columns`. Raises ConfigError if it is inconsistent."""
     @staticmethod
     def concat(batches: Sequence[Any]) -> ChunkBatch:
-        """Merge batches into the first batch's group. Chunks must have equal numbers of blocks."""
+        """Return one batch of all chunks, which are assigned to the first batch's group. All chunks
+        must have the same number of blocks.
+        """
     def by_group(self) -> list[tuple[int, ChunkBatch]]:
         """Return a (group, batch) pair for each KV cache group."""
     def by_size(self) -> list[tuple[int, int, ChunkBatch]]:
@@ -156,8 +160,9 @@ class Session:
         description: str = "",
         limits: _TenantLimits | None = None,
     ) -> Session:
-        """Open a store in this process. ``frame_bytes`` is a frame size, a size per size class, or
-        (frame size, uncompressed size) per size class. ``limits`` is described in `kvloft.limits`.
+        """Open a store in this process. ``frame_bytes`` is a single frame size, or, for each size
+        class, a frame size or a (frame size, uncompressed size) pair. ``limits`` is described in
+        `kvloft.limits`.
 
         ``groups`` contains (number in keys, kind, block tokens, blocks per unit, kept blocks,
         reach, size class, size class of compressed chunks) for each KV cache group
@@ -215,8 +220,8 @@ class Session:
         only full-attention groups.
         """
     def deepest_hit(self, chain: KeyChain, host_units: int, stored_units: int) -> tuple[int, int]:
-        """Return the units of the deepest hits in host memory and in any tier, up to the given
-        limits.
+        """Return the lengths, in units, of the deepest hits in host memory and in any tier, up to
+        the given limits.
         """
     def acquire(self, chain: KeyChain, num_units: int = ...) -> ReadLease:
         """Pin the chunks that a prefix of ``num_units`` needs; read missing chunks from disk."""
@@ -236,8 +241,8 @@ class Session:
     def reserve_states(
         self, rows: Sequence[tuple[KeyChain, int, int, int]]
     ) -> list[ChunkBatch | None]:
-        """Reserve a frame for the state in each (chain, group, unit, block); None if it gets no
-        frame.
+        """Reserve a frame for the state of each (chain, group, unit, block). Returns None for a
+        state that gets no frame.
 
         On error, reserves no frame. States of prefixes that are likely to be reused are kept
         longer.
@@ -252,7 +257,7 @@ class Session:
         chunks. The next reservation for these chunks gets larger frames.
         """
     def abort(self, tickets: Sequence[int] | None = None) -> None:
-        """Release reserved frames that no rank will report. By default, release all."""
+        """Release the frames reserved by ``tickets``, which no rank will report. Default: all."""
     def being_read(self, blocks: Sequence[int] | None = None) -> list[BlockId]:
         """Return the ``blocks`` that a save in flight may still read. The default is all blocks."""
     def discard(self, keys: Sequence[bytes]) -> int:
@@ -266,14 +271,16 @@ class Session:
     def take_events(self) -> list[tuple[str, bool]]:
         """Return (line, is_problem) for each new log line."""
     def watch(self, capacity: int) -> None:
-        """Record changes to at most ``capacity`` keys, for a single caller of `changes`."""
+        """Start recording changed keys for `changes`, which must have only one caller. At least
+        the last ``capacity`` keys are kept.
+        """
     def changes(self, asked: Sequence[bytes], limit: int) -> tuple[list[tuple[bytes, int]], bool]:
         """Return ([(key, where)], lost) for ``asked`` and up to ``limit`` changed chunks.
 
-        ``where`` is the sum of 1 (host memory), 2 (disk) and 4 (being saved or read). A failed save
-        or read is also reported, unless the chunk is on disk. If ``lost`` is True, earlier reports
-        may be outdated. If the server does not respond for one second, all of ``asked`` are
-        reported as removed. This report and the next response set ``lost``.
+        ``where`` is a bit mask of 1 (host memory), 2 (disk) and 4 (being saved or read). A failed
+        save or read is also reported, unless the chunk is on disk. If ``lost`` is True, earlier
+        reports may be outdated. If the server does not respond for one second, all of ``asked`` are
+        reported as removed, and ``lost`` is True in this report and in the next response.
         """
     def flush(self, timeout_s: float) -> bool:
         """Write all visible chunks to disk. Return False after a timeout."""
@@ -325,8 +332,8 @@ def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
 
     Each namespace has namespace (32 bytes), description, frame_sizes, slabs, stats, tenants (tag or
     None, host_bytes, disk_bytes, max_host_bytes, max_disk_bytes, ttl_s; largest first) and engines
-    (pid, connected_ms, reservations, leases). Raises LateError after the timeout, StoreError
-    without a server, DeniedError without access to its socket, and ConfigError if the server
+    (pid, connected_ms, reservations, leases). Raises LateError after the timeout, StoreError if no
+    server is running, DeniedError if its socket is not accessible, and ConfigError if the server
     rejects the request.
     """
 
@@ -334,7 +341,7 @@ def server_clear(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -
     """Remove all chunks of a namespace from all tiers, and return the number of chunks removed.
 
     ``namespace`` is a prefix of the namespace's hex digits, and can be empty if the server has only
-    one namespace. Raises the same exceptions as `server_status`. Unless exactly one namespace
+    one namespace. Raises the same exceptions as `server_status`. If no namespace or more than one
     matches, raises a ConfigError that lists the namespaces.
     """
 

@@ -55,7 +55,8 @@ def refuse_here(config: Config, available_bytes: int | None = None) -> None:
     refuse_impossible(config)
     if config.server not in (None, AUTO):  # the server has a separate host_size
         return
-    left = available_bytes if config.server is None else None  # a running server may use some of it
+    # With `auto`, a running server may already hold this memory.
+    left = available_bytes if config.server is None else None
     if left is not None and config.host_size > left:
         found = f"the {size_text(left)} that this machine or container has left"
     elif config.host_size > (memory := _machine_bytes()):
@@ -69,7 +70,7 @@ def refuse_here(config: Config, available_bytes: int | None = None) -> None:
 
 
 def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status")) -> None:
-    """Raise ConfigError for NUMA nodes that ``status`` does not allow for this process."""
+    """Raise ConfigError if ``status`` excludes one of ``nodes`` for this process."""
     try:
         lines = status.read_text().splitlines()
         lists = [line.split()[1] for line in lines if line.startswith("Mems_allowed_list:")]
@@ -103,7 +104,7 @@ def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
 
 
 def _bare(config: Config) -> list[str]:
-    """Return a warning for each number whose missing unit is probably a mistake."""
+    """Return a warning for each number that probably lacks a unit by mistake."""
     numbers = [
         (f"{key} = {_shown(number)} ({config.origin(key)})", key, number)
         for key, number in config.bare_numbers.items()

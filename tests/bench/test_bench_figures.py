@@ -1,5 +1,5 @@
-"""Tests how results of GPU benchmarks are evaluated, using made-up figures: percentiles, medians of
-runs, and the report's verdicts.
+"""Tests how GPU benchmark results are evaluated (percentiles, medians of runs, and the report's
+verdicts). The results are made up.
 """
 
 import importlib.util
@@ -307,7 +307,7 @@ def test_the_report_pairs_a_warm_prompt_with_the_hit_right_after_it(
 ) -> None:
     """The link takes 100 ms, and the hits take 10, 100 and 200 ms.
 
-    The report contains the median of the pairs.
+    The report contains the median of the three ratios.
     """
     ttft = {"kv_bytes": 5e9, "all_ms": {"warm": warm, "hbm": [10.0, 100.0, 200.0]}}
     copy = {
@@ -333,9 +333,9 @@ def test_the_report_pairs_a_warm_prompt_with_the_hit_right_after_it(
 def test_the_report_takes_the_median_of_runs_with_new_processes(
     last: float, verdicts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """kvloft takes 0.9, 1.02 and ``last`` times as long as plain vLLM.
+    """In three runs, kvloft takes 0.9, 1.02 and ``last`` times as long as plain vLLM.
 
-    The second run has no plain engine and is ignored.
+    A fourth run has no plain engine and is ignored.
     """
 
     def engine(times: float) -> dict[str, Any]:
@@ -549,8 +549,8 @@ def test_the_report_shows_errors_of_a_rank(
 def test_the_report_names_engines_with_tokens_left_in_hbm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If a token remains in HBM, the measured time does not represent a load from the server.
-    Prompts between rounds should have emptied the cache.
+    """If tokens remain in HBM, the measured time is not that of a full load from the server. The
+    prompts between rounds should have evicted them.
     """
     both = {
         name: {"warm_ms": 70.0, "cached_tokens": [96, 96], "from_connector": [96, 96]}

@@ -439,7 +439,7 @@ def _group_alive(group: int) -> bool:
 
 
 class Zygote:
-    """The handle of the process that forks engines (see zygote.py)."""
+    """A handle for the process that forks engines (see zygote.py)."""
 
     def __init__(self, folder: Path) -> None:
         self.address = folder / "zygote.sock"

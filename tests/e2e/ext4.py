@@ -31,7 +31,7 @@ class Ext4:
         )
 
     def mount_again(self) -> None:
-        """Mount the file system again for writing. No file may be open."""
+        """Mount the file system again for writing. All files on it must be closed."""
         subprocess.run(["umount", str(self.path)], check=True)
         subprocess.run(
             ["mount", "-o", "loop", str(self._image), str(self.path)],

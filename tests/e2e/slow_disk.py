@@ -1,4 +1,4 @@
-"""Measures how fast cached prompts load from a throttled disk while other requests generate:
+"""Measures how fast cached prompts load from a throttled disk while other requests generate tokens:
 `python -m tests.e2e.slow_disk`.
 
 The script uses real engines on a loop-mounted ext4 file system whose block device the kernel

@@ -2,8 +2,8 @@
 correct without a hit and with every kind of hit.
 
 The oracle is the same vLLM without a connector, a prefix cache or a draft model. zoo/test_zoo.py
-shows that a comparison with this oracle detects any wrong page. A hit must be at least as long as a
-hit of the same prompt in vLLM's own prefix cache, minus one unit for alignment.
+shows that a comparison with this oracle detects any wrong page. A hit must be at least as long as
+the same prompt's hit in vLLM's own prefix cache, minus one unit for alignment.
 """
 
 from collections import Counter
@@ -382,7 +382,8 @@ def test_aborts_and_resets_under_way_say_the_truth(
 ) -> None:
     """Requests are aborted while they load, wait or run.
 
-    vLLM's cache is reset while the other requests run. In every second turn, this preempts them.
+    vLLM's cache is reset while the other requests run. In every second turn, the reset preempts
+    them.
     """
     require_batches(place)
     engine = serve(

@@ -186,7 +186,7 @@ def test_sizes_are_those_of_the_format(sample: str, most: float) -> None:
 )
 @pytest.mark.parametrize("page_kib", [4, 6, 18, 64])
 def test_real_keys_and_values_come_back_and_take_71_percent(page_kib: int) -> None:
-    """vLLM's pages for this model have 6 KiB: K or V of 16 tokens in one layer."""
+    """vLLM's pages for this model are 6 KiB: the K or V of 16 tokens in one layer."""
     words = np.load(os.environ["KV_SMOLLM2"]).reshape(-1)
     num_planes = 60 if page_kib == 6 else 10
     paged = one_buffer(num_planes, 2 * len(words) // (num_planes * page_kib << 10), page_kib << 10)
@@ -273,7 +273,7 @@ def test_unregistered_frames_are_loaded_but_not_used_by_saves(
     frames = encoded_frames(paged, 20, 1)
     fill(paged, "outliers")
     mover, copies = check_unregistered(paged, frames, monkeypatch, encodes=True)
-    frames.parts[:, :800] = 0xFF  # these tables point past the end
+    frames.parts[:, :800] = 0xFF  # table entries that point past the end of the shard
     assert len(load(mover, copies).loads[0].bad_keys) == 15
     mover.close()
 

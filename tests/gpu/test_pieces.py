@@ -1,5 +1,5 @@
-"""Compares the split of chunk copies into pieces with a tile-by-tile model: every byte is copied
-exactly once and to the correct place.
+"""Checks the pieces of chunk copies against a tile-by-tile model: every byte is copied exactly once
+and to the correct place.
 """
 
 import numpy as np

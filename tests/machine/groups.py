@@ -125,12 +125,12 @@ def are_served(groups: tuple[Group, ...]) -> bool:
 
 
 def unit_tokens(groups: tuple[Group, ...]) -> int:
-    """Return the unit in tokens. With multiple groups, hits end at multiples of the unit."""
+    """Return the number of tokens per unit. With multiple groups, hits end at unit boundaries."""
     return lcm(*(group.block_tokens for group in groups))
 
 
 def lookahead(groups: tuple[Group, ...]) -> int:
-    """Return how many tokens after a block the block's KV depends on.
+    """Return the number of tokens after a block on which the block's KV depends.
 
     In DFlash and separate draft models, the KV at a position depends only on tokens up to that
     position.

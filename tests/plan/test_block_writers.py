@@ -1,4 +1,4 @@
-"""Tests which prefix a block's KV is attributed to, with multiple blocks per chunk."""
+"""Tests the attribution of a block's KV to a prefix when chunks have multiple blocks."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,9 +1,9 @@
 """Decides when to examine running requests for complete units.
 
-Most requests do not complete a unit in a step, and every forward pass waits for this decision. A
-request is due once its frontier reaches a stored value. While each request advances by one token
-per step, the steps in which requests are due are predicted. In other steps, the frontiers of all
-requests are compared in bulk.
+In any step, most requests do not complete a unit, and every forward pass waits for this decision.
+A request is due once its frontier (computed plus scheduled tokens) reaches the value stored for it.
+While each request advances by one token per step, the steps in which requests are due are
+predicted. In other steps, all frontiers are compared with the stored values in bulk.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ class SaveSchedule:
         """Positions of due requests, by step. None while steps are not predictable."""
         self._step = self._num_steady = 0
         self._next_sum: int | None = None
-        """Sum of the computed tokens in the next step if each request advances by one token."""
+        """Sum of ``computed`` in the next step if each request advances by one token."""
 
     def line_up(self, running: Iterable[ReqId], due_at: Iterable[int]) -> None:
         self.running, self._before = [], []
@@ -44,9 +44,10 @@ class SaveSchedule:
         self._next_sum = None
 
     def due(self, computed: Sequence[int], scheduled: Iterable[int] | None) -> Sequence[int]:
-        """Return the positions of requests that are due with ``computed`` and ``scheduled`` tokens.
+        """Return the positions of the requests that are due.
 
-        ``scheduled`` is None if one token is scheduled for each request.
+        ``computed`` and ``scheduled`` contain numbers of tokens. ``scheduled`` is None if one token
+        is scheduled for each request.
         """
         if scheduled is not None:
             self._next_sum = None
@@ -68,9 +69,9 @@ class SaveSchedule:
         return self._predicted.pop(self._step, ())
 
     def put(self, positions: Iterable[int], computed: Sequence[int], due_at: Iterable[int]) -> None:
-        """Store the next frontiers at which the requests at ``positions`` are due.
+        """Store the frontiers at which the requests at ``positions`` are due next.
 
-        ``computed`` contains the computed tokens of all running requests in this step.
+        ``computed`` contains the number of computed tokens of each running request in this step.
         """
         before, predicted, step = self._before, self._predicted, self._step
         if predicted is None:

@@ -90,7 +90,7 @@ class SchedulerCore:
         """
         request = self._request(live)
         keeps_kv = self._keeps_blocks(request, tables)
-        if live.req_id in self._scheduled:  # a reset preempted it; vLLM may have kept its blocks
+        if live.req_id in self._scheduled:  # preempted by a reset; vLLM may have kept its blocks
             self._writers.record(request)
         if not keeps_kv:
             self._saves.drop_owed(request)
@@ -214,7 +214,7 @@ class SchedulerCore:
 
     @property
     def has_work_in_flight(self) -> bool:
-        """True while there are unreported copies, so the engine must keep polling the workers."""
+        """True while there are unreported copies, for which the engine must poll the workers."""
         return bool(self._store.num_in_flight or self._loads.in_progress)
 
     # -- finish, reset and close ----------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Wraps vLLM methods for which there is no connector hook, so that listeners are called.
+"""Wraps vLLM methods that have no connector hook, so that kvloft's listeners are called.
 
 If a vLLM release lacks a method, a guarantee is lost. Each entry in the table describes the lost
 guarantee and the reaction: the engine does not start, the cache is used only in this run, or
@@ -99,7 +99,7 @@ POOL_RESET = Patch(
     "vllm.v1.core.block_pool",
     "BlockPool",
     "reset_prefix_cache",
-    "the event that it publishes removes all blocks, including kvloft's blocks",
+    "the method publishes an event that removes all blocks, including kvloft's blocks",
     "after a reset of vLLM's prefix cache, KV events no longer include the chunks in kvloft",
     Missing.LESS,
 )
@@ -107,8 +107,8 @@ ADD_REQUEST = Patch(
     "vllm.v1.core.sched.scheduler",
     "Scheduler",
     "add_request",
-    "no hook shows whether a connector is a child of MultiConnector, or lets the connector free "
-    "blocks while a step is in flight (otherwise, vLLM 0.26 to 0.29 preempts requests)",
+    "no hook shows whether a connector is a child of MultiConnector, and none lets the connector "
+    "free blocks while a step is in flight (otherwise, vLLM 0.26 to 0.29 preempts requests)",
     "requests do not wait for chunks on disk, and vLLM preempts more requests under async "
     "scheduling",
     Missing.LESS,
@@ -206,7 +206,7 @@ def wrap(patch: Patch, around: Around, owner: Any = None) -> None:
 
 
 def listen(patch: Patch, listener: Callable[..., Any], owner: Any = None) -> None:
-    """Before each call to the method, call ``listener`` with the same arguments.
+    """Call ``listener`` before each call to the method, with the same arguments.
 
     ``listener`` is a bound method, and is not called after its object has been deleted. If
     ``listener`` returns a function, this function is called after the method. Exceptions are logged
@@ -229,5 +229,5 @@ def _logged(patch: Patch, told: Callable[..., Any], /, *args: Any, **kwargs: Any
     try:
         return told(*args, **kwargs)
     except Exception:
-        logger.exception("kvloft: error while vLLM called %s.%s", patch.owner, patch.method)
+        logger.exception("kvloft: error in a listener of %s.%s", patch.owner, patch.method)
         return None

@@ -1,5 +1,5 @@
 //! Tests a full file system that cannot preallocate (ext2, NFS before 4.2): the disk tier keeps the
-//! chunks that fit and evicts chunks to make room, as it does at `disk_size`.
+//! chunks that fit and evicts chunks to make room, as it does when it reaches `disk_size`.
 #![expect(clippy::unwrap_used, reason = "tests")]
 mod store_common;
 
@@ -22,7 +22,7 @@ use store_common::{FRAME, arena_of, chain, config, save, stat, verify};
 const LONG: Duration = Duration::from_secs(60);
 const CAP_BYTES: u64 = 1 << 20;
 
-/// Returns the config of a disk tier for frames of the host's size and of the sizes in `others`.
+/// Returns the config of a disk tier for frames of `FRAME` bytes and of the sizes in `others`.
 fn disk_config(dir: &Path, others: &[u64]) -> DiskConfig {
     DiskConfig {
         dir: dir.to_owned(),

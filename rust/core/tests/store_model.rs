@@ -1,7 +1,7 @@
 //! Compares the store with an independent model: a simple dictionary.
 //!
 //! Frames are plentiful here, so each result is deterministic and must equal the model's.
-//! `store_faults.rs` tests pressure and disks.
+//! `store_faults.rs` tests memory pressure and disks.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;

@@ -1,5 +1,5 @@
 //! Examples of per-salt quotas and TTLs: which tenant a chunk belongs to, which chunks a quota
-//! includes, and when a chunk was saved. `store_limits.rs` compares them with a model.
+//! includes, and when a chunk was saved. `store_limits.rs` compares quotas and TTLs with a model.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;

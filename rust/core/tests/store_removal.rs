@@ -91,8 +91,8 @@ impl Disks {
     }
 }
 
-/// Saves a cold prompt that is only on disk and has more chunks than one slice drops, and a hot
-/// prompt of 8 chunks that is in host memory and on disk.
+/// Saves two prompts: a cold prompt, which is then only on disk and has more chunks than one slice
+/// drops, and a hot prompt of 8 chunks, which is then in host memory and on disk.
 fn cold_and_hot(store: &Store) -> (KeyChain, KeyChain) {
     let (cold, hot) = (prompt(0, 700), prompt(1000, 8));
     for end in (7..=700).step_by(7) {
@@ -218,7 +218,7 @@ fn test_chunks_forgotten_on_a_removed_disk_do_not_return_with_its_directory() {
     assert_eq!(stat(&store, "entries"), 0);
 }
 
-/// Real directories, and a real-time clock.
+/// A real disk directory, and a pool of host memory.
 struct Place {
     dir: tempfile::TempDir,
     pool: Arc<Pool>,

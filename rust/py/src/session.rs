@@ -198,7 +198,7 @@ impl Session {
         self.inner.session().is_save_late()
     }
 
-    /// Number of saves that not all ranks have reported.
+    /// Number of saves that at least one rank has not reported yet.
     #[getter]
     fn num_in_flight(&self) -> usize {
         self.inner.num_in_flight()
@@ -291,14 +291,14 @@ impl Session {
         self.inner.settle(&saved, &failed, &misfits)
     }
 
-    /// Release reserved frames that no rank will report. If `tickets` is None, release all reserved
-    /// frames.
+    /// Release the frames of reservations that no rank will report. If `tickets` is None, release
+    /// all reserved frames.
     #[pyo3(signature = (tickets=None))]
     fn abort(&self, tickets: Option<Vec<u64>>) {
         tickets.map_or_else(|| self.inner.abort_all(), |tickets| self.inner.abort(&tickets));
     }
 
-    /// Return the blocks that in-flight saves read. If `blocks` is given, check only its elements.
+    /// Return the blocks that in-flight saves may still read, or the subset that is in `blocks`.
     #[pyo3(signature = (blocks=None))]
     fn being_read(&self, blocks: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<i32>> {
         let blocks = blocks.map(|blocks| block_ids(blocks, 0, None)).transpose()?;
@@ -335,8 +335,8 @@ impl Session {
         events.map(|event| (event.to_string(), event.is_problem())).collect()
     }
 
-    /// Start to record added and removed chunks. At most `capacity` changes are kept until
-    /// `changes` returns them.
+    /// Start recording added and removed chunks. At least the last `capacity` changes are kept
+    /// until `changes` returns them.
     fn watch(&self, capacity: usize) {
         self.inner.session().watch(capacity);
     }
@@ -358,7 +358,7 @@ impl Session {
         )
     }
 
-    /// Wait until all visible chunks are written to disk or dropped. Return False at the deadline.
+    /// Wait until all visible chunks are written to disk or dropped. Return False after a timeout.
     fn flush(&self, py: Python<'_>, timeout_s: f64) -> bool {
         py.detach(|| self.inner.session().flush(timeout(timeout_s)))
     }

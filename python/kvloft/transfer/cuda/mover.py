@@ -208,7 +208,7 @@ class CudaMover:
         self._loads.stop()
 
     def _compute(self) -> driver.Stream:
-        """Return the stream of the engine's forward pass, which can change between steps."""
+        """Return the current stream of the engine's forward pass. It can change between steps."""
         return driver.Stream.view(_current_stream(self._device))
 
 
@@ -223,8 +223,8 @@ def _kernels_of(layout: PagedLayout, device: torch.device, *, encodes: bool) -> 
             return Kernels(layout, device, cache_dir, encodes=True)
         except (KernelError, driver.CudaError) as error:
             logger.warning(
-                "kvloft: storing KV uncompressed: the compression kernels cannot be compiled or "
-                "loaded (%s)",
+                "kvloft: storing KV uncompressed, because the compression kernels cannot be "
+                "compiled or loaded (%s)",
                 error,
             )
     return Kernels(layout, device, cache_dir)
@@ -241,7 +241,10 @@ def _device_encodes(device: torch.device) -> bool:
 
 
 def _current_stream(device: torch.device) -> int:
-    """Return the current stream. With cold caches, torch.cuda's call takes 60 to 90 us longer."""
+    """Return the current stream.
+
+    With cold caches, torch.cuda.current_stream takes 60 to 90 us longer than this call.
+    """
     return int(torch._C._cuda_getCurrentRawStream(device.index))  # noqa: SLF001
 
 
@@ -252,7 +255,10 @@ def _kind(
     frames: FrameMemory,
     slabs_per_registration: int,
 ) -> PageKind:
-    """Return the kind for a layout, still without slot sizes. A chunk has ``num_blocks`` blocks."""
+    """Return the kind for a layout. Its slot sizes are not set yet.
+
+    A chunk has ``num_blocks`` blocks.
+    """
     frames_per_run = frames.per_slab * (slabs_per_registration if frames.is_dense else 1)
     limits = unregistered = PieceLimits(
         kernels.block_tiles, 0, frames.part_bytes, num_blocks, frames_per_run

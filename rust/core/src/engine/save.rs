@@ -40,8 +40,8 @@ struct Part<'a> {
 }
 
 impl EngineSession {
-    /// Returns the groups whose chunks [`Self::reserve`] saves, with their indices. Mamba groups
-    /// are excluded, because vLLM provides their states one at a time.
+    /// Returns the groups for which [`Self::reserve`] reserves frames, and their indices. Mamba
+    /// groups are excluded, because vLLM provides their states one at a time.
     pub fn saved_groups(&self) -> impl Iterator<Item = (usize, &Group)> {
         let groups = self.order.iter().map(|nth| (*nth, &self.groups[*nth]));
         groups.filter(|(_, group)| group.kind != GroupKind::State)
@@ -101,8 +101,7 @@ impl EngineSession {
     }
 
     fn reserve_parts(&self, rows: &[Vec<Part<'_>>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
-        // Locked before the store assigns reservation numbers, so that they are added in ascending
-        // order.
+        // Locked before the store assigns tickets, so that tickets are added in ascending order.
         let mut in_flight = self.in_flight();
         let (mut asked, mut nums_of_runs) = (Vec::new(), Vec::new());
         for part in rows.iter().flatten() {

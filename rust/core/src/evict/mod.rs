@@ -42,10 +42,9 @@ pub enum Removal {
 /// A chunk with a present child is never evictable. A use of a chunk is also a use of its prefix,
 /// but only the deepest chunk is `touch`ed. If `set_group` is called, it directly follows `insert`.
 ///
-/// A policy **must** return an evictable id from `victim` whenever there is one, and an evictable
-/// id in the group from `victim_of`. Choosing a victim must not remove the victim; the store
-/// removes it with `remove`. Every call must take O(log n) time, because it runs under the store's
-/// lock.
+/// If an id is evictable, `victim` **must** return such an id. The same applies to `victim_of` and
+/// the ids in the group. Choosing a victim must not remove it; the store calls `remove`. Every call
+/// must take O(log n) time, because it runs under the store's lock.
 pub trait Policy: fmt::Debug + Send {
     /// Adds `id` to the tier. `parent` is the chunk before it in the prefix.
     fn insert(&mut self, id: ChunkId, parent: Option<ChunkId>, key: &ChunkKey);

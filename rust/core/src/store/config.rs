@@ -32,7 +32,8 @@ pub struct StoreConfig {
     pub namespace: [u8; 32],
     /// Settings of the disk tier, if any.
     pub disk: Option<DiskSettings>,
-    /// Current Unix time in seconds, so that a restart does not extend a chunk's time to live.
+    /// Current Unix time in seconds. Chunks are dated in Unix time, so that a restart does not
+    /// extend their time to live.
     pub now_s: u64,
     /// Limits of each tenant.
     pub limits: TenantLimits,
@@ -128,8 +129,8 @@ impl StoreConfig {
         let smallest = self.frame_sizes.smallest();
         if host_bytes / smallest > MAX_FRAMES {
             return fail(format!(
-                "{host_size} = {} is too large: it is more than {MAX_FRAMES} chunks of {smallest} \
-                 bytes; lower it",
+                "{host_size} = {} is too large: it could hold more than {MAX_FRAMES} chunks of \
+                 {smallest} bytes; lower it",
                 size_text(host_bytes)
             ));
         }

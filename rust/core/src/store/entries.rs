@@ -146,7 +146,7 @@ impl State {
         }
     }
 
-    /// Removes all chunks. Lookups stop finding them immediately.
+    /// Removes all chunks. Lookups stop finding these chunks immediately.
     pub(crate) fn clear(&mut self) {
         self.index.unmap_all();
         self.note_all();

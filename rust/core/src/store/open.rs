@@ -18,7 +18,7 @@ use crate::tier::disk::{DiskRoot, DiskTier};
 use crate::tier::host::HostTier;
 use crate::{ErrorKind, Result};
 
-/// Timeout for jobs that disk threads are running when the store closes.
+/// Timeout for jobs that are still running on disk threads when the store closes.
 const LAST_JOB_TIMEOUT: Duration = Duration::from_millis(800);
 /// How long an embedded store waits for the disk to open before it starts without the disk.
 const FIRST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -150,11 +150,11 @@ impl Store {
         }
     }
 
-    /// Waits until all visible chunks are written or dropped and all removed chunks are off the
-    /// disk.
+    /// Waits until all visible chunks are written or dropped and all removed chunks are deleted
+    /// from the disk.
     ///
     /// Returns false at the timeout, or earlier if flushing cannot complete in time, for example
-    /// because writes are paused past the timeout.
+    /// because writes are paused until after the timeout.
     pub fn flush(&self, timeout: Duration) -> bool {
         let (start, start_time) = (Instant::now(), (self.inner.clock)());
         let deadline = start_time.saturating_add(timeout);

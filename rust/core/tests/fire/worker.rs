@@ -1,4 +1,4 @@
-//! A caller of the store. Runs random operations and compares each result with the recorder.
+//! A caller of the store. Runs random operations and checks each result against the recorder.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -23,13 +23,13 @@ pub(crate) struct Shared<'a> {
     pub(crate) cap_bytes: u64,
 }
 
-/// A lease and the versions that it may return.
+/// A lease, and the lowest version that it may return for each chunk.
 #[derive(Debug)]
 pub(crate) struct Loan<'a> {
     chain: &'a KeyChain,
     lease: ReadLease,
     floors: Vec<u64>,
-    /// Frames that were compared and must not change.
+    /// Frames that were checked before and must not change, with their versions.
     seen: Vec<(LeasedFrame, u64)>,
 }
 
@@ -155,7 +155,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Compares every byte of every frame that the lease currently returns.
+    /// Checks every byte of every frame that the lease currently returns.
     pub(crate) fn check(&mut self, loan: &mut Loan<'_>) {
         let frames = loan.lease.frames();
         self.count("frames");

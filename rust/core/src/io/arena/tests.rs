@@ -1,4 +1,5 @@
-//! Tests that the same bytes are never lent twice, and that memory is placed on NUMA nodes.
+//! Tests that bytes are never lent to two borrowers concurrently, and that memory is placed on NUMA
+//! nodes.
 
 use super::super::numa::{MPOL_F_ADDR, prefer_numa_node};
 use super::*;

@@ -1,7 +1,8 @@
 //! Shrinks the files of a namespace to the size limit when the namespace is opened.
 //!
-//! With one size class, the highest slots are freed. With more than one, the blocks of free slots
-//! are released first. After that, each class frees its highest slots in proportion to its size.
+//! With one size class, the highest slots are freed. With more than one, the disk space of free
+//! slots is released first. After that, each class frees its highest slots in proportion to its
+//! size.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -25,7 +26,7 @@ pub(super) struct ClassIndex {
     pub(super) unsound: Vec<SlotId>,
     /// Slots with nonempty records, in ascending order.
     recorded: Vec<u32>,
-    /// True if all slots without records are punched.
+    /// True if all slots without records are holes.
     is_punched: bool,
 }
 

@@ -1,8 +1,8 @@
-//! Ensures that a disk directory and all its namespaces have a single owner, checks file ownership,
-//! and builds the errors for directories that cannot be used.
+//! Ensures that a disk directory and all its namespaces are owned by a single process, checks that
+//! other users cannot write to them, and builds the errors for directories that cannot be used.
 //!
 //! The owner holds an exclusive `flock`, which the kernel releases when the owner dies. Both the
-//! directory and `DIR/lock` are locked, because the file could be deleted and because some file
+//! directory and `DIR/lock` are locked, because `DIR/lock` could be deleted and because some file
 //! systems cannot lock directories. `DIR/lock` also contains the owner's pid for error messages in
 //! other processes.
 
@@ -77,7 +77,7 @@ impl DirLock {
         Ok(lock)
     }
 
-    /// Returns true if `dir` is still the locked directory, and was not deleted and recreated.
+    /// Returns true if `dir` is still the locked directory, not a new directory at the same path.
     pub(super) fn is_of(&self, dir: &Path) -> bool {
         let (own, there) = (self.files[0].metadata(), dir.metadata());
         own.is_ok_and(|own| {
@@ -148,8 +148,8 @@ fn busy(dir: &Path, [name, advice]: Asker) -> Error {
 }
 
 /// Checks that only this user and root can write to the file with metadata `meta`. Files that
-/// another user can change are not trusted, because an index determines which chunk is served for a
-/// key. The error is `Io`, because the operator can fix the problem while the engine is running.
+/// another user can change are not trusted, because a forged index could map a key to a wrong
+/// chunk. The error is `Io`, because the operator can fix the problem while the engine is running.
 pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Result<()> {
     let me = rustix::process::geteuid().as_raw();
     let (is_ours, mode) = (meta.uid() == me, meta.mode() & 0o7777);

@@ -1,6 +1,6 @@
 //! A slot's 128-byte record in the index of the slot's size class. A record identifies the chunk in
-//! the slot's frame and contains checksums of the frame and of itself. `recover` turns the records
-//! of a namespace into a consistent set of entries.
+//! the slot's frame and contains checksums of the frame and of the record. `recover` turns the
+//! records of a namespace into a consistent set of entries.
 //!
 //! Layout, little endian: magic `KVLREC01` (8), key (32), parent (32), payload checksum (u128),
 //! sequence (u64), save time (u64, Unix seconds; the write time in early versions), number of units
