@@ -425,7 +425,7 @@ def test_a_typo_is_answered_with_the_nearest_key(key: str, data: st.DataObject) 
         (
             "lmcache_instance_id",
             1,
-            "an LMCache setting; kvloft does not need this setting; namespace sep",
+            "an LMCache setting; kvloft does not need this setting; use namespace",
         ),
         ("local_disk", "file:///mnt/c", 'use disk_path = "/mnt/c".'),
         ("local_disk", True, "use disk_path, for example"),

@@ -439,7 +439,9 @@ def test_the_report_compares_chats_with_the_fastest_of_the_others(
             "kvloft": runs(33.4),
         },
     )
-    assert "| kvloft | 33.4 | 33.4 | 75.0% | 2 | at most 33.5, the fastest other: met |" in found
+    assert (
+        "| kvloft | 33.4 | 33.4 | 75.0% | 2 | at most 33.5 (fastest other engine): met |" in found
+    )
     assert "| native | - | - | - | - | 5 turns" in found, "an interrupted run has no makespan"
     assert "**missed**" in report(
         tmp_path, capsys, chats={"none": runs(30.0), "kvloft": runs(33.4)}

@@ -40,10 +40,10 @@ def test_ranks_that_load_their_saves_are_no_problem() -> None:
 @pytest.mark.parametrize(
     ("run", "key", "value", "word"),
     [
-        ("warm", "tokens", [[1, 2], [3, 5]], "tokens of warm differ"),
-        ("hbm", "tokens", [[1, 2], [3, 5]], "tokens of hbm differ"),
-        ("crowd", "tokens", [[1, 2], [3, 5], [7, 8]], "tokens of crowd differ"),
-        ("crowd_warm", "tokens", [[1, 2], [3, 4], [7, 9]], "tokens of crowd_warm differ"),
+        ("warm", "tokens", [[1, 2], [3, 5]], "tokens in warm differ"),
+        ("hbm", "tokens", [[1, 2], [3, 5]], "tokens in hbm differ"),
+        ("crowd", "tokens", [[1, 2], [3, 5], [7, 8]], "tokens in crowd differ"),
+        ("crowd_warm", "tokens", [[1, 2], [3, 4], [7, 9]], "tokens in crowd_warm differ"),
         ("crowd_warm", "cached", [0, 96, 0], "no cached tokens for some of the prompts"),
         ("crowd_warm", "cached", [0, 80, 96], "fewer cached tokens in crowd_warm than in warm"),
         ("crowd", "cached", [0, 0, 0], "fewer cached tokens in crowd than in warm"),

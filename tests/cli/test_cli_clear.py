@@ -16,7 +16,7 @@ def test_clear_empties_a_server_only_after_confirmation(
     socket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["clear", "--socket", socket]) == 1
-    assert "use --yes" in capsys.readouterr().err
+    assert "--yes skips the question" in capsys.readouterr().err
     assert stats_of(socket)["frames_visible"] == 3
     assert main(["clear", "--socket", socket, "--yes"]) == 0
     assert capsys.readouterr().out == "3 chunks removed\n"

@@ -107,7 +107,9 @@ def test_tokens_left_on_a_slow_disk_are_logged_once(
         for _ in range(3):
             half.core.counters["disk_slow_tokens"] += 64
             half.take_stats()
-    (record,) = [each for each in logged() if "on disk were computed" in each.getMessage()]
+    (record,) = [
+        each for each in logged() if "instead of reading the KV from disk" in each.getMessage()
+    ]
     assert "64 tokens" in record.getMessage() and record.levelno == logging.INFO
 
 

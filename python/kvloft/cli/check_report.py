@@ -140,7 +140,7 @@ def _missing(passes: dict[str, Pass], near: float) -> Iterator[str]:
                 f"cache: {own.difference:.2g})"
             )
         if one.errors:
-            yield f"{title}: {one.errors} errors, including chunks that failed verification"
+            yield f"{title}: {one.errors} errors in kvloft, including damaged chunks"
         if name in ("cold", "reset") and one.host + one.disk:
             yield (
                 f"{title}: {one.host + one.disk} tokens were loaded, although the cache should be "
