@@ -162,7 +162,8 @@ def heavy_import() -> Iterator[str]:
         [sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False
     )
     if run.returncode or run.stdout.strip():
-        yield f"import kvloft loads {run.stdout.strip() or run.stderr.strip()}"
+        what = run.stdout.strip() or f"fails: {run.stderr.strip()}"
+        yield f"`import kvloft` must not import packages that are slow to load: {what}"
 
 
 RULES = (

@@ -39,7 +39,7 @@ state (Mamba, gated delta net) |
 
 A model is supported if all outputs are identical to plain vLLM's (cold, from host memory, from disk
 after a restart, with different endings, and after a reset) and as many draft tokens are accepted as
-in plain vLLM. With `kv_groups: one`, vLLM does not start models with states; other models are
+in plain vLLM. With `kv_groups: one`, vLLM does not start if the model has states; other models are
 supported.
 
 """

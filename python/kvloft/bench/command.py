@@ -39,8 +39,8 @@ def add_parser(subparsers: Any) -> None:
             "computation"
         ),
         description=(
-            "Measure save and load bandwidth by page size, compared with one large copy, and the "
-            f"slowdown of concurrent computation. {STATUS}"
+            "Measure save and load bandwidth by page size (relative to one large copy), and how "
+            f"much concurrent computation slows down. {STATUS}"
         ),
     )
     copy.add_argument(

@@ -169,7 +169,7 @@ fn slow_id(name: &str, item: &Bound<'_, PyAny>, index: usize) -> PyResult<u32> {
 /// Return `(key, value[0])` for each value that is neither None nor empty. Both lists must have the
 /// same length.
 ///
-/// The scheduler passes columns of hundreds of requests, but only a few requests have a value.
+/// The scheduler passes lists for hundreds of requests, but only a few requests have a value.
 #[pyfunction]
 pub(crate) fn first_of_each<'py>(
     keys: &Bound<'py, PyList>,

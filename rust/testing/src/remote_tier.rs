@@ -197,8 +197,8 @@ impl Walk<'_> {
         self.get(chunk)
     }
 
-    /// Makes the call on a separate thread, so that a call that ignores its deadline cannot block
-    /// the suite.
+    /// Calls the tier on a separate thread, so that a call that ignores its deadline cannot block the
+    /// suite.
     fn hang(&mut self, chunk: u32, which: u32) -> Result<(), String> {
         if !self.place.hang(true) {
             return Ok(());

@@ -242,7 +242,7 @@ fn late_answers_leave_no_leases_or_reservations() {
             "many lookups" => {
                 assert_eq!(engine.lookup_many(&every), vec![Lookup::default(); every.len()]);
             }
-            // These leases do not exist, so there is nothing to release.
+            // These calls grant no leases, so there is nothing to release.
             "a lease" => {
                 assert_eq!(engine.poll(engine.acquire(Prefix::from(&chain))), Progress::default());
             }

@@ -46,7 +46,10 @@ def can_encode(layout: PagedLayout, num_blocks: int, slot_bytes: int) -> bool:
 
 
 def slot_stride(width: int) -> int:
-    """Return the distance between chunks in a slot. The last record can extend past ``width``."""
+    """Return the distance between chunks in a slot.
+
+    A chunk's last record can extend past ``width``.
+    """
     return -(-(width + TILE_BYTES) // 512) * 512
 
 

@@ -52,8 +52,8 @@ class KernelError(UnsupportedError):
 
 @cache
 def kernel_source(family: Family = CHUNKS) -> str:
-    """Return the headers and sources of ``family`` as one text without includes, as the program
-    cache requires.
+    """Return the headers and sources of ``family`` as one string without #include lines, as the
+    program cache requires.
     """
     folder = resources.files("kvloft") / "csrc"
     text = "".join(

@@ -129,7 +129,7 @@ class Shared:
     def problem_of(self, kind: int, chunks: ChunkBatch) -> str | None:
         """Return the reason why ``chunks`` cannot be copied, or None if they can be copied.
 
-        A copy must stay within the arena, its frame and the paged KV.
+        A copy must stay within the bounds of the arena, the chunk's frame and the paged KV.
         """
         limits, memory = self.kinds[kind].loads, self.kinds[kind].memory
         if not self.kinds[kind].fits:

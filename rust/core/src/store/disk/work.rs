@@ -126,8 +126,8 @@ pub(crate) struct DiskWork {
     pub(crate) freeing: u32,
     /// Number of detached chunks whose slots are in use until a job completes.
     pub(crate) num_detached_slots: u64,
-    /// True while the store is closing. No job starts, and each lease ends before its first chunk
-    /// that is still waiting to be read.
+    /// True while the store is closing. No job starts, and each lease is truncated before its first
+    /// chunk that is still waiting to be read.
     pub(crate) stopping: bool,
     /// Chunks found when the tier was opened that are not indexed yet, in reverse order.
     pub(crate) found: Vec<DiskEntry>,

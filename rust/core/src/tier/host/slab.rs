@@ -7,7 +7,7 @@ use crate::io::SizeClass;
 pub(super) enum SlabState {
     /// The slab does not belong to this tier or is not in use.
     Foreign,
-    /// The slab holds this tier's frames of one size.
+    /// The slab belongs to this tier and holds frames of a single size.
     Own(SizeClass),
     /// Like `Own`, but the slab is being emptied, so none of its free frames are handed out.
     Draining(SizeClass),
