@@ -98,8 +98,9 @@ LIMITS = ("blkio.throttle.read_bps_device", "blkio.throttle.write_bps_device")
 
 @contextmanager
 def throttled(disk: Ext4, pid: int, mib_s: float) -> Iterator[None]:
-    """Limit reads and writes by process ``pid`` on the device of ``disk`` to ``mib_s`` MiB/s each,
-    with blkio (cgroup v1) or io.max (cgroup v2).
+    """Limit the rate at which process ``pid`` reads from and writes to the device of ``disk``.
+
+    Each direction is limited to ``mib_s`` MiB/s, with blkio (cgroup v1) or io.max (cgroup v2).
     """
     number = os.stat(disk.path).st_dev
     device, rate = f"{os.major(number)}:{os.minor(number)}", int(mib_s * 2**20)

@@ -222,7 +222,7 @@ class Rig:
     def median(self, what: str, ceiling: Ceiling | None = None) -> Rate:
         """Return the medians of `NUM_RUNS` runs.
 
-        Runs alternate with runs of ``ceiling``, so that other load on host memory affects both.
+        Measures ``ceiling`` before each run, so that other load on host memory affects both.
         """
         self.seconds(what)
         runs: list[Rate] = []

@@ -1,4 +1,4 @@
-//! A `LocalTier` in memory that fails, hangs and panics on demand. The tier records every call that
+//! An in-memory `LocalTier` that fails, hangs and panics on demand. The tier records every call that
 //! violates the contract of `LocalTier`.
 
 use kvloft_core::io::SizeClass;

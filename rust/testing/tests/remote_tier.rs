@@ -1,4 +1,4 @@
-//! Checks that the suite for remote tiers accepts a correct in-memory tier and detects each flaw of
+//! Checks that the suite for remote tiers accepts a correct in-memory tier and detects each flaw in
 //! a broken tier.
 #![expect(clippy::unwrap_used, reason = "tests")]
 

@@ -95,8 +95,8 @@ fn namespaces_share_memory_but_no_chunks() {
     }
     assert_eq!(found(&other, &chain(0, 5)), 0, "another model's prompt must not be found");
     assert_eq!((space(&server, 1).num_slabs, space(&server, 2).num_slabs), (15, 0));
-    // The other namespace saves until it has half of the memory. Chunks dropped in the meantime are
-    // misses.
+    // The other namespace saves chunks until it owns half of the memory. Chunks dropped in the
+    // meantime are misses.
     until("an equal share", || {
         (0..40).for_each(|seed| {
             mark(&other, 2, seed, 3);

@@ -1,4 +1,4 @@
-"""State that the saves and loads of CudaMover share, and their base class `Direction`."""
+"""Defines the state shared by CudaMover's saves and loads, and their base class `Direction`."""
 
 import logging
 import threading

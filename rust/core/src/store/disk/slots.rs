@@ -72,7 +72,7 @@ impl State {
         self.settle(id);
     }
 
-    /// Evicts a chunk of a tenant that exceeds its quota. The slot is freed later.
+    /// Evicts a chunk that belongs to a tenant over its quota. The slot is freed later.
     pub(crate) fn drop_for_quota(&mut self, id: ChunkId) {
         self.stats.disk_evictions += 1;
         self.stats.quota_disk_evictions += 1;

@@ -101,7 +101,8 @@ impl Recorder {
         }
     }
 
-    /// Compares the found chunks with the expected contents, and then expects the found chunks.
+    /// Compares the found chunks with the expected contents, and makes the found chunks the expected
+    /// contents of later checks.
     fn check(&mut self, tier: &DiskTier, found: &[DiskEntry]) -> Result<(), TestCaseError> {
         let mut seen = BTreeMap::new();
         let mut uncertain = BTreeSet::new();
