@@ -437,6 +437,8 @@ def test_a_typo_is_answered_with_the_nearest_key(key: str, data: st.DataObject) 
             "an LMCache setting; kvloft works on a single host and does not",
         ),
         ("save_decode_cache", False, 'use save = "prompt".'),
+        ("remote_url", "lm://a:65432", "on a single host, use server, for example"),
+        ("min_retrieve_tokens", 512, "an LMCache setting; kvloft does not need this setting"),
         (
             "reserve_local_cpu_size",
             1,

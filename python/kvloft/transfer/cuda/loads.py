@@ -160,7 +160,7 @@ class Loads(Direction):
         done = self._shared.done
         if load.bad:
             logger.warning(
-                "kvloft: %d chunks could not be loaded (%s); treating them as misses",
+                "kvloft: chunks that could not be loaded are treated as misses: %d (%s)",
                 len(load.bad),
                 load.bad[0][1],
             )

@@ -105,7 +105,7 @@ pub(super) fn lost_records(frame_bytes: u64, records: u32, frames: u32) -> Optio
         _ if records >= frames => None,
         0 => Some(format!("{name} is empty, but there are {frames} frames: their chunks are lost")),
         _ => Some(format!(
-            "{name} has records for {records} of {frames} frames: the other chunks are lost"
+            "{name} has records for {records} of {frames} frames: any chunks in the other frames are lost"
         )),
     }
 }

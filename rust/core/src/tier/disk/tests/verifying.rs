@@ -128,7 +128,7 @@ fn problems_of(dir: &Path) -> Vec<String> {
 
 #[test]
 fn test_verify_and_inspect_report_frames_whose_records_are_gone() {
-    let lost = "the other chunks are lost";
+    let lost = "any chunks in the other frames are lost";
     for (records, problem) in [
         (0, "index-8192.dat is empty, but there are 8 frames: their chunks are lost".to_owned()),
         (2, format!("index-8192.dat has records for 2 of 8 frames: {lost}")),
