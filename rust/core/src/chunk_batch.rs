@@ -33,6 +33,8 @@ pub struct ChunkBatch {
 /// One chunk of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chunk<'a> {
+    /// Number of the KV cache group.
+    pub group: u32,
     /// The frame to copy from or to.
     pub frame: FrameId,
     /// The chunk's key.
@@ -203,6 +205,7 @@ impl ChunkBatch {
         let every = part.blocks_of(at);
         let run = wanted(every).unwrap_or_default();
         Chunk {
+            group: part.group,
             frame: FrameId(part.rows[at].frame),
             key: ChunkKey(part.rows[at].key),
             num_blocks: every.len(),

@@ -42,6 +42,8 @@ pub(crate) struct Settled {
     pub(crate) reservation: Option<u64>,
     /// True if a rank failed to write the chunk or the store was cleared.
     pub(crate) failed: bool,
+    /// The index of the chunk's KV cache group.
+    pub(crate) group: usize,
     /// The size class of the chunk's frame.
     pub(crate) class: SizeClass,
     /// The chunk's key, if the chunk did not fit its frame.
@@ -157,7 +159,8 @@ impl InFlight {
         let (first, plan, nth) = find(&mut self.all, ticket)?;
         let Save { reservation, failed, is_misfit, .. } = plan.saves[nth];
         let chunk = plan.batch.chunk(nth);
-        let (class, misfit) = (chunk.frame.class(), is_misfit.then_some(chunk.key));
+        let (group, class) = (chunk.group as usize, chunk.frame.class());
+        let misfit = is_misfit.then_some(chunk.key);
         plan.saves[nth].num_ranks_left = 0;
         plan.num_left -= 1;
         self.num_saves -= 1;
@@ -172,7 +175,7 @@ impl InFlight {
         if plan.num_left == 0 {
             self.all.remove(first);
         }
-        Some(Settled { reservation, failed, class, misfit })
+        Some(Settled { reservation, failed, group, class, misfit })
     }
 }
 

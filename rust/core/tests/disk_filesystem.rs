@@ -190,7 +190,7 @@ fn full_and_emptied_again(kind: &'static str, size_mib: u64) {
         match DiskTier::open(mounted.config(8)) {
             // Some file systems still have space for a directory and a small file, but not for a
             // slot.
-            Ok((tier, _)) => assert_eq!(tier.reserve(SizeClass(0)), None),
+            Ok((tier, _)) => assert_eq!(tier.reserve(SizeClass(0)).ok(), None),
             Err(error) => {
                 assert_eq!(error.kind(), ErrorKind::Io, "the error must be retryable: {error}");
             }
@@ -235,7 +235,7 @@ fn full_of_another_size(kind: &'static str, size_mib: u64) {
     let (tier, _) = DiskTier::open(config.clone()).unwrap();
     let meta = |i| DiskMeta { key: key(i), parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 };
     let mut small = VecDeque::new();
-    while let Some(slot) = tier.reserve(SizeClass(1)) {
+    while let Ok(slot) = tier.reserve(SizeClass(1)) {
         let i = u32::try_from(small.len()).unwrap();
         if tier.write(slot, &meta(i), &frame(i)[..4096]).is_err() {
             tier.free(slot).unwrap();
@@ -246,7 +246,7 @@ fn full_of_another_size(kind: &'static str, size_mib: u64) {
     assert!(small.len() as u64 * 4096 > (size_mib << 20) / 2, "{} frames", small.len());
     let mut large = Vec::new();
     while large.len() < 8 {
-        if let Some(slot) = tier.reserve(SizeClass(0)) {
+        if let Ok(slot) = tier.reserve(SizeClass(0)) {
             write(&tier, slot, 10_000 + u32::try_from(large.len()).unwrap()).unwrap();
             large.push(slot);
         } else {

@@ -74,7 +74,7 @@ fn live(dir: &Path, life: u64) {
         let class = SizeClass(u8::try_from(n % 3).unwrap());
         let frame = &mut frames[class.index()];
         let slot = loop {
-            if let Some(slot) = tier.reserve(class) {
+            if let Ok(slot) = tier.reserve(class) {
                 break slot;
             }
             // Frees the oldest chain, deepest chunk first.

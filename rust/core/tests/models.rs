@@ -12,8 +12,8 @@ use std::sync::Arc;
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::store::{Opener, Store, StoreConfig};
-use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskConfig, DiskMeta, DiskStats, DiskTier, SlotId};
+use kvloft_core::tier::{LocalTier, NoSlot};
 use kvloft_core::{ChunkKey, ErrorKind, Result};
 use kvloft_testing::memory_tier::MemoryTier;
 use kvloft_testing::one_prefix::StoreExt;
@@ -27,7 +27,7 @@ use store_common::{arena_of, chain, config, disk_settings, save, stat};
 struct Yielding(Arc<MemoryTier>);
 
 impl LocalTier for Yielding {
-    fn reserve(&self, class: SizeClass) -> Option<SlotId> {
+    fn reserve(&self, class: SizeClass) -> Result<SlotId, NoSlot> {
         thread::yield_now();
         self.0.reserve(class)
     }
@@ -160,7 +160,7 @@ fn a_closed_tier_gives_its_directory_up_with_the_last_call() {
         let call = |n: u8| {
             let tier = Arc::clone(&tier);
             thread::spawn(move || {
-                let slot = tier.reserve(SizeClass(0))?;
+                let slot = tier.reserve(SizeClass(0)).ok()?;
                 let meta = DiskMeta {
                     key: ChunkKey([n; 32]),
                     parent: ChunkKey([0; 32]),
@@ -184,7 +184,7 @@ fn a_closed_tier_gives_its_directory_up_with_the_last_call() {
         slots.dedup();
         assert_eq!(slots.len(), num_slots, "a slot was given twice");
         assert!(is_free(dir.path()), "a closed tier without calls keeps its directory");
-        assert!(tier.reserve(SizeClass(0)).is_none(), "a closed tier accepts calls");
+        assert!(tier.reserve(SizeClass(0)).is_err(), "a closed tier accepts calls");
         assert!(tier.stats().bytes <= tier.stats().cap_bytes);
     };
     in_many_orders(model);

@@ -213,7 +213,7 @@ fn test_few_chunks_are_evicted_where_their_room_is_of_no_use() {
     let config = disk_config(dir.path(), &[2 * FRAME as u64]);
     let (tier, _) = DiskTier::open(config.clone()).unwrap();
     let mut num = 0;
-    while let Some(slot) = tier.reserve(SizeClass(1)) {
+    while let Ok(slot) = tier.reserve(SizeClass(1)) {
         tier.write(slot, &meta(num), &PageBuffer::new(2 * FRAME)).unwrap();
         num += 1;
     }

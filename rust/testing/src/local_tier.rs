@@ -155,7 +155,7 @@ impl Walk<'_> {
         }
         let tier = &self.tier;
         self.stuck.retain(|&slot| tier.free(slot).is_err());
-        let Some(slot) = self.tier.reserve(self.class_of(chunk)) else { return Ok(()) };
+        let Ok(slot) = self.tier.reserve(self.class_of(chunk)) else { return Ok(()) };
         hold!(slot.class() == self.class_of(chunk), "{slot:?} has the wrong size class");
         let taken =
             self.written.values().any(|&(other, _)| other == slot) || self.stuck.contains(&slot);
@@ -287,7 +287,7 @@ impl Walk<'_> {
         let mut frame = self.buffer(SlotId(0));
         let closed =
             |result: kvloft_core::Result<()>| result.is_err_and(|e| e.kind() == ErrorKind::Closed);
-        hold!(self.tier.reserve(SizeClass(0)).is_none(), "a closed tier reserved a slot");
+        hold!(self.tier.reserve(SizeClass(0)).is_err(), "a closed tier reserved a slot");
         hold!(
             closed(self.tier.clear()) && closed(self.tier.free(SlotId(0))),
             "a closed tier freed a chunk"

@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskEntry, DiskMeta, DiskStats, SlotId};
+use kvloft_core::tier::{LocalTier, NoSlot};
 use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 
 /// A tier with slots in memory.
@@ -139,8 +139,8 @@ fn wait(gate: &Mutex<()>) {
     drop(gate.lock().unwrap_or_else(PoisonError::into_inner));
 }
 
-impl LocalTier for MemoryTier {
-    fn reserve(&self, class: SizeClass) -> Option<SlotId> {
+impl MemoryTier {
+    fn take(&self, class: SizeClass) -> Option<SlotId> {
         self.enter().ok()?;
         let mut slots = self.slots();
         let owned = slots.reserved.iter().chain(slots.written.keys());
@@ -155,6 +155,12 @@ impl LocalTier for MemoryTier {
         let slot = (0..self.capacity).map(|number| SlotId::new(class, number)).find(free)?;
         slots.reserved.insert(slot.0);
         Some(slot)
+    }
+}
+
+impl LocalTier for MemoryTier {
+    fn reserve(&self, class: SizeClass) -> Result<SlotId, NoSlot> {
+        self.take(class).ok_or(NoSlot::Full)
     }
 
     fn frame_bytes(&self, class: SizeClass) -> u64 {

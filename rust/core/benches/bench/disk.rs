@@ -67,7 +67,7 @@ fn measure_frame_size(dir: &Path, frame_bytes: u64, has_fio: bool) -> Vec<f64> {
     let (tier, _) = DiskTier::open(config).unwrap();
     let mut slots = Vec::new();
     let frame = PageBuffer::new(frame_bytes.try_into().unwrap());
-    while let Some(slot) = tier.reserve(SizeClass(0)) {
+    while let Ok(slot) = tier.reserve(SizeClass(0)) {
         tier.write(slot, &meta(slot.0), &frame).unwrap();
         slots.push(slot);
     }

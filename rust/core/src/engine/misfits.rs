@@ -1,8 +1,9 @@
 //! Records chunks that did not fit the smaller frames for compressed chunks, so that they get a
 //! larger frame the next time they are saved.
 //!
-//! Misfits are rare with real bfloat16 KV, because its compressed size hardly varies. If KV does
-//! not compress at all, every chunk gets a larger frame after the first `MANY` misfits.
+//! Misfits are rare with real bfloat16 KV, because its compressed size hardly varies. If the KV of
+//! a group does not compress, all chunks get larger frames after the first `MANY` misfits. From
+//! then on, one chunk in `TRIAL_EVERY` is tried in a smaller frame, in case the KV has changed.
 
 use rustc_hash::FxHashSet;
 
@@ -11,38 +12,79 @@ use crate::key::ChunkKey;
 /// Maximum number of keys. When it is reached, all keys are dropped.
 const MAX_KEYS: usize = 1 << 16;
 /// After `MANY` misfits, no chunk is expected to fit unless more than `FEW_FITS` chunks have fit
-/// per misfit.
+/// per misfit. After as many trials, the decision is made anew.
 const MANY: u64 = 64;
 const FEW_FITS: u64 = 4;
+/// Number of saves in larger frames per trial.
+const TRIAL_EVERY: u64 = 64;
+/// When this many results have been counted, older results are given half the weight.
+const MAX_RESULTS: u64 = 1024;
 
+/// The misfits of one KV cache group.
 #[derive(Debug, Default)]
 pub(super) struct Misfits {
     keys: FxHashSet<ChunkKey>,
     /// Number of chunks that did not fit, including chunks whose keys were dropped.
     pub(super) num_failed: u64,
-    /// Number of chunks that fit the smaller frames.
-    pub(super) num_fits: u64,
+    /// Recent saves in smaller frames: the number of chunks that fit, and the number of misfits.
+    recent: [u64; 2],
+    /// True if no chunk is expected to fit.
+    are_all: bool,
+    /// Number of saves in larger frames since the last trial.
+    num_full: u64,
 }
 
 impl Misfits {
+    /// Counts a chunk that was saved, in a smaller or a larger frame.
+    pub(super) fn count_saved(&mut self, is_compact: bool) {
+        if is_compact {
+            self.count([1, 0]);
+        } else {
+            self.num_full += 1;
+        }
+    }
+
+    /// Records a chunk that did not fit a smaller frame.
     pub(super) fn add(&mut self, key: ChunkKey) {
         if self.keys.len() >= MAX_KEYS {
             self.keys.clear();
         }
         self.keys.insert(key);
         self.num_failed += 1;
+        self.count([0, 1]);
     }
 
-    /// Returns true if no chunk is expected to fit.
-    pub(super) fn are_all(&self) -> bool {
-        self.num_failed >= MANY && self.num_fits <= FEW_FITS * self.num_failed
+    fn count(&mut self, [fits, fails]: [u64; 2]) {
+        self.recent = [self.recent[0] + fits, self.recent[1] + fails];
+        let [num_fits, num_fails] = self.recent;
+        let are_many = if self.are_all { num_fits + num_fails } else { num_fails } >= MANY;
+        let are_all = num_fits <= FEW_FITS * num_fails;
+        if are_many && (are_all || self.are_all) {
+            (self.are_all, self.recent) = (are_all, [0, 0]);
+        } else if num_fits + num_fails >= MAX_RESULTS {
+            self.recent = [num_fits / 2, num_fails / 2];
+        }
+    }
+
+    /// Returns the units of a request for which `may_fit` decides. The other units get larger
+    /// frames. The last unit of a request can be a trial, because no other chunk of the request
+    /// fails with it.
+    pub(super) fn candidates(&mut self, units: &std::ops::Range<u32>) -> std::ops::Range<u32> {
+        if !self.are_all {
+            return units.clone();
+        }
+        let is_trial = self.num_full >= TRIAL_EVERY && !units.is_empty();
+        if is_trial {
+            self.num_full = 0;
+        }
+        units.end - u32::from(is_trial)..units.end
     }
 
     pub(super) fn may_fit(&self, key: &ChunkKey) -> bool {
         !self.keys.contains(key)
     }
 
-    /// Returns true if there are no keys, in which case lookups can be skipped.
+    /// Returns true if `may_fit` returns true for all keys.
     pub(super) fn is_empty(&self) -> bool {
         self.keys.is_empty()
     }

@@ -20,8 +20,7 @@ pub use self::group::{Group, GroupKind};
 use self::misfits::Misfits;
 pub use self::save::{SaveRow, StateRow};
 use crate::chunk_batch::{ChunkBatch, NULL_BLOCK, UnitsByTier};
-use crate::in_flight::InFlight;
-use crate::io::SizeClass;
+use crate::in_flight::{InFlight, Settled};
 use crate::key::KeyChain;
 use crate::session::{LeaseId, Session};
 use crate::store::{Lookup, Prefix};
@@ -45,7 +44,8 @@ pub struct EngineSession {
     /// chunks as prefixes.
     order: Vec<usize>,
     in_flight: Mutex<InFlight>,
-    misfits: Mutex<Misfits>,
+    /// One entry per group.
+    misfits: Mutex<Vec<Misfits>>,
 }
 
 impl EngineSession {
@@ -61,10 +61,10 @@ impl EngineSession {
         Ok(Self {
             session,
             num_ranks,
+            misfits: Mutex::new(groups.iter().map(|_| Misfits::default()).collect()),
             groups,
             order,
             in_flight: Mutex::new(InFlight::new()),
-            misfits: Mutex::default(),
         })
     }
 
@@ -77,7 +77,7 @@ impl EngineSession {
         self.in_flight.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn misfits(&self) -> MutexGuard<'_, Misfits> {
+    fn misfits(&self) -> MutexGuard<'_, Vec<Misfits>> {
         self.misfits.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -239,38 +239,41 @@ impl EngineSession {
         for ticket in misfits {
             in_flight.mark_misfit(*ticket);
         }
-        let (mut reservations, mut aborted) = (Vec::with_capacity(saved.len()), Vec::new());
-        let mut num_compact = 0;
-        for save in saved.iter().chain(failed).filter_map(|ticket| in_flight.report(*ticket)) {
-            match save.reservation {
-                Some(reservation) if !save.failed => {
-                    num_compact += u64::from(self.is_compact(save.class));
-                    reservations.push(reservation);
-                }
-                _ => aborted.push(save),
-            }
-        }
+        let reported = saved.iter().chain(failed);
+        let settled: Vec<_> = reported.filter_map(|ticket| in_flight.report(*ticket)).collect();
         drop(in_flight);
-        self.abort_reservations(aborted.iter().filter_map(|save| save.reservation));
-        let keys = aborted.iter().filter_map(|save| save.misfit);
-        let num_misfits = keys.clone().count();
-        if self.groups.iter().any(|group| group.compact.is_some()) {
-            let mut known = self.misfits();
-            known.num_fits += num_compact;
-            keys.for_each(|key| known.add(key));
-        }
+        let done = settled.iter().filter(|save| !save.failed);
+        let reservations: Vec<_> = done.filter_map(|save| save.reservation).collect();
+        let aborted = settled.iter().filter(|save| save.failed);
+        self.abort_reservations(aborted.filter_map(|save| save.reservation));
+        let num_failed = settled.len() - reservations.len() - self.count_misfits(&settled);
         let num_visible =
             if reservations.is_empty() { 0 } else { self.session.commit(&reservations) };
-        (num_visible, aborted.len() - num_misfits)
+        (num_visible, num_failed)
     }
 
-    fn is_compact(&self, class: SizeClass) -> bool {
-        self.groups.iter().any(|group| group.compact == Some(class))
+    /// Records which chunks fit their frames. Returns the number of chunks that did not fit.
+    fn count_misfits(&self, settled: &[Settled]) -> usize {
+        if self.groups.iter().all(|group| group.compact.is_none()) {
+            return 0;
+        }
+        let mut misfits = self.misfits();
+        for save in settled {
+            match save.misfit {
+                Some(key) => misfits[save.group].add(key),
+                None if save.failed => {}
+                None => {
+                    let is_compact = self.groups[save.group].compact == Some(save.class);
+                    misfits[save.group].count_saved(is_compact);
+                }
+            }
+        }
+        settled.iter().filter(|save| save.misfit.is_some()).count()
     }
 
     /// Returns the number of chunks that did not fit their frames.
     pub fn num_misfits(&self) -> u64 {
-        self.misfits().num_failed
+        self.misfits().iter().map(|group| group.num_failed).sum()
     }
 
     /// Aborts saves that no rank will report.

@@ -137,15 +137,18 @@ impl EngineSession {
             class: group.class,
             is_independent: part.is_independent,
         };
-        let misfits = self.misfits();
-        let compact = group.compact.filter(|_| !misfits.are_all());
-        let Some(compact) = compact.filter(|_| !misfits.is_empty()) else {
-            runs.push(SaveRequest { class: compact.unwrap_or(group.class), ..asked });
-            return;
-        };
+        let Some(compact) = group.compact else { return runs.push(asked) };
+        let misfits = &mut self.misfits()[part.group];
+        let candidates = misfits.candidates(&asked.units);
+        if candidates.is_empty() {
+            return runs.push(asked);
+        }
+        if misfits.is_empty() && candidates == asked.units {
+            return runs.push(SaveRequest { class: compact, ..asked });
+        }
         let class = |unit: &u32| {
-            let key = asked.prefix.key_of(unit + 1);
-            if misfits.may_fit(&key) { compact } else { group.class }
+            let may_fit = || misfits.may_fit(&asked.prefix.key_of(unit + 1));
+            if candidates.contains(unit) && may_fit() { compact } else { group.class }
         };
         let units: Vec<_> = asked.units.clone().collect();
         let before = runs.len();

@@ -86,8 +86,8 @@ proptest! {
                     for (ticket, nth) in tickets.into_iter().zip(0_u32..) {
                         let reservation = Some(number + u64::from(nth));
                         let block = i32::try_from(nth).expect("few") + 1;
-                        let class = SizeClass(0);
-                        let what = Settled { reservation, failed: false, class, misfit: None };
+                        let (group, class, misfit) = (0, SizeClass(0), None);
+                        let what = Settled { reservation, failed: false, group, class, misfit };
                         model.insert(ticket, Row { what, num_left: RANKS, block });
                     }
                     next += u64::from(num);

@@ -14,21 +14,24 @@ use crate::Result;
 use crate::io::SizeClass;
 use crate::key::ChunkKey;
 
+/// The reason why a tier has no free slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NoSlot {
+    /// A slot must be freed first.
+    Full,
+    /// Another thread is slow to create slots, so a later call may succeed.
+    Growing,
+}
+
 /// A tier owned by this process. Each slot holds one frame, which is verified with a checksum.
 ///
 /// Life cycle of a slot: `reserve` -> `write` -> `free`. A caller owns a slot from `reserve` until
 /// `free` returns Ok, and must not use it in two concurrent calls. The caller also owns the slots
 /// of chunks that are found when the tier is opened. After `close`, `write`, `read`, `free` and
-/// `clear` return `Closed`, and `reserve` returns None.
+/// `clear` return `Closed`, and `reserve` returns `Full`.
 pub trait LocalTier: fmt::Debug + Send + Sync {
-    /// Reserves a free or new slot for frames of `class`. Returns None if no slot is available at
-    /// the moment. Never modifies a slot that holds a chunk.
-    fn reserve(&self, class: SizeClass) -> Option<SlotId>;
-
-    /// Returns true if another thread is slow to create slots, so `reserve` may succeed later.
-    fn is_growing(&self) -> bool {
-        false
-    }
+    /// Reserves a free or new slot for frames of `class`. Never modifies a slot that holds a chunk.
+    fn reserve(&self, class: SizeClass) -> Result<SlotId, NoSlot>;
 
     /// Returns the frame size of `class` in bytes, or 0 if the class does not exist.
     fn frame_bytes(&self, class: SizeClass) -> u64;

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskMeta, DiskStats, DiskTier, SlotId};
+use kvloft_core::tier::{LocalTier, NoSlot};
 use kvloft_core::{ChunkKey, ErrorKind, Result};
 use kvloft_testing::faults::faults_here;
 
@@ -35,7 +35,7 @@ fn count(counter: &AtomicU64, hit: bool) {
 }
 
 impl LocalTier for Counting {
-    fn reserve(&self, class: SizeClass) -> Option<SlotId> {
+    fn reserve(&self, class: SizeClass) -> Result<SlotId, NoSlot> {
         self.tier.reserve(class)
     }
 

@@ -303,6 +303,7 @@ impl State {
         let num_bytes = frame.bytes().len() as u64;
         self.host.return_frame(frame);
         if let Written::In(slot) = outcome {
+            self.disk.writes_deferred_until = Duration::ZERO;
             self.stats.disk_writes += 1;
             self.stats.disk_bytes_written += num_bytes;
             if self.index[id].detached {

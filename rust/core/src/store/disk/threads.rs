@@ -16,8 +16,8 @@ use crate::store::disk::slots::SlotFor;
 use crate::store::locked::Locked;
 use crate::store::state::State;
 use crate::sync::thread::{self, JoinHandle};
-use crate::tier::LocalTier;
 use crate::tier::disk::{DiskMeta, SlotId};
+use crate::tier::{LocalTier, NoSlot};
 use crate::{Error, ErrorKind, Result};
 
 /// A write stops evicting after it has freed space for this many slots of its size. Other threads
@@ -282,10 +282,10 @@ fn find_slot(inner: &Locked, disk: &dyn LocalTier, class: SizeClass) -> Result<S
     let enough = u64::from(SLOT_TRIES) * disk.frame_bytes(class);
     let mut freed_bytes = 0;
     for num_evicted in 0..=MAX_EVICTIONS {
-        match guarded(|| Ok((disk.reserve(class), disk.is_growing()))) {
-            Ok((Some(slot), _)) => return Ok(slot),
-            Ok((None, true)) => return Err(Written::NotYet),
-            Ok((None, false)) => {}
+        match guarded(|| Ok(disk.reserve(class))) {
+            Ok(Ok(slot)) => return Ok(slot),
+            Ok(Err(NoSlot::Growing)) => return Err(Written::NotYet),
+            Ok(Err(NoSlot::Full)) => {}
             Err(_) => return Err(Written::Failed(None)),
         }
         if freed_bytes >= enough || num_evicted == MAX_EVICTIONS {

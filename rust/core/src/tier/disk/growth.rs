@@ -5,15 +5,17 @@
 //! beforehand. No lock is held while files grow or namespaces are deleted.
 
 use std::sync::PoisonError;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::budget::{self, SlotCount};
 use super::root::{Claim, OpenNamespace};
 use super::tier::DiskTier;
 use super::tier::Grower;
 use super::types::SlotId;
+use crate::Result;
 use crate::error::is_no_space;
 use crate::io::{MAX_FRAMES, SizeClass};
+use crate::tier::NoSlot;
 
 /// Delay before growing is retried after a failure. The delay is shorter if many slots are
 /// requested (see `REJECTIONS_BEFORE_RETRY`).
@@ -21,6 +23,8 @@ const RETRY_AFTER: Duration = Duration::from_secs(2);
 /// Timeout for waiting for another thread to grow the files. Growing usually takes a few
 /// milliseconds. After the timeout, threads read chunks in the meantime instead of writing.
 const MAX_WAIT: Duration = Duration::from_millis(100);
+/// After this time, the other thread may hang, so the files are treated as full.
+const MAX_SLOW: Duration = Duration::from_secs(5);
 
 /// The exclusive right to grow the files. Dropping it wakes waiting threads, even during a panic.
 struct Turn<'a>(&'a DiskTier);
@@ -35,7 +39,7 @@ impl Drop for Turn<'_> {
 impl DiskTier {
     /// Called if no slot is free. Grows the files or waits for a thread that is growing them, and
     /// returns a slot.
-    pub(super) fn reserve_more(&self, class: SizeClass) -> Option<SlotId> {
+    pub(super) fn reserve_more(&self, class: SizeClass) -> Result<SlotId, NoSlot> {
         let _turn = self.turn()?;
         let is_pointless = self.is_pointless();
         let is_full = is_pointless && self.growth().is_full;
@@ -46,11 +50,11 @@ impl DiskTier {
         // Holes may be usable again, or another thread may have added or freed a slot.
         let taken = state.take(class);
         if taken.is_some() || is_pointless && self.files.len() == 1 {
-            return taken;
+            return taken.ok_or(NoSlot::Full);
         }
         drop(state);
         self.make_slots(class, is_full);
-        self.state().take(class)
+        self.state().take(class).ok_or(NoSlot::Full)
     }
 
     /// Handles a write that failed because the file system is full. Deletes a closed namespace if
@@ -71,17 +75,26 @@ impl DiskTier {
         ));
     }
 
-    /// Waits up to [`MAX_WAIT`] for the thread that is growing the files, if any. Returns None if
-    /// that thread is too slow.
-    fn turn(&self) -> Option<Turn<'_>> {
+    /// Waits up to [`MAX_WAIT`] for the thread that is growing the files, if any. Returns an error
+    /// if that thread is too slow.
+    fn turn(&self) -> Result<Turn<'_>, NoSlot> {
         let waited = self
             .grown
             .wait_timeout_while(self.growth(), MAX_WAIT, |growth| growth.grower == Grower::Busy);
         let (mut growth, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        let is_mine = growth.grower == Grower::None;
-        growth.grower = if is_mine { Grower::Busy } else { Grower::Slow };
-        drop(growth);
-        is_mine.then(|| Turn(self))
+        match growth.grower {
+            Grower::None => {
+                growth.grower = Grower::Busy;
+                drop(growth);
+                Ok(Turn(self))
+            }
+            Grower::Busy => {
+                growth.grower = Grower::Slow(Instant::now());
+                Err(NoSlot::Growing)
+            }
+            Grower::Slow(since) if since.elapsed() < MAX_SLOW => Err(NoSlot::Growing),
+            Grower::Slow(_) => Err(NoSlot::Full),
+        }
     }
 
     /// Creates as many free slots of a class as fit in the bytes that the namespace can claim. If

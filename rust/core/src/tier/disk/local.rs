@@ -7,13 +7,13 @@ use std::path::PathBuf;
 
 use super::files::SlotFiles;
 use super::slots::Slots;
-use super::tier::{DiskTier, Grower};
+use super::tier::DiskTier;
 use super::types::{DiskMeta, DiskStats, SlotId};
 use super::{budget, files, namespaces, owner};
 use crate::error::is_no_space;
 use crate::io::SizeClass;
 use crate::sync::locked;
-use crate::tier::LocalTier;
+use crate::tier::{LocalTier, NoSlot};
 use crate::{ChunkKey, Error, ErrorKind, Result};
 
 impl DiskTier {
@@ -58,14 +58,10 @@ impl LocalTier for DiskTier {
     /// Can grow the files and delete closed namespaces, so it must be called on a disk thread,
     /// never in a scheduler step. Also returns None if another thread takes too long to grow the
     /// files.
-    fn reserve(&self, class: SizeClass) -> Option<SlotId> {
-        let _inside = self.enter().ok()?;
+    fn reserve(&self, class: SizeClass) -> Result<SlotId, NoSlot> {
+        let _inside = self.enter().map_err(|_| NoSlot::Full)?;
         let slot = self.state().take(class);
-        slot.or_else(|| self.reserve_more(class))
-    }
-
-    fn is_growing(&self) -> bool {
-        self.growth().grower == Grower::Slow
+        slot.map_or_else(|| self.reserve_more(class), Ok)
     }
 
     fn frame_bytes(&self, class: SizeClass) -> u64 {

@@ -86,9 +86,9 @@ pub(super) enum Grower {
     #[default]
     None,
     Busy,
-    /// A thread is growing the files, but callers no longer wait for it. Until the thread is done,
-    /// they get no new slots.
-    Slow,
+    /// A thread is growing the files, but since this time, callers no longer wait for it. Until the
+    /// thread is done, they get no new slots.
+    Slow(Instant),
 }
 
 /// State of file growth.

@@ -18,11 +18,11 @@ fn test_slots_of_one_size_make_room_for_another_and_back() {
     let (tier, files) = faulty(&config);
     let mut small = fill_up(&tier, SMALL, 0);
     assert!(small.len() > 350, "one size must be able to use the whole cap: {}", small.len());
-    assert_eq!(tier.reserve(LARGE), None);
+    assert_eq!(tier.reserve(LARGE).ok(), None);
     let mut large = Vec::new();
     for (nth, (_, slot)) in small.drain(..200).enumerate() {
         tier.free(slot).unwrap();
-        if let Some(slot) = tier.reserve(LARGE) {
+        if let Ok(slot) = tier.reserve(LARGE) {
             assert!(
                 nth + 1 >= 10 * (large.len() + 1),
                 "large frames use more space than was freed"
@@ -51,7 +51,7 @@ fn test_a_smaller_chunk_uses_the_room_of_a_larger_one() {
     let dir = tempfile::tempdir().unwrap();
     let (tier, _files) = faulty(&sized(dir.path(), &SIZES));
     let large = fill_up(&tier, LARGE, 0);
-    assert_eq!((large.len(), tier.reserve(SMALL)), (40, None));
+    assert_eq!((large.len(), tier.reserve(SMALL).ok()), (40, None));
     tier.free(large[3].1).unwrap();
     assert!(fill_up(&tier, SMALL, 100).len() >= 9);
     assert!(are_whole(&tier, &large[4..]) && are_whole(&tier, &large[..3]));
@@ -67,7 +67,7 @@ fn test_a_file_system_that_cannot_punch_keeps_each_size_its_slots_and_says_so_on
     for (_, slot) in &freed {
         tier.free(*slot).unwrap();
     }
-    assert!((0..20).all(|_| tier.reserve(LARGE).is_none()));
+    assert!((0..20).all(|_| tier.reserve(LARGE).is_err()));
     assert_eq!(tier.stats().grow_errors, 1, "growing must not be retried at every call");
     let events = tier.take_events();
     assert!(events.len() == 1 && events[0].contains("chunks of a different size"), "{events:?}");
@@ -77,7 +77,7 @@ fn test_a_file_system_that_cannot_punch_keeps_each_size_its_slots_and_says_so_on
     files.heal();
     let is_there = (0..100).any(|_| {
         std::thread::sleep(std::time::Duration::from_millis(50));
-        tier.reserve(LARGE).is_some()
+        tier.reserve(LARGE).is_ok()
     });
     assert!(is_there, "growing must be retried");
 }
@@ -90,14 +90,14 @@ fn test_a_full_file_system_has_the_room_of_evicted_chunks_of_another_size() {
     config.cap_bytes = 1 << 30;
     let (tier, files) = faulty(&config);
     files.inject(Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Allocate]));
-    assert_eq!(tier.reserve(LARGE), None);
+    assert_eq!(tier.reserve(LARGE).ok(), None);
     files.heal();
-    assert_eq!(tier.reserve(LARGE), None, "the file system is still full");
+    assert_eq!(tier.reserve(LARGE).ok(), None, "the file system is still full");
     small.drain(..11).for_each(|(_, slot)| tier.free(slot).unwrap());
     let slot = tier.reserve(LARGE).expect("eleven small frames make enough room");
     write(&tier, slot, 999).unwrap();
     assert!(is_whole(&tier, slot, 999) && are_whole(&tier, &small));
-    assert_eq!(tier.reserve(LARGE), None);
+    assert_eq!(tier.reserve(LARGE).ok(), None);
 }
 
 #[test]
@@ -107,9 +107,9 @@ fn test_room_that_is_too_small_stays_where_it_is_and_files_end_with_a_chunk() {
     let (tier, files) = faulty(&config);
     let mut small = fill_up(&tier, SMALL, 0);
     small.drain(small.len() - 8..).for_each(|(_, slot)| tier.free(slot).unwrap());
-    assert_eq!((tier.reserve(LARGE), files.num_calls(Call::Punch)), (None, 0));
+    assert_eq!((tier.reserve(LARGE).ok(), files.num_calls(Call::Punch)), (None, 0));
     small.drain(small.len() - 8..).for_each(|(_, slot)| tier.free(slot).unwrap());
-    assert!(tier.reserve(LARGE).is_some() && files.num_calls(Call::Punch) > 0);
+    assert!(tier.reserve(LARGE).is_ok() && files.num_calls(Call::Punch) > 0);
     let len = |name| fs::metadata(namespaces::dir_of(&config).join(name)).unwrap().len();
     let max_slots = small.len() as u64 + 15;
     assert!(len("frames-4096.dat") <= max_slots * 4096 && len("index-4096.dat") <= max_slots * 128);
@@ -127,7 +127,7 @@ fn test_holes_make_no_room_on_a_full_file_system() {
     config.cap_bytes = 1 << 30;
     let (tier, files) = faulty(&config);
     files.inject(Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Allocate]));
-    assert!((0..20).all(|_| tier.reserve(LARGE).is_none()));
+    assert!((0..20).all(|_| tier.reserve(LARGE).is_err()));
     assert_eq!(files.num_calls(Call::Punch), 0, "after a restart, no slot is known to have blocks");
 }
 
@@ -153,8 +153,8 @@ fn test_sizes_exchange_room_in_a_namespace_that_has_more_than_its_part() {
     let first = open(&config);
     let mut small = fill_up(&first, SMALL, 0);
     let second = open(&DiskConfig { namespace: [1; 32], ..config.clone() });
-    assert_eq!(second.reserve(SMALL), None);
+    assert_eq!(second.reserve(SMALL).ok(), None);
     small.drain(..11).for_each(|(_, slot)| first.free(slot).unwrap());
-    assert!(first.reserve(LARGE).is_some(), "the tier already has that space");
+    assert!(first.reserve(LARGE).is_ok(), "the tier already has that space");
     assert!(blocks(dir.path()) <= config.cap_bytes);
 }

@@ -44,7 +44,7 @@ pub(super) fn is_whole(tier: &DiskTier, slot: SlotId, i: u32) -> bool {
 /// Writes chunks of a class until no slot is free.
 pub(super) fn fill_up(tier: &DiskTier, class: SizeClass, first: u32) -> Vec<(u32, SlotId)> {
     let mut all = Vec::new();
-    while let Some(slot) = tier.reserve(class) {
+    while let Ok(slot) = tier.reserve(class) {
         let i = first + u32::try_from(all.len()).unwrap();
         write(tier, slot, i).unwrap();
         all.push((i, slot));
@@ -78,7 +78,7 @@ fn test_a_restart_finds_the_chunks_of_all_sizes_in_files_that_are_longer_than_th
         let stats = tier.stats();
         assert!(stats.bytes <= config.cap_bytes && stats.bytes >= blocks(dir.path()), "{stats:?}");
         assert_eq!((stats.dropped_over_cap, stats.fresh_starts), (0, 0));
-        assert!(tier.reserve(LARGE).is_none(), "the tier must be full");
+        assert!(tier.reserve(LARGE).is_err(), "the tier must be full");
     }
 }
 
@@ -142,9 +142,9 @@ fn test_a_smaller_cap_takes_free_slots_before_chunks() {
             DiskTier::open_with_files(&small, &std::sync::Arc::default(), &files).unwrap();
         assert_eq!(found.len(), if can_punch { 2 } else { 0 });
         assert!(blocks(dir.path()) <= small.cap_bytes && tier.stats().bytes <= small.cap_bytes);
-        assert!(tier.reserve(LARGE).is_some());
+        assert!(tier.reserve(LARGE).is_ok());
         assert_eq!(
-            tier.reserve(SMALL).is_some(),
+            tier.reserve(SMALL).is_ok(),
             can_punch,
             "free slots of the other size must be kept"
         );
@@ -222,7 +222,7 @@ fn test_a_file_of_one_size_is_not_believed_as_one_of_another() {
 fn test_a_size_class_that_does_not_exist_has_no_slots() {
     let dir = tempfile::tempdir().unwrap();
     let (tier, _) = open(&sized(dir.path(), &SIZES));
-    assert_eq!((tier.reserve(SizeClass(3)), tier.frame_bytes(SizeClass(3))), (None, 0));
+    assert_eq!((tier.reserve(SizeClass(3)).ok(), tier.frame_bytes(SizeClass(3))), (None, 0));
     let slot = SlotId::new(SizeClass(3), 0);
     let error = tier.read(slot, &key_of(0), &mut PageBuffer::new(4096)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidConfig);

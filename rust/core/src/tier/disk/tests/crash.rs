@@ -63,7 +63,7 @@ impl Recorder {
             return;
         }
         let class = SizeClass(u8::try_from(chunk % self.num_sizes).expect("few"));
-        let Some(slot) = tier.reserve(class) else { return };
+        let Ok(slot) = tier.reserve(class) else { return };
         let version = self.next_version;
         self.next_version += 1;
         self.doubtful.insert((chunk, version));

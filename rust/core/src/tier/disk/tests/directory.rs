@@ -29,7 +29,7 @@ fn fill_with(config: &DiskConfig, files: &FaultFiles) -> u32 {
     let (tier, found) =
         DiskTier::open_with_files(config, &std::sync::Arc::default(), files).unwrap();
     let mut i = u32::try_from(found.len()).unwrap();
-    while let Some(slot) = tier.reserve(SizeClass(0)) {
+    while let Ok(slot) = tier.reserve(SizeClass(0)) {
         tier.write(slot, &DiskMeta { depth: 0, ..meta_of(i) }, &frame_of(i, 0)).unwrap();
         i += 1;
     }
@@ -219,7 +219,7 @@ fn test_the_least_recently_used_namespace_makes_room_and_no_more_than_needed() {
     let (tier, _) = open(&config);
     let mut history = Vec::new();
     loop {
-        let slot = tier.reserve(SizeClass(0));
+        let slot = tier.reserve(SizeClass(0)).ok();
         history.push([1, 2, 3].map(|byte| path_of(byte).exists()));
         if slot.is_none() {
             break;

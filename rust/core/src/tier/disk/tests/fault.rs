@@ -113,8 +113,8 @@ fn test_a_chunk_that_cannot_be_forgotten_stays_with_its_caller_and_can_be_read()
         assert_eq!(get(&tier, slot, 0).unwrap(), frame_of(0, 0).to_vec());
     }
     assert_eq!(tier.stats().slots_used, 1);
-    assert_ne!(tier.reserve(SizeClass(0)), Some(slot));
-    assert_eq!(tier.reserve(SizeClass(0)), None);
+    assert_ne!(tier.reserve(SizeClass(0)).ok(), Some(slot));
+    assert_eq!(tier.reserve(SizeClass(0)).ok(), None);
     drop(tier);
     let (tier, found) = open(&config);
     assert_eq!(numbers(&found), [0]);
@@ -164,7 +164,7 @@ fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
     config.cap_bytes = budget::dir_bytes(64, FRAME, 0);
     let (tier, files) = faulty(&config);
     files.inject(Rule::new(Fault::Refuse(ENOSPC)));
-    assert_eq!(tier.reserve(SizeClass(0)), None);
+    assert_eq!(tier.reserve(SizeClass(0)).ok(), None);
     assert_eq!(tier.stats().slots, 2);
     let size = |kind: &str| std::fs::metadata(slot_file(&config, kind)).unwrap().len();
     assert_eq!(
@@ -175,7 +175,7 @@ fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
     assert!(tier.stats().grow_errors >= 6, "must retry with smaller steps, down to one slot");
     assert_eq!(tier.take_events().len(), 1, "must be logged once, not at every step");
     let num_errors = tier.stats().grow_errors;
-    assert!((0..514).all(|_| tier.reserve(SizeClass(0)).is_none()));
+    assert!((0..514).all(|_| tier.reserve(SizeClass(0)).is_err()));
     assert!(
         tier.stats().grow_errors < 100 * num_errors,
         "growing must not be retried at every call"
@@ -187,7 +187,7 @@ fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
     }
     // Space can be freed at any time, so growing is retried after a while, but not on every call.
     let asks =
-        (1..1000).find(|_| tier.reserve(SizeClass(0)).is_some()).expect("the tier must grow again");
+        (1..1000).find(|_| tier.reserve(SizeClass(0)).is_ok()).expect("the tier must grow again");
     assert!(asks <= 257, "{asks}");
 }
 
@@ -196,11 +196,11 @@ fn test_files_that_could_not_grow_are_tried_again_soon_although_few_ask() {
     let dir = tempfile::tempdir().unwrap();
     let (tier, files) = faulty(&config(dir.path(), 64));
     files.inject(Rule::new(Fault::Refuse(ENOSPC)));
-    assert_eq!(tier.reserve(SizeClass(0)), None);
+    assert_eq!(tier.reserve(SizeClass(0)).ok(), None);
     files.heal();
     let is_there = (0..200).any(|_| {
         std::thread::sleep(std::time::Duration::from_millis(50));
-        tier.reserve(SizeClass(0)).is_some()
+        tier.reserve(SizeClass(0)).is_ok()
     });
     assert!(is_there, "the tier must grow again after a while");
 }
@@ -210,7 +210,7 @@ fn test_part_of_an_extension_is_taken_where_all_of_it_does_not_fit() {
     let dir = tempfile::tempdir().unwrap();
     let (tier, files) = faulty(&config(dir.path(), 64));
     refuse_once(&files, 1, ENOSPC);
-    assert!(tier.reserve(SizeClass(0)).is_some());
+    assert!(tier.reserve(SizeClass(0)).is_ok());
     let stats = tier.stats();
     assert_eq!((stats.slots, stats.grow_errors), (32, 1));
 }
@@ -224,7 +224,7 @@ fn test_a_file_system_without_allocation_still_works() {
         let slot = put(&tier, i);
         assert_eq!(get(&tier, slot, i).unwrap(), frame_of(i, 0).to_vec());
     }
-    assert_eq!(tier.reserve(SizeClass(0)), None);
+    assert_eq!(tier.reserve(SizeClass(0)).ok(), None);
 }
 
 /// Opens two namespaces in a directory. Returns both, and the files of the second for fault
@@ -246,7 +246,7 @@ fn test_a_full_file_system_costs_closed_namespaces_first() {
     drop(first);
     let full = Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Allocate]);
     files.inject(full.times(second_steps(&second)));
-    assert!(second.reserve(SizeClass(0)).is_some(), "deleting the closed namespace must make room");
+    assert!(second.reserve(SizeClass(0)).is_ok(), "deleting the closed namespace must make room");
     assert!(!first_dir.exists());
     assert!(second.take_events().iter().any(|line| line.contains("was deleted to make room")));
 }
@@ -276,7 +276,7 @@ fn test_a_full_file_system_asks_the_server_to_close_an_idle_namespace() {
     let (first, second, files) = two_namespaces(dir.path(), &root);
     files.inject(Rule::new(Fault::Refuse(ENOSPC)));
     assert!(!root.take_short());
-    assert_eq!(second.reserve(SizeClass(0)), None);
+    assert_eq!(second.reserve(SizeClass(0)).ok(), None);
     assert!(root.take_short());
     drop(first);
 }
@@ -319,14 +319,14 @@ fn test_a_slot_that_has_blocks_comes_before_holes() {
     let (tier, _files) = small(&config, 8);
     let slots = [put(&tier, 0), put(&tier, 1)];
     tier.free(slots[0]).unwrap();
-    assert_eq!(tier.reserve(SizeClass(0)), Some(slots[0]));
+    assert_eq!(tier.reserve(SizeClass(0)).ok(), Some(slots[0]));
     tier.free(slots[0]).unwrap();
     drop(tier);
     let (tier, found) = open(&config);
     assert_eq!(numbers(&found), [1]);
     tier.free(slots[1]).unwrap();
     assert_eq!(
-        tier.reserve(SizeClass(0)),
+        tier.reserve(SizeClass(0)).ok(),
         Some(slots[1]),
         "slots written by an earlier process have blocks"
     );
@@ -339,7 +339,7 @@ fn test_a_slot_that_has_blocks_and_refused_a_write_comes_after_holes() {
     let slot = put(&tier, 0);
     tier.free(slot).unwrap();
     files.inject(Rule::new(Fault::Refuse(EIO)).on(&[Call::Write]).in_file("frames").times(1));
-    assert_eq!(tier.reserve(SizeClass(0)), Some(slot));
+    assert_eq!(tier.reserve(SizeClass(0)).ok(), Some(slot));
     assert_eq!(tier.write(slot, &meta_of(1), &frame_of(1, 0)).unwrap_err().kind(), ErrorKind::Io);
     tier.free(slot).unwrap();
     let order: Vec<_> = (0..3).map(|_| tier.reserve(SizeClass(0)).unwrap()).collect();
@@ -353,7 +353,7 @@ fn test_a_full_file_system_without_allocation_takes_writes_to_slots_that_have_bl
     let mut slots: Vec<_> = (0..4).map(|i| put(&tier, i)).collect();
     assert!(try_put(&tier, 4).unwrap_err().is_no_space());
     assert_eq!(
-        tier.reserve(SizeClass(0)),
+        tier.reserve(SizeClass(0)).ok(),
         None,
         "a hole was reserved; writing to it would fail too"
     );
@@ -370,11 +370,10 @@ fn test_a_full_file_system_without_allocation_takes_writes_to_slots_that_have_bl
     assert_eq!((events.len(), tier.stats().grow_errors), (1, 1), "{events:?}");
     assert!(events[0].contains("is full; evicting chunks"), "{events:?}");
     // Space can be freed at any time, so holes are retried after a while, but not on every call.
-    assert!((0..200).all(|_| tier.reserve(SizeClass(0)).is_none()));
+    assert!((0..200).all(|_| tier.reserve(SizeClass(0)).is_err()));
     files.heal();
-    let asks = (200..1000)
-        .find(|_| tier.reserve(SizeClass(0)).is_some())
-        .expect("the tier must grow again");
+    let asks =
+        (200..1000).find(|_| tier.reserve(SizeClass(0)).is_ok()).expect("the tier must grow again");
     assert!(asks <= 257, "{asks}");
 }
 
@@ -385,7 +384,7 @@ fn test_a_full_file_system_that_stays_full_is_logged_once() {
     let slots: Vec<_> = (0..4).map(|i| put(&tier, i)).collect();
     let mut refuse_next = |num_tries: u64| {
         let slot = (0..1000)
-            .find_map(|_| tier.reserve(SizeClass(0)))
+            .find_map(|_| tier.reserve(SizeClass(0)).ok())
             .expect("must reserve a hole after a while");
         assert!(tier.write(slot, &meta_of(9), &frame_of(9, 0)).unwrap_err().is_no_space());
         tier.free(slot).unwrap();
