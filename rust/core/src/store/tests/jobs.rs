@@ -294,6 +294,7 @@ impl Run {
     /// Continues a write: finds a slot, evicts chunks if needed, and writes.
     fn write_on(&mut self, meta: DiskMeta, tries: u32, place: &WriteStep, io: Io) -> WriteStep {
         match *place {
+            WriteStep::None if io == Io::Fails => WriteStep::Over(Written::NotYet),
             WriteStep::None => {
                 let free = (0..self.num_slots).find(|slot| !self.slots.contains_key(slot));
                 if let Some(free) = free {
