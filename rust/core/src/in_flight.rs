@@ -131,10 +131,10 @@ impl InFlight {
         self.all.iter().flat_map(of).collect()
     }
 
-    /// Records that the chunk of a failed save did not fit its frame on a rank.
+    /// Records that a save failed because the chunk did not fit its frame on a rank.
     pub(crate) fn mark_misfit(&mut self, ticket: u64) {
         if let Some((_, plan, nth)) = find(&mut self.all, ticket) {
-            plan.saves[nth].is_misfit = true;
+            (plan.saves[nth].failed, plan.saves[nth].is_misfit) = (true, true);
         }
     }
 

@@ -2,8 +2,8 @@
 //! larger frame the next time they are saved.
 //!
 //! Misfits are rare with real bfloat16 KV, because its compressed size hardly varies. If the KV of
-//! a group does not compress, all chunks get larger frames after the first `MANY` misfits. From
-//! then on, one chunk in `TRIAL_EVERY` is tried in a smaller frame, in case the KV has changed.
+//! a group does not compress, all chunks get larger frames after the first `MANY` misfits, except
+//! that one chunk in `TRIAL_EVERY` is tried in a smaller frame, in case the KV changes.
 
 use rustc_hash::FxHashSet;
 
@@ -12,7 +12,7 @@ use crate::key::ChunkKey;
 /// Maximum number of keys. When it is reached, all keys are dropped.
 const MAX_KEYS: usize = 1 << 16;
 /// After `MANY` misfits, no chunk is expected to fit unless more than `FEW_FITS` chunks have fit
-/// per misfit. After as many trials, the decision is made anew.
+/// per misfit. This is decided again after as many trials.
 const MANY: u64 = 64;
 const FEW_FITS: u64 = 4;
 /// Number of saves in larger frames per trial.

@@ -105,7 +105,7 @@ proptest! {
                 Step::Misfit(ticket) => {
                     flights.mark_misfit(ticket);
                     if let Some(row) = model.get_mut(&ticket) {
-                        row.what.misfit = Some(KEY);
+                        (row.what.failed, row.what.misfit) = (true, Some(KEY));
                     }
                 }
                 Step::FailAll => {
