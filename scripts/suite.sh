@@ -71,7 +71,7 @@ full() {
 }
 short() { in_time "environment with vLLM $1" scripts/env.sh "$1" && phase "short form on vLLM $1" pytest_on "$1" tests/e2e tests/vllm/test_patches.py -m short; }
 
-check_half() { phase "kvloft check of tiny models, $1 half" pytest_on "$NEWEST" tests/e2e/zoo/test_checks.py; }
+check_part() { KV_SHARD=$(($1 - 1))/3 phase "kvloft check of tiny models, part $1 of 3" pytest_on "$NEWEST" tests/e2e/zoo/test_checks.py; }
 
 # in_group COMMAND...: runs a command in the background, in a process group that is killed when this script exits. In the foreground, bash
 # would run traps only after the command exits.
@@ -98,7 +98,9 @@ all() {
 
 with_engines() {
   phase "Python tests with engines on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e
-  KV_SHARD=0/2 check_half first
+  check_part 1
+  check_part 2
+  KV_STORE=server phase "short form over a server on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e -m short
 }
 
 without_engines() {
@@ -111,9 +113,8 @@ without_engines() {
   phase "Python tests without engines on vLLM $NEWEST" pytest_on "$NEWEST" tests --ignore=tests/e2e
   phase "correctness machine on vLLM $NEWEST" pytest_on "$NEWEST" tests/machine
   wait # if an environment could not be created, its phases below fail and report it
-  KV_STORE=server phase "short form over a server on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e -m short
   for version in $OTHERS; do short "$version"; done
-  KV_SHARD=1/2 check_half second
+  check_part 3
   touch "$REPORT/without-engines"
 }
 

@@ -20,7 +20,7 @@ SHARD, NUM_SHARDS = map(int, os.environ.get("KV_SHARD", "0/1").split("/"))
 TRIED = [*((name, "auto") for name in sorted(ZOO)), *((name, "one") for name in WITHOUT_GROUPS)][
     SHARD::NUM_SHARDS
 ]
-"""With KV_SHARD=0/2 or 1/2, contains half of the cases so that the halves can run in parallel."""
+"""With KV_SHARD=0/3, contains a third of the cases, so that the parts can run in parallel."""
 
 
 @pytest.fixture(scope="module", autouse=True)
