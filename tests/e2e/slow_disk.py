@@ -10,6 +10,7 @@ of the engine's prefill rate (``2x``).
 
 import argparse
 import contextlib
+import os
 import statistics
 import sys
 import tempfile
@@ -207,6 +208,7 @@ def main() -> int:
     )
     parser.add_argument("--json", metavar="FILE", help="also write all measurements to FILE")
     args = parser.parse_args()
+    os.environ["KV_DISK_PACING"] = "1"  # see zygote.py
     console = Console(width=None if sys.stdout.isatty() else 120)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvloft-slow-disk-")))

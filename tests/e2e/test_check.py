@@ -14,14 +14,9 @@ def test_a_model_with_windows_is_served_with_all_groups(
 ) -> None:
     if vllm_release < (0, 32):
         pytest.skip("vLLM before 0.32 does not support connectors with multiple KV cache groups")
-    for attempt in range(3):
-        (folder := tmp_path / str(attempt)).mkdir()
-        status, report, progress = check("gemma3", folder, "all")
-        assert status == 0, (report, progress)
-        passes = {one["name"]: one for one in report["passes"]}
-        # On a busy machine, kvloft may estimate that computing is faster than reading from disk.
-        if passes["disk"]["disk"] == passes["own"]["cached"]:
-            break
+    status, report, progress = check("gemma3", tmp_path, "all")
+    assert status == 0, (report, progress)
+    passes = {one["name"]: one for one in report["passes"]}
     assert all(one["equal"] == one["answers"] for one in passes.values())
     assert passes["host"]["host"] == passes["disk"]["disk"] == passes["own"]["cached"]
     *windows, full = passes["disk"]["blocks"]

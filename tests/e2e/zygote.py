@@ -42,7 +42,7 @@ def preload() -> None:
             importlib.import_module(name)
         except ImportError:
             continue
-    for work in (configure_logging, replace_kernels):
+    for work in (configure_logging, replace_kernels, always_wait_for_disk):
         with contextlib.suppress(ImportError, AttributeError):
             work()
     gc.unfreeze = lambda: None  # an exiting engine would unfreeze and traverse all imported objects
@@ -59,6 +59,17 @@ def configure_logging() -> None:
     from vllm.logger import configure_logging_if_needed
 
     configure_logging_if_needed(LoggingConfig())
+
+
+def always_wait_for_disk() -> None:
+    """Make requests wait for the disk even if computing is faster.
+
+    Tests count the tokens that are loaded, on machines of any speed. With KV_DISK_PACING=1,
+    requests only wait for the disk if it is faster.
+    """
+    from kvloft.plan.disk_pacing import DiskPacing
+
+    DiskPacing.always_pays = os.environ.get("KV_DISK_PACING") != "1"
 
 
 def replace_kernels() -> None:
