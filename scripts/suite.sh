@@ -75,20 +75,28 @@ check_part() { KV_SHARD=$(($1 - 1))/3 phase "kvloft check of tiny models, part $
 
 # in_group COMMAND...: runs a command in the background, in a process group that is killed when this script exits. In the foreground, bash
 # would run traps only after the command exits.
-GROUPS_TO_END=()
 in_group() {
   set -m
   "$@" </dev/null &
-  GROUPS_TO_END+=("-$!")
   set +m
 }
-trap '[ ${#GROUPS_TO_END[@]} = 0 ] || kill -- "${GROUPS_TO_END[@]}" 2>/dev/null' EXIT
+
+# Terminates all groups. Repeats the signal while the first process of a group is running, because bash loses a signal that arrives while it
+# forks. The groups come from `jobs`, because a signal can arrive before a variable would contain a new group.
+end_groups() {
+  local group
+  for group in $(jobs -p); do
+    for _ in {1..50}; do
+      kill -- "-$group" && sleep 0.1 && kill -0 "$group" || break
+    done
+  done 2>/dev/null
+}
+trap end_groups EXIT
 trap 'exit 130' INT TERM
 
 all() {
   in_group phase "environment with vLLM $NEWEST" scripts/env.sh "$NEWEST"
   wait $! || return
-  GROUPS_TO_END=()
   in_group without_engines >build/logs/without_engines.log 2>&1
   in_group with_engines
   wait || true
