@@ -97,6 +97,33 @@ def test_kv_that_never_compresses_soon_takes_only_large_frames() -> None:
     store.close()
 
 
+def test_a_group_that_never_compresses_does_not_affect_another_group() -> None:
+    groups = [(None, "full", 1, 1, 1, 0, 1, 0), (1, "full", 1, 1, 1, 0, 3, 2)]
+    store = _core.Session(
+        frame_bytes=[4096, 8192, 12288, 16384],
+        host_bytes=1024 * 16384,
+        namespace=bytes(32),
+        groups=groups,
+    )
+    root = _core.root_key(bytes(32), None, None)
+    sizes: list[tuple[int, int]] = []
+    for nth in range(200):
+        row = (_core.KeyChain(root, block_tokens=1), [nth], 1, 0, 1, [[1], [1]])
+        (chunks,), _ = store.reserve([row])
+        assert chunks is not None
+        for group, size, batch in chunks.by_size():
+            sizes.append((group, size))
+            tickets, is_misfit = list(batch.tickets()), (group, size) == (1, 2)
+            store.settle(
+                [] if is_misfit else tickets,
+                tickets if is_misfit else [],
+                tickets if is_misfit else [],
+            )
+    assert sizes.count((0, 0)) == 200, "the first group always compresses"
+    assert 64 <= sizes.count((1, 2)) <= 64 + 200 // 64
+    store.close()
+
+
 def test_a_store_counts_what_its_chunks_would_take_uncompressed(tmp_path: Path) -> None:
     compact, full = 4096, 8192
     store = _core.Session(

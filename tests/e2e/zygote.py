@@ -42,9 +42,10 @@ def preload() -> None:
             importlib.import_module(name)
         except ImportError:
             continue
-    for work in (configure_logging, replace_kernels, always_wait_for_disk):
+    for work in (configure_logging, replace_kernels):
         with contextlib.suppress(ImportError, AttributeError):
             work()
+    always_wait_for_disk()
     gc.unfreeze = lambda: None  # an exiting engine would unfreeze and traverse all imported objects
     import vllm.model_executor.models.registry as registry
 
