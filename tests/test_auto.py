@@ -323,6 +323,44 @@ def test_an_engine_computes_and_retries_if_its_server_fails_to_start(
     ], "the engine has left"
 
 
+def test_an_engine_starts_if_the_server_rejects_requests(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may run a different version or have no connections left."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(host.folder))
+    host.socket.parent.mkdir(mode=0o700)
+    server = _core.Server(str(host.socket), host_bytes=1 << 20, max_connections=0)
+    with pytest.raises(ConfigError, match="limit of 0 connections"):
+        _core.server_status(str(host.socket))
+    host.look_after(load_config({"server": "auto", "host_size": "1MiB"}))()
+    server.close(0.0)
+
+
+def test_a_short_linger_is_passed_without_an_exponent(tmp_path: Path) -> None:
+    config = load_config({"server": "auto", "server_linger": 0.00005})
+    assert "--linger=0.000050s" in auto._command(config, tmp_path / "log")
+
+
+def test_an_engine_starts_if_its_server_lacks_memory(
+    host: Host, monkeypatch: pytest.MonkeyPatch, logged: Any
+) -> None:
+    """Idle engines release the memory of a killed server in their next step."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(host.folder))
+    python = host.folder / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        f"exec {sys.executable} -c 'import sys; from kvloft.cli import serve; "
+        "serve.available_bytes = lambda: 0; from kvloft.cli.__main__ import main; "
+        'sys.exit(main(sys.argv[4:]))\' "$@"\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(auto, "_wait_for_server", lambda _: False)
+    host.look_after(load_config({"server": "auto", "host_size": "1MiB"}))()
+    (said,) = [record.getMessage() for record in logged()]
+    assert "is more than the 0 B that this machine or container has left" in said
+
+
 def test_a_full_disk_ends_no_engines_start(
     host: Host, monkeypatch: pytest.MonkeyPatch, logged: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -294,7 +294,7 @@ def test_host_size_is_compared_with_the_memory_that_is_left() -> None:
         refuse_here(load_config({"host_size": "23GiB"}, {}, extra_origin="command line"), left)
     assert str(error.value) == (
         "host_size = 23GiB (command line) is more than the 20.47 GiB that this machine or "
-        "container has left; lower it."
+        "container has left; lower it, or free memory and retry."
     )
     refuse_here(load_config({"host_size": "20GiB"}, {}), left)
     refuse_here(load_config({"host_size": "1GiB"}, {}), None)

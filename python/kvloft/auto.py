@@ -129,7 +129,7 @@ def _command(config: Config, log: Path) -> list[str]:
         "host-size": f"{config.host_size}B",
         "eviction": config.eviction,
         "disk-threads": str(config.disk_threads),
-        "linger": f"{config.server_linger:g}s",
+        "linger": f"{config.server_linger:f}s",
         "background": str(log),
     }
     if config.disk_path is not None:
@@ -142,8 +142,12 @@ def _command(config: Config, log: Path) -> list[str]:
 
 
 def _log_differences(config: Config, logger: logging.Logger) -> None:
-    """Log the settings of this engine that differ from the settings of the running server."""
-    with contextlib.suppress(StoreError):
+    """Log the settings of this engine that differ from the settings of the running server.
+
+    Logs nothing if the server rejects the request, for example because it runs a different version.
+    The engine's connection attempt then logs the reason.
+    """
+    with contextlib.suppress(StoreError, ConfigError):
         settings = _core.server_status(_path(config))["settings"]
         differences = [
             f"{key} = {own} (server: {settings[key]})"

@@ -74,6 +74,11 @@ METRICS: Final = (
         _ENGINE,
         "Number of chunks not saved because no frame was free or the server did not respond",
     ),
+    _counter(
+        "save_blocked_requests",
+        _ENGINE,
+        "Number of requests that are no longer saved, because their KV may be wrong or outdated",
+    ),
     _counter("save_failed_chunks", _ENGINE, "Number of chunks not saved because the copy failed"),
     _counter(
         "save_misfit_chunks",

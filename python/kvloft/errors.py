@@ -26,6 +26,10 @@ class UnsupportedError(ConfigError):
     """kvloft does not support the model or configuration, so the engine does not start."""
 
 
+class ShortageError(ConfigError):
+    """A setting requires more memory than is available now. A later attempt may succeed."""
+
+
 class StoreError(RuntimeError):
     """The store or server failed (I/O error, damaged file, no response) or is closed."""
 

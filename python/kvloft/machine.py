@@ -13,7 +13,7 @@ from typing import Final
 
 from kvloft.config.table import AUTO, OF_LIMITS, OF_STORE, Config
 from kvloft.config.units import format_quota, format_size, size_text
-from kvloft.errors import ConfigError
+from kvloft.errors import ConfigError, ShortageError
 from kvloft.limits import given_limits, tenant_limits
 
 SMALL: Final = 1 << 20
@@ -49,6 +49,8 @@ def refuse_impossible(config: Config) -> None:
 def refuse_here(config: Config, available_bytes: int | None = None) -> None:
     """Raise ConfigError if no engine can start with these settings on this machine.
 
+    Raises ShortageError if too little memory is available now.
+
     ``available_bytes`` is the amount of free memory, if known. An unwritable disk_path is not an
     error: permissions, free space and mounts can change while the engine uses host memory.
     """
@@ -57,16 +59,16 @@ def refuse_here(config: Config, available_bytes: int | None = None) -> None:
         return
     # With `auto`, a running server may already hold this memory.
     left = available_bytes if config.server is None else None
+    too_much = f"host_size = {format_size(config.host_size)} ({config.origin('host_size')}) is more"
+    if config.host_size > (memory := _machine_bytes()):
+        raise ConfigError(
+            f"{too_much} than this machine's memory of {size_text(memory)}; lower it."
+        )
     if left is not None and config.host_size > left:
-        found = f"the {size_text(left)} that this machine or container has left"
-    elif config.host_size > (memory := _machine_bytes()):
-        found = f"this machine's memory of {size_text(memory)}"
-    else:
-        return
-    raise ConfigError(
-        f"host_size = {format_size(config.host_size)} ({config.origin('host_size')}) is more than "
-        f"{found}; lower it."
-    )
+        raise ShortageError(
+            f"{too_much} than the {size_text(left)} that this machine or container has left; lower "
+            "it, or free memory and retry."
+        )
 
 
 def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status")) -> None:

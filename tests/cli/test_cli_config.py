@@ -80,7 +80,7 @@ def test_status_is_2_if_no_engine_starts(capsys: pytest.CaptureFixture[str]) -> 
         for extra, text in (
             (
                 '{"host_size": "900TiB"}',
-                "kvloft: host_size = 900TiB (kv_connector_extra_config) is more than the ",
+                "kvloft: host_size = 900TiB (kv_connector_extra_config) is more than this ",
             ),
             (
                 '{"disk_path": "/proc/nope"}',

@@ -80,6 +80,18 @@ def test_a_closed_stdout_ends_a_command_without_effects(argv: list[str], folder:
     assert closed(["config"], 0, 1, 2).returncode == 4
 
 
+def test_characters_that_stdout_cannot_encode_are_escaped(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvloft.cli", "config"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "KVLOFT_DISK_PATH": f"{folder}/\xe9"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\\xe9" in done.stdout
+
+
 def test_errors_are_not_printed_to_stdout_if_stderr_is_closed(folder: Path) -> None:
     done = closed(["status", "--socket", str(folder / "kv.sock")], 2)
     assert (done.returncode, done.stdout) == (1, "")

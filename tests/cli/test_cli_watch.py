@@ -85,6 +85,21 @@ def test_prometheus_metrics_match_status(socket: str) -> None:
     assert names <= found.keys()
 
 
+def test_silent_connections_to_the_metrics_are_closed_quietly(
+    socket: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics, "IDLE_TIMEOUT_S", 0.1)
+    url, end = metrics.serve(("127.0.0.1", 0), lambda: _core.server_status(socket))
+    try:
+        port = int(url.split(":")[2].split("/")[0])
+        with socketlib.create_connection(("127.0.0.1", port), timeout=60) as silent:
+            assert silent.recv(1) == b"", "the connection must be closed"
+        assert scrape(url)["kvloft_engines"] == 1
+    finally:
+        end()
+    assert capfd.readouterr().err == ""
+
+
 def test_each_namespace_has_its_numbers_and_is_cleared_alone(
     socket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -634,6 +649,8 @@ def test_rates_are_of_the_time_between_and_never_of_two_stores() -> None:
         b"a": {shown: 5.0 if shown == "saved" else 0.0 for shown in watch.RATES}
     }
     assert watch.rates_of(old, 4.0, new) == {}
+    opening = look(b"a", {})  # a namespace that is being opened has no counters yet
+    assert watch.rates_of(opening, 4.0, opening) == {}
     assert watch.rates_of(look(b"b", names), 4.0, old) == {}
 
 

@@ -43,6 +43,11 @@ def test_a_second_compilation_comes_from_the_cache(tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == entries
 
 
+def test_kernels_compile_without_a_usable_cache(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert compile_kernels("sm_90", 16, tmp_path / "file" / "kernels").startswith(b"\x7fELF")
+
+
 def test_a_failed_compilation_reports_the_compilers_output() -> None:
     with pytest.raises(KernelError, match="sm_90"):
         compile_kernels("sm_90", 3)

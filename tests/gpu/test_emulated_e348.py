@@ -105,7 +105,7 @@ def kernels_of(
     made: list[Any] = []
     monkeypatch.setattr(mover, "Kernels", make)
     monkeypatch.setattr(mover, "CudaMover", lambda kinds, *_, **__: made.extend(kinds))
-    monkeypatch.setattr(mover, "_device_encodes", lambda _: device_encodes)
+    monkeypatch.setattr(mover, "device_encodes", lambda _: device_encodes)
     monkeypatch.setattr(mover.torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(mover.torch.cuda, "get_device_name", lambda _: "a GPU")
     layouts = [on_gpu.bf16(name).layout() for name in names]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="torch is not installed")
 
+import numpy as np
 import torch
 from batches import batch_of
 from emulated_gpu import Gpu, emulated
@@ -18,12 +19,12 @@ from gpu_support import Frames, Paged, copies_of, load, make_mover, part_bytes_f
 from piece_model import frames_of
 
 from kvloft.seam.batch import ChunkCopy
-from kvloft.seam.ids import ReqId
+from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import jobs
 from kvloft.transfer.cuda import mover as mover_module
 from kvloft.transfer.cuda import saves as saves_module
-from kvloft.transfer.cuda.jobs import Load, Mark, Waiting
+from kvloft.transfer.cuda.jobs import Load, Mark, WaitingLoad
 from kvloft.transfer.cuda.mover import CudaMover
 from kvloft.transfer.cuda.shared import NUM_MARKS
 
@@ -149,6 +150,45 @@ def test_saves_are_sent_in_the_order_of_frames(rig: Rig) -> None:
     assert rig.sent() == [2, 3, 6, 6, 3]
 
 
+def test_finished_saves_leave_room_for_more(
+    rig: Rig, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing collects finished pieces between two steps if no piece is waiting."""
+    monkeypatch.setattr(saves_module, "MAX_PIECES", 5)
+    assert rig.submit_saves(20) == [2, 3, 6, 6, 3]
+    flights = list(rig.mover._saves.in_flight)
+    gpu.run_until(lambda: all(flight.sent.done.is_done() for flight in flights))
+    assert rig.submit_saves(20) == [2, 3, 6, 6, 3]
+    done = rig.mover.drain()
+    assert (len(done.saved), done.failed) == (40, [])
+
+
+def test_a_save_with_an_invalid_block_fails_only_its_job(rig: Rig) -> None:
+    copies = list(copies_of(range(20), [[block] for block in range(20)]))
+    copies[0] = copies[0]._replace(blocks=(BlockId(BLOCKS),))
+    rig.mover.begin_step(())
+    rig.mover.submit_saves([SavePlan(ReqId("s"), batch_of(copies))])
+    rig.mover.begin_step([BlockId(block) for block in range(20)])
+    done = rig.mover.drain()
+    assert (sorted(done.saved), sorted(done.failed)) == (list(range(3, 21)), [1, 2])
+
+
+def test_other_connectors_may_write_blocks_after_a_wait(rig: Rig) -> None:
+    rig.submit_saves(40)
+    reads = [flight.sent.read for flight in rig.mover._saves.in_flight]
+    assert not all(read.is_done() for read in reads)
+    rig.mover.wait_for_saves([BlockId(0), BlockId(39)])
+    assert all(read.is_done() for read in reads)
+
+
+def test_a_wait_for_blocks_ends_with_the_last_save_that_reads_them(rig: Rig) -> None:
+    rig.submit_saves(40)  # the first job has two chunks
+    for block, num_jobs in ((0, 1), (1, 1), (2, 2)):
+        events = rig.mover._saves.submit_gathers_of(np.array([block]))
+        assert events[-1] is rig.mover._saves.in_flight[num_jobs - 1].sent.read
+        assert len(events) == num_jobs
+
+
 def test_rejected_saves_are_reported_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = copies_of(range(20), [[block] for block in range(20)])
     plan = SavePlan(ReqId("s"), batch_of(copies))
@@ -212,7 +252,7 @@ def test_loads_of_other_steps_do_not_shrink_the_first_piece(rig: Rig) -> None:
     plans = [LoadPlan(ReqId("l"), i, batch_of(copies_of(range(4), [[0]] * 4))) for i in range(2)]
     loads = [Load(plan, 4) for plan in plans]
     rig.mover._loads.waiting.extend(
-        Waiting(x, 0, x.plan.chunks, Mark(mover_module.driver.Event(), [])) for x in loads
+        WaitingLoad(x, 0, x.plan.chunks, Mark(mover_module.driver.Event(), [])) for x in loads
     )
     _, taken, _, owners = rig.mover._loads._take()
     assert len(taken) == 4 and owners == [(loads[0], 4)]
@@ -233,7 +273,7 @@ def test_nothing_is_sorted_before_the_first_piece_is_out() -> None:
 
     batch, copies = batch_of(copies_of(range(100), [[0]] * 100)), Watched()
     plan = LoadPlan(ReqId("l"), 0, copies)  # type: ignore[arg-type]
-    waiting = Waiting(Load(plan, 100), 0, copies, None)  # type: ignore[arg-type]
+    waiting = WaitingLoad(Load(plan, 100), 0, copies, None)  # type: ignore[arg-type]
     for room in (2, 4):
         waiting.take(room, per_piece=PER_PIECE, is_last=True)
         assert Watched.longest == room
@@ -261,7 +301,7 @@ def test_a_load_hands_out_each_chunk_once_in_the_order_of_frames(
 ) -> None:
     copies = copies_of(seed.sample(range(1000), num), [[0]] * num)
     plan = LoadPlan(ReqId("l"), 0, batch_of(copies))
-    waiting = Waiting(Load(plan, num), 0, plan.chunks, None)
+    waiting = WaitingLoad(Load(plan, num), 0, plan.chunks, None)
     handed: list[ChunkCopy] = []
     while waiting.num_left:
         room = min(rooms[len(handed) % len(rooms)], per_piece)

@@ -389,7 +389,8 @@ class SymbolicEngine:
     def update(self) -> None:
         """Call update_from_output for the oldest step."""
         step = self.steps.popleft()
-        self.core.end_step()
+        if step.works:  # vLLM does not report the end of every empty step
+            self.core.end_step(step.plan.prompt_step)
         failed = self._invalid_blocks(step.bad)
         for work in step.works:
             request = self.requests.get(work.req_id)

@@ -13,7 +13,13 @@ from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 from sim_scenes import serve
 
-from kvloft.plan.disk_pacing import GRACE_S, PRIOR_READS, DiskPacing, PromptBacklog
+from kvloft.plan.disk_pacing import (
+    GRACE_S,
+    MAX_STEPS,
+    PRIOR_READS,
+    DiskPacing,
+    PromptBacklog,
+)
 
 PROMPT_TOKENS, NUM_PROMPTS = 64, 40
 TOKENS_PER_S = 6400.0
@@ -36,8 +42,7 @@ def pacing(*, read_s: float | None = None, tokens_per_s: float | None = None) ->
             },
         )
     if tokens_per_s is not None:
-        made.observe_step_begin(-1.0, int(tokens_per_s))
-        made.observe_step_end(0.0)
+        made.observe_step_end(0.0, made.observe_step_begin(-1.0, int(tokens_per_s)))
     return made
 
 
@@ -110,12 +115,35 @@ def test_a_restarted_store_is_not_a_measurement() -> None:
 
 
 def test_steps_that_overlap_are_measured_one_after_the_other() -> None:
-    made = DiskPacing()
+    made, numbers = DiskPacing(), []
     for nth in range(10):  # each step is planned when the previous step starts
-        made.observe_step_begin(nth, 100)
+        numbers.append(made.observe_step_begin(nth, 100))
         if nth:
-            made.observe_step_end(nth + 1.0)
+            made.observe_step_end(nth + 1.0, numbers[nth - 1])
     assert made.expected_compute_s(100) == pytest.approx(1.0, rel=0.15)
+
+
+def test_empty_steps_whose_ends_are_not_reported_do_not_change_the_rate() -> None:
+    """While a single request waits for the disk, vLLM runs empty steps and reports no end."""
+    made, now = DiskPacing(), 0.0
+    for nth in range(40):
+        for _ in range(5):
+            assert made.observe_step_begin(now, 0) is None
+            now += 0.001
+        num_tokens, seconds = (1000, 1.0) if nth % 10 == 0 else (0, 0.01)
+        number = made.observe_step_begin(now, num_tokens)
+        made.observe_step_end(now := now + seconds, number)
+    assert made.expected_compute_s(1000) == pytest.approx(1.0, rel=0.02)
+
+
+def test_a_step_whose_end_is_not_reported_is_dropped() -> None:
+    made = DiskPacing()
+    for nth in range(100):
+        number = made.observe_step_begin(nth, 100)
+        if nth == 99:
+            made.observe_step_end(nth + 1.0, number)
+    assert len(made._steps) < MAX_STEPS
+    assert made.expected_compute_s(100) == pytest.approx(1.0)
 
 
 @given(

@@ -10,6 +10,7 @@ from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 from sim_scenes import PROMPT, serve, tables
 
+from kvloft.plan.answers import Miss
 from kvloft.plan.save_planner import SavePlanner
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import StepPlan, StepReport
@@ -288,3 +289,79 @@ def test_kv_events_follow_the_plan() -> None:
         note()
     assert ("b", (0, len(PROMPT) // 2)) in told and (A, num_tokens // 2) in told
     assert not engine.core.take_notes()
+
+
+def test_kv_computed_without_weights_is_neither_saved_nor_loaded() -> None:
+    """Sleep at level 2 discards the weights, and waking up does not load new weights."""
+    engine, _, plan = started([1, 2, 3, 4, 5, 6], 4)
+    assert saved_blocks(plan) == [(1,), (2,)]
+    engine.core.pause_caching()
+    assert engine.core.plan_step(view_of_running(4, 4)).saves == ()
+    engine.core.resume_caching()
+    assert engine.core.plan_step(view_of_running(8, 4)).saves == (), "the KV depends on garbage"
+    engine.core.finish(A)
+    other = Request(ReqId("b"), PROMPT[:12], 9)
+    engine.core.admit(other, 0, tables([7, 8, 9, 10, 11, 12]))
+    plan = engine.core.plan_step(view_of_new(0, [7, 8, 9, 10, 11, 12], 12, ReqId("b")))
+    assert saved_blocks(plan), "a request that began with the new weights is saved"
+
+
+def test_nothing_is_offered_while_there_are_no_weights() -> None:
+    engine = SymbolicEngine(Setup(block_tokens=2))
+    serve(engine, Request(A, PROMPT[:12], 1))
+    request = Request(ReqId("b"), PROMPT[:12], 9)
+    engine.core.pause_caching()
+    assert engine.core.match(request, 0) == Miss()
+    engine.core.resume_caching()
+    assert engine.core.match(request, 0) != Miss()
+
+
+@pytest.mark.parametrize("is_loaded_in_step", [True, False])
+def test_kv_that_a_sibling_loads_during_the_forward_pass_is_not_saved(
+    is_loaded_in_step: bool,
+) -> None:
+    """The load can still fail, and vLLM reports this after the step."""
+    engine = SymbolicEngine(Setup(block_tokens=2))
+    engine.core.meet_siblings()
+    request, table = Request(A, PROMPT[:12], 9), [1, 2, 3, 4, 5, 6]
+    engine.core.match(request, 0)
+    engine.core.admit(request, 0, tables(table))
+    if not is_loaded_in_step:  # an asynchronous load, after which vLLM admits the request again
+        engine.core.plan_step(StepView())
+        engine.core.admit(request, 0, tables(table))
+    plan = engine.core.plan_step(view_of_new(8, table, 4))
+    assert bool(saved_blocks(plan)) == (not is_loaded_in_step)
+    assert engine.core.counters["save_blocked_requests"] == int(is_loaded_in_step)
+
+
+def test_the_plan_lists_blocks_that_a_sibling_may_overwrite_while_saves_read_them() -> None:
+    engine, _, plan = started([1, 2, 3, 4, 5, 6], 12)
+    engine.core.meet_siblings()
+    assert saved_blocks(plan)
+    engine.core.finish(A)  # vLLM reuses the blocks, but the copies have not finished
+    other = Request(ReqId("b"), [3] * 12, 9)
+    engine.core.match(other, 0)
+    engine.core.admit(other, 0, tables([5, 6, 7, 8, 9, 10]))
+    assert set(engine.core.plan_step(StepView()).sibling_blocks) == {5, 6}
+    settled(engine, plan)
+    third = Request(ReqId("c"), [3] * 12, 9)
+    engine.core.match(third, 0)
+    engine.core.admit(third, 0, tables([1, 2, 3, 4, 11, 12]))
+    assert engine.core.plan_step(StepView()).sibling_blocks == ()
+
+
+def test_a_failed_plan_lists_all_blocks_that_saves_read_for_siblings() -> None:
+    engine, _, _ = started([1, 2, 3, 4, 5, 6], 12)
+    assert engine.core.plan_loads_only().sibling_blocks == ()
+    engine, _, _ = started([1, 2, 3, 4, 5, 6], 12)
+    engine.core.meet_siblings()
+    assert set(engine.core.plan_loads_only().sibling_blocks) == {1, 2, 3, 4, 5, 6}
+
+
+def test_a_hit_on_part_of_a_block_is_not_a_siblings_load() -> None:
+    engine = SymbolicEngine(Setup(block_tokens=2))
+    engine.core.meet_siblings()
+    request, table = Request(A, PROMPT[:12], 9), [1, 2, 3, 4, 5, 6]
+    engine.core.match(request, 0)
+    engine.core.admit(request, 0, tables(table))
+    assert saved_blocks(engine.core.plan_step(view_of_new(1, table, 11)))

@@ -286,3 +286,62 @@ def test_windows_of_a_preempted_request_are_computed_again_from_null_blocks() ->
     request.num_computed_tokens = 0
     bench.core.admit(request, 0, windows(0, 32, 33, 34, 35))
     assert saved(bench.step(request, 17, windows(0, 32, 33, 34, 35))) == {(0, 32), (0, 33), (0, 34)}
+
+
+def test_a_hit_on_window_blocks_from_before_a_reset_is_not_saved() -> None:
+    bench, request = Bench(WINDOW_ONLY), request_of()
+    bench.core.admit(request, 0, windows(21, 22, 23, 24, 25))
+    bench.finish(bench.step(request, 17, windows(21, 22, 23, 24, 25)))
+    bench.core.finish(ReqId("a"))
+    bench.core.reset()  # vLLM's own prefix cache is kept
+    other = request_of("b", [*PROMPT, 9, 9, 9, 9])
+    bench.match(other, 16)
+    other.num_computed_tokens = 16
+    bench.core.admit(other, 0, windows(0, 0, 23, 24, 55, 56))
+    assert not bench.step(other, 5, windows(0, 0, 23, 24, 55, 56)).saves
+    assert bench.core.counters["save_blocked_requests"] == 1
+
+
+def test_a_hit_on_window_blocks_computed_after_a_reset_is_saved() -> None:
+    bench, request = Bench(WINDOW_ONLY), request_of()
+    bench.core.reset()
+    bench.core.trust_hits()  # vLLM has cleared its own prefix cache too
+    bench.core.admit(request, 0, windows(21, 22, 23, 24, 25))
+    bench.finish(bench.step(request, 17, windows(21, 22, 23, 24, 25)))
+    bench.core.finish(ReqId("a"))
+    other = request_of("b", [*PROMPT, 9, 9, 9, 9])
+    bench.match(other, 16)
+    other.num_computed_tokens = 16
+    bench.core.admit(other, 0, windows(0, 0, 23, 24, 55, 56))
+    assert bench.step(other, 5, windows(0, 0, 23, 24, 55, 56)).saves
+
+
+# -- blocks that are shorter than a unit
+# ---------------------------------------------------------------------------------------
+
+SHORT_BLOCKS = CacheShape((GroupShape(2, 2), GroupShape(BLOCK, kind="window", reach=8)))
+
+
+def short_blocks(*blocks: int) -> Tables:
+    return Tables([blocks, [21]], 0, (2, 1))  # type: ignore[list-item]
+
+
+def test_a_request_with_less_than_a_unit_is_not_saved_after_a_reset() -> None:
+    bench, request = Bench(SHORT_BLOCKS), request_of(ids=PROMPT[:2])
+    bench.core.admit(request, 0, short_blocks(11))
+    bench.step(request, 2, short_blocks(11))
+    bench.core.reset()
+    request.token_ids += [1, 2]
+    assert not bench.step(request, 2, short_blocks(11, 12), new=False).saves
+
+
+def test_a_short_load_of_a_sibling_keeps_the_blocks() -> None:
+    bench, request = Bench(SHORT_BLOCKS), request_of(ids=PROMPT[:9])
+    bench.core.meet_siblings()
+    bench.match(request, 0)
+    bench.core.admit(request, 0, short_blocks(11))
+    bench.core.plan_step(StepView())
+    request.num_computed_tokens = 2  # the sibling has loaded one block
+    table = short_blocks(11, 12, 13, 14, 15)
+    bench.core.admit(request, 0, table)
+    assert bench.step(request, 7, table).saves

@@ -7,6 +7,7 @@ import select
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -249,6 +250,36 @@ def test_a_mover_is_told_of_loads_before_the_forward_pass(store: _core.Session) 
     worker.begin(plan_of(store))
     worker.begin(plan_of(store)._replace(loads=()))
     assert heard == [True, False]
+
+
+def test_saves_of_blocks_that_a_sibling_may_write_end_before_the_step_begins(
+    store: _core.Session,
+) -> None:
+    heard: list[Any] = []
+
+    class Listening(IdleMover):
+        def wait_for_saves(self, blocks: Sequence[BlockId]) -> None:
+            heard.append(list(blocks))
+
+        def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
+            heard.append("begin")
+
+    worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Listening())
+    worker.register([CACHES], 7, "test")
+    worker.begin(plan_of(store)._replace(sibling_blocks=(BlockId(3),)))
+    worker.begin(plan_of(store))
+    assert heard == [[3], "begin", "begin"]
+
+
+def test_the_number_of_a_step_with_prompt_tokens_is_reported(store: _core.Session) -> None:
+    worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: IdleMover())
+    worker.register([CACHES], 7, "test")
+    numbers = []
+    for number in (1, 2, None):
+        worker.begin(plan_of(store)._replace(saves=(), loads=(), prompt_step=number))
+        report = worker.take_report()
+        numbers.append(report.prompt_step if report is not None else "no report")
+    assert numbers == [1, 2, "no report"]
 
 
 def test_usable_bytes_are_reported_when_they_change(store: _core.Session) -> None:

@@ -203,7 +203,7 @@ def test_events_are_repeated_only_after_vllms_clear_event() -> None:
     half: Any = object.__new__(SchedulerHalf)
     half._announcer, pool = (
         SimpleNamespace(repeat=lambda: told.append("again")),
-        SimpleNamespace(kv_event_queue=["before"]),
+        SimpleNamespace(kv_event_queue=["before"], get_num_free_blocks=lambda: 5, num_gpu_blocks=9),
     )
     half.hear_pool_reset(pool)()
     assert not told

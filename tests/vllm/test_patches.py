@@ -5,6 +5,7 @@ has the consequence that its row states.
 import gc
 import importlib
 import inspect
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -197,6 +198,7 @@ def engine() -> Any:
     class Core:
         def __init__(self) -> None:
             self.seen: list[bool] = []
+            self.model_executor = SimpleNamespace(is_sleeping=False)
 
         def reset(self) -> None:
             self.seen.append(scheduler_half._pausing.get())
@@ -208,12 +210,24 @@ def engine() -> Any:
 
         def sleep(self, level: int = 1, mode: str = "abort") -> None:
             if level:
-                self._reset_caches()
+                self._reset_caches(fails=mode == "fails")
+                self.model_executor.is_sleeping = True
+
+        def collective_rpc(self, method: str, *, fails: bool = False) -> None:
+            if fails:
+                raise RuntimeError("out of memory")
 
     half = object.__new__(SchedulerHalf)
-    half._weights_go = False
+    half._weights_go, half._can_sleep = False, True
+    calls: list[str] = []
+    half.core = SimpleNamespace(  # type: ignore[assignment]
+        calls=calls,
+        pause_caching=lambda: calls.append("pause"),
+        resume_caching=lambda: calls.append("resume"),
+    )
     listen(patches.PAUSE_RESET, half.hear_pause, Core)
     listen(patches.ENGINE_SLEEP, half.hear_sleep, Core)
+    listen(patches.ENGINE_RPC, half.hear_rpc, Core)
     return SimpleNamespace(core=Core(), half=half)
 
 
@@ -242,12 +256,51 @@ def test_a_sleep_that_drops_weights_is_reported(
 ) -> None:
     engine.core.sleep(*args, **kwargs)
     assert engine.half._weights_go == told
+    engine.core.collective_rpc("wake_up")
+    calls = ["pause"] if told else []
+    assert engine.half.core.calls == calls, "waking up loads no weights"
+    with pytest.raises(RuntimeError):
+        engine.core.collective_rpc("reload_weights", fails=True)
+    assert engine.half.core.calls == calls, "no weights were loaded"
+    engine.core.collective_rpc("reload_weights")
+    assert engine.half.core.calls == [*calls, "resume"]
+
+
+def test_a_sleep_that_keeps_the_weights_does_not_pause_the_cache(engine: Any) -> None:
+    with pytest.raises(RuntimeError):
+        engine.core.sleep(2, "fails")
+    engine.core.sleep(1)
+    engine.core.sleep(2)  # the engine is already asleep
+    engine.core.model_executor.is_sleeping = False
+    engine.half._can_sleep = False
+    engine.core.sleep(2)
+    assert engine.half.core.calls == []
+
+
+@pytest.mark.parametrize(("num_free", "trusted"), [(8, True), (7, False)])
+def test_hits_are_trusted_after_a_reset_if_vllm_has_cleared_its_own_cache(
+    num_free: int, trusted: bool
+) -> None:
+    calls: list[str] = []
+    half: Any = object.__new__(SchedulerHalf)
+    half._announcer, half._weights_go, half._is_pool_empty = None, False, False
+    half.core = SimpleNamespace(
+        reset=lambda: calls.append("reset"), trust_hits=lambda: calls.append("trust")
+    )
+    pool = SimpleNamespace(
+        kv_event_queue=(), get_num_free_blocks=lambda: num_free, num_gpu_blocks=9
+    )
+    half.hear_pool_reset(pool)()  # vLLM clears its own cache first
+    half.reset()
+    assert calls == (["trust", "reset", "trust"] if trusted else ["reset"])
 
 
 def new_connector() -> Any:
     """Return a connector that can be used alone or as a child of MultiConnector."""
     connector = object.__new__(KVLoftConnector)
-    connector._scheduler = SimpleNamespace(siblings=None)  # type: ignore[assignment]
+    core = SimpleNamespace(has_siblings=False)
+    core.meet_siblings = partial(setattr, core, "has_siblings", True)
+    connector._scheduler = SimpleNamespace(siblings=None, core=core)  # type: ignore[assignment]
     return connector
 
 
@@ -304,6 +357,7 @@ def test_a_child_of_multi_connector_finds_its_siblings() -> None:
     made = scheduler()
     made.add_request(1)
     assert (child._scheduler.siblings, made.defer_block_free) == ((sibling,), True)
+    assert child._scheduler.core.has_siblings
 
 
 def test_a_scheduler_with_late_free_page_reads_keeps_deferring() -> None:
@@ -313,3 +367,4 @@ def test_a_scheduler_with_late_free_page_reads_keeps_deferring() -> None:
     scheduler = cls()
     scheduler.add_request(1)
     assert (own._scheduler.siblings, scheduler.defer_block_free) == ((), True)
+    assert not own._scheduler.core.has_siblings

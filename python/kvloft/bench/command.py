@@ -45,9 +45,9 @@ def add_parser(subparsers: Any) -> None:
     )
     copy.add_argument(
         "--mib",
-        type=whole(64, 1024),
+        type=whole(256, 1024),
         default=1024,
-        help="payload per measurement in MiB, from 64 to 1024 (default: 1024)",
+        help="payload per measurement in MiB, from 256 to 1024 (default: 1024)",
     )
     copy.add_argument(
         "--plot",
@@ -119,16 +119,16 @@ def run_copy(args: argparse.Namespace) -> int:
     """Measure copies and return the exit status, as described in the help text."""
     screen = console()
     try:
-        gpu_bytes(("torch",))
+        gpu_bytes(("torch", "matplotlib") if args.plot else ("torch",))
         from kvloft.bench import copy
-        from kvloft.transfer.cuda.kernels import default_cache_dir
+        from kvloft.transfer.cuda.kernels import kernel_cache_dir
         from kvloft.transfer.cuda.lanes import Tuning
 
         with screen.status("starting") as status:
             result = copy.run(
                 payload_bytes=args.mib << 20,
                 tuning=Tuning(),
-                cache_dir=default_cache_dir(),
+                cache_dir=kernel_cache_dir(),
                 progress=status.update,
             )
     except (ImportError, UnsupportedError) as error:

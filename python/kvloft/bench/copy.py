@@ -25,6 +25,7 @@ from kvloft.bench.link import Ceiling, HostFrames, interference, waits
 from kvloft.bench.rig import FRAME_ORDERS, Case, Rig
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.lanes import Tuning
+from kvloft.transfer.cuda.mover import device_encodes
 
 KIB = 1024
 PAGES = tuple(n * KIB for n in (4, 8, 16, 18, 32, 64, 128, 512, 2048))
@@ -42,8 +43,10 @@ class Bench:
     host: HostFrames
     payload_bytes: int
     tuning: Tuning
-    cache_dir: Path
+    cache_dir: Path | None
     ceiling: Ceiling
+    encodings: tuple[bool, ...]
+    """False for raw frames, and True for compressed frames if the GPU supports them."""
 
     def rig(self, case: Case, **options: Any) -> Rig:
         return Rig(case, self.host, self.payload_bytes, self.tuning, self.cache_dir, **options)
@@ -76,7 +79,7 @@ def run(
     *,
     payload_bytes: int,
     tuning: Tuning,
-    cache_dir: Path,
+    cache_dir: Path | None,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """Run all measurements and return the results.
@@ -86,7 +89,8 @@ def run(
     """
     ceiling = Ceiling(HostFrames(2 * payload_bytes), payload_bytes)
     host = HostFrames(2 * payload_bytes + (64 << 20) + 2 * payload_bytes // 8)
-    bench = Bench(host, payload_bytes, tuning, cache_dir, ceiling)
+    encodings = (False, True) if device_encodes(torch.device("cuda")) else (False,)
+    bench = Bench(host, payload_bytes, tuning, cache_dir, ceiling, encodings)
     result: dict[str, Any] = {"machine": machine(), "tuning": dataclasses.asdict(tuning)}
     result["pages"] = list(_by_page(bench, progress))
     result["ceiling"] = {
@@ -113,15 +117,18 @@ def _by_page(bench: Bench, progress: Callable[[str], None]) -> Iterator[dict[str
 
 
 def _rows_of(bench: Bench, case: Case, **options: Any) -> dict[str, Any]:
-    """Verify and measure raw frames and, under the key "compressed", compressed frames."""
+    """Verify and measure raw frames and, under the key "compressed", compressed frames if the GPU
+    supports them.
+    """
     rows: list[dict[str, Any]] = []
-    for encodes in (False, True):
+    for encodes in bench.encodings:
         rig = bench.rig(case, encodes=encodes, **options)
         rig.verify()
         rows.append(_row_of(rig, bench.ceiling))
         rig.close()
         del rig  # free the pages before the next rig allocates new pages
-    return {**rows[0], "compressed": rows[1]}
+    raw, *compressed = rows
+    return {**raw, "compressed": compressed[0]} if compressed else raw
 
 
 def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
@@ -166,7 +173,8 @@ def _interference(bench: Bench) -> Iterator[dict[str, Any]]:
                 for _ in range(NUM_INTERFERENCE_RUNS)
             ]
             yield _row("copy engine", name, what, NUM_ROUNDS * bench.payload_bytes, found)
-    for by, encodes in (("kvloft", False), ("kvloft, compressed", True)):
+    for encodes in bench.encodings:
+        by = "kvloft, compressed" if encodes else "kvloft"
         rig = bench.rig(Case.of(64 * KIB), encodes=encodes)
         rig.verify()
         for name, work in works.items():

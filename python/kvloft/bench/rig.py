@@ -84,7 +84,7 @@ class Rig:
         host: HostFrames,
         payload_bytes: int,
         tuning: Tuning,
-        cache_dir: Path,
+        cache_dir: Path | None,
         *,
         macros: tuple[tuple[str, str], ...] = (),
         frame_order: str = "ascending",

@@ -12,7 +12,7 @@ from kvloft.cli import warn
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit status: 4 if stdout is closed, 130 after Ctrl-C."""
     try:
-        if not _has_streams():
+        if not _prepare_streams():
             from kvloft.errors import NOT_WRITTEN
 
             warn("stdout is closed; redirect it to /dev/null to discard the output")
@@ -32,10 +32,13 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _has_streams() -> bool:
-    """Replace a closed stdin or stderr with /dev/null. Return False if stdout is closed."""
+def _prepare_streams() -> bool:
+    """Replace a closed stdin or stderr with /dev/null, and escape characters that stdout cannot
+    encode. Return False if stdout is closed.
+    """
     if sys.__stdout__ is None:  # print would silently discard all output
         return False
+    sys.__stdout__.reconfigure(errors="backslashreplace")
     for name, original, mode in (("stdin", sys.__stdin__, "r"), ("stderr", sys.__stderr__, "w")):
         if original is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))

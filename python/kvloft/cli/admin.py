@@ -24,8 +24,8 @@ Remove all chunks of a namespace from memory and disk. Engines keep running and
 save new chunks. The namespace can be cleared even if it has no engine. Without
 --yes, the command asks for confirmation; if stdin is not a terminal, nothing is
 cleared. Exit status: 0 success; 1 no server answers, or the user does not
-confirm; 2 the server has more than one namespace and --namespace is missing, or
-the disk cannot be listed.
+confirm; 2 the server has more than one namespace and --namespace is missing,
+the disk cannot be listed, or some chunks remain on disk.
 """
 EVICT_DESCRIPTION: Final = """\
 Remove all chunks of a tenant from memory and disk. A tenant is the set of

@@ -11,6 +11,8 @@ from kvloft.counters import Metric, Scope, exported
 from kvloft.errors import ConfigError
 from kvloft.version import BUILD_INFO_HELP, BUILD_LABELS
 
+IDLE_TIMEOUT_S: Final = 10.0
+"""Time in seconds after which a connection without a request is closed, to free its descriptor."""
 LABEL: Final = "namespace"
 INFO_HELP: Final = "Model of each namespace; the value is always 1"
 
@@ -48,6 +50,9 @@ def serve(
             f"--metrics cannot listen on {where[0]}:{where[1]} ({reason}); use another host or "
             "port."
         ) from e
+
+    server.RequestHandlerClass.timeout = IDLE_TIMEOUT_S
+    server.handle_error = lambda *_: None  # do not log a traceback for each broken connection
 
     def end() -> None:
         server.shutdown()

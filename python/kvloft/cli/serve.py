@@ -4,8 +4,10 @@ This module reads settings, waits for signals and prints the log. The server is 
 """
 
 import argparse
+import contextlib
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -23,7 +25,7 @@ from kvloft.cli.daemon import Log, in_background
 from kvloft.config.sources import describe
 from kvloft.config.table import KEYS, OF_STORE, Config
 from kvloft.config.units import HintError, parse_seconds, size_text
-from kvloft.errors import ConfigError, StoreError
+from kvloft.errors import ConfigError, ShortageError, StoreError
 from kvloft.limits import tenant_limits
 from kvloft.machine import refuse_here, refuse_nodes, warnings
 from kvloft.version import BUILD
@@ -163,15 +165,20 @@ def nodes(text: str | None) -> list[int]:
 def run(args: argparse.Namespace) -> int:
     """Run the server until a signal arrives or ``--linger`` expires without an engine.
 
-    Return 0 on success, or 1 if another server uses the socket or a system call fails. Raises
-    ConfigError if a setting is invalid.
+    Return 0 on success, or 1 if another server uses the socket, too little memory is left or a
+    system call fails. Raises ConfigError if a setting is invalid.
     """
     config = settings(args)
     metrics_at = metrics.address(args.metrics) if args.metrics is not None else None
     own_shares, linger_s = shares(args.share), _linger(args.linger)
     options = _Options(config, own_shares, nodes(args.numa), metrics_at, linger_s)
     own = replace(config, server=None)  # the server uses this machine's memory and disk
-    refuse_here(own, available_bytes())
+    try:
+        refuse_here(own, available_bytes())
+    except ShortageError as e:  # may be temporary: engines can still hold a killed server's memory
+        warn(str(e))
+        return 1
+    _raise_file_limit()
     for warning in warnings(own, opens_disk=True):
         warn(f"warning: {warning}")
     serve = partial(_serve, options)
@@ -183,6 +190,15 @@ def run(args: argparse.Namespace) -> int:
         Path(args.background).absolute(),
         f"is listening in the background on unix:{config.socket}",
     )
+
+
+def _raise_file_limit() -> None:
+    """Raise the limit on open files to the hard limit. The soft limit is often 1024 and includes
+    connections and disk files.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _make_folder(config: Config) -> None:

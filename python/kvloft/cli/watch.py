@@ -112,11 +112,11 @@ class _Output:
 def rates_of(
     status: dict[str, Any], seconds: float, before: dict[str, Any]
 ) -> dict[bytes, dict[str, float]]:
-    """Return the rates in chunks per second for each namespace, except for new namespaces."""
+    """Return the rates in chunks per second for each namespace that was open before."""
     olds, rates = _by_name(before), {}
     for space in status["namespaces"]:
         new, old = space["stats"], olds.get(space["namespace"])
-        if old is None:
+        if old is None or not new:  # the namespace is new or is being opened
             continue
         grown = {
             shown: new.get(name, 0) - old["stats"].get(name, 0) for shown, name in RATES.items()

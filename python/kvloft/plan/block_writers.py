@@ -156,7 +156,7 @@ class BlockWriters:
         while left and len(left) != num_before:
             num_before = len(left)
             for writer in writers:
-                if writer.blocks and not writer.is_hit_unchecked:
+                if writer.blocks.has_blocks and not writer.is_hit_unchecked:
                     self.record(writer)
             left = self._without_known(left)
         for request in left:
@@ -186,9 +186,7 @@ class BlockWriters:
     def find_others(
         self, saves: Iterable[SavePlan], requests: Mapping[ReqId, RequestState]
     ) -> list[SavePlan]:
-        """Return the saves that include hit blocks written for a different continuation. Also
-        prevents further saves of the requests in these saves.
-        """
+        """Return the saves that include hit blocks written for a different continuation."""
         found = []
         for save in saves:
             request = requests[save.req_id]
@@ -197,8 +195,6 @@ class BlockWriters:
             ):
                 continue
             found.append(save)
-        for save in found:
-            requests[save.req_id].save_blocked = True
         return found
 
     def are_of_continuation(self, request: RequestState, blocks: Sequence[BlockId]) -> bool:

@@ -51,6 +51,8 @@ class PlanContext:
     clock: Callable[[], float]
     breaker: CircuitBreaker
     notes: EventNotes
+    has_siblings: bool = False
+    """True if this connector is one of several children of MultiConnector."""
     requests: dict[ReqId, RequestState] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
     """Counter increments since vLLM last read the statistics, by name (see `kvloft.vllm.stats`)."""

@@ -7,7 +7,6 @@ requests use the disk. A disk that was too slow is measured again with reads tha
 for. The clock and all measurements are passed in.
 """
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -28,6 +27,8 @@ GRACE_S = 0.005
 """Maximum time in seconds by which waiting may be slower than computing. The limit is above zero,
 because short times are hard to estimate.
 """
+MAX_STEPS = 64
+"""Maximum number of steps in flight. Older steps are dropped: their end was not reported."""
 MAX_SIZE_RATIO = 8
 """Maximum ratio of a prompt's length to the largest number of prompt tokens in a measured step. For
 longer prompts, the engine's rate is treated as unknown, because small steps do not predict how long
@@ -78,8 +79,11 @@ class DiskPacing:
     _disk: FadingRate = field(default_factory=lambda: FadingRate(DISK_HALF_LIFE_S))
     _engine: FadingRate = field(default_factory=lambda: FadingRate(ENGINE_HALF_LIFE_S))
     _longest_step: int = 0
-    _steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4))
-    """For each step in flight, the time at which it was planned and its number of prompt tokens."""
+    _steps: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """For each step in flight that computes prompt tokens, the time at which it was planned and its
+    number of prompt tokens.
+    """
+    _num_steps: int = 0
     _step_ended_s: float = float("-inf")
 
     # -- measurements ---------------------------------------------------------------------------
@@ -105,17 +109,24 @@ class DiskPacing:
         self.num_pending += num_chunks
         return self.num_done + self.num_pending
 
-    def observe_step_begin(self, now: float, num_prompt_tokens: int) -> None:
-        self._steps.append((now, num_prompt_tokens))
-
-    def observe_step_end(self, now: float) -> None:
-        """Record the end of the oldest step in flight. The step began when it was planned or when
-        the previous step ended, whichever is later.
+    def observe_step_begin(self, now: float, num_prompt_tokens: int) -> int | None:
+        """Record that a step was planned. Return its number, or None if it computes no prompt
+        tokens. Steps are numbered, because vLLM does not report the end of every empty step.
         """
-        if not self._steps:
-            return
-        begin, num_tokens = self._steps.popleft()
-        if num_tokens > 0:
+        if num_prompt_tokens == 0:
+            return None
+        self._num_steps += 1
+        self._steps[self._num_steps] = (now, num_prompt_tokens)
+        self._steps.pop(self._num_steps - MAX_STEPS, None)
+        return self._num_steps
+
+    def observe_step_end(self, now: float, number: int | None) -> None:
+        """Record the end of step ``number``, or of a step without prompt tokens if it is None. The
+        measured time starts when the step was planned or when the previous step ended, whichever is
+        later.
+        """
+        if number is not None and (step := self._steps.pop(number, None)) is not None:
+            begin, num_tokens = step
             self._engine.add(now, num_tokens, now - max(begin, self._step_ended_s))
             self._longest_step = max(self._longest_step, num_tokens)
         self._step_ended_s = now

@@ -58,6 +58,8 @@ class RequestState:
     blocks: Tables = NO_TABLES
     local_tokens: int = 0
     """Number of leading tokens in vLLM's prefix cache."""
+    keeps_kv: bool = False
+    """True if the request kept its blocks in its last admission, for example after a load."""
     num_local_units: int = 0
     """Number of leading units in vLLM's prefix cache when the request was admitted."""
     is_hit_unchecked: bool = False

@@ -25,7 +25,7 @@ from kvloft.plan.state_planner import StatePlanner
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import ReqId
 from kvloft.seam.plan import Chunks, SavePlan
-from kvloft.seam.views import StepView
+from kvloft.seam.views import NewRequest, StepView
 
 MAX_RETRIES = 8
 """Maximum number of requests that retry a save in the same step. Each retry requires a lookup, and
@@ -45,6 +45,7 @@ class SavePlanner:
         self._store, self._requests = context.store, context.requests
         self._context, self._breaker, self._writers = context, context.breaker, writers
         self._unit_tokens = settings.shape.unit_tokens
+        self._block_tokens = min(group.block_tokens for group in settings.shape.groups)
         self._draft_limit = settings.draft_limit
         self._has_drafter = bool(settings.shape.lookahead) or settings.draft_limit is not None
         self._schedule = SaveSchedule()
@@ -61,13 +62,13 @@ class SavePlanner:
         """
         self._unsent = []
         if self._draft_limit is not None and longest_request(step) > self._draft_limit:
-            self._block_saves(step)
+            self._block_scheduled(step)
         due = self._examine_new(step) if step.new else []
         if step.tables is None:
             self._grow_tables(step)
         due += self._examine_running(step)
         for request in self._writers.check_hits(due, self._requests, admitted, step):
-            request.save_blocked = True
+            self.block_saves(request)
             due = [each for each in due if each is not request]
         if due:
             self._reserve(due)
@@ -96,8 +97,18 @@ class SavePlanner:
         self._store.abort([ticket for save in self._unsent for ticket in save.chunks.tickets()])
         self._writers.clear()
         for request in self._requests.values():
-            request.save_blocked = True
+            self.block_saves(request)
             request.forget_saves()
+
+    def block_saves(self, request: RequestState) -> None:
+        """Block the request's saves until its next admission, and count the request."""
+        self.count_blocked(request)
+        request.save_blocked = True
+
+    def count_blocked(self, request: RequestState) -> None:
+        """Count the request if it has GPU blocks and its saves are not blocked yet."""
+        if request.blocks.has_blocks and not (request.save_blocked or request.kv_outdated):
+            self._context.counters["save_blocked_requests"] += 1
 
     def drop_owed(self, request: RequestState) -> None:
         """Drop and count the units that did not get a frame while the request owned the blocks."""
@@ -111,12 +122,12 @@ class SavePlanner:
         requests = map(self._requests.get, req_ids)
         return [NEVER if request is None else request.next_save for request in requests]
 
-    def _block_saves(self, step: StepView) -> None:
+    def _block_scheduled(self, step: StepView) -> None:
         """Block saves of all scheduled requests. The engine skips the draft model in this step, so
         there is no draft KV for the scheduled tokens.
         """
         for request in self._known(step.num_scheduled_tokens):
-            request.save_blocked = True
+            self.block_saves(request)
 
     def _grow_tables(self, step: StepView) -> None:
         requests = self._requests
@@ -135,10 +146,20 @@ class SavePlanner:
             if step.tables is None:
                 request.blocks = Tables([list(new.block_ids)])
             request.was_examined = True
+            if self._has_sibling_load(request, new):
+                self.block_saves(request)
             num_tokens = new.num_computed_tokens + scheduled[new.req_id]
             if self._examine(request, num_tokens - drafts.get(new.req_id, 0), step):
                 due.append(request)
         return due
+
+    def _has_sibling_load(self, request: RequestState, new: NewRequest) -> bool:
+        """Return True if a sibling loads KV of the request during this step. The load can still
+        fail. With Mamba states, vLLM can itself hit a part of a block more than it asks for.
+        """
+        if not self._context.has_siblings or request.keeps_kv:
+            return False
+        return new.num_computed_tokens - request.local_tokens >= self._block_tokens
 
     def _examine_running(self, step: StepView) -> list[RequestState]:
         """Examine the running requests that are due. In most steps, few requests are due."""
@@ -242,6 +263,7 @@ class SavePlanner:
             self._note_owed(due, dropped)
         if self._has_drafter:
             for save in self._writers.find_others(self._unsent, self._requests):
+                self.block_saves(self._requests[save.req_id])
                 self._store.abort(save.chunks.tickets())
                 self._unsent.remove(save)
 

@@ -20,7 +20,7 @@ from kvloft.plan.saves import num_complete_units, rewritten_blocks
 from kvloft.plan.settings import PlanSettings
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
-from kvloft.seam.plan import SavePlan, StepPlan, StepReport
+from kvloft.seam.plan import StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec
 from kvloft.seam.store import KeyChain, Session
 from kvloft.seam.views import LiveRequest, RequestView, StepView
@@ -45,7 +45,7 @@ class SchedulerCore:
         self._breaker = CircuitBreaker(settings.retry_loads_s)
         self._notes = EventNotes(announcer)
         context = PlanContext(store, settings, clock, self._breaker, self._notes)
-        self._requests, self.counters = context.requests, context.counters
+        self._context, self._requests, self.counters = context, context.requests, context.counters
         self._writers = BlockWriters(
             self._unit_tokens, sees_grants=self._shape.is_divisible, lookahead=self._shape.lookahead
         )
@@ -57,6 +57,15 @@ class SchedulerCore:
         """Requests that have been admitted since the last step."""
         self._usable_bytes: dict[int, int] = {}
         """Number of leading arena bytes that each rank has reported as usable."""
+        self._is_caching_paused = False
+        self._hits_may_be_outdated = False
+        """True if vLLM's prefix cache may contain KV from before a reset, and hits are not checked
+        against their writers because no group has full attention.
+        """
+
+    def meet_siblings(self) -> None:
+        """Record that this connector is one of several children of MultiConnector."""
+        self._context.has_siblings = True
 
     # -- lookups and admission ------------------------------------------------------------------
 
@@ -71,7 +80,7 @@ class SchedulerCore:
         """
         request = self._request(live)
         request.local_tokens = local_tokens
-        if not self._loads_allowed or live.skip_load:
+        if not self._loads_allowed or self._is_caching_paused or live.skip_load:
             return Miss()
         if request.load_failed:  # the load could fail again, and vLLM would retry indefinitely
             yields = not self._shape.is_divisible and request.take_yield()
@@ -98,6 +107,9 @@ class SchedulerCore:
         request.was_examined, request.next_save = False, NEVER
         request.blocks = tables.copy()
         request.num_local_units = request.local_tokens // self._unit_tokens
+        request.keeps_kv = keeps_kv
+        if self._hits_may_be_outdated and request.num_local_units > 0:
+            self._saves.block_saves(request)
         request.is_hit_unchecked = request.num_local_units > 0 and self._shape.is_dense
         self._admitted.add(live.req_id)
         self._admission.forget(live.req_id)
@@ -116,10 +128,10 @@ class SchedulerCore:
         """Return True if the request is admitted again with its current blocks: after a load, or
         when a streaming session receives its next input.
         """
-        if not request.blocks:
+        if not request.blocks.has_blocks:
             return False
         if self._shape.is_dense:
-            return list(request.blocks[:1]) == list(tables[:1])
+            return list(request.blocks.main_table[:1]) == list(tables.main_table[:1])
         # Tables of sliding-window groups begin with null blocks, so blocks cannot be compared.
         return request.live.num_computed_tokens > 0
 
@@ -142,11 +154,35 @@ class SchedulerCore:
         self._scheduled = step.num_scheduled_tokens
         for req_id in step.preempted:
             self._preempt(req_id)
-        self._note_prompts(step)
+        prompt_step = self._note_prompts(step)
         self._writers.drop_given(step, self._requests, self._admitted)
         rewritten = rewritten_blocks(step, self._store, self._unit_tokens)
-        saves = self._saves.plan(step, self._admitted) if self._saves_allowed else ()
-        return self._end_plan(tuple(saves), rewritten)
+        sibling_blocks = self._sibling_blocks(step) if self._context.has_siblings else ()
+        may_save = self._saves_allowed and not self._is_caching_paused
+        saves = self._saves.plan(step, self._admitted) if may_save else ()
+        return self._end_plan(
+            StepPlan(
+                saves=tuple(saves),
+                rewritten=rewritten,
+                sibling_blocks=sibling_blocks,
+                prompt_step=prompt_step,
+            )
+        )
+
+    def _sibling_blocks(self, step: StepView) -> tuple[BlockId, ...]:
+        """Return the blocks into which a sibling may load in this step while saves still read them.
+
+        A sibling loads for requests admitted since the previous step that do not run yet, or that
+        begin with more computed tokens than vLLM's prefix cache contained.
+        """
+        computed = {new.req_id: new.num_computed_tokens for new in step.new}
+        blocks: list[BlockId] = []
+        for req_id in self._admitted:
+            request = self._requests.get(req_id)
+            if request is not None and computed.get(req_id, NEVER) > request.local_tokens:
+                for group, table in enumerate(request.blocks.tables):
+                    blocks += table[request.num_local_units * request.blocks.size_of(group) :]
+        return tuple(self._store.being_read(blocks)) if blocks else ()
 
     def _preempt(self, req_id: ReqId) -> None:
         if (request := self._requests.get(req_id)) is None:
@@ -158,35 +194,40 @@ class SchedulerCore:
         request.start_over()
         self._admission.disk.backlog.leave(req_id)
 
-    def _note_prompts(self, step: StepView) -> None:
-        """Record how many prompt tokens the step computes and how many remain."""
+    def _note_prompts(self, step: StepView) -> int | None:
+        """Record how many prompt tokens the step computes and how many remain. Return the step's
+        number among the steps that compute prompt tokens, or None if it computes none.
+        """
         disk, requests = self._admission.disk, self._requests
         for new in step.new:
             if (request := requests.get(new.req_id)) is not None:
                 num_left = request.num_prompt_tokens - new.num_computed_tokens
                 disk.backlog.enter(new.req_id, num_left)
         num_tokens = disk.backlog.compute(step.num_scheduled_tokens)
-        disk.pacing.observe_step_begin(self._clock(), num_tokens)
+        return disk.pacing.observe_step_begin(self._clock(), num_tokens)
 
-    def end_step(self) -> None:
-        """Record that the engine has executed the oldest step in flight."""
-        self._admission.disk.pacing.observe_step_end(self._clock())
+    def end_step(self, prompt_step: int | None) -> None:
+        """Record that the engine has executed a step. ``prompt_step`` is the value in its plan."""
+        self._admission.disk.pacing.observe_step_end(self._clock(), prompt_step)
 
     def plan_loads_only(self) -> StepPlan:
         """Return a plan with queued loads but no saves, for a step that could not be planned."""
         self._saves.abandon_plan()
-        return self._end_plan((), tuple(self._store.being_read()))
+        blocks = tuple(self._store.being_read())
+        is_shared = self._context.has_siblings
+        return self._end_plan(
+            StepPlan(rewritten=blocks, sibling_blocks=blocks if is_shared else ())
+        )
 
-    def _end_plan(self, saves: tuple[SavePlan, ...], rewritten: tuple[BlockId, ...]) -> StepPlan:
-        """Return the plan and begin the next step.
+    def _end_plan(self, plan: StepPlan) -> StepPlan:
+        """Return ``plan`` with the arena and all queued loads, and begin the next step.
 
         This method must be called last, because a failed plan is retried without saves.
         """
         self._admission.begin_step()
         self._admitted.clear()
         self._saves.end_plan()
-        loads = self._loads.take_queued()
-        return StepPlan(self._arena, loads, saves, rewritten)
+        return plan._replace(arena=self._arena, loads=self._loads.take_queued())
 
     def take_notes(self) -> list[Callable[[], None]]:
         """Return the queued calls to the announcer. Call them after the plan is complete."""
@@ -247,12 +288,35 @@ class SchedulerCore:
         """Clear the store and discard saves in flight. Other KV from before the reset is not saved
         either.
         """
-        for request in self._requests.values():
-            request.kv_outdated = bool(request.blocks)
-            request.forget_saves()
-        self._writers.clear()
+        self._mark_kv_outdated()
         self._admission.release_all()
         self._store.clear()
+
+    def _mark_kv_outdated(self) -> None:
+        """Block saves of all KV that is currently in GPU memory."""
+        for request in self._requests.values():
+            self._saves.count_blocked(request)
+            request.kv_outdated = request.blocks.has_blocks
+            request.forget_saves()
+        self._writers.clear()
+        self._hits_may_be_outdated = not self._shape.is_dense
+
+    def trust_hits(self) -> None:
+        """Record that vLLM's prefix cache is empty, so it contains no KV from before a reset."""
+        self._hits_may_be_outdated = False
+
+    def pause_caching(self) -> None:
+        """Pause offers and saves until `resume_caching` is called, because the engine has no valid
+        weights.
+        """
+        self._is_caching_paused = True
+        self._admission.release_all()
+
+    def resume_caching(self) -> None:
+        """Allow offers and saves again. KV computed since `pause_caching` is not saved."""
+        if self._is_caching_paused:
+            self._is_caching_paused = False
+            self._mark_kv_outdated()
 
     def count_on(self, num_bytes: int) -> None:
         """Set how many bytes of a shared arena this store can use."""

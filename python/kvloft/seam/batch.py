@@ -51,6 +51,11 @@ class Tables:
     def __len__(self) -> int:
         return len(self.main_table) // self.main_size
 
+    @property
+    def has_blocks(self) -> bool:
+        """Return True if there are blocks, even if there are too few for a unit."""
+        return bool(self.main_table)
+
     def __getitem__(self, units: slice) -> Sequence[BlockId]:
         return self.of(self.main, units)
 

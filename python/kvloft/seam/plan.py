@@ -39,13 +39,17 @@ class StepPlan(NamedTuple):
     """The work for one step.
 
     ``rewritten`` contains blocks that the forward pass of this step may write while a save of an
-    earlier step still reads them.
+    earlier step still reads them. ``sibling_blocks`` contains blocks that another child of
+    MultiConnector may write when the step begins while a save still reads them. ``prompt_step`` is
+    the step's number among the steps that compute prompt tokens, or None if it computes none.
     """
 
     arena: ArenaSpec | None = None
     loads: tuple[LoadPlan, ...] = ()
     saves: tuple[SavePlan, ...] = ()
     rewritten: tuple[BlockId, ...] = ()
+    sibling_blocks: tuple[BlockId, ...] = ()
+    prompt_step: int | None = None
 
 
 LAYOUT: Final = "layout"
@@ -74,7 +78,7 @@ class StepReport:
 
     ``misfits`` contains the tickets in ``failed`` whose chunk did not fit into a frame for
     compressed chunks. ``usable_bytes`` is (rank, n) if n has changed: the rank can copy to the
-    first n bytes of the arena.
+    first n bytes of the arena. ``prompt_step`` is the value in the step's plan.
     """
 
     saved: tuple[Ticket, ...] = ()
@@ -82,3 +86,4 @@ class StepReport:
     loads: tuple[LoadResult, ...] = ()
     usable_bytes: tuple[int, int] | None = None
     misfits: tuple[Ticket, ...] = ()
+    prompt_step: int | None = None

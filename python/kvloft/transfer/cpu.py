@@ -41,6 +41,9 @@ class CpuMover:
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
         """Do nothing, because no copy is in flight between calls."""
 
+    def wait_for_saves(self, blocks: Sequence[BlockId]) -> None:
+        """Do nothing, because no copy is in flight between calls."""
+
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         begin = time.perf_counter()
         for group, copy in (each for plan in plans for each in _copies(plan)):

@@ -46,6 +46,9 @@ class Mover(Protocol):
         call, but not for the forward pass.
         """
 
+    def wait_for_saves(self, blocks: Sequence[BlockId]) -> None:
+        """Block until no save reads ``blocks``, because another connector may write them."""
+
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         """Gather chunks after the current forward pass, before a later one overwrites them (I2)."""
 

@@ -102,6 +102,8 @@ class WorkerCore:
         if self._mover is not None or (plan.arena is not None and self._make is not None):
             mover = self._ready_mover()
             if mover is not None:
+                if plan.sibling_blocks:
+                    mover.wait_for_saves(plan.sibling_blocks)
                 mover.begin_step(plan.rewritten, has_loads=bool(plan.loads))
 
     def _enter_arena(self, new: ArenaSpec) -> None:
@@ -184,15 +186,23 @@ class WorkerCore:
         return {result.req_id for result in results}, bad
 
     def take_report(self) -> StepReport | None:
-        """Return new results, excluding loads that `take_finished_loads` has not returned yet."""
+        """Return new results and the number of the step. Loads that `take_finished_loads` has not
+        returned yet are excluded.
+        """
         self._collect()
         done = self._pending
         loads = done.loads[: self._num_announced]
         usable = self._usable_bytes()
-        if not (done.saved or done.failed or loads or usable):
+        prompt_step = self._plan.prompt_step
+        if not (done.saved or done.failed or loads or usable) and prompt_step is None:
             return None
         report = StepReport(
-            tuple(done.saved), tuple(done.failed), tuple(loads), usable, tuple(done.misfits)
+            tuple(done.saved),
+            tuple(done.failed),
+            tuple(loads),
+            usable,
+            tuple(done.misfits),
+            prompt_step,
         )
         done.saved, done.failed, done.misfits = [], [], []
         del done.loads[: self._num_announced]

@@ -210,9 +210,11 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @_miss_on_error()
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduler.core.end_step()
         metadata = getattr(connector_output, "kv_connector_worker_meta", None)
-        for report in metadata.reports if isinstance(metadata, KVLoftWorkerMetadata) else ():
+        reports = metadata.reports if isinstance(metadata, KVLoftWorkerMetadata) else ()
+        numbers = (report.prompt_step for report in reports if report.prompt_step is not None)
+        self._scheduler.core.end_step(next(numbers, None))
+        for report in reports:
             self._scheduler.core.absorb(report)
 
     @_miss_on_error(lambda self: (False, None))
@@ -257,6 +259,8 @@ class KVLoftConnector(KVConnectorBase_V1):
                 scheduler.defer_block_free = False
         elif any(child is self for child in children):
             self._scheduler.siblings = tuple(child for child in children if child is not self)
+            if self._scheduler.siblings:
+                self._scheduler.core.meet_siblings()
 
     @_miss_on_error(lambda self: ())
     def take_events(self) -> Iterable[KVCacheEvent]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -205,12 +205,19 @@ def wrap(patch: Patch, around: Around, owner: Any = None) -> None:
     setattr(owner, patch.method, staticmethod(wrapped) if has_no_self else wrapped)
 
 
+@dataclass(frozen=True, slots=True)
+class IfReturned:
+    """A function that is called after a wrapped method only if the method raised no exception."""
+
+    call: Callable[[], None]
+
+
 def listen(patch: Patch, listener: Callable[..., Any], owner: Any = None) -> None:
     """Call ``listener`` before each call to the method, with the same arguments.
 
     ``listener`` is a bound method, and is not called after its object has been deleted. If
-    ``listener`` returns a function, this function is called after the method. Exceptions are logged
-    and suppressed. ``owner`` has the same meaning as in `wrap`.
+    ``listener`` returns a function or an `IfReturned`, it is called after the method. Exceptions
+    are logged and suppressed. ``owner`` has the same meaning as in `wrap`.
     """
     _listeners[patch][listener.__self__] = listener.__func__  # type: ignore[attr-defined]
 
@@ -219,10 +226,18 @@ def listen(patch: Patch, listener: Callable[..., Any], owner: Any = None) -> Non
             for each, told in list(_listeners[patch].items()):
                 after = _logged(patch, told, each, *args, **kwargs)
                 if after is not None:
-                    afterwards.callback(_logged, patch, after)
+                    afterwards.push(partial(_call_after, patch, after))
             return method(*args, **kwargs)
 
     wrap(patch, around, owner)
+
+
+def _call_after(patch: Patch, after: Any, exc_type: type[BaseException] | None, *_: Any) -> None:
+    """Call ``after`` when the method has ended with an exception of ``exc_type`` or without one."""
+    if not isinstance(after, IfReturned):
+        _logged(patch, after)
+    elif exc_type is None:
+        _logged(patch, after.call)
 
 
 def _logged(patch: Patch, told: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

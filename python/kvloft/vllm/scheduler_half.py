@@ -20,7 +20,6 @@ from uuid import uuid4
 from kvloft import _core
 from kvloft.auto import look_after
 from kvloft.config.table import AUTO, Config
-from kvloft.config.units import size_text
 from kvloft.errors import ConfigError
 from kvloft.machine import warnings
 from kvloft.plan import Miss, Offer, PlanSettings, SchedulerCore, Wait
@@ -39,7 +38,7 @@ from kvloft.vllm.identity.namespace import (
     description_of,
     namespace_fields,
 )
-from kvloft.vllm.identity.reload import WeightsWatch
+from kvloft.vllm.identity.reload import WeightsWatch, can_load_weights
 from kvloft.vllm.patches import (
     ADD_ADAPTER,
     ENGINE_RPC,
@@ -47,12 +46,13 @@ from kvloft.vllm.patches import (
     OF_EVERY_ENGINE,
     PAUSE_RESET,
     POOL_RESET,
+    IfReturned,
     listen,
     settle,
 )
 from kvloft.vllm.shape import draft_limit, pool_size
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
-from kvloft.vllm.store_log import EventPoller, StoreLog
+from kvloft.vllm.store_log import EventPoller, StoreLog, tiers_text
 from kvloft.vllm.support import transfer_warnings
 from kvloft.vllm.views import VllmRequest, tables_of, view_step
 
@@ -74,39 +74,6 @@ REPLACEABLE_WEIGHTS = (
     "engine (weight_transfer_config, worker_extension_cls), because other engines would load KV "
     "computed with different weights. Remove the `server` setting."
 )
-
-
-def tiers_text(
-    config: Config,
-    shape: CacheShape,
-    *,
-    disk_path: str | None,
-    size_bytes: int,
-    num_found: int | None,
-) -> str:
-    """Return the part of the first log line that describes chunks and tiers.
-
-    ``num_found`` is the number of chunks that the engine found in ``disk_path``, or None if the
-    disk tier is not open yet.
-    """
-    counts = sorted({group.blocks_per_unit for group in shape.groups})
-    blocks = _count(counts[0], "block")
-    if len(counts) > 1:
-        blocks = f"{counts[0]} to {counts[-1]} blocks"
-    sizes = " and ".join(map(size_text, shape.frame_sizes))
-    chunk = f"{_count(shape.unit_tokens, 'token')} ({blocks}, {sizes})"
-    if config.server is not None:
-        return f"chunks of {chunk}, server {config.socket} with {size_text(size_bytes)}"
-    host = f"host {size_text(config.host_size)}"
-    disk = "no disk"
-    if disk_path:
-        found = "not open yet" if num_found is None else f"with {_count(num_found, 'chunk')} found"
-        disk = f"disk {disk_path} up to {size_text(config.disk_size)} {found}"
-    return f"chunks of {chunk}, {host}, {disk}, eviction {config.eviction}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class SchedulerHalf:
@@ -181,22 +148,22 @@ class SchedulerHalf:
         sees_pauses = None not in (PAUSE_RESET.find(), ENGINE_SLEEP.find())
         self._clears_on_pause = not sees_pauses or config.on_pause == "clear" or self._is_live
         self._weights_go = False
+        self._is_pool_empty = False
+        """True if vLLM has cleared its prefix cache since the last step."""
+        self._can_sleep = bool(vllm_config.model_config.enable_sleep_mode)
         self._watch = WeightsWatch(vllm_config.model_config, vllm_config.load_config, self.stop)
         listen(ENGINE_RPC, self._watch.hear_rpc)
+        listen(ENGINE_RPC, self.hear_rpc)
         listen(ADD_ADAPTER, self.see_adapter)
         listen(PAUSE_RESET, self.hear_pause)
         listen(ENGINE_SLEEP, self.hear_sleep)
+        listen(POOL_RESET, self.hear_pool_reset)
         if self._announcer is not None:
             settle([POOL_RESET])
-            listen(POOL_RESET, self.hear_pool_reset)
             specs = [group.kv_cache_spec for group in ranks[0].kv_cache_groups]
             self._writer = EventWriter(specs, shape)
-        stats = self._store.stats()
-        num_found = None if stats.get("disk_broken") else stats.get("disk_used", 0)
         size_bytes = arena.size_bytes if arena is not None else 0
-        tiers = tiers_text(
-            config, shape, disk_path=disk_path, size_bytes=size_bytes, num_found=num_found
-        )
+        tiers = self._tiers_text(config, disk_path, size_bytes)
         logger.info("kvloft %s: namespace %s, %s", BUILD, self._namespace.hex()[:16], tiers)
         logger.debug("kvloft namespace fields: %s", fields)
         for text in transfer_warnings(transfer):
@@ -204,6 +171,13 @@ class SchedulerHalf:
         self._log = StoreLog(self._store, self._namespace)
         self._poller = EventPoller(self._log.log_events) if self._is_shared else None
         self._log.log_events()
+
+    def _tiers_text(self, config: Config, disk_path: str | None, size_bytes: int) -> str:
+        stats = self._store.stats()
+        num_found = None if stats.get("disk_broken") else stats.get("disk_used", 0)
+        return tiers_text(
+            config, self._shape, disk_path=disk_path, size_bytes=size_bytes, num_found=num_found
+        )
 
     def _new_chain(self, view: RequestView, lookahead: int) -> _core.KeyChain:
         root = _core.root_key(self._namespace, view.adapter, view.cache_salt)
@@ -272,6 +246,7 @@ class SchedulerHalf:
             raise
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
+        self._is_pool_empty = False
         new_tables = self._new_tables if self._are_resolved else None
         return self.core.plan_step(view_step(output, new_tables))
 
@@ -285,6 +260,8 @@ class SchedulerHalf:
             return
         self._weights_go = False
         self.core.reset()
+        if self._is_pool_empty:
+            self.core.trust_hits()
 
     def take_stats(self) -> KVLoftStats | None:
         """Return the statistics since the last call, or None if there is nothing to report.
@@ -330,19 +307,49 @@ class SchedulerHalf:
         """Treat resets during this call as part of a pause or sleep."""
         return partial(_pausing.reset, _pausing.set(True))
 
-    def hear_sleep(self, _engine: Any, level: int = 1, *_args: Any, **_kwargs: Any) -> None:
-        """Record that vLLM discards the weights, except at sleep levels 0 and 1."""
-        self._weights_go |= level not in (0, 1)
+    def hear_sleep(
+        self, engine: Any, level: int = 1, *_args: Any, **_kwargs: Any
+    ) -> IfReturned | None:
+        """Record that vLLM discards the weights, except at sleep levels 0 and 1. Caching is paused
+        until a call that can load weights. A sleeping engine does not change its sleep level.
+        """
+        if level in (0, 1):
+            return None
+        self._weights_go = True
+        executor = getattr(engine, "model_executor", None)
+        if not self._can_sleep or getattr(executor, "is_sleeping", False):
+            return None
+        return IfReturned(partial(self._lose_weights, level))
+
+    def _lose_weights(self, level: int) -> None:
+        logger.info(
+            "kvloft: sleep level %d discarded the weights; pausing the cache until weights are "
+            "loaded",
+            level,
+        )
+        self.core.pause_caching()
+
+    def hear_rpc(
+        self, _engine: Any, method: Any = None, *_args: Any, **_kwargs: Any
+    ) -> IfReturned | None:
+        """Resume caching after a call that can load weights."""
+        return IfReturned(self.core.resume_caching) if can_load_weights(method) else None
 
     def hear_pool_reset(self, pool: Any, *_args: Any, **_kwargs: Any) -> Callable[[], None]:
-        """Publish kvloft's events again after vLLM has published the removal of all blocks."""
+        """Publish kvloft's events again after vLLM has published the removal of all blocks, and
+        record that hits contain no KV from before the reset.
+        """
         queued = len(pool.kv_event_queue)
 
-        def repeat() -> None:
+        def note_reset() -> None:
             if self._announcer is not None and len(pool.kv_event_queue) > queued:
                 self._announcer.repeat()
+            # vLLM resets the pool only if all blocks except the null block are free.
+            self._is_pool_empty = pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+            if self._is_pool_empty:
+                self.core.trust_hits()
 
-        return repeat
+        return note_reset
 
     def stop(self, reason: str) -> None:
         """Stop offers and saves. If a trainer can replace weights, clear the cache instead."""

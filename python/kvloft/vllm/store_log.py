@@ -1,4 +1,4 @@
-"""Logs the store's events, and problems that its counters indicate."""
+"""Logs the store's events and problems that its counters indicate, and describes its tiers."""
 
 import logging
 import threading
@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
+from kvloft.config.table import Config
+from kvloft.config.units import size_text
 from kvloft.plan.breaker import MAX_FAILED_LOADS
+from kvloft.seam.shape import CacheShape
 
 logger = logging.getLogger("vllm.kvloft")
 
@@ -100,3 +103,36 @@ class EventPoller:
     def _run(self) -> None:
         while not self._is_over.wait(self._every_s):
             self._log_events()
+
+
+def tiers_text(
+    config: Config,
+    shape: CacheShape,
+    *,
+    disk_path: str | None,
+    size_bytes: int,
+    num_found: int | None,
+) -> str:
+    """Return the part of the first log line that describes chunks and tiers.
+
+    ``num_found`` is the number of chunks that the engine found in ``disk_path``, or None if the
+    disk tier is not open yet.
+    """
+    counts = sorted({group.blocks_per_unit for group in shape.groups})
+    blocks = _count(counts[0], "block")
+    if len(counts) > 1:
+        blocks = f"{counts[0]} to {counts[-1]} blocks"
+    sizes = " and ".join(map(size_text, shape.frame_sizes))
+    chunk = f"{_count(shape.unit_tokens, 'token')} ({blocks}, {sizes})"
+    if config.server is not None:
+        return f"chunks of {chunk}, server {config.socket} with {size_text(size_bytes)}"
+    host = f"host {size_text(config.host_size)}"
+    disk = "no disk"
+    if disk_path:
+        found = "not open yet" if num_found is None else f"with {_count(num_found, 'chunk')} found"
+        disk = f"disk {disk_path} up to {size_text(config.disk_size)} {found}"
+    return f"chunks of {chunk}, {host}, {disk}, eviction {config.eviction}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -503,3 +503,34 @@ fn namespaces_that_no_store_has_open_lose_chunks_on_disk() {
     let left: Vec<u32> = found(&open(2, &pool()));
     assert_eq!(left, [6, 0, 0, 6, 6]);
 }
+
+/// Opening a closed namespace to remove chunks must not make room for it.
+#[test]
+fn removal_from_a_closed_namespace_keeps_all_other_chunks() {
+    let dir = tempfile::tempdir().unwrap();
+    let settings =
+        DiskSettings { dir: dir.path().join("disk"), cap_bytes: 400 << 10, ..disk_settings(64, 1) };
+    let shared = DiskRoot::shared();
+    let pool = Pool::create(Arc::clone(&shared), 64 * FRAME as u64, FRAME as u64, || {}).unwrap();
+    let open = |nth: u8| {
+        let disk = Some(settings.clone());
+        let config = StoreConfig { disk, namespace: [nth; 32], ..config(64, Eviction::Lru) };
+        Store::open_in(&config, &pool, None).unwrap()
+    };
+    for nth in [2, 3] {
+        let store = open(nth);
+        for root in 0..ROOTS.len() {
+            let chain = chain_of(root, 0);
+            save(&store, &arena_of(&store), &chain, 0..chain.num_blocks());
+        }
+        assert!(store.flush(LONG));
+        store.close(LONG);
+    }
+    let _first = open(1);
+    let removed = remove_closed(&settings, &shared, "02", Some(SaltTag::of(SALTS[0]))).unwrap();
+    assert_eq!((removed.num_chunks, removed.is_cut_short), (12, false));
+    let mut chunks: Vec<_> =
+        inspect(&settings.dir).unwrap().iter().map(|space| space.chunks).collect();
+    chunks.sort_unstable();
+    assert_eq!(chunks, [0, 18, 30]);
+}

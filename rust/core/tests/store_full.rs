@@ -208,7 +208,7 @@ fn test_a_write_evicts_64_chunks_at_most() {
 }
 
 #[test]
-fn test_few_chunks_are_evicted_where_their_room_is_of_no_use() {
+fn test_a_write_evicts_one_chunk_whose_space_cannot_be_reused_at_most() {
     let (dir, files) = (tempfile::tempdir().unwrap(), FaultFiles::new(1));
     let config = disk_config(dir.path(), &[2 * FRAME as u64]);
     let (tier, _) = DiskTier::open(config.clone()).unwrap();
@@ -220,13 +220,38 @@ fn test_few_chunks_are_evicted_where_their_room_is_of_no_use() {
     drop(tier);
     files.inject(Rule::new(Fault::Refuse(EOPNOTSUPP)).on(&[Call::Punch]));
     let store = open_with(config, &files);
-    save_each(&store, &prompts(5));
+    save_each(&store, &prompts(9));
     let [writes, evictions, dropped, errors, trips] = stats(
         &store,
         ["disk_writes", "disk_evictions", "disk_dropped", "disk_write_errors", "disk_trips"],
     );
-    assert!(writes + dropped == 5 && dropped > 0);
-    assert_eq!((evictions, errors, trips), (2 * dropped, 0, 0));
+    assert!(writes + dropped == 9 && dropped > 0);
+    assert_eq!((evictions, errors, trips), (dropped, 0, 0));
+}
+
+#[test]
+fn test_a_chunk_of_a_different_size_does_not_stop_writes_if_its_space_cannot_be_reused() {
+    let (dir, files) = (tempfile::tempdir().unwrap(), FaultFiles::new(1));
+    let config = disk_config(dir.path(), &[2 * FRAME as u64]);
+    let (tier, _) = DiskTier::open(config.clone()).unwrap();
+    let fill = |class: u8, num: u32, first: u32| {
+        let slots =
+            (first..first + num).map_while(|nth| Some((nth, tier.reserve(SizeClass(class)).ok()?)));
+        slots
+            .map(|(nth, slot)| {
+                tier.write(slot, &meta(nth), &PageBuffer::new((1 + usize::from(class)) * FRAME))
+                    .unwrap();
+            })
+            .count()
+    };
+    assert_eq!(fill(1, 4, 0), 4);
+    assert!(fill(0, 1000, 4) > 20);
+    drop(tier);
+    files.inject(Rule::new(Fault::Refuse(EOPNOTSUPP)).on(&[Call::Punch]));
+    let store = open_with(config, &files);
+    save_each(&store, &prompts(40));
+    let [writes, dropped] = stats(&store, ["disk_writes", "disk_dropped"]);
+    assert!(writes + dropped == 40 && dropped <= 4, "{writes} written, {dropped} dropped");
 }
 
 /// The thread that creates the first slots is slow. The chunks of other prompts must wait for it.

@@ -7,14 +7,16 @@ use std::io::{self, ErrorKind as IoKind, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::LazyLock;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, socket_with,
 };
 
 use crate::protocol::codec::LENGTH_BYTES;
@@ -28,6 +30,9 @@ const READ_BYTES: usize = 64 << 10;
 /// Maximum number of sent bytes kept at the front of a [`SendBuffer`].
 const MAX_SENT_BYTES: usize = 1 << 20;
 
+/// Interval between attempts to connect while the listener's queue is full.
+const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(5);
+
 /// How long to poll before sleeping. Waking a thread takes longer than most responses.
 pub(crate) const SPIN_TIME: Duration = Duration::from_micros(100);
 
@@ -40,6 +45,21 @@ pub(crate) fn peer_credentials(stream: &UnixStream) -> io::Result<(u32, u32)> {
 
 pub(crate) fn is_current_user(uid: u32) -> bool {
     uid == rustix::process::geteuid().as_raw()
+}
+
+/// Connects to the socket at `path` and returns a nonblocking stream. Retries until `deadline` while
+/// the listener's queue is full; `UnixStream::connect` would block.
+pub(crate) fn connect(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
+    let address = SocketAddrUnix::new(path)?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    loop {
+        match rustix::net::connect(&socket, &address) {
+            Err(Errno::AGAIN) if Instant::now() < deadline => thread::sleep(CONNECT_RETRY_INTERVAL),
+            Err(Errno::AGAIN) => return Err(IoKind::TimedOut.into()),
+            done => return Ok(done.map(|()| UnixStream::from(socket))?),
+        }
+    }
 }
 
 /// Enlarges the buffers of a socket, up to the kernel's limit.

@@ -438,6 +438,8 @@ fn idle_namespace_stays_open_until_its_clear_is_on_disk() {
     let server = Server::open(config).expect("a server");
     let one = engine(dir.path(), 1, 1);
     one.clear();
+    let error = kvloft_wire::clear(&socket(dir.path()), "01", LONG).expect_err("not cleared yet");
+    assert!(error.to_string().contains("a restart might find them again"), "{error}");
     one.close(Duration::ZERO);
     until("gone", || server.status().engines().count() == 0);
     // a namespace without memory stays open while its disk is being cleared

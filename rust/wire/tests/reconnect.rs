@@ -3,7 +3,7 @@
 mod common;
 
 use std::io::{Read, Write};
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -211,8 +211,31 @@ fn stopped_server_costs_one_deadline() {
         engine.abort(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>());
         (rows.len(), num_dropped) == (4, 0)
     });
+    until("missed calls are reported, even if counted while it was stopped", || {
+        let num_late = num_late(&engine);
+        let status = status(&socket(dir.path()), LONG).expect("the server responds");
+        Some(status.namespaces[0].stats["late_calls"]) == num_late
+    });
     child.kill().expect("the child is running");
     child.wait().expect("the child has exited");
+}
+
+/// A stopped server does not accept connections, and its queue of connections may be full.
+#[test]
+fn commands_time_out_if_a_stopped_servers_queue_is_full() {
+    let dir = tempfile::tempdir().expect("a directory");
+    std::fs::create_dir_all(dir.path().join("run")).expect("room");
+    let path = socket(dir.path());
+    let listener = UnixListener::bind(&path).expect("the path is free");
+    rustix::net::listen(&listener, 0).expect("a shorter queue");
+    let _queued = UnixStream::connect(&path).expect("the queue has room for one");
+    let (send, answer) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let error = status(&path, Duration::from_millis(200)).map_err(|error| error.to_string());
+        let _none_waits = send.send(error.err());
+    });
+    let error = answer.recv_timeout(LONG).expect("the command must not hang");
+    assert!(error.is_some_and(|error| error.contains("no kvloft server answers")));
 }
 
 #[test]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -66,8 +67,22 @@ class Load:
     bad: list[tuple[ChunkKey, str]] = field(default_factory=list)
 
 
+class WaitingSave(NamedTuple):
+    """Chunks of a job that is not prepared yet.
+
+    ``max_pieces`` is an upper bound on the job's number of pieces. ``number`` is the number of jobs
+    queued before it since startup.
+    """
+
+    kind: int
+    chunks: ChunkBatch
+    after: Mark
+    max_pieces: int
+    number: int
+
+
 @dataclass(slots=True, eq=False)
-class Waiting:
+class WaitingLoad:
     """Chunks of one load and one page kind. The first ``num_sent`` chunks have been taken."""
 
     load: Load
@@ -132,5 +147,7 @@ class Job:
     owners: Sequence[tuple[Load, int]] = ()
     wanted_tags: npt.NDArray[np.uint64] | None = None
     problems: dict[int, str] = field(default_factory=dict)
+    number: int = 0
+    """For saves, the number of jobs queued before this one since startup."""
     is_all_registered: bool = True
     """False if a piece was submitted before its frames were registered. Such a save fails."""

@@ -6,11 +6,12 @@ kv_layout.cuh.
 """
 
 import ctypes
+import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
@@ -23,6 +24,8 @@ from kvloft.errors import UnsupportedError
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.frames import TILE_BYTES
 from kvloft.transfer.layout import PagedLayout
+
+logger = logging.getLogger(__name__)
 
 HEADERS = ("tag.cuh", "kv_layout.cuh", "piece.cuh")
 """The headers in dependency order: each header includes only earlier headers."""
@@ -74,7 +77,8 @@ def compile_kernels(
 
     Args:
         vec_bytes: width of memory accesses in the kernels.
-        cache_dir: directory of the cubin cache, or None to disable the cache.
+        cache_dir: directory of the cubin cache, or None to disable the cache. If the directory
+            cannot be used, log a warning and compile without it.
         macros: preprocessor macros for benchmarks that omit parts of the kernels.
 
     Raises KernelError with the compiler's log.
@@ -93,11 +97,10 @@ def compile_kernels(
         name="kvloft_chunks", arch=arch, std="c++17", lineinfo=True, define_macro=defined
     )
     try:
-        store: Any = None
+        open_cache = None
         if cache_dir is not None:
-            store = FileStreamProgramCache(cache_dir, max_size_bytes=CACHE_BYTES)
-        program = Program(kernel_source(family), "c++", options)
-        return bytes(program.compile("cubin", cache=store).code)
+            open_cache = partial(FileStreamProgramCache, cache_dir, max_size_bytes=CACHE_BYTES)
+        return _compile(Program(kernel_source(family), "c++", options), open_cache)
     # cuda.core raises various exceptions if NVRTC is missing, arch is invalid or compilation fails.
     except Exception as error:
         raise KernelError(
@@ -105,9 +108,24 @@ def compile_kernels(
         ) from error
 
 
-def default_cache_dir() -> Path:
-    """Return kvloft's cache directory, ``~/.cache/kvloft``."""
-    return Path.home() / ".cache" / "kvloft"
+def _compile(program: Any, open_cache: Callable[[], Any] | None) -> bytes:
+    """Compile ``program``, without the cache if its directory cannot be used."""
+    if open_cache is not None:
+        try:
+            return bytes(program.compile("cubin", cache=open_cache()).code)
+        except OSError as error:
+            logger.warning(
+                "kvloft: cannot use the kernel cache (%s); compiling kernels at each start", error
+            )
+    return bytes(program.compile("cubin").code)
+
+
+def kernel_cache_dir() -> Path | None:
+    """Return ``~/.cache/kvloft/kernels``, or None if this user has no home directory."""
+    try:
+        return Path.home() / ".cache" / "kvloft" / "kernels"
+    except RuntimeError:
+        return None
 
 
 TILE: Final = np.dtype(

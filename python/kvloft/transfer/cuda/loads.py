@@ -5,7 +5,6 @@ chunks that failed verification. A scatter waits for saves that still read its b
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from kvloft import _core
 from kvloft.seam.batch import ChunkBatch
 from kvloft.seam.plan import LoadPlan, LoadResult
 from kvloft.transfer.cuda import driver
-from kvloft.transfer.cuda.jobs import Job, Load, Mark, Waiting
+from kvloft.transfer.cuda.jobs import Job, Load, Mark, WaitingLoad
 from kvloft.transfer.cuda.lanes import Lane
 from kvloft.transfer.cuda.pieces import Piece
 from kvloft.transfer.cuda.shared import Direction, Shared
@@ -24,7 +23,7 @@ from kvloft.transfer.cuda.shared import Direction, Shared
 logger = logging.getLogger(__name__)
 
 
-class Loads(Direction):
+class Loads(Direction[WaitingLoad]):
     """Copies chunks to the GPU and verifies and scatters them, in order of arrival."""
 
     def __init__(
@@ -37,15 +36,10 @@ class Loads(Direction):
     ) -> None:
         super().__init__(shared, lane, ramp_sizes)
         self._order_after_saves = order_after_saves
-        self.waiting: deque[Waiting] = deque()
         self._num_since_idle = 0
         self._open: dict[Load, None] = {}
         self._before: Mark | None = None
         """Mark after all work launched before this step, or None in steps without loads."""
-
-    @property
-    def is_behind(self) -> bool:
-        return bool(self.waiting or self.queued)
 
     def begin_step(self, *, has_loads: bool) -> None:
         self._before = None
@@ -68,12 +62,13 @@ class Loads(Direction):
                     if (problem := self._shared.problem_of(kind, chunks)) is not None:
                         self._finish_load(load, chunks, dict.fromkeys(range(len(chunks)), problem))
                     else:
-                        self.waiting.append(Waiting(load, kind, chunks, after))
+                        self.waiting.append(WaitingLoad(load, kind, chunks, after))
 
     def _submit_queued(self) -> None:
         started: list[Job] = []
-        while self._has_capacity() and (following := self._next_piece()) is not None:
+        while self._has_capacity() and (following := self._first_queued()) is not None:
             job, piece = following
+            self.queued.popleft()
             self._order_after_saves(self.lane.next_kernel_stream(job.kind), piece.block_ids)
             self._submit_piece(job, piece)
             if piece is job.pieces[0]:
@@ -88,7 +83,6 @@ class Loads(Direction):
         super().stop()
         for load in list(self._open):
             self._report(load, everything_bad=True)
-        self.waiting.clear()
 
     def _mark_before(self) -> Mark | None:
         """Return the mark after which this step's loads start, or None after a CUDA error."""
@@ -97,11 +91,8 @@ class Loads(Direction):
                 self._before = self._shared.mark()
         return self._before if self._shared.broken is None else None
 
-    def _next_piece(self) -> tuple[Job, Piece] | None:
-        if not self.queued and self.waiting:
-            job = self._shared.new_job(*self._take())
-            self.queued.extend((job, piece) for piece in job.pieces)
-        return self.queued.popleft() if self.queued else None
+    def _prepare(self) -> Job:
+        return self._shared.new_job(*self._take())
 
     def _take(self) -> tuple[int, ChunkBatch, Mark | None, list[tuple[Load, int]]]:
         """Take chunks from one or more loads for the next job.

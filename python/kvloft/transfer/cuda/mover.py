@@ -27,7 +27,7 @@ from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.encoding import PartEncoding, can_encode
 from kvloft.transfer.cuda.jobs import LOAD_PREPARE_US, SAVE_PREPARE_US, ramp
-from kvloft.transfer.cuda.kernels import KernelError, Kernels, default_cache_dir
+from kvloft.transfer.cuda.kernels import KernelError, Kernels, kernel_cache_dir
 from kvloft.transfer.cuda.lanes import Lane, Tuning
 from kvloft.transfer.cuda.loads import Loads
 from kvloft.transfer.cuda.pieces import PieceLimits
@@ -127,6 +127,13 @@ class CudaMover:
                     blocks = np.asarray(rewritten, dtype=np.int64)
                     self._saves.order_after_gathers(self._compute(), blocks)
 
+    def wait_for_saves(self, blocks: Sequence[BlockId]) -> None:
+        with self._shared.lock:
+            if self._shared.broken is None:
+                with self._shared.guarded():
+                    for event in self._saves.submit_gathers_of(np.asarray(blocks, dtype=np.int64)):
+                        event.synchronize()
+
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         """Queue gathers after the last launched forward pass. Drop saves if the queue is full."""
         with self._shared.lock:
@@ -217,7 +224,7 @@ def _kernels_of(layout: PagedLayout, device: torch.device, *, encodes: bool) -> 
 
     Otherwise, returns kernels for raw parts. Raises the same exceptions as `Kernels`.
     """
-    cache_dir = default_cache_dir() / "kernels"
+    cache_dir = kernel_cache_dir()
     if encodes:
         try:
             return Kernels(layout, device, cache_dir, encodes=True)
@@ -230,7 +237,7 @@ def _kernels_of(layout: PagedLayout, device: torch.device, *, encodes: bool) -> 
     return Kernels(layout, device, cache_dir)
 
 
-def _device_encodes(device: torch.device) -> bool:
+def device_encodes(device: torch.device) -> bool:
     """Return True if ``device`` can run the kernels of e348.cu and access registered memory."""
     if torch.cuda.get_device_capability(device) < (8, 0):
         return False
@@ -302,7 +309,7 @@ def prepare(
         for num_blocks, layout in zip(blocks_per_chunk, layouts, strict=True)
     ]
     slot_bytes = Tuning.slot_bytes_of(settings.staging_bytes)
-    encodes = settings.encodes and _device_encodes(device)
+    encodes = settings.encodes and device_encodes(device)
     for where, layout, num_blocks in zip(addresses, layouts, blocks_per_chunk, strict=True):
         if where not in kinds:
             is_encoded = encodes and can_encode(layout, num_blocks, slot_bytes)

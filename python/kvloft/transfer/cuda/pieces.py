@@ -24,6 +24,18 @@ NOT_WANTED = -1
 _SLOT_ALIGN = 4096
 
 
+def block_ids_of(chunks: ChunkBatch) -> npt.NDArray[np.int32]:
+    """Return the block ids of all chunks, including NOT_WANTED, in order."""
+    return np.frombuffer(_columns_of(chunks)[2], dtype=np.int32)
+
+
+def _columns_of(chunks: ChunkBatch) -> tuple[bytes, bytes, bytes]:
+    """Return the frames, keys and blocks of a batch of one group."""
+    ((_, *columns),) = chunks.columns()[0] or [(0, b"", b"", b"")]
+    frames, keys, blocks = columns
+    return frames, keys, blocks
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
     """The columns of a batch. The blocks of chunk c are ``block_ids[starts[c]:starts[c + 1]]``."""
@@ -36,7 +48,7 @@ class ChunkTable:
 
     @classmethod
     def of(cls, chunks: ChunkBatch) -> Self:
-        ((_, frames, keys, blocks),) = chunks.columns()[0] or [(0, b"", b"", b"")]
+        frames, keys, blocks = _columns_of(chunks)
         # Use lists, because the first NumPy calls are slow and the link is idle until the first
         # table is ready.
         numbers = memoryview(frames).cast("I").tolist()
@@ -132,6 +144,15 @@ class PieceLimits:
         if self.encoding is None:
             return self.part_bytes
         return slot_stride(self.encoding.width(self.blocks_per_chunk))
+
+    def max_pieces(self, num_chunks: int) -> int:
+        """Return the maximum number of pieces for ``num_chunks`` chunks."""
+        if per_piece := self.chunks_per_piece:
+            return -(-num_chunks // per_piece)
+        num_blocks = self.blocks_per_chunk
+        ids: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
+        chunk = ChunkTable([0], [num_blocks], [0, num_blocks], ids, b"")
+        return num_chunks * sum(1 for _ in _parts_of_chunk(chunk, 0, self))
 
     def row_bytes(self, num_blocks: int) -> int:
         """Return the number of bytes that the copy engine copies for a chunk of this size."""

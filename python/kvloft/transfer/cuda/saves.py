@@ -1,12 +1,15 @@
 """Implements CudaMover's saves: queued pieces, their order, and the results of tickets.
 
 A piece is submitted once its frames are registered, or when its blocks may be overwritten (I2),
-whichever is earlier. A save fails if its frames are not registered when it is submitted.
+whichever is earlier. A save fails if its frames are not registered when it is submitted. Pieces are
+prepared just before submission, most of them by the submitter thread, because preparing the
+thousands of chunks of a step takes several milliseconds.
 """
 
 import logging
+import math
 from collections.abc import Sequence
-from itertools import chain, repeat
+from itertools import chain, repeat, takewhile
 from typing import Any
 
 import numpy as np
@@ -15,15 +18,15 @@ import numpy.typing as npt
 from kvloft.seam.batch import ChunkBatch
 from kvloft.seam.plan import SavePlan
 from kvloft.transfer.cuda import driver
-from kvloft.transfer.cuda.jobs import Job, Mark
+from kvloft.transfer.cuda.jobs import Job, WaitingSave
 from kvloft.transfer.cuda.lanes import MAX_PIECES, Lane
-from kvloft.transfer.cuda.pieces import NOT_WANTED, Piece
+from kvloft.transfer.cuda.pieces import NOT_WANTED, Piece, block_ids_of
 from kvloft.transfer.cuda.shared import Direction, Shared
 
 logger = logging.getLogger(__name__)
 
 
-class Saves(Direction):
+class Saves(Direction[WaitingSave]):
     """Gathers chunks and copies them to the host in order of arrival."""
 
     def __init__(
@@ -32,12 +35,20 @@ class Saves(Direction):
         super().__init__(shared, lane, ramp_sizes)
         self._gathers_first = gathers_first
         self._open: dict[Job, None] = {}
-        self._num_pieces = 0
-        """Number of pieces queued so far, including pieces that have been submitted or are done."""
+        self._num_jobs = 0
+        """Number of jobs queued since startup."""
         self._last_gather: npt.NDArray[np.int64] = np.full(shared.num_blocks, -1, dtype=np.int64)
-        """For each block, the number of the last piece that reads it, or -1 if there is none."""
+        """For each block, the number of the last job that reads it, or -1 if there is none."""
+        self._is_full = False
+        """True if the last saves exceeded MAX_PIECES."""
         self.waits_for_registration = True
         """If False, saves to frames that are not registered are submitted anyway and fail."""
+
+    @property
+    def num_pieces(self) -> int:
+        """Return an upper bound on the number of pieces that wait or are on the GPU."""
+        waiting = sum(each.max_pieces for each in self.waiting)
+        return waiting + len(self.queued) + len(self.in_flight)
 
     def submit(self, plans: Sequence[SavePlan]) -> None:
         """Queue gathers after the last launched forward pass, and submit as many as possible.
@@ -46,81 +57,116 @@ class Saves(Direction):
         """
         for kind, chunks in self._shared.by_kind(plans):
             if self._shared.kinds[kind].fits:
-                self._submit(kind, chunks)
+                self._queue(kind, chunks)
             else:
                 self._shared.done.misfits += chunks.tickets()
                 self._drop(chunks)
 
-    def _submit(self, kind: int, chunks: ChunkBatch) -> None:
+    def _queue(self, kind: int, chunks: ChunkBatch) -> None:
         if not chunks or self._shared.broken is not None:
             self._drop(chunks)
             return
-        done, per_job = 0, self._shared.chunks_per_save
+        num_taken = 0
         with self._shared.guarded():
-            mark = self._shared.mark()
-            starts_idle = len(chunks) > per_job and not self.in_flight
-            sizes = chain(self._ramp_sizes if starts_idle else (), repeat(per_job))
-            while done < len(chunks) and self._shared.broken is None:
-                batch = chunks[done : done + next(sizes)]
-                first_number = self._num_pieces
-                if (pieces := self._queue(kind, batch.by_frame(), mark)) is None:
-                    break
-                done += len(batch)
-                self.feed()  # start the transfer before preparing the next batch
-                for number, piece in enumerate(pieces, first_number):
-                    self._last_gather[piece.block_ids] = number
-                    if self._gathers_first:
-                        self.order_after_gathers(self._shared.compute(), piece.block_ids)
-        self._drop(chunks[done:])
+            self._collect_done()
+            num_taken = self._divide(kind, chunks)
+            self.feed()
+            if self._gathers_first:
+                for event in self._submit_gathers_until(self._num_jobs - 1):
+                    self._shared.compute().wait(event)
+        is_full = num_taken < len(chunks)
+        if is_full:
+            if not self._is_full:
+                logger.warning(
+                    "kvloft: %d chunks not saved, because the save queue is full",
+                    len(chunks) - num_taken,
+                )
+            self._drop(chunks[num_taken:])
+        self._is_full = is_full
+
+    def _divide(self, kind: int, chunks: ChunkBatch) -> int:
+        """Divide ``chunks`` into jobs, up to MAX_PIECES. Return the number of chunks in these jobs
+        or in jobs that were dropped because a chunk is invalid.
+        """
+        block_ids = block_ids_of(chunks).reshape(len(chunks), -1)
+        mark, begin, per_job = self._shared.mark(), 0, self._shared.chunks_per_save
+        num_pieces = self._shared.kinds[kind].saves.max_pieces(per_job)
+        capacity = MAX_PIECES - self.num_pieces
+        starts_idle = len(chunks) > per_job and not self.in_flight
+        sizes = chain(self._ramp_sizes if starts_idle else (), repeat(per_job))
+        while begin < len(chunks) and capacity >= num_pieces:
+            end = min(begin + next(sizes), len(chunks))
+            batch, number = chunks[begin:end], self._num_jobs
+            if (problem := self._shared.problem_of(kind, batch)) is not None:
+                logger.error("kvloft: saves dropped: %s", problem)
+                self._drop(batch)
+            else:
+                self.waiting.append(WaitingSave(kind, batch, mark, num_pieces, number))
+                self._last_gather[block_ids[begin:end]] = number
+                self._num_jobs += 1
+                capacity -= num_pieces
+            begin = end
+        return begin
 
     def order_after_gathers(
         self, stream: driver.Stream, blocks: npt.NDArray[np.integer[Any]]
     ) -> None:
-        """Make ``stream`` wait until no save reads ``blocks``.
+        """Make ``stream`` wait until no save reads ``blocks``."""
+        for event in self.submit_gathers_of(blocks):
+            stream.wait(event)
 
-        Submit all queued saves of these blocks first.
+    def submit_gathers_of(self, blocks: npt.NDArray[np.integer[Any]]) -> list[driver.Event]:
+        """Submit all queued saves of ``blocks``, and return the events after which no save reads
+        these blocks.
         """
-        if not (self.in_flight or self.queued):
-            return
-        number = int(self._last_gather[blocks[blocks != NOT_WANTED]].max(initial=-1))
-        first_in_flight = self._num_pieces - len(self.queued) - len(self.in_flight)
-        while number >= first_in_flight + len(self.in_flight):
+        if not (self.in_flight or self.is_behind):
+            return []
+        last = self._last_gather[blocks[blocks != NOT_WANTED]].max(initial=-1)
+        return self._submit_gathers_until(int(last))
+
+    def _submit_gathers_until(self, number: int) -> list[driver.Event]:
+        """Submit the pieces of all jobs up to ``number``, and return the events after which none of
+        these jobs reads its blocks.
+        """
+        while self._next_number() <= number and self._first_queued() is not None:
             self._submit_piece(*self.queued.popleft())
-        if (last := number - first_in_flight) >= 0:
-            # Pieces use the slots in turn, and pieces in the same slot run in order, so it is
-            # sufficient to wait for the last piece in each slot.
-            for nth in range(max(0, last + 1 - self.lane.num_slots), last + 1):
-                stream.wait(self.in_flight[nth].sent.read)
+        # Pieces use the slots in turn, and pieces in the same slot run in order, so it is
+        # sufficient to wait for the last piece in each slot.
+        reading = list(takewhile(lambda each: each.job.number <= number, self.in_flight))
+        return [each.sent.read for each in reading[-self.lane.num_slots :]]
+
+    def _next_number(self) -> float:
+        """Return the number of the job to which the next piece belongs; infinity if none waits."""
+        if self.queued:
+            return self.queued[0][0].number
+        return self.waiting[0].number if self.waiting else math.inf
 
     def stop(self) -> None:
+        dropped = [each.chunks for each in self._open] + [each.chunks for each in self.waiting]
         super().stop()
-        for job in self._open:
-            self._drop(job.chunks)
+        for chunks in dropped:
+            self._drop(chunks)
         self._open.clear()
 
     def _drop(self, chunks: ChunkBatch) -> None:
         self._shared.done.failed += chunks.tickets()
 
-    def _queue(self, kind: int, chunks: ChunkBatch, after: Mark) -> Sequence[Piece] | None:
-        """Queue and return the pieces of ``chunks``, or return None if MAX_PIECES is exceeded."""
-        if (problem := self._shared.problem_of(kind, chunks)) is not None:
-            logger.error("kvloft: saves dropped: %s", problem)
-            self._drop(chunks)
-            return ()
-        job = self._shared.new_job(kind, chunks, after)
-        if len(self.in_flight) + len(self.queued) + len(job.pieces) > MAX_PIECES:
-            return None
+    def _prepare(self) -> Job:
+        first = self.waiting[0]
+        job = self._shared.new_job(first.kind, first.chunks.by_frame(), first.after)
+        job.number = first.number
+        self.waiting.popleft()  # not before, so that `stop` drops the chunks if `new_job` fails
         self._open[job] = None
-        self.queued.extend((job, piece) for piece in job.pieces)
-        self._num_pieces += len(job.pieces)
-        return job.pieces
+        return job
 
     def _submit_queued(self) -> None:
-        while self.queued and self._has_capacity() and not self._must_wait():
+        while self._has_capacity() and (following := self._first_queued()) is not None:
+            if self._must_wait(following[0]):
+                return
             self._submit_piece(*self.queued.popleft())
 
-    def _must_wait(self) -> bool:
-        """Return True if the frames of the next piece are not registered yet.
+    def _must_wait(self, job: Job) -> bool:
+        """Return True if the frames of ``job`` are not registered yet.
 
         Frames are registered in ascending order, and the store allocates the lowest free frames
         first.
@@ -128,7 +174,7 @@ class Saves(Direction):
         shared = self._shared
         return (
             self.waits_for_registration
-            and not shared.are_registered(self.queued[0][0].kind, self.queued[0][0].table.frames)
+            and not shared.are_registered(job.kind, job.table.frames)
             and not shared.registered.is_over
         )
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ from kvloft.transfer.frames import FrameMemory
 from kvloft.transfer.mover import Finished
 
 logger = logging.getLogger(__name__)
+
+_WaitingItem = TypeVar("_WaitingItem")
 
 NUM_MARKS = 8
 """Number of events created at startup. More events are created only if copies from more steps are
@@ -187,12 +189,15 @@ class InFlight(NamedTuple):
     submitted: float
 
 
-class Direction(ABC):
-    """One direction of copies: its queued pieces and its pieces on the GPU, both in order."""
+class Direction(ABC, Generic[_WaitingItem]):
+    """One direction of copies: chunks that are not split into pieces yet, queued pieces, and pieces
+    on the GPU, all in order.
+    """
 
     def __init__(self, shared: Shared, lane: Lane, ramp_sizes: tuple[int, ...]) -> None:
         """``ramp_sizes`` contains the sizes of the first pieces on an idle link, in chunks."""
         self._shared, self.lane, self._ramp_sizes = shared, lane, ramp_sizes
+        self.waiting: deque[_WaitingItem] = deque()
         self.queued: deque[tuple[Job, Piece]] = deque()
         self.in_flight: deque[InFlight] = deque()
         self.num_bytes = 0
@@ -202,7 +207,7 @@ class Direction(ABC):
     @property
     def is_behind(self) -> bool:
         """Return True if copies are waiting to be submitted."""
-        return bool(self.queued)
+        return bool(self.waiting or self.queued)
 
     def awaited(self) -> driver.Event | None:
         """Return the event after which more copies can be submitted, or None if none wait."""
@@ -224,8 +229,13 @@ class Direction(ABC):
         """Wait until no copy is running, then drop all copies."""
         self.lane.stop()
         self.in_flight.clear()
+        self.waiting.clear()
         self.queued.clear()
         self.num_bytes = 0
+
+    @abstractmethod
+    def _prepare(self) -> Job:
+        """Remove chunks from ``waiting`` and return their job."""
 
     @abstractmethod
     def _submit_queued(self) -> None:
@@ -234,6 +244,13 @@ class Direction(ABC):
     @abstractmethod
     def _on_done(self, job: Job, piece: Piece, seconds: float) -> None:
         """Process a finished piece, whose copy took ``seconds``."""
+
+    def _first_queued(self) -> tuple[Job, Piece] | None:
+        """Return the next piece to submit, and leave it in the queue."""
+        if not self.queued and self.waiting:
+            job = self._prepare()
+            self.queued.extend((job, piece) for piece in job.pieces)
+        return self.queued[0] if self.queued else None
 
     def _has_capacity(self) -> bool:
         return self.num_bytes <= self._shared.bytes_ahead and len(self.in_flight) < MAX_PIECES

@@ -8,6 +8,7 @@ for at most one or two pieces, not for an entire prompt.
 
 import contextlib
 import threading
+from typing import Any
 
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.shared import Direction
@@ -16,7 +17,7 @@ from kvloft.transfer.cuda.shared import Direction
 class Submitter:
     """Calls ``direction.feed`` when an awaited event occurs; sleeps while no event is awaited."""
 
-    def __init__(self, name: str, lock: threading.RLock, direction: Direction) -> None:
+    def __init__(self, name: str, lock: threading.RLock, direction: Direction[Any]) -> None:
         """Start the thread, which uses the caller's current CUDA context."""
         self._changed = threading.Condition(lock)
         self._direction = direction

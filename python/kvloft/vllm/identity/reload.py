@@ -41,7 +41,7 @@ class WeightsWatch:
         if method == RELOAD:
             is_other = _names_weights(given.get("args") or (), given.get("kwargs") or {})
             return self._check(RELOAD, is_other=is_other)
-        if isinstance(method, str) and method in HARMLESS:
+        if not can_load_weights(method):
             return None
         return self._check(str(method), is_other=True)
 
@@ -75,6 +75,11 @@ class WeightsWatch:
         now = look(self._name[0])
         is_unchanged = now is not None and now.files == self._files.files
         return is_unchanged and self._files.latest_s <= engine_start_s()
+
+
+def can_load_weights(method: object) -> bool:
+    """Return True unless ``method``, a name or a function, is known to leave weights unchanged."""
+    return not (isinstance(method, str) and method in HARMLESS)
 
 
 def _names_weights(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -43,17 +43,17 @@ pub struct Tenant {
 
 impl State {
     fn tenants(&self, next: &mut usize) -> (Vec<Tenant>, u64) {
-        let is_set = |number: u32| Some(number).filter(|number| *number != Ceiling::NONE);
-        let bytes = |pages: u32| u64::from(pages) * FRAME_ALIGN;
+        let if_limited = |pages: u64| Some(pages).filter(|pages| *pages != Ceiling::NONE);
+        let bytes = |pages: u64| pages * FRAME_ALIGN;
         let tenant = |tenant: TenantId| {
             let ceiling = self.tenants.ceiling(tenant);
             Tenant {
                 tag: self.tenants.tag(tenant),
                 host_bytes: bytes(self.tenants.host_pages(tenant)),
                 disk_bytes: bytes(self.tenants.disk_pages(tenant)),
-                max_host_bytes: is_set(ceiling.host).map(bytes),
-                max_disk_bytes: is_set(ceiling.disk).map(bytes),
-                ttl_s: is_set(ceiling.ttl_s),
+                max_host_bytes: if_limited(ceiling.host).map(bytes),
+                max_disk_bytes: if_limited(ceiling.disk).map(bytes),
+                ttl_s: ceiling.ttl_s,
             }
         };
         let some: Vec<_> = (*next..*next + TENANTS_PER_SLICE)

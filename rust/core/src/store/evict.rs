@@ -200,7 +200,5 @@ pub fn remove_closed(
     salt: Option<SaltTag>,
 ) -> Result<RemovedChunks> {
     let is_meant = |root: &crate::ChunkKey| salt.is_none() || SaltTag::of_root(root) == salt;
-    disk::remove_closed(&settings.dir, settings.cap_bytes, root, prefix, |first| {
-        is_meant(&first.parent)
-    })
+    disk::remove_closed(&settings.dir, root, prefix, |first| is_meant(&first.parent))
 }

@@ -19,6 +19,8 @@ use crate::key::ChunkKey;
 pub enum NoSlot {
     /// A slot must be freed first.
     Full,
+    /// A slot of the same size must be freed first. Space of other slots cannot be reused now.
+    FullExceptSameSize,
     /// Another thread is slow to create slots, so a later call may succeed.
     Growing,
 }

@@ -1,7 +1,7 @@
 //! Sends admin requests to a server, each on a new connection.
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvloft_core::key::SaltTag;
 use kvloft_core::{Error, ErrorKind, Result};
@@ -55,7 +55,8 @@ fn call<T: DeserializeOwned>(
         Error::io("the kvloft server sent a malformed response", error.into())
     };
     let json = serde_json::to_vec(request).map_err(malformed)?;
-    match Connection::connect(socket)?.open(&Request::Admin(VERSION, &json), timeout)? {
+    let deadline = Instant::now() + timeout;
+    match Connection::connect(socket, deadline)?.open(&Request::Admin(VERSION, &json), deadline)? {
         (Response::Admin(json), _) => serde_json::from_slice(&json).map_err(malformed),
         _ => Err(Error::new(ErrorKind::Io, "the kvloft server sent an unexpected response")),
     }

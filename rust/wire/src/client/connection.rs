@@ -10,7 +10,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use kvloft_core::store::Prefix;
 use kvloft_core::{Error, Result};
@@ -19,8 +19,8 @@ use rustix::event::PollFlags;
 use crate::protocol::prefix_cache::{PrefixCache, anchor_ends};
 use crate::protocol::{Keys, MAX_MESSAGE, Request, Response, SentAnchors};
 use crate::socket::{
-    ReceiveBuffer, SendBuffer, enlarge_buffers, is_current_user, peer_credentials, spin_then_wait,
-    wait,
+    ReceiveBuffer, SendBuffer, connect, enlarge_buffers, is_current_user, peer_credentials,
+    spin_then_wait, wait,
 };
 
 /// If more bytes than this are unsent, the connection is closed at the next request.
@@ -43,13 +43,14 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    /// Connects to the server at `path`. Returns `Io` if no server is listening or this user cannot
-    /// open the socket, and `InvalidConfig` if the server belongs to another user.
-    pub(crate) fn connect(path: &Path) -> Result<Self> {
+    /// Connects to the server at `path`. Returns `Io` if no server accepts connections before the
+    /// deadline or this user cannot open the socket, and `InvalidConfig` if the server belongs to
+    /// another user.
+    pub(crate) fn connect(path: &Path, deadline: Instant) -> Result<Self> {
         let fail =
             |error| Error::io(format!("no kvloft server answers at {}", path.display()), error);
         let me = rustix::process::geteuid().as_raw();
-        let stream = UnixStream::connect(path).map_err(|error| match error.kind() {
+        let stream = connect(path, deadline).map_err(|error| match error.kind() {
             IoKind::PermissionDenied => {
                 let what = format!("the socket {} cannot be opened by user {me}", path.display());
                 Error::io(what, error)
@@ -65,7 +66,6 @@ impl Connection {
             )));
         }
         enlarge_buffers(&stream);
-        stream.set_nonblocking(true).map_err(fail)?;
         Ok(Self {
             stream: Arc::new(stream),
             received: ReceiveBuffer::default(),
@@ -83,9 +83,8 @@ impl Connection {
     pub(crate) fn open(
         &mut self,
         request: &Request<'_>,
-        timeout: Duration,
+        deadline: Instant,
     ) -> Result<(Response, Vec<OwnedFd>)> {
-        let deadline = Instant::now() + timeout;
         let fail = |error| Error::io("the kvloft server is not responding", error);
         let late = || fail(IoKind::TimedOut.into());
         self.enqueue(request);

@@ -3,7 +3,7 @@
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvloft_core::io::FrameSizes;
 use kvloft_core::session::{ArenaInfo, LifelineInfo};
@@ -12,7 +12,7 @@ use kvloft_core::{Error, ErrorKind, Result};
 use crate::client::connection::Connection;
 use crate::protocol::{Hello, Request, Response, VERSION, Welcome};
 
-/// Timeout for the server's welcome. The server may have to open its disk first.
+/// Timeout for connecting and for the server's welcome. The server may have to open its disk first.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Settings of a client.
@@ -43,7 +43,8 @@ impl NewConnection {
     /// Connects to the server. Returns `Io` if no server responds, `Busy` if the server rejects
     /// this engine, and `InvalidConfig` if the server belongs to another user.
     pub(crate) fn open(config: &ClientConfig) -> Result<Self> {
-        let mut connection = Connection::connect(&config.socket)?;
+        let deadline = Instant::now() + HELLO_TIMEOUT;
+        let mut connection = Connection::connect(&config.socket, deadline)?;
         let hello = Hello {
             version: VERSION,
             namespace: config.namespace,
@@ -55,8 +56,7 @@ impl NewConnection {
             ErrorKind::InvalidConfig => Error::new(ErrorKind::Busy, error.to_string()),
             _ => error,
         };
-        let (response, fds) =
-            connection.open(&Request::Hello(hello), HELLO_TIMEOUT).map_err(refused)?;
+        let (response, fds) = connection.open(&Request::Hello(hello), deadline).map_err(refused)?;
         let (Response::Welcome(Welcome { size_bytes, slab_bytes }), Ok(fds)) =
             (response, <[OwnedFd; 2]>::try_from(fds))
         else {

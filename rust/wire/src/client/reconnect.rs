@@ -3,12 +3,14 @@
 //! Until the client closes, only `Session::renew` switches to the new connection. It is called
 //! between plans, so a plan never mixes frames from two arenas.
 
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvloft_core::{Error, ErrorKind, Event};
 use rustix::event::PollFlags;
 
+use crate::client::connection::Connection;
 use crate::client::handshake::NewConnection;
 use crate::client::state::ClientInner;
 use crate::socket::wait;
@@ -48,22 +50,14 @@ impl ClientInner {
     pub(crate) fn maintain_connection(&self, failures: &mut ConnectFailures) {
         let stream = {
             let state = self.state();
-            if state.next.is_some() {
-                drop(state);
-                return std::thread::park_timeout(RETRY_INTERVAL);
-            }
-            state
-                .connection
-                .as_ref()
+            let next = state.next.as_ref().map(|next| &next.connection);
+            next.or(state.connection.as_ref())
                 .filter(|connection| !connection.is_closed)
                 .map(|connection| Arc::clone(&connection.stream))
         };
         if let Some(stream) = stream {
-            if wait(&*stream, PollFlags::empty(), Instant::now() + RETRY_INTERVAL)
-                && let Some(connection) = &mut self.state().connection
-                && Arc::ptr_eq(&connection.stream, &stream)
-            {
-                connection.close();
+            if wait(&*stream, PollFlags::empty(), Instant::now() + RETRY_INTERVAL) {
+                self.close_connection(&stream);
             }
             return;
         }
@@ -83,6 +77,17 @@ impl ClientInner {
                 }
                 std::thread::park_timeout(failures.retry_interval(&error));
             }
+        }
+    }
+
+    /// Drops the next connection or closes the current connection, whichever uses `stream`.
+    fn close_connection(&self, stream: &Arc<UnixStream>) {
+        let mut state = self.state();
+        let uses_stream = |connection: &Connection| Arc::ptr_eq(&connection.stream, stream);
+        if state.next.take_if(|next| uses_stream(&next.connection)).is_none()
+            && let Some(connection) = state.connection.as_mut().filter(|each| uses_stream(each))
+        {
+            connection.close();
         }
     }
 

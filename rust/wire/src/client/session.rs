@@ -170,11 +170,16 @@ impl Session for Client {
     }
 
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)> {
-        let [num_calls, num_chunks] = self.state().missed_calls.take_new();
-        let response = self.call(&Request::Stats(num_calls, num_chunks));
+        let deadline = self.inner.deadline();
         let mut state = self.state();
-        if let Some(Response::Stats(stats)) = response {
-            state.stats = stats;
+        // While a response is overdue, the request would not be sent, and the missed calls taken for
+        // it would never be reported.
+        if state.live_connection().is_some_and(|connection| !connection.is_overdue()) {
+            let [num_calls, num_chunks] = state.missed_calls.take_new();
+            let request = Request::Stats(num_calls, num_chunks);
+            if let Some(Response::Stats(stats)) = state.request(&request, deadline) {
+                state.stats = stats;
+            }
         }
         let own = [
             ("server_late", state.missed_calls.num),

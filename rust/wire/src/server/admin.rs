@@ -32,7 +32,7 @@ impl ServerState {
 
     /// Evicts chunks from open namespaces. If the request names a tenant and includes the disk,
     /// also removes the tenant's chunks from closed namespaces. Returns `InvalidConfig` if no
-    /// namespace matches.
+    /// namespace matches and the search was not cut short.
     pub(crate) fn evict(&self, request: &EvictRequest) -> Result<EvictReport> {
         let (begin, mut all) = (Instant::now(), EvictReport::default());
         let deadline = begin + EVICT_TIMEOUT;
@@ -59,7 +59,7 @@ impl ServerState {
         // If the disk files of a namespace are in use but the namespace is not open, it is being
         // closed.
         all.evicted.is_cut_short |= before.intersection(&after).any(|name| !ids.contains(name));
-        if all.num_namespaces == 0 && !request.namespace.is_empty() {
+        if all.num_namespaces == 0 && !request.namespace.is_empty() && !all.evicted.is_cut_short {
             return Err(self.namespaces.no_such_namespace(&request.namespace));
         }
         let tenant = request.tenant.map_or("all tenants".to_owned(), |tag| format!("tenant {tag}"));
@@ -114,7 +114,7 @@ impl ServerState {
         let closed = self.closed(prefix, deadline);
         let open = self.namespaces.matching(prefix);
         match (open.as_slice(), closed.as_deref()) {
-            ([namespace], None | Some([])) => Ok(self.clear_open(namespace)),
+            ([namespace], None | Some([])) => self.clear_open(namespace),
             ([], Some([one])) => self.clear_closed(one, deadline),
             ([], Some([])) if prefix.is_empty() => Ok(0),
             ([], Some([])) => Err(self.namespaces.no_such_namespace(prefix)),
@@ -136,8 +136,14 @@ impl ServerState {
         }
     }
 
-    fn clear_open(&self, namespace: &Namespace) -> u64 {
-        let Some(store) = namespace.store() else { return 0 };
+    fn clear_open(&self, namespace: &Namespace) -> Result<u64> {
+        let id = namespace.id();
+        let busy = |message| Err(Error::new(ErrorKind::Busy, message));
+        let Some(store) = namespace.store() else {
+            return busy(format!(
+                "namespace {id} was not cleared, because it is being opened; run this again"
+            ));
+        };
         let count = || {
             store
                 .stats()
@@ -148,8 +154,15 @@ impl ServerState {
         let before = count();
         store.clear();
         let num_chunks = count() - before;
-        self.log_cleared(num_chunks, &namespace.id());
-        num_chunks
+        self.log_cleared(num_chunks, &id);
+        if store.is_clearing() {
+            return busy(format!(
+                "the chunks of namespace {id} are no longer used, but its disk directory is not \
+                 cleared yet, so a restart might find them again; the server is retrying; run this \
+                 again to check"
+            ));
+        }
+        Ok(num_chunks)
     }
 
     fn clear_closed(&self, id: &str, deadline: Instant) -> Result<u64> {
@@ -234,9 +247,8 @@ impl ServerState {
         let removed = remove_expired(disk, &self.namespaces.disk, &self.config.limits, unix_s());
         let num_chunks = removed.map_or(0, |removed| removed.num_chunks);
         if num_chunks > 0 {
-            self.log(format!(
-                "removed {num_chunks} expired chunks from disk; their namespaces have no engines"
-            ));
+            let chunks = num_chunks_text(num_chunks);
+            self.log(format!("removed {chunks} that expired in closed namespaces"));
         }
     }
 }

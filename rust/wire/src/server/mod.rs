@@ -131,15 +131,23 @@ impl Drop for Server {
 }
 
 fn accept(state: &Arc<ServerState>, listener: &SocketListener) {
+    let mut is_failing = false;
     for number in 0.. {
         let accepted = listener.socket.accept();
         if state.is_stopping.load(Ordering::SeqCst) {
             return;
         }
-        let Ok((stream, _)) = accepted else {
-            std::thread::sleep(HOUSEKEEPING_INTERVAL); // for example, out of file descriptors
-            continue;
+        let stream = match accepted {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                if !std::mem::replace(&mut is_failing, true) {
+                    state.log(format!("cannot accept connections ({error}); retrying"));
+                }
+                std::thread::sleep(HOUSEKEEPING_INTERVAL);
+                continue;
+            }
         };
+        is_failing = false;
         if state.peers().len() >= state.config.max_connections {
             state.num_accepted.fetch_add(1, Ordering::Relaxed);
             let limit = state.config.max_connections;

@@ -2,7 +2,8 @@
 //!
 //! Reads and writes share disk time fairly (see `time_shares`). Slots are freed before chunks are
 //! written, and chunks are written oldest first. No slot is freed while a chunk is being written,
-//! because the chunk being written may be a child of a chunk whose slot would be freed.
+//! because the chunk being written may be a child of a chunk whose slot would be freed. A hung write
+//! does not block freeing: if its chunk loses its parent, the next recovery removes the chunk.
 
 use std::time::Duration;
 
@@ -12,6 +13,7 @@ use crate::io::Frame;
 use crate::key::ChunkKey;
 use crate::store::disk::breaker::IoOutcome;
 use crate::store::disk::time_shares::Direction;
+use crate::store::disk::transitions::WRITE_SLICE;
 use crate::store::disk::work::{Clearing, DiskOpening, JobInFlight};
 use crate::store::state::State;
 use crate::store::tenants::quota::FrameSource;
@@ -108,7 +110,7 @@ impl State {
             Clearing::Wanted | Clearing::Running => return None,
         };
         let ticket = self.new_ticket();
-        self.disk.begin(ticket, direction, now);
+        self.disk.begin(ticket, direction, matches!(job, Job::Write { .. }), now);
         Some((ticket, job))
     }
 
@@ -202,7 +204,7 @@ impl State {
                 return Some(Job::Read { id, slot, key: entry.key, frame });
             }
             // The chunk cannot be read, so leases that wait for it are truncated before it.
-            self.stats.quota_dropped += u64::from(source != FrameSource::Any);
+            self.stats.quota_dropped += u64::from(has_parent && source != FrameSource::Any);
             self.fail_host(id);
         }
         None
@@ -213,7 +215,9 @@ impl State {
         if self.now >= work.unfreed_until {
             work.to_free.append(&mut work.unfreed);
         }
-        if work.writing > 0 || work.to_free.is_empty() {
+        if work.to_free.is_empty()
+            || work.in_flight.iter().any(|job| job.writes_chunk && !job.hangs)
+        {
             return None;
         }
         let rest = work.to_free.len().saturating_sub(FREE_BATCH);
@@ -226,7 +230,8 @@ impl State {
         if is_deferred || !self.disk.to_free.is_empty() || !self.disk.found.is_empty() {
             return None;
         }
-        while let Some(id) = self.disk.write_queue.pop(&self.index, Entry::is_to_write) {
+        for _ in 0..WRITE_SLICE {
+            let id = self.disk.write_queue.pop(&self.index, Entry::is_to_write)?;
             if !self.parent_is_on_disk(id) {
                 continue;
             }
@@ -241,6 +246,7 @@ impl State {
             }
             self.cancel_write(id);
         }
+        self.disk.is_search_cut_short = true;
         None
     }
 

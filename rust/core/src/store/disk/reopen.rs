@@ -17,6 +17,8 @@ use crate::{Error, Event};
 
 /// Maximum number of chunks indexed per call. A call takes about 0.2 ms.
 pub(crate) const SLICE: usize = 512;
+/// Maximum unused capacity of `found`, in entries. The list is shrunk beyond it.
+const MAX_SPARE: usize = 1 << 16;
 /// Interval between checks for a removed directory.
 pub(crate) const CHECK_EVERY: Duration = Duration::from_secs(1);
 /// Minimum interval between reopenings, in case the directory is removed repeatedly.
@@ -105,6 +107,10 @@ impl State {
         // leaves.
         for id in ids {
             self.sync_disk(id);
+        }
+        let found = &mut self.disk.found;
+        if found.is_empty() || found.capacity() - found.len() > MAX_SPARE {
+            found.shrink_to_fit();
         }
         if !self.disk.is_recovering() {
             self.disk.rejected.clear();

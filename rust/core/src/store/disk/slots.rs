@@ -3,6 +3,7 @@
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{DiskEvent, DiskState, Entry};
+use crate::io::SizeClass;
 use crate::store::state::State;
 use crate::store::tenants::quota::group;
 use crate::tier::disk::SlotId;
@@ -27,7 +28,7 @@ impl State {
         if !self.tenants.limits.has_quotas || self.tenants.disk_pages(tenant) <= quota {
             return SlotFor::Fits;
         }
-        if disk_pages > quota {
+        if u64::from(disk_pages) > quota {
             return SlotFor::None; // evictions would not help
         }
         match self.disk_policy.victim_of(group(tenant)).and_then(|victim| self.begin_evict(victim))
@@ -37,10 +38,15 @@ impl State {
         }
     }
 
-    /// Starts to evict a chunk. Returns the chunk and its slot, or None if all chunks are in use.
-    pub(crate) fn begin_disk_eviction(&mut self) -> Option<(ChunkId, SlotId)> {
+    /// Starts to evict the next chunk. Returns the chunk and its slot, or None if all chunks are in
+    /// use. If `only` is given, also returns None if the chunk's slot has a different size.
+    pub(crate) fn begin_disk_eviction(
+        &mut self,
+        only: Option<SizeClass>,
+    ) -> Option<(ChunkId, SlotId)> {
         let victim = self.disk_policy.victim()?;
-        self.begin_evict(victim)
+        let class = self.index[victim].disk.slot()?.class();
+        if only.is_some_and(|only| only != class) { None } else { self.begin_evict(victim) }
     }
 
     fn begin_evict(&mut self, victim: ChunkId) -> Option<(ChunkId, SlotId)> {

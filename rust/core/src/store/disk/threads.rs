@@ -166,7 +166,11 @@ fn wait_for_work(inner: &Locked) -> Option<Work> {
             return Some(Work::Close);
         }
         // The lock is released after each slice, so that other threads can take it.
-        if emptying == Emptying::Working || state.recover_some() || state.is_removing() {
+        if emptying == Emptying::Working
+            || state.recover_some()
+            || state.drop_some_blocked()
+            || state.is_removing()
+        {
             state.remove_slice();
             drop(state);
             inner.idle.notify_all();
@@ -181,6 +185,11 @@ fn wait_for_work(inner: &Locked) -> Option<Work> {
         }
         if let Some((ticket, job)) = state.next_job() {
             return Some(Work::Job(ticket, job, disk));
+        }
+        if std::mem::take(&mut state.disk.is_search_cut_short) {
+            drop(state);
+            thread::yield_now();
+            continue;
         }
         if is_fresh {
             (state, _) = inner.work.wait_timeout(state, POLL_EVERY).ok()?;
@@ -276,30 +285,33 @@ fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool>
 /// outcome of the write:
 ///
 /// - `NotYet` if another thread is slow to create slots,
-/// - `NoRoom` if no chunk can be evicted or if evictions do not free a slot,
+/// - `NoRoom` if no chunk can be evicted, if evictions do not free a slot, or if only slots of this
+///   size can be reused and the next two chunks to evict have a different size,
 /// - `Failed` if a slot could not be freed; the chunk in it is still stored.
 fn find_slot(inner: &Locked, disk: &dyn LocalTier, class: SizeClass) -> Result<SlotId, Written> {
     let enough = u64::from(SLOT_TRIES) * disk.frame_bytes(class);
-    let mut freed_bytes = 0;
+    let (mut freed_bytes, mut has_evicted_other) = (0, false);
     for num_evicted in 0..=MAX_EVICTIONS {
-        match guarded(|| Ok(disk.reserve(class))) {
+        let only = match guarded(|| Ok(disk.reserve(class))) {
             Ok(Ok(slot)) => return Ok(slot),
             Ok(Err(NoSlot::Growing)) => return Err(Written::NotYet),
-            Ok(Err(NoSlot::Full)) => {}
+            Ok(Err(NoSlot::Full)) => None,
+            // A chunk of a different size that is next in order must not stop all writes.
+            Ok(Err(NoSlot::FullExceptSameSize)) => Some(class).filter(|_| has_evicted_other),
             Err(_) => return Err(Written::Failed(None)),
-        }
+        };
         if freed_bytes >= enough || num_evicted == MAX_EVICTIONS {
             break;
         }
-        let Some((victim, slot)) = inner.with_state(State::begin_disk_eviction).flatten() else {
-            break;
-        };
+        let evicted = inner.with_state(|state| state.begin_disk_eviction(only));
+        let Some((victim, slot)) = evicted.flatten() else { break };
         let freed = guarded(|| disk.free(slot)).is_ok();
         inner.with_state(|state| state.end_disk_eviction(victim, freed));
         if !freed {
             return Err(Written::Failed(None));
         }
         freed_bytes += disk.frame_bytes(slot.class());
+        has_evicted_other |= slot.class() != class;
     }
     Err(Written::NoRoom)
 }

@@ -13,6 +13,9 @@ use crate::store::disk::work::DiskOpening;
 use crate::store::state::State;
 use crate::tier::disk::SlotId;
 
+/// Maximum number of writes blocked or canceled per call. A call takes about 0.1 ms.
+pub(crate) const WRITE_SLICE: usize = 256;
+
 impl State {
     /// Applies an event to a chunk. No other code changes `Entry::disk`. This method also:
     ///
@@ -68,8 +71,6 @@ impl State {
     }
 
     fn count_write(&mut self, id: ChunkId, before: DiskState, after: DiskState) {
-        self.disk.writing += u32::from(after == DiskState::Writing);
-        self.disk.writing -= u32::from(before == DiskState::Writing);
         if before.is_unwritten() == after.is_unwritten() {
             return;
         }
@@ -179,13 +180,30 @@ impl State {
         }
     }
 
-    /// Cancels the writes of all descendants that wait for a chunk whose write failed.
+    /// Cancels the writes of all descendants that wait for a chunk whose write failed. If there are
+    /// many, the disk threads cancel the rest.
     pub(crate) fn drop_blocked(&mut self, id: ChunkId) {
-        let mut blocked = self.take_blocked(id);
-        while let Some(child) = blocked.pop() {
-            blocked.extend(self.take_blocked(child));
-            self.cancel_write(child);
-            self.stats.disk_dropped += 1;
+        self.queue_blocked_children(id);
+        self.drop_some_blocked();
+    }
+
+    /// Moves the blocked children of a chunk to `to_drop`.
+    fn queue_blocked_children(&mut self, id: ChunkId) {
+        let children = self.take_blocked(id);
+        let index = &self.index;
+        self.disk.to_drop.extend(children.iter().map(|&child| (child, index[child].generation)));
+    }
+
+    /// Cancels a slice of the writes in `to_drop`. Returns true if some remain.
+    pub(crate) fn drop_some_blocked(&mut self) -> bool {
+        for _ in 0..WRITE_SLICE {
+            let Some((id, generation)) = self.disk.to_drop.pop() else { break };
+            if self.index.is_same(id, generation) && self.index[id].disk == DiskState::Blocked {
+                self.queue_blocked_children(id);
+                self.cancel_write(id);
+                self.stats.disk_dropped += 1;
+            }
         }
+        !self.disk.to_drop.is_empty()
     }
 }

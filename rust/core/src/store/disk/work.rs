@@ -81,11 +81,21 @@ pub(crate) struct JobInFlight {
     pub(crate) ticket: u64,
     /// None for a check of the directory, which is not charged for disk time.
     pub(crate) direction: Option<Direction>,
+    /// True if the job writes a chunk.
+    pub(crate) writes_chunk: bool,
     pub(crate) started: Duration,
     /// The time that `time_shares` charged when the job started.
     pub(crate) charge: Duration,
     /// True if the job hangs and has opened the breakers.
     pub(crate) hangs: bool,
+}
+
+impl JobInFlight {
+    /// Returns a check that starts now.
+    fn new(ticket: u64, started: Duration) -> Self {
+        let charge = Duration::ZERO;
+        Self { ticket, direction: None, writes_chunk: false, started, charge, hangs: false }
+    }
 }
 
 /// State of the disk tier. Empty if the store has no disk tier.
@@ -100,6 +110,11 @@ pub(crate) struct DiskWork {
     pub(crate) write_queue: Queue,
     /// Chunks in the state `Blocked`, by parent.
     pub(crate) blocked: FxHashMap<ChunkId, Vec<ChunkId>>,
+    /// Blocked chunks whose parent could not be written, with their generations. Their writes will
+    /// be canceled.
+    pub(crate) to_drop: Vec<(ChunkId, u32)>,
+    /// True if the last search for a chunk to write was cut short.
+    pub(crate) is_search_cut_short: bool,
     /// Number of chunks in the states `Queued`, `Blocked` and `Writing`.
     pub(crate) num_unwritten: u64,
     /// No write starts before this time, because slots are being created.
@@ -120,8 +135,6 @@ pub(crate) struct DiskWork {
     pub(crate) num_threads: usize,
     pub(crate) in_flight: Vec<JobInFlight>,
     pub(crate) time_shares: TimeShares,
-    /// Number of chunks in the state `Writing`.
-    pub(crate) writing: u32,
     /// Number of jobs that are freeing slots.
     pub(crate) freeing: u32,
     /// Number of detached chunks whose slots are in use until a job completes.
@@ -170,6 +183,7 @@ impl DiskWork {
         let wants = !self.write_queue.is_empty()
             || self.num_queued_reads > 0
             || !self.to_free.is_empty()
+            || !self.to_drop.is_empty()
             || !self.found.is_empty();
         wants
             || self.clearing == Clearing::Wanted
@@ -231,16 +245,26 @@ impl DiskWork {
         }
     }
 
-    pub(crate) fn begin(&mut self, ticket: u64, direction: Direction, now: Duration) {
+    pub(crate) fn begin(
+        &mut self,
+        ticket: u64,
+        direction: Direction,
+        writes_chunk: bool,
+        now: Duration,
+    ) {
         self.breaker(direction).begin(ticket);
         let charge = self.time_shares.begin(direction);
-        let (direction, started) = (Some(direction), now);
-        self.in_flight.push(JobInFlight { ticket, direction, started, charge, hangs: false });
+        let direction = Some(direction);
+        self.in_flight.push(JobInFlight {
+            direction,
+            writes_chunk,
+            charge,
+            ..JobInFlight::new(ticket, now)
+        });
     }
 
     pub(crate) fn begin_check(&mut self, ticket: u64, now: Duration) {
-        let (direction, started, charge) = (None, now, Duration::ZERO);
-        self.in_flight.push(JobInFlight { ticket, direction, started, charge, hangs: false });
+        self.in_flight.push(JobInFlight::new(ticket, now));
     }
 
     pub(crate) fn is_checking(&self) -> bool {

@@ -139,7 +139,7 @@ impl State {
         if self.tenants.host_pages(tenant) > quota {
             return None; // the quota was lowered: the sweeper must evict the excess first
         }
-        let pages = self.host.pages(request.class);
+        let pages = u64::from(self.host.pages(request.class));
         let is_useful =
             |state: &Self, id| state.host.has_free(request) || state.is_frame_fit(id, request);
         let fits = |state: &Self| state.tenants.host_pages(tenant) + pages <= quota;

@@ -13,7 +13,7 @@ use crate::index::{Entry, NEVER};
 use crate::key::SaltTag;
 use crate::store::config::DiskSettings;
 use crate::store::state::State;
-use crate::store::tenants::limits::{Bases, Ceiling, Table, TenantLimits};
+use crate::store::tenants::limits::{Bases, Table, TenantLimits};
 use crate::tier::disk::{self, DiskRoot, RemovedChunks};
 
 /// Tolerance for save times in the future. A chunk with a later save time has an unknown age and is
@@ -21,11 +21,11 @@ use crate::tier::disk::{self, DiskRoot, RemovedChunks};
 const MAX_SKEW_S: u32 = 60;
 
 /// Returns the expiry time of a chunk saved at `saved_s`, as computed at `now_s`.
-fn expiry(ttl_s: u32, saved_s: u32, now_s: u32) -> u32 {
+fn expiry(ttl_s: Option<u32>, saved_s: u32, now_s: u32) -> u32 {
     match ttl_s {
-        Ceiling::NONE => NEVER,
-        _ if saved_s > now_s.saturating_add(MAX_SKEW_S) => 0,
-        _ => saved_s.min(now_s).saturating_add(ttl_s),
+        None => NEVER,
+        Some(_) if saved_s > now_s.saturating_add(MAX_SKEW_S) => 0,
+        Some(ttl_s) => saved_s.min(now_s).saturating_add(ttl_s),
     }
 }
 
@@ -41,7 +41,7 @@ pub fn remove_expired(
 ) -> Result<RemovedChunks> {
     let table = Table::new(limits, 1, Bases::default());
     let seconds = |time: u64| u32::try_from(time).unwrap_or(u32::MAX);
-    disk::remove_closed(&settings.dir, settings.cap_bytes, root, "", |first| {
+    disk::remove_closed(&settings.dir, root, "", |first| {
         let ttl_s = table.ceiling(table.class_of(SaltTag::of_root(&first.parent))).ttl_s;
         expiry(ttl_s, seconds(first.saved_s), seconds(now_s)) <= seconds(now_s)
     })
@@ -50,7 +50,7 @@ pub fn remove_expired(
 impl State {
     /// Returns the expiry time of a chunk saved at `saved_s`, capped at the expiry time of the
     /// parent.
-    pub(crate) fn expiry(&self, ttl_s: u32, parent: Option<ChunkId>, saved_s: u32) -> u32 {
+    pub(crate) fn expiry(&self, ttl_s: Option<u32>, parent: Option<ChunkId>, saved_s: u32) -> u32 {
         let own = expiry(ttl_s, saved_s, self.unix_s);
         parent.map_or(own, |parent| own.min(self.index[parent].expires_s))
     }

@@ -66,16 +66,17 @@ pub(crate) struct Class(u32);
 pub(crate) const UNSALTED: Class = Class(0);
 const SALTED: Class = Class(1);
 
-/// The limits of a class, in pages and seconds. [`Ceiling::NONE`] means unlimited.
+/// The limits of a class: quotas in pages ([`Ceiling::NONE`] if unlimited), and the time to live in
+/// seconds (None if unlimited).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ceiling {
-    pub(crate) host: u32,
-    pub(crate) disk: u32,
-    pub(crate) ttl_s: u32,
+    pub(crate) host: u64,
+    pub(crate) disk: u64,
+    pub(crate) ttl_s: Option<u32>,
 }
 
 impl Ceiling {
-    pub(crate) const NONE: u32 = u32::MAX;
+    pub(crate) const NONE: u64 = u64::MAX;
 }
 
 /// Tier sizes in pages, from which relative quotas are computed.
@@ -123,14 +124,13 @@ impl Table {
     }
 
     fn count(&mut self) {
-        let of = |quota: Option<Quota>, base: u64| match quota {
-            None => Ceiling::NONE,
-            Some(quota) => u32::try_from(self.pages(quota, base)).unwrap_or(Ceiling::NONE - 1),
+        let of = |quota: Option<Quota>, base: u64| {
+            quota.map_or(Ceiling::NONE, |quota| self.pages(quota, base))
         };
         let ceiling = |limits: &Limits| Ceiling {
             host: of(limits.host, self.bases.host),
             disk: of(limits.disk, self.bases.disk),
-            ttl_s: limits.ttl_s.unwrap_or(Ceiling::NONE),
+            ttl_s: limits.ttl_s,
         };
         self.ceilings = self.limits.iter().map(ceiling).collect();
     }
@@ -153,7 +153,7 @@ impl Table {
     }
 
     pub(crate) fn ceiling(&self, class: Class) -> Ceiling {
-        let none = Ceiling { host: Ceiling::NONE, disk: Ceiling::NONE, ttl_s: Ceiling::NONE };
+        let none = Ceiling { host: Ceiling::NONE, disk: Ceiling::NONE, ttl_s: None };
         self.ceilings.get(class.0 as usize).copied().unwrap_or(none)
     }
 }

@@ -42,7 +42,7 @@ impl State {
         {
             Some(tenant) => self.source_of(tenant, class),
             None if self.tenants.limits.ceiling(self.tenants.limits.class_of(tag)).host
-                < self.host.pages(class) =>
+                < self.host.pages(class).into() =>
             {
                 FrameSource::None
             }
@@ -55,8 +55,8 @@ impl State {
         if !self.tenants.limits.has_quotas {
             return FrameSource::Any;
         }
-        let (pages, quota) = (self.host.pages(class), self.tenants.ceiling(tenant).host);
-        match self.tenants.host_pages(tenant).saturating_add(pages) {
+        let (pages, quota) = (u64::from(self.host.pages(class)), self.tenants.ceiling(tenant).host);
+        match self.tenants.host_pages(tenant) + pages {
             wanted if wanted <= quota => FrameSource::Any,
             _ if pages > quota => FrameSource::None,
             _ => FrameSource::Own(tenant),

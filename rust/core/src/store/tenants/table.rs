@@ -21,11 +21,11 @@ pub(crate) const TENANTS_PER_SLICE: usize = 4096;
 pub(crate) struct TenantCounts {
     /// None for a vacant id and for requests without a salt.
     tag: Option<SaltTag>,
-    num_entries: u32,
+    num_entries: u64,
     /// Number of pages in the tenant's host frames, including frames that are being filled.
-    host_pages: u32,
+    host_pages: u64,
     /// Number of pages in the tenant's disk slots, including slots being written or freed.
-    disk_pages: u32,
+    disk_pages: u64,
     class: Class,
 }
 
@@ -90,20 +90,20 @@ impl TenantTable {
 
     /// Adds or subtracts the pages of a frame, regardless of the chunk's state.
     pub(crate) fn count_host(&mut self, id: TenantId, pages: u32, is_more: bool) {
-        count(&mut self.all[id.0 as usize].host_pages, pages, is_more);
+        count(&mut self.all[id.0 as usize].host_pages, pages.into(), is_more);
     }
 
     /// Adds or subtracts the pages of a slot on disk, including slots that are being written or
     /// freed.
     pub(crate) fn count_disk(&mut self, id: TenantId, pages: u32, is_more: bool) {
-        count(&mut self.all[id.0 as usize].disk_pages, pages, is_more);
+        count(&mut self.all[id.0 as usize].disk_pages, pages.into(), is_more);
     }
 
-    pub(crate) fn host_pages(&self, id: TenantId) -> u32 {
+    pub(crate) fn host_pages(&self, id: TenantId) -> u64 {
         self.all[id.0 as usize].host_pages
     }
 
-    pub(crate) fn disk_pages(&self, id: TenantId) -> u32 {
+    pub(crate) fn disk_pages(&self, id: TenantId) -> u64 {
         self.all[id.0 as usize].disk_pages
     }
 
@@ -125,7 +125,7 @@ impl TenantTable {
     }
 }
 
-fn count(number: &mut u32, by: u32, is_more: bool) {
+fn count(number: &mut u64, by: u64, is_more: bool) {
     *number = if is_more { *number + by } else { *number - by };
 }
 

@@ -95,7 +95,11 @@ fn check_disk(state: &State) -> Result<(), String> {
         ),
         ("chunks to write", disk.num_unwritten, count(&|entry| entry.disk.is_unwritten())),
         ("chunks to read", disk.num_queued_reads, count(&Entry::is_to_read)),
-        ("writes", disk.writing.into(), count(&|entry| entry.disk == DiskState::Writing)),
+        (
+            "writes",
+            disk.in_flight.iter().filter(|job| job.writes_chunk).count() as u64,
+            count(&|entry| entry.disk == DiskState::Writing),
+        ),
     ];
     for (what, said, counted) in counts {
         ensure!(said == counted, "{what}: {said}, counted {counted}");

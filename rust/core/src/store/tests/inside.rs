@@ -3,8 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::super::disk::jobs::Job;
+use super::super::disk::breaker::HANG_AFTER;
+use super::super::disk::jobs::{Job, JobResult, Written};
 use super::super::disk::time_shares::Direction;
+use super::super::disk::transitions::WRITE_SLICE;
 use super::super::disk::work::{Clearing, DiskOpening, DiskWork};
 use super::super::state::State;
 use super::super::{Changes, DiskSettings, Lookup, Prefix, Progress, Store, StoreConfig, Tiers};
@@ -177,8 +179,8 @@ fn too_many_discards_while_chunks_are_entered_free_the_others() {
 fn no_call_waits_for_a_disk_whose_threads_all_hang() {
     let second = Duration::from_secs(1);
     let mut work = DiskWork { num_threads: 2, clearing: Clearing::Wanted, ..DiskWork::default() };
-    work.begin(1, Direction::Read, Duration::ZERO);
-    work.begin(2, Direction::Write, Duration::ZERO);
+    work.begin(1, Direction::Read, false, Duration::ZERO);
+    work.begin(2, Direction::Write, true, Duration::ZERO);
     assert!(!work.cannot_settle_by(2 * second) && work.find_hangs(5 * second));
     assert!(work.cannot_settle_by(5 * second), "the tier is paused");
     assert!(
@@ -236,4 +238,76 @@ fn a_chunk_that_is_found_on_disk_unblocks_its_children() {
     assert_eq!(state.index[parent].disk, DiskState::Stored(SlotId(0)));
     assert!(matches!(state.next_job(), Some((_, Job::Write { id, .. })) if id == child));
     super::check::check(&state).unwrap();
+}
+
+/// Returns a state with an open disk tier and a prefix of `num_chunks` chunks that are not on disk.
+fn unwritten(num_chunks: u32) -> (State, KeyChain) {
+    let host = HostTier::create((u64::from(num_chunks) + 4) * 4096, &4096_u64.into()).unwrap();
+    let policy = || Eviction::Lru.policy(num_chunks as usize);
+    let mut state = State::new(host, policy(), policy());
+    assert!(state.end_opening(Vec::new()));
+    let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).unwrap();
+    chain.append_tokens(&(0..num_chunks).collect::<Vec<_>>()).unwrap();
+    let reserved = state.reserve(&(Prefix::from(&chain), 0..num_chunks).into()).chunks;
+    let num_visible: u32 = reserved.iter().map(|(id, _)| state.commit(*id)).sum();
+    assert_eq!(num_visible, num_chunks);
+    (state, chain)
+}
+
+#[test]
+fn a_write_that_hangs_does_not_stop_slots_from_being_freed() {
+    let (mut state, chain) = unwritten(2);
+    let Some((first, Job::Write { id, frame, .. })) = state.next_job() else { panic!() };
+    state.end_job(first, JobResult::Write { id, frame, outcome: Written::In(SlotId(0)) });
+    let Some((hung, Job::Write { id, frame, .. })) = state.next_job() else { panic!() };
+    state.discard(chain.keys());
+    while state.is_removing() {
+        state.remove_slice();
+    }
+    assert_eq!(state.disk.to_free, [SlotId(0)]);
+    assert!(state.next_job().is_none(), "the chunk is a child of the chunk that was removed");
+    state.set_time(HANG_AFTER);
+    state.set_time(HANG_AFTER + Duration::from_secs(600)); // the breakers allow a probe
+    assert!(matches!(state.next_job(), Some((_, Job::Free(slots))) if slots == [SlotId(0)]));
+    state.end_job(hung, JobResult::Write { id, frame, outcome: Written::In(SlotId(1)) });
+    assert_eq!(state.disk.to_free, [SlotId(1)]);
+}
+
+/// The number of chunks that wait for a chunk to be written is not limited.
+#[test]
+fn chunks_that_wait_for_a_write_are_blocked_and_dropped_in_slices() {
+    let num_chunks = 4 * WRITE_SLICE;
+    let (mut state, _) = unwritten(u32::try_from(num_chunks).unwrap());
+    let Some((first, Job::Write { id, frame, .. })) = state.next_job() else { panic!() };
+    let num_blocked = |state: &State| {
+        state.index.iter().filter(|(_, entry)| entry.disk == DiskState::Blocked).count()
+    };
+    for nth in 1..4 {
+        assert!(state.next_job().is_none());
+        assert_eq!(num_blocked(&state), nth * WRITE_SLICE);
+        assert!(std::mem::take(&mut state.disk.is_search_cut_short), "the search must continue");
+    }
+    assert!(state.next_job().is_none() && !state.disk.is_search_cut_short);
+    assert_eq!(num_blocked(&state), num_chunks - 1);
+    state.end_job(first, JobResult::Write { id, frame, outcome: Written::Failed(None) });
+    assert_eq!(num_blocked(&state), 3 * WRITE_SLICE - 1);
+    assert!(state.disk.has_jobs(), "a disk thread must drop the rest");
+    while state.drop_some_blocked() {}
+    assert_eq!(num_blocked(&state), 0);
+    assert_eq!(state.stats().disk_dropped, num_chunks as u64 - 1);
+    super::check::check(&state).unwrap();
+}
+
+/// Recovery uses 96 bytes per chunk, which a store with millions of chunks must not keep.
+#[test]
+fn the_list_of_chunks_found_is_freed() {
+    let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
+    let mut state = State::new(host, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
+    assert!(state.end_opening((0..300_000).map(found).collect()));
+    let mut num_left = state.disk.found.len();
+    while state.recover_some() {
+        num_left = num_left.min(state.disk.found.len());
+        assert!(state.disk.found.capacity() <= num_left + (1 << 16));
+    }
+    assert_eq!(state.disk.found.capacity(), 0);
 }

@@ -301,8 +301,11 @@ impl Run {
                     self.slots.insert(free, None);
                     return WriteStep::Reserved(SlotId(free));
                 }
-                let victim =
-                    if tries < 2 * SLOT_TRIES { self.state.begin_disk_eviction() } else { None };
+                let victim = if tries < 2 * SLOT_TRIES {
+                    self.state.begin_disk_eviction(None)
+                } else {
+                    None
+                };
                 victim.map_or(WriteStep::Over(Written::NoRoom), |(id, slot)| {
                     WriteStep::Evicting(id, slot)
                 })

@@ -23,7 +23,7 @@ const RETRY_AFTER: Duration = Duration::from_secs(2);
 /// Timeout for waiting for another thread to grow the files. Growing usually takes a few
 /// milliseconds. After the timeout, threads read chunks in the meantime instead of writing.
 const MAX_WAIT: Duration = Duration::from_millis(100);
-/// After this time, the other thread may hang, so the files are treated as full.
+/// After this time, the other thread may hang, so only slots of the same size are reused.
 const MAX_SLOW: Duration = Duration::from_secs(5);
 
 /// The exclusive right to grow the files. Dropping it wakes waiting threads, even during a panic.
@@ -54,7 +54,9 @@ impl DiskTier {
         }
         drop(state);
         self.make_slots(class, is_full);
-        self.state().take(class).ok_or(NoSlot::Full)
+        let is_refused = self.growth().is_punch_refused;
+        let reason = if is_refused { NoSlot::FullExceptSameSize } else { NoSlot::Full };
+        self.state().take(class).ok_or(reason)
     }
 
     /// Handles a write that failed because the file system is full. Deletes a closed namespace if
@@ -93,7 +95,7 @@ impl DiskTier {
                 Err(NoSlot::Growing)
             }
             Grower::Slow(since) if since.elapsed() < MAX_SLOW => Err(NoSlot::Growing),
-            Grower::Slow(_) => Err(NoSlot::Full),
+            Grower::Slow(_) => Err(NoSlot::FullExceptSameSize),
         }
     }
 

@@ -146,7 +146,11 @@ fn count_records(files: &SlotFiles, info: &mut NamespaceInfo) -> Option<String> 
         Err(e) => Some(format!("the index cannot be read ({e})")),
         Ok((records, frames)) => {
             info.slots += u64::from(records.min(frames));
-            let damaged = (bad > 0).then(|| format!("{bad} records are damaged or have no frame"));
+            let damaged = match bad {
+                0 => None,
+                1 => Some("1 record is damaged or has no frame".to_owned()),
+                _ => Some(format!("{bad} records are damaged or have no frame")),
+            };
             damaged.or_else(|| lost_records(files.frame_bytes, records, frames))
         }
     }

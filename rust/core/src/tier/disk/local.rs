@@ -56,8 +56,7 @@ impl DiskTier {
 
 impl LocalTier for DiskTier {
     /// Can grow the files and delete closed namespaces, so it must be called on a disk thread,
-    /// never in a scheduler step. Also returns None if another thread takes too long to grow the
-    /// files.
+    /// never in a scheduler step.
     fn reserve(&self, class: SizeClass) -> Result<SlotId, NoSlot> {
         let _inside = self.enter().map_err(|_| NoSlot::Full)?;
         let slot = self.state().take(class);

@@ -39,7 +39,6 @@ pub struct RemovedChunks {
 /// directory is treated as empty. Returns `Io` if the directory cannot be read.
 pub(crate) fn remove_closed(
     dir: &Path,
-    cap_bytes: u64,
     root: &Arc<DiskRoot>,
     prefix: &str,
     is_meant: impl Fn(&DiskMeta) -> bool,
@@ -54,7 +53,7 @@ pub(crate) fn remove_closed(
         .map_err(|e| Error::io(format!("cannot list {}", dir.display()), e))?;
     all.open = open.into_iter().filter(|name| is_named(name)).collect();
     for found in found.iter().filter(|found| is_named(&found.name)) {
-        match remove_in(found, dir, cap_bytes, root, (prefix, &is_meant)) {
+        match remove_in(found, dir, root, (prefix, &is_meant)) {
             Ok(removed) => {
                 all.num_namespaces += removed.num_namespaces;
                 all.num_chunks += removed.num_chunks;
@@ -70,7 +69,6 @@ pub(crate) fn remove_closed(
 fn remove_in(
     found: &Found,
     dir: &Path,
-    cap_bytes: u64,
     root: &Arc<DiskRoot>,
     (prefix, is_meant): (&str, &impl Fn(&DiskMeta) -> bool),
 ) -> Result<RemovedChunks> {
@@ -98,7 +96,7 @@ fn remove_in(
     let frame_sizes = FrameSizes::from(superblock.frame_sizes);
     let config = DiskConfig {
         dir: dir.to_owned(),
-        cap_bytes,
+        cap_bytes: u64::MAX, // the files do not grow, and opening must not delete other chunks
         frame_sizes: frame_sizes.clone(),
         namespace,
         description: superblock.description,

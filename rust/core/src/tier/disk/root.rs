@@ -26,7 +26,7 @@ const NAMESPACE_BYTES: u64 = 4 * budget::PAGE_BYTES;
 /// Approximate amount by which files grow per allocation.
 const EXTENT_BYTES: u64 = 64 * 1024 * 1024;
 /// Minimum number of extents within the size limit if multiple namespaces may be open.
-const MAX_EXTENTS: u64 = 16;
+const MIN_EXTENTS: u64 = 16;
 /// Maximum number of attempts to claim bytes while namespaces are being opened and closed.
 const TRIES: usize = 16;
 /// Timeout for acquiring the `opening` lock. After the timeout, an engine starts with host memory
@@ -196,7 +196,7 @@ impl DiskRoot {
 impl OpenNamespace {
     /// Returns the maximum amount by which a file grows per allocation.
     pub(super) fn extent_bytes(&self, cap_bytes: u64) -> u64 {
-        let share = if self.root.is_shared { cap_bytes / MAX_EXTENTS } else { cap_bytes };
+        let share = if self.root.is_shared { cap_bytes / MIN_EXTENTS } else { cap_bytes };
         share.min(EXTENT_BYTES)
     }
 

@@ -42,6 +42,32 @@ fn new_connection_keeps_the_frame_limit() {
     assert_eq!((rows.len(), num_dropped), (2, 3), "workers can only copy to two frames");
 }
 
+/// An idle engine does not call `renew`, and its open descriptors would keep the memory of every
+/// server that exited in the meantime.
+#[test]
+fn connection_lost_before_its_first_use_is_dropped() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let socket = dir.path().join("run").join("kvloft.sock");
+    let open = || Server::open(ServerConfig::new(socket.clone(), 64 * FRAME)).expect("a server");
+    let until_next = |engine: &Client, is_there: bool| {
+        let start = Instant::now();
+        while engine.state().next.is_some() != is_there {
+            assert!(start.elapsed() < LONG);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    let server = open();
+    let engine = Client::open(config(socket.clone())).expect("a client");
+    drop(server);
+    let server = open();
+    until_next(&engine, true);
+    drop(server);
+    until_next(&engine, false);
+    let _server = open();
+    until_next(&engine, true);
+    assert!(engine.renew());
+}
+
 #[test]
 fn saves_wait_longer_than_lookups() {
     let deadline = Duration::from_millis(1);

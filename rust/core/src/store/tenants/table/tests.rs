@@ -1,5 +1,7 @@
-//! Checks the consistency of the tenant counts for other tests.
+//! Tests of the tenant counts, and a consistency check that other tests call.
 
+#[cfg(test)]
+use super::NO_SALT;
 use super::{TenantCounts, TenantTable};
 use crate::index::{Entry, TenantId};
 use crate::io::SizeClass;
@@ -20,11 +22,21 @@ impl TenantTable {
         for (id, entry) in entries {
             let tenant = &mut counted[id.0 as usize];
             tenant.num_entries += 1;
-            tenant.host_pages += entry.host.frame().map_or(0, |frame| pages_of(frame.class()));
-            tenant.disk_pages += entry.disk_pages;
+            tenant.host_pages +=
+                entry.host.frame().map_or(0, |frame| u64::from(pages_of(frame.class())));
+            tenant.disk_pages += u64::from(entry.disk_pages);
         }
         let is_used = |tenant: &&TenantCounts| tenant.tag.is_some() && tenant.num_entries > 0;
         let num_used = counted.iter().filter(is_used).count();
         counted == self.all && self.by_tag.len() == num_used
     }
+}
+
+#[test]
+fn disk_usage_above_16_tib_is_counted() {
+    let mut table = TenantTable::default();
+    for _ in 0..3 {
+        table.count_disk(NO_SALT, 1 << 31, true);
+    }
+    assert_eq!(table.disk_pages(NO_SALT), 3 << 31);
 }
