@@ -293,6 +293,8 @@ def test_a_hit_on_window_blocks_from_before_a_reset_is_not_saved() -> None:
     bench.core.admit(request, 0, windows(21, 22, 23, 24, 25))
     bench.finish(bench.step(request, 17, windows(21, 22, 23, 24, 25)))
     bench.core.finish(ReqId("a"))
+    bench.core.note_pool_reset()  # an earlier reset of vLLM's own prefix cache
+    bench.core.plan_step(StepView())
     bench.core.reset()  # vLLM's own prefix cache is kept
     other = request_of("b", [*PROMPT, 9, 9, 9, 9])
     bench.match(other, 16)
@@ -302,10 +304,17 @@ def test_a_hit_on_window_blocks_from_before_a_reset_is_not_saved() -> None:
     assert bench.core.counters["save_blocked_requests"] == 1
 
 
-def test_a_hit_on_window_blocks_computed_after_a_reset_is_saved() -> None:
+@pytest.mark.parametrize("how", ["together", "later"])
+def test_a_hit_on_window_blocks_computed_after_a_reset_is_saved(how: str) -> None:
     bench, request = Bench(WINDOW_ONLY), request_of()
-    bench.core.reset()
-    bench.core.trust_hits()  # vLLM has cleared its own prefix cache too
+    if how == "later":
+        bench.core.reset()
+        bench.core.plan_step(StepView())
+    bench.core.note_pool_reset()  # vLLM clears its own prefix cache, then kvloft's
+    if how == "together":
+        bench.core.pause_caching()
+        bench.core.reset()
+        bench.core.resume_caching()
     bench.core.admit(request, 0, windows(21, 22, 23, 24, 25))
     bench.finish(bench.step(request, 17, windows(21, 22, 23, 24, 25)))
     bench.core.finish(ReqId("a"))

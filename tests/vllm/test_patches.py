@@ -5,6 +5,7 @@ has the consequence that its row states.
 import gc
 import importlib
 import inspect
+from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -198,7 +199,7 @@ def engine() -> Any:
     class Core:
         def __init__(self) -> None:
             self.seen: list[bool] = []
-            self.model_executor = SimpleNamespace(is_sleeping=False)
+            self.model_executor = SimpleNamespace(sleeping_tags=set())
 
         def reset(self) -> None:
             self.seen.append(scheduler_half._pausing.get())
@@ -208,22 +209,26 @@ def engine() -> Any:
             if fails:
                 raise RuntimeError("Failed to reset the KV connector cache.")
 
-        def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        def sleep(self, level: int = 1, mode: str = "abort") -> Any:
             if level:
                 self._reset_caches(fails=mode == "fails")
-                self.model_executor.is_sleeping = True
+                if mode != "nothing":
+                    self.model_executor.sleeping_tags |= {"weights", "kv_cache"}
+            return Future[None]() if mode == "later" else None
 
         def collective_rpc(self, method: str, *, fails: bool = False) -> None:
             if fails:
                 raise RuntimeError("out of memory")
 
     half = object.__new__(SchedulerHalf)
-    half._weights_go, half._can_sleep = False, True
+    half._weights_go, half._can_sleep, half._has_draft_kv = False, True, False
+    half._is_live = half._is_stopped = False
     calls: list[str] = []
     half.core = SimpleNamespace(  # type: ignore[assignment]
         calls=calls,
         pause_caching=lambda: calls.append("pause"),
         resume_caching=lambda: calls.append("resume"),
+        stop=lambda: calls.append("stop"),
     )
     listen(patches.PAUSE_RESET, half.hear_pause, Core)
     listen(patches.ENGINE_SLEEP, half.hear_sleep, Core)
@@ -271,28 +276,62 @@ def test_a_sleep_that_keeps_the_weights_does_not_pause_the_cache(engine: Any) ->
         engine.core.sleep(2, "fails")
     engine.core.sleep(1)
     engine.core.sleep(2)  # the engine is already asleep
-    engine.core.model_executor.is_sleeping = False
+    engine.core.model_executor.sleeping_tags = set()
+    engine.core.sleep(2, "nothing")
     engine.half._can_sleep = False
     engine.core.sleep(2)
     assert engine.half.core.calls == []
 
 
-@pytest.mark.parametrize(("num_free", "trusted"), [(8, True), (7, False)])
-def test_hits_are_trusted_after_a_reset_if_vllm_has_cleared_its_own_cache(
-    num_free: int, trusted: bool
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_sleep_that_completes_later_pauses_the_cache_then(engine: Any, fails: bool) -> None:
+    future = engine.core.sleep(2, "later")
+    assert engine.half.core.calls == []
+    if fails:
+        future.set_exception(RuntimeError("Failed to reset the KV connector cache."))
+    else:
+        future.set_result(None)
+    assert engine.half.core.calls == ([] if fails else ["pause"])
+
+
+def test_weights_that_are_awake_alone_are_discarded(engine: Any) -> None:
+    engine.core.model_executor.sleeping_tags = {"kv_cache"}
+    engine.core.sleep(2)
+    assert engine.half.core.calls == ["pause"]
+
+
+def test_caching_ends_if_the_weights_of_a_draft_model_are_discarded(
+    engine: Any, logged: Any
 ) -> None:
-    calls: list[str] = []
+    engine.half._has_draft_kv = True
+    engine.core.sleep(2)
+    assert engine.half.core.calls == ["stop"]
+    assert "does not load the weights of the draft model" in logged()[-1].getMessage()
+
+
+def test_the_sleep_of_another_engine_in_this_process_is_ignored(engine: Any) -> None:
+    engine.core.scheduler = SimpleNamespace(connector=SimpleNamespace(_half=object()))
+    engine.core.sleep(2)
+    engine.core.collective_rpc("reload_weights")
+    assert engine.half.core.calls == []
+    child = SimpleNamespace(_half=engine.half)
+    engine.core.scheduler.connector = SimpleNamespace(_connectors=[object(), child])
+    engine.core.model_executor.sleeping_tags = set()
+    engine.core.sleep(2)
+    assert engine.half.core.calls == ["pause"]
+
+
+@pytest.mark.parametrize("num_free", [8, 7])
+def test_a_reset_of_vllms_own_cache_is_noted_if_it_succeeded(num_free: int) -> None:
+    noted: list[int] = []
     half: Any = object.__new__(SchedulerHalf)
-    half._announcer, half._weights_go, half._is_pool_empty = None, False, False
-    half.core = SimpleNamespace(
-        reset=lambda: calls.append("reset"), trust_hits=lambda: calls.append("trust")
-    )
+    half._announcer = None
+    half.core = SimpleNamespace(note_pool_reset=lambda: noted.append(num_free))
     pool = SimpleNamespace(
         kv_event_queue=(), get_num_free_blocks=lambda: num_free, num_gpu_blocks=9
     )
-    half.hear_pool_reset(pool)()  # vLLM clears its own cache first
-    half.reset()
-    assert calls == (["trust", "reset", "trust"] if trusted else ["reset"])
+    half.hear_pool_reset(pool)()
+    assert noted == [8][: num_free == 8]
 
 
 def new_connector() -> Any:

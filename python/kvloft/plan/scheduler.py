@@ -58,6 +58,8 @@ class SchedulerCore:
         self._usable_bytes: dict[int, int] = {}
         """Number of leading arena bytes that each rank has reported as usable."""
         self._is_caching_paused = False
+        self._is_pool_empty = False
+        """True if vLLM has cleared its prefix cache since the last step."""
         self._hits_may_be_outdated = False
         """True if vLLM's prefix cache may contain KV from before a reset, and hits are not checked
         against their writers because no group has full attention.
@@ -150,6 +152,7 @@ class SchedulerCore:
 
     def plan_step(self, step: StepView) -> StepPlan:
         """Return the workers' plan, which contains all queued loads and new saves."""
+        self._is_pool_empty = False
         self._admission.gates.num_running = len(step.running) + len(step.new)
         self._scheduled = step.num_scheduled_tokens
         for req_id in step.preempted:
@@ -299,11 +302,11 @@ class SchedulerCore:
             request.kv_outdated = request.blocks.has_blocks
             request.forget_saves()
         self._writers.clear()
-        self._hits_may_be_outdated = not self._shape.is_dense
+        self._hits_may_be_outdated = not (self._shape.is_dense or self._is_pool_empty)
 
-    def trust_hits(self) -> None:
+    def note_pool_reset(self) -> None:
         """Record that vLLM's prefix cache is empty, so it contains no KV from before a reset."""
-        self._hits_may_be_outdated = False
+        self._is_pool_empty, self._hits_may_be_outdated = True, False
 
     def pause_caching(self) -> None:
         """Pause offers and saves until `resume_caching` is called, because the engine has no valid

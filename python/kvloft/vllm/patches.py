@@ -9,10 +9,11 @@ import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial, wraps
+from functools import wraps
 from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -207,7 +208,9 @@ def wrap(patch: Patch, around: Around, owner: Any = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class IfReturned:
-    """A function that is called after a wrapped method only if the method raised no exception."""
+    """A function that is called after a wrapped method only if the method, and the Future that it
+    may return, succeeded.
+    """
 
     call: Callable[[], None]
 
@@ -222,21 +225,32 @@ def listen(patch: Patch, listener: Callable[..., Any], owner: Any = None) -> Non
     _listeners[patch][listener.__self__] = listener.__func__  # type: ignore[attr-defined]
 
     def around(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        on_success: list[IfReturned] = []
         with ExitStack() as afterwards:
             for each, told in list(_listeners[patch].items()):
                 after = _logged(patch, told, each, *args, **kwargs)
-                if after is not None:
-                    afterwards.push(partial(_call_after, patch, after))
-            return method(*args, **kwargs)
+                if isinstance(after, IfReturned):
+                    on_success.append(after)
+                elif after is not None:
+                    afterwards.callback(_logged, patch, after)
+            result = method(*args, **kwargs)
+        for success in on_success:
+            _call_on_success(patch, success, result)
+        return result
 
     wrap(patch, around, owner)
 
 
-def _call_after(patch: Patch, after: Any, exc_type: type[BaseException] | None, *_: Any) -> None:
-    """Call ``after`` when the method has ended with an exception of ``exc_type`` or without one."""
-    if not isinstance(after, IfReturned):
-        _logged(patch, after)
-    elif exc_type is None:
+def _call_on_success(patch: Patch, after: IfReturned, result: Any) -> None:
+    """Call ``after`` now or, if ``result`` is a Future, when the Future has succeeded."""
+
+    def call(future: Future[Any]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            _logged(patch, after.call)
+
+    if isinstance(result, Future):
+        result.add_done_callback(call)
+    else:
         _logged(patch, after.call)
 
 

@@ -50,7 +50,7 @@ from kvloft.vllm.patches import (
     listen,
     settle,
 )
-from kvloft.vllm.shape import draft_limit, pool_size
+from kvloft.vllm.shape import draft_limit, has_draft_kv, pool_size
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.store_log import EventPoller, StoreLog, tiers_text
 from kvloft.vllm.support import transfer_warnings
@@ -147,9 +147,7 @@ class SchedulerHalf:
         self._asks_siblings = False
         sees_pauses = None not in (PAUSE_RESET.find(), ENGINE_SLEEP.find())
         self._clears_on_pause = not sees_pauses or config.on_pause == "clear" or self._is_live
-        self._weights_go = False
-        self._is_pool_empty = False
-        """True if vLLM has cleared its prefix cache since the last step."""
+        self._weights_go, self._has_draft_kv = False, has_draft_kv(vllm_config)
         self._can_sleep = bool(vllm_config.model_config.enable_sleep_mode)
         self._watch = WeightsWatch(vllm_config.model_config, vllm_config.load_config, self.stop)
         listen(ENGINE_RPC, self._watch.hear_rpc)
@@ -246,7 +244,6 @@ class SchedulerHalf:
             raise
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
-        self._is_pool_empty = False
         new_tables = self._new_tables if self._are_resolved else None
         return self.core.plan_step(view_step(output, new_tables))
 
@@ -260,8 +257,6 @@ class SchedulerHalf:
             return
         self._weights_go = False
         self.core.reset()
-        if self._is_pool_empty:
-            self.core.trust_hits()
 
     def take_stats(self) -> KVLoftStats | None:
         """Return the statistics since the last call, or None if there is nothing to report.
@@ -311,17 +306,28 @@ class SchedulerHalf:
         self, engine: Any, level: int = 1, *_args: Any, **_kwargs: Any
     ) -> IfReturned | None:
         """Record that vLLM discards the weights, except at sleep levels 0 and 1. Caching is paused
-        until a call that can load weights. A sleeping engine does not change its sleep level.
+        until a call that can load weights. vLLM keeps weights that are already asleep.
         """
-        if level in (0, 1):
+        if level in (0, 1) or not self._is_of(engine):
             return None
         self._weights_go = True
         executor = getattr(engine, "model_executor", None)
-        if not self._can_sleep or getattr(executor, "is_sleeping", False):
+        if not self._can_sleep or "weights" in getattr(executor, "sleeping_tags", ()):
             return None
-        return IfReturned(partial(self._lose_weights, level))
+        return IfReturned(partial(self._lose_weights, executor, level))
 
-    def _lose_weights(self, level: int) -> None:
+    def _is_of(self, engine: Any) -> bool:
+        """Return False if ``engine`` is another engine in this process."""
+        connector = getattr(getattr(engine, "scheduler", None), "connector", None)
+        children = getattr(connector, "_connectors", (connector,))
+        return connector is None or any(getattr(each, "_half", None) is self for each in children)
+
+    def _lose_weights(self, executor: Any, level: int) -> None:
+        if "weights" not in getattr(executor, "sleeping_tags", ("weights",)):
+            return
+        if self._has_draft_kv and not self._is_live:
+            self.stop("reload_weights does not load the weights of the draft model again")
+            return
         logger.info(
             "kvloft: sleep level %d discarded the weights; pausing the cache until weights are "
             "loaded",
@@ -330,10 +336,11 @@ class SchedulerHalf:
         self.core.pause_caching()
 
     def hear_rpc(
-        self, _engine: Any, method: Any = None, *_args: Any, **_kwargs: Any
+        self, engine: Any, method: Any = None, *_args: Any, **_kwargs: Any
     ) -> IfReturned | None:
         """Resume caching after a call that can load weights."""
-        return IfReturned(self.core.resume_caching) if can_load_weights(method) else None
+        is_load = can_load_weights(method) and self._is_of(engine)
+        return IfReturned(self.core.resume_caching) if is_load else None
 
     def hear_pool_reset(self, pool: Any, *_args: Any, **_kwargs: Any) -> Callable[[], None]:
         """Publish kvloft's events again after vLLM has published the removal of all blocks, and
@@ -345,9 +352,8 @@ class SchedulerHalf:
             if self._announcer is not None and len(pool.kv_event_queue) > queued:
                 self._announcer.repeat()
             # vLLM resets the pool only if all blocks except the null block are free.
-            self._is_pool_empty = pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-            if self._is_pool_empty:
-                self.core.trust_hits()
+            if pool.get_num_free_blocks() == pool.num_gpu_blocks - 1:
+                self.core.note_pool_reset()
 
         return note_reset
 
