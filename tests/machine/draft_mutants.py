@@ -70,7 +70,7 @@ def saved_before_the_drafter(mp: pytest.MonkeyPatch) -> None:
 def layers_of_the_drafter_are_not_loaded(mp: pytest.MonkeyPatch) -> None:
     def scatter(original: Any, self: Any, group: int, copy: Any) -> None:
         draft, blocks = self._groups[group][1][1], list(copy.blocks)
-        before = draft[blocks].clone()
+        before = draft[blocks].copy()
         original(self, group, copy)
         draft[blocks] = before
 
