@@ -132,3 +132,18 @@ def test_loads_for_which_there_is_no_seat_preempt_no_request(is_async: bool) -> 
     assert not any(is_resumed for _, _, is_resumed in engine.admissions)
     assert sum(tokens for _, tokens, _ in engine.admissions) == len(prompts) * 12 * BLOCK
     engine.close()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_rate_of_prompts_is_measured_through_vllms_hooks(is_async: bool) -> None:
+    """vLLM calls no hook at the end of most empty steps, so plans and reports carry a number."""
+    engine = Engine(MODEL, Shape(async_scheduling=is_async), 1)
+    pacing = engine.core._admission.disk.pacing
+    assert not pacing._longest_step
+    engine.add(spec("r", prefix(8, 1), 3))
+    while engine.unfinished:
+        engine.step()
+    assert pacing._longest_step, "no step was measured"
+    assert not pacing._steps, "the end of a step was not matched with its beginning"
+    engine.settle()
+    engine.close()
