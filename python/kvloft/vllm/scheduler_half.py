@@ -326,7 +326,10 @@ class SchedulerHalf:
         if "weights" not in getattr(executor, "sleeping_tags", ("weights",)):
             return
         if self._has_draft_kv and not self._is_live:
-            self.stop("reload_weights does not load the weights of the draft model again")
+            self.stop(
+                f"sleep level {level} discarded the weights, and reload_weights does not load the "
+                "weights of the draft model again"
+            )
             return
         logger.info(
             "kvloft: sleep level %d discarded the weights; pausing the cache until weights are "
