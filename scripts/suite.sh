@@ -3,11 +3,11 @@
 #
 # "all", which `make test` uses, runs the Rust tests, all Python tests with the newest vLLM for
 # CPUs, and the tests marked short with other releases (for 0.33.0, see env.sh). Tests with engines
-# mostly wait, so the other tests, whose output is printed at the end, run at the same time. If a
-# phase fails, the other phases still run. The table at the end and the exit status report the
-# failure.
+# mostly wait, so LANES phases (default 3) run at the same time. The output of a phase is printed
+# when the phase ends. If a phase fails, the other phases still run. The table at the end and the
+# exit status report the failure.
 #
-# Most machines need 12 to 20 minutes. After MINUTES (default 65), only short tests are started, and
+# Most machines need 10 to 20 minutes. After MINUTES (default 65), only short tests are started, and
 # after 1.2 times MINUTES, no tests are started. The table shows how many tests were not started.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -23,30 +23,33 @@ rm -rf "$REPORT"
 mkdir -p "$REPORT" build/logs
 touch "$REPORT/table" "$REPORT/left-out"
 
+say() { printf '[%4ds] %s\n' "$(($(date +%s) - KV_STARTED))" "$1"; }
+
 # phase NAME COMMAND...: runs a phase and records its result.
 phase() {
-  local name=$1 begin=$SECONDS outcome=passed left_out
+  local name=$1 begin=$SECONDS status=0 outcome=passed left_out
   local count=$REPORT/left-out-$BASHPID
   shift
-  printf '\n== [%4ds] %s\n' "$(($(date +%s) - KV_STARTED))" "$name"
+  printf '\n== '
+  say "$name"
   rm -f "$count"
-  TEST_LEFT_OUT=$count "$@" </dev/null || outcome="FAILED ($?)"
+  TEST_LEFT_OUT=$count "$@" </dev/null || status=$?
   left_out=$(cat "$count" 2>/dev/null || echo 0)
+  if [ $status = $LATE ]; then
+    outcome=passed left_out=1
+  elif [ $status != 0 ]; then
+    outcome="FAILED ($status)"
+  fi
   echo "$left_out" >>"$REPORT/left-out"
-  tell "$(printf '%-46s %-12s %5ds  %s' "$name" "$outcome" $((SECONDS - begin)) "$([ "$left_out" = 0 ] || echo "$left_out LEFT OUT")")"
+  printf '%-46s %-12s %5ds  %s\n' "$name" "$outcome" $((SECONDS - begin)) "$([ "$left_out" = 0 ] || echo "$left_out LEFT OUT")" >>"$REPORT/table"
   [ "$outcome" = passed ]
 }
-tell() { printf '%s\n' "$1" >>"$REPORT/table"; }
 
-# in_time NAME COMMAND...: runs a phase, or skips it if two thirds of MINUTES have passed.
-in_time() {
-  if [ "$(date +%s)" -lt $((KV_STARTED + ${MINUTES:-65} * 40)) ]; then
-    phase "$@"
-  else
-    tell "$(printf '%-46s LEFT OUT' "$1")"
-    echo 1 >>"$REPORT/left-out"
-    return 1
-  fi
+# Creates an environment. Returns LATE instead if two thirds of MINUTES have passed.
+readonly LATE=75
+environment() {
+  [ "$(date +%s)" -lt $((KV_STARTED + ${MINUTES:-65} * 40)) ] || return $LATE
+  scripts/env.sh "$1"
 }
 
 # Fails if kvloft is not imported from the installed wheel or if vLLM's version differs from the
@@ -64,14 +67,71 @@ pytest_on() {
 }
 
 full() {
-  in_time "environment with vLLM $1" scripts/env.sh "$1" || return
+  phase "environment with vLLM $1" environment "$1" || return
   phase "all Python tests on vLLM $1" pytest_on "$1" tests
   phase "correctness machine on vLLM $1" pytest_on "$1" tests/machine
-  phase "kvloft check of all tiny models on vLLM $1" pytest_on "$1" tests/e2e/zoo/test_checks.py
 }
-short() { in_time "environment with vLLM $1" scripts/env.sh "$1" && phase "short form on vLLM $1" pytest_on "$1" tests/e2e tests/vllm/test_patches.py -m short; }
+short() { phase "short form on vLLM $1" short_form "$1"; }
+short_form() { environment "$1" && pytest_on "$1" tests/e2e tests/vllm/test_patches.py -m short; }
 
-check_part() { KV_SHARD=$(($1 - 1))/3 phase "kvloft check of tiny models, part $1 of 3" pytest_on "$NEWEST" tests/e2e/zoo/test_checks.py; }
+# Prints a line for each phase that `all` runs after creating the environment: a name and a command.
+# Phases that take long come first.
+phases() {
+  local part version
+  echo "Rust tests|cargo test --quiet --locked --no-fail-fast --profile $PROFILE"
+  echo "tests without engines|pytest_on $NEWEST tests --ignore=tests/e2e"
+  for part in {1..5}; do echo "tests with engines, part $part of 5|with_engines $part"; done
+  for version in $OTHERS; do echo "short form on vLLM $version|short_form $version"; done
+  echo "correctness machine|pytest_on $NEWEST tests/machine"
+  echo "short form over a server|over_a_server"
+  # This phase only type-checks the targets. scripts/fuzz.sh runs them.
+  echo "fuzz targets|cargo check --quiet --locked --no-default-features --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz"
+}
+with_engines() { KV_SHARD=$(($1 - 1))/5 pytest_on "$NEWEST" tests/e2e; }
+over_a_server() { KV_STORE=server pytest_on "$NEWEST" tests/e2e -m short; }
+
+# Runs the phases, LANES at a time.
+all() {
+  local lanes=() name
+  in_group phase "environment with vLLM $NEWEST" scripts/env.sh "$NEWEST"
+  wait $! || return
+  phases >"$REPORT/queue"
+  while [ ${#lanes[@]} -lt "${LANES:-3}" ]; do in_group lane && lanes+=($!); done
+  in_group report_progress
+  wait "${lanes[@]}"
+  cat "$REPORT"/running-* "$REPORT/queue" 2>/dev/null | while IFS='|' read -r name _; do
+    printf '%-46s FAILED (did not finish)\n' "$name" >>"$REPORT/table"
+  done
+}
+
+# Runs phases from the queue until it is empty.
+lane() {
+  local line name log
+  while line=$(locked take) && [ -n "$line" ]; do
+    name=${line%%|*}
+    log=build/logs/${name//[^a-zA-Z0-9.]/-}.log
+    say "started: $name (log: $log)"
+    echo "$name|$log" >"$REPORT/running-$BASHPID"
+    # shellcheck disable=SC2086 # the command consists of words
+    phase "$name" ${line#*|} >"$log" 2>&1
+    rm "$REPORT/running-$BASHPID"
+    locked cat "$log"
+  done
+}
+take() { head -n 1 "$REPORT/queue" && sed -i 1d "$REPORT/queue"; }
+locked() { (flock 9 && "$@") 9>"$REPORT/lock"; }
+
+# Prints the running phases, and how much of each is done, once a minute.
+report_progress() {
+  local file line name log
+  while sleep 60; do
+    line=
+    for file in "$REPORT"/running-*; do
+      IFS='|' read -r name log <"$file" && line+="; $name $(grep -o '[0-9]*%' "$log" | tail -n 1)"
+    done 2>/dev/null
+    locked say "running: ${line#; }"
+  done
+}
 
 # in_group COMMAND...: runs a command in the background, in a process group that is killed when this script exits. In the foreground, bash
 # would run traps only after the command exits.
@@ -93,44 +153,6 @@ end_groups() {
 }
 trap end_groups EXIT
 trap 'exit 130' INT TERM
-
-all() {
-  in_group phase "environment with vLLM $NEWEST" scripts/env.sh "$NEWEST"
-  wait $! || return
-  in_group without_engines >build/logs/without_engines.log 2>&1
-  in_group with_engines
-  wait || true
-  cat build/logs/without_engines.log
-  [ -e "$REPORT/without-engines" ] || tell "tests without engines: FAILED (did not finish)"
-}
-
-with_engines() {
-  phase "Python tests with engines on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e
-  check_part 1
-  check_part 2
-  KV_STORE=server phase "short form over a server on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e -m short
-}
-
-without_engines() {
-  local version
-  other_environments >build/logs/others.log 2>&1 </dev/null &
-  # The Python tests cover kvloft-py, which only converts values.
-  phase "Rust tests" cargo test --quiet --locked --no-fail-fast --profile "$PROFILE"
-  # This phase only type-checks the targets. scripts/fuzz.sh runs them.
-  phase "fuzz targets" cargo check --quiet --locked --no-default-features --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz
-  phase "Python tests without engines on vLLM $NEWEST" pytest_on "$NEWEST" tests --ignore=tests/e2e
-  phase "correctness machine on vLLM $NEWEST" pytest_on "$NEWEST" tests/machine
-  wait # if an environment could not be created, its phases below fail and report it
-  for version in $OTHERS; do short "$version"; done
-  check_part 3
-  touch "$REPORT/without-engines"
-}
-
-# Creates the other environments while tests run, because most of this work is downloading.
-other_environments() {
-  local version
-  for version in $OTHERS; do scripts/env.sh "$version"; done
-}
 
 case "${1:-}-$#" in
   all-1) all ;;

@@ -8,6 +8,9 @@ TEST_DEADLINE are skipped. For tests marked short, the deadline is TEST_LAST_DEA
 deadlines are in seconds since 1970. The summary and the file that TEST_LEFT_OUT names contain the
 number of skipped tests.
 
+Shards: with KV_SHARD=0/3, only a third of the files run, or, of a file marked spread, a third of
+the tests. Shards can run at the same time.
+
 Leftovers: a test fails if it leaves a thread or a process behind. Otherwise, a later test would
 occasionally fail because the thread logs a warning or the process is still running. SIGTERM ends
 the test run like Ctrl-C, so fixtures terminate their processes.
@@ -84,17 +87,31 @@ def _interrupt(tests: int, number: int, _frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests without an engine first, then tests marked short (one scenario per defect).
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select the tests of this shard. Run tests without an engine first, then tests marked short
+    (one scenario per defect).
 
     With this order, a deadline skips the least important tests.
     """
+    keep_shard(config, items)
     e2e = REPOSITORY / "tests" / "e2e"
     items.sort(
         key=lambda item: (
             (e2e in item.path.parents) * (1 + (item.get_closest_marker("short") is None))
         )
     )
+
+
+def keep_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests that belong to other shards."""
+    shard, num_shards = map(int, os.environ.get("KV_SHARD", "0/1").split("/"))
+    parts: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        is_spread = item.get_closest_marker("spread") is not None
+        parts.setdefault(item.nodeid if is_spread else item.path, []).append(item)
+    kept = {item for part in list(parts.values())[shard::num_shards] for item in part}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.hookimpl(tryfirst=True)

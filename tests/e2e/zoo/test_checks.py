@@ -1,7 +1,6 @@
 """Runs `kvloft check` on the tiny models and compares the results with docs/models.md."""
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ WITHOUT_GROUPS = (
     [name for name, model in sorted(ZOO.items()) if len(model.kinds) > 1] if IS_WHOLE else ["lfm2"]
 )
 """Models with multiple groups, which are also checked with kv_groups=one."""
-SHARD, NUM_SHARDS = map(int, os.environ.get("KV_SHARD", "0/1").split("/"))
-TRIED = [*((name, "auto") for name in sorted(ZOO)), *((name, "one") for name in WITHOUT_GROUPS)][
-    SHARD::NUM_SHARDS
-]
-"""With KV_SHARD=0/3, contains a third of the cases, so that the parts can run in parallel."""
+TRIED = [*((name, "auto") for name in sorted(ZOO)), *((name, "one") for name in WITHOUT_GROUPS)]
+
+pytestmark = pytest.mark.spread
 
 
 @pytest.fixture(scope="module", autouse=True)
