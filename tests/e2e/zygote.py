@@ -42,7 +42,7 @@ def preload() -> None:
             importlib.import_module(name)
         except ImportError:
             continue
-    for work in (configure_logging, replace_kernels):
+    for work in (configure_logging, describe_flags, replace_kernels):
         with contextlib.suppress(ImportError, AttributeError):
             work()
     always_wait_for_disk()
@@ -60,6 +60,14 @@ def configure_logging() -> None:
     from vllm.logger import configure_logging_if_needed
 
     configure_logging_if_needed(LoggingConfig())
+
+
+def describe_flags() -> None:
+    """Generate the descriptions of vLLM's flags, which vLLM caches, once for all engines (1 s)."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    EngineArgs.add_cli_args(FlexibleArgumentParser())
 
 
 def always_wait_for_disk() -> None:
