@@ -52,8 +52,7 @@ METRICS: Final = (
     _counter(
         "disk_slow_tokens",
         _ENGINE,
-        "Number of prompt tokens that were computed because reading them from disk was expected "
-        "to be slower",
+        "Number of prompt tokens recomputed because reading from disk was expected to be slower",
     ),
     _counter(
         "load_lost_blocks",
@@ -77,7 +76,7 @@ METRICS: Final = (
     _counter(
         "save_blocked_requests",
         _ENGINE,
-        "Number of requests that are no longer saved, because their KV may be wrong or outdated",
+        "Number of requests whose saves stopped, because their KV may be wrong or outdated",
     ),
     _counter("save_failed_chunks", _ENGINE, "Number of chunks not saved because the copy failed"),
     _counter(

@@ -18,7 +18,7 @@ from kvloft.vllm.store_log import StoreLog
 def test_events_are_logged_once(logged: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     events: list[list[tuple[str, bool]]] = [
-        [("/cache/x is recreated: its superblock is damaged", True), ("pausing writes", True)],
+        [("recreating /cache/x: its superblock is damaged", True), ("pausing writes", True)],
         [],
         [("it is back", False)],
     ]

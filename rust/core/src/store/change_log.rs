@@ -17,7 +17,7 @@ pub struct Tiers {
 }
 
 impl Tiers {
-    /// Returns the tiers as a bit set: 1 for host memory, 2 for disk, 4 for coming.
+    /// Returns the tiers as a bit set: 1 for host memory, 2 for disk, 4 for pending.
     #[must_use]
     pub fn bits(self) -> u8 {
         u8::from(self.host) + 2 * u8::from(self.disk) + 4 * u8::from(self.coming)

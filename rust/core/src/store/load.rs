@@ -9,7 +9,7 @@ use crate::key::ChunkKey;
 use crate::store::lookup::{Lookup, Prefix};
 use crate::store::state::State;
 
-/// The tier that contained a chunk when its lease was taken.
+/// The tier that contained a chunk when its lease was acquired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TierName {
     /// The chunk was in host memory.
@@ -25,7 +25,7 @@ pub struct LeasedFrame {
     pub frame: FrameId,
     /// Key of the chunk.
     pub key: ChunkKey,
-    /// The tier that contained the chunk when the lease was taken.
+    /// The tier that contained the chunk when the lease was acquired.
     pub tier: TierName,
 }
 

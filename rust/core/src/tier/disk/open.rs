@@ -184,7 +184,7 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, state: &mut TierState) -> io
 
 fn start_afresh(dir: &Path, why: &str, state: &mut TierState) {
     state.stats.fresh_starts += 1;
-    state.event(format!("{} is recreated: {why}", dir.display()));
+    state.event(format!("recreating {}: {why}", dir.display()));
 }
 
 /// Marks the namespace as recently used. The least recently used namespace is deleted first.

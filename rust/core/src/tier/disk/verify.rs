@@ -45,7 +45,7 @@ impl Verifier {
         let mut frames = memory.frames(PIECE_BYTES, &PIECE_BYTES.into())?;
         let buffer = frames
             .lend(FrameId(0))
-            .ok_or_else(|| Error::new(ErrorKind::Io, "no memory for a read buffer"))?;
+            .ok_or_else(|| Error::new(ErrorKind::Io, "cannot allocate a read buffer"))?;
         let (files, chunks, early) = (Vec::new(), Vec::new(), Vec::new());
         let mut verifier = Self { files, chunks, num_checked: 0, early, buffer, _lock: lock };
         for namespace in found {
@@ -97,9 +97,11 @@ impl Verifier {
                 }
             }
         });
-        let rest = num_bad.saturating_sub(MAX_BAD_RECORDS);
-        let more =
-            (rest > 0).then(|| format!("more records that are damaged or have no frame: {rest}"));
+        let more = match num_bad.saturating_sub(MAX_BAD_RECORDS) {
+            0 => None,
+            1 => Some("1 more record is damaged or has no frame".to_owned()),
+            rest => Some(format!("{rest} more records are damaged or have no frame")),
+        };
         let problem = match walked {
             Ok((records, frames)) => lost_records(files.frame_bytes, records, frames),
             Err(e) => Some(format!("the index cannot be read ({e})")),

@@ -293,7 +293,7 @@ fn test_a_flood_of_damaged_records_is_told_in_few_lines() {
     fs::write(slot_file(&config, "index"), vec![1; 128 * 5000]).unwrap();
     let damage = Verifier::open(dir.path()).unwrap().step(1);
     assert_eq!(damage.len(), 1001);
-    assert_eq!(damage[1000].problem, "more records that are damaged or have no frame: 4000");
+    assert_eq!(damage[1000].problem, "4000 more records are damaged or have no frame");
 }
 
 #[test]

@@ -229,7 +229,8 @@ fn test_a_foreign_superblock_is_told_in_plain_words() {
     let (tier, _) = open(&config);
     let event = &tier.take_events()[0];
     assert!(
-        event.ends_with("is recreated: its superblock.json is not a kvloft superblock"),
+        event.starts_with("recreating ")
+            && event.ends_with(": its superblock.json is not a kvloft superblock"),
         "{event}"
     );
 }
