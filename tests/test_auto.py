@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -391,3 +392,18 @@ def test_the_default_socket_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     for elsewhere in ("", "not/absolute", str(tmp_path / "none"), str(tmp_path / ("x" * 90))):
         monkeypatch.setenv("XDG_RUNTIME_DIR", elsewhere)
         assert Config(server="auto").socket == own
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    other = Config(server="auto").socket
+    assert other == f"/tmp/kvloft-{os.getuid() + 1}/auto.sock", "`su` keeps another user's variable"
+
+
+def test_an_engine_keeps_its_socket_path_if_the_runtime_directory_is_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (run := tmp_path / "run").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(run))
+    config = load_config({"server": "auto"}, {})
+    run.rename(tmp_path / "gone")
+    assert config.socket == f"{run}/kvloft/auto.sock", "the client and the watcher need one path"
+    assert replace(config, server=None).socket is None

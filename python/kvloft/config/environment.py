@@ -56,6 +56,14 @@ def connection_environment() -> dict[str, str]:
 def auto_socket() -> str:
     """Return the socket path for ``server = auto``, in the user's runtime directory or in /tmp."""
     run = os.environ.get("XDG_RUNTIME_DIR", "")
-    places = [f"{run}/kvloft/auto.sock"] if os.path.isabs(run) and os.path.isdir(run) else []  # noqa: PTH112, PTH117
+    places = [f"{run}/kvloft/auto.sock"] if os.path.isabs(run) and _is_own(run) else []  # noqa: PTH117
     places.append(f"/tmp/kvloft-{os.geteuid()}/auto.sock")
     return next((place for place in places if len(place.encode()) <= MAX_SOCKET_BYTES), places[-1])
+
+
+def _is_own(folder: str) -> bool:
+    """Return True if this user owns the directory. `su` keeps the variables of another user."""
+    try:
+        return os.path.isdir(folder) and os.stat(folder).st_uid == os.geteuid()  # noqa: PTH112, PTH116
+    except OSError:
+        return False

@@ -179,11 +179,13 @@ class Config:
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     bare_numbers: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
     """Values without a unit, for settings where a missing unit may be a mistake."""
+    socket: str | None = field(init=False, compare=False, repr=False)
+    """Path of the server's socket, or None if no server is configured."""
 
-    @property
-    def socket(self) -> str | None:
-        """Return the path of the server's socket, or None if no server is configured."""
-        return auto_socket() if self.server == AUTO else self.server
+    def __post_init__(self) -> None:
+        # The path is read once, because the user's runtime directory may be removed later.
+        socket = auto_socket() if self.server == AUTO else self.server
+        object.__setattr__(self, "socket", socket)
 
     @property
     def disk_bytes(self) -> int:
