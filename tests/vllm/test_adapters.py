@@ -84,16 +84,22 @@ def test_an_adapter_that_changed_and_changed_back_is_not_shared(adapter: Path) -
 
 
 def test_an_adapter_loaded_in_place_is_not_shared(adapter: Path) -> None:
-    """Workers load the adapter again in each step of the request."""
-    names = AdapterNames()
-    first = names.identify(LoRARequest("a", 1, str(adapter)))
-    again = LoRARequest("a", 1, str(adapter), load_inplace=True)
-    assert len({first, names.identify(again), names.identify(again)}) == 3
-    assert names.identify(LoRARequest("a", 1, str(adapter))) == first
+    """Workers load the adapter again in each step of the request. Later requests for the first path
+    use the new weights, and so do running requests.
+    """
+    replaced: list[None] = []
+    names = AdapterNames(on_replace=lambda: replaced.append(None))
+    lora = LoRARequest("a", 1, str(adapter))
+    first = names.identify(lora)
+    assert names.identify(lora) == first and not replaced
+    again = LoRARequest("a", 1, str(adapter.parent / "v2"), load_inplace=True)
+    asked = (again, again, lora, lora)
+    assert len({first, *map(names.identify, asked)}) == 5
+    assert len(replaced) == 1
 
 
 def test_another_adapter_under_a_known_number_is_not_shared(adapter: Path) -> None:
-    """Workers keep the adapter that they first loaded under this number."""
+    """Workers have loaded either adapter under this number."""
     names = AdapterNames()
     first = names.identify(LoRARequest("a", 1, str(adapter)))
     other = LoRARequest("b", 1, str(adapter))
@@ -101,7 +107,7 @@ def test_another_adapter_under_a_known_number_is_not_shared(adapter: Path) -> No
         len({first, names.identify(other), names.identify(other), AdapterNames().identify(other)})
         == 4
     )
-    assert names.identify(LoRARequest("a", 1, str(adapter))) == first
+    assert names.identify(LoRARequest("a", 1, str(adapter))) != first
 
 
 def test_the_adapter_shape_of_a_request_counts(adapter: Path) -> None:

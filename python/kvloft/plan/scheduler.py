@@ -291,11 +291,11 @@ class SchedulerCore:
         """Clear the store and discard saves in flight. Other KV from before the reset is not saved
         either.
         """
-        self._mark_kv_outdated()
+        self.mark_kv_outdated()
         self._admission.release_all()
         self._store.clear()
 
-    def _mark_kv_outdated(self) -> None:
+    def mark_kv_outdated(self) -> None:
         """Block saves of all KV that is currently in GPU memory."""
         for request in self._requests.values():
             self._saves.count_blocked(request)
@@ -319,7 +319,7 @@ class SchedulerCore:
         """Allow offers and saves again. KV computed since `pause_caching` is not saved."""
         if self._is_caching_paused:
             self._is_caching_paused = False
-            self._mark_kv_outdated()
+            self.mark_kv_outdated()
 
     def count_on(self, num_bytes: int) -> None:
         """Set how many bytes of a shared arena this store can use."""

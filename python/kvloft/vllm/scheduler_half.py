@@ -134,7 +134,9 @@ class SchedulerHalf:
             self._store, self._new_chain, settings, clock=time.monotonic, announcer=self._announcer
         )
         self._adapters = AdapterNames(
-            media_prefix(vllm_config), are_seen=ADD_ADAPTER.find() is not None
+            media_prefix(vllm_config),
+            are_seen=ADD_ADAPTER.find() is not None,
+            on_replace=self.core.mark_kv_outdated,
         )
         self.hook_errors = 0
         self._last: dict[str, int] = {}

@@ -1,6 +1,7 @@
 """Computes the identities of LoRA adapters and the prefix of media identifiers for cache keys."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
@@ -40,19 +41,31 @@ class AdapterNames:
     adapters by name in its prefix cache and by number in its workers.
     """
 
-    def __init__(self, media_prefix: str = "", *, are_seen: bool = True) -> None:
+    def __init__(
+        self,
+        media_prefix: str = "",
+        *,
+        are_seen: bool = True,
+        on_replace: Callable[[], None] = lambda: None,
+    ) -> None:
         """``media_prefix`` precedes all media identifiers and is unique to this engine if vLLM
         numbers media items.
 
         ``are_seen`` is True if `identify` is called before vLLM loads an adapter. Otherwise,
         requests with adapters do not share KV.
+
+        ``on_replace`` is called when workers may replace the weights of an adapter that running
+        requests use.
         """
         self._are_seen = are_seen
+        self._on_replace = on_replace
         self._seen: dict[tuple[str, str], tuple[Look | None, str | None]] = {}
         """The files at the first check, and the identity. The identity is None after the files have
         changed.
         """
         self._first_of: dict[int, tuple[str, str]] = {}
+        self._replaced: set[int] = set()
+        """Numbers under which workers may have loaded different weights."""
         self._start_s = engine_start_s()
         self._looks = LooksInTime()
         self.media_prefix = media_prefix
@@ -68,11 +81,15 @@ class AdapterNames:
     def _shared(self, lora: LoRARequest) -> str | None:
         """Return an identity for the path and weights, or None if the request must not share KV."""
         path, number = lora.lora_path or "", lora.lora_int_id
-        # With load_inplace, vLLM reloads the adapter in each step.
-        if not self._are_seen or getattr(lora, "load_inplace", False):
+        first_of = self._first_of.setdefault(number, (lora.lora_name, path))
+        # With load_inplace, vLLM reloads the adapter in each step. Later requests with the number
+        # use these weights, even if they name the first path.
+        is_replaced = getattr(lora, "load_inplace", False) or first_of != (lora.lora_name, path)
+        if is_replaced and number not in self._replaced:
+            self._replaced.add(number)
+            self._on_replace()
+        if not self._are_seen or number in self._replaced:
             return None
-        if self._first_of.setdefault(number, (lora.lora_name, path)) != (lora.lora_name, path):
-            return None  # the workers have loaded another adapter under this number
         slot = (f"{number} {lora.lora_name}", path)
         try:
             files = self._looks.look(path)
