@@ -49,6 +49,13 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(
     assert len(captured.err) < 500
 
 
+def test_brackets_in_a_value_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    extra = {"namespace": "[/x]", "disk_path": "/mnt/[cache]/kv"}
+    assert main(["config", "--extra", json.dumps(extra)]) == 0
+    shown = capsys.readouterr().out
+    assert "[/x]" in shown and "/mnt/[cache]/kv" in shown
+
+
 def test_a_long_value_is_shown_whole_without_a_terminal(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ BASE: dict[str, Any] = {
     "quantization": None,
     "cache_dtype": "auto",
     "max_model_len": 64,
+    "asked_max_model_len": None,
     "tensor_parallel_size": 1,
     "kv_heads": 1,
     "block": 32,
@@ -71,6 +72,7 @@ def digest(**changes: Any) -> bytes:
             dtype=v["dtype"],
             quantization=v["quantization"],
             max_model_len=v["max_model_len"],
+            original_max_model_len=v["asked_max_model_len"],
             model_weights=v["model_weights"],
             quantization_config=v["quantization_config"],
             model_impl=v["model_impl"],
@@ -143,6 +145,12 @@ def digest(**changes: Any) -> bytes:
 def test_each_field_alone_flips_the_namespace(change: dict[str, Any]) -> None:
     assert digest() == digest()
     assert digest(**change) != digest()
+
+
+def test_a_length_that_vllm_fits_to_memory_does_not_count() -> None:
+    """vLLM builds the model before it fits the length, so a model with this length differs."""
+    fitted = digest(asked_max_model_len=-1)
+    assert fitted == digest(asked_max_model_len=-1, max_model_len=96) != digest()
 
 
 def drafter(

@@ -152,8 +152,9 @@ class Engine:
     ("args", "kwargs", "stops"),
     [
         (("reload_weights",), {}, False),
-        (("add_lora", 3.0, ("adapter",)), {}, False),
-        (("sleep",), {"args": (1,)}, False),
+        (("add_lora", 3.0, ("adapter",)), {}, True),
+        (("sleep",), {"args": (2,)}, True),
+        (("list_loras",), {}, False),
         (("reload_weights",), {"kwargs": {"weights_path": "/other"}}, True),
         (("reload_weights", None, ("x",)), {}, True),
         ((), {"method": "reload_weights", "args": ("x",)}, True),

@@ -73,6 +73,10 @@ def settings(**changes: Any) -> Any:
             async_scheduling=changes.get("async_scheduling", False),
         ),
         use_v2_model_runner=changes.get("use_v2_model_runner", False),
+        aux_output_config=SimpleNamespace(enabled=changes.get("returns_experts", False)),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KVLoftConnector", kv_role=changes.get("kv_role", "kv_both")
+        ),
     )
 
 
@@ -151,6 +155,23 @@ def test_unsupported_configurations_are_rejected_by_name(
         check_supported(settings(**changes), groups(*specs))
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kv_role", ["kv_both", "kv_consumer"])
+def test_routed_experts_are_rejected_with_loads_if_vllm_stores_none_for_loaded_tokens(
+    kv_role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support, "CAPS_HITS", False)
+    with pytest.raises(UnsupportedError, match=r"0\.33 or newer for --enable-return-routed-expert"):
+        check_supported(settings(returns_experts=True, kv_role=kv_role), groups(FULL))
+    check_supported(settings(returns_experts=True, kv_role="kv_producer"), groups(FULL))
+    check_supported(settings(kv_role=kv_role), groups(FULL))
+    monkeypatch.setattr(support, "CAPS_HITS", True)
+    check_supported(settings(returns_experts=True, kv_role=kv_role), groups(FULL))
+
+
+def test_releases_that_shorten_loads_for_routed_experts(vllm_release: tuple[int, int]) -> None:
+    assert (vllm_release >= (0, 33)) == support.CAPS_HITS
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "dflash"])

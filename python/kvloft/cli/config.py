@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     table = Table("key", Column("value", overflow="fold"), Column("from", overflow="fold"))
     for row in rows(config):
         table.add_row(*row)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(table)
     console.print(NOT_CHECKED, style="dim")
     return 0

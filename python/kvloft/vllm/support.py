@@ -5,6 +5,7 @@ the reason.
 """
 
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import chain
 from math import lcm
 from typing import Any
@@ -23,6 +24,16 @@ HAS_GROUPS = hasattr(base, "KVConnectorTransferResults") and hasattr(
     output, "KVConnectorBlockState"
 )
 """True if this vLLM release passes the necessary data about KV cache groups to connectors."""
+try:
+    CAPS_HITS = hasattr(
+        import_module(
+            "vllm.distributed.aux_output_connector.connector"
+        ).AuxOutputSchedulerConnector,
+        "cap_external_hit",
+    )
+except (ImportError, AttributeError):
+    CAPS_HITS = False
+"""True if this vLLM release shortens loads to the tokens whose auxiliary output it has stored."""
 IN_ONE = ' (with kv_groups set to "one", vLLM keeps every token in every layer instead)'
 
 
@@ -238,6 +249,12 @@ def _of_settings(vllm_config: Any) -> Iterator[str]:
             "does not support calculate_kv_scales=True, because the scales change at each startup "
             "and are not stored with the KV; use a checkpoint with KV scales, or disable "
             "calculate_kv_scales"
+        )
+    returns_experts = getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False)
+    if returns_experts and vllm_config.kv_transfer_config.is_kv_consumer and not CAPS_HITS:
+        yield (
+            "requires vLLM 0.33 or newer for --enable-return-routed-experts, because older "
+            "releases fail after a load; remove the flag"
         )
 
 

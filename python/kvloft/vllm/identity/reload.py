@@ -7,19 +7,21 @@ from kvloft.vllm.identity.weights import engine_start_s, hub_commit, look
 
 RELOAD = "reload_weights"
 _HARMLESS = """
-    add_lora annotate_profile check_health checkpoint_prepare checkpoint_restore
+    annotate_profile check_health checkpoint_prepare checkpoint_restore
     compute_weight_checksums determine_available_memory execute_dummy_batch
     get_cache_block_size_bytes get_compilation_match_table get_encoder_timing_stats
     get_kv_cache_spec get_kv_connector_handshake_metadata get_model_inspection
     get_simple_cpu_offload_num_cpu_blocks get_supported_kv_cache_layouts get_supported_tasks
     init_weight_transfer_engine list_loras pin_lora profile randomize_dummy_inputs
-    release_late_interaction_query_cache remove_lora reset_encoder_cache reset_mm_cache
-    save_sharded_state save_tensorized_model shutdown shutdown_weight_transfer_engine sleep
+    release_late_interaction_query_cache reset_encoder_cache reset_mm_cache
+    save_sharded_state save_tensorized_model shutdown shutdown_weight_transfer_engine
     sleep_mode_backend supports_draft_weight_updates synchronize_device take_draft_token_ids
     update_max_model_len vocab_size wake_up
 """
 HARMLESS = frozenset(_HARMLESS.split())
-"""Worker methods in vLLM 0.30 to 0.33 that do not change weights or KV."""
+"""Worker methods in vLLM 0.30 to 0.33 that do not change weights or KV. Sleep and LoRA methods are
+missing because kvloft processes only the engine's own calls of them.
+"""
 
 
 class WeightsWatch:

@@ -3,7 +3,7 @@
 
 use std::fs::{DirBuilder, File, Permissions, TryLockError};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
@@ -150,7 +150,9 @@ fn lock(socket: &Path) -> Result<File> {
         |what: &str, error: io::Error| Error::io(format!("{what} {}", socket.display()), error);
     let path = lock_path(socket);
     loop {
-        let lock = File::options().write(true).create(true).truncate(false).open(&path);
+        // Other users must not be able to lock the file.
+        let mut options = File::options();
+        let lock = options.write(true).create(true).truncate(false).mode(0o600).open(&path);
         let lock = lock.map_err(|error| fail("cannot create the lock file of", error))?;
         lock.try_lock().map_err(|error| match error {
             TryLockError::WouldBlock => {
