@@ -366,7 +366,7 @@ class EmulatedKernels:
         self.vec_bytes = vec_bytes_of(layout)
         self.block_tiles = BlockTiles.of(layout)
         self.num_planes = len(layout.planes)
-        self.tiles = torch.from_numpy(tile_table(layout).view(np.uint8).copy())
+        self.device, self.tiles = torch.device("cpu"), tile_table(layout)
 
 
 @contextmanager

@@ -226,7 +226,7 @@ def test_an_encoded_part_is_a_miss_for_raw_readers() -> None:
     mover = make_mover(paged, frames, 1)
     done = load(mover, copies)
     assert {problem for _, problem in done.loads[0].bad_keys} == {
-        "shape"
+        "layout"
     } and done.bad_blocks == set(range(6))
     mover.close()
 

@@ -143,7 +143,7 @@ class Queues(RuleBasedStateMachine):
         )
         kernels: Any = SimpleNamespace(
             block_tiles=BlockTiles(BLOCK_BYTES, 1, np.zeros(1, dtype=np.int64)),
-            tiles=SimpleNamespace(device=None),
+            device=None,
             encodes=False,
         )
         tuning = Tuning(NUM_SLOTS, CHUNKS_A_SLOT * PART)

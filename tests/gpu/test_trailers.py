@@ -71,6 +71,16 @@ def test_each_wrong_field_has_its_name() -> None:
     assert trailers.read(every, b"".join(keys), blocks)[1] == dict.fromkeys(range(4), "shape")
 
 
+def test_an_encoded_part_is_no_damage_to_a_reader_of_raw_parts() -> None:
+    """Other readers can decode the part, so it must not be discarded."""
+    frames, _ = memory()
+    encoded(frames).seal(
+        np.array([0]), b"k" * 32, np.ones(1, np.uint64), np.array([1]), np.ones(1, np.uint64)
+    )
+    trailers = Trailers(frames, layout=b"L" * 32, block_bytes=BLOCK)
+    assert trailers.read(np.array([0]), b"k" * 32, np.array([1]))[1] == {0: "layout"}
+
+
 def encoded(frames: FrameMemory) -> Trailers:
     return Trailers(frames, layout=b"L" * 32, block_bytes=BLOCK, block_tiles=1)
 
@@ -122,7 +132,7 @@ def test_encoding_readers_read_both_encodings_and_others_only_raw_parts() -> Non
     )
     assert encoded(frames).are_raw([0, 1]).tolist() == [True, False]
     assert encoded(frames).read([0, 1], keys, blocks)[1] == {}
-    assert plain.read([0, 1], keys, blocks)[1] == {1: "shape"}
+    assert plain.read([0, 1], keys, blocks)[1] == {1: "layout"}
     raw[0, 0, -128 + 104] = 2  # an unknown encoding
     raw[1, 0, -128 + 105] = 1
     assert encoded(frames).read([0, 1], keys, blocks)[1] == {0: "shape", 1: "shape"}

@@ -229,7 +229,11 @@ class BlockTiles:
 
 
 class Kernels:
-    """The compiled kernels and the tile table for one layout. Launches do not allocate memory."""
+    """The compiled kernels and the tile table for one layout. Launches do not allocate memory.
+
+    The tile table is in host memory, because vLLM can create this object inside the memory pool
+    whose contents sleep mode discards. Lanes copy the table to the device.
+    """
 
     def __init__(
         self,
@@ -257,5 +261,5 @@ class Kernels:
         self.gather, self.scatter = functions[family.gather], functions[family.scatter]
         self.block_tiles = BlockTiles.of(layout)
         self.num_planes = len(layout.planes)
-        self.tiles = torch.from_numpy(tile_table(layout).view(np.uint8)).to(device)
+        self.device, self.tiles = device, tile_table(layout)
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count

@@ -164,7 +164,7 @@ class Lane:
 
         ``frames`` contains the frames for each of ``kinds``.
         """
-        device, slot_bytes = kinds[0].tiles.device, tuning.slot_bytes
+        device, slot_bytes = kinds[0].device, tuning.slot_bytes
         self._to_host, self._frames = to_host, frames
         self._encodes = [kernels.encodes for kernels in kinds]
         # Encoding and decoding use two CTAs on every SM. With fewer CTAs, a piece takes too long
@@ -178,14 +178,15 @@ class Lane:
             tuning.num_slots * slot_bytes + _ALIGN, dtype=torch.uint8, device=device
         )
         base = -(-self._staging.data_ptr() // _ALIGN) * _ALIGN
+        tables = [torch.from_numpy(each.tiles.view(np.uint8)).to(device) for each in kinds]
         self._slots = deque(
             _Slot(
                 base + i * slot_bytes,
                 driver.Stream.create(),
                 driver.Stream.create(),
                 [
-                    _Params(each, memory.part_capacity)
-                    for each, memory in zip(kinds, frames, strict=True)
+                    _Params(each, tiles, memory.part_capacity)
+                    for each, tiles, memory in zip(kinds, tables, frames, strict=True)
                 ],
             )
             for i in range(tuning.num_slots)
@@ -306,15 +307,14 @@ class _Params:
     the driver copies them before the launch call returns.
     """
 
-    def __init__(self, kernels: Kernels, part_capacity: int) -> None:
-        self._sums = torch.zeros(
-            2 * MAX_SEGMENTS + 1, dtype=torch.int64, device=kernels.tiles.device
-        )
+    def __init__(self, kernels: Kernels, tiles: torch.Tensor, part_capacity: int) -> None:
+        """``tiles`` is the tile table on the device."""
+        self._sums = torch.zeros(2 * MAX_SEGMENTS + 1, dtype=torch.int64, device=kernels.device)
         # The sums must be zero before the first launch. Blocking is acceptable at startup.
-        torch.cuda.current_stream(kernels.tiles.device).synchronize()
-        self._tiles, sums = kernels.tiles, self._sums.data_ptr()
+        torch.cuda.current_stream(kernels.device).synchronize()
+        self._tiles, sums = tiles, self._sums.data_ptr()
         self._params = PieceParams(
-            tiles=kernels.tiles.data_ptr(),
+            tiles=tiles.data_ptr(),
             sums=sums,
             num_done=sums + 8 * MAX_SEGMENTS,
             num_planes=kernels.num_planes,

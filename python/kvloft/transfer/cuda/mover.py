@@ -79,7 +79,7 @@ class CudaMover:
         Raises CudaError, or ValueError if the staging slots are too small.
         """
         all_kernels = [kernels for _, kernels in kinds]
-        self._device = all_kernels[0].tiles.device
+        self._device = all_kernels[0].device
         arena = frames[0]
         slabs_per_registration = max(1, GOOD_PIECE_BYTES // arena.slab_bytes)
         parts = [

@@ -114,7 +114,8 @@ class Trailers:
     ) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
         """Return the tags of all chunks, and the problem with each invalid trailer by chunk index.
 
-        The problem is 'unsealed', 'key', 'layout' or 'shape'.
+        The problem is 'unsealed', 'key', 'layout' or 'shape'. It is 'layout' for an encoded part if
+        only other readers can decode it.
         """
         rows = self._column.pages[self._column.at(frames)]
         tags = rows["tag"].astype(np.uint64)
@@ -129,6 +130,10 @@ class Trailers:
         if rows.tobytes() == good.tobytes():
             return tags, {}
         sealed, key, layout = (rows[name] == good[name] for name in ("magic", "key", "layout"))
+        if self._block_tiles is None:
+            # A raw part whose encoding is damaged has the length of a raw part.
+            is_raw_length = rows["encoded_bytes"] == good["encoded_bytes"]
+            layout &= (rows["encoding"] != E348) | is_raw_length
         of_shape = ("num_blocks", "rank", "payload_bytes", "encoded_bytes", "encoding")
         shape = np.logical_and.reduce([rows[name] == good[name] for name in of_shape])
         named = (("unsealed", sealed), ("key", key), ("layout", layout), ("shape", shape))

@@ -88,8 +88,8 @@ def namespace_fields(
         ),
         "kv_dtype": cache.cache_dtype,
         "kv_scales": getattr(cache, "calculate_kv_scales", None),
-        # Llama 4's attention and LongRoPE's factors depend on this setting. With -1, vLLM builds the
-        # model before it fits the length to the free memory.
+        # Llama 4's attention and LongRoPE's factors depend on this setting. With -1, vLLM builds
+        # the model before it fits the length to the free memory.
         "max_model_len": -1
         if getattr(model, "original_max_model_len", None) == -1
         else model.max_model_len,
