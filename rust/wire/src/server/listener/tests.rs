@@ -114,6 +114,15 @@ fn bind_waits_for_a_socket_that_outlives_its_server() {
 }
 
 #[test]
+fn other_users_cannot_lock_the_socket() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("kvloft.sock");
+    let _listener = SocketListener::bind(&path).expect("the path is free");
+    let mode = lock_path(&path).metadata().expect("the path exists").permissions().mode();
+    assert_eq!(mode & 0o077, 0);
+}
+
+#[test]
 fn lock_file_may_be_a_link() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("kvloft.sock");
