@@ -233,7 +233,9 @@ impl OpenNamespace {
                 let bytes = want.min(cap_bytes.saturating_sub(foreign_bytes));
                 let claimed = state.open.entry(self.name.clone()).or_default();
                 *claimed = bytes.max(*claimed);
-                state.is_short |= bytes < enough;
+                // An idle namespace loses its memory and files only to one with less than its part.
+                let part = cap_bytes / state.open.len().max(1) as u64;
+                state.is_short |= bytes < enough && enough <= part;
                 return Ok(Claim {
                     bytes,
                     foreign_bytes: if self.root.is_shared { 0 } else { foreign_bytes },

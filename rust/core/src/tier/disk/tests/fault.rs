@@ -282,6 +282,27 @@ fn test_a_full_file_system_asks_the_server_to_close_an_idle_namespace() {
 }
 
 #[test]
+fn test_only_a_namespace_below_its_part_of_the_disk_lacks_space() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = DiskRoot::shared();
+    let fill = |tier: &DiskTier| (0..64).map_while(|_| tier.reserve(SizeClass(0)).ok()).count();
+    let (first, second, _files) = two_namespaces(dir.path(), &root);
+    assert!((1..64).contains(&fill(&second)), "the first namespace has a part of the disk");
+    assert!(!root.take_short(), "the second namespace has its part");
+    drop((first, second));
+
+    let alone = tempfile::tempdir().unwrap();
+    let config = config(alone.path(), 64);
+    let (first, _) = DiskTier::open_in(&config, &root).unwrap();
+    fill(&first);
+    let (second, _) =
+        DiskTier::open_in(&DiskConfig { namespace: [2; 32], ..config.clone() }, &root).unwrap();
+    assert_eq!(second.reserve(SizeClass(0)).ok(), None);
+    assert!(root.take_short(), "the first namespace has more than its part");
+    drop(first);
+}
+
+#[test]
 fn test_a_namespace_opens_on_a_full_file_system_with_a_closed_namespace() {
     #[derive(Debug)]
     struct Full<'a>(&'a Path);
