@@ -23,6 +23,9 @@ from kvloft.vllm.scheduler_half import SchedulerHalf
 pytestmark = pytest.mark.short
 NOT_HARMLESS = frozenset(
     {
+        "add_lora",
+        "remove_lora",
+        "sleep",
         "reload_weights",
         "apply_model",
         "compile_or_warm_up_model",
