@@ -229,6 +229,7 @@ fn a_chunk_expires_with_its_older_parent() {
     disk.wait(100);
     assert_eq!(store.lookup(&chain).stored_units, 0);
     store.sweep();
+    assert!(disk.flush(&store), "a write in progress keeps its frame");
     assert_eq!(
         [stat(&store, "expired"), stat(&store, "entries"), stat(&store, "frames_visible")],
         [6, 0, 0]
