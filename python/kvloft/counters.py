@@ -112,7 +112,7 @@ METRICS: Final = (
     # Counted by each store, which belongs to an engine or to a namespace of a server.
     _counter("commits", _SPACE, "Number of chunks saved and published"),
     _counter("aborts", _SPACE, "Number of failed saves"),
-    _counter("reserve_dropped", _SPACE, "Number of times that a chunk found no free frame, including retries"),
+    _counter("reserve_dropped", _SPACE, "Number of saves dropped because no frame was free"),
     _counter("host_evictions", _BOTH, "Number of chunks evicted from host memory"),
     _counter("disk_evictions", _BOTH, "Number of chunks evicted from disk"),
     _counter(

@@ -369,7 +369,7 @@ def test_saves_that_a_late_answer_cost_are_shown_with_the_way_out(
     assert [re.findall(r": ([\d,k.]+)[;.]", line) for line in lines] == (
         [] if said is None else [said]
     )
-    assert all("server_timeout helps only lookups" in line for line in lines)
+    assert all("server_timeout" in line for line in lines)
 
 
 def test_shares_are_shown_if_set(capsys: pytest.CaptureFixture[str]) -> None:

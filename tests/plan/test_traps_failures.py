@@ -82,24 +82,6 @@ def test_units_that_never_find_a_frame_are_counted_once_when_their_request_loses
     else:
         engine.finish(request, aborted=True)
     assert engine.core.counters["save_dropped_chunks"] == 5
-    assert not engine.store.num_late_chunks
-    settle(engine)
-
-
-@pytest.mark.parametrize("responds_again", [False, True])
-def test_late_saves_are_counted_once_and_only_if_they_are_dropped(responds_again: bool) -> None:
-    engine = SymbolicEngine(Setup())
-    request = engine.add(Request("a", list(PROMPT), 40))
-    engine.store.drop_next, engine.store.is_save_late = 1 << 30, True
-    engine.run(12)  # each step retries
-    assert not engine.store.num_late_chunks
-    if responds_again:
-        engine.store.drop_next, engine.store.is_save_late = 0, False
-        engine.run(2)
-    engine.finish(request, aborted=True)
-    num_dropped = engine.core.counters["save_dropped_chunks"]
-    assert engine.store.num_late_chunks == num_dropped
-    assert bool(num_dropped) != responds_again
     settle(engine)
 
 

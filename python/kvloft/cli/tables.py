@@ -131,8 +131,7 @@ def notes(space: Status, disk_problems: list[str]) -> list[str]:
         found.append(
             f"Late responses: {count_text(num)}; chunks not saved because of late responses: "
             f"{count_text(stats['late_chunks'])}. The server or the engines lack CPU time; "
-            "give them more cores. Increasing server_timeout helps only lookups, because saves "
-            "already wait 100 ms."
+            "increase server_timeout."
         )
     return found
 
