@@ -48,7 +48,8 @@ class Req:
     is_token: tuple[bool, ...] | None = None
     max_tokens: int = 8
     salt: str | None = None
-    lora: tuple[str, int, str] | None = None
+    lora: tuple[str, int, str] | tuple[str, int, str, bool] | None = None
+    """LoRARequest's name, number, path and, optionally, load_inplace."""
     skip_reading: bool = False
     logprobs: int | None = None
     id: str = field(default_factory=lambda: f"r{next(_ids)}")

@@ -155,7 +155,7 @@ class Engine:
             logprobs=logprobs,
             skip_reading_prefix_cache=skip_reading or None,
         )
-        adapter = LoRARequest(lora[0], lora[1], lora[2]) if lora else None
+        adapter = LoRARequest(*lora[:3], load_inplace=lora[3:] == [True]) if lora else None
         self.internal[id] = self.llm.add_request(id, prompt, params, lora_request=adapter)
 
     def do_step(self, count: int = 1) -> list[str]:

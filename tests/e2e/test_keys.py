@@ -166,24 +166,56 @@ def patient(engine: Engine) -> Engine:
     return engine
 
 
+WITH_LORA = {
+    "enable_lora": True,
+    "max_loras": 2,
+    "max_lora_rank": 8,
+    "enable_prompt_embeds": False,
+}
+
+
+def test_kv_of_an_adapter_loaded_in_place_is_not_found_under_the_first_one(
+    zygote: Zygote, model: Path, start: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """The later request names the first path, but the worker uses the weights loaded in place."""
+    before, after = (str(tiny.write_lora(tmp_path / f"lora{i}", seed=i)) for i in (1, 2))
+    first_lora = ("a", 1, before)
+    oracle = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=200, **WITH_LORA)))
+    try:
+        later = oracle.pick(lambda i: Req(random_ids(i, NUM_ROWS), lora=first_lora), 23)
+        decoding = Req(random_ids(21, NUM_ROWS), max_tokens=3 * BLOCK, lora=first_lora)
+        engine = patient(start(kv_transfer_config=by_block(tmp_path / "disk"), **WITH_LORA))
+        engine.add(decoding)
+        engine.step(2)
+        engine.add(Req(random_ids(22, NUM_ROWS), lora=("a", 1, after, True)))
+        results = engine.run()
+        assert engine.ask(later.again())[0].tokens != oracle.tokens(later), "not loaded in place"
+        engine.stop()
+        second = patient(start(kv_transfer_config=by_block(tmp_path / "disk"), **WITH_LORA))
+        check(oracle, second, later, num_external=0)
+        ids = (*(decoding.ids or ()), *results[decoding.id].tokens)
+        assert second.ask(Req(ids, lora=first_lora))[0].num_external == FULL
+    finally:
+        oracle.close()
+
+
 def test_adapters_separate_equal_token_ids(
     zygote: Zygote, model: Path, start: Callable[..., Engine], tmp_path: Path
 ) -> None:
     adapters = [
         (f"adapter{i}", i, str(tiny.write_lora(tmp_path / f"lora{i}", seed=i))) for i in (1, 2)
     ]
-    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prompt_embeds": False}
-    oracle = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=200, **lora)))
+    oracle = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=200, **WITH_LORA)))
     try:
         request = Req(random_ids(13, NUM_ROWS))
         variants = [request.again(lora=adapter) for adapter in (None, *adapters)]
         assert len({oracle.tokens(v) for v in variants}) == 3, "the adapters have no effect"
-        first = patient(start(kv_transfer_config=by_block(tmp_path / "disk"), **lora))
+        first = patient(start(kv_transfer_config=by_block(tmp_path / "disk"), **WITH_LORA))
         for variant in variants:
             check(oracle, first, variant, num_external=0)
             check(oracle, first, variant, num_external=FULL)
         first.stop()
-        second = patient(start(kv_transfer_config=by_block(tmp_path / "disk"), **lora))
+        second = patient(start(kv_transfer_config=by_block(tmp_path / "disk"), **WITH_LORA))
         renamed = request.again(lora=("third", 3, adapters[0][2]))
         check(oracle, second, variants[1], num_external=FULL)
         assert second.ask(renamed)[0].num_external == 0

@@ -62,6 +62,7 @@ class Request:
     tainted: bool = False
     """True if the output cannot be compared, for example because the weights changed."""
     num_failed_loads: int = 0
+    adapter_number: int = 0
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
@@ -100,6 +101,9 @@ class Request:
             else:
                 runs.append(EmbedRows(at, 1, [self.rows[at]], "f16", 1))
         return RequestView(self.adapter, self.salt, tuple(runs), self.items, self.savable_tokens)
+
+    def uses_adapter(self, number: int) -> bool:
+        return self.adapter is not None and self.adapter_number == number
 
 
 def tokens_of(answer: Answer) -> int | None:

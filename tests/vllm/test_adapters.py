@@ -3,9 +3,11 @@
 Requests and engine runs share an adapter's KV only if the weights in the workers are known.
 """
 
+import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,8 @@ from kvloft.vllm.identity import adapters, weights
 from kvloft.vllm.identity.adapters import AdapterNames
 from kvloft.vllm.identity.weights import LooksInTime, look
 
+UNCACHED = ("a", None)
+"""The result for an adapter named "a" whose requests are not cached."""
 PACE = float(os.environ.get("TEST_PACE", "1"))
 
 
@@ -67,7 +71,8 @@ def test_an_adapter_that_changed_since_the_start_is_this_runs_own(
     assert names.identify(lora) == first, "must be one adapter within the run"
     assert (AdapterNames().identify(lora) == first) == (change == "content")
     (adapter / "adapter_model.safetensors").write_bytes(b"trained further")
-    assert len({first, *(names.identify(lora) for _ in range(5))}) == 6, (
+    assert first is not None and first[1] is not None
+    assert names.identify(lora) == names.identify(lora) == UNCACHED, (
         "workers may have loaded either version"
     )
 
@@ -80,34 +85,34 @@ def test_an_adapter_that_changed_and_changed_back_is_not_shared(adapter: Path) -
     first, seen = names.identify(lora), names._looks.look(str(adapter))
     names._looks = SimpleNamespace(look=iter([None, seen, seen]).__next__)  # type: ignore[assignment]
     names._looks.look = lambda path, after=names._looks.look: after()  # type: ignore[method-assign,misc]
-    assert len({first, *(names.identify(lora) for _ in range(3))}) == 4
+    assert first != UNCACHED
+    assert [names.identify(lora) for _ in range(3)] == [UNCACHED] * 3
 
 
 def test_an_adapter_loaded_in_place_is_not_shared(adapter: Path) -> None:
     """Workers load the adapter again in each step of the request. Later requests for the first path
     use the new weights, and so do running requests.
     """
-    replaced: list[None] = []
-    names = AdapterNames(on_replace=lambda: replaced.append(None))
+    replaced: list[int] = []
+    names = AdapterNames(on_replace=replaced.append)
     lora = LoRARequest("a", 1, str(adapter))
     first = names.identify(lora)
     assert names.identify(lora) == first and not replaced
     again = LoRARequest("a", 1, str(adapter.parent / "v2"), load_inplace=True)
     asked = (again, again, lora, lora)
-    assert len({first, *map(names.identify, asked)}) == 5
-    assert len(replaced) == 1
+    assert [names.identify(each) for each in asked] == [UNCACHED] * 4
+    assert replaced == [1]
+    assert names.identify(LoRARequest("a", 2, str(adapter))) == first, "the number is a new one"
 
 
 def test_another_adapter_under_a_known_number_is_not_shared(adapter: Path) -> None:
     """Workers have loaded either adapter under this number."""
     names = AdapterNames()
-    first = names.identify(LoRARequest("a", 1, str(adapter)))
+    assert names.identify(LoRARequest("a", 1, str(adapter))) != UNCACHED
     other = LoRARequest("b", 1, str(adapter))
-    assert (
-        len({first, names.identify(other), names.identify(other), AdapterNames().identify(other)})
-        == 4
-    )
-    assert names.identify(LoRARequest("a", 1, str(adapter))) != first
+    assert names.identify(other) == ("b", None)
+    assert names.identify(LoRARequest("a", 1, str(adapter))) == UNCACHED
+    assert AdapterNames().identify(other) != ("b", None)
 
 
 def test_the_adapter_shape_of_a_request_counts(adapter: Path) -> None:
@@ -147,8 +152,11 @@ def test_a_hub_adapter_is_identified_by_its_commit_offline(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     first = AdapterNames().identify(lora)
     assert first == AdapterNames().identify(lora)
+    names = AdapterNames()
+    assert names.identify(lora) == first
     hub_cache("hub/adapter", "adapter_config.json", "decade")
     assert AdapterNames().identify(lora) != first
+    assert names.identify(lora) == UNCACHED, "workers may load the new commit at any time"
 
 
 def test_an_error_while_looking_is_a_miss_and_the_next_look_works(
@@ -166,7 +174,7 @@ def test_an_error_while_looking_is_a_miss_and_the_next_look_works(
 def test_a_file_system_that_hangs_delays_no_request(
     adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests with adapters do not share KV until the file system responds."""
+    """Requests with adapters are not cached until the file system responds."""
     lora = LoRARequest("a", 1, str(adapter))
     names = AdapterNames()
     first = names.identify(lora)
@@ -177,7 +185,7 @@ def test_a_file_system_that_hangs_delays_no_request(
         "look",
         lambda path, **_: (asked.append(path), hangs.wait(), look(path, below=False))[2],
     )
-    assert len({first, *(names.identify(lora) for _ in range(5))}) == 6
+    assert [names.identify(lora) for _ in range(5)] == [UNCACHED] * 5 != [first] * 5
     assert len(asked) == 1, "only the first request may wait"
     hangs.set()
     while names.identify(lora) != first:
@@ -199,5 +207,17 @@ def test_an_adapter_from_a_tensorizer_directory_is_not_shared_with_other_runs(
 
 def test_adapters_are_not_shared_if_their_loads_are_unseen(adapter: Path) -> None:
     names, lora = AdapterNames(are_seen=False), LoRARequest("a", 1, str(adapter))
-    assert names.identify(lora) != names.identify(lora)
+    assert names.identify(lora) == UNCACHED
     assert names.identify(None) is None
+
+
+def test_the_reason_is_logged_once_for_each_adapter(
+    adapter: Path, logged: Callable[[], list[logging.LogRecord]]
+) -> None:
+    names = AdapterNames()
+    for _ in range(3):
+        for name in ("a", "b", "c"):
+            names.identify(LoRARequest(name, 1, str(adapter)))
+    found = [record.getMessage() for record in logged()]
+    assert [message.split("'")[1] for message in found] == ["b", "c", "a"]
+    assert all("may have been replaced (number 1)" in message for message in found)

@@ -120,6 +120,16 @@ def test_media_named_by_a_count_are_this_engines_own() -> None:
     assert (numbered.savable_tokens, hashed.savable_tokens) == (feature.mm_position.offset, None)
 
 
+def test_a_request_whose_adapter_is_not_shared_saves_nothing() -> None:
+    live = request()
+    live.lora_request = SimpleNamespace(lora_name="a", lora_int_id=3, lora_path="/v1")
+    unseen, seen = (VllmRequest(live, AdapterNames(are_seen=seen)) for seen in (False, True))
+    assert (unseen.view().savable_tokens, seen.view().savable_tokens) == (0, None)
+    assert unseen.view().adapter != unseen.view().adapter, "no request may find its chunks"
+    assert (seen.uses_adapter(3), seen.uses_adapter(4)) == (True, False)
+    assert not VllmRequest(request(), AdapterNames()).uses_adapter(3)
+
+
 def test_hit_sources_never_exceed_taken_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses vLLM's labels if they are available (0.32 and newer), and otherwise stand-ins.
 

@@ -135,6 +135,12 @@ class RequestState:
             for chain in self._chains:
                 chain.add_item(item.identifier, item.start, item.num_tokens)
 
+    def restart_keys(self) -> None:
+        """Compute the keys again, because tokens or the adapter's identity have changed."""
+        self._restart_chain()
+        self.drop_lease()
+        self.forget_saves()
+
     def confirmed_tokens(self) -> Sequence[int]:
         """Return the tokens of the request. If earlier tokens have changed, restart the chains.
 
@@ -145,9 +151,7 @@ class RequestState:
         token_ids, num_prompt_tokens = self.live.tokens()
         num_tokens = len(token_ids)
         if num_tokens < self.num_confirmed or num_prompt_tokens != self.num_prompt_tokens:
-            self._restart_chain()
-            self.drop_lease()
-            self.forget_saves()
+            self.restart_keys()
             # vLLM still treats the removed tokens as computed if they were accepted draft tokens,
             # although the new input replaces them. The draft KV of the last remaining token depends
             # on a removed token.

@@ -291,11 +291,11 @@ class SchedulerCore:
         """Clear the store and discard saves in flight. Other KV from before the reset is not saved
         either.
         """
-        self.mark_kv_outdated()
+        self._mark_kv_outdated()
         self._admission.release_all()
         self._store.clear()
 
-    def mark_kv_outdated(self) -> None:
+    def _mark_kv_outdated(self) -> None:
         """Block saves of all KV that is currently in GPU memory."""
         for request in self._requests.values():
             self._saves.count_blocked(request)
@@ -303,6 +303,17 @@ class SchedulerCore:
             request.forget_saves()
         self._writers.clear()
         self._hits_may_be_outdated = not (self._shape.is_dense or self._is_pool_empty)
+
+    def replace_adapter(self, number: int) -> None:
+        """Compute the keys of a LoRA adapter's requests again, because its weights may be replaced.
+        The KV that these requests have in GPU memory is not saved.
+        """
+        for request in self._requests.values():
+            if request.live.uses_adapter(number):
+                self._saves.count_blocked(request)
+                self._saves.drop_owed(request)
+                request.restart_keys()
+                request.kv_outdated = request.blocks.has_blocks
 
     def note_pool_reset(self) -> None:
         """Record that vLLM's prefix cache is empty, so it contains no KV from before a reset."""
@@ -319,7 +330,7 @@ class SchedulerCore:
         """Allow offers and saves again. KV computed since `pause_caching` is not saved."""
         if self._is_caching_paused:
             self._is_caching_paused = False
-            self.mark_kv_outdated()
+            self._mark_kv_outdated()
 
     def count_on(self, num_bytes: int) -> None:
         """Set how many bytes of a shared arena this store can use."""

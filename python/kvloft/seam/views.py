@@ -82,6 +82,9 @@ class LiveRequest(Protocol):
         ...
 
     def view(self) -> RequestView: ...
+    def uses_adapter(self, number: int) -> bool:
+        """Return True if the request uses the LoRA adapter with vLLM's ``number``."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ class SchedulerHalf:
         self._adapters = AdapterNames(
             media_prefix(vllm_config),
             are_seen=ADD_ADAPTER.find() is not None,
-            on_replace=self.core.mark_kv_outdated,
+            on_replace=self.core.replace_adapter,
         )
         self.hook_errors = 0
         self._last: dict[str, int] = {}

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, Literal, cast
+from uuid import uuid4
 
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -70,13 +71,22 @@ class VllmRequest:
             MediaItem(prefix + each.identifier, each.mm_position.offset, each.mm_position.length)
             for each in request.mm_features
         ]
+        savable_tokens = min(item.start for item in items) if prefix and items else None
+        adapter = self._adapters.identify(request.lora_request)
+        if adapter is not None and adapter[1] is None:
+            adapter, savable_tokens = (adapter[0], uuid4().hex), 0
         return RequestView(
-            adapter=self._adapters.identify(request.lora_request),
+            adapter=cast("tuple[str, str] | None", adapter),
             cache_salt=request.cache_salt,
             embeds=_embeds(request),
             items=tuple(items),
-            savable_tokens=min(item.start for item in items) if prefix and items else None,
+            savable_tokens=savable_tokens,
         )
+
+    def uses_adapter(self, number: int) -> bool:
+        """Return True if the request uses the LoRA adapter with vLLM's ``number``."""
+        lora = self.request.lora_request
+        return lora is not None and lora.lora_int_id == number
 
 
 def _embeds(request: Request) -> tuple[EmbedRows, ...]:

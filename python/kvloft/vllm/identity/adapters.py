@@ -31,13 +31,21 @@ def media_prefix(vllm_config: Any) -> str:
     return f"{uuid4().hex}|"
 
 
+NOT_CACHED = "kvloft: requests with LoRA adapter %r are not cached: %s"
+RENAME = "to cache them, load the adapter under a new name"
+
+
+class _NotSharedError(Exception):
+    """The reason that requests with an adapter must not be cached."""
+
+
 class AdapterNames:
     """Identifies each LoRA adapter by its name, its path and a fingerprint of its weights.
 
     Runs can share KV computed with an adapter if its files have not changed since this engine
     started, or if a commit identifies them. In both cases, the workers have loaded exactly these
     weights. Otherwise, the identity is valid only for this run. Once the files differ from their
-    state at the first check, requests no longer share KV computed with the adapter. vLLM identifies
+    state at the first check, requests with the adapter are no longer cached. vLLM identifies
     adapters by name in its prefix cache and by number in its workers.
     """
 
@@ -46,40 +54,52 @@ class AdapterNames:
         media_prefix: str = "",
         *,
         are_seen: bool = True,
-        on_replace: Callable[[], None] = lambda: None,
+        on_replace: Callable[[int], None] = lambda _number: None,
     ) -> None:
         """``media_prefix`` precedes all media identifiers and is unique to this engine if vLLM
         numbers media items.
 
         ``are_seen`` is True if `identify` is called before vLLM loads an adapter. Otherwise,
-        requests with adapters do not share KV.
+        requests with adapters are not cached.
 
-        ``on_replace`` is called when workers may replace the weights of an adapter that running
-        requests use.
+        ``on_replace`` is called with an adapter's number before workers may replace its weights,
+        which earlier requests with the number may use.
         """
         self._are_seen = are_seen
         self._on_replace = on_replace
-        self._seen: dict[tuple[str, str], tuple[Look | None, str | None]] = {}
-        """The files at the first check, and the identity. The identity is None after the files have
-        changed.
+        self._seen: dict[tuple[str, str], tuple[tuple[Look | None, str | None], str | None]] = {}
+        """The files and the hub's commit at the first check, and the identity. The identity is None
+        after they have changed.
         """
         self._first_of: dict[int, tuple[str, str]] = {}
         self._replaced: set[int] = set()
         """Numbers under which workers may have loaded different weights."""
+        self._warned: set[tuple[int, str]] = set()
         self._start_s = engine_start_s()
         self._looks = LooksInTime()
         self.media_prefix = media_prefix
 
-    def identify(self, lora: LoRARequest | None) -> tuple[str, str] | None:
-        """Return the name and the identity of ``lora``, or None for the base model."""
-        return (lora.lora_name, self._shared(lora) or uuid4().hex) if lora is not None else None
+    def identify(self, lora: LoRARequest | None) -> tuple[str, str | None] | None:
+        """Return the name and the identity of ``lora``, or None for the base model. The identity is
+        None if the request must not be cached; the reason is logged once for each adapter.
+        """
+        if lora is None:
+            return None
+        try:
+            return lora.lora_name, self._shared(lora)
+        except _NotSharedError as error:
+            adapter = (lora.lora_int_id, lora.lora_name)
+            if adapter not in self._warned:
+                self._warned.add(adapter)
+                logger.warning(NOT_CACHED, lora.lora_name, str(error))
+            return lora.lora_name, None
 
     def close(self) -> None:
         """Stop the thread that checks files. No method may be called afterwards."""
         self._looks.close()
 
-    def _shared(self, lora: LoRARequest) -> str | None:
-        """Return an identity for the path and weights, or None if the request must not share KV."""
+    def _shared(self, lora: LoRARequest) -> str:
+        """Return an identity for the path and weights. Raises _NotSharedError."""
         path, number = lora.lora_path or "", lora.lora_int_id
         first_of = self._first_of.setdefault(number, (lora.lora_name, path))
         # With load_inplace, vLLM reloads the adapter in each step. Later requests with the number
@@ -87,21 +107,28 @@ class AdapterNames:
         is_replaced = getattr(lora, "load_inplace", False) or first_of != (lora.lora_name, path)
         if is_replaced and number not in self._replaced:
             self._replaced.add(number)
-            self._on_replace()
-        if not self._are_seen or number in self._replaced:
-            return None
+            self._on_replace(number)
+        if not self._are_seen:
+            raise _NotSharedError(
+                "in this vLLM release, kvloft cannot check its files before a load"
+            )
+        if number in self._replaced:
+            raise _NotSharedError(f"its weights may have been replaced (number {number}); {RENAME}")
         slot = (f"{number} {lora.lora_name}", path)
         try:
             files = self._looks.look(path)
         except TimeoutError:
-            return None
+            raise _NotSharedError(
+                "its files could not be checked in time; later checks follow"
+            ) from None
+        now = files, hub_commit(path) if files is None and path else None
         if slot not in self._seen:
-            self._seen[slot] = files, self._state(lora, path, files)
+            self._seen[slot] = now, self._state(lora, path, files)
         first, state = self._seen[slot]
-        if state is None or first != files:
+        if state is None or first != now:
             # The workers may have loaded any version of the files, or may yet load another one.
             self._seen[slot] = first, None
-            return None
+            raise _NotSharedError(f"its files have changed since its first use; {RENAME}")
         shape = getattr(lora, "is_3d_lora_weight", None)
         return f"{path}|{state}{f'|3d={shape}' if shape is not None else ''}"
 

@@ -1,0 +1,35 @@
+"""Tests that KV of replaced LoRA weights is not saved under the keys of the earlier weights."""
+
+import pytest
+from sim_engine import SymbolicEngine
+from sim_request import Request, Setup
+from sim_scenes import PROMPT, stored
+
+NUMBER, FIRST = 7, ("a", "/v1")
+
+
+@pytest.mark.parametrize("state", ["running", "preempted", "waiting"])
+@pytest.mark.parametrize("number", [NUMBER, NUMBER + 1])
+def test_only_requests_with_the_adapter_stop_saving_under_its_key(state: str, number: int) -> None:
+    engine = SymbolicEngine(Setup(local_cache=False))
+    request = Request("r", list(PROMPT), 20, adapter=FIRST, adapter_number=NUMBER)
+    if state == "waiting":  # matched, but vLLM had no blocks for it
+        engine.core.match(request, 0)
+    else:
+        engine.add(request)
+        engine.run(2)
+    if number == NUMBER:
+        request.adapter, request.savable_tokens = ("a", "unique"), 0
+    engine.core.replace_adapter(number)
+    if state == "waiting":
+        engine.add(request)
+    elif state == "preempted":
+        engine.running.remove(request)
+        engine._preempt(request, engine.preempted_by_reset)
+    engine.store.entries.clear()  # so that all chunks found below were saved after the replacement
+    engine.run(100)
+    engine.drain()
+    assert request.status == "finished"
+    twin = Request("twin", list(request.token_ids), 1, adapter=FIRST)
+    assert (stored(engine, twin) > 0) == (number != NUMBER)
+    assert stored(engine, request) == stored(engine, twin) * (number != NUMBER)
