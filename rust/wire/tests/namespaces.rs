@@ -414,6 +414,35 @@ fn namespace_idle_longest_is_closed_at_the_limit() {
 }
 
 #[test]
+fn idle_namespace_stays_open_while_its_engine_restarts() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let config = ServerConfig { restart_grace: LONG * 100, ..server_config(dir.path()) };
+    let server = Server::open(config).expect("a server");
+    drop(engine(dir.path(), 1, 1));
+    until("gone", || space(&server, 1).engines.is_empty());
+    std::thread::sleep(Duration::from_millis(300)); // some rounds of housekeeping
+    assert_eq!(space(&server, 1).namespace, [1; 32], "it is closed although it has no memory");
+}
+
+#[test]
+fn rejected_engine_does_not_close_an_idle_namespace() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let _active = engine(dir.path(), 2, 1);
+    let one = engine(dir.path(), 1, 1);
+    assert_eq!(save(&one, &chain(1, 1)), 1);
+    drop(one);
+    until("gone", || space(&server, 1).engines.is_empty());
+    let said = refusal(ClientConfig {
+        namespace: [1; 32],
+        frame_sizes: (5 * FRAME).into(),
+        ..remote_config(dir.path())
+    });
+    assert!(said.contains("too large for this server's slabs"), "{said}");
+    assert_eq!(found(&engine(dir.path(), 1, 1), &chain(1, 1)), 1);
+}
+
+#[test]
 fn idle_namespace_stays_open_until_its_clear_is_on_disk() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = Server::open(with_disk(dir.path())).expect("a server");

@@ -35,11 +35,14 @@ pub struct ServerConfig {
     /// How long frames stay reserved after the last process that can write to them has unmapped
     /// them.
     pub gpu_settle: Duration,
+    /// How long a namespace stays open after its last engine disconnects, even if another namespace
+    /// needs its space. An engine that restarts then finds its chunks.
+    pub restart_grace: Duration,
 }
 
 impl ServerConfig {
-    /// Returns settings with no disk, the default eviction policy, at most 16 connections and a
-    /// `gpu_settle` of 500 ms.
+    /// Returns settings with no disk, the default eviction policy, at most 16 connections, a
+    /// `gpu_settle` of 500 ms and a `restart_grace` of 5 minutes.
     #[must_use]
     pub fn new(socket: PathBuf, host_bytes: u64) -> Self {
         Self {
@@ -54,6 +57,7 @@ impl ServerConfig {
             settings: Vec::new(),
             max_connections: 16,
             gpu_settle: Duration::from_millis(500),
+            restart_grace: Duration::from_mins(5),
         }
     }
 }

@@ -70,9 +70,11 @@ pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
 }
 
 impl OpenNamespaces {
-    fn idle(&self) -> Vec<Arc<Namespace>> {
+    /// Returns the namespaces that have been idle for at least `min`, the longest idle first.
+    fn idle(&self, min: Duration) -> Vec<Arc<Namespace>> {
         let since = |namespace: &Arc<Namespace>| {
-            namespace.idle_since().map(|since| (since, Arc::clone(namespace)))
+            let since = namespace.idle_since().filter(|since| since.elapsed() >= min)?;
+            Some((since, Arc::clone(namespace)))
         };
         let mut idle: Vec<_> = self.namespaces.values().filter_map(since).collect();
         idle.sort_by_key(|(since, _)| *since);
@@ -82,16 +84,15 @@ impl OpenNamespaces {
     /// Returns an engine's namespace, and the namespaces that must be closed before it is opened.
     /// Returns `Busy` or `InvalidConfig` if a namespace that would have to be closed is not idle.
     fn namespace(&mut self, hello: &Hello) -> Result<(Arc<Namespace>, Vec<Arc<Namespace>>)> {
-        let mut gone = Vec::new();
         if let Some(namespace) = self.namespaces.get(&hello.namespace) {
             if namespace.is_for(hello) {
-                return Ok((Arc::clone(namespace), gone));
+                return Ok((Arc::clone(namespace), Vec::new()));
             }
-            if namespace.has_engines() {
+            if namespace.idle_since().is_none() {
                 return Err(shape_conflict(namespace, hello));
             }
-            gone.extend(self.namespaces.remove(&hello.namespace));
         }
+        let mut gone = Vec::new();
         let fits = self.pool.as_ref().map_or(Ok(()), |pool| pool.check(&hello.frame_sizes));
         if let Err(error) = fits {
             if self.namespaces.values().any(|namespace| namespace.idle_since().is_none()) {
@@ -100,8 +101,9 @@ impl OpenNamespaces {
             gone.extend(std::mem::take(&mut self.namespaces).into_values());
             self.pool = None;
         }
+        gone.extend(self.namespaces.remove(&hello.namespace));
         if self.namespaces.len() >= MAX_NAMESPACES {
-            let Some(idle) = self.idle().first().map(|namespace| namespace.hello.namespace) else {
+            let Some(idle) = self.idle(Duration::ZERO).first().map(|namespace| namespace.hello.namespace) else {
                 let message = format!(
                     "this kvloft server has reached its limit of {MAX_NAMESPACES} namespaces; \
                      start another server"
@@ -217,12 +219,13 @@ impl Namespaces {
         })
     }
 
-    /// Removes and returns idle namespaces without memory. If a namespace needs disk space, also
-    /// removes an idle namespace with memory, because its files can be deleted once it is closed.
-    pub(crate) fn remove_idle(&self) -> Vec<Arc<Namespace>> {
+    /// Removes and returns namespaces without memory that have been idle for at least `grace`. If a
+    /// namespace needs disk space, also removes one with memory, because its files can be deleted
+    /// once it is closed.
+    pub(crate) fn remove_idle(&self, grace: Duration) -> Vec<Arc<Namespace>> {
         let mut open = locked(&self.open);
         let mut is_short = self.disk.take_short();
-        let mut idle = open.idle();
+        let mut idle = open.idle(grace);
         let num_slabs =
             |namespace: &Arc<Namespace>| namespace.store().map(|store| store.num_slabs().0);
         idle.retain(|namespace| {

@@ -159,13 +159,13 @@ impl ServerState {
         }
     }
 
-    /// Moves slabs to namespaces that need them, and closes idle namespaces without memory. Returns
-    /// true if this method should be called again immediately.
+    /// Moves slabs to namespaces that need them, and closes namespaces that have long been idle and
+    /// have no memory. Returns true if this method should be called again immediately.
     pub(crate) fn rebalance(&self) -> bool {
         if self.namespaces.release_slabs() {
             return true;
         }
-        let idle = self.namespaces.remove_idle();
+        let idle = self.namespaces.remove_idle(self.config.restart_grace);
         for namespace in &idle {
             namespace.close(Duration::ZERO);
         }
