@@ -103,7 +103,9 @@ impl OpenNamespaces {
         }
         gone.extend(self.namespaces.remove(&hello.namespace));
         if self.namespaces.len() >= MAX_NAMESPACES {
-            let Some(idle) = self.idle(Duration::ZERO).first().map(|namespace| namespace.hello.namespace) else {
+            let Some(idle) =
+                self.idle(Duration::ZERO).first().map(|namespace| namespace.hello.namespace)
+            else {
                 let message = format!(
                     "this kvloft server has reached its limit of {MAX_NAMESPACES} namespaces; \
                      start another server"

@@ -220,10 +220,14 @@ fn read(disk: &dyn LocalTier, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> 
     (second, num_errors)
 }
 
-/// Frees slots from the end of the list, stopping at the first error. Returns the remaining slots.
+/// Frees slots from the end of the list, stopping at the first error. Returns the remaining slots,
+/// in an order in which the next call frees others before it tries the same slot again.
 fn free(disk: &dyn LocalTier, mut slots: Vec<SlotId>) -> Vec<SlotId> {
-    while slots.last().is_some_and(|&slot| guarded(|| disk.free(slot)).is_ok()) {
-        slots.pop();
+    while let Some(slot) = slots.pop() {
+        if guarded(|| disk.free(slot)).is_err() {
+            slots.insert(0, slot);
+            break;
+        }
     }
     slots
 }
@@ -314,4 +318,25 @@ fn find_slot(inner: &Locked, disk: &dyn LocalTier, class: SizeClass) -> Result<S
         has_evicted_other |= slot.class() != class;
     }
     Err(Written::NoRoom)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+    use crate::test_support::memory_tier::MemoryTier;
+
+    #[test]
+    fn test_a_slot_that_cannot_be_freed_does_not_block_others() {
+        let tier = MemoryTier::new(3);
+        let [one, bad, two] = [(); 3].map(|()| tier.reserve(SizeClass(0)).expect("a slot"));
+        let (key, parent) = (ChunkKey([1; 32]), ChunkKey([0; 32]));
+        tier.write(bad, &DiskMeta { key, parent, depth: 0, saved_s: 0 }, &[0; 64])
+            .expect("written");
+        tier.fail_frees.store(true, Ordering::SeqCst);
+        let left = free(&*tier, vec![one, bad, two]);
+        assert_eq!(left, [bad, one]);
+        assert_eq!(free(&*tier, left), [bad]);
+    }
 }

@@ -79,7 +79,7 @@ impl LocalTier for DiskTier {
             if is_no_space(&error) {
                 self.hold_growth();
             } else {
-                self.state().with(class, |slots| slots.has_blocks[slot.number() as usize] = false);
+                self.state().with(class, |slots| slots.write_failed(slot));
             }
             return Err(self.io_error("write", slot, error));
         }

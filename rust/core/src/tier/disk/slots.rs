@@ -1,9 +1,9 @@
 //! States of the slots of one size class. This module does no I/O.
 //!
 //! Invariant: free + punched + reserved + used = slots. Only free slots can be reserved. Free slots
-//! with blocks are reserved first, because they can be written even on a full file system. The
-//! other free slots may be holes, or slots to which a write has failed. Slots are reserved in the
-//! order in which they became free, so that a slot with a failed write is not retried immediately.
+//! with blocks are reserved first, because they can be written even on a full file system. Next are
+//! slots that may be holes, in the order in which they became free. A slot whose last write failed
+//! may be on damaged blocks, so chunks in other slots are evicted before it is reserved again.
 //! A punched slot has no blocks and uses no space; `refill` makes it free.
 
 use std::collections::{BTreeSet, VecDeque};
@@ -11,6 +11,26 @@ use std::collections::{BTreeSet, VecDeque};
 use super::budget::SlotCount;
 use super::types::SlotId;
 use crate::io::SizeClass;
+
+/// Number of writes after which one of the slots whose last write failed is used again, because the
+/// failure may have been temporary.
+const WRITES_BEFORE_RETRY: u32 = 1000;
+
+/// What is known about the blocks of a slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Blocks {
+    /// The slot may be a hole.
+    Unknown,
+    Allocated,
+    /// The last write failed, but not because the file system was full.
+    Failed,
+}
+
+impl Blocks {
+    fn new(are_allocated: bool) -> Self {
+        if are_allocated { Self::Allocated } else { Self::Unknown }
+    }
+}
 
 /// State of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,12 +61,15 @@ pub(super) struct Slots {
     class: SizeClass,
     frame_bytes: u64,
     states: Vec<SlotState>,
-    /// True for each slot that is known to have blocks on the file system.
-    pub(super) has_blocks: Vec<bool>,
+    blocks: Vec<Blocks>,
     /// Free slots that have blocks.
     free: VecDeque<u32>,
     /// Free slots that may lack blocks.
     holes: VecDeque<u32>,
+    /// Free slots whose last write failed.
+    failed: VecDeque<u32>,
+    /// Number of writes since a slot left `failed`.
+    num_written: u32,
     pub(super) punched: BTreeSet<u32>,
     /// True while the file system has no space to fill holes, so that holes are not reserved.
     pub(super) are_holes_held: bool,
@@ -78,9 +101,9 @@ impl Slots {
         let is_clean = |&slot: &u32| states[slot as usize] == SlotState::Free(false);
         let unsure = unsure.iter().map(|slot| slot.number());
         let holes = (0..count.slots).filter(is_clean).chain(unsure).collect();
-        let has_blocks = states.iter().map(|state| *state == SlotState::Used).collect();
+        let blocks = states.iter().map(|state| Blocks::new(*state == SlotState::Used)).collect();
         let frame_bytes = count.frame_bytes;
-        Self { class, frame_bytes, states, has_blocks, holes, punched, used, ..Self::default() }
+        Self { class, frame_bytes, states, blocks, holes, punched, used, ..Self::default() }
     }
 
     /// Returns the slot counts from which the size on disk is computed.
@@ -97,8 +120,8 @@ impl Slots {
 
     /// Returns the number of slots that are reserved but not written, or that are being freed.
     pub(super) fn reserved(&self) -> u64 {
-        let num_free = self.free.len() + self.holes.len() + self.punched.len();
-        (self.states.len() - num_free) as u64 - self.used
+        let num_free = self.free.len() + self.holes.len() + self.failed.len();
+        (self.states.len() - num_free - self.punched.len()) as u64 - self.used
     }
 
     /// Adds free slots, either with blocks or as holes, until there are `len` slots.
@@ -111,13 +134,13 @@ impl Slots {
         }
         let len = self.states.len().max(len as usize);
         self.states.resize(len, SlotState::Free(false));
-        self.has_blocks.resize(len, have_blocks);
+        self.blocks.resize(len, Blocks::new(have_blocks));
     }
 
     /// Removes the slots from number `len` to the end. These slots must be punched.
     pub(super) fn cut(&mut self, len: u32) {
         self.states.truncate(len as usize);
-        self.has_blocks.truncate(len as usize);
+        self.blocks.truncate(len as usize);
         self.punched.split_off(&len);
     }
 
@@ -131,7 +154,7 @@ impl Slots {
     pub(super) fn refill(&mut self, slots: impl Iterator<Item = u32>, have_blocks: bool) {
         for slot in slots {
             self.punched.remove(&slot);
-            self.has_blocks[slot as usize] = have_blocks;
+            self.blocks[slot as usize] = Blocks::new(have_blocks);
             self.left(SlotId::new(self.class, slot));
         }
     }
@@ -169,10 +192,13 @@ impl Slots {
         }
     }
 
-    /// Reserves a free slot, preferring slots with blocks.
+    /// Reserves a free slot, preferring slots with blocks. If all writes have failed, returns slots
+    /// whose last write failed.
     pub(super) fn take(&mut self) -> Option<SlotId> {
         let holes = (!self.are_holes_held).then_some(&mut self.holes);
-        let number = self.free.pop_front().or_else(|| holes?.pop_front())?;
+        let failed = (self.used == 0).then_some(&mut self.failed);
+        let number = self.free.pop_front().or_else(|| holes?.pop_front());
+        let number = number.or_else(|| failed?.pop_front())?;
         let slot = SlotId::new(self.class, number);
         let is_unsure = self.states[number as usize] == SlotState::Free(true);
         self.set(slot, SlotState::Reserved(is_unsure));
@@ -192,7 +218,17 @@ impl Slots {
     pub(super) fn written(&mut self, slot: SlotId) {
         self.set(slot, SlotState::Used);
         self.used += 1;
-        self.has_blocks[slot.number() as usize] = true;
+        self.blocks[slot.number() as usize] = Blocks::Allocated;
+        self.num_written += 1;
+        if self.num_written >= WRITES_BEFORE_RETRY {
+            self.num_written = 0;
+            self.holes.extend(self.failed.pop_front());
+        }
+    }
+
+    /// Records that a write to the slot failed, but not because the file system was full.
+    pub(super) fn write_failed(&mut self, slot: SlotId) {
+        self.blocks[slot.number() as usize] = Blocks::Failed;
     }
 
     /// Starts to free a slot and returns its previous state. The caller must then call `left` or
@@ -209,8 +245,11 @@ impl Slots {
     /// Records that the slot is free and that its record is empty.
     pub(super) fn left(&mut self, slot: SlotId) {
         self.set(slot, SlotState::Free(false));
-        let queue =
-            if self.has_blocks[slot.number() as usize] { &mut self.free } else { &mut self.holes };
+        let queue = match self.blocks[slot.number() as usize] {
+            Blocks::Allocated => &mut self.free,
+            Blocks::Unknown => &mut self.holes,
+            Blocks::Failed => &mut self.failed,
+        };
         queue.push_back(slot.number());
     }
 

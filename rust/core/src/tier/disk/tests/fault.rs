@@ -368,6 +368,26 @@ fn test_a_slot_that_has_blocks_and_refused_a_write_comes_after_holes() {
 }
 
 #[test]
+fn test_a_slot_that_refused_a_write_is_not_retried_while_others_can_be_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tier, files) = small(&config(dir.path(), 2), 2);
+    let (mut kept, bad) = (put(&tier, 0), tier.reserve(SizeClass(0)).unwrap());
+    files.inject(Rule::new(Fault::Refuse(EIO)).on(&[Call::Write]).in_file("frames").times(1));
+    assert!(tier.write(bad, &meta_of(1), &frame_of(1, 0)).is_err());
+    tier.free(bad).unwrap();
+    let mut num_written = 0;
+    while tier.reserve(SizeClass(0)).is_err() {
+        tier.free(kept).unwrap();
+        kept = put(&tier, num_written);
+        assert_ne!(kept, bad);
+        num_written += 1;
+        assert!(num_written < 2000, "the failure may have been temporary");
+    }
+    assert!(num_written > 100, "{num_written}");
+    assert_eq!((tier.stats().slots_used, tier.stats().slots_reserved), (1, 1));
+}
+
+#[test]
 fn test_a_full_file_system_without_allocation_takes_writes_to_slots_that_have_blocks() {
     let dir = tempfile::tempdir().unwrap();
     let (tier, files) = small(&config(dir.path(), 64), 4);
