@@ -19,6 +19,7 @@ from sim_paged import BlockPool, Work, Workers
 from sim_request import Request, Setup, tokens_of
 
 from kvloft.plan import PlanSettings, SchedulerCore
+from kvloft.plan.breaker import RETRY_S
 from kvloft.seam.batch import Tables
 from kvloft.seam.plan import StepPlan
 from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
@@ -81,6 +82,7 @@ class SymbolicEngine:
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.core.meet_engine(lambda: len(self.running), RETRY_S)
         self.steps: deque[Step] = deque()
         self.preempted_by_reset: set[str] = set()
         self.received: dict[str, int] = {}

@@ -2,6 +2,7 @@
 then a single load is tried.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -99,6 +100,15 @@ def test_one_load_probes_after_a_pause() -> None:
     for _ in range(MAX_FAILED_LOADS):
         assert load(engine, broken={0})
     assert not load(engine, broken={0})
+
+
+def test_no_load_follows_if_a_failed_load_fails_its_request() -> None:
+    engine = warm()
+    engine.core.meet_engine(lambda: 0, math.inf)
+    while load(engine, broken={0}):
+        pass
+    engine.now += 1000 * RETRY_S
+    assert offered(engine) == 0
 
 
 def test_loads_that_fail_late_do_not_lengthen_the_pause() -> None:

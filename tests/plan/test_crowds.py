@@ -152,6 +152,17 @@ def test_blocks_that_vllm_evicted_again_are_not_waited_for() -> None:
     settle(engine)
 
 
+def test_running_requests_outside_a_step_occupy_slots() -> None:
+    """With pipeline parallelism, a step contains only a part of the running requests."""
+    engine = warm(local_cache=False, max_running=3, num_blocks=60)
+    engine.running += [Request("x", [1], 1), Request("y", [2], 1), Request("z", [3], 1)]
+    engine.core.plan_step(StepView())
+    first, second = (Request(f"r{i}", [*PROMPT[:WHOLE], i], 2) for i in range(2))
+    assert engine.match(first, 0) == WHOLE
+    engine.core.admit(first, WHOLE, tables(range(20, 24)))  # type: ignore[arg-type]
+    assert engine.match(second, 0) is None
+
+
 def test_no_more_is_loaded_than_there_are_seats_and_one_ahead_unless_loads_hang() -> None:
     engine = warm(local_cache=False, max_running=2, num_blocks=60, wait_s=5.0)
     for i in range(5):

@@ -365,3 +365,14 @@ def test_a_hit_on_part_of_a_block_is_not_a_siblings_load() -> None:
     engine.core.match(request, 0)
     engine.core.admit(request, 0, tables(table))
     assert saved_blocks(engine.core.plan_step(view_of_new(1, table, 11)))
+
+
+@pytest.mark.parametrize("ends", ["pause_caching", "release_waiting"])
+def test_waiting_requests_release_their_chunks(ends: str) -> None:
+    """Requests can wait for minutes while weights are replaced."""
+    engine = SymbolicEngine(Setup(local_cache=False))
+    serve(engine, Request("first", list(PROMPT), 1))
+    assert engine.match(Request("r", list(PROMPT), 1), 0)
+    assert any(entry.pins for entry in engine.store.entries.values())
+    getattr(engine.core, ends)()
+    assert not any(entry.pins for entry in engine.store.entries.values())

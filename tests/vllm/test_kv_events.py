@@ -205,6 +205,7 @@ def test_events_are_repeated_only_after_vllms_clear_event() -> None:
         SimpleNamespace(repeat=lambda: told.append("again")),
         SimpleNamespace(kv_event_queue=["before"], get_num_free_blocks=lambda: 5, num_gpu_blocks=9),
     )
+    half._own_pool = lambda: None
     half.hear_pool_reset(pool)()
     assert not told
     after = half.hear_pool_reset(pool)

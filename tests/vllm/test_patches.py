@@ -5,6 +5,9 @@ has the consequence that its row states.
 import gc
 import importlib
 import inspect
+import logging
+import math
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
@@ -14,11 +17,12 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvloft.errors import UnsupportedError
+from kvloft.plan.breaker import RETRY_S
 from kvloft.vllm import patches, scheduler_half
 from kvloft.vllm.connector import KVLoftConnector
 from kvloft.vllm.identity.reload import HARMLESS
 from kvloft.vllm.patches import PATCHES, Missing, Patch, listen, settle, wrap
-from kvloft.vllm.scheduler_half import SchedulerHalf
+from kvloft.vllm.scheduler_half import LOADS_FAIL_REQUESTS, SchedulerHalf, _max_running
 
 pytestmark = pytest.mark.short
 NOT_HARMLESS = frozenset(
@@ -239,6 +243,36 @@ def engine() -> Any:
     return SimpleNamespace(core=Core(), half=half)
 
 
+@pytest.mark.parametrize(
+    ("clears", "weights_go", "call"),
+    [(False, False, "release"), (True, False, "reset"), (False, True, "reset")],
+)
+def test_a_pause_releases_what_waiting_requests_hold(
+    engine: Any, clears: bool, weights_go: bool, call: str
+) -> None:
+    half = engine.half
+    half._clears_on_pause, half._weights_go = clears, weights_go
+    half.core.reset = lambda: half.core.calls.append("reset")
+    half.core.release_waiting = lambda: half.core.calls.append("release")
+    after = half.hear_pause()
+    half.reset()
+    after()
+    half.reset()
+    assert half.core.calls == [call, "reset"]
+
+
+@pytest.mark.parametrize(
+    ("config", "num"),
+    [
+        (SimpleNamespace(max_num_seqs=8), 8),
+        (SimpleNamespace(max_num_seqs=8, max_num_active_seqs=None), 8),
+        (SimpleNamespace(max_num_seqs=8, max_num_active_seqs=3), 3),
+    ],
+)
+def test_the_number_of_running_requests_is_vllms_limit(config: Any, num: int) -> None:
+    assert _max_running(config) == num
+
+
 def test_a_reset_by_pause_differs_from_a_users_reset(engine: Any) -> None:
     engine.core.reset()
     engine.core._reset_caches()
@@ -328,13 +362,18 @@ def test_the_sleep_of_another_engine_in_this_process_is_ignored(engine: Any) -> 
 def test_a_reset_of_vllms_own_cache_is_noted_if_it_succeeded(num_free: int) -> None:
     noted: list[int] = []
     half: Any = object.__new__(SchedulerHalf)
-    half._announcer = None
+    half._announcer, half._own_pool = None, lambda: None
     half.core = SimpleNamespace(note_pool_reset=lambda: noted.append(num_free))
     pool = SimpleNamespace(
         kv_event_queue=(), get_num_free_blocks=lambda: num_free, num_gpu_blocks=9
     )
     half.hear_pool_reset(pool)()
     assert noted == [8][: num_free == 8]
+    half._own_pool = lambda: pool
+    half.hear_pool_reset(pool)()
+    assert noted == [8, 8][: 2 * (num_free == 8)]
+    half._own_pool = object
+    assert half.hear_pool_reset(pool) is None, "another engine's pool in the same process"
 
 
 def new_connector() -> Any:
@@ -342,14 +381,18 @@ def new_connector() -> Any:
     connector = object.__new__(KVLoftConnector)
     core = SimpleNamespace(has_siblings=False)
     core.meet_siblings = partial(setattr, core, "has_siblings", True)
-    connector._scheduler = SimpleNamespace(siblings=None, core=core)  # type: ignore[assignment]
+    core.meet_engine = lambda *args: setattr(core, "engine", args)
+    half = object.__new__(SchedulerHalf)
+    half.siblings, half.core, half._loads_allowed = None, core, True  # type: ignore[assignment]
+    half._log = SimpleNamespace(pause_text="")  # type: ignore[assignment]
+    connector._scheduler = half
     return connector
 
 
 def new_scheduler(connector: Any, **more: Any) -> Any:
     class Scheduler:
         def __init__(self) -> None:
-            self.connector, self.added = connector, list[int]()
+            self.connector, self.added, self.running = connector, list[int](), [1, 2, 3]
             vars(self).update({"defer_block_free": True} | more)
 
         def add_request(self, request: int) -> None:
@@ -400,6 +443,37 @@ def test_a_child_of_multi_connector_finds_its_siblings() -> None:
     made.add_request(1)
     assert (child._scheduler.siblings, made.defer_block_free) == ((sibling,), True)
     assert child._scheduler.core.has_siblings
+
+
+@pytest.mark.parametrize("is_child", [False, True])
+@pytest.mark.parametrize(
+    ("attributes", "num_running", "retry_s"),
+    [
+        ({}, 3, RETRY_S),
+        ({"recompute_kv_load_failures": True, "num_waiting_for_streaming_input": 2}, 5, RETRY_S),
+        ({"recompute_kv_load_failures": False}, 3, math.inf),
+    ],
+)
+def test_the_schedulers_settings_apply(
+    is_child: bool,
+    attributes: dict[str, Any],
+    num_running: int,
+    retry_s: float,
+    logged: Callable[[], list[logging.LogRecord]],
+) -> None:
+    """MultiConnector's children have settings of their own, which vLLM ignores."""
+    own = new_connector()
+    parent = SimpleNamespace(_connectors=[own, object()]) if is_child else own
+    scheduler = new_scheduler(parent, **attributes)()
+    own.meet_scheduler(scheduler)
+    count_running, retries = own._scheduler.core.engine
+    assert (count_running(), retries) == (num_running, retry_s)
+    scheduler.running = []
+    assert count_running() == num_running - 3
+    is_retried = retry_s == RETRY_S
+    assert own._scheduler._log.pause_text == ("" if is_retried else "until the engine restarts")
+    warnings = [record.getMessage() for record in logged() if record.levelname == "WARNING"]
+    assert warnings == ([] if is_retried else [LOADS_FAIL_REQUESTS])
 
 
 def test_a_scheduler_with_late_free_page_reads_keeps_deferring() -> None:

@@ -148,6 +148,13 @@ class Engine:
         return ["done"]
 
 
+def test_rpcs_of_another_engine_in_the_process_are_ignored(model: Any) -> None:
+    half, own = Core(), object()
+    watch = WeightsWatch(model, AUTO, half.stop, is_of=lambda engine: engine is own)
+    assert watch.hear_rpc(object(), "train_on") is None and not half.reasons
+    assert watch.hear_rpc(own, "train_on") is not None and half.reasons
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "stops"),
     [

@@ -17,8 +17,9 @@ class CircuitBreaker:
     If a failed load fails its request, ``retry_s`` is infinite, so the breaker never retries.
     """
 
-    def __init__(self, retry_s: float) -> None:
-        self._retry_s = retry_s
+    def __init__(self) -> None:
+        self.retry_s = RETRY_S
+        """Pause in seconds after too many failed loads."""
         self._failed_in_a_row = 0
         self._open_until_s = 0.0
 
@@ -37,5 +38,5 @@ class CircuitBreaker:
         self._failed_in_a_row = self._failed_in_a_row + 1 if failed else 0
         if not (self.has_tripped and was_allowed):
             return False
-        self._open_until_s = now_s + self._retry_s
+        self._open_until_s = now_s + self.retry_s
         return True

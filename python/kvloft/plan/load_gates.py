@@ -107,7 +107,7 @@ class LoadGates:
         pool = settings.pool
         self._budget = None if pool is None else BlockBudget(settings.shape.groups, pool)
         self._budget_changed_s = float("-inf")
-        self.num_running = 0
+        self.count_running: Callable[[], int] = lambda: 0
         self.incoming: dict[ReqId, IncomingUnits] = {}
         """Loads in progress that are expected to load all their units."""
         self.slots_were_taken = False
@@ -155,7 +155,7 @@ class LoadGates:
             return False
         num_loading = sum(units.began_s >= now - self._wait_s for units in self.incoming.values())
         limit = self._max_running + max(1, self._max_running // 8)
-        self.slots_were_taken = self.num_running + num_loading >= limit
+        self.slots_were_taken = self.count_running() + num_loading >= limit
         return self.slots_were_taken
 
     # -- GPU blocks -----------------------------------------------------------------------------

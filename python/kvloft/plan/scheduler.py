@@ -42,7 +42,7 @@ class SchedulerCore:
         self._clock, self._arena = clock, settings.arena
         self._shape, self._unit_tokens = settings.shape, settings.shape.unit_tokens
         self._loads_allowed, self._saves_allowed = settings.loads_allowed, settings.saves_allowed
-        self._breaker = CircuitBreaker(settings.retry_loads_s)
+        self._breaker = CircuitBreaker()
         self._notes = EventNotes(announcer)
         context = PlanContext(store, settings, clock, self._breaker, self._notes)
         self._context, self._requests, self.counters = context, context.requests, context.counters
@@ -64,6 +64,13 @@ class SchedulerCore:
         """True if vLLM's prefix cache may contain KV from before a reset, and hits are not checked
         against their writers because no group has full attention.
         """
+
+    def meet_engine(self, count_running: Callable[[], int], retry_loads_s: float) -> None:
+        """Set what is known only once vLLM's scheduler exists: a function that counts running
+        requests, and the pause in seconds after too many failed loads.
+        """
+        self._admission.gates.count_running = count_running
+        self._breaker.retry_s = retry_loads_s
 
     def meet_siblings(self) -> None:
         """Record that this connector is one of several children of MultiConnector."""
@@ -122,7 +129,6 @@ class SchedulerCore:
             self._loads.plan(request, num_tokens)
             return
         request.drop_lease()
-        self._admission.gates.num_running += 1
         num_left = request.num_prompt_tokens - request.local_tokens
         self._admission.disk.backlog.enter(live.req_id, num_left)
 
@@ -153,7 +159,6 @@ class SchedulerCore:
     def plan_step(self, step: StepView) -> StepPlan:
         """Return the workers' plan, which contains all queued loads and new saves."""
         self._is_pool_empty = False
-        self._admission.gates.num_running = len(step.running) + len(step.new)
         self._scheduled = step.num_scheduled_tokens
         for req_id in step.preempted:
             self._preempt(req_id)
@@ -267,8 +272,6 @@ class SchedulerCore:
         """Remove a request that finished or was aborted. Copies in flight still settle (I5)."""
         request = self._requests.pop(req_id, None)
         self._admission.forget(req_id)
-        if req_id in self._scheduled:
-            self._admission.gates.num_running -= 1
         if request is not None:
             self._saves.drop_owed(request)
             request.drop_lease()
@@ -292,7 +295,7 @@ class SchedulerCore:
         either.
         """
         self._mark_kv_outdated()
-        self._admission.release_all()
+        self.release_waiting()
         self._store.clear()
 
     def _mark_kv_outdated(self) -> None:
@@ -303,6 +306,12 @@ class SchedulerCore:
             request.forget_saves()
         self._writers.clear()
         self._hits_may_be_outdated = not (self._shape.is_dense or self._is_pool_empty)
+
+    def release_waiting(self) -> None:
+        """Release the chunks that waiting requests hold in host memory. The requests are matched
+        again.
+        """
+        self._admission.release_all()
 
     def replace_adapter(self, number: int) -> None:
         """Compute the keys of a LoRA adapter's requests again, because its weights may be replaced.
@@ -324,7 +333,7 @@ class SchedulerCore:
         weights.
         """
         self._is_caching_paused = True
-        self._admission.release_all()
+        self.release_waiting()
 
     def resume_caching(self) -> None:
         """Allow offers and saves again. KV computed since `pause_caching` is not saved."""

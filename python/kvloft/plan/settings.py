@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from kvloft.plan.breaker import RETRY_S
 from kvloft.seam.shape import ArenaSpec, CacheShape
 
 
@@ -35,12 +34,10 @@ class PlanSettings:
     saves_allowed: bool = True
     shares_blocks: bool = False
     """True if vLLM's prefix cache is enabled, so requests can share the blocks of a load."""
-    retry_loads_s: float = RETRY_S
-    """Pause in seconds after too many failed loads; infinite if loads are not retried."""
     save_prompts_only: bool = False
     """True if generated tokens are not saved. A request can override this setting."""
     max_running: int | None = None
-    """Maximum number of running requests in vLLM; None if unknown."""
+    """Maximum number of requests that vLLM runs; None if unknown."""
     draft_limit: int | None = None
     """Request length, in tokens, up to which the engine runs the draft model in every step. None if
     there is no draft model or no limit.

@@ -253,14 +253,13 @@ class KVLoftConnector(KVConnectorBase_V1):
             return
         children = getattr(scheduler.connector, "_connectors", ())
         if scheduler.connector is self:
-            self._scheduler.siblings = ()
+            self._scheduler.meet_scheduler(scheduler, ())
             # HiSparse reads pages after they have been freed.
             if not getattr(scheduler, "defer_async_loads", False):
                 scheduler.defer_block_free = False
         elif any(child is self for child in children):
-            self._scheduler.siblings = tuple(child for child in children if child is not self)
-            if self._scheduler.siblings:
-                self._scheduler.core.meet_siblings()
+            others = tuple(child for child in children if child is not self)
+            self._scheduler.meet_scheduler(scheduler, others)
 
     @_miss_on_error(lambda self: ())
     def take_events(self) -> Iterable[KVCacheEvent]:

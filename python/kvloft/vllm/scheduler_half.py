@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
@@ -74,6 +75,21 @@ REPLACEABLE_WEIGHTS = (
     "engine (weight_transfer_config, worker_extension_cls), because other engines would load KV "
     "computed with different weights. Remove the `server` setting."
 )
+LOADS_FAIL_REQUESTS = (
+    "kvloft: a request whose load fails returns an error; to compute the tokens instead, set "
+    '"kv_load_failure_policy": "recompute" in --kv-transfer-config (with MultiConnector, in the '
+    "configuration of MultiConnector)"
+)
+
+
+def _max_running(config: Any) -> int:
+    """Return the maximum number of requests that vLLM runs, from its SchedulerConfig."""
+    return getattr(config, "max_num_active_seqs", None) or config.max_num_seqs
+
+
+def _num_running(scheduler: Any) -> int:
+    """Return the number of requests that occupy one of vLLM's slots for running requests."""
+    return len(scheduler.running) + getattr(scheduler, "num_waiting_for_streaming_input", 0)
 
 
 class SchedulerHalf:
@@ -115,18 +131,16 @@ class SchedulerHalf:
         self._announcer = announcer_of(
             vllm_config, ranks[0], self._store, shape, is_shared=self._is_shared
         )
-        # Without recomputation, a failed load fails its request, so do not retry loads.
-        is_recomputed = getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute"
+        self._loads_allowed = transfer is None or transfer.is_kv_consumer
         settings = PlanSettings(
             shape,
             arena=arena,
             wait_s=config.load_timeout,
-            loads_allowed=transfer is None or transfer.is_kv_consumer,
+            loads_allowed=self._loads_allowed,
             saves_allowed=transfer is None or transfer.is_kv_producer,
             shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
-            retry_loads_s=RETRY_S if is_recomputed else math.inf,
             save_prompts_only=config.save == "prompt",
-            max_running=vllm_config.scheduler_config.max_num_seqs,
+            max_running=_max_running(vllm_config.scheduler_config),
             draft_limit=draft_limit(vllm_config),
             pool=pool_size(vllm_config, ranks[0], shape),
         )
@@ -144,14 +158,18 @@ class SchedulerHalf:
         self._is_stopped = False
         self.siblings: tuple[Any, ...] | None = None
         """The other children of MultiConnector, or () if this is the only connector. None until
-        `KVLoftConnector.meet_scheduler` is called.
+        `meet_scheduler` is called.
         """
         self._asks_siblings = False
+        self._own_pool: Callable[[], Any] = lambda: None
+        """Returns vLLM's block pool. Returns None before `meet_scheduler` is called."""
         sees_pauses = None not in (PAUSE_RESET.find(), ENGINE_SLEEP.find())
         self._clears_on_pause = not sees_pauses or config.on_pause == "clear" or self._is_live
         self._weights_go, self._has_draft_kv = False, has_draft_kv(vllm_config)
         self._can_sleep = bool(vllm_config.model_config.enable_sleep_mode)
-        self._watch = WeightsWatch(vllm_config.model_config, vllm_config.load_config, self.stop)
+        self._watch = WeightsWatch(
+            vllm_config.model_config, vllm_config.load_config, self.stop, is_of=self._is_of
+        )
         listen(ENGINE_RPC, self._watch.hear_rpc)
         listen(ENGINE_RPC, self.hear_rpc)
         listen(ADD_ADAPTER, self.see_adapter)
@@ -184,6 +202,24 @@ class SchedulerHalf:
         return _core.KeyChain(root, block_tokens=self._unit_tokens, lookahead=lookahead)
 
     # -- hooks ------------------------------------------------------------------------------------
+
+    def meet_scheduler(self, scheduler: Any, siblings: tuple[Any, ...]) -> None:
+        """Use what only vLLM's scheduler knows. ``siblings`` are MultiConnector's other children.
+
+        MultiConnector's setting for failed loads applies, not those of its children.
+        """
+        self.siblings = siblings
+        if siblings:
+            self.core.meet_siblings()
+        pool = getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)
+        if pool is not None:
+            self._own_pool = weakref.ref(pool)
+        retry_s = RETRY_S
+        if self._loads_allowed and not getattr(scheduler, "recompute_kv_load_failures", True):
+            retry_s = math.inf  # every attempt could fail a request
+            self._log.pause_text = "until the engine restarts"
+            logger.warning(LOADS_FAIL_REQUESTS)
+        self.core.meet_engine(partial(_num_running, weakref.proxy(scheduler)), retry_s)
 
     def renew(self) -> None:
         """Switch to a new server if the old server has exited. Call this only between plans."""
@@ -256,6 +292,7 @@ class SchedulerHalf:
         only sign of new weights.
         """
         if _pausing.get() and not (self._clears_on_pause or self._weights_go):
+            self.core.release_waiting()  # nothing is admitted during the pause
             return
         self._weights_go = False
         self.core.reset()
@@ -347,10 +384,13 @@ class SchedulerHalf:
         is_load = can_load_weights(method) and self._is_of(engine)
         return IfReturned(self.core.resume_caching) if is_load else None
 
-    def hear_pool_reset(self, pool: Any, *_args: Any, **_kwargs: Any) -> Callable[[], None]:
+    def hear_pool_reset(self, pool: Any, *_args: Any, **_kwargs: Any) -> Callable[[], None] | None:
         """Publish kvloft's events again after vLLM has published the removal of all blocks, and
         record that hits contain no KV from before the reset.
         """
+        own_pool = self._own_pool()
+        if own_pool is not None and pool is not own_pool:  # of another engine in this process
+            return None
         queued = len(pool.kv_event_queue)
 
         def note_reset() -> None:

@@ -37,7 +37,7 @@ MISFITS = (
     "full-size frames. The metric save_misfit_chunks counts these chunks"
 )
 LOADS_FAIL = (
-    f"kvloft: {MAX_FAILED_LOADS} consecutive loads failed; pausing loads and saves for a minute "
+    f"kvloft: {MAX_FAILED_LOADS} consecutive loads failed; pausing loads and saves %s "
     "(namespace %s). Until then, prompts are computed instead of loaded. See the workers' log "
     "for the reason"
 )
@@ -51,6 +51,8 @@ class StoreLog:
         self._store, self._namespace = store, namespace.hex()[:16]
         self._next_warning_s: dict[str, float] = {}
         self._last_event = ""
+        self.pause_text = "for a minute"
+        """How long loads are paused after too many failures."""
 
     def log_events(self) -> None:
         """Log the store's events since the last call: problems as WARNING, recoveries as INFO.
@@ -73,7 +75,7 @@ class StoreLog:
         num_unwritten = counts["disk_dropped"] + counts["disk_write_errors"]
         self._warn(0 if counts["disk_bytes_written"] else num_unwritten, NO_ROOM)
         if counts["load_breaker_trips"]:
-            logger.error(LOADS_FAIL, self._namespace)
+            logger.error(LOADS_FAIL, self.pause_text, self._namespace)
 
     def _warn(
         self, num: int, text: str, *, unit: str = "chunk", level: int = logging.WARNING

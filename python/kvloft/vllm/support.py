@@ -290,11 +290,4 @@ def transfer_warnings(transfer: Any) -> list[str]:
         found.append(
             f'with "kv_role": "{transfer.kv_role}", this engine {does}; use "kv_both" for both'
         )
-    policy = getattr(transfer, "kv_load_failure_policy", "recompute")
-    if transfer.is_kv_consumer and policy != "recompute":
-        found.append(
-            "a request whose load fails returns an error; to compute the tokens instead, set "
-            '"kv_load_failure_policy": "recompute" in --kv-transfer-config (with MultiConnector, '
-            "in the configuration of MultiConnector)"
-        )
     return found

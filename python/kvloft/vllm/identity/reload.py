@@ -28,16 +28,25 @@ class WeightsWatch:
     """Observes calls that may replace weights, and calls ``stop(reason)`` if the weights may have
     changed since startup.
 
-    ``model`` and ``load`` are vLLM's ModelConfig and LoadConfig.
+    ``model`` and ``load`` are vLLM's ModelConfig and LoadConfig. ``is_of`` returns False for an
+    engine with other weights.
     """
 
-    def __init__(self, model: Any, load: Any, stop: Callable[[str], None]) -> None:
-        self._name, self._stop = (model.model, model.revision), stop
+    def __init__(
+        self,
+        model: Any,
+        load: Any,
+        stop: Callable[[str], None],
+        is_of: Callable[[Any], bool] = lambda _engine: True,
+    ) -> None:
+        self._name, self._stop, self._is_of = (model.model, model.revision), stop, is_of
         self._is_dummy = str(load.load_format) == "dummy"
         self._files, self._commit = look(model.model), hub_commit(*self._name)
 
-    def hear_rpc(self, _core: Any, /, *args: Any, **kwargs: Any) -> Callable[[], None] | None:
+    def hear_rpc(self, engine: Any, /, *args: Any, **kwargs: Any) -> Callable[[], None] | None:
         """Process a call to the engine core's collective_rpc(method, timeout, args, kwargs)."""
+        if not self._is_of(engine):
+            return None
         given = dict(zip(("method", "timeout", "args", "kwargs"), args, strict=False)) | kwargs
         method = given.get("method")
         if method == RELOAD:
