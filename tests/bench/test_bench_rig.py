@@ -8,7 +8,6 @@ import ctypes
 import gc
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -75,7 +74,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 
 def make_rig(host: HostFrames, order: str = "ascending", slot_parts: int = 2) -> Rig:
     tuning = Tuning(2, slot_parts * PART)
-    return Rig(Case(PAGE, 1), host, CHUNKS * PAGE, tuning, Path("/nowhere"), frame_order=order)
+    return Rig(Case(PAGE, 1), host, CHUNKS * PAGE, tuning, frame_order=order)
 
 
 @pytest.mark.parametrize("order", FRAME_ORDERS)

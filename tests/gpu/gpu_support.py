@@ -6,7 +6,6 @@ import ctypes
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,15 +23,12 @@ from kvloft.transfer.layout import PagedLayout, Plane
 from kvloft.transfer.mover import Finished
 
 POISON = 0xA5
-CACHE = Path("/tmp/kvloft-test-kernels")
 DEVICE = "cuda"
 """The device of paged KV. emulated_gpu.py replaces DEVICE and `make_kernels`."""
 
 
 def make_kernels(layout: PagedLayout, *, encodes: bool = False) -> Kernels:
-    return Kernels(
-        layout, torch.device("cuda", torch.cuda.current_device()), CACHE, encodes=encodes
-    )
+    return Kernels(layout, torch.device("cuda", torch.cuda.current_device()), encodes=encodes)
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """Checks that every kernel compiles for every supported architecture, without a GPU."""
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed: pip install 'cuda-core>=1'")
@@ -35,17 +33,8 @@ def test_kernels_that_encode_compile(arch: str) -> None:
         assert name.encode() in cubin
 
 
-def test_a_second_compilation_comes_from_the_cache(tmp_path: Path) -> None:
-    first = compile_kernels("sm_90", 16, tmp_path)
-    entries = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert entries
-    assert compile_kernels("sm_90", 16, tmp_path) == first
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == entries
-
-
-def test_kernels_compile_without_a_usable_cache(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert compile_kernels("sm_90", 16, tmp_path / "file" / "kernels").startswith(b"\x7fELF")
+def test_each_kernel_is_compiled_once_in_a_process() -> None:
+    assert compile_kernels("sm_90", 16) is compile_kernels("sm_90", 16)
 
 
 def test_a_failed_compilation_reports_the_compilers_output() -> None:

@@ -2,7 +2,9 @@
 invalid copies and failed driver calls.
 """
 
+import gc
 import random
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -71,6 +73,23 @@ def test_nothing_is_written_behind_a_payload(
         assert (frames.parts[copy.frame, len(want) : -TRAILER_BYTES] == POISON).all()
     assert (np.delete(frames.raw, num_ranks - 1, axis=1) == POISON).all()
     mover.close()
+
+
+def test_a_closed_mover_is_deleted_without_garbage_collection() -> None:
+    """It holds the host memory of a server, which must be unmapped soon after the server exits."""
+    paged = per_layer(2, 8, 4096)
+    mover = make_mover(paged, Frames(8, part_bytes_for(paged.block_bytes)), 1)
+    assert len(save(mover, copies_of(range(4), [[i] for i in range(4)])).saved) == 4
+    gc.collect()
+    gc.disable()
+    try:
+        mover.close()
+        mover.close()
+        is_alive = weakref.ref(mover)
+        del mover
+        assert is_alive() is None
+    finally:
+        gc.enable()
 
 
 def counting(name: str, original: Callable[..., None], counts: Counter[str]) -> Callable[..., None]:

@@ -129,7 +129,7 @@ class Queues(RuleBasedStateMachine):
         )
         for module in ("mover", "saves", "loads", "shared"):
             self.patch.setattr(f"kvloft.transfer.cuda.{module}.driver", driver)
-        self.patch.setattr(CudaMover, "_compute", lambda _: compute)
+        self.patch.setattr(mover_module, "_compute_stream", lambda _: compute)
         self.patch.setattr(mover_module, "_current_stream", lambda _: 0)
         self.patch.setattr(
             mover_module, "ramp", lambda chunks_per_piece, *_: tuple(range(1, chunks_per_piece))

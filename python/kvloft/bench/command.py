@@ -121,14 +121,12 @@ def run_copy(args: argparse.Namespace) -> int:
     try:
         gpu_bytes(("torch", "matplotlib") if args.plot else ("torch",))
         from kvloft.bench import copy
-        from kvloft.transfer.cuda.kernels import kernel_cache_dir
         from kvloft.transfer.cuda.lanes import Tuning
 
         with screen.status("starting") as status:
             result = copy.run(
                 payload_bytes=args.mib << 20,
                 tuning=Tuning(),
-                cache_dir=kernel_cache_dir(),
                 progress=status.update,
             )
     except (ImportError, UnsupportedError) as error:

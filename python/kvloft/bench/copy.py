@@ -43,13 +43,12 @@ class Bench:
     host: HostFrames
     payload_bytes: int
     tuning: Tuning
-    cache_dir: Path | None
     ceiling: Ceiling
     encodings: tuple[bool, ...]
     """False for raw frames, and True for compressed frames if the GPU supports them."""
 
     def rig(self, case: Case, **options: Any) -> Rig:
-        return Rig(case, self.host, self.payload_bytes, self.tuning, self.cache_dir, **options)
+        return Rig(case, self.host, self.payload_bytes, self.tuning, **options)
 
 
 def machine() -> dict[str, Any]:
@@ -79,7 +78,6 @@ def run(
     *,
     payload_bytes: int,
     tuning: Tuning,
-    cache_dir: Path | None,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """Run all measurements and return the results.
@@ -90,7 +88,7 @@ def run(
     ceiling = Ceiling(HostFrames(2 * payload_bytes), payload_bytes)
     host = HostFrames(2 * payload_bytes + (64 << 20) + 2 * payload_bytes // 8)
     encodings = (False, True) if device_encodes(torch.device("cuda")) else (False,)
-    bench = Bench(host, payload_bytes, tuning, cache_dir, ceiling, encodings)
+    bench = Bench(host, payload_bytes, tuning, ceiling, encodings)
     result: dict[str, Any] = {"machine": machine(), "tuning": dataclasses.asdict(tuning)}
     result["pages"] = list(_by_page(bench, progress))
     result["ceiling"] = {

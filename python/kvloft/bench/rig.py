@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -84,7 +83,6 @@ class Rig:
         host: HostFrames,
         payload_bytes: int,
         tuning: Tuning,
-        cache_dir: Path | None,
         *,
         macros: tuple[tuple[str, str], ...] = (),
         frame_order: str = "ascending",
@@ -113,7 +111,7 @@ class Rig:
             for i in range(case.num_planes)
         )
         layout = PagedLayout(planes, num_blocks, bytes(32))
-        kernels = Kernels(layout, self.buffer.device, cache_dir, macros=macros, encodes=encodes)
+        kernels = Kernels(layout, self.buffer.device, macros=macros, encodes=encodes)
         part = part_bytes_for(
             case.block_bytes, kernels.block_tiles.tiles_per_block if encodes else 0
         )

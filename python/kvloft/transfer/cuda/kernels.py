@@ -1,19 +1,17 @@
 """Compiles the kernels in csrc, and defines their launch parameters and the tile table.
 
-NVRTC compiles the kernels for the device, and cuda.core's program cache stores them on disk.
-Compilation does not require nvcc, torch's C++ ABI or a GPU. The launch parameters mirror
-kv_layout.cuh.
+NVRTC compiles the kernels for the device at each start, which takes about a second. They are not
+cached on disk, where they could be damaged or replaced. Compilation does not require nvcc, torch's
+C++ ABI or a GPU. The launch parameters mirror kv_layout.cuh.
 """
 
 import ctypes
-import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import resources
-from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -25,12 +23,9 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.frames import TILE_BYTES
 from kvloft.transfer.layout import PagedLayout
 
-logger = logging.getLogger(__name__)
-
 HEADERS = ("tag.cuh", "kv_layout.cuh", "piece.cuh")
 """The headers in dependency order: each header includes only earlier headers."""
 VEC_BYTES = (16, 8, 4, 1)
-CACHE_BYTES = 64 << 20
 CTA_THREADS: Final = 512
 WARPS_PER_CTA: Final = CTA_THREADS // 32
 MAX_SEGMENTS: Final = 128
@@ -53,11 +48,8 @@ class KernelError(UnsupportedError):
     """The kernels cannot be compiled on this machine."""
 
 
-@cache
 def kernel_source(family: Family = CHUNKS) -> str:
-    """Return the headers and sources of ``family`` as one string without #include lines, as the
-    program cache requires.
-    """
+    """Return the headers and sources of ``family`` as one string without #include lines."""
     folder = resources.files("kvloft") / "csrc"
     text = "".join(
         (folder / name).read_text(encoding="utf-8") for name in (*HEADERS, *family.sources)
@@ -65,10 +57,10 @@ def kernel_source(family: Family = CHUNKS) -> str:
     return re.sub(r'^#(include "[^"]+"|pragma once)\n', "", text, flags=re.MULTILINE)
 
 
+@cache
 def compile_kernels(
     arch: str,
     vec_bytes: int,
-    cache_dir: Path | None = None,
     *,
     family: Family = CHUNKS,
     macros: tuple[tuple[str, str], ...] = (),
@@ -77,15 +69,12 @@ def compile_kernels(
 
     Args:
         vec_bytes: width of memory accesses in the kernels.
-        cache_dir: directory of the cubin cache, or None to disable the cache. If the directory
-            cannot be used, log a warning and compile without it.
         macros: preprocessor macros for benchmarks that omit parts of the kernels.
 
     Raises KernelError with the compiler's log.
     """
     try:
         from cuda.core import Program, ProgramOptions
-        from cuda.core.utils import FileStreamProgramCache
     except ImportError as error:
         raise KernelError(
             "kvloft compiles GPU kernels with NVRTC, and a required package is missing "
@@ -97,35 +86,13 @@ def compile_kernels(
         name="kvloft_chunks", arch=arch, std="c++17", lineinfo=True, define_macro=defined
     )
     try:
-        open_cache = None
-        if cache_dir is not None:
-            open_cache = partial(FileStreamProgramCache, cache_dir, max_size_bytes=CACHE_BYTES)
-        return _compile(Program(kernel_source(family), "c++", options), open_cache)
+        program = Program(kernel_source(family), "c++", options)
+        return bytes(program.compile("cubin").code)
     # cuda.core raises various exceptions if NVRTC is missing, arch is invalid or compilation fails.
     except Exception as error:
         raise KernelError(
             f"kvloft's GPU kernels could not be compiled for {arch}: {error}"
         ) from error
-
-
-def _compile(program: Any, open_cache: Callable[[], Any] | None) -> bytes:
-    """Compile ``program``, without the cache if its directory cannot be used."""
-    if open_cache is not None:
-        try:
-            return bytes(program.compile("cubin", cache=open_cache()).code)
-        except OSError as error:
-            logger.warning(
-                "kvloft: cannot use the kernel cache (%s); compiling kernels at each start", error
-            )
-    return bytes(program.compile("cubin").code)
-
-
-def kernel_cache_dir() -> Path | None:
-    """Return ``~/.cache/kvloft/kernels``, or None if this user has no home directory."""
-    try:
-        return Path.home() / ".cache" / "kvloft" / "kernels"
-    except RuntimeError:
-        return None
 
 
 TILE: Final = np.dtype(
@@ -239,7 +206,6 @@ class Kernels:
         self,
         layout: PagedLayout,
         device: torch.device,
-        cache_dir: Path | None,
         *,
         encodes: bool = False,
         macros: tuple[tuple[str, str], ...] = (),
@@ -254,9 +220,7 @@ class Kernels:
         torch.cuda.current_stream(device).synchronize()
         self.vec_bytes, self.encodes = vec_bytes_of(layout), encodes
         family = E348 if encodes else CHUNKS
-        cubin = compile_kernels(
-            f"sm_{major}{minor}", self.vec_bytes, cache_dir, family=family, macros=macros
-        )
+        cubin = compile_kernels(f"sm_{major}{minor}", self.vec_bytes, family=family, macros=macros)
         functions = driver.load_functions(cubin, family[1:])
         self.gather, self.scatter = functions[family.gather], functions[family.scatter]
         self.block_tiles = BlockTiles.of(layout)

@@ -16,6 +16,7 @@ No step allocates GPU memory or waits for the device.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Final
 
@@ -27,7 +28,7 @@ from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.encoding import PartEncoding, can_encode
 from kvloft.transfer.cuda.jobs import LOAD_PREPARE_US, SAVE_PREPARE_US, ramp
-from kvloft.transfer.cuda.kernels import KernelError, Kernels, kernel_cache_dir
+from kvloft.transfer.cuda.kernels import KernelError, Kernels
 from kvloft.transfer.cuda.lanes import Lane, Tuning
 from kvloft.transfer.cuda.loads import Loads
 from kvloft.transfer.cuda.pieces import PieceLimits
@@ -94,8 +95,9 @@ class CudaMover:
         save_tuning = tuning.halved(stride) if encoded else tuning
         parts = [kind.with_slots(save_tuning.slot_bytes, tuning.slot_bytes) for kind in parts]
         bytes_ahead, num_blocks = (SLOTS_AHEAD - 1) * tuning.slot_bytes, kinds[0][0].num_blocks
+        self._compute = compute = partial(_compute_stream, self._device)
         self._shared = shared = Shared(
-            parts, kind_of, num_blocks, bytes_ahead, self._compute, self._break
+            parts, kind_of, num_blocks, bytes_ahead, compute, self._break
         )
         self.save_lane = Lane(all_kernels, save_tuning, frames, to_host=True)
         self.load_lane = Lane(all_kernels, tuning, frames, to_host=False)
@@ -174,6 +176,8 @@ class CudaMover:
         self.save_lane.close()
         self.load_lane.close()
         self._shared.registered.close()
+        # Without a reference cycle, the arena is unmapped as soon as the mover is deleted.
+        self._shared.fail = _ignore
 
     @property
     def is_behind(self) -> bool:
@@ -214,9 +218,14 @@ class CudaMover:
         self._saves.stop()
         self._loads.stop()
 
-    def _compute(self) -> driver.Stream:
-        """Return the current stream of the engine's forward pass. It can change between steps."""
-        return driver.Stream.view(_current_stream(self._device))
+
+def _ignore(_reason: str) -> None:
+    """Ignore an error of a closed mover."""
+
+
+def _compute_stream(device: torch.device) -> driver.Stream:
+    """Return the current stream of the engine's forward pass. It can change between steps."""
+    return driver.Stream.view(_current_stream(device))
 
 
 def _kernels_of(layout: PagedLayout, device: torch.device, *, encodes: bool) -> Kernels:
@@ -224,17 +233,16 @@ def _kernels_of(layout: PagedLayout, device: torch.device, *, encodes: bool) -> 
 
     Otherwise, returns kernels for raw parts. Raises the same exceptions as `Kernels`.
     """
-    cache_dir = kernel_cache_dir()
     if encodes:
         try:
-            return Kernels(layout, device, cache_dir, encodes=True)
+            return Kernels(layout, device, encodes=True)
         except (KernelError, driver.CudaError) as error:
             logger.warning(
                 "kvloft: storing KV uncompressed, because the compression kernels cannot be "
                 "compiled or loaded (%s)",
                 error,
             )
-    return Kernels(layout, device, cache_dir)
+    return Kernels(layout, device)
 
 
 def device_encodes(device: torch.device) -> bool:

@@ -78,6 +78,7 @@ class RegisteredRange:
             except driver.CudaError as error:
                 logger.warning("kvloft: host memory cannot be unregistered: %s", error)
         self._pieces.clear()
+        self._on_progress = lambda: None  # it may be a method of this object's owner
 
     def _run(self) -> None:
         try:
