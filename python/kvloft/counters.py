@@ -105,7 +105,7 @@ METRICS: Final = (
     _counter(
         "server_late_chunks",
         _ENGINE,
-        "Number of chunks not saved because the server responded late",
+        "Number of chunks whose saves were delayed because the server responded late",
     ),
     _counter("server_lost", _ENGINE, "Number of lost connections to the server"),
     _gauge("server_connected", _ENGINE, "1 while the engine is connected to the server"),
@@ -195,7 +195,11 @@ METRICS: Final = (
     _counter(
         "late_calls", _SPACE, "Number of late responses from the server, as reported by engines"
     ),
-    _counter("late_chunks", _SPACE, "Number of chunks not saved because the server responded late"),
+    _counter(
+        "late_chunks",
+        _SPACE,
+        "Number of chunks whose saves were delayed because the server responded late",
+    ),
     _gauge("slabs", _SPACE, "Number of slabs assigned to the namespace"),
     _gauge("share_percent", _NONE, "Fixed share of host memory in percent, if configured"),
     # Counted once per server.

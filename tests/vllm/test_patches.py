@@ -376,6 +376,10 @@ def test_a_reset_of_vllms_own_cache_is_noted_if_it_succeeded(num_free: int) -> N
     assert half.hear_pool_reset(pool) is None, "another engine's pool in the same process"
 
 
+class Pool:
+    """A block pool."""
+
+
 def new_connector() -> Any:
     """Return a connector that can be used alone or as a child of MultiConnector."""
     connector = object.__new__(KVLoftConnector)
@@ -465,7 +469,9 @@ def test_the_schedulers_settings_apply(
     own = new_connector()
     parent = SimpleNamespace(_connectors=[own, object()]) if is_child else own
     scheduler = new_scheduler(parent, **attributes)()
+    scheduler.kv_cache_manager = SimpleNamespace(block_pool=Pool())
     own.meet_scheduler(scheduler)
+    assert own._scheduler._own_pool() is scheduler.kv_cache_manager.block_pool
     count_running, retries = own._scheduler.core.engine
     assert (count_running(), retries) == (num_running, retry_s)
     scheduler.running = []

@@ -129,8 +129,8 @@ def notes(space: Status, disk_problems: list[str]) -> list[str]:
         found.append(line)
     if num := stats.get("late_calls", 0):
         found.append(
-            f"Late responses: {count_text(num)}; chunks not saved because of late responses: "
-            f"{count_text(stats['late_chunks'])}. The server or the engines lack CPU time; "
+            f"Late responses: {count_text(num)}; delayed saves: "
+            f"{count_text(stats['late_chunks'])} chunks. The server or the engines lack CPU time; "
             "increase server_timeout."
         )
     return found

@@ -315,14 +315,13 @@ class SchedulerCore:
 
     def replace_adapter(self, number: int) -> None:
         """Compute the keys of a LoRA adapter's requests again, because its weights may be replaced.
-        The KV that these requests have in GPU memory is not saved.
+        The requests then have unique keys, and their KV is not saved.
         """
         for request in self._requests.values():
             if request.live.uses_adapter(number):
                 self._saves.count_blocked(request)
                 self._saves.drop_owed(request)
                 request.restart_keys()
-                request.kv_outdated = request.blocks.has_blocks
 
     def note_pool_reset(self) -> None:
         """Record that vLLM's prefix cache is empty, so it contains no KV from before a reset."""

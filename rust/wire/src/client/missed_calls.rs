@@ -5,13 +5,14 @@ use std::time::{Duration, Instant};
 /// Minimum interval between log lines about missed calls.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Counters of missed calls and of the chunks that were not saved because of them. The first missed
-/// call is logged immediately. After that, new missed calls are logged at most once per
+/// Counters of missed calls and of the chunks whose saves they delayed. The first missed call is
+/// logged immediately. After that, new missed calls are logged at most once per
 /// [`LOG_INTERVAL`].
 #[derive(Debug, Default)]
 pub(crate) struct MissedCalls {
     pub(crate) num: u64,
-    /// Number of chunks that got no frame because the reservation got no response.
+    /// Number of chunks that got no frame because the reservation got no response. The engine
+    /// reserves them again in the next step; each attempt counts.
     pub(crate) num_chunks: u64,
     num_logged: u64,
     num_chunks_logged: u64,
@@ -21,8 +22,8 @@ pub(crate) struct MissedCalls {
 }
 
 impl MissedCalls {
-    /// Returns the number of missed calls and the number of unsaved chunks since this method was
-    /// last called. The client sends both to the server, which adds them to its counters.
+    /// Returns the number of missed calls and the number of delayed chunks since this method
+    /// was last called. The client sends both to the server, which adds them to its counters.
     pub(crate) fn take_new(&mut self) -> [u64; 2] {
         let reported = std::mem::replace(&mut self.reported, [self.num, self.num_chunks]);
         [self.num - reported[0], self.num_chunks - reported[1]]
@@ -48,15 +49,15 @@ impl MissedCalls {
             ("calls", "were treated as misses")
         };
         let num_chunks = self.num_chunks - self.num_chunks_logged;
-        let lost = match num_chunks {
+        let delayed = match num_chunks {
             0 => String::new(),
-            1 => "; 1 chunk was not saved".to_owned(),
-            _ => format!("; {num_chunks} chunks were not saved"),
+            1 => "; the save of 1 chunk is retried".to_owned(),
+            _ => format!("; the saves of {num_chunks} chunks are retried"),
         };
         (self.num_logged, self.num_chunks_logged, self.last_logged) =
             (self.num, self.num_chunks, Some(now));
         Some(format!(
-            "{num_new}{more} {calls} got no response from {server} within {deadline:?} (server_timeout) and {were}{lost}"
+            "{num_new}{more} {calls} got no response from {server} in time (server_timeout = {deadline:?}) and {were}{delayed}"
         ))
     }
 }

@@ -83,7 +83,7 @@ messages! {
         /// See `Session::clear`.
         11 = Clear,
         /// See `Session::stats`. Contains the number of calls that timed out since the previous
-        /// such request, and the number of chunks that were not saved because of these timeouts.
+        /// such request, and the number of chunks whose saves these timeouts delayed.
         12 = Stats(num_calls: u64, num_chunks: u64),
         /// One-way request. See `Session::limit_memory`.
         13 = LimitMemory(limit_bytes: u64),

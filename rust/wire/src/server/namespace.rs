@@ -155,7 +155,7 @@ pub(crate) enum Count {
     SaveChunks,
     /// Number of calls that got no response in time.
     LateCalls,
-    /// Number of chunks that were not saved because of late calls.
+    /// Number of chunks whose saves were delayed by late calls.
     LateChunks,
 }
 
