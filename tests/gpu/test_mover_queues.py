@@ -69,7 +69,7 @@ class Stream:
 
 
 class Lane:
-    """A lane whose pieces complete when `num_done` is raised. A chunk's tag is its frame number."""
+    """A lane whose pieces complete when `num_done` is raised. A chunk's tag is its frame + 1."""
 
     def __init__(self, clock: Clock, name: str) -> None:
         self.clock, self.name = clock, name
@@ -84,16 +84,17 @@ class Lane:
         return self.streams[len(self.pieces) % NUM_SLOTS]
 
     def submit(self, piece: Any, *, kind: int, is_registered: bool = True) -> Any:
-        number, tags = len(self.pieces), np.array(frames_of(piece), np.uint64)
+        number, frames = len(self.pieces), np.array(frames_of(piece), np.uint64)
         if self.before_submit is not None:
             self.before_submit(piece)
         self.clock.log.append((self.name, self.next_kernel_stream(), number))
-        self.pieces.append((piece, tags))
+        self.pieces.append((piece, frames))
         done = SimpleNamespace(
             is_done=lambda: number < self.num_done, synchronize=lambda: self.finish(number)
         )
+        tags, record_units = frames + np.uint64(1), np.zeros_like(frames)
         return SimpleNamespace(
-            read=Gathered(number), done=done, tags=tags, record_units=np.zeros_like(tags)
+            read=Gathered(number), done=done, tags=tags, record_units=record_units
         )
 
     def finish(self, number: int) -> None:
@@ -152,7 +153,7 @@ class Queues(RuleBasedStateMachine):
         frames = np.arange(LOADED)
         keys = b"".join(int(i).to_bytes(32, "little") for i in frames)
         Trailers(memory, layout=bytes(32), block_bytes=BLOCK_BYTES).seal(
-            frames, keys, frames.astype(np.uint64), frames * 0 + 1
+            frames, keys, frames.astype(np.uint64) + np.uint64(1), frames * 0 + 1
         )
         self.next_frame, self.next_load = LOADED, 0
         self.loaded_after: list[

@@ -59,16 +59,25 @@ def test_each_wrong_field_has_its_name() -> None:
     trailers = Trailers(frames, layout=b"L" * 32, block_bytes=BLOCK)
     every = np.arange(FRAMES)
     keys, blocks = [bytes([i]) * 32 for i in range(FRAMES)], np.full(FRAMES, 2)
-    trailers.seal(every, b"".join(keys), np.zeros(FRAMES, np.uint64), blocks)
+    trailers.seal(every, b"".join(keys), np.ones(FRAMES, np.uint64), blocks)
     assert trailers.read(every, b"".join(keys), blocks)[1] == {}
     for frame, at in ((0, 0), (1, 8), (2, 40), (3, 80), (4, 88), (5, 92)):
         raw[frame, 0, PART - 128 + at] ^= 1
     _, found = trailers.read(every, b"".join(keys), blocks)
     assert found == {0: "unsealed", 1: "key", 2: "layout", 3: "shape", 4: "shape", 5: "shape"}
-    trailers.seal(every, b"".join(keys), np.zeros(FRAMES, np.uint64), blocks)
+    trailers.seal(every, b"".join(keys), np.ones(FRAMES, np.uint64), blocks)
     for frame, at in ((0, 96), (1, 103), (2, 104), (3, 107), (4, 108), (5, 127)):
         raw[frame, 0, PART - 128 + at] ^= 1
     assert trailers.read(every, b"".join(keys), blocks)[1] == dict.fromkeys(range(4), "shape")
+
+
+def test_the_tag_of_a_kernel_that_copied_nothing_is_damage() -> None:
+    frames, _ = memory()
+    for block_bytes, found in ((BLOCK, {1: "tag"}), (0, {})):
+        trailers = Trailers(frames, layout=b"L" * 32, block_bytes=block_bytes)
+        keys, blocks = b"a" * 32 + b"b" * 32, np.array([1, 1])
+        trailers.seal([0, 1], keys, np.array([1, 0], np.uint64), blocks)
+        assert trailers.read([0, 1], keys, blocks)[1] == found
 
 
 def test_an_encoded_part_is_no_damage_to_a_reader_of_raw_parts() -> None:
@@ -141,7 +150,7 @@ def test_encoding_readers_read_both_encodings_and_others_only_raw_parts() -> Non
 def test_records_that_do_not_fit_leave_the_part_unsealed() -> None:
     frames, _ = memory()
     room = (PART - 128) // 16
-    keys, blocks, tags = b"a" * 32 + b"b" * 32, np.array([1, 1]), np.zeros(2, np.uint64)
+    keys, blocks, tags = b"a" * 32 + b"b" * 32, np.array([1, 1]), np.ones(2, np.uint64)
     assert encoded(frames).seal([2, 3], keys, tags, blocks, np.array([5, 5], np.uint64)) == []
     assert encoded(frames).seal(
         [2, 3], keys, tags, blocks, np.array([room - 1, room], np.uint64)

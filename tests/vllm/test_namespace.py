@@ -93,7 +93,8 @@ def digest(**changes: Any) -> bytes:
         load_config=SimpleNamespace(
             load_format=v["load_format"], model_loader_extra_config=v["load_extra"]
         ),
-        attention_config=SimpleNamespace(backend=v["backend"]),
+        attention_config=SimpleNamespace(backend=v["backend"], **v.get("attention", {})),
+        mamba_config=SimpleNamespace(**v.get("mamba", {})),
         weight_transfer_config=v.get("weight_transfer"),
         additional_config=v["additional"],
         speculative_config=v.get("speculative"),
@@ -273,11 +274,23 @@ def test_settings_of_adapters_count() -> None:
         )
     ]
     assert len(set(found)) == 4
-    assert digest(lora=lora) == found[1]
+    assert digest(lora=lora) == digest(lora=lora | {"max_loras": 4}) == found[1]
 
 
-def test_backends_that_may_quantize_count() -> None:
-    assert digest(kernels={"moe_backend": "marlin"}) != digest(kernels={"moe_backend": "triton"})
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ("kernels", "moe_backend"),
+        ("kernels", "linear_backend_per_quant"),
+        ("attention", "backend_per_kind"),
+        ("attention", "use_prefill_query_quantization"),
+        ("attention", "disable_flashinfer_q_quantization"),
+        ("mamba", "enable_stochastic_rounding"),
+        ("mamba", "ssu_algorithm"),
+    ],
+)
+def test_settings_that_change_rounding_count(config: str, name: str) -> None:
+    assert digest(**{config: {name: "one"}}) != digest(**{config: {name: "other"}})
 
 
 def test_a_configuration_with_keys_that_are_no_text_has_a_digest() -> None:

@@ -114,8 +114,8 @@ class Trailers:
     ) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
         """Return the tags of all chunks, and the problem with each invalid trailer by chunk index.
 
-        The problem is 'unsealed', 'key', 'layout' or 'shape'. It is 'layout' for an encoded part if
-        only other readers can decode it.
+        The problem is 'unsealed', 'key', 'layout', 'shape' or 'tag'. It is 'layout' for an encoded
+        part if only other readers can decode it, and 'tag' if a payload has the tag of no bytes.
         """
         rows = self._column.pages[self._column.at(frames)]
         tags = rows["tag"].astype(np.uint64)
@@ -127,7 +127,9 @@ class Trailers:
             good["encoded_bytes"] = np.where(
                 are_encoded, rows["encoded_bytes"], good["encoded_bytes"]
             )
-        if rows.tobytes() == good.tobytes():
+        # A kernel that copied nothing would confirm the tag of no bytes.
+        has_tag = (tags != 0) | (self._block_bytes == 0)
+        if has_tag.all() and rows.tobytes() == good.tobytes():
             return tags, {}
         sealed, key, layout = (rows[name] == good[name] for name in ("magic", "key", "layout"))
         if self._block_tiles is None:
@@ -136,8 +138,14 @@ class Trailers:
             layout &= (rows["encoding"] != E348) | is_raw_length
         of_shape = ("num_blocks", "rank", "payload_bytes", "encoded_bytes", "encoding")
         shape = np.logical_and.reduce([rows[name] == good[name] for name in of_shape])
-        named = (("unsealed", sealed), ("key", key), ("layout", layout), ("shape", shape))
-        bad = np.flatnonzero(~(sealed & key & layout & shape))
+        named = (
+            ("unsealed", sealed),
+            ("key", key),
+            ("layout", layout),
+            ("shape", shape),
+            ("tag", has_tag),
+        )
+        bad = np.flatnonzero(~np.logical_and.reduce([fine for _, fine in named]))
         return tags, {int(i): next(name for name, fine in named if not fine[i]) for i in bad}
 
     def _rows(

@@ -41,11 +41,18 @@ ENVIRONMENT = (
     "VLLM_MARLIN_INPUT_DTYPE",
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
     "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
     "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
     "VLLM_DEEPEPLL_NVFP4_DISPATCH",
     "VLLM_KV_CACHE_LAYOUT",
 )
 """Environment variables that affect KV and have no corresponding setting."""
+
+LORA_CAPACITY = frozenset({"max_loras", "max_cpu_loras", "specialize_active_lora"})
+"""Fields of the LoRA configuration that do not affect KV."""
 
 
 def namespace_fields(
@@ -99,7 +106,20 @@ def namespace_fields(
         ),
         "additional": getattr(vllm_config, "additional_config", None) or None,
         "platform": _platform(),
-        "attention": _settings(getattr(vllm_config, "attention_config", None), "backend"),
+        "attention": _settings(
+            getattr(vllm_config, "attention_config", None),
+            "backend",
+            "backend_per_kind",
+            "use_prefill_query_quantization",
+            "disable_flashinfer_q_quantization",
+        ),
+        "mamba": _settings(
+            getattr(vllm_config, "mamba_config", None),
+            "backend",
+            "enable_stochastic_rounding",
+            "stochastic_rounding_philox_rounds",
+            "ssu_algorithm",
+        ),
         "layout": getattr(ranks[0], "kv_cache_layout", None),
         # Hash complete specs instead of sizes, because specs contain the shapes and dtypes of
         # states, which various flags can change.
@@ -112,7 +132,10 @@ def namespace_fields(
         "environment": engine_environment(ENVIRONMENT) or None,
         # Backends can quantize differently.
         "kernels": _settings(
-            getattr(vllm_config, "kernel_config", None), "moe_backend", "linear_backend"
+            getattr(vllm_config, "kernel_config", None),
+            "moe_backend",
+            "linear_backend",
+            "linear_backend_per_quant",
         ),
         "transformers": transformers.__version__,  # affects image sizes and model code
         "vllm": vllm.__version__,
@@ -174,12 +197,13 @@ def are_replaced(vllm_config: Any) -> bool:
 
 
 def _lora_settings(lora: Any) -> list[tuple[str, str]] | None:
-    """Return all fields of the LoRA configuration. They determine which modules an adapter changes,
+    """Return the fields of the LoRA configuration that determine which modules an adapter changes,
     and in which precision.
     """
     if lora is None:
         return None
-    return sorted((name, str(value)) for name, value in vars(lora).items())
+    fields = vars(lora).items()
+    return sorted((name, str(value)) for name, value in fields if name not in LORA_CAPACITY)
 
 
 def _config_digest(model: Any) -> str:
