@@ -227,6 +227,7 @@ def test_engines_share_a_gpu_only_if_all_fit() -> None:
         ("equality --phases zzz", "'zzz' is not one of"),
         ("copy --mib 0", "not an integer"),
         ("copy --plot /nowhere/x.png", "cannot be written"),
+        (f"copy --json {'x' * 300}", "cannot be written"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_sentence(

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,6 +234,19 @@ def test_a_search_without_a_server_fails_like_a_socket_without_one(
         "kvloft: there is no server at /nowhere/kvloft.sock or /nowhere/auto.sock; use --socket "
         "PATH, or set KVLOFT_SERVER=unix:PATH; start one with `kvloft serve`\n"
     )
+
+
+def test_a_socket_below_a_hidden_directory_is_reported_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The superuser, who runs this test, can search every directory."""
+
+    def is_dir(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    assert main(["status", "--socket", str(tmp_path / "run" / "kvloft.sock")]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_other_settings_do_not_matter_to_a_command_on_a_server(

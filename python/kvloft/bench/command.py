@@ -76,11 +76,12 @@ def writable(text: str) -> str:
     The path is checked before the measurements, so that no results are lost.
     """
     path = Path(text).absolute()
-    if (
-        path.is_dir()
-        or not path.parent.is_dir()
-        or not os.access(path if path.exists() else path.parent, os.W_OK)
-    ):
+    try:
+        place = path if path.exists() else path.parent
+        is_file = not path.is_dir() and path.parent.is_dir()
+    except OSError:  # for example, a directory above cannot be searched
+        is_file = False
+    if not is_file or not os.access(place, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
     return text
 

@@ -102,7 +102,10 @@ def available_bytes() -> int | None:
 def _is_hidden(socket: Path) -> bool:
     """Return True if this user has no access to the socket's directory."""
     folder = socket.parent
-    return folder.is_dir() and not os.access(folder, os.X_OK)
+    try:
+        return folder.is_dir() and not os.access(folder, os.X_OK)
+    except PermissionError:  # a directory above
+        return True
 
 
 def _path(text: str) -> str:

@@ -146,13 +146,13 @@ def read_model_config(model: str) -> dict[str, Any]:
     ConfigError if there is no usable config.json.
     """
     path = Path(model)
-    if not path.is_file():
-        path /= "config.json"
-    if not path.is_file():
-        if Path(model).is_dir() or not HUB_NAME.fullmatch(model):
-            raise ConfigError(f"{path} does not exist; use a directory with config.json.")
-        path = _from_hub(model)
     try:
+        if not path.is_file():
+            path /= "config.json"
+        if not path.is_file():
+            if Path(model).is_dir() or not HUB_NAME.fullmatch(model):
+                raise ConfigError(f"{path} does not exist; use a directory with config.json.")
+            path = _from_hub(model)
         config = json.loads(path.read_text())
     except (OSError, ValueError) as e:
         raise ConfigError(f"{path} cannot be read as JSON ({e}).") from e
