@@ -245,7 +245,9 @@ def test_a_socket_below_a_hidden_directory_is_reported_in_one_sentence(
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "is_dir", is_dir)
-    assert main(["status", "--socket", str(tmp_path / "run" / "kvloft.sock")]) == 1
+    hidden = tmp_path / "run" / "kvloft.sock"
+    assert connection._is_hidden(hidden)
+    assert main(["status", "--socket", str(hidden)]) == 1
     assert capsys.readouterr().err.count("\n") == 1
 
 

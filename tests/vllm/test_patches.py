@@ -7,6 +7,7 @@ import importlib
 import inspect
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -22,7 +23,9 @@ from kvloft.vllm import patches, scheduler_half
 from kvloft.vllm.connector import KVLoftConnector
 from kvloft.vllm.identity.reload import HARMLESS
 from kvloft.vllm.patches import PATCHES, Missing, Patch, listen, settle, wrap
-from kvloft.vllm.scheduler_half import LOADS_FAIL_REQUESTS, SchedulerHalf, _max_running
+from kvloft.vllm.scheduler_half import SchedulerHalf
+from kvloft.vllm.shape import max_running
+from kvloft.vllm.store_log import LOADS_FAIL_REQUESTS, StoreLog
 
 pytestmark = pytest.mark.short
 NOT_HARMLESS = frozenset(
@@ -270,7 +273,7 @@ def test_a_pause_releases_what_waiting_requests_hold(
     ],
 )
 def test_the_number_of_running_requests_is_vllms_limit(config: Any, num: int) -> None:
-    assert _max_running(config) == num
+    assert max_running(SimpleNamespace(scheduler_config=config)) == num
 
 
 def test_a_reset_by_pause_differs_from_a_users_reset(engine: Any) -> None:
@@ -388,7 +391,7 @@ def new_connector() -> Any:
     core.meet_engine = lambda *args: setattr(core, "engine", args)
     half = object.__new__(SchedulerHalf)
     half.siblings, half.core, half._loads_allowed = None, core, True  # type: ignore[assignment]
-    half._log = SimpleNamespace(pause_text="")  # type: ignore[assignment]
+    half._log = StoreLog(None, b"")
     connector._scheduler = half
     return connector
 
@@ -477,9 +480,11 @@ def test_the_schedulers_settings_apply(
     scheduler.running = []
     assert count_running() == num_running - 3
     is_retried = retry_s == RETRY_S
-    assert own._scheduler._log.pause_text == ("" if is_retried else "until the engine restarts")
     warnings = [record.getMessage() for record in logged() if record.levelname == "WARNING"]
     assert warnings == ([] if is_retried else [LOADS_FAIL_REQUESTS])
+    own._scheduler._log.warn(Counter(load_breaker_trips=1))
+    pause = "for a minute" if is_retried else "until the engine restarts"
+    assert f"pausing loads and saves {pause}" in logged()[-1].getMessage()
 
 
 def test_a_scheduler_with_late_free_page_reads_keeps_deferring() -> None:

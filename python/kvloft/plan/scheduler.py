@@ -66,8 +66,8 @@ class SchedulerCore:
         """
 
     def meet_engine(self, count_running: Callable[[], int], retry_loads_s: float) -> None:
-        """Set what is known only once vLLM's scheduler exists: a function that counts running
-        requests, and the pause in seconds after too many failed loads.
+        """Set a function that counts vLLM's running requests, and the pause in seconds after too
+        many failed loads. Both depend on vLLM's scheduler, which is created later.
         """
         self._admission.gates.count_running = count_running
         self._breaker.retry_s = retry_loads_s

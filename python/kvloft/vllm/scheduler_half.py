@@ -51,11 +51,11 @@ from kvloft.vllm.patches import (
     listen,
     settle,
 )
-from kvloft.vllm.shape import draft_limit, has_draft_kv, pool_size
+from kvloft.vllm.shape import draft_limit, has_draft_kv, max_running, pool_size
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.store_log import EventPoller, StoreLog, tiers_text
 from kvloft.vllm.support import transfer_warnings
-from kvloft.vllm.views import VllmRequest, tables_of, view_step
+from kvloft.vllm.views import VllmRequest, num_running, tables_of, view_step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,21 +75,6 @@ REPLACEABLE_WEIGHTS = (
     "engine (weight_transfer_config, worker_extension_cls), because other engines would load KV "
     "computed with different weights. Remove the `server` setting."
 )
-LOADS_FAIL_REQUESTS = (
-    "kvloft: a request whose load fails returns an error; to compute the tokens instead, set "
-    '"kv_load_failure_policy": "recompute" in --kv-transfer-config (with MultiConnector, in the '
-    "configuration of MultiConnector)"
-)
-
-
-def _max_running(config: Any) -> int:
-    """Return the maximum number of requests that vLLM runs, from its SchedulerConfig."""
-    return getattr(config, "max_num_active_seqs", None) or config.max_num_seqs
-
-
-def _num_running(scheduler: Any) -> int:
-    """Return the number of requests that occupy one of vLLM's slots for running requests."""
-    return len(scheduler.running) + getattr(scheduler, "num_waiting_for_streaming_input", 0)
 
 
 class SchedulerHalf:
@@ -140,7 +125,7 @@ class SchedulerHalf:
             saves_allowed=transfer is None or transfer.is_kv_producer,
             shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
             save_prompts_only=config.save == "prompt",
-            max_running=_max_running(vllm_config.scheduler_config),
+            max_running=max_running(vllm_config),
             draft_limit=draft_limit(vllm_config),
             pool=pool_size(vllm_config, ranks[0], shape),
         )
@@ -152,18 +137,14 @@ class SchedulerHalf:
             are_seen=ADD_ADAPTER.find() is not None,
             on_replace=self.core.replace_adapter,
         )
-        self.hook_errors = 0
         self._last: dict[str, int] = {}
-        self._quiet_steps = 0
-        self._is_stopped = False
+        self.hook_errors, self._quiet_steps = 0, 0
+        self._is_stopped = self._asks_siblings = False
         self.siblings: tuple[Any, ...] | None = None
-        """The other children of MultiConnector, or () if this is the only connector. None until
-        `meet_scheduler` is called.
-        """
-        self._asks_siblings = False
+        """MultiConnector's other children. None until `meet_scheduler` is called."""
         self._own_pool: Callable[[], Any] = lambda: None
-        """Returns vLLM's block pool. Returns None before `meet_scheduler` is called."""
-        sees_pauses = None not in (PAUSE_RESET.find(), ENGINE_SLEEP.find())
+        """Returns vLLM's block pool, or None if it is unknown."""
+        sees_pauses = PAUSE_RESET.find() is not None and ENGINE_SLEEP.find() is not None
         self._clears_on_pause = not sees_pauses or config.on_pause == "clear" or self._is_live
         self._weights_go, self._has_draft_kv = False, has_draft_kv(vllm_config)
         self._can_sleep = bool(vllm_config.model_config.enable_sleep_mode)
@@ -180,8 +161,7 @@ class SchedulerHalf:
             settle([POOL_RESET])
             specs = [group.kv_cache_spec for group in ranks[0].kv_cache_groups]
             self._writer = EventWriter(specs, shape)
-        size_bytes = arena.size_bytes if arena is not None else 0
-        tiers = self._tiers_text(config, disk_path, size_bytes)
+        tiers = self._tiers_text(config, disk_path, 0 if arena is None else arena.size_bytes)
         logger.info("kvloft %s: namespace %s, %s", BUILD, self._namespace.hex()[:16], tiers)
         logger.debug("kvloft namespace fields: %s", fields)
         for text in transfer_warnings(transfer):
@@ -204,9 +184,8 @@ class SchedulerHalf:
     # -- hooks ------------------------------------------------------------------------------------
 
     def meet_scheduler(self, scheduler: Any, siblings: tuple[Any, ...]) -> None:
-        """Use what only vLLM's scheduler knows. ``siblings`` are MultiConnector's other children.
-
-        MultiConnector's setting for failed loads applies, not those of its children.
+        """Set up everything that depends on vLLM's scheduler. ``siblings`` are the other children
+        of MultiConnector, whose policy for failed loads applies to all children.
         """
         self.siblings = siblings
         if siblings:
@@ -217,9 +196,8 @@ class SchedulerHalf:
         retry_s = RETRY_S
         if self._loads_allowed and not getattr(scheduler, "recompute_kv_load_failures", True):
             retry_s = math.inf  # every attempt could fail a request
-            self._log.pause_text = "until the engine restarts"
-            logger.warning(LOADS_FAIL_REQUESTS)
-        self.core.meet_engine(partial(_num_running, weakref.proxy(scheduler)), retry_s)
+            self._log.warn_of_failing_requests()
+        self.core.meet_engine(partial(num_running, weakref.proxy(scheduler)), retry_s)
 
     def renew(self) -> None:
         """Switch to a new server if the old server has exited. Call this only between plans."""

@@ -117,6 +117,12 @@ def has_draft_kv(vllm_config: Any) -> bool:
     return speculative is not None and speculative.method in (*HIDDEN_DRAFTERS, *PREFIX_DRAFTERS)
 
 
+def max_running(vllm_config: Any) -> int:
+    """Return the maximum number of requests that vLLM runs."""
+    config = vllm_config.scheduler_config
+    return getattr(config, "max_num_active_seqs", None) or config.max_num_seqs
+
+
 def draft_limit(vllm_config: Any) -> int | None:
     """Return the request length up to which the engine always runs the draft model, or None if no
     draft model has KV.

@@ -41,6 +41,11 @@ LOADS_FAIL = (
     "(namespace %s). Until then, prompts are computed instead of loaded. See the workers' log "
     "for the reason"
 )
+LOADS_FAIL_REQUESTS = (
+    "kvloft: a request whose load fails returns an error; to compute the tokens instead, set "
+    '"kv_load_failure_policy": "recompute" in --kv-transfer-config (with MultiConnector, in the '
+    "configuration of MultiConnector)"
+)
 POLL_EVERY_S: Final = 1.0
 
 
@@ -51,8 +56,13 @@ class StoreLog:
         self._store, self._namespace = store, namespace.hex()[:16]
         self._next_warning_s: dict[str, float] = {}
         self._last_event = ""
-        self.pause_text = "for a minute"
+        self._pause_text = "for a minute"
         """How long loads are paused after too many failures."""
+
+    def warn_of_failing_requests(self) -> None:
+        """Warn that a failed load fails its request, and that failing loads are not retried."""
+        self._pause_text = "until the engine restarts"
+        logger.warning(LOADS_FAIL_REQUESTS)
 
     def log_events(self) -> None:
         """Log the store's events since the last call: problems as WARNING, recoveries as INFO.
@@ -75,7 +85,7 @@ class StoreLog:
         num_unwritten = counts["disk_dropped"] + counts["disk_write_errors"]
         self._warn(0 if counts["disk_bytes_written"] else num_unwritten, NO_ROOM)
         if counts["load_breaker_trips"]:
-            logger.error(LOADS_FAIL, self.pause_text, self._namespace)
+            logger.error(LOADS_FAIL, self._pause_text, self._namespace)
 
     def _warn(
         self, num: int, text: str, *, unit: str = "chunk", level: int = logging.WARNING

@@ -5,7 +5,6 @@ the reason.
 """
 
 from collections.abc import Iterator
-from importlib import import_module
 from itertools import chain
 from math import lcm
 from typing import Any
@@ -20,19 +19,16 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from kvloft.errors import UnsupportedError
 from kvloft.vllm.shape import KIND_OF_SPEC, group_specs, has_draft_kv, layer_specs, lookahead
 
+try:
+    from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+except ImportError:  # older releases
+    AuxOutputSchedulerConnector = None
+
 HAS_GROUPS = hasattr(base, "KVConnectorTransferResults") and hasattr(
     output, "KVConnectorBlockState"
 )
 """True if this vLLM release passes the necessary data about KV cache groups to connectors."""
-try:
-    CAPS_HITS = hasattr(
-        import_module(
-            "vllm.distributed.aux_output_connector.connector"
-        ).AuxOutputSchedulerConnector,
-        "cap_external_hit",
-    )
-except (ImportError, AttributeError):
-    CAPS_HITS = False
+CAPS_HITS = hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
 """True if this vLLM release shortens loads to the tokens whose auxiliary output it has stored."""
 IN_ONE = ' (with kv_groups set to "one", vLLM keeps every token in every layer instead)'
 

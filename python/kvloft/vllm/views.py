@@ -207,3 +207,8 @@ def hit_sources(by_tier: Mapping[str, int], num_tokens: int) -> dict[Any, int]:
         sources.clear()
     sources[CacheHitSource.EXTERNAL_UNSPECIFIED] = num_tokens - sources.total()
     return dict(+sources)
+
+
+def num_running(scheduler: Any) -> int:
+    """Return the number of requests that occupy one of vLLM's slots for running requests."""
+    return len(scheduler.running) + getattr(scheduler, "num_waiting_for_streaming_input", 0)

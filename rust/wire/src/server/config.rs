@@ -57,7 +57,7 @@ impl ServerConfig {
             settings: Vec::new(),
             max_connections: 16,
             gpu_settle: Duration::from_millis(500),
-            restart_grace: Duration::from_mins(5),
+            restart_grace: Duration::from_secs(300),
         }
     }
 }

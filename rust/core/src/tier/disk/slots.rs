@@ -16,7 +16,7 @@ use crate::io::SizeClass;
 /// failure may have been temporary.
 const WRITES_BEFORE_RETRY: u32 = 1000;
 
-/// What is known about the blocks of a slot.
+/// The known state of a slot's blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Blocks {
     /// The slot may be a hole.

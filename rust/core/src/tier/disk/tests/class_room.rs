@@ -91,7 +91,7 @@ fn test_a_full_file_system_has_the_room_of_evicted_chunks_of_another_size() {
     let (tier, files) = faulty(&config);
     // The rule is in effect whenever no space is free, because growing is retried after 2 s.
     let full = Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Allocate]);
-    files.inject(full.clone());
+    files.inject(full);
     assert_eq!(tier.reserve(LARGE).ok(), None);
     files.heal();
     small.drain(..11).for_each(|(_, slot)| tier.free(slot).unwrap());
