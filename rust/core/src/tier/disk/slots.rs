@@ -2,9 +2,10 @@
 //!
 //! Invariant: free + punched + reserved + used = slots. Only free slots can be reserved. Free slots
 //! with blocks are reserved first, because they can be written even on a full file system. Next are
-//! slots that may be holes, in the order in which they became free. A slot whose last write failed
-//! may be on damaged blocks, so chunks in other slots are evicted before it is reserved again.
-//! A punched slot has no blocks and uses no space; `refill` makes it free.
+//! slots that may be holes, in the order in which they became free, so that a slot whose write failed
+//! is not retried immediately. If its writes keep failing, it may be on damaged blocks. Then it is
+//! not reserved, and chunks in other slots are evicted instead. A punched slot has no blocks and
+//! uses no space; `refill` makes it free.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -12,8 +13,10 @@ use super::budget::SlotCount;
 use super::types::SlotId;
 use crate::io::SizeClass;
 
-/// Number of writes after which one of the slots whose last write failed is used again, because the
-/// failure may have been temporary.
+/// A slot is not reserved after this many failed writes in a row. While every write fails, few
+/// chunks are evicted to find a slot that can be written.
+const MAX_FAILURES: u8 = 32;
+/// Number of writes after which one of these slots is tried again.
 const WRITES_BEFORE_RETRY: u32 = 1000;
 
 /// The known state of a slot's blocks.
@@ -22,8 +25,8 @@ pub(super) enum Blocks {
     /// The slot may be a hole.
     Unknown,
     Allocated,
-    /// The last write failed, but not because the file system was full.
-    Failed,
+    /// The last writes failed, but not because the file system was full.
+    Failed(u8),
 }
 
 impl Blocks {
@@ -66,7 +69,7 @@ pub(super) struct Slots {
     free: VecDeque<u32>,
     /// Free slots that may lack blocks.
     holes: VecDeque<u32>,
-    /// Free slots whose last write failed.
+    /// Free slots whose last [`MAX_FAILURES`] writes failed.
     failed: VecDeque<u32>,
     /// Number of writes since a slot left `failed`.
     num_written: u32,
@@ -192,8 +195,8 @@ impl Slots {
         }
     }
 
-    /// Reserves a free slot, preferring slots with blocks. If all writes have failed, returns slots
-    /// whose last write failed.
+    /// Reserves a free slot, preferring slots with blocks. If no slot contains a chunk, also returns
+    /// slots whose writes keep failing.
     pub(super) fn take(&mut self) -> Option<SlotId> {
         let holes = (!self.are_holes_held).then_some(&mut self.holes);
         let failed = (self.used == 0).then_some(&mut self.failed);
@@ -228,7 +231,9 @@ impl Slots {
 
     /// Records that a write to the slot failed, but not because the file system was full.
     pub(super) fn write_failed(&mut self, slot: SlotId) {
-        self.blocks[slot.number() as usize] = Blocks::Failed;
+        let blocks = &mut self.blocks[slot.number() as usize];
+        let before = if let Blocks::Failed(num) = *blocks { num } else { 0 };
+        *blocks = Blocks::Failed(before.saturating_add(1));
     }
 
     /// Starts to free a slot and returns its previous state. The caller must then call `left` or
@@ -247,8 +252,8 @@ impl Slots {
         self.set(slot, SlotState::Free(false));
         let queue = match self.blocks[slot.number() as usize] {
             Blocks::Allocated => &mut self.free,
-            Blocks::Unknown => &mut self.holes,
-            Blocks::Failed => &mut self.failed,
+            Blocks::Failed(MAX_FAILURES..) => &mut self.failed,
+            Blocks::Unknown | Blocks::Failed(_) => &mut self.holes,
         };
         queue.push_back(slot.number());
     }

@@ -368,13 +368,21 @@ fn test_a_slot_that_has_blocks_and_refused_a_write_comes_after_holes() {
 }
 
 #[test]
-fn test_a_slot_that_refused_a_write_is_not_retried_while_others_can_be_written() {
+fn test_a_slot_that_keeps_refusing_writes_is_not_retried_while_others_can_be_written() {
     let dir = tempfile::tempdir().unwrap();
     let (tier, files) = small(&config(dir.path(), 2), 2);
     let (mut kept, bad) = (put(&tier, 0), tier.reserve(SizeClass(0)).unwrap());
-    files.inject(Rule::new(Fault::Refuse(EIO)).on(&[Call::Write]).in_file("frames").times(1));
-    assert!(tier.write(bad, &meta_of(1), &frame_of(1, 0)).is_err());
     tier.free(bad).unwrap();
+    files.inject(Rule::new(Fault::Refuse(EIO)).on(&[Call::Write]).in_file("frames"));
+    let mut num_failed = 0;
+    while let Ok(slot) = tier.reserve(SizeClass(0)) {
+        assert_eq!(slot, bad);
+        assert!(tier.write(slot, &meta_of(1), &frame_of(1, 0)).is_err());
+        tier.free(slot).unwrap();
+        num_failed += 1;
+    }
+    assert!((20..40).contains(&num_failed), "{num_failed}");
+    files.heal();
     let mut num_written = 0;
     while tier.reserve(SizeClass(0)).is_err() {
         tier.free(kept).unwrap();
