@@ -60,12 +60,12 @@ REFUSED = (
     ),
     (
         "`--decode-context-parallel-size`, `--prefill-context-parallel-size`",
-        "not supported by vLLM for CPUs, so not tested",
+        "not tested, because vLLM does not support it on CPUs",
         "1",
     ),
     (
         "pipeline parallelism with speculative decoding",
-        "vLLM for CPUs fails",
+        "vLLM fails on CPUs",
         "`--pipeline-parallel-size` 1, or no `--speculative-config`",
     ),
     (

@@ -16,7 +16,7 @@ def test_clear_empties_a_server_only_after_confirmation(
     socket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["clear", "--socket", socket]) == 1
-    assert "--yes skips the question" in capsys.readouterr().err
+    assert "use --yes" in capsys.readouterr().err
     assert stats_of(socket)["frames_visible"] == 3
     assert main(["clear", "--socket", socket, "--yes"]) == 0
     assert capsys.readouterr().out == "3 chunks removed\n"
@@ -104,4 +104,4 @@ def test_clear_is_not_agreed_to_by_the_end_of_input(
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", ends)
     assert main(["clear", "--socket", socket]) == 1
-    assert "nothing was cleared" in capsys.readouterr().err
+    assert "nothing was removed" in capsys.readouterr().err

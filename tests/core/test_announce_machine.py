@@ -29,7 +29,7 @@ from kvloft.plan.announcer import Announcer
 from kvloft.plan.kv_events import DISK, HOST, TIERS, Removed, Stored
 from kvloft.seam.shape import CacheShape, GroupShape
 
-SLICE, COMING = 3, 4
+SLICE, PENDING = 3, 4
 SHAPE = CacheShape(
     (
         GroupShape(1, 4, kind="window", reach=2),
@@ -62,7 +62,7 @@ class Store:
 
     def __init__(self, capacity: int) -> None:
         self.where: dict[Any, int] = {}
-        self.coming = set[Any]()
+        self.pending = set[Any]()
         """Chunks that are being saved. Each chunk belongs to a request."""
         self.capacity, self.waiting, self.has_lost, self.num_asked = capacity, list[Any](), False, 0
 
@@ -77,7 +77,7 @@ class Store:
         del self.waiting[: -self.capacity]
 
     def say(self, key: Any) -> int:
-        return self.where.get(key, 0) | COMING * (key in self.coming)
+        return self.where.get(key, 0) | PENDING * (key in self.pending)
 
     def changes(self, asked: list[Any], limit: int) -> tuple[list[tuple[Any, int]], bool]:
         assert len(asked) <= limit
@@ -194,7 +194,7 @@ class Machine(RuleBasedStateMachine):
                 if (
                     not self.store.where.get(key, 0) & HOST
                 ):  # including chunks on disk, which can be evicted in the meantime
-                    self.store.coming.add(key)
+                    self.store.pending.add(key)
 
     @rule(prompt=st.sampled_from(PROMPTS), bounds=st.tuples(st.integers(0, 3), st.integers(1, 4)))
     def request(self, prompt: tuple[int, ...], bounds: tuple[int, int]) -> None:
@@ -203,21 +203,21 @@ class Machine(RuleBasedStateMachine):
         self.note(prompt, min(bounds[0], stop - 1), stop)
 
     @rule(data=st.data())
-    @precondition(lambda self: self.store.coming)
+    @precondition(lambda self: self.store.pending)
     def commit(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.store.coming)))
-        self.store.coming.discard(key)
+        key = data.draw(st.sampled_from(sorted(self.store.pending)))
+        self.store.pending.discard(key)
         self.store.put(key, self.store.where.get(key, 0) | HOST)
 
     @rule(data=st.data())
-    @precondition(lambda self: self.store.coming)
+    @precondition(lambda self: self.store.pending)
     def drop(self, data: st.DataObject) -> None:
         """Simulate a chunk without a frame, or a failed save.
 
         The store reports this only if the chunk is in no tier.
         """
-        key = data.draw(st.sampled_from(sorted(self.store.coming)))
-        self.store.coming.discard(key)
+        key = data.draw(st.sampled_from(sorted(self.store.pending)))
+        self.store.pending.discard(key)
         if not self.store.where.get(key, 0):
             self.store.tell(key)
 
@@ -265,9 +265,9 @@ class Machine(RuleBasedStateMachine):
         for _ in range(3 + 3 * -(-min(len(self.noted), self.most) // SLICE)):
             if is_busy and self.noted:
                 prompt = next(reversed(self.noted))[1]
-                pending = set(self.store.coming)
+                pending = set(self.store.pending)
                 self.note(prompt, len(prompt) // SIZE - 1, len(prompt) // SIZE)
-                self.store.coming = pending
+                self.store.pending = pending
             self.step()
         # After removals, the announcer has more space for records than the model.
         last = (
@@ -322,7 +322,7 @@ def test_a_chunk_that_leaves_the_disk_during_its_save_is_announced_after_it() ->
     announcer = Announcer(store, SHAPE, describe)
     told = []
     store.put((SHAPE.main, PROMPTS[2]), DISK)
-    store.coming.add((SHAPE.main, PROMPTS[2]))
+    store.pending.add((SHAPE.main, PROMPTS[2]))
     announcer.note(SimpleNamespace(prompt=PROMPTS[2]), Chain(PROMPTS[2]), range(1))  # type: ignore[arg-type]
     for where in (DISK, 0, HOST):
         store.put((SHAPE.main, PROMPTS[2]), where)

@@ -97,7 +97,9 @@ def clear(args: argparse.Namespace) -> int:
         server_status(socket)  # do not ask for confirmation if no server answers
         what = f"namespace {args.namespace}" if args.namespace else "all chunks"
         if not _confirm(f"Remove {what} from the server at {socket}?"):
-            warn("nothing was cleared, because the user did not confirm; --yes skips the question")
+            warn(
+                "nothing was removed, because you did not confirm; to skip the question, use --yes"
+            )
             return 1
     num_chunks = server_clear(socket, namespace=args.namespace.lower())
     print(f"{counted(num_chunks, 'chunk')} removed")

@@ -65,8 +65,8 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) 
     )
     if current_platform.is_cpu() and getattr(model, "use_mla", False) and not chunked_prefill:
         yield (
-            "cannot load part of a prompt here: on CPUs without AMX, vLLM computes prompts of MLA "
-            "models in one piece"
+            "does not support MLA models on CPUs without AMX: vLLM computes their prompts in one "
+            "piece, so a part of a prompt cannot be loaded"
         )
     if vllm_config.speculative_config is not None:
         yield from _of_drafter(vllm_config)
@@ -79,11 +79,13 @@ def _of_layers(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str)
     served: set[str | None] = {"full"}
     if (num_groups := len(kv_cache_config.kv_cache_groups)) != 1:
         served = {"full", "window", "local", "state"}
-        if kv_groups == "one" or not num_groups:
-            reason = "for example, because it combines attention and state-space layers"
+        if not num_groups:
+            yield "does not support models without a KV cache"
+        elif kv_groups == "one":
             yield (
-                "only supports models with one KV cache group here, but this model has "
-                f"{num_groups} ({reason})"
+                'with kv_groups set to "one" supports only models with one KV cache group, but this '
+                f"model has {num_groups} (for example, because it combines attention and "
+                "state-space layers)"
             )
         fits_in_one = "full" in kinds and kinds <= {"full", "window", "local"}
         way_out = IN_ONE if kv_groups != "one" and fits_in_one else ""
@@ -269,8 +271,8 @@ def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str
         )
     if vllm_config.speculative_config is not None:
         yield (
-            f"does not support pipeline_parallel_size={size} with speculative decoding: vLLM for "
-            "CPUs fails (\"'CPUModelRunner' object has no attribute 'drafter'\"); set it to 1"
+            f"does not support pipeline_parallel_size={size} with speculative decoding: vLLM "
+            "fails on CPUs (\"'CPUModelRunner' object has no attribute 'drafter'\"); set it to 1"
         )
     if not HAS_GROUPS:
         yield f"requires vLLM 0.32 or newer for pipeline_parallel_size={size}; set it to 1"

@@ -20,9 +20,9 @@ use store_common::{
     MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, save, stat,
 };
 
-const NOWHERE: Tiers = Tiers { host: false, disk: false, coming: false };
+const NOWHERE: Tiers = Tiers { host: false, disk: false, pending: false };
 const HOST: Tiers = Tiers { host: true, ..NOWHERE };
-const COMING: Tiers = Tiers { coming: true, ..NOWHERE };
+const PENDING: Tiers = Tiers { pending: true, ..NOWHERE };
 
 fn open(num_frames: u32, disk: &Arc<MemoryDisk>) -> Store {
     let settings = disk_settings(u64::from(disk.capacity), 2);
@@ -201,7 +201,7 @@ impl Run {
                 let told = hearer.known.get(key).copied().unwrap_or_default();
                 assert_eq!(told.disk, on_disk.contains_key(key), "{key}");
                 assert!(
-                    told.disk || !told.coming,
+                    told.disk || !told.pending,
                     "{key} was never reported, and `lost` was not set"
                 );
             }
@@ -258,7 +258,7 @@ fn a_save_that_fails_is_reported() {
     let (chain, listener) = (prompt_chain(0), store.watch(100));
     let key = chain.keys()[0];
     let reserved = store.reserve(&chain, 0..1).unwrap();
-    assert_eq!(listener.changes(&[key], 100).rows, [(key, COMING)]);
+    assert_eq!(listener.changes(&[key], 100).rows, [(key, PENDING)]);
     drop(reserved);
     assert!(listener.changes(&[], 100).rows.contains(&(key, NOWHERE)));
 }

@@ -131,7 +131,7 @@ fn response(parts: &Parts) -> Response {
         9 => Response::Anchors(Anchors { num_known: one, num_stored: two }),
         10 => {
             let tiers =
-                |nth: u8| Tiers { host: nth.is_multiple_of(2), disk: nth > 1, coming: nth == 3 };
+                |nth: u8| Tiers { host: nth.is_multiple_of(2), disk: nth > 1, pending: nth == 3 };
             let rows =
                 parts.keys.iter().zip(0..).map(|(key, nth)| (ChunkKey(*key), tiers(nth))).collect();
             Response::Changes(Changes { rows, lost: two.is_multiple_of(2) })

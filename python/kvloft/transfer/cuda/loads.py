@@ -151,7 +151,7 @@ class Loads(Direction[WaitingLoad]):
         done = self._shared.done
         if load.bad:
             logger.warning(
-                "kvloft: chunks that could not be loaded are treated as misses: %d (%s)",
+                "kvloft: could not load %d chunks of a request, and treats them as misses (%s)",
                 len(load.bad),
                 load.bad[0][1],
             )

@@ -86,7 +86,7 @@ impl Entry {
     }
 
     /// Returns true if the chunk is expected to become visible in host memory.
-    pub(crate) fn is_coming(&self) -> bool {
+    pub(crate) fn is_pending(&self) -> bool {
         let is_failed = matches!(self.host, HostState::Failed(_));
         self.host.is_pending() && !is_failed && !self.detached && !self.removing
     }

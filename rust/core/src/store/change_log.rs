@@ -13,14 +13,14 @@ pub struct Tiers {
     /// The chunk is on disk.
     pub disk: bool,
     /// The chunk is being saved or is queued to be read from disk, but is not in host memory yet.
-    pub coming: bool,
+    pub pending: bool,
 }
 
 impl Tiers {
     /// Returns the tiers as a bit set: 1 for host memory, 2 for disk, 4 for pending.
     #[must_use]
     pub fn bits(self) -> u8 {
-        u8::from(self.host) + 2 * u8::from(self.disk) + 4 * u8::from(self.coming)
+        u8::from(self.host) + 2 * u8::from(self.disk) + 4 * u8::from(self.pending)
     }
 
     /// Converts a bit set from [`Self::bits`] to tiers. Returns None for any other number.
@@ -29,7 +29,7 @@ impl Tiers {
         (bits < 8).then_some(Self {
             host: bits & 1 != 0,
             disk: bits & 2 != 0,
-            coming: bits & 4 != 0,
+            pending: bits & 4 != 0,
         })
     }
 }

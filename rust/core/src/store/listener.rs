@@ -23,7 +23,7 @@ impl State {
         entry.map_or_else(Tiers::default, |entry| Tiers {
             host: entry.host.is_visible(),
             disk: entry.disk.is_stored(),
-            coming: entry.is_coming(),
+            pending: entry.is_pending(),
         })
     }
 

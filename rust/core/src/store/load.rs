@@ -113,7 +113,7 @@ impl State {
             entry.disk.is_stored() && self.now.as_secs() >= u64::from(entry.unreadable_until_s);
         let may_come = entry.parent.is_none_or(|parent| !self.index[parent].host.is_absent());
         let is_saving = matches!(entry.host, HostState::Saving(_));
-        let is_expected = entry.host.is_visible() || entry.is_coming() && !is_saving;
+        let is_expected = entry.host.is_visible() || entry.is_pending() && !is_saving;
         if !is_expected {
             if !entry.host.is_absent() || !is_readable || !may_come {
                 return false;
@@ -141,7 +141,7 @@ impl State {
         }
         let accepts_reads = self.disk.accepts_reads(self.now);
         let comes = |&id: &ChunkId| {
-            self.index[id].is_coming() && (accepts_reads || !self.index[id].host.awaits_read())
+            self.index[id].is_pending() && (accepts_reads || !self.index[id].host.awaits_read())
         };
         if !held.loads.get(held.ready).is_some_and(comes) {
             self.release_loads(held, held.ready);
