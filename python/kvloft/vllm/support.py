@@ -83,8 +83,8 @@ def _of_layers(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str)
             yield "does not support models without a KV cache"
         elif kv_groups == "one":
             yield (
-                'with kv_groups set to "one" supports only models with one KV cache group, but this '
-                f"model has {num_groups} (for example, because it combines attention and "
+                'with kv_groups set to "one" supports only models with one KV cache group, but '
+                f"this model has {num_groups} (for example, because it combines attention and "
                 "state-space layers)"
             )
         fits_in_one = "full" in kinds and kinds <= {"full", "window", "local"}
