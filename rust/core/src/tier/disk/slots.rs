@@ -16,7 +16,7 @@ use crate::io::SizeClass;
 /// A slot is not reserved after this many failed writes in a row. While every write fails, few
 /// chunks are evicted to find a slot that can be written.
 const MAX_FAILURES: u8 = 32;
-/// Number of writes after which one of these slots is tried again.
+/// Number of writes after which one of these slots can be reserved again.
 const WRITES_BEFORE_RETRY: u32 = 1000;
 
 /// The known state of a slot's blocks.
