@@ -3,14 +3,16 @@
 #
 # "all", which `make test` uses, runs the Rust tests, all Python tests with the newest vLLM for
 # CPUs, and the tests marked short with other releases (for 0.33.0, see env.sh). Tests with engines
-# mostly wait, so LANES phases (default 3) run at the same time. The output of a phase is printed
-# when the phase ends. If a phase fails, the other phases still run. The table at the end and the
-# exit status report the failure.
+# mostly wait, so LANES phases run at the same time: 3 by default, and up to 5 if other processes
+# keep the machine busy. The output of a phase is printed when the phase ends. If a phase fails, the
+# other phases still run. The table at the end and the exit status report the failure.
 #
 # Most machines need 10 to 20 minutes. After MINUTES (default 65), only short tests are started, and
 # after 1.2 times MINUTES, no tests are started. The table shows how many tests were not started.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
+NUM_BUSY=$(cut -d. -f1 /proc/loadavg)
+LANES=${LANES:-$((NUM_BUSY < 2 ? 3 + NUM_BUSY : 5))}
 [[ ${MINUTES:-65} =~ ^[1-9][0-9]*$ ]] || { echo "kvloft: MINUTES=$MINUTES is not a positive integer; use, for example, make test MINUTES=65" >&2 && exit 2; }
 unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE # bytecode caching: only the first process that imports vLLM needs to compile it
 export KV_STARTED=${KV_STARTED:-$(date +%s)}
@@ -96,7 +98,7 @@ all() {
   in_group phase "environment with vLLM $NEWEST" scripts/env.sh "$NEWEST"
   wait $! || return
   phases >"$REPORT/queue"
-  while [ ${#lanes[@]} -lt "${LANES:-3}" ]; do in_group lane && lanes+=($!); done
+  while [ ${#lanes[@]} -lt "$LANES" ]; do in_group lane && lanes+=($!); done
   in_group report_progress
   wait "${lanes[@]}"
   cat "$REPORT"/running-* "$REPORT/queue" 2>/dev/null | while IFS='|' read -r name _; do

@@ -107,7 +107,7 @@ def _ensure_server(config: Config, logger: logging.Logger) -> None:
         status, errors = 1, str(e)
     if status == 0:
         text = (
-            "kvloft: started a server at unix:%s, which exits %g s after the last engine exits; "
+            "kvloft: started a server at unix:%s; it will exit %g s after the last engine exits; "
             "its log file is %s"
         )
         logger.info(text, path, config.server_linger, log)

@@ -263,7 +263,7 @@ def test_without_a_gpu_no_engine_starts(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(subprocess, "Popen", None)
     assert MAINS[what]([]) == 2
-    assert "cannot run here" in capsys.readouterr().err
+    assert "cannot run on this machine" in capsys.readouterr().err
 
 
 def test_without_vllm_the_sentence_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,7 +312,7 @@ def test_a_wrong_directory_is_one_line_and_status_2(
     assert main([command, str(tmp_path / name)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    said = f"kvloft: {tmp_path / name} {why}: DIR must be the disk_path of an engine or a server\n"
+    said = f"kvloft: {tmp_path / name} {why}: DIR must be the disk_path of an engine or server\n"
     assert captured.err == said
 
 

@@ -205,7 +205,9 @@ def on_disk(num_prompts: int, **setup: Any) -> tuple[SymbolicEngine, list[Reques
 
 
 def pinned_frames(engine: SymbolicEngine) -> int:
-    leases: set[Lease] = {lease.frames for lease in engine.core._admission.turns.waiting.leases}  # type: ignore[misc]
+    leases: set[Lease] = {
+        lease.store_lease for lease in engine.core._admission.turns.waiting.leases
+    }  # type: ignore[misc]
     return len({entry.frame for lease in leases for entry in lease._entries})
 
 

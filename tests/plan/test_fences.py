@@ -8,7 +8,7 @@ from chunk_batch import Chunk, InFlight
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloft.plan import saves as plan_saves
+from kvloft.plan import complete_units
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.views import NewRequest, StepView
 
@@ -32,7 +32,7 @@ class Saves:
 
 
 def rewritten(saves: Any, computed: int, *blocks: int) -> tuple[BlockId, ...]:
-    return plan_saves.rewritten_blocks(
+    return complete_units.rewritten_blocks(
         StepView(new=(NewRequest(ReqId("n"), computed, tuple(map(BlockId, blocks))),)), saves, 16
     )
 
@@ -57,7 +57,7 @@ def test_blocks_appended_to_a_running_request_are_named() -> None:
     saves = Saves()
     saves.add(1, 5)
     view = StepView(grown=[(ReqId("b"), (BlockId(4), BlockId(5)))])
-    assert plan_saves.rewritten_blocks(view, saves, 16) == (5,)  # type: ignore[arg-type]
+    assert complete_units.rewritten_blocks(view, saves, 16) == (5,)  # type: ignore[arg-type]
 
 
 @given(

@@ -157,7 +157,7 @@ def test_blocks_that_were_promised_and_are_not_leased_are_lost(
     table = list(map(BlockId, range(100, 120)))
     rows = [(50 + i, bytes([i]) * 32, "disk" if i % 2 else "host") for i in range(num_leased)]
     lease = SimpleNamespace(
-        frames=SimpleNamespace(
+        store_lease=SimpleNamespace(
             batch=lambda every, begin, end: chunks_to_load(rows, every[0], begin, end)
         )
     )

@@ -5,6 +5,8 @@ from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 from sim_scenes import PROMPT, stored
 
+from kvloft.seam.shape import CacheShape, GroupShape
+
 NUMBER, FIRST = 7, ("a", "/v1")
 
 
@@ -33,3 +35,16 @@ def test_only_requests_with_the_adapter_stop_saving_under_its_key(state: str, nu
     twin = Request("twin", list(request.token_ids), 1, adapter=FIRST)
     assert (stored(engine, twin) > 0) == (number != NUMBER)
     assert stored(engine, request) == stored(engine, twin) * (number != NUMBER)
+
+
+def test_hits_are_not_saved_after_a_replacement_if_writers_are_unknown() -> None:
+    """Without full attention, hits in vLLM's prefix cache are not checked against their writers."""
+    engine = SymbolicEngine(Setup())
+    core = engine.core
+    core.replace_adapter(NUMBER)
+    assert not core._hits_may_be_outdated
+    core._shape = CacheShape((GroupShape(4, kind="window", reach=8),))
+    core.replace_adapter(NUMBER)
+    assert core._hits_may_be_outdated
+    core.note_pool_reset()
+    assert not core._hits_may_be_outdated

@@ -83,10 +83,13 @@ def test_an_adapter_that_changed_and_changed_back_is_not_shared(adapter: Path) -
     """
     names, lora = AdapterNames(), LoRARequest("a", 1, str(adapter))
     first, seen = names.identify(lora), names._looks.look(str(adapter))
-    names._looks = SimpleNamespace(look=iter([None, seen, seen]).__next__)  # type: ignore[assignment]
+    replaced: list[int] = []
+    names._on_replace = replaced.append
+    names._looks = SimpleNamespace(look=iter([(None, None), seen, seen]).__next__)  # type: ignore[assignment]
     names._looks.look = lambda path, after=names._looks.look: after()  # type: ignore[method-assign,misc]
     assert first != UNCACHED
     assert [names.identify(lora) for _ in range(3)] == [UNCACHED] * 3
+    assert replaced == [1], "workers may load the new files for running requests"
 
 
 def test_an_adapter_loaded_in_place_is_not_shared(adapter: Path) -> None:
@@ -157,6 +160,32 @@ def test_a_hub_adapter_is_identified_by_its_commit_offline(
     hub_cache("hub/adapter", "adapter_config.json", "decade")
     assert AdapterNames().identify(lora) != first
     assert names.identify(lora) == UNCACHED, "workers may load the new commit at any time"
+
+
+def test_an_adapter_downloaded_after_the_first_look_is_cached_in_this_run(
+    hub_cache: Callable[[str, str, str], Path],
+) -> None:
+    names, lora = AdapterNames(), LoRARequest("a", 1, "hub/adapter")
+    first = names.identify(lora)
+    assert first is not None and first != UNCACHED
+    hub_cache("hub/adapter", "adapter_config.json", "c0ffee")
+    assert names.identify(lora) == names.identify(lora) == first
+    hub_cache("hub/adapter", "adapter_config.json", "decade")
+    assert names.identify(lora) == UNCACHED
+
+
+@pytest.mark.parametrize("change", [False, True])
+def test_a_resumed_request_keeps_its_keys_only_if_the_files_are_the_same(
+    adapter: Path, change: bool
+) -> None:
+    """While a request is preempted, workers can evict its adapter. They load it again later."""
+    replaced: list[int] = []
+    names, lora = AdapterNames(on_replace=replaced.append), LoRARequest("a", 1, str(adapter))
+    assert names.identify(lora) != UNCACHED
+    if change:
+        (adapter / "adapter_model.safetensors").write_bytes(b"trained further")
+    names.check_again(lora)
+    assert set(replaced) == ({1} if change else set())
 
 
 def test_an_error_while_looking_is_a_miss_and_the_next_look_works(

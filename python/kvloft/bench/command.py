@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
         "--plot",
         metavar="PNG",
         type=writable,
-        help="also plot bandwidth by page size to PNG (requires matplotlib)",
+        help="also plot bandwidth by page size to a PNG file (requires matplotlib)",
     )
     add_json(copy)
     copy.set_defaults(run=run_copy)
@@ -131,7 +131,7 @@ def run_copy(args: argparse.Namespace) -> int:
                 progress=status.update,
             )
     except (ImportError, UnsupportedError) as error:
-        print(f"kvloft: the copy bench cannot run here: {error}", file=sys.stderr)
+        print(f"kvloft: the copy benchmark cannot run on this machine: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
         print(f"kvloft: the copy bench failed: {error}", file=sys.stderr)

@@ -41,7 +41,7 @@ def add_arguments(
     parser: argparse.ArgumentParser, json_help: str = "print JSON instead of a table"
 ) -> None:
     """Add the arguments shared by all commands that read a disk directory."""
-    parser.add_argument("dir", metavar="DIR", help="the disk_path of an engine or a server")
+    parser.add_argument("dir", metavar="DIR", help="the disk_path of an engine or server")
     parser.add_argument("--json", action="store_true", help=json_help)
 
 

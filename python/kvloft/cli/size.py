@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser(
         "size",
-        help="compute KV bytes per token and how many tokens fit into memory and on disk",
+        help="compute KV bytes per token and how many tokens fit in memory and on disk",
         description=(
             "Compute a model's KV bytes per token from its config.json, and the number of tokens "
             "that fit into host memory and on disk. With --prefill and --disk-read, also compare "
@@ -88,7 +88,7 @@ def add_parser(subparsers: Any) -> None:
         "--prefill",
         type=_num_tokens,
         metavar="TOKENS",
-        help="prefill speed of the engine, in tokens per second",
+        help="the engine's prefill speed, in tokens per second",
     )
     parser.add_argument(
         "--disk-read",
@@ -154,6 +154,8 @@ def read_model_config(model: str) -> dict[str, Any]:
                 raise ConfigError(f"{path} does not exist; use a directory with config.json.")
             path = _from_hub(model)
         config = json.loads(path.read_text())
+    except ConfigError:
+        raise
     except (OSError, ValueError) as e:
         raise ConfigError(f"{path} cannot be read as JSON ({e}).") from e
     if not isinstance(config, dict):

@@ -104,7 +104,7 @@ class Admission:
             has_reason = self.gates.still_comes(awaited) and request.local_tokens == local_tokens
         else:
             assert lease is not None
-            has_reason = self.disk.pays_for_rest(request, *lease.frames.poll(), now)
+            has_reason = self.disk.pays_for_rest(request, *lease.store_lease.poll(), now)
         since = request.waiting_since
         return has_reason and since is not None and now - since < self._wait_s
 
@@ -209,7 +209,7 @@ class Admission:
 
     def _offer(self, request: RequestState, lease: Lease, now: float, *, may_wait: bool) -> Answer:
         """Return the result of `match` for a request with a lease."""
-        ready_units, pending_units = lease.frames.poll()
+        ready_units, pending_units = lease.store_lease.poll()
         if pending_units:
             self.turns.note_pinned(request)
             pays = not self._is_crowded(request)

@@ -98,7 +98,7 @@ class Lease:
         num_tokens: int,
     ) -> None:
         self.req_id, self.num_tokens, self.strides = req_id, num_tokens, strides
-        self.frames, self._pinned = lease, pinned
+        self.store_lease, self._pinned = lease, pinned
         pinned.add(self)
 
     def move_to(self, pinned: PinnedFrames) -> None:
@@ -109,4 +109,4 @@ class Lease:
     def release(self) -> None:
         """Unpin the frames. The caller must call this method exactly once."""
         self._pinned.remove(self)
-        self.frames.release()
+        self.store_lease.release()

@@ -62,7 +62,7 @@ def plan_load(
     chunks: ChunkBatch | tuple[()] = ()
     units_by_tier: dict[str, int] = {}
     if (lease := request.lease) is not None:
-        chunks, units_by_tier = lease.frames.batch(request.blocks.tables, begin, end)
+        chunks, units_by_tier = lease.store_lease.batch(request.blocks.tables, begin, end)
         request.lease = None
     unplanned = request.blocks[begin + sum(units_by_tier.values()) : end]
     lost = tuple(filter(None, unplanned))  # skip the null block, whose id is 0

@@ -12,15 +12,15 @@ from itertools import compress, islice, repeat
 from operator import attrgetter, is_not
 
 from kvloft.plan.block_writers import BlockWriters
-from kvloft.plan.context import PlanContext
-from kvloft.plan.request_state import NEVER, RequestState
-from kvloft.plan.save_schedule import SaveSchedule
-from kvloft.plan.saves import (
+from kvloft.plan.complete_units import (
     longest_request,
     num_complete_units,
     refresh_tables,
     take_complete_units,
 )
+from kvloft.plan.context import PlanContext
+from kvloft.plan.request_state import NEVER, RequestState
+from kvloft.plan.save_schedule import SaveSchedule
 from kvloft.plan.state_planner import StatePlanner
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import ReqId

@@ -12,11 +12,11 @@ from kvloft.plan.announcer import Announcer
 from kvloft.plan.answers import Answer, Miss, Wait, WaitReason
 from kvloft.plan.block_writers import BlockWriters
 from kvloft.plan.breaker import CircuitBreaker
+from kvloft.plan.complete_units import num_complete_units, rewritten_blocks
 from kvloft.plan.context import EventNotes, PlanContext
 from kvloft.plan.load_planner import LoadPlanner
 from kvloft.plan.request_state import NEVER, RequestState
 from kvloft.plan.save_planner import SavePlanner
-from kvloft.plan.saves import num_complete_units, rewritten_blocks
 from kvloft.plan.settings import PlanSettings
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
@@ -322,6 +322,9 @@ class SchedulerCore:
                 self._saves.count_blocked(request)
                 self._saves.drop_owed(request)
                 request.restart_keys()
+        # vLLM's prefix cache identifies adapters by name and path, so later requests can hit KV
+        # that is computed with the new weights.
+        self._hits_may_be_outdated = not self._shape.is_dense
 
     def note_pool_reset(self) -> None:
         """Record that vLLM's prefix cache is empty, so it contains no KV from before a reset."""

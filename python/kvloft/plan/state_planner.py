@@ -4,9 +4,9 @@ vLLM offers each state once, after it has hashed the tokens that precede the sta
 available in that step, the state is not saved.
 """
 
+from kvloft.plan.complete_units import refresh_tables
 from kvloft.plan.context import PlanContext
 from kvloft.plan.request_state import RequestState
-from kvloft.plan.saves import refresh_tables
 from kvloft.seam.plan import SavePlan
 from kvloft.seam.views import BoundaryState, StepView
 

@@ -27,7 +27,7 @@ class Missing(Enum):
     """The reaction to a missing method."""
 
     REFUSE = "the engine does not start"
-    THIS_RUN = "the cache is used only in this run of the engine"
+    THIS_RUN = "the cache will not be reused after the engine restarts"
     LESS = "reduced support"
 
 
@@ -258,5 +258,5 @@ def _logged(patch: Patch, told: Callable[..., Any], /, *args: Any, **kwargs: Any
     try:
         return told(*args, **kwargs)
     except Exception:
-        logger.exception("kvloft: error in a listener of %s.%s", patch.owner, patch.method)
+        logger.exception("kvloft: error in a listener for %s.%s", patch.owner, patch.method)
         return None

@@ -92,15 +92,13 @@ class SchedulerHalf:
         """
         for warning in warnings(config):  # must precede opening the store
             logger.warning("kvloft: %s", warning)
-        self._unit_tokens = shape.unit_tokens
-        self._new_tables = tables_of(shape)
+        self._unit_tokens, self._new_tables = shape.unit_tokens, tables_of(shape)
         self._are_resolved = not shape.is_divisible
         """True if vLLM frees blocks of running requests, so each step reads the block tables."""
         has_adapters = getattr(vllm_config, "lora_config", None) is not None
         is_blind = settle([*OF_EVERY_ENGINE, *([ADD_ADAPTER] * has_adapters)])
         fields = namespace_fields(vllm_config, ranks, shape, config.namespace)
-        if is_blind:
-            fields.append(("unseen_reloads", uuid4().hex))
+        fields += [("unseen_reloads", uuid4().hex)] * is_blind
         self._namespace = _core.namespace_digest(fields)
         disk_path = disk_path_of(config, vllm_config.parallel_config)
         self._is_shared = config.server is not None
@@ -190,13 +188,12 @@ class SchedulerHalf:
         self.siblings = siblings
         if siblings:
             self.core.meet_siblings()
-        pool = getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)
-        if pool is not None:
+        if pool := getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None):
             self._own_pool = weakref.ref(pool)
-        retry_s = RETRY_S
-        if self._loads_allowed and not getattr(scheduler, "recompute_kv_load_failures", True):
-            retry_s = math.inf  # every attempt could fail a request
+        fails_requests = not getattr(scheduler, "recompute_kv_load_failures", True)
+        if fails_requests and self._loads_allowed:
             self._log.warn_of_failing_requests()
+        retry_s = math.inf if fails_requests else RETRY_S
         self.core.meet_engine(partial(num_running, weakref.proxy(scheduler)), retry_s)
 
     def renew(self) -> None:
@@ -258,6 +255,8 @@ class SchedulerHalf:
             if num_external_tokens:
                 self.core.fail_load(live, num_external_tokens, own)
             raise
+        if request.lora_request is not None and request.num_preemptions:
+            self._adapters.check_again(request.lora_request)
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
         new_tables = self._new_tables if self._are_resolved else None
@@ -311,9 +310,10 @@ class SchedulerHalf:
 
     # -- listeners for calls that have no connector hook ------------------------------------------
 
-    def see_adapter(self, _engine: Any, lora_request: Any, *_args: Any, **_kwargs: Any) -> None:
+    def see_adapter(self, engine: Any, lora_request: Any, *_args: Any, **_kwargs: Any) -> None:
         """Check the files of an adapter before vLLM loads it."""
-        self._adapters.identify(lora_request)
+        if self._is_of(engine):
+            self._adapters.identify(lora_request)
 
     def hear_pause(self, *_args: Any, **_kwargs: Any) -> Callable[[], None]:
         """Treat resets during this call as part of a pause or sleep."""

@@ -26,7 +26,7 @@ NO_ROOM = (
 )
 OTHER_LAYOUT = (
     "kvloft: cannot load %s saved by an engine with a different memory layout (namespace %s). "
-    "Set a different namespace for each engine, and report the settings in which the engines differ"
+    "Give each engine its own namespace, and report the settings that differ between the engines"
 )
 SLOW_DISK = (
     "kvloft: computed %s instead of reading the KV from disk, which was expected to take longer "
@@ -42,7 +42,7 @@ LOADS_FAIL = (
     "for the reason"
 )
 LOADS_FAIL_REQUESTS = (
-    "kvloft: a request whose load fails returns an error; to compute the tokens instead, set "
+    "kvloft: if a load fails, its request returns an error; to recompute the tokens instead, set "
     '"kv_load_failure_policy": "recompute" in --kv-transfer-config (with MultiConnector, in the '
     "configuration of MultiConnector)"
 )

@@ -54,7 +54,7 @@ pub fn chunk_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> Result<
     Ok(tag)
 }
 
-/// Returns the sum of one page. `position` is the position value of its first word.
+/// Returns the checksum of one page. `position` is the position value of its first word.
 fn page_sum(page: &[u8], mut position: u64) -> u64 {
     // Uses four independent sums, so that the additions can overlap.
     let mut sums = [0u64; 4];

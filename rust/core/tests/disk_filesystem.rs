@@ -318,11 +318,11 @@ fn test_a_file_system_that_becomes_read_only_costs_no_chunk() {
         eprintln!("not run: the kernel does not break an ext4 on request");
         return;
     }
-    for round in 0..20 {
+    for slot in 0..6 {
         assert_eq!(write(&tier, slots[6], 6).unwrap_err().kind(), ErrorKind::Io);
         tier.free(slots[6]).expect("the slot was never written");
         slots[6] = tier.reserve(SizeClass(0)).expect("the slot is free again");
-        assert_eq!(tier.free(slots[round % 6]).unwrap_err().kind(), ErrorKind::Io);
+        assert_eq!(tier.free(slots[slot]).unwrap_err().kind(), ErrorKind::Io);
     }
     assert_eq!(tier.clear().unwrap_err().kind(), ErrorKind::Io);
     assert_eq!(tier.stats().slots_used, 6);

@@ -46,8 +46,8 @@ impl KeyChain {
             .ok_or_else(|| StoreError::new_err("this KeyChain is in use by another thread"))
     }
 
-    /// Appends the missing tokens of `token_ids[:stop]` if at least `DETACH_TOKENS` are missing.
-    /// Returns the number of tokens in the chain.
+    /// Appends the tokens in `token_ids[:stop]` that the chain lacks if there are at least
+    /// `DETACH_TOKENS` of them. Returns the number of tokens in the chain.
     pub(crate) fn extend_if_long(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<u32> {
         let start = self.num_tokens()?;
         if (stop.saturating_sub(start) as usize) < DETACH_TOKENS {

@@ -54,7 +54,7 @@ pub type Opened = (Arc<dyn LocalTier>, Vec<DiskEntry>);
 pub trait Place {
     /// Returns the frame size of each size class, in bytes.
     fn frame_sizes(&self) -> Vec<usize>;
-    /// Returns the total capacity for slots, in bytes.
+    /// Returns the total slot capacity, in bytes.
     fn capacity(&self) -> usize;
     /// Opens a tier. No other tier of this place may be open, and no fault may be active.
     fn open(&self) -> Opened;

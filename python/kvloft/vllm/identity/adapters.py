@@ -8,7 +8,7 @@ from uuid import uuid4
 from huggingface_hub import constants as hub
 from vllm.lora.request import LoRARequest
 
-from kvloft.vllm.identity.weights import Look, LooksInTime, engine_start_s, hub_commit
+from kvloft.vllm.identity.weights import Look, LooksInTime, engine_start_s
 
 logger = logging.getLogger("vllm.kvloft")
 
@@ -74,25 +74,31 @@ class AdapterNames:
         self._first_of: dict[int, tuple[str, str]] = {}
         self._replaced: set[int] = set()
         """Numbers under which workers may have loaded different weights."""
-        self._warned: set[tuple[int, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
         self._start_s = engine_start_s()
         self._looks = LooksInTime()
         self.media_prefix = media_prefix
 
     def identify(self, lora: LoRARequest | None) -> tuple[str, str | None] | None:
         """Return the name and the identity of ``lora``, or None for the base model. The identity is
-        None if the request must not be cached; the reason is logged once for each adapter.
+        None if the request must not be cached; each reason is logged once for each adapter.
         """
         if lora is None:
             return None
         try:
             return lora.lora_name, self._shared(lora)
         except _NotSharedError as error:
-            adapter = (lora.lora_int_id, lora.lora_name)
-            if adapter not in self._warned:
-                self._warned.add(adapter)
-                logger.warning(NOT_CACHED, lora.lora_name, str(error))
+            warning = (lora.lora_name, str(error))
+            if warning not in self._warned:
+                self._warned.add(warning)
+                logger.warning(NOT_CACHED, *warning)
             return lora.lora_name, None
+
+    def check_again(self, lora: LoRARequest) -> None:
+        """Check the files of an adapter that workers may load again, for a resumed request."""
+        _name, identity = self.identify(lora) or ("", "")
+        if identity is None:
+            self._on_replace(lora.lora_int_id)
 
     def close(self) -> None:
         """Stop the thread that checks files. No method may be called afterwards."""
@@ -116,27 +122,31 @@ class AdapterNames:
             raise _NotSharedError(f"its weights may have been replaced (number {number}); {RENAME}")
         slot = (f"{number} {lora.lora_name}", path)
         try:
-            files = self._looks.look(path)
+            now = self._looks.look(path)
         except TimeoutError:
             raise _NotSharedError(
                 "its files could not be checked in time; later checks follow"
             ) from None
-        now = files, hub_commit(path) if files is None and path else None
         if slot not in self._seen:
-            self._seen[slot] = now, self._state(lora, path, files)
+            self._seen[slot] = now, self._state(lora, *now)
         first, state = self._seen[slot]
-        if state is None or first != now:
+        if first == (None, None) and state is not None:  # it may have been downloaded since
+            first = now
+            self._seen[slot] = first, state
+        if state is not None and first != now:
             # The workers may have loaded any version of the files, or may yet load another one.
             self._seen[slot] = first, None
+            self._on_replace(number)
+        if state is None or first != now:
             raise _NotSharedError(f"its files have changed since its first use; {RENAME}")
         shape = getattr(lora, "is_3d_lora_weight", None)
         return f"{path}|{state}{f'|3d={shape}' if shape is not None else ''}"
 
-    def _state(self, lora: LoRARequest, path: str, files: Look | None) -> str:
+    def _state(self, lora: LoRARequest, files: Look | None, commit: str | None) -> str:
         if getattr(lora, "tensorizer_config_dict", None):
             return uuid4().hex  # the weights are not at the path
         if files is None:
             # Either a trainer passed tensors, or the adapter is on the hub. Unless vLLM is offline,
             # it loads the latest files from the hub.
-            return (hub_commit(path) if path and hub.HF_HUB_OFFLINE else None) or uuid4().hex
+            return (commit if hub.HF_HUB_OFFLINE else None) or uuid4().hex
         return files.fingerprint() if files.latest_s <= self._start_s else uuid4().hex

@@ -109,6 +109,10 @@ def look(path: str, *, below: bool = True) -> Look | None:
     return Look(root, tuple(sorted(files)), latest) if files else None
 
 
+Seen = tuple[Look | None, str | None]
+"""The files of an adapter, and the commit of an adapter on the hub."""
+
+
 class LooksInTime:
     """Checks directories in a separate thread, because the scheduler must not wait for a hung file
     system.
@@ -119,16 +123,17 @@ class LooksInTime:
 
     def __init__(self, timeout_s: float = LOOK_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
-        self._asked: SimpleQueue[tuple[str, Future[Look | None]] | None] = SimpleQueue()
-        self._last: Future[Look | None] | None = None
+        self._asked: SimpleQueue[tuple[str, Future[Seen]] | None] = SimpleQueue()
+        self._last: Future[Seen] | None = None
         self._end: Callable[[], object] = lambda: None
 
     def close(self) -> None:
         """Stop the thread, if any, after the current check. No method may be called afterwards."""
         self._end()
 
-    def look(self, path: str) -> Look | None:
-        """Call `look` in the thread. Exclude subdirectories, because vLLM ignores them in adapters.
+    def look(self, path: str) -> Seen:
+        """Call `look` and, if there are no files, `hub_commit` in the thread. Exclude
+        subdirectories, because vLLM ignores them in adapters.
 
         Raises TimeoutError after the timeout, or immediately if the previous check is still
         running.
@@ -145,11 +150,12 @@ class LooksInTime:
         return self._last.result(self._timeout_s)
 
 
-def _look_when_asked(asked: SimpleQueue[tuple[str, Future[Look | None]] | None]) -> None:
+def _look_when_asked(asked: SimpleQueue[tuple[str, Future[Seen]] | None]) -> None:
     while (each := asked.get()) is not None:
         path, answer = each
         try:
-            answer.set_result(look(path, below=False))
+            files = look(path, below=False)
+            answer.set_result((files, hub_commit(path) if files is None and path else None))
         except Exception:
             logger.exception("kvloft: cannot read the files of %.200s", path)
             answer.set_exception(TimeoutError(path))
@@ -251,7 +257,9 @@ def model_fields(model: Any, load: Any) -> dict[str, str | None]:
     load_format = str(load.load_format)
     unknown = _why_unknown(model, load_format, commit, files) if load_format != "dummy" else None
     if unknown:
-        logger.warning("kvloft: %s; the cache is used only in this run of the engine", unknown)
+        logger.warning(
+            "kvloft: %s; the cache will not be reused after the engine restarts", unknown
+        )
     return {
         "commit": commit,
         "weights": files.fingerprint() if files else "",

@@ -15,7 +15,7 @@ use kvloft_testing::one_prefix::StoreExt;
 use crate::table::{title, verdict};
 use crate::trace::Trace;
 
-/// Number of KV cache groups with states, as in Qwen3-Next. A state takes one frame, like a block.
+/// Number of KV cache groups with states, as in Qwen3-Next. A state occupies one frame, as a block does.
 const NUM_GROUPS: u32 = 3;
 /// Store sizes in percent of the unique blocks.
 const SIZES: [u32; 4] = [3, 10, 20, 30];

@@ -106,7 +106,7 @@ impl Index {
         self.old_roots.last().copied()
     }
 
-    /// Detaches an entry without attached children. A new entry can then use the same key. The
+    /// Detaches an entry that has no attached children. A new entry can then use the same key. The
     /// parent still counts the entry, but no longer lists it.
     pub(crate) fn detach(&mut self, id: ChunkId) {
         self.unmap(id);

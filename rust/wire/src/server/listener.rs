@@ -130,8 +130,9 @@ fn lock_path(socket: &Path) -> PathBuf {
     path.into()
 }
 
-/// Removes the lock file while it is locked, unless it was replaced. A process that already has the
-/// file open and locks it later will detect that the path no longer refers to this file.
+/// Removes the lock file while holding its lock, unless the file has been replaced. A process that
+/// already has the file open and locks it later will detect that the path no longer refers to this
+/// file.
 fn remove_lock(lock: &File, socket: &Path) {
     if is_same_file(lock, &lock_path(socket)).unwrap_or(false) {
         let _gone = std::fs::remove_file(lock_path(socket));

@@ -48,15 +48,17 @@ impl DiskTier {
             state.slots.iter_mut().for_each(|slots| slots.are_holes_held = false);
         }
         // Holes may be usable again, or another thread may have added or freed a slot.
-        let taken = state.take(class);
-        if taken.is_some() || is_pointless && self.files.len() == 1 {
-            return taken.ok_or(NoSlot::Full);
+        if is_pointless && self.files.len() == 1 {
+            return state.take_any(class).ok_or(NoSlot::Full);
+        }
+        if let Some(slot) = state.take(class) {
+            return Ok(slot);
         }
         drop(state);
         self.make_slots(class, is_full);
         let is_refused = self.growth().is_punch_refused;
         let reason = if is_refused { NoSlot::FullExceptSameSize } else { NoSlot::Full };
-        self.state().take(class).ok_or(reason)
+        self.state().take_any(class).ok_or(reason)
     }
 
     /// Handles a write that failed because the file system is full. Deletes a closed namespace if

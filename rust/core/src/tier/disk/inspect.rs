@@ -50,7 +50,7 @@ pub fn inspect(dir: &Path) -> Result<Vec<NamespaceInfo>> {
 pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
     let not_ours = |why: &str| {
         let message =
-            format!("{} {why}: DIR must be the disk_path of an engine or a server", dir.display());
+            format!("{} {why}: DIR must be the disk_path of an engine or server", dir.display());
         Error::invalid(message)
     };
     match fs::metadata(dir) {

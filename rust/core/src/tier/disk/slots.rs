@@ -15,7 +15,7 @@ use crate::io::SizeClass;
 
 /// A slot is not reserved after this many failed writes in a row. While every write fails, few
 /// chunks are evicted to find a slot that can be written.
-const MAX_FAILURES: u8 = 32;
+const MAX_FAILURES: u8 = 8;
 /// Number of writes after which one of these slots can be reserved again.
 const WRITES_BEFORE_RETRY: u32 = 1000;
 
@@ -195,17 +195,24 @@ impl Slots {
         }
     }
 
-    /// Reserves a free slot, preferring slots with blocks. If no slot contains a chunk, also returns
-    /// slots whose writes keep failing.
+    /// Reserves a free slot, preferring slots with blocks.
     pub(super) fn take(&mut self) -> Option<SlotId> {
         let holes = (!self.are_holes_held).then_some(&mut self.holes);
-        let failed = (self.used == 0).then_some(&mut self.failed);
-        let number = self.free.pop_front().or_else(|| holes?.pop_front());
-        let number = number.or_else(|| failed?.pop_front())?;
+        let number = self.free.pop_front().or_else(|| holes?.pop_front())?;
+        Some(self.reserve(number))
+    }
+
+    /// Reserves a slot whose writes keep failing, unless chunks can be evicted from other slots.
+    pub(super) fn take_failed(&mut self) -> Option<SlotId> {
+        let number = if self.used == 0 { self.failed.pop_front() } else { None }?;
+        Some(self.reserve(number))
+    }
+
+    fn reserve(&mut self, number: u32) -> SlotId {
         let slot = SlotId::new(self.class, number);
         let is_unsure = self.states[number as usize] == SlotState::Free(true);
         self.set(slot, SlotState::Reserved(is_unsure));
-        Some(slot)
+        slot
     }
 
     /// Returns true if the slot is reserved. Only then may its owner write to it.

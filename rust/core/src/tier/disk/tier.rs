@@ -51,6 +51,12 @@ impl TierState {
         self.of(class)?.take()
     }
 
+    /// Like `take`, but as a last resort reserves a slot whose writes keep failing.
+    pub(super) fn take_any(&mut self, class: SizeClass) -> Option<SlotId> {
+        let slots = self.of(class)?;
+        slots.take().or_else(|| slots.take_failed())
+    }
+
     pub(super) fn counts(&self) -> Vec<SlotCount> {
         self.slots.iter().map(Slots::count).collect()
     }
