@@ -92,7 +92,7 @@ def can_run(bench: str) -> bool:
     try:
         return gpu_bytes() > 0
     except UnsupportedError as error:
-        print(f"kvloft: the {bench} bench cannot run here: {error}", file=sys.stderr)
+        print(f"kvloft: the {bench} benchmark cannot run on this machine: {error}", file=sys.stderr)
         return False
 
 

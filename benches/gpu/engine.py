@@ -416,7 +416,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         on_one = -(-len(args.connectors) // (args.gpus or 1))
         room = fit_together(on_one, args.blocks, shape["model"], gpu_bytes())
     except UnsupportedError as error:
-        print(f"kvloft: the engine bench cannot run here: {error}", file=sys.stderr)
+        print(f"kvloft: the engine benchmark cannot run on this machine: {error}", file=sys.stderr)
         return 2
     together = room and not args.one_by_one
     if not together:

@@ -8,7 +8,9 @@ from rich.table import Table
 from benches.gpu.shapes import SHAPES
 from kvloft.bench.command import add_json, whole
 
-STATUS = "Exit status: 0 success; 1 failure or difference; 2 the bench cannot run here."
+STATUS = (
+    "Exit status: 0 success; 1 failure or difference; 2 the benchmark cannot run on this machine."
+)
 
 
 def some_of(*allowed: str) -> Callable[[str], list[str]]:

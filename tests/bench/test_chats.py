@@ -215,4 +215,4 @@ def test_no_chat_starts_without_a_gpu(
     pytest.importorskip("torch", reason="torch is not installed")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert chats.main([]) == 2
-    assert "cannot run here" in capsys.readouterr().err
+    assert "cannot run on this machine" in capsys.readouterr().err

@@ -208,3 +208,24 @@ def test_an_adapter_is_seen_before_it_is_loaded() -> None:
         listen(ADD_ADAPTER, half.see_adapter, Adding)
     assert Adding().add_lora("a") is True
     assert log == [("seen", "a"), ("loaded", "a")]
+    other = Adding()
+    other.scheduler = SimpleNamespace(connector=object())  # type: ignore[attr-defined]
+    assert other.add_lora("b") is True
+    assert log[2:] == [("loaded", "b")], "another engine in this process"
+
+
+@pytest.mark.parametrize(
+    ("lora", "num_preemptions", "checked"),
+    [("a", 1, ["a"]), ("a", 0, []), (None, 1, [])],
+)
+def test_an_adapter_is_checked_again_when_its_request_resumes(
+    lora: str | None, num_preemptions: int, checked: list[str]
+) -> None:
+    admitted, seen = list[Any](), list[Any]()
+    half: Any = object.__new__(SchedulerHalf)
+    half._new_tables = list
+    half._adapters = SimpleNamespace(check_again=lambda lora: seen.append((lora, len(admitted))))
+    half.core = SimpleNamespace(admit=lambda *args: admitted.append(args))
+    request = SimpleNamespace(request_id="r", lora_request=lora, num_preemptions=num_preemptions)
+    half.admit(request, (), 0)
+    assert seen == [(each, 1) for each in checked], "after the load has been planned"
