@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from vllm.lora.request import LoRARequest
@@ -174,18 +175,20 @@ def test_an_adapter_downloaded_after_the_first_look_is_cached_in_this_run(
     assert names.identify(lora) == UNCACHED
 
 
-@pytest.mark.parametrize("change", [False, True])
+@pytest.mark.parametrize("files", ["same", "changed", "unknown"])
 def test_a_resumed_request_keeps_its_keys_only_if_the_files_are_the_same(
-    adapter: Path, change: bool
+    adapter: Path, files: str
 ) -> None:
     """While a request is preempted, workers can evict its adapter. They load it again later."""
     replaced: list[int] = []
     names, lora = AdapterNames(on_replace=replaced.append), LoRARequest("a", 1, str(adapter))
     assert names.identify(lora) != UNCACHED
-    if change:
+    if files == "changed":
         (adapter / "adapter_model.safetensors").write_bytes(b"trained further")
+    elif files == "unknown":
+        names._looks = SimpleNamespace(look=Mock(side_effect=TimeoutError))  # type: ignore[assignment]
     names.check_again(lora)
-    assert set(replaced) == ({1} if change else set())
+    assert set(replaced) == (set() if files == "same" else {1})
 
 
 def test_an_error_while_looking_is_a_miss_and_the_next_look_works(
