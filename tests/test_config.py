@@ -421,6 +421,7 @@ def test_a_typo_is_answered_with_the_nearest_key(key: str, data: st.DataObject) 
         ),
         ("lmcache.mp.port", 1, "an LMCache setting; use server, for example"),
         ("mp_host", "a", "an LMCache setting; use server, for example"),
+        ("lmcache.numa_mode", "auto", "an LMCache setting; use `kvloft serve` with --numa"),
         ("lmcache.zzz", 1, "an LMCache setting; kvloft has no equivalent; remove it."),
         (
             "lmcache_instance_id",

@@ -51,6 +51,7 @@ _LMCACHE: Final = {
     "instance_id": "kvloft does not need this setting; use namespace to separate engines",
     "remote_url": f"on a single host, {_SERVER}; kvloft does not support other hosts",
     "remote_serde": _ONE_HOST,
+    "numa_mode": "use `kvloft serve` with --numa, for example --numa 0,0,1,1",
     "enable_p2p": _ONE_HOST,
     "enable_pd": "use NixlConnector together with kvloft in MultiConnector",
     "enable_blending": _PREFIXES,
