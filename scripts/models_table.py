@@ -60,7 +60,7 @@ REFUSED = (
     ),
     (
         "`--decode-context-parallel-size`, `--prefill-context-parallel-size`",
-        "not tested, because vLLM does not support it on CPUs",
+        "not tested, because vLLM does not support them on CPUs",
         "1",
     ),
     (

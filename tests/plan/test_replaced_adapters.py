@@ -1,9 +1,11 @@
 """Tests that KV of replaced LoRA weights is not saved under the keys of the earlier weights."""
 
+from typing import Any
+
 import pytest
 from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
-from sim_scenes import PROMPT, stored
+from sim_scenes import PROMPT, stored, tables
 
 from kvloft.seam.shape import CacheShape, GroupShape
 
@@ -37,14 +39,20 @@ def test_only_requests_with_the_adapter_stop_saving_under_its_key(state: str, nu
     assert stored(engine, request) == stored(engine, twin) * (number != NUMBER)
 
 
-def test_hits_are_not_saved_after_a_replacement_if_writers_are_unknown() -> None:
+@pytest.mark.parametrize("kind", ["full", "window"])
+def test_hits_are_not_saved_after_a_replacement_if_writers_are_unknown(kind: Any) -> None:
     """Without full attention, hits in vLLM's prefix cache are not checked against their writers."""
-    engine = SymbolicEngine(Setup())
-    core = engine.core
-    core.replace_adapter(NUMBER)
-    assert not core._hits_may_be_outdated
-    core._shape = CacheShape((GroupShape(4, kind="window", reach=8),))
-    core.replace_adapter(NUMBER)
-    assert core._hits_may_be_outdated
-    core.note_pool_reset()
-    assert not core._hits_may_be_outdated
+    core = SymbolicEngine(Setup()).core
+    core._shape = CacheShape((GroupShape(4, kind=kind, reach=8 * (kind == "window")),))
+    blocked = list[bool]()
+    for req_id, change in (
+        ("before", lambda: None),
+        ("after", lambda: core.replace_adapter(NUMBER)),
+        ("later", core.note_pool_reset),  # running requests continue with the new weights
+    ):
+        change()
+        request = Request(req_id, list(PROMPT), 1)
+        core.match(request, 4)
+        core.admit(request, 0, tables(range(5)))
+        blocked.append(core._requests[request.req_id].save_blocked)
+    assert blocked == [False, kind == "window", kind == "window"]

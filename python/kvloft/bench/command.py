@@ -134,7 +134,7 @@ def run_copy(args: argparse.Namespace) -> int:
         print(f"kvloft: the copy benchmark cannot run on this machine: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
-        print(f"kvloft: the copy bench failed: {error}", file=sys.stderr)
+        print(f"kvloft: the copy benchmark failed: {error}", file=sys.stderr)
         return 1
     for table in _copy_tables(result):
         screen.print(table)

@@ -145,23 +145,32 @@ def read_model_config(model: str) -> dict[str, Any]:
     ``model`` is a directory, the path of a config.json, or a name on the Hugging Face Hub. Raises
     ConfigError if there is no usable config.json.
     """
-    path = Path(model)
     try:
-        if not path.is_file():
-            path /= "config.json"
-        if not path.is_file():
-            if Path(model).is_dir() or not HUB_NAME.fullmatch(model):
-                raise ConfigError(f"{path} does not exist; use a directory with config.json.")
-            path = _from_hub(model)
+        found = _find_config(model)
+    except OSError as e:  # for example, the name is too long
+        raise ConfigError(f"{model} cannot be read ({e}).") from e
+    path = found or _from_hub(model)
+    try:
         config = json.loads(path.read_text())
-    except ConfigError:
-        raise
     except (OSError, ValueError) as e:
         raise ConfigError(f"{path} cannot be read as JSON ({e}).") from e
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a JSON object.")
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
+
+
+def _find_config(model: str) -> Path | None:
+    """Return the path of a config.json, or None if ``model`` is not a path. Raises OSError, and
+    ConfigError if ``model`` is a path without config.json.
+    """
+    path = Path(model)
+    path = path if path.is_file() else path / "config.json"
+    if path.is_file():
+        return path
+    if path.parent.is_dir() or not HUB_NAME.fullmatch(model):
+        raise ConfigError(f"{path} does not exist; use a directory with config.json.")
+    return None
 
 
 def _from_hub(model: str) -> Path:

@@ -130,8 +130,8 @@ def notes(space: Status, disk_problems: list[str]) -> list[str]:
     if num := stats.get("late_calls", 0):
         found.append(
             f"Late responses: {count_text(num)}; delayed saves: "
-            f"{count_text(stats['late_chunks'])} chunks. The server or the engines lack CPU time; "
-            "increase server_timeout."
+            f"{count_text(stats['late_chunks'])} chunks. Give the server and engines more cores; "
+            "a longer server_timeout helps only lookups."
         )
     return found
 

@@ -64,6 +64,10 @@ class SchedulerCore:
         """True if vLLM's prefix cache may contain KV from before a reset, and hits are not checked
         against their writers because no group has full attention.
         """
+        self._hits_are_mixed = False
+        """Like `_hits_may_be_outdated`, but permanently: running requests may use the new weights
+        of a replaced adapter at any time, and vLLM caches their KV under the old name.
+        """
 
     def meet_engine(self, count_running: Callable[[], int], retry_loads_s: float) -> None:
         """Set a function that counts vLLM's running requests, and the pause in seconds after too
@@ -117,7 +121,8 @@ class SchedulerCore:
         request.blocks = tables.copy()
         request.num_local_units = request.local_tokens // self._unit_tokens
         request.keeps_kv = keeps_kv
-        if self._hits_may_be_outdated and request.num_local_units > 0:
+        is_unsafe = self._hits_may_be_outdated or self._hits_are_mixed
+        if is_unsafe and request.num_local_units > 0:
             self._saves.block_saves(request)
         request.is_hit_unchecked = request.num_local_units > 0 and self._shape.is_dense
         self._admitted.add(live.req_id)
@@ -322,9 +327,7 @@ class SchedulerCore:
                 self._saves.count_blocked(request)
                 self._saves.drop_owed(request)
                 request.restart_keys()
-        # vLLM's prefix cache identifies adapters by name and path, so later requests can hit KV
-        # that is computed with the new weights.
-        self._hits_may_be_outdated = not self._shape.is_dense
+        self._hits_are_mixed = not self._shape.is_dense
 
     def note_pool_reset(self) -> None:
         """Record that vLLM's prefix cache is empty, so it contains no KV from before a reset."""

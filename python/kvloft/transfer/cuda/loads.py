@@ -151,8 +151,9 @@ class Loads(Direction[WaitingLoad]):
         done = self._shared.done
         if load.bad:
             logger.warning(
-                "kvloft: could not load %d chunks of a request, and treats them as misses (%s)",
+                "kvloft: %d of a request's chunks could not be loaded and %s (%s)",
                 len(load.bad),
+                "is a miss" if len(load.bad) == 1 else "are misses",
                 load.bad[0][1],
             )
         if everything_bad:
