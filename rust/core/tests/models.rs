@@ -58,7 +58,7 @@ impl LocalTier for Yielding {
     fn take_events(&self) -> Vec<String> {
         self.0.take_events()
     }
-    fn clear(&self) -> Result<()> {
+    fn clear(&self) -> Result<Vec<SlotId>> {
         thread::yield_now();
         self.0.clear()
     }

@@ -245,7 +245,7 @@ fn apply(world: &mut World, step: &Step) {
         Step::Discard(nth, prompt, at) => {
             world.stores[nth].discard(&[chain(nth, prompt, 12).keys()[at as usize]]);
         }
-        Step::Clear(nth) => world.stores[nth].clear(),
+        Step::Clear(nth) => drop(world.stores[nth].clear()),
         Step::SetActive(nth, is_active) => world.stores[nth].set_active(is_active),
         Step::GiveWay(nth) => drop(world.stores[nth].release_slab()),
         Step::Reopen(nth) => world.stores[nth] = world.open(nth),

@@ -20,6 +20,7 @@ use store_common::{FRAME, arena_of, chain, config, save, stat};
 const LONG: Duration = Duration::from_secs(60);
 /// Longer than the time until a failed free is retried.
 const PAUSE_MS: u64 = 61_000;
+const RECORD_BYTES: u64 = 128;
 const WRITES: &[Call] = &[Call::Write];
 
 struct Place {
@@ -172,6 +173,33 @@ fn a_slot_that_cannot_be_freed_does_not_block_a_clear() {
     store.clear();
     drop(store);
     assert_eq!(prompts[1..].iter().map(|prompt| place.found_later(prompt)).sum::<u32>(), 0);
+}
+
+/// The record of slot 2 can be neither written nor cleared until the disk is repaired.
+#[test]
+fn a_cleared_disk_is_used_although_a_slot_cannot_be_freed() {
+    let place = Place::new();
+    let store = place.open();
+    let prompts: Vec<_> = (1..5).map(|token| chain(&[token])).collect();
+    for prompt in &prompts[..3] {
+        save_all(&store, prompt);
+        assert!(store.flush(LONG));
+    }
+    place.files.inject(
+        Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index").at_offset(2 * RECORD_BYTES),
+    );
+    assert!(!store.clear(), "a chunk is left on disk");
+    assert!(store.take_events().iter().any(|event| event.contains("could not be cleared")));
+    save_all(&store, &prompts[3]);
+    until("it is written", || stat(&store, "disk_writes") == 4);
+    drop(store);
+    let store = place.open();
+    until("both are found", || stat(&store, "disk_used") == 2);
+    assert_eq!(store.lookup(&prompts[2]).stored_units, 1);
+    place.files.heal();
+    assert!(store.clear());
+    drop(store);
+    assert_eq!(prompts.iter().map(|prompt| place.found_later(prompt)).sum::<u32>(), 0);
 }
 
 /// A disk record can have a wrong depth, so all keys before an anchor must be compared once.

@@ -249,7 +249,7 @@ impl Walk<'_> {
 
     fn clear(&mut self) -> Result<(), String> {
         let before = self.written.iter().map(|(&chunk, &(_, version))| (chunk, version));
-        if self.tier.clear().is_ok() {
+        if self.tier.clear().is_ok_and(|not_freed| not_freed.is_empty()) {
             self.maybe.extend(before.filter(|_| self.place.may_lose()));
             self.written.clear();
             return Ok(());
@@ -289,7 +289,7 @@ impl Walk<'_> {
             |result: kvloft_core::Result<()>| result.is_err_and(|e| e.kind() == ErrorKind::Closed);
         hold!(self.tier.reserve(SizeClass(0)).is_err(), "a closed tier reserved a slot");
         hold!(
-            closed(self.tier.clear()) && closed(self.tier.free(SlotId(0))),
+            closed(self.tier.clear().map(drop)) && closed(self.tier.free(SlotId(0))),
             "a closed tier freed a chunk"
         );
         hold!(closed(self.read_into(SlotId(0), 0, &mut frame)), "a closed tier read a chunk");

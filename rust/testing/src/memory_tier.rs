@@ -251,14 +251,14 @@ impl LocalTier for MemoryTier {
         Vec::new()
     }
 
-    fn clear(&self) -> Result<()> {
+    fn clear(&self) -> Result<Vec<SlotId>> {
         self.enter()?;
         self.io(&self.fail_frees)?;
         self.is_cleared.store(true, Ordering::SeqCst);
         let mut slots = self.slots();
         slots.written.clear();
         slots.order.clear();
-        Ok(())
+        Ok(Vec::new())
     }
 
     fn close(&self) {

@@ -151,14 +151,16 @@ impl Store {
     ///
     /// Lookups stop finding chunks immediately. Waits up to five seconds for the disk to be
     /// cleared, so that a restart finds no chunks either. If the disk does not respond in time, a
-    /// disk thread clears it later, and an event is logged.
-    pub fn clear(&self) {
+    /// disk thread clears it later, and an event is logged. Returns true if no chunk is left on
+    /// disk.
+    pub fn clear(&self) -> bool {
         self.inner.with_state(State::clear);
         let cleared = |state: &State| {
-            let is_cleared = state.disk.clearing == Clearing::No;
+            let is_cleared = state.disk.clearing == Clearing::No && state.disk.unfreed.is_empty();
             (is_cleared || !state.disk.cannot_settle_by(state.now)).then_some(is_cleared)
         };
-        if !self.inner.wait(Instant::now() + CLEAR_TIMEOUT, cleared) {
+        let is_cleared = self.inner.wait(Instant::now() + CLEAR_TIMEOUT, cleared);
+        if !is_cleared {
             self.inner.with_state(|state| {
                 state.log(Event::problem(
                     "disk tier: not cleared yet; retrying in the background (a restart before the \
@@ -166,6 +168,7 @@ impl Store {
                 ));
             });
         }
+        is_cleared
     }
 
     /// Returns true while the disk is waiting to be cleared or is being cleared.

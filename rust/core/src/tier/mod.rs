@@ -66,9 +66,9 @@ pub trait LocalTier: fmt::Debug + Send + Sync {
     /// dropped.
     fn take_events(&self) -> Vec<String>;
 
-    /// Frees all written slots. Reserved slots are not affected. After an error, some chunks remain
-    /// in their slots.
-    fn clear(&self) -> Result<()>;
+    /// Frees all written slots, and returns the slots that could not be freed. Reserved slots are
+    /// not affected.
+    fn clear(&self) -> Result<Vec<SlotId>>;
 
     /// Closes the tier without blocking on I/O. Resources are released when the last call in
     /// progress returns.

@@ -81,7 +81,7 @@ impl LocalTier for Counting {
         self.tier.take_events()
     }
 
-    fn clear(&self) -> Result<()> {
+    fn clear(&self) -> Result<Vec<SlotId>> {
         self.tier.clear()
     }
 

@@ -74,6 +74,7 @@ pub struct Rule {
     calls: &'static [Call],
     file: Option<&'static str>,
     from: u64,
+    to: u64,
     skip: u64,
     times: u64,
     of_256: u64,
@@ -82,7 +83,8 @@ pub struct Rule {
 impl Rule {
     /// Creates a rule that applies to all changes of all files.
     pub fn new(fault: Fault) -> Self {
-        Self { fault, calls: CHANGES, file: None, from: 0, skip: 0, times: u64::MAX, of_256: 256 }
+        let (to, times) = (u64::MAX, u64::MAX);
+        Self { fault, calls: CHANGES, file: None, from: 0, to, skip: 0, times, of_256: 256 }
     }
 
     /// Restricts the rule to these kinds of calls.
@@ -101,6 +103,12 @@ impl Rule {
     #[must_use]
     pub fn from_offset(self, from: u64) -> Self {
         Self { from, ..self }
+    }
+
+    /// Restricts the rule to writes at offset `at`.
+    #[must_use]
+    pub fn at_offset(self, at: u64) -> Self {
+        Self { from: at, to: at, ..self }
     }
 
     /// Skips the first `skip` matching calls.
@@ -122,8 +130,9 @@ impl Rule {
     }
 
     pub(super) fn hits(&mut self, call: Call, (file, offset): (&str, u64), random: u64) -> bool {
-        let is_there = self.file.is_none_or(|name| file.starts_with(name)) && offset >= self.from;
-        if !self.calls.contains(&call) || !is_there {
+        let is_in_file = self.file.is_none_or(|name| file.starts_with(name));
+        let is_there = (self.from..=self.to).contains(&offset);
+        if !self.calls.contains(&call) || !is_in_file || !is_there {
             return false;
         }
         if self.skip > 0 {

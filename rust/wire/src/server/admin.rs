@@ -152,10 +152,10 @@ impl ServerState {
                 .map_or(0, |(_, number)| number)
         };
         let before = count();
-        store.clear();
+        let is_cleared = store.clear();
         let num_chunks = count() - before;
         self.log_cleared(num_chunks, &id);
-        if store.is_clearing() {
+        if !is_cleared {
             return busy(format!(
                 "the chunks of namespace {id} are no longer used, but its disk directory is not \
                  cleared yet, so a restart might find them again; the server is retrying; run this \

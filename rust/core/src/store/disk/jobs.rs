@@ -66,8 +66,8 @@ pub(crate) enum JobResult {
     },
     /// A completed attempt to free slots. Contains the slots that could not be freed.
     Free(Vec<SlotId>),
-    /// A completed clear. Contains the slots that could not be freed, and whether the tier was
-    /// cleared.
+    /// A completed clear. Contains the slots that could not be freed, and false if so many could
+    /// not be freed that the clear must be repeated.
     Clear(Vec<SlotId>, bool),
 }
 
@@ -158,10 +158,7 @@ impl State {
                 self.end_write(id, frame, outcome)
             }
             JobResult::Free(not_freed) => self.end_free(not_freed),
-            JobResult::Clear(not_freed, is_cleared) => {
-                let is_cleared = is_cleared && not_freed.is_empty();
-                self.end_clear(not_freed, is_cleared)
-            }
+            JobResult::Clear(not_freed, is_cleared) => self.end_clear(not_freed, is_cleared),
         };
         if hangs && outcome == IoOutcome::Succeeded {
             return self.end_hang(ticket);
@@ -366,15 +363,16 @@ impl State {
     }
 
     fn end_clear(&mut self, not_freed: Vec<SlotId>, is_cleared: bool) -> IoOutcome {
+        let all_freed = is_cleared && not_freed.is_empty();
         self.retry_free_later(not_freed);
         self.disk.clearing = if is_cleared { Clearing::No } else { Clearing::Wanted };
-        if !is_cleared {
+        if !all_freed {
             self.stats.disk_write_errors += 1;
             self.log(Event::problem(
                 "disk tier: could not be cleared; retrying in the background (until this succeeds, \
                  a restart would find the old chunks)",
             ));
         }
-        IoOutcome::of(is_cleared)
+        IoOutcome::of(all_freed)
     }
 }

@@ -29,6 +29,9 @@ const MAX_EVICTIONS: u32 = 64;
 /// Number of attempts to write a chunk. If the file system is full, the second attempt reuses the
 /// slot of an evicted chunk.
 const WRITE_TRIES: u32 = 2;
+/// If more slots than this cannot be freed, clearing the tier failed, and the whole clear is
+/// retried. Otherwise, only these slots are retried, and the tier is used in the meantime.
+const MAX_UNFREED: usize = 32;
 /// Maximum sleep of a thread. Threads must poll because timed work, such as a probe or opening the
 /// tier, is not signaled.
 const POLL_EVERY: Duration = Duration::from_millis(200);
@@ -135,12 +138,18 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
         }
         Job::Free(slots) => JobResult::Free(free(disk, slots)),
         Job::Clear(mut slots) => {
-            let mut retain_unfreed = || slots.retain(|&slot| guarded(|| disk.free(slot)).is_err());
-            retain_unfreed();
-            // Clear the tier even if a slot could not be freed.
-            let is_cleared = guarded(|| disk.clear()).is_ok();
-            // Retry the slots: freeing may succeed after clearing. No other job uses these slots.
-            retain_unfreed();
+            // `clear` skips reserved slots.
+            let retain_unfreed = |slots: &mut Vec<SlotId>| {
+                slots.retain(|&slot| guarded(|| disk.free(slot)).is_err());
+            };
+            retain_unfreed(&mut slots);
+            let not_freed = guarded(|| disk.clear()).ok().filter(|left| left.len() <= MAX_UNFREED);
+            let is_cleared = not_freed.is_some();
+            slots.extend(not_freed.unwrap_or_default());
+            // A slot that is freed twice could free another chunk, written in the meantime.
+            slots.sort_unstable();
+            slots.dedup();
+            retain_unfreed(&mut slots);
             JobResult::Clear(slots, is_cleared)
         }
     };

@@ -135,10 +135,11 @@ impl LocalTier for DiskTier {
         self.state().take_events()
     }
 
-    fn clear(&self) -> Result<()> {
+    fn clear(&self) -> Result<Vec<SlotId>> {
         let _inside = self.enter()?;
-        let used: Vec<_> = self.state().slots.iter().flat_map(Slots::all_used).collect();
-        used.into_iter().map(|slot| self.leave(slot)).fold(Ok(()), Result::and)
+        let mut used: Vec<_> = self.state().slots.iter().flat_map(Slots::all_used).collect();
+        used.retain(|&slot| self.leave(slot).is_err());
+        Ok(used)
     }
 
     fn close(&self) {

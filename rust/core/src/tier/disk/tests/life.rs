@@ -145,7 +145,7 @@ fn test_clear_forgets_all_but_reserved_slots() {
     put(&tier, 0);
     let mine = tier.reserve(SizeClass(0)).unwrap();
     put(&tier, 1);
-    tier.clear().unwrap();
+    assert_eq!(tier.clear().unwrap(), []);
     let stats = tier.stats();
     assert_eq!((stats.slots_used, stats.slots_reserved), (0, 1));
     tier.write(mine, &meta_of(4), &frame_of(4, 0)).unwrap();
