@@ -29,7 +29,7 @@ GOOD = {
     "kv_groups": st.sampled_from(["auto", "one", "all"]),
     "compression": st.sampled_from(["auto", "off"]),
     "disk_threads": st.integers(1, 64),
-    "server_timeout": st.integers(0, 3600).map(lambda s: f"{s}s"),
+    "server_timeout": st.integers(1, 3600).map(lambda s: f"{s}s"),
     "salt_quota": st.none()
     | st.integers(0, 100).map(lambda n: f"{n}%")
     | st.integers(0, 1 << 60)
@@ -507,6 +507,13 @@ def test_an_unknown_key_unlike_any_other_lists_all_keys() -> None:
 def test_a_bad_value_is_an_error_in_an_overridden_source_too() -> None:
     with pytest.raises(ConfigError, match="environment variable KVLOFT_HOST_SIZE"):
         load_config({"host_size": "1GiB"}, {"KVLOFT_HOST_SIZE": "huge"})
+
+
+@pytest.mark.parametrize("timeout", [0, "0s", "500us", "0.0009"])
+def test_a_server_timeout_at_which_every_lookup_would_miss_is_an_error(timeout: object) -> None:
+    with pytest.raises(ConfigError, match="from 1ms to 1h"):
+        load_config({"server_timeout": timeout}, {})
+    assert load_config({"server_timeout": "1ms"}, {}).server_timeout == 0.001
 
 
 def test_a_disk_size_that_does_nothing_is_an_error() -> None:

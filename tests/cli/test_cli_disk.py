@@ -134,6 +134,11 @@ def test_inspect_shows_each_namespace_and_its_fields(
     assert "model='some/model', dtype=torch.float32\n" in out
 
 
+@pytest.mark.parametrize("description", ["[" * 100_000, "{", "[]", ""])
+def test_a_foreign_description_has_no_fields(description: str) -> None:
+    assert inspect._fields(description) is None
+
+
 def test_inspect_json_is_for_scripts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--json", str(folder)]) == 0
     (row,) = json.loads(capsys.readouterr().out)

@@ -151,6 +151,15 @@ def test_the_size_of_compressed_chunks_is_shown_uncompressed(socket: str) -> Non
     assert line.endswith(" used")
 
 
+def test_a_config_file_for_engines_with_a_disk_path_of_their_own_names_the_server(
+    socket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = tmp_path / "kvloft.yaml"
+    settings.write_text(f"server: unix:{socket}\ndisk_size: 8GiB\n")
+    monkeypatch.setenv("KVLOFT_CONFIG", str(settings))
+    assert main(["status"]) == 0
+
+
 def test_json_has_the_summary_first_and_all_fields(
     socket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

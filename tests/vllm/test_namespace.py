@@ -4,6 +4,7 @@ computed by the real extension.
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -291,6 +292,19 @@ def test_settings_of_adapters_count() -> None:
 )
 def test_settings_that_change_rounding_count(config: str, name: str) -> None:
     assert digest(**{config: {name: "one"}}) != digest(**{config: {name: "other"}})
+
+
+def test_the_content_of_the_scales_file_counts(tmp_path: Path) -> None:
+    def digest_now() -> str:
+        return digest(media=SimpleNamespace(mm_encoder_fp8_scale_path=str(scales)))
+
+    scales = tmp_path / "scales.json"
+    assert digest_now() == digest_now() != digest(media=SimpleNamespace())
+    found = {digest_now()}
+    for content in ("1.0", "2.0"):
+        scales.write_text(content)
+        found.add(digest_now())
+    assert len(found) == 3
 
 
 def test_a_configuration_with_keys_that_are_no_text_has_a_digest() -> None:

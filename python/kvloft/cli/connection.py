@@ -58,8 +58,9 @@ def socket_of(args: argparse.Namespace) -> str:
     """
     if args.socket is not None:
         return _path(args.socket)
-    if (socket := load_config({}, connection_environment()).socket) is not None:
-        return socket
+    config = load_config({}, connection_environment(), is_complete=False)
+    if config.socket is not None:
+        return config.socket
     usual = [SERVICE_SOCKET, auto_socket()]
     found = [path for path in usual if os.path.exists(path) or _is_hidden(Path(path))]  # noqa: PTH110
     fix = "use --socket PATH, or set KVLOFT_SERVER=unix:PATH"

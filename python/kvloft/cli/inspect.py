@@ -182,7 +182,7 @@ def _fields(description: str) -> dict[str, str] | None:
     """Return a namespace's fields, or None if ``description`` is not a JSON object."""
     try:
         fields = json.loads(description)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) else None
 

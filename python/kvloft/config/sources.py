@@ -77,12 +77,13 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     *,
     extra_origin: str = FROM_EXTRA,
+    is_complete: bool = True,
 ) -> Config:
     """Merge all sources into a Config.
 
     ``extra`` contains vLLM's kv_connector_extra_config or the settings from the source that
     ``extra_origin`` names. ``environ`` defaults to the environment of the process. Raises
-    ConfigError if a setting is invalid.
+    ConfigError if a setting is invalid or, unless ``is_complete`` is False, contradicts another.
     """
     environ = environment() if environ is None else environ
     given = _from_mapping(extra or {}, extra_origin)
@@ -101,7 +102,8 @@ def load_config(
             bare_numbers.pop(key, None)
             if is_checked_for_unit(key, value) and not has_unit(raw):
                 bare_numbers[key] = value  # type: ignore[assignment]  # a number
-    _refuse_contradictions(values, origins)
+    if is_complete:
+        _refuse_contradictions(values, origins)
     return Config(**values, origins=origins, bare_numbers=bare_numbers)  # type: ignore[arg-type]  # each value was parsed
 
 

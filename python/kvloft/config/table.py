@@ -150,6 +150,10 @@ _TIME: Final = Setting(
     'a time from 0 to 1h, such as "10s", "250ms" or a number of seconds',
     lambda v: f"{v:g}s",
 )
+_TIMEOUT: Final = _TIME._replace(
+    parse=partial(parse_seconds, low=0.001),
+    allowed='a time from 1ms to 1h, such as "5ms" or a number of seconds',
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,7 @@ class Config:
     salt_ttl: int | None = _set(None, _TTL)
     salt_limits: str | None = _set(None, _FILE)
     server: str | None = _set(None, _SERVER)
-    server_timeout: float = _set(0.005, _TIME)
+    server_timeout: float = _set(0.005, _TIMEOUT)
     server_linger: float = _set(300.0, _TIME)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     bare_numbers: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)

@@ -35,10 +35,12 @@ def parse_size(value: object, low: int = 4096, high: int = 1 << 60) -> int:
     return _whole(_scaled(value, _UNITS), low, high)
 
 
-def parse_seconds(value: object) -> float:
-    """Parse a time of at most 1h, such as ``"250ms"`` or ``"2min"``. Raises ValueError."""
+def parse_seconds(value: object, low: float = 0.0) -> float:
+    """Parse a time of at most 1h, such as ``"250ms"`` or ``"2min"``, and return it in seconds.
+    Raises ValueError if the value is malformed or out of range.
+    """
     seconds = float(_scaled(value, _SECONDS))
-    if seconds > 3600.0:
+    if not low <= seconds <= 3600.0:
         raise ValueError(value)
     return seconds
 

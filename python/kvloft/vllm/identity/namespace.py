@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 import vllm
 from kvloft.config.environment import engine_environment
 from kvloft.seam.shape import CacheShape
-from kvloft.vllm.identity.weights import model_fields
+from kvloft.vllm.identity.weights import look, model_fields
 from kvloft.vllm.shape import has_draft_kv, layer_specs, stage_layers
 
 try:
@@ -85,14 +85,14 @@ def namespace_fields(
         # Settings for images, video and audio. vLLM's media identifiers depend only on the
         # request's input and parameters, not on these settings.
         "media": _settings(
-            getattr(model, "multimodal_config", None),
+            (media := getattr(model, "multimodal_config", None)),
             "mm_processor_kwargs",
             "media_io_kwargs",
             "video_pruning_rate",
             "video_pruning_method",
             "mm_encoder_attn_dtype",
-            "mm_encoder_fp8_scale_path",
         ),
+        "media_scales": _file_state(getattr(media, "mm_encoder_fp8_scale_path", None)),
         "kv_dtype": cache.cache_dtype,
         "kv_scales": getattr(cache, "calculate_kv_scales", None),
         # Llama 4's attention and LongRoPE's factors depend on this setting. With -1, vLLM builds
@@ -204,6 +204,12 @@ def _lora_settings(lora: Any) -> list[tuple[str, str]] | None:
         return None
     fields = vars(lora).items()
     return sorted((name, str(value)) for name, value in fields if name not in LORA_CAPACITY)
+
+
+def _file_state(path: str | None) -> str | None:
+    """Return a fingerprint of a file that vLLM reads when it starts, or None without a path."""
+    found = look(path) if path else None
+    return found.fingerprint() if found is not None else path
 
 
 def _config_digest(model: Any) -> str:

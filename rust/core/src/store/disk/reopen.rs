@@ -38,9 +38,9 @@ pub(crate) enum Emptying {
 }
 
 impl State {
-    /// Records that the tier is open and contains the chunks in `found`, which lists parents before
-    /// children. Returns false if the store is closing.
-    pub(crate) fn end_opening(&mut self, mut found: Vec<DiskEntry>) -> bool {
+    /// Records that the tier is open and contains the chunks in `found`, which lists children before
+    /// parents. Returns false if the store is closing.
+    pub(crate) fn end_opening(&mut self, found: Vec<DiskEntry>) -> bool {
         self.disk.opening = DiskOpening::Open;
         self.disk.first_opening.get_or_insert(Ok(()));
         self.disk.check_at = self.now + CHECK_EVERY;
@@ -48,7 +48,6 @@ impl State {
             self.log(Event::recovery(format!("disk tier: open, with {} chunks", found.len())));
         }
         if self.disk.clearing == Clearing::No {
-            found.reverse();
             self.disk.found = found;
         }
         !self.disk.stopping

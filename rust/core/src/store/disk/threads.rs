@@ -75,7 +75,8 @@ fn open(inner: &Locked) -> bool {
         }
         drop(state);
         match guarded(opener) {
-            Ok((disk, found)) => {
+            Ok((disk, mut found)) => {
+                found.reverse();
                 inner.change_tier(Some(Arc::clone(&disk)));
                 let is_wanted = inner.with_state(|state| state.end_opening(found)).unwrap_or(false);
                 inner.idle.notify_all();

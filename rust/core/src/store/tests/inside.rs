@@ -149,7 +149,7 @@ fn too_many_discards_before_the_disk_is_opened_clear_it() {
         state.discard(&[found(number).meta.key]);
     }
     assert!(state.disk.rejected.len() < 100_000, "the list grows with every discard");
-    assert!(state.end_opening((0..4).map(found).collect()));
+    assert!(state.end_opening((0..4).rev().map(found).collect()));
     while state.recover_some() {}
     assert_eq!((0..4).find_map(|number| state.index.get(&found(number).meta.key)), None);
     assert!(
@@ -162,7 +162,7 @@ fn too_many_discards_before_the_disk_is_opened_clear_it() {
 fn too_many_discards_while_chunks_are_entered_free_the_others() {
     let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
     let mut state = State::new(host, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
-    assert!(state.end_opening((0..600).map(found).collect()));
+    assert!(state.end_opening((0..600).rev().map(found).collect()));
     assert!(state.recover_some(), "one slice is indexed, and chunks remain");
     for number in 1000..200_000 {
         state.discard(&[found(number).meta.key]);

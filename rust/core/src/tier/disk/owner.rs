@@ -180,15 +180,24 @@ pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Res
     Err(Error::new(ErrorKind::Io, message))
 }
 
-/// Returns the error for a directory whose parent is missing. The error is `Io`, because a file
-/// system may be mounted there later. The parent is not created, because the chunks could then fill
-/// the wrong file system.
-pub(super) fn missing_parent(path: &Path, error: &io::Error) -> Option<Error> {
-    let parent = path.parent().filter(|parent| error.kind() == Io::NotFound && !parent.exists())?;
-    let parent = parent.display();
+/// Returns the error for a directory whose parent or link target is missing. The error is `Io`,
+/// because a file system may be mounted there later. The parent is not created, because the chunks
+/// could then fill the wrong file system.
+pub(super) fn missing_place(path: &Path, error: &io::Error) -> Option<Error> {
+    let parent = path.parent()?;
+    let place = match error.kind() {
+        Io::NotFound => parent.to_owned(),
+        Io::AlreadyExists => parent.join(fs::read_link(path).ok()?),
+        _ => return None,
+    };
+    if place.exists() {
+        return None;
+    }
     let message = format!(
-        "disk_path {} is not used: {parent} does not exist: mount its file system, or run `mkdir -p {parent}`",
-        path.display()
+        "disk_path {} is not used: {} does not exist: mount its file system, or run `mkdir -p {}`",
+        path.display(),
+        place.display(),
+        place.display()
     );
     Some(Error::new(ErrorKind::Io, message))
 }

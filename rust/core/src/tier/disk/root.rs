@@ -122,7 +122,7 @@ impl DiskRoot {
     /// Returns the directory's lock, acquiring it if needed. The caller must hold `opening`.
     fn lock(&self, dir: &Path) -> Result<Arc<DirLock>> {
         namespaces::make_dir(dir).map_err(|e| {
-            owner::missing_parent(dir, &e).unwrap_or_else(|| owner::dir_error(owner::MAKE, dir, e))
+            owner::missing_place(dir, &e).unwrap_or_else(|| owner::dir_error(owner::MAKE, dir, e))
         })?;
         let held = self.state().lock.upgrade().filter(|lock| lock.is_of(dir));
         if let Some(lock) = held {

@@ -93,6 +93,18 @@ fn test_a_missing_parent_is_not_created() {
 }
 
 #[test]
+fn test_a_link_to_a_missing_directory_is_not_used_until_it_exists() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(&dir.path().join("kv"), 2);
+    std::os::unix::fs::symlink("mnt", &config.dir).unwrap();
+    let error = DiskTier::open(config.clone()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Io, "the file system may be mounted later");
+    assert!(error.to_string().contains("/mnt does not exist: mount its file system"), "{error}");
+    fs::create_dir(dir.path().join("mnt")).unwrap();
+    open(&config);
+}
+
+#[test]
 fn test_a_directory_that_this_user_cannot_create_is_reported_with_commands() {
     let error = owner::dir_error(owner::MAKE, Path::new("/a/b"), rustix::io::Errno::ACCESS.into());
     let said = error.to_string();
