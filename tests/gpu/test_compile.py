@@ -1,10 +1,12 @@
 """Checks that every kernel compiles for every supported architecture, without a GPU."""
 
 import pytest
+import torch
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed: pip install 'cuda-core>=1'")
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 
+from kvloft.errors import UnsupportedError
 from kvloft.transfer.cuda.kernels import (
     CHUNKS,
     E348,
@@ -13,7 +15,9 @@ from kvloft.transfer.cuda.kernels import (
     KernelError,
     compile_kernels,
     kernel_source,
+    tile_table,
 )
+from kvloft.transfer.layout import PagedLayout, Plane
 
 
 @pytest.mark.parametrize("vec_bytes", VEC_BYTES)
@@ -48,3 +52,9 @@ def test_source_is_flat_and_has_each_header_once(family: Family) -> None:
     assert '#include "' not in source
     assert source.count("struct PieceParams {") == 1
     assert source.count("constexpr u64 kTagA") == 1
+
+
+def test_blocks_beyond_32_bit_offsets_are_rejected() -> None:
+    plane = Plane(torch.UntypedStorage(), 0, 1 << 32, 1 << 31, 1)
+    with pytest.raises(UnsupportedError, match="reduce block_size"):
+        tile_table(PagedLayout((plane, plane), 1, b""))

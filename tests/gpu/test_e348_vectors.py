@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 from gpu_support import Paged, one_buffer, per_layer
 
 from kvloft.transfer.cuda.encoding import PartEncoding, can_encode, slot_stride
-from kvloft.transfer.cuda.kernels import BlockTiles
+from kvloft.transfer.cuda.kernels import MAX_BLOCKS, BlockTiles
 from kvloft.transfer.cuda.lanes import Tuning
 from kvloft.transfer.cuda.pieces import PieceLimits
 from kvloft.transfer.frames import FrameMemory, part_bytes_for
@@ -81,6 +81,17 @@ def test_layouts_that_compress_into_a_slot_are_encoded(
         and not can_encode(whole, 2000, 1 << 40)
         and can_encode(whole, 9, 2 << 20)
     )
+
+
+def test_an_encoded_part_is_at_most_as_large_as_its_table_can_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gpu_support.DEVICE", "cpu")
+    layout = bf16(per_layer(4, 3, 256 << 10)).layout()
+    num_blocks = (16 << 24) // layout.block_bytes
+    assert num_blocks <= MAX_BLOCKS
+    assert can_encode(layout, num_blocks * 9 // 10, 1 << 40)
+    assert not can_encode(layout, num_blocks, 1 << 40)
 
 
 def memory_of(part_bytes: int) -> FrameMemory:

@@ -71,7 +71,7 @@ pub(super) struct Slots {
     holes: VecDeque<u32>,
     /// Free slots whose last [`MAX_FAILURES`] writes failed.
     failed: VecDeque<u32>,
-    /// Number of writes since a slot left `failed`.
+    /// Number of writes since a slot entered or left `failed`.
     num_written: u32,
     pub(super) punched: BTreeSet<u32>,
     /// True while the file system has no space to fill holes, so that holes are not reserved.
@@ -259,7 +259,10 @@ impl Slots {
         self.set(slot, SlotState::Free(false));
         let queue = match self.blocks[slot.number() as usize] {
             Blocks::Allocated => &mut self.free,
-            Blocks::Failed(MAX_FAILURES..) => &mut self.failed,
+            Blocks::Failed(MAX_FAILURES..) => {
+                self.num_written = 0;
+                &mut self.failed
+            }
             Blocks::Unknown | Blocks::Failed(_) => &mut self.holes,
         };
         queue.push_back(slot.number());

@@ -376,6 +376,11 @@ fn test_a_slot_that_keeps_refusing_writes_is_not_retried_while_others_can_be_wri
     let (tier, files) = small(&config(dir.path(), 2), 2);
     let (mut kept, bad) = (put(&tier, 0), tier.reserve(SizeClass(0)).unwrap());
     tier.free(bad).unwrap();
+    for number in 0..900 {
+        tier.free(kept).unwrap();
+        kept = put(&tier, number);
+    }
+    let bad = if kept == bad { SlotId(1 - bad.number()) } else { bad };
     files.inject(Rule::new(Fault::Refuse(EIO)).on(&[Call::Write]).in_file("frames"));
     let mut num_failed = 0;
     while let Ok(slot) = tier.reserve(SizeClass(0)) {
@@ -394,8 +399,31 @@ fn test_a_slot_that_keeps_refusing_writes_is_not_retried_while_others_can_be_wri
         num_written += 1;
         assert!(num_written < 2000, "the failure may have been temporary");
     }
-    assert!(num_written > 100, "{num_written}");
+    assert!(num_written > 500, "{num_written}");
     assert_eq!((tier.stats().slots_used, tier.stats().slots_reserved), (1, 1));
+}
+
+#[test]
+fn test_files_grow_before_a_slot_that_keeps_refusing_writes_is_retried() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tier, files) = faulty(&config(dir.path(), 20_000));
+    let bad = tier.reserve(SizeClass(0)).unwrap();
+    let num_slots = tier.stats().slots;
+    for _ in 1..num_slots {
+        tier.reserve(SizeClass(0)).unwrap();
+    }
+    files.inject(Rule::new(Fault::Refuse(EIO)).on(&[Call::Write]).in_file("frames"));
+    let mut slot = bad;
+    for _ in 0..20 {
+        assert!(tier.write(slot, &meta_of(1), &frame_of(1, 0)).is_err());
+        tier.free(slot).unwrap();
+        slot = tier.reserve(SizeClass(0)).unwrap();
+        if slot != bad {
+            break;
+        }
+    }
+    assert_ne!(slot, bad);
+    assert!(tier.stats().slots > num_slots);
 }
 
 #[test]
