@@ -127,9 +127,7 @@ def _set(default: Any, setting: Setting) -> Any:
 
 
 _SIZE: Final = _size(example=', such as "8GiB", "500MB" or a number of bytes')
-_PATH: Final = Setting(
-    _parse_path, "a directory path", lambda v: v or "(none)", "no disk tier"
-)
+_PATH: Final = Setting(_parse_path, "a directory path", lambda v: v or "(none)", "no disk tier")
 _SERVER: Final = Setting(
     parse_socket,
     '"auto" or a path of at most 107 bytes such as "unix:/run/user/1000/kvloft/kvloft.sock"',
