@@ -84,8 +84,8 @@ class Announcer:
         self._to_look_up: OrderedDict[bytes, None] = OrderedDict()
         """Known keys from recent requests, in order and without duplicates."""
         self._round: list[bytes] = []
-        """Remaining keys of a full comparison, in reverse order, some of which may no longer be
-        known. These are looked up before ``_to_look_up``.
+        """Remaining keys of a full comparison, in reverse order. Some may no longer be known. These
+        keys are looked up before ``_to_look_up``.
         """
         self._must_look_up_all = self._is_over = False
         self._log = EventLog()
