@@ -176,7 +176,7 @@ class Config:
     server_linger: float = _set(300.0, _TIME)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     bare_numbers: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
-    """Unitless values of settings for which a missing unit may be a mistake."""
+    """Values without a unit, in settings where that may be a mistake."""
     socket: str | None = field(init=False, compare=False, repr=False)
     """The server's socket path, or None if no server is configured."""
 

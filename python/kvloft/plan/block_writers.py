@@ -1,4 +1,4 @@
-"""Records the prefix for which each GPU block was computed or loaded.
+"""Records which prefix each GPU block was computed or loaded for.
 
 A request can hit blocks in vLLM's prefix cache that were written for a different prefix
 (vLLM #49377, #49449). Such a hit corrupts the request's output, and saving the KV would make the

@@ -1,4 +1,4 @@
-"""Estimates whether waiting for chunks from disk is faster than computing their tokens.
+"""Estimates if waiting for chunks from disk is faster than computing their tokens.
 
 It measures two rates: chunks read from disk per second (concurrent writes lower this rate), and
 prompt tokens computed per second. Disk measurements lose their weight within about a minute. An

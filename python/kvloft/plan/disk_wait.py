@@ -22,13 +22,13 @@ class DiskWait:
         return max(0, num_units) * self._num_groups
 
     def pays_for_reads(self, request: RequestState, now: float) -> bool:
-        """Return True if waiting pays for reads that are not queued yet."""
+        """Return True if it pays to wait for reads that are not queued yet."""
         return self._pays(request, request.num_on_disk, None, now)
 
     def pays_for_rest(
         self, request: RequestState, ready_units: int, pending_units: int, now: float
     ) -> bool:
-        """Return True if waiting pays for a lease's units that are still being read."""
+        """Return True if it pays to wait for a lease's pending reads."""
         num_local = request.local_tokens // self._unit_tokens
         num_missing = pending_units + min(0, ready_units - num_local)
         if num_missing <= 0:

@@ -86,7 +86,7 @@ class RequestState:
     save_blocked: bool = False
     """True if saves are blocked until the next admission, for example after a wrong hit."""
     kv_outdated: bool = False
-    """True if ``blocks`` contains outdated KV, for example after a reset. Saves are blocked."""
+    """True if ``blocks`` holds outdated KV, for example after a reset. Saves are blocked."""
 
     # Waiting for admission.
     lease: Lease | None = None

@@ -92,7 +92,7 @@ ENGINE_SLEEP = Patch(
     _CORE,
     "EngineCore",
     "sleep",
-    "only the sleep level shows whether vLLM keeps the weights",
+    "only the sleep level shows if vLLM keeps the weights",
     "pause and sleep clear the cache, including the disk tier",
     Missing.LESS,
 )
