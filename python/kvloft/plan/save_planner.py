@@ -284,7 +284,7 @@ class SavePlanner:
     def _retry_in_next_step(self) -> None:
         """Schedule retries in the next step for the first requests in retry order.
 
-        These requests move to the end of the order, so that non-running requests do not delay others.
+        These move to the end of the order, so that non-running requests do not delay others.
         """
         for request in list(islice(self._owed, MAX_RETRIES)):
             self._owed[request] = self._owed.pop(request)

@@ -116,7 +116,7 @@ class AdapterNames:
             self._on_replace(number)
         if not self._are_seen:
             raise _NotSharedError(
-                "with this vLLM release, kvloft cannot check its files before a load"
+                "with this vLLM release, kvloft cannot check its files before vLLM loads them"
             )
         if number in self._replaced:
             raise _NotSharedError(f"its weights may have been replaced (number {number}); {RENAME}")
