@@ -156,7 +156,7 @@ def test_kubernetes_service_variables_are_not_settings(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["HOST", "SERVICE", "PORTS", "PORT_TCP", "SERVICE_HOSTS"])
 def test_similar_names_are_mistakes(name: str) -> None:
-    with pytest.raises(ConfigError, match="is not a setting"):
+    with pytest.raises(ConfigError, match="is not a kvloft setting"):
         load_config({}, {f"KVLOFT_{name}": "10.0.0.1"})
 
 
@@ -250,7 +250,7 @@ def test_a_server_is_a_socket(origin: str) -> None:
 
 def test_server_settings_need_server_auto() -> None:
     with pytest.raises(
-        ConfigError, match=r"host_size \(kv_connector_extra_config\) has no effect if server"
+        ConfigError, match=r"host_size \(kv_connector_extra_config\) has no effect when server"
     ):
         load_config({"server": "unix:/s", "host_size": "1GiB"}, {})
     starting = load_config({"server": "auto", "host_size": "1GiB", "disk_path": "/cache"}, {})
@@ -431,11 +431,11 @@ def test_a_typo_is_answered_with_the_nearest_key(key: str, data: st.DataObject) 
         ("local_disk", "file:///mnt/c", 'use disk_path = "/mnt/c".'),
         ("local_disk", True, "use disk_path, for example"),
         ("blocking_timeout_secs", 10, 'use load_timeout = "10s".'),
-        ("use_layerwise", True, "kvloft does not need it, because copies run in the background"),
+        ("use_layerwise", True, "kvloft copies in the background and does not need this setting"),
         (
             "LMCACHE_ENABLE_P2P",
             True,
-            "an LMCache setting; kvloft works on a single host and does not",
+            "an LMCache setting; kvloft runs on a single host and does not",
         ),
         ("save_decode_cache", False, 'use save = "prompt".'),
         ("remote_url", "lm://a:65432", "on a single host, use server, for example"),
@@ -445,9 +445,9 @@ def test_a_typo_is_answered_with_the_nearest_key(key: str, data: st.DataObject) 
             1,
             "an LMCache setting; kvloft does not need this setting; remove it.",
         ),
-        ("cpu_bytes_to_use", 32 << 30, 'OffloadingConnector; use host_size = "32GiB".'),
-        ("spec_name", "x", "OffloadingConnector; kvloft does not need this setting; remove it."),
-        ("store_threshold", 1, "OffloadingConnector; kvloft saves each chunk when it is first"),
+        ("cpu_bytes_to_use", 32 << 30, 'OffloadingConnector setting; use host_size = "32GiB".'),
+        ("spec_name", "x", "Connector setting; kvloft does not need this setting; remove it."),
+        ("store_threshold", 1, "OffloadingConnector setting; kvloft saves each chunk the first"),
     ],
 )
 def test_settings_of_other_caches_get_the_equivalent(key: str, value: object, wanted: str) -> None:
@@ -472,8 +472,8 @@ def test_all_settings_of_other_caches_are_in_one_error() -> None:
     ("key", "value", "said"),
     [
         ("disk_path", "file:///mnt/c", "is a URL; use /mnt/c."),
-        ("disk_path", "s3://x", "is a URL; it must be a path on this machine."),
-        ("salt_limits", "tcp://h:1/x", "is a URL; it must be a path on this machine."),
+        ("disk_path", "s3://x", "is a URL; use a path on this machine."),
+        ("salt_limits", "tcp://h:1/x", "is a URL; use a path on this machine."),
         ("host_size", "32", "has no unit; did you mean 32GiB?"),
         ("host_size", "2048", "has no unit; did you mean 2048MiB?"),
         ("staging_size", "80", "has no unit; did you mean 80MiB?"),

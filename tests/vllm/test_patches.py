@@ -346,7 +346,7 @@ def test_caching_ends_if_the_weights_of_a_draft_model_are_discarded(
     engine.half._has_draft_kv = True
     engine.core.sleep(2)
     assert engine.half.core.calls == ["stop"]
-    assert "does not load the weights of the draft model" in logged()[-1].getMessage()
+    assert "does not reload the draft model's weights" in logged()[-1].getMessage()
 
 
 def test_the_sleep_of_another_engine_in_this_process_is_ignored(engine: Any) -> None:

@@ -97,7 +97,7 @@ def test_a_disk_that_accepts_nothing_is_logged(
         for _ in range(3):
             counted(half, **{name: 3})
     (record,) = logged()
-    assert "3 chunks could not be written to disk" in record.getMessage()
+    assert "failed to write 3 chunks to disk" in record.getMessage()
 
 
 def test_tokens_left_on_a_slow_disk_are_logged_once(
@@ -108,7 +108,7 @@ def test_tokens_left_on_a_slow_disk_are_logged_once(
             half.core.counters["disk_slow_tokens"] += 64
             half.take_stats()
     (record,) = [
-        each for each in logged() if "instead of reading the KV from disk" in each.getMessage()
+        each for each in logged() if "because reading the KV from disk" in each.getMessage()
     ]
     assert "64 tokens" in record.getMessage() and record.levelno == logging.INFO
 

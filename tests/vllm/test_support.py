@@ -294,7 +294,7 @@ def test_kv_groups_one_is_suggested_if_it_would_work(
     monkeypatch.setattr(support, "HAS_GROUPS", True)
     with pytest.raises(UnsupportedError, match="the same block size") as caught:
         check_supported(settings(), groups(FULL, other))
-    assert ('kv_groups set to "one"' in str(caught.value)) is helps
+    assert ('set kv_groups to "one"' in str(caught.value)) is helps
 
 
 @pytest.mark.parametrize("alignment", [None, 64, 96])

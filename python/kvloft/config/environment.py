@@ -1,4 +1,4 @@
-"""Reads the environment variables of kvloft and of the engine. No other module reads them."""
+"""Reads kvloft's and the engine's environment variables. No other module reads the environment."""
 
 import os
 import re
@@ -7,19 +7,19 @@ from typing import Final
 
 ENV_PREFIX: Final = "KVLOFT_"
 ENV_FILE: Final = "KVLOFT_CONFIG"
-"""Environment variable that contains the path of a YAML file with settings."""
+"""Environment variable that names a YAML file with settings."""
 MAX_SOCKET_BYTES: Final = 107
 """Maximum length of a Unix socket path."""
 _KUBERNETES: Final = re.compile(
     r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$"
 )
-"""Matches the variables that Kubernetes sets for a Service named "kvloft...". They are not
+"""Matches the variables that Kubernetes injects for a Service named "kvloft..."; these are not
 settings.
 """
 
 
 def environment() -> Mapping[str, str]:
-    """Return the environment of this process."""
+    """Return this process's environment."""
     return os.environ
 
 
@@ -38,12 +38,12 @@ def engine_environment(names: Iterable[str]) -> list[str]:
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a child process: a copy of this environment with ``changes``."""
+    """Return a child process's environment: a copy of this environment with ``changes``."""
     return {**os.environ, **changes}
 
 
 def server_environment() -> dict[str, str]:
-    """Return the environment for a server, without settings, which are on its command line."""
+    """Return a server's environment without settings, which its command line carries."""
     return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
 
 
@@ -62,7 +62,7 @@ def auto_socket() -> str:
 
 
 def _is_own(folder: str) -> bool:
-    """Return True if this user owns the directory. `su` keeps the variables of another user."""
+    """Return True if this user owns the directory. `su` can keep another user's variables."""
     try:
         return os.path.isdir(folder) and os.stat(folder).st_uid == os.geteuid()  # noqa: PTH112, PTH116
     except OSError:

@@ -1,8 +1,8 @@
-"""Merges the settings from all sources. In decreasing order of precedence, the sources are vLLM's
+"""Merges the settings from all sources. From highest to lowest precedence, these are vLLM's
 ``kv_connector_extra_config`` (or a command line), ``KVLOFT_*`` environment variables, the YAML file
 that ``KVLOFT_CONFIG`` names, and defaults.
 
-This module must not import vLLM or the extension. Checks that need the model are in other modules.
+This module must not import vLLM or the extension. Checks that need the model live elsewhere.
 """
 
 import re
@@ -18,17 +18,17 @@ FROM_EXTRA: Final = "kv_connector_extra_config"
 MAX_SHOWN: Final = 80
 """Maximum number of characters that an error message quotes from an invalid value."""
 _Layer = dict[str, tuple[object, str]]
-"""The settings from one source: maps each key to its value and origin."""
+"""One source's settings: maps each key to its value and origin."""
 
 _NOT_NEEDED: Final = "kvloft does not need this setting; remove it"
-_ONE_HOST: Final = "kvloft works on a single host and does not support this; remove it"
-_PREFIXES: Final = "kvloft only reuses prefixes and does not support this; remove it"
+_ONE_HOST: Final = "kvloft runs on a single host and does not support this setting; remove it"
+_PREFIXES: Final = "kvloft reuses only prefixes and does not support this setting; remove it"
 _HOST_SIZE: Final = 'use host_size, for example "32GiB"'
 _SERVER: Final = 'use server, for example "unix:/run/kvloft/kvloft.sock"'
 _TIMEOUT: Final = 'use load_timeout, for example "10s"'
 _DISK_PATH: Final = 'use disk_path, for example "/var/cache/kvloft"'
 _DISK_SIZE: Final = 'use disk_size, for example "500GiB"'
-_SAVE: Final = 'use save = "prompt", which does not save generated tokens'
+_SAVE: Final = 'use save = "prompt" to skip generated tokens'
 
 _LMCACHE: Final = {
     "local_cpu": _HOST_SIZE,
@@ -45,15 +45,15 @@ _LMCACHE: Final = {
     "save_decode_cache": _SAVE,
     "min_retrieve_tokens": _NOT_NEEDED,
     "save_unfull_chunk": _NOT_NEEDED,
-    "use_layerwise": "kvloft does not need it, because copies run in the background; remove it",
+    "use_layerwise": "kvloft copies in the background and does not need this setting; remove it",
     "pre_caching_hash_algorithm": _NOT_NEEDED,
     "cache_policy": 'use eviction = "adaptive" or "lru"',
     "instance_id": "kvloft does not need this setting; use namespace to separate engines",
-    "remote_url": f"on a single host, {_SERVER}; kvloft does not support other hosts",
+    "remote_url": f"on a single host, {_SERVER}; kvloft does not support remote hosts",
     "remote_serde": _ONE_HOST,
     "numa_mode": "use `kvloft serve` with --numa, for example --numa 0,0,1,1",
     "enable_p2p": _ONE_HOST,
-    "enable_pd": "use NixlConnector together with kvloft in MultiConnector",
+    "enable_pd": "combine NixlConnector with kvloft in MultiConnector",
     "enable_blending": _PREFIXES,
     "enable_controller": "use vLLM's --kv-events-config; kvloft adds its events to vLLM's",
 }
@@ -64,7 +64,7 @@ _OFFLOADING: Final = {
     "eviction_policy": 'use eviction = "adaptive" or "lru"',
     "root_dir": _DISK_PATH,
     "spec_name": _NOT_NEEDED,
-    "store_threshold": "kvloft saves each chunk when it is first computed; remove this setting",
+    "store_threshold": "kvloft saves each chunk the first time it is computed; remove this setting",
     "secondary_tiers": "use disk_path and disk_size for a disk tier",
 }
 """The kvloft equivalents of LMCache and OffloadingConnector settings, for error messages.
@@ -81,13 +81,13 @@ def load_config(
 ) -> Config:
     """Merge all sources into a Config.
 
-    ``extra`` contains vLLM's kv_connector_extra_config or the settings from the source that
-    ``extra_origin`` names. ``environ`` defaults to the environment of the process. Raises
-    ConfigError if a setting is invalid or, unless ``is_complete`` is False, contradicts another.
+    ``extra`` holds vLLM's kv_connector_extra_config or the settings from the source that
+    ``extra_origin`` names. ``environ`` defaults to the process environment. Raises ConfigError if
+    a setting is invalid or, unless ``is_complete`` is False, contradicts another setting.
     """
     environ = environment() if environ is None else environ
     given = _from_mapping(extra or {}, extra_origin)
-    layers = [  # in increasing order of precedence; variables and flags are never null
+    layers = [  # from lowest to highest precedence; variables and flags are never null
         (_from_file(environ), True),
         (_from_environ(environ), False),
         (given, extra_origin == FROM_EXTRA),
@@ -95,7 +95,7 @@ def load_config(
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     bare_numbers: dict[str, float] = {}
-    for layer, may_be_null in layers:  # also check values that a later layer overrides
+    for layer, may_be_null in layers:  # also check overridden values
         for key, (raw, origin) in layer.items():
             values[key] = value = _parse(key, raw, origin, may_be_null)
             origins[key] = origin
@@ -115,17 +115,17 @@ def _refuse_contradictions(values: Mapping[str, object], origins: Mapping[str, s
                 f'{key} = "{size}" ({origins[key]}) has no effect without disk_path; set disk_path '
                 f"or remove {key}."
             )
-    # The server may use the same file and environment, so check only the extra config.
+    # The server may read the same file and environment, so check only the extra config.
     misplaced = [key for key in OF_STORE if origins.get(key) == FROM_EXTRA]
     if misplaced and values.get("server") not in (None, AUTO):
         raise ConfigError(
-            f"{misplaced[0]} ({FROM_EXTRA}) has no effect if server is set; pass it to `kvloft "
+            f"{misplaced[0]} ({FROM_EXTRA}) has no effect when server is set; pass it to `kvloft "
             "serve`, or remove server."
         )
 
 
 def describe(config: Config) -> list[tuple[str, str, str]]:
-    """Return (key, value as text, origin) for each setting, in the order of `KEYS`."""
+    """Return (key, value as text, origin) for each setting, in `KEYS` order."""
     return [
         (key, setting.show(getattr(config, key)), config.origin(key))
         for key, setting in KEYS.items()
@@ -154,26 +154,26 @@ def _from_file(environ: Mapping[str, str]) -> _Layer:
     if not path:
         return {}
     blame = f"{ENV_FILE} = {path!r} (environment)"
-    wanted = "it must contain lines such as: host_size: 8GiB"
+    wanted = "write lines such as: host_size: 8GiB"
     document, node = read_yaml(path, blame, wanted)
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise ConfigError(f"{blame} contains a value of type {type(document).__name__}; {wanted}")
+        raise ConfigError(f"{blame} has a top-level {type(document).__name__}; {wanted}")
     if twice := first_twice(keys_of(node)):
         raise ConfigError(f"{blame} sets {twice} twice; remove one of the two lines")
     return _from_mapping(document, f"file {path}")
 
 
 def read_yaml(path: str, blame: str, wanted: str) -> tuple[Any, Any]:
-    """Parse a YAML file and return its document and root node. Raises ConfigError.
+    """Return a YAML file's document and root node. Raises ConfigError.
 
     The file may contain secrets, so error messages must not quote it.
     """
-    import yaml  # imported lazily, because the import takes a fifth of the server's startup time
+    import yaml  # imported lazily: it takes a fifth of the server's startup time
 
     try:
-        # A NUL character in the name raises ValueError.
+        # open() raises ValueError for a NUL character in the path.
         with open(path, encoding="utf-8") as file:  # noqa: PTH123
             text = file.read()
         return yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
@@ -190,20 +190,20 @@ def read_yaml(path: str, blame: str, wanted: str) -> tuple[Any, Any]:
 
 
 def keys_of(node: Any) -> list[str]:
-    """Return all keys of a YAML mapping, including repeated keys, which PyYAML silently merges.
+    """Return a YAML mapping's keys, including repeated keys, which PyYAML silently merges.
 
-    Returns an empty list if the node is not a mapping.
+    Returns an empty list for any other node.
     """
     return [key.value for key, _ in node.value] if node.id == "mapping" else []
 
 
 def first_twice(keys: Sequence[str]) -> str | None:
-    """Return the first key that occurs twice, or None."""
+    """Return the first repeated key, or None."""
     return next((key for i, key in enumerate(keys) if key in keys[:i]), None)
 
 
 def _refuse_foreign(given: Sequence[tuple[str, object, object]], origin: str) -> None:
-    """Raise ConfigError if a (name, key, value) in ``given`` is a setting of another cache."""
+    """Raise ConfigError if a (name, key, value) row holds another cache's setting."""
     found = [
         f"{name} ({origin}) {other}"
         for name, key, value in given
@@ -218,27 +218,27 @@ def _known(
 ) -> str:
     if isinstance(key, str) and key in KEYS:
         return key
-    import difflib  # imported lazily: slow to import and only needed for this error
+    import difflib  # imported lazily: slow, and needed only for this error
 
     name = _shown(key) if written is None else written
     near = difflib.get_close_matches(str(key).lower(), KEYS, n=1, cutoff=0.7)
-    known = f"known keys are {', '.join(map(spell, KEYS))}."
+    known = f"valid keys are {', '.join(map(spell, KEYS))}."
     hint = f"did you mean {spell(near[0])}?" if near else known
-    raise ConfigError(f"{name} ({origin}) is not a setting of kvloft; {hint}")
+    raise ConfigError(f"{name} ({origin}) is not a kvloft setting; {hint}")
 
 
 def _equivalent(key: str, value: object = None) -> str | None:
-    """Return the text that follows the key in an error message about another cache's setting.
+    """Return the text that follows the key in an error about another cache's setting.
 
-    The text includes the equivalent of ``value`` if the value can be converted. Returns None if the
-    key is unknown.
+    The text includes the converted ``value`` if a conversion is possible. Returns None if the key
+    is unknown.
     """
     name = re.sub(r"^lmcache[._](mp\.)?", "", key.lower())
     if key.lower().startswith("lmcache.mp."):
         name = f"mp_{name}"
     cache, fixes = "an LMCache setting", _LMCACHE
     if name in _OFFLOADING:
-        cache, fixes = "a setting of vLLM's OffloadingConnector", _OFFLOADING
+        cache, fixes = "an OffloadingConnector setting", _OFFLOADING
     elif key.lower().startswith("lmcache"):
         fixes = {name: "kvloft has no equivalent; remove it"} | _LMCACHE
     if name not in fixes:
@@ -285,7 +285,7 @@ _VALUES: Final[dict[str, tuple[str, Callable[[object], str]]]] = {
     "blocking_timeout_secs": ("load_timeout", lambda value: f"{float(str(value)):g}s"),
     "save_decode_cache": ("save", _save),
 }
-"""The kvloft setting and the conversion function for each key whose value can be converted."""
+"""The kvloft setting and conversion function for each key with a convertible value."""
 
 
 def _parse(key: str, raw: object, origin: str, may_be_null: bool) -> object:
@@ -305,7 +305,7 @@ def _shown(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
-        return str(value).lower()  # the spelling in YAML and JSON
+        return str(value).lower()  # as spelled in YAML and JSON
     is_plain = isinstance(value, str) and value.isprintable() and '"' not in value
     text = f'"{value}"' if is_plain else repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

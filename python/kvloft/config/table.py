@@ -1,4 +1,4 @@
-"""Defines the name, default, allowed values, parser and formatter of each setting."""
+"""Defines each setting's name, default, allowed values, parser and formatter."""
 
 import os
 import re
@@ -25,7 +25,7 @@ MIB: Final = 1 << 20
 GIB_BELOW: Final = 1024
 """A size without a unit is probably in GiB if it is below this value."""
 AUTO: Final = "auto"
-"""Value of ``server`` that makes the first engine start a server."""
+"""``server`` value that makes the first engine start a server."""
 
 
 def _parse_count(value: object, low: int, high: int) -> int:
@@ -43,7 +43,7 @@ def _parse_path(value: object) -> str | None:
         raise ValueError(value)
     if url := re.fullmatch(r"(file:|[A-Za-z][A-Za-z0-9+.-]*://)(.*)", value.strip()):
         is_file = url[1].lower().startswith("file:")
-        fix = f"use /{url[2].lstrip('/')}" if is_file else "it must be a path on this machine"
+        fix = f"use /{url[2].lstrip('/')}" if is_file else "use a path on this machine"
         raise HintError(f"is a URL; {fix}.")
     value = os.path.expanduser(_parse_text(value))  # noqa: PTH111
     if value.startswith("~"):
@@ -52,7 +52,7 @@ def _parse_path(value: object) -> str | None:
 
 
 def parse_socket(value: object) -> str | None:
-    """Parse the path of a socket. Return None and "auto" unchanged. Raises ValueError."""
+    """Parse a socket path. Return None and "auto" unchanged. Raises ValueError."""
     if value is None or value == AUTO:
         return value
     if not isinstance(value, str) or not value.startswith(("unix:", "/")):
@@ -66,8 +66,8 @@ def parse_socket(value: object) -> str | None:
 def _parse_text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(value)
-    # Text is later encoded as UTF-8, which cannot represent lone surrogates. UnicodeError is a
-    # subclass of ValueError.
+    # Text is later encoded as UTF-8, which fails for lone surrogates. UnicodeError is a
+    # ValueError.
     value.encode()
     return value
 
@@ -79,11 +79,11 @@ def _parse_choice(value: object, allowed: tuple[str, ...]) -> str:
 
 
 class Setting(NamedTuple):
-    """Parser, description and formatter of a setting.
+    """A setting's parser, description and formatter.
 
-    ``parse`` raises ValueError if a value is not allowed. ``allowed`` describes the allowed values
-    and follows "it must be" in error messages. ``show`` formats a value. ``null`` describes the
-    setting's behavior if the value is null, and is empty if null is not allowed.
+    ``parse`` raises ValueError for an invalid value. ``allowed`` describes the valid values and
+    follows "it must be" in error messages. ``show`` formats a value. ``null`` says what a null
+    value means, and is empty if null is invalid.
     """
 
     parse: Callable[[object], object]
@@ -127,9 +127,7 @@ def _set(default: Any, setting: Setting) -> Any:
 
 
 _SIZE: Final = _size(example=', such as "8GiB", "500MB" or a number of bytes')
-_PATH: Final = Setting(
-    _parse_path, "the path of a directory", lambda v: v or "(none)", "no disk tier"
-)
+_PATH: Final = Setting(_parse_path, "a directory path", lambda v: v or "(none)", "no disk tier")
 _SERVER: Final = Setting(
     parse_socket,
     '"auto" or a path of at most 107 bytes such as "unix:/run/user/1000/kvloft/kvloft.sock"',
@@ -138,7 +136,7 @@ _SERVER: Final = Setting(
 )
 _TEXT: Final = Setting(_parse_text, "text", lambda v: repr(v) if v else "(empty)")
 _THREADS: Final = Setting(partial(_parse_count, low=1, high=64), "a number from 1 to 64")
-_FILE: Final = Setting(_parse_path, "the path of a YAML file", lambda v: v or "(none)", "none")
+_FILE: Final = Setting(_parse_path, "a YAML file path", lambda v: v or "(none)", "none")
 _QUOTA: Final = _or_none(
     Setting(parse_quota, 'a percentage such as "10%", or a size such as "8GiB"', format_quota)
 )
@@ -158,7 +156,7 @@ _TIMEOUT: Final = _TIME._replace(
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The effective settings and the origin of each. Sizes are in bytes, and times in seconds."""
+    """The effective settings and their origins. Sizes are in bytes, times in seconds."""
 
     host_size: int = _set(4 << 30, _SIZE)
     disk_path: str | None = _set(None, _PATH)
@@ -182,18 +180,18 @@ class Config:
     server_linger: float = _set(300.0, _TIME)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     bare_numbers: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
-    """Values without a unit, for settings where a missing unit may be a mistake."""
+    """Values without a unit, in settings where that may be a mistake."""
     socket: str | None = field(init=False, compare=False, repr=False)
-    """Path of the server's socket, or None if no server is configured."""
+    """The server's socket path, or None if no server is configured."""
 
     def __post_init__(self) -> None:
-        # The path is read once, because the user's runtime directory may be removed later.
+        # Read the path only once: the user's runtime directory may disappear later.
         socket = auto_socket() if self.server == AUTO else self.server
         object.__setattr__(self, "socket", socket)
 
     @property
     def disk_bytes(self) -> int:
-        """Return the size of the disk tier in bytes, or 0 if disk_path is not set."""
+        """Return the disk tier size in bytes, or 0 without disk_path."""
         return self.disk_size if self.disk_path is not None else 0
 
     def origin(self, key: str) -> str:
@@ -204,14 +202,14 @@ class Config:
 OF_LIMITS: Final = ("salt_quota", "salt_disk_quota", "salt_ttl", "salt_limits")
 """Settings that define tenant limits; see `kvloft.limits`."""
 OF_STORE: Final = ("host_size", "disk_path", "disk_size", "eviction", "disk_threads", *OF_LIMITS)
-"""Settings of the store. An engine that uses a server ignores these settings."""
+"""Store settings. An engine that uses a server ignores them."""
 KEYS: Final[Mapping[str, Setting]] = {
     f.name: f.metadata["setting"] for f in fields(Config) if f.metadata
 }
 
 
 def is_checked_for_unit(key: str, value: object) -> bool:
-    """Return True if a missing unit in the value of this setting may be a mistake."""
+    """Return True if this setting's value might be missing a unit by mistake."""
     if key == "server_timeout":
         return True
     return KEYS[key] in (_SIZE, _QUOTA, _TTL) and isinstance(value, int)

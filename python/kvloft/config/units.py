@@ -8,7 +8,7 @@ from typing import Final
 
 
 class HintError(ValueError):
-    """A value is not allowed. The message, which explains the fix, is printed after the value."""
+    """An invalid value. The message, which suggests a fix, is printed after the value."""
 
 
 _UNITS: Final = {"": 1, "b": 1} | {
@@ -46,16 +46,16 @@ def parse_seconds(value: object, low: float = 0.0) -> float:
 
 
 Quota = int | float
-"""Limit on the use of a tier: a number of bytes (int), or a fraction from 0.0 to 1.0 (float)."""
+"""Limit on a tier's use: a number of bytes (int), or a fraction from 0.0 to 1.0 (float)."""
 
 
 def parse_quota(value: object) -> Quota:
     """Parse a quota: a size such as ``"8GiB"``, or a fraction such as ``"10%"`` or 0.1.
 
-    Sizes are returned in bytes. A number up to 1.0 with a decimal point is a fraction. The same
-    applies to text, because command-line arguments are text. Fractions are rounded to the nearest
-    millionth. Raises ValueError if the value is malformed, out of range, or a fraction between 0
-    and one millionth.
+    Sizes are returned in bytes. A number up to 1.0 with a decimal point is a fraction, even as
+    text, because command-line arguments are text. Fractions are rounded to the nearest millionth.
+    Raises ValueError if the value is malformed, out of range, or a fraction between 0 and one
+    millionth.
     """
     if isinstance(value, str) and re.fullmatch(r"\s*0*[01]\.[0-9]{1,9}\s*", value):
         value = float(value)
@@ -90,7 +90,7 @@ def format_ttl(seconds: int) -> str:
 
 
 def format_size(size_bytes: int) -> str:
-    """Format a size exactly, with the largest binary unit that divides it."""
+    """Format a size exactly, in the largest binary unit that divides it."""
     for unit, base in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size_bytes and size_bytes % base == 0:
             return f"{size_bytes // base}{unit}"

@@ -1,8 +1,8 @@
 """Admission: decides how many tokens to offer for a request that vLLM has not scheduled yet.
 
 vLLM calls `match` for each waiting request in every step, in queue order. An offer pins frames
-until the request is looked up again, is admitted or finishes, or until `match` has not been called
-for ``LEASE_S`` (I5, I9). A request can wait for the following reasons:
+until the request is looked up again, is admitted or finishes, or until ``LEASE_S`` passes without a
+`match` call (I5, I9). A request can wait for these reasons:
 
 | reason      | the request waits until                                | at most                   |
 |-------------|--------------------------------------------------------|---------------------------|
@@ -34,23 +34,23 @@ from kvloft.seam.ids import ReqId
 from kvloft.seam.store import Session
 
 MIN_WAITING = 64
-"""At most this number of requests, or the number of running slots if that is larger, may wait in a
-step. Skipping a waiting request takes vLLM about ten microseconds in every step. Without a limit, a
-hung disk would make each step slower as the queue grows, although slots are idle.
+"""Maximum number of requests that wait in a step (or vLLM's number of running slots, if larger).
+Skipping a waiting request takes vLLM about ten microseconds in every step. Without a limit, a hung
+disk would slow down every step as the queue grows, although slots are idle.
 """
 
 MAX_NEW_WAITING = 64
-"""Maximum number of requests that start to wait in a step. The first lookup of a request takes
-about 40 microseconds. vLLM computes the prompts of later requests, which keeps the engine busy
-until the first reads complete.
+"""Maximum number of requests that start to wait in a step. A request's first lookup takes about 40
+microseconds. vLLM computes the prompts of later requests, which keeps the engine busy until the
+first reads complete.
 """
 
 LEASE_S = 60.0
-"""Time in seconds after which a lease expires if vLLM does not call `match` for its request."""
+"""Seconds until a lease expires if vLLM does not call `match` for its request."""
 
 
 class Admission:
-    """Manages lookups, offers and leases of requests that vLLM has not admitted yet."""
+    """Manages lookups, offers and leases for requests that vLLM has not admitted yet."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Admission:
     def still_waits(self, req_id: ReqId, local_tokens: int) -> bool:
         """Return True if the last result was Wait and `match` would return Wait again.
 
-        This method must be cheap, because vLLM may call it for thousands of requests per step.
+        Must be cheap: vLLM may call this for thousands of requests per step.
         """
         request = self.waiting.get(req_id)
         if request is None:
@@ -90,7 +90,7 @@ class Admission:
         return still_waits
 
     def _keep_waiting(self, request: RequestState, local_tokens: int) -> bool:
-        """Record the call. Return True if the reason to wait still applies to the request."""
+        """Record the call. Return True if the request's reason to wait still holds."""
         lease, awaited = request.lease, request.awaited
         if awaited is None and self._is_crowded(request) and not self.gates.slots_were_taken:
             return False
@@ -111,7 +111,7 @@ class Admission:
     def _record_call(self, request: RequestState) -> float:
         """Record a call for the request, and return the current time.
 
-        The waiting time excludes steps without a call, in which vLLM had no free slot.
+        Waiting time excludes steps without a call, in which vLLM had no free slot.
         """
         now = self._clock()
         if request.waiting_since is not None and request.asked_step < self.step - 1:
@@ -120,7 +120,7 @@ class Admission:
         return now
 
     def _is_crowded(self, request: RequestState) -> bool:
-        """Return True if the limit on waiting requests keeps this request from waiting."""
+        """Return True if too many requests are waiting for this request to wait too."""
         if self._max_running is None:
             return False
         limit = min(max(MIN_WAITING, self._max_running), self._num_waited + MAX_NEW_WAITING)
@@ -132,7 +132,7 @@ class Admission:
         """Offer the tokens after ``local_tokens`` that can be loaded, or return Wait or Miss.
 
         The caller may repeat the call or ignore the result (I9). Without ``may_wait``, only chunks
-        that are currently in host memory are offered.
+        in host memory are offered.
         """
         self.waiting.pop(request.req_id, None)
         request.awaited, request.slow_tokens = None, 0
@@ -166,9 +166,7 @@ class Admission:
         *,
         may_wait: bool,
     ) -> Wait | Miss | None:
-        """Return None if the stored units may be pinned now. Otherwise, return the result of
-        `match`.
-        """
+        """Return None if the stored units may be pinned now. Otherwise, return `match`'s result."""
         local_tokens, unit_tokens = request.local_tokens, self._unit_tokens
         if may_wait and self._awaits_load(request, now):
             return Wait(WaitReason.SHARED_LOAD)
@@ -208,7 +206,7 @@ class Admission:
         return request.lease
 
     def _offer(self, request: RequestState, lease: Lease, now: float, *, may_wait: bool) -> Answer:
-        """Return the result of `match` for a request with a lease."""
+        """Return `match`'s result for a request with a lease."""
         ready_units, pending_units = lease.store_lease.poll()
         if pending_units:
             self.turns.note_pinned(request)
@@ -224,7 +222,7 @@ class Admission:
         reason = self._reason_not_to_load(request, ready_tokens, now, may_wait=may_wait)
         if reason is None:
             return Offer(ready_tokens - request.local_tokens)
-        # Compute the prompt instead of waiting for blocks that hung loads hold.
+        # If hung loads hold the blocks, compute the prompt instead of waiting.
         awaits_blocks = may_wait and self.gates.expects_blocks(now)
         if reason is WaitReason.BLOCKS and not awaits_blocks:
             request.drop_lease()
@@ -261,8 +259,8 @@ class Admission:
     def _awaits_disk(self, request: RequestState, now: float) -> bool:
         """Return True if the request may wait longer for its reads.
 
-        If the request has waited too long, the disk is too slow, so no request waits for its turn
-        during the next ``wait_s``.
+        A request that has waited too long means that the disk is too slow, so no request waits for
+        its turn during the next ``wait_s``.
         """
         if request.record_wait(now, self._wait_s):
             return True
@@ -276,15 +274,15 @@ class Admission:
     ) -> None:
         """Start a load with an offer's lease.
 
-        If ``is_whole`` is True, requests with the same prefix wait for the load.
+        If ``is_whole``, other requests with the same prefix wait for the load.
         """
         lease.move_to(self.turns.loading)
         if is_whole:
             self.gates.begin(request, num_tokens)
 
     def begin_step(self) -> None:
-        """Begin a step, in which vLLM visits its queue from the front. Release outdated leases."""
-        if self.turns.is_over_limit:  # release leases of requests without a call in the last step
+        """Begin a step, in which vLLM walks its queue from the front. Release outdated leases."""
+        if self.turns.is_over_limit:  # release leases without a call in the last step
             self._drop_leases(lambda request: request.asked_step < self.step)
         self.step += 1
         self.turns.begin_step()
@@ -300,17 +298,17 @@ class Admission:
         requests = filter(None, map(self._requests.get, req_ids))
         for request in filter(is_outdated, requests):
             request.drop_lease()
-            # The next call looks the request up again. Its waiting time continues.
+            # The next call repeats the lookup. The request's waiting time continues.
             self.waiting.pop(request.req_id, None)
 
     def forget(self, req_id: ReqId) -> None:
-        """Remove a request that was admitted or has finished."""
+        """Remove an admitted or finished request."""
         self.disk.backlog.leave(req_id)
         self.waiting.pop(req_id, None)
         self.gates.end(req_id)
 
     def release_all(self) -> None:
-        """Release the leases of all waiting requests. The next call looks each request up again."""
+        """Release all waiting requests' leases. Each request's next call repeats its lookup."""
         self._drop_leases(lambda _: True)
         self.waiting.clear()
 

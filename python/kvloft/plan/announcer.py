@@ -1,7 +1,7 @@
 """Publishes KV events for the blocks in the store.
 
 The store reports the tiers that hold each key (`Session.changes`). For each chunk, the announcer
-stores the announced tiers and this engine's hashes of the chunk's blocks. An event is the
+keeps the announced tiers and this engine's hashes of the chunk's blocks. An event is the
 difference between the reported and the announced tiers, so the next report corrects a missed
 change. Chunks of different prefixes can share blocks. A block is announced with the first chunk
 that contains it and removed with the last.
@@ -18,19 +18,19 @@ from kvloft.seam.store import KeyChain, Session
 from kvloft.seam.views import LiveRequest
 
 MAX_WAITING = 1 << 16
-"""Maximum number of changed keys that the store queues (2 MiB). After an overflow, all chunks are
-looked up again.
+"""Maximum number of changed keys in the store's queue (2 MiB). An overflow causes a new lookup of
+all chunks.
 """
 MAX_CHUNKS = 1 << 18
-"""Maximum number of chunks to track. A chunk takes about 0.7 KiB, plus 0.5 KiB for each block after
+"""Maximum number of tracked chunks. A chunk takes about 0.7 KiB, plus 0.5 KiB for each block after
 the first and 4 bytes per token. Beyond this limit, the least recent chunks are withdrawn.
 """
 SLICE = 2048
-"""Maximum number of chunks to look up per step."""
+"""Maximum number of chunk lookups per step."""
 
 Describe = Callable[[LiveRequest, int, int, int], Sequence[Block]]
 """A function that takes (request, block_tokens, begin, end) and returns blocks [begin, end) of the
-request, or an empty sequence if other processes cannot compute the hashes of these blocks.
+request, or an empty sequence if other processes cannot compute these blocks' hashes.
 """
 
 
@@ -39,8 +39,8 @@ class _Chunk:
     blocks: Sequence[Block]
     group: int
     parent: bytes | None
-    """Key of the chunk on which this chunk depends: the main group's chunk of the same or the
-    previous unit.
+    """Key of the chunk that this chunk depends on: the main group's chunk of the same or previous
+    unit.
     """
     where: int = 0
     """Bit mask of the announced tiers, as last reported by the store."""
@@ -50,7 +50,7 @@ class Announcer:
     """Announces the chunks in ``store`` as blocks of their group's block size.
 
     The caller must have called ``store.watch``. With ``is_shared``, other engines can save to the
-    store, or the store can become unavailable, so a removed chunk can reappear without a save by
+    store, and the store can become unavailable, so a removed chunk can reappear without a save by
     this engine.
     """
 
@@ -72,20 +72,20 @@ class Announcer:
         self._others = sorted(others, key=lambda nth: nth != shape.main)
         """Groups other than state groups. The main group is first."""
         self._known: dict[bytes, _Chunk] = {}
-        """Chunks by key. Parents precede children, because some routers drop a block that is
-        announced before its parent.
+        """Chunks by key. Parents precede children, because some routers drop blocks announced
+        before their parent.
         """
         self._children: dict[bytes, int] = {}
         """Number of known chunks that depend on each parent, by the parent's key."""
         self._recent: OrderedDict[bytes, None] = OrderedDict()
-        """Known keys that have no children or were recorded again as the end of a prefix. The least
-        recent key is first.
+        """Known keys without children, or recorded again as the end of a prefix. The least recent
+        key is first.
         """
         self._to_look_up: OrderedDict[bytes, None] = OrderedDict()
-        """Known keys of recent requests, in order and without duplicates."""
+        """Known keys from recent requests, in order and without duplicates."""
         self._round: list[bytes] = []
-        """Remaining keys of a full comparison, in reverse order. Some of them may no longer be
-        known. Keys in this list are looked up before keys in ``_to_look_up``.
+        """Remaining keys of a full comparison, in reverse order. Some may no longer be known. These
+        keys are looked up before ``_to_look_up``.
         """
         self._must_look_up_all = self._is_over = False
         self._log = EventLog()
@@ -93,11 +93,11 @@ class Announcer:
     # -- requests -------------------------------------------------------------------------------
 
     def note(self, live: LiveRequest, chain: KeyChain, units: range) -> None:
-        """Record that the chunks of ``units`` belong to ``live``. Their saves may still fail."""
+        """Record that the chunks of ``units`` belong to ``live``. Saving them may still fail."""
         self._note(live, chain, self._others, units, units.start)
 
     def note_states(self, live: LiveRequest, chain: KeyChain, num_units: int) -> None:
-        """Record the states of ``live`` after its first ``num_units`` units, if they have keys."""
+        """Record the states after the first ``num_units`` units of ``live``, if they have keys."""
         if 0 < num_units <= chain.num_blocks:
             self._note(live, chain, self._states, range(num_units - 1, num_units), num_units)
 
@@ -115,7 +115,7 @@ class Announcer:
         if self._is_over:
             return
         found = self._find_chunks(live, chain, groups, units, num_above)
-        # Only the line above can fail, so all records are unchanged after an error.
+        # Only the line above can fail, so an error leaves all records unchanged.
         for key, chunk in found.items():
             if key not in self._known:
                 self._known[key] = chunk
@@ -136,7 +136,7 @@ class Announcer:
         units: range,
         num_above: int,
     ) -> dict[bytes, _Chunk]:
-        """Return the chunks of ``units`` up to the first chunk whose blocks cannot be described."""
+        """Return the chunks of ``units`` up to the first chunk with undescribable blocks."""
         found: dict[bytes, _Chunk] = {}
         above = chain.key(num_above - 1, self._numbers[self._main]) if num_above else None
         for unit, nth in product(units, groups):
@@ -154,8 +154,8 @@ class Announcer:
         return found
 
     def _note_recent(self, found: dict[bytes, _Chunk]) -> None:
-        """Mark chunks as the most recent. The last chunk of a prefix is removed first, because
-        other prefixes can share the earlier chunks.
+        """Mark chunks as the most recent. A prefix's last chunk is removed first, because other
+        prefixes can share the earlier chunks.
         """
         inner = {chunk.parent for chunk in found.values() if chunk.parent is not None}
         for parent in inner:
@@ -201,7 +201,7 @@ class Announcer:
         return self._log.take()
 
     def repeat(self) -> None:
-        """Announce all blocks again, because subscribers have dropped their records."""
+        """Reannounce all blocks, because subscribers have dropped their records."""
         self._log.restart()
         for chunk in self._known.values():
             chunk.where = 0
@@ -210,7 +210,7 @@ class Announcer:
     def withdraw(self, lost: Sequence[Event] = ()) -> None:
         """Announce the removal of every block and stop. Called when kvloft stops offering tokens.
 
-        ``lost`` contains events that were taken but may not have been published.
+        ``lost`` holds events that were taken but possibly never published.
         """
         if not self._is_over:
             self._log.add_again(lost)
@@ -225,7 +225,7 @@ class Announcer:
     def _all(self) -> list[bytes]:
         """Return all known keys in reverse order.
 
-        The result is a list, because creating a dict with 2^18 keys would delay a step by 0.1 s.
+        A list, because building a dict with 2^18 keys would delay a step by 0.1 s.
         """
         return list(reversed(self._known))
 

@@ -1,4 +1,4 @@
-"""Defines the results of `match`: an offer of tokens to load, a wait, or a miss."""
+"""Defines the results of `match`: an offer of loadable tokens, a wait, or a miss."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,11 +8,11 @@ class WaitReason(Enum):
     """Why a request must wait."""
 
     SHARED_LOAD = "another request is already loading this prefix"
-    SLOTS = "running requests and loads in progress fill vLLM's running slots"
-    TURN = "requests ahead pin all of the host memory that waiting requests may pin"
+    SLOTS = "running requests and pending loads fill vLLM's running slots"
+    TURN = "requests ahead already pin all the host memory that waiting requests may use"
     DISK = "chunks are being read from disk"
-    BLOCKS = "too few GPU blocks for this load and the loads in progress"
-    FAILED_LOAD = "the request's load failed, and requests behind it may need its blocks"
+    BLOCKS = "too few free GPU blocks for this load and the pending loads"
+    FAILED_LOAD = "the request's load failed, and later requests may need its blocks"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""Records the prefix for which each GPU block was computed or loaded.
+"""Records which prefix each GPU block was computed or loaded for.
 
 A request can hit blocks in vLLM's prefix cache that were written for a different prefix
-(vLLM #49377, #49449). Such a hit makes the output of the request wrong, and saving the KV would
-make the error permanent. Blocks of a hit are therefore saved only if they were written for the
-prefix of the request. With a draft model, a hit can be correct for the target model although the
-draft model's KV at the last position depends on a different next token.
+(vLLM #49377, #49449). Such a hit corrupts the request's output, and saving the KV would make the
+error permanent. A hit's blocks are therefore saved only if they were written for the request's
+prefix. With a draft model, a hit can be correct for the target model although the draft model's KV
+at the last position depends on a different next token.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,16 +19,16 @@ from kvloft.seam.views import StepView
 
 
 class BlockWriters:
-    """Maps each block to the prefix for which it was last written.
+    """Maps each block to the prefix that it was last written for.
 
     With ``sees_grants``, `drop_given` drops the record of every block that vLLM assigns, so all
-    records are valid.
+    remaining records are valid.
     """
 
     def __init__(self, unit_tokens: int, *, sees_grants: bool, lookahead: int = 0) -> None:
         self._unit_tokens, self._sees_grants = unit_tokens, sees_grants
         self._prefixes: dict[BlockId, bytes] = {}
-        """Keys without lookahead, which depend on the tokens up to the end of the block."""
+        """Keys without lookahead, which depend only on tokens up to the end of the block."""
         self._keys: dict[BlockId, bytes] = {} if lookahead else self._prefixes
         """Chunk keys, which also depend on the lookahead tokens. A block has no key while its
         lookahead tokens are unknown.
@@ -52,11 +52,11 @@ class BlockWriters:
             self.note(request)
 
     def note(self, request: RequestState) -> None:
-        """Record the complete units of the request that were not in vLLM's cache, and drop the
-        records of all later blocks.
+        """Record the request's complete units that were not in vLLM's cache, and drop the records
+        of all later blocks.
 
-        vLLM caches a block before the next tokens are known. If the request is aborted, the next
-        tokens remain unknown, but other requests can still hit the block.
+        vLLM caches a block before its next tokens are known. After an abort, they stay unknown, but
+        other requests can still hit the block.
         """
         self._drop_unknown(request)
         first = max(request.num_local_units, request.num_noted)
@@ -68,17 +68,17 @@ class BlockWriters:
         request.num_noted = max(request.num_noted, units.stop)
 
     def forget(self, request: RequestState) -> None:
-        """Drop the records of blocks that a request writes, because its KV must not be saved."""
+        """Drop the records of blocks that a request writes: its KV must not be saved."""
         self._drop_unknown(request)
         request.num_noted = max(request.num_noted, len(request.blocks))
 
     def drop_written(self, request: RequestState) -> None:
-        """Drop the records of all blocks that the request wrote, because its hit may be wrong."""
+        """Drop the records of all blocks that the request wrote: its hit may be wrong."""
         request.num_noted = 0
         self._drop_unknown(request)
 
     def drop(self, blocks: Iterable[BlockId]) -> None:
-        """Drop the records of ``blocks``, which will be overwritten."""
+        """Drop the records of ``blocks``, which are about to be overwritten."""
         if self._prefixes:
             blocks = list(blocks)
             for records in self._records:
@@ -91,7 +91,7 @@ class BlockWriters:
         requests: Mapping[ReqId, RequestState],
         admitted: Iterable[ReqId],
     ) -> None:
-        """Drop the records of blocks that vLLM assigned in this step or in preceding admissions."""
+        """Drop the records of blocks that vLLM assigned in this step or in its admissions."""
         if not (self._sees_grants and self._prefixes):
             return
         for request in filter(None, map(requests.get, admitted)):
@@ -118,10 +118,10 @@ class BlockWriters:
         admitted: Collection[ReqId],
         step: StepView,
     ) -> list[RequestState]:
-        """Check the unchecked hits of requests that are ``due`` or ``admitted``.
+        """Check the unchecked hits of ``due`` and ``admitted`` requests.
 
         Returns the requests whose hit contains a block of a different prefix. All KV that such a
-        request computes depends on that block, so none of its KV may be saved.
+        request computes depends on that block, so none may be saved.
         """
         unchecked = {request: None for request in due if request.is_hit_unchecked}
         for request in filter(None, map(requests.get, admitted)):
@@ -129,8 +129,8 @@ class BlockWriters:
                 unchecked[request] = None
         if not unchecked:
             return []
-        # A reset between steps preempts requests. Their tables are outdated until they are admitted
-        # again.
+        # A reset between steps preempts requests. Their tables are outdated until the next
+        # admission.
         scheduled = step.num_scheduled_tokens
         writers = [
             request
@@ -144,7 +144,7 @@ class BlockWriters:
     ) -> list[RequestState]:
         """Return the ``unchecked`` requests whose hit contains a block of a different prefix.
 
-        ``writers`` are the requests that may have written blocks that are not recorded yet.
+        ``writers`` are the requests that may have written unrecorded blocks.
         """
         left = list(unchecked)
         for request in left:
@@ -152,7 +152,7 @@ class BlockWriters:
         if self._sees_grants:
             left = self._without_known(left)
         num_before = None
-        # A request can hit blocks that other unchecked requests fill in this step.
+        # A request can hit blocks that another unchecked request fills in this step.
         while left and len(left) != num_before:
             num_before = len(left)
             for writer in writers:
@@ -165,17 +165,17 @@ class BlockWriters:
         return left
 
     def _without_known(self, unchecked: list[RequestState]) -> list[RequestState]:
-        """Mark requests as checked if `know_hit` returns True. Return the remaining requests."""
+        """Mark requests as checked if `know_hit` returns True. Return the others."""
         known = [request for request in unchecked if self.know_hit(request)]
         for request in known:
             request.is_hit_unchecked = False
         return [request for request in unchecked if request.is_hit_unchecked]
 
     def know_hit(self, request: RequestState) -> bool:
-        """Return True if all blocks of the hit were written for the prefix of the request.
+        """Return True if all of the hit's blocks were written for the request's prefix.
 
-        The blocks may have been written for a different next token. `are_of_continuation` prevents
-        saving such blocks under the key of this request.
+        The writer's next token may still differ. `are_of_continuation` keeps such blocks from being
+        saved under this request's key.
         """
         table, size = request.blocks.main_table, request.blocks.main_size
         num_units = request.num_local_units
@@ -186,7 +186,7 @@ class BlockWriters:
     def find_others(
         self, saves: Iterable[SavePlan], requests: Mapping[ReqId, RequestState]
     ) -> list[SavePlan]:
-        """Return the saves that include hit blocks written for a different continuation."""
+        """Return the saves with hit blocks written for a different continuation."""
         found = []
         for save in saves:
             request = requests[save.req_id]
@@ -215,7 +215,7 @@ class BlockWriters:
 def _update(
     records: dict[BlockId, bytes], request: RequestState, units: range, chain: KeyChain
 ) -> None:
-    """Record the key of each unit in ``units`` for the unit's blocks in all groups."""
+    """Record each unit's key for the unit's blocks in all groups."""
     keys = list(map(chain.key, units))
     for table, size in _tables(request) if keys else ():
         for nth in range(size):

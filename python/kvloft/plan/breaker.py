@@ -1,20 +1,20 @@
-"""The circuit breaker pauses loads and saves after too many consecutive failed loads.
+"""The circuit breaker pauses loads and saves after too many consecutive load failures.
 
 Without the breaker, each failed load would delay a request, and each failed save would evict a
 chunk.
 """
 
 MAX_FAILED_LOADS = 8
-"""Number of consecutive failed loads that trips the breaker."""
+"""Number of consecutive failed loads that trip the breaker."""
 
 RETRY_S = 60.0
-"""Time in seconds until the first retry after the breaker has tripped."""
+"""Seconds until the first retry after the breaker trips."""
 
 
 class CircuitBreaker:
     """Counts consecutive failed loads.
 
-    If a failed load fails its request, ``retry_s`` is infinite, so the breaker never retries.
+    If a failed load fails its request, ``retry_s`` is infinite and the breaker never retries.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class CircuitBreaker:
 
     @property
     def has_tripped(self) -> bool:
-        """True if too many loads failed and no load has succeeded since."""
+        """True if too many loads have failed and none has succeeded since."""
         return self._failed_in_a_row >= MAX_FAILED_LOADS
 
     def allows(self, now_s: float) -> bool:
@@ -33,7 +33,7 @@ class CircuitBreaker:
         return not self.has_tripped or now_s >= self._open_until_s
 
     def count(self, now_s: float, *, failed: bool) -> bool:
-        """Record a completed load or a failed save. Return True if it trips the breaker."""
+        """Record a completed load or a failed save. Return True if this trips the breaker."""
         was_allowed = self.allows(now_s)
         self._failed_in_a_row = self._failed_in_a_row + 1 if failed else 0
         if not (self.has_tripped and was_allowed):

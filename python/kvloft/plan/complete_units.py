@@ -1,4 +1,4 @@
-"""Finds the complete units of a request, and the blocks that saves may still be reading.
+"""Finds a request's complete units, and the blocks that saves may still be reading.
 
 A chunk is saved in the step that completes its unit, while the request owns the blocks (I2, I6). A
 unit is complete if it ends at or before ``min(frontier, known tokens)``: its tokens are known, and
@@ -17,10 +17,10 @@ from kvloft.seam.views import StepView
 def take_complete_units(request: RequestState, unit_tokens: int, frontier: int) -> bool:
     """Find the units of ``request`` that are complete at the end of this step and not saved yet.
 
-    Returns True if units [save_start, saved_units) must be saved; these units are then treated as
-    saved. ``frontier`` is the number of tokens whose KV is in the blocks at the end of the step,
-    excluding draft tokens. Sets ``next_save`` to the frontier at which the next unit is complete.
-    This function runs for many requests in every step, so it avoids calls to ``min``.
+    Returns True if units [save_start, saved_units) must be saved, and then counts them as saved.
+    ``frontier`` is the number of tokens whose KV is in the blocks at the end of the step, excluding
+    draft tokens. Sets ``next_save`` to the frontier that completes the next unit. This function
+    runs for many requests in every step, so it avoids calls to ``min``.
     """
     token_ids = request.confirmed_tokens()
     if request.save_blocked or request.kv_outdated:
@@ -38,12 +38,11 @@ def take_complete_units(request: RequestState, unit_tokens: int, frontier: int) 
         num_units = limit // unit_tokens
     if (num_held := len(tables.main_table) // tables.main_size) < num_units:
         num_units = num_held
-    # With async scheduling, a token becomes known a few steps after its KV is computed, and the
-    # frontier advances in the meantime. Draft tokens can be rejected, which makes the frontier
-    # unpredictable.
+    # With async scheduling, a token becomes known a few steps after its KV is computed, while the
+    # frontier advances. Rejected draft tokens make the frontier unpredictable.
     request.next_save = (num_units + 1) * unit_tokens + (0 if request.had_drafts else lag)
     request.num_complete = num_units
-    if is_limited:  # a later request can save the rest if its prompt contains it
+    if is_limited:  # a later request whose prompt contains the rest can save it
         request.num_complete = num_complete_units(request, len(token_ids), frontier, unit_tokens)
         request.next_save = frontier + unit_tokens
     start = request.saved_units
@@ -65,9 +64,9 @@ def num_complete_units(
 
 
 def refresh_tables(request: RequestState, step: StepView) -> bool:
-    """Read the current block tables of the request. Return False if vLLM does not report them.
+    """Read the request's current block tables. Return False if vLLM does not report them.
 
-    This is necessary for models for which vLLM frees blocks of running requests.
+    Models for which vLLM frees running requests' blocks need this.
     """
     if step.tables is None or not (tables := step.tables(request.req_id)):
         return False
@@ -76,7 +75,7 @@ def refresh_tables(request: RequestState, step: StepView) -> bool:
 
 
 def longest_request(step: StepView) -> int:
-    """Return the length of the longest request after this step, including draft tokens."""
+    """Return the longest request's length after this step, including draft tokens."""
     scheduled = step.num_scheduled_tokens
     ends = [new.num_computed_tokens + scheduled[new.req_id] for new in step.new]
     ends += map(add, step.num_computed_tokens, map(scheduled.__getitem__, step.running))
@@ -86,7 +85,7 @@ def longest_request(step: StepView) -> int:
 def rewritten_blocks(step: StepView, store: Session, unit_tokens: int) -> tuple[BlockId, ...]:
     """Return the blocks that this step assigns for writing while saves may still read them (I2).
 
-    A save reads its blocks after its step is launched. By then, its request may have finished. A
+    A save reads its blocks after its step launches, when its request may already have finished. A
     new request reads only the blocks of its computed tokens, and writes to all later blocks.
     """
     if not store.num_in_flight:

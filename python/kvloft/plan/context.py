@@ -1,7 +1,7 @@
 """Objects that all parts of the scheduler side share.
 
-Calls to the KV event announcer are queued and run after the plan is complete, so that an error in
-KV events cannot fail a plan or an admission.
+Calls to the KV event announcer are queued until the plan is complete, so that an error in KV events
+cannot fail a plan or an admission.
 """
 
 from collections import Counter
@@ -18,21 +18,21 @@ from kvloft.seam.store import Session
 
 
 class EventNotes:
-    """Queues calls to the announcer until `take` is called. Does nothing without an announcer."""
+    """Queues calls to the announcer until `take` returns them. A no-op without an announcer."""
 
     def __init__(self, announcer: Announcer | None) -> None:
         self.announcer = announcer
         self._notes: list[Callable[[], None]] = []
 
     def add_saves(self, requests: Iterable[RequestState]) -> None:
-        """Queue a note for the units in each request's last planned save."""
+        """Queue a note for the units of each request's last planned save."""
         if (announcer := self.announcer) is not None:
             for request in requests:
                 units = range(request.save_start, request.saved_units)
                 self._notes.append(partial(announcer.note, request.live, request.chain, units))
 
     def add_states(self, request: RequestState, num_units: int) -> None:
-        """Queue a note that a request has states after its first ``num_units`` units."""
+        """Queue a note that the request has states after its first ``num_units`` units."""
         if (announcer := self.announcer) is not None:
             note = partial(announcer.note_states, request.live, request.chain, num_units)
             self._notes.append(note)
@@ -44,7 +44,7 @@ class EventNotes:
 
 @dataclass(slots=True, eq=False)
 class PlanContext:
-    """The store, settings, requests and counters of one scheduler side."""
+    """One scheduler side's store, settings, requests and counters."""
 
     store: Session
     settings: PlanSettings

@@ -1,10 +1,10 @@
-"""Estimates whether waiting for chunks from disk is faster than computing their tokens.
+"""Estimates if waiting for chunks from disk is faster than computing their tokens.
 
-Two rates are measured: how many chunks per second are read from disk (concurrent writes lower this
-rate), and how many prompt tokens per second the engine computes. Disk measurements lose their
-weight within about a minute. A disk without measurements is assumed to be fast, so the first
-requests use the disk. A disk that was too slow is measured again with reads that no request waits
-for. The clock and all measurements are passed in.
+It measures two rates: chunks read from disk per second (concurrent writes lower this rate), and
+prompt tokens computed per second. Disk measurements lose their weight within about a minute. An
+unmeasured disk is assumed to be fast, so the first requests use it. A disk that was too slow is
+measured again with reads that no request waits for. The caller passes in the clock and all
+measurements.
 """
 
 from collections.abc import Mapping
@@ -16,23 +16,23 @@ from kvloft.seam.ids import ReqId
 DISK_HALF_LIFE_S = 5.0
 ENGINE_HALF_LIFE_S = 30.0
 WINDOW_S = 1.0
-"""Duration of reads or steps, in seconds, that halves the weight of older measurements."""
+"""Seconds of reads or steps that halve the weight of older measurements."""
 PRIOR_READS = 4
-"""Number of chunks that are added to the measured reads as if they took no time, so that a few slow
-reads do not make the disk appear too slow.
+"""Number of chunks added to the measured reads as if they took no time, so that a few slow reads do
+not make the disk look too slow.
 """
 PROBE_S = 0.5
-"""Maximum time to wait for the disk, in seconds, while the engine's rate is unknown."""
+"""Maximum seconds to wait for the disk while the engine's rate is unknown."""
 GRACE_S = 0.005
-"""Maximum time in seconds by which waiting may be slower than computing. The limit is above zero,
-because short times are hard to estimate.
+"""Maximum seconds by which waiting may be slower than computing. The limit is above zero, because
+short times are hard to estimate.
 """
 MAX_STEPS = 64
-"""Maximum number of steps in flight. Older steps are dropped: their end was not reported."""
+"""Maximum number of in-flight steps. Older steps are dropped: their end was never reported."""
 MAX_SIZE_RATIO = 8
-"""Maximum ratio of a prompt's length to the largest number of prompt tokens in a measured step. For
-longer prompts, the engine's rate is treated as unknown, because small steps do not predict how long
-such prompts take.
+"""Maximum ratio of a prompt's length to the most prompt tokens in any measured step. The engine's
+rate counts as unknown for longer prompts, because small steps do not predict how long such prompts
+take.
 """
 SAMPLE_S = 0.01
 """Minimum interval in seconds between reads of the store's counters. With a server, each read is a
@@ -42,7 +42,7 @@ round trip.
 
 @dataclass(slots=True)
 class FadingRate:
-    """An amount of work and its duration. The weight of measurements decreases with age."""
+    """An amount of work and its duration. Measurements lose weight with age."""
 
     half_life_s: float
     amount: float = 0.0
@@ -64,24 +64,24 @@ class FadingRate:
 
 @dataclass(slots=True)
 class DiskPacing:
-    """Measures the rates of the disk and the engine, and tracks their queued work."""
+    """Measures disk and engine rates, and tracks queued work."""
 
     always_pays: ClassVar[bool] = False
-    """True if requests wait for the disk however slow it is, as in `kvloft check`."""
+    """True if requests wait for even the slowest disk, as in `kvloft check`."""
     num_done: int = 0
-    """Number of chunks read from disk since the store was opened."""
+    """Number of chunks read from disk since the store opened."""
     num_pending: int = 0
     """Number of chunks in the read queue."""
     _is_measured: bool = False
-    """True if the store measures the duration of its reads."""
+    """True if the store measures its read times."""
     _busy_us: int = 0
     _sampled_s: float = float("-inf")
     _disk: FadingRate = field(default_factory=lambda: FadingRate(DISK_HALF_LIFE_S))
     _engine: FadingRate = field(default_factory=lambda: FadingRate(ENGINE_HALF_LIFE_S))
     _longest_step: int = 0
     _steps: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """For each step in flight that computes prompt tokens, the time at which it was planned and its
-    number of prompt tokens.
+    """For each in-flight step that computes prompt tokens, its planning time and number of prompt
+    tokens.
     """
     _num_steps: int = 0
     _step_ended_s: float = float("-inf")
@@ -103,15 +103,15 @@ class DiskPacing:
         self.num_pending = stats.get("reads_pending", 0)
 
     def observe_reads_wanted(self, num_chunks: int) -> int:
-        """Record that chunks were queued for reading. Return the value that `num_done` will have
-        after the last of these reads.
+        """Record that chunks were queued for reading. Return the value of `num_done` after the last
+        of these reads.
         """
         self.num_pending += num_chunks
         return self.num_done + self.num_pending
 
     def observe_step_begin(self, now: float, num_prompt_tokens: int) -> int | None:
-        """Record that a step was planned. Return its number, or None if it computes no prompt
-        tokens. Steps are numbered, because vLLM does not report the end of every empty step.
+        """Record a planned step. Return its number, or None if it computes no prompt tokens. Steps
+        need numbers, because vLLM does not report the end of every empty step.
         """
         if num_prompt_tokens == 0:
             return None
@@ -122,8 +122,7 @@ class DiskPacing:
 
     def observe_step_end(self, now: float, number: int | None) -> None:
         """Record the end of step ``number``, or of a step without prompt tokens if it is None. The
-        measured time starts when the step was planned or when the previous step ended, whichever is
-        later.
+        step's time starts when it was planned or when the previous step ended, whichever is later.
         """
         if number is not None and (step := self._steps.pop(number, None)) is not None:
             begin, num_tokens = step
@@ -142,7 +141,7 @@ class DiskPacing:
         return num_chunks * self._disk.seconds / (self._disk.amount + PRIOR_READS)
 
     def expected_compute_s(self, num_tokens: int) -> float | None:
-        """Return the expected time in seconds to compute ``num_tokens`` of a prompt, or None if the
+        """Return the expected seconds to compute ``num_tokens`` prompt tokens, or None if the
         engine's rate is unknown.
         """
         if self._engine.seconds <= 0 or num_tokens > MAX_SIZE_RATIO * self._longest_step:
@@ -155,9 +154,9 @@ class DiskPacing:
         """Return True if a request should wait for ``num_chunks`` chunks (``num_tokens`` tokens)
         behind ``num_ahead`` queued chunks.
 
-        ``backlog_s`` is the time until the engine would start to compute the tokens. Waiting pays
-        if the first chunk is read before the engine would start, or if all chunks are read before
-        it would finish.
+        ``backlog_s`` is the time until the engine would start computing the tokens. Waiting pays if
+        the first chunk arrives before the engine would start, or if all chunks arrive before it
+        would finish.
         """
         if self.always_pays or not self._is_measured or num_chunks <= 0:
             return True
@@ -171,24 +170,24 @@ class DiskPacing:
 
 @dataclass(slots=True)
 class PromptBacklog:
-    """Counts the prompt tokens that the engine must still compute for admitted requests."""
+    """Counts the prompt tokens left to compute for admitted requests."""
 
     num_tokens: int = 0
     _left: dict[ReqId, int] = field(default_factory=dict)
 
     def enter(self, req_id: ReqId, num_tokens: int) -> None:
-        """Record that ``num_tokens`` prompt tokens of an admitted request must be computed."""
+        """Record an admitted request with ``num_tokens`` prompt tokens left to compute."""
         self.leave(req_id)
         if num_tokens > 0:
             self._left[req_id] = num_tokens
             self.num_tokens += num_tokens
 
     def leave(self, req_id: ReqId) -> None:
-        """Remove a request that was preempted or has finished."""
+        """Remove a preempted or finished request."""
         self.num_tokens -= self._left.pop(req_id, 0)
 
     def compute(self, scheduled: Mapping[ReqId, int]) -> int:
-        """Subtract the prompt tokens that a step computes, and return their number."""
+        """Subtract a step's prompt tokens, and return their number."""
         total = 0
         for req_id, left in list(self._left.items()):
             num_tokens = min(scheduled.get(req_id, 0), left)

@@ -1,4 +1,4 @@
-"""Decides whether a request waits for chunks on disk or vLLM computes their tokens.
+"""Decides if a request waits for chunks on disk or vLLM computes their tokens instead.
 
 `DiskPacing` estimates read and compute times from the store's counters and past steps.
 """
@@ -10,7 +10,7 @@ from kvloft.seam.store import Session
 
 
 class DiskWait:
-    """Compares the time to read chunks from disk with the time to compute their tokens."""
+    """Weighs reading chunks from disk against computing their tokens."""
 
     def __init__(self, store: Session, shape: CacheShape) -> None:
         self._store, self._num_groups = store, len(shape.groups)
@@ -18,7 +18,7 @@ class DiskWait:
         self.pacing, self.backlog = DiskPacing(), PromptBacklog()
 
     def num_chunks(self, num_units: int) -> int:
-        """Return the maximum number of chunks in ``num_units`` units, across all groups."""
+        """Return the maximum number of chunks in ``num_units`` units across all groups."""
         return max(0, num_units) * self._num_groups
 
     def pays_for_reads(self, request: RequestState, now: float) -> bool:
@@ -28,7 +28,7 @@ class DiskWait:
     def pays_for_rest(
         self, request: RequestState, ready_units: int, pending_units: int, now: float
     ) -> bool:
-        """Return True if it pays to wait for the units of a lease that are still being read."""
+        """Return True if it pays to wait for a lease's pending reads."""
         num_local = request.local_tokens // self._unit_tokens
         num_missing = pending_units + min(0, ready_units - num_local)
         if num_missing <= 0:
@@ -38,11 +38,11 @@ class DiskWait:
     def _pays(
         self, request: RequestState, num_chunks: int, reads_end: int | None, now: float
     ) -> bool:
-        """Return True if it pays to wait for ``num_chunks`` chunks. Otherwise, set
+        """Return True if waiting for ``num_chunks`` chunks pays. Otherwise, set
         ``request.slow_tokens`` to their number of tokens.
 
-        ``reads_end`` is the value that `DiskPacing.num_done` will have after the last read, or None
-        if the reads are not queued.
+        ``reads_end`` is the `DiskPacing.num_done` value after the last read, or None if the reads
+        are not queued.
         """
         pacing = self.pacing
         if pacing.is_sample_due(now):

@@ -1,7 +1,7 @@
 """Events for blocks that enter or leave the store's tiers.
 
-Routers use these events to send a prompt to an engine that holds its KV. `kvloft.vllm.events`
-converts the events to vLLM's KV events.
+Routers use these events to send a prompt to an engine that holds the prompt's KV.
+`kvloft.vllm.events` converts them to vLLM's KV events.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 HOST, DISK = TIERS = (1, 2)
-"""Bits for the tiers in the result of `Session.changes`. Bit 4 means a pending save or read."""
+"""Tier bits in the result of `Session.changes`. Bit 4 means a pending save or read."""
 
 
 class Block(NamedTuple):
@@ -22,9 +22,9 @@ class Block(NamedTuple):
     parent: bytes | None
     token_ids: array[int]
     adapter: Any = None
-    """Hash inputs that apply to the entire prefix."""
+    """Hash inputs for the entire prefix."""
     extra: Any = None
-    """Hash inputs, other than tokens, that apply only to this block."""
+    """Hash inputs, other than tokens, for this block only."""
 
 
 class Stored(NamedTuple):
@@ -47,13 +47,13 @@ Event = Stored | Removed
 
 
 class EventLog:
-    """Adds an event for a block when the first chunk that contains the block enters a tier, and
-    when the last such chunk leaves the tier.
+    """Adds an event when the first chunk with a block enters a tier, and when the last chunk with
+    the block leaves that tier.
     """
 
     def __init__(self) -> None:
         self._holders = {tier: Counter[tuple[int, bytes]]() for tier in TIERS}
-        """Number of chunks that contain a block, by tier, group and block hash."""
+        """Number of chunks that contain a block, per tier, group and block hash."""
         self._events: list[Event] = []
 
     def enter(self, tier: int, group: int, blocks: Sequence[Block]) -> None:
@@ -95,7 +95,7 @@ class EventLog:
                 self._events.append(Removed(tier, [block_hash], group))
 
     def add_again(self, events: Sequence[Event]) -> None:
-        """Add the removal events in ``events`` again, because they may not have been published."""
+        """Add the removals in ``events`` again, because they may not have been published."""
         self._events += [event for event in events if isinstance(event, Removed)]
 
     def restart(self) -> None:

@@ -1,7 +1,7 @@
 """Leases of requests, and the number of units they pin.
 
-A prefix that multiple requests share is counted once. Units are counted in strides, because the key
-at the end of a stride identifies the entire prefix. `ReadTurns` sets the limits.
+A shared prefix counts once. Units are counted in strides, because the key at the end of a stride
+identifies the entire prefix. `ReadTurns` sets the limits.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvloft.seam.store import KeyChain, ReadLease
 MAX_STRIDE = 16
 
 Strides = dict[bytes, int]
-"""Number of units or blocks in each stride, by the key at the end of the stride."""
+"""Number of units or blocks in each stride, by the stride's last key."""
 
 
 class StrideCounts:
-    """Counts the users of each stride, and the ``total`` number of units in all used strides.
+    """Counts each stride's users, and the ``total`` number of units in all used strides.
 
-    A load or lookup can have hundreds of strides, so the methods use set operations for speed.
+    A load or lookup can have hundreds of strides, so the methods use fast set operations.
     """
 
     def __init__(self, max_units: int) -> None:
@@ -29,7 +29,7 @@ class StrideCounts:
         self._stride = max(1, min(MAX_STRIDE, max_units // 64))
         self._used: set[bytes] = set()
         self._more_users: Counter[bytes] = Counter()
-        """Number of users minus one, for each stride with more than one user."""
+        """Number of users minus one for each shared stride."""
         self.total = 0
 
     def strides(self, chain: KeyChain, num_units: int) -> Strides:
@@ -39,7 +39,7 @@ class StrideCounts:
         return {chain.key(end - 1): end - start for start, end in zip(starts, ends, strict=True)}
 
     def total_with(self, strides: Strides) -> int:
-        """Return the value of ``total`` after adding ``strides``."""
+        """Return the ``total`` that adding ``strides`` would give."""
         return self.total + _total(strides) - _total(strides, strides.keys() & self._used)
 
     def add(self, strides: Strides) -> None:
@@ -84,9 +84,9 @@ class PinnedFrames:
 
 
 class Lease:
-    """A request's lease on a prefix. A `PinnedFrames` counts the lease until the lease is released.
+    """A request's lease on a prefix. A `PinnedFrames` counts the lease until its release.
 
-    ``num_tokens`` is the length of the request when the lease was acquired.
+    ``num_tokens`` is the request's length when the lease was acquired.
     """
 
     def __init__(
@@ -107,6 +107,6 @@ class Lease:
         pinned.add(self)
 
     def release(self) -> None:
-        """Unpin the frames. The caller must call this method exactly once."""
+        """Unpin the frames. Call exactly once."""
         self._pinned.remove(self)
         self.store_lease.release()

@@ -1,6 +1,6 @@
 """Postpones a load if its prefix is already being loaded, or if slots or GPU blocks are scarce.
 
-A load is in progress from the admission of its request until vLLM admits the request again with the
+A load is in progress from its request's admission until vLLM admits the request again with the
 loaded tokens.
 """
 
@@ -17,7 +17,7 @@ from kvloft.seam.shape import GroupShape
 @dataclass(frozen=True, slots=True)
 class BlockNeed:
     """The number of blocks that only this request uses (``own``), and the blocks of its local
-    prefix, which other requests can share, by stride (``shared``).
+    prefix by stride (``shared``), which other requests can share.
     """
 
     own: int
@@ -30,10 +30,10 @@ class BlockBudget:
     The budget counts requests from the start of their load until they run. vLLM 0.32 admits a load
     only if the blocks that these requests still need remain free. In groups with a sliding window
     or chunked local attention, however, vLLM treats the null blocks at the start of a table as
-    allocated and reserves nothing. As a result, a few long requests can exhaust the pool, and none
-    of them can run because each needs more blocks. With multiple groups, a load is therefore
-    offered only if the full sequences of all counted requests fit into the pool. Running requests
-    are not counted, because they finish or are preempted.
+    allocated and reserves nothing. A few long requests can then exhaust the pool, and none of them
+    can run because each needs more blocks. With multiple groups, a load is therefore offered only
+    if the full sequences of all counted requests fit into the pool. Running requests do not count,
+    because they finish or get preempted.
     """
 
     def __init__(self, groups: Sequence[GroupShape], pool: PoolSize) -> None:
@@ -44,7 +44,7 @@ class BlockBudget:
         self._prefixes = StrideCounts(pool.num_blocks)
 
     def need(self, request: RequestState, num_tokens: int, loaded_tokens: int) -> BlockNeed:
-        """Return the blocks that a request with ``num_tokens`` tokens needs.
+        """Return the blocks that a request of ``num_tokens`` tokens needs.
 
         The first ``local_tokens`` of the request are in vLLM's prefix cache, and the first
         ``loaded_tokens`` are complete after the load.
@@ -71,8 +71,8 @@ class BlockBudget:
     def fits(self, need: BlockNeed) -> bool:
         """Return True if ``need`` and all counted needs fit into the pool.
 
-        A request always fits if no other request is counted, because vLLM ensures that the pool can
-        hold any single request.
+        A request always fits if no other request is counted: vLLM ensures that the pool can hold
+        any single request.
         """
         num_taken = self._num_own + need.own + self._prefixes.total_with(need.shared)
         return not self._needs or num_taken <= self._pool.num_blocks
@@ -84,7 +84,7 @@ class BlockBudget:
         self._prefixes.add(need.shared)
 
     def release(self, req_id: ReqId) -> bool:
-        """Remove a request that is running or has finished. Return True if it was counted."""
+        """Remove a running or finished request. Return True if it was counted."""
         if (need := self._needs.pop(req_id, None)) is None:
             return False
         self._num_own -= need.own
@@ -95,7 +95,7 @@ class BlockBudget:
 class LoadGates:
     """Tracks the loads in progress, and the slots and blocks they leave for other requests.
 
-    A load that takes longer than ``wait_s`` is assumed to hang and no longer delays other requests.
+    A load that takes longer than ``wait_s`` counts as hung and no longer delays other requests.
     """
 
     def __init__(self, settings: PlanSettings, clock: Callable[[], float]) -> None:
@@ -109,9 +109,9 @@ class LoadGates:
         self._budget_changed_s = float("-inf")
         self.count_running: Callable[[], int] = lambda: 0
         self.incoming: dict[ReqId, IncomingUnits] = {}
-        """Loads in progress that are expected to load all their units."""
+        """Loads in progress that should load all their units."""
         self.slots_were_taken = False
-        """Result of the last call of `check_slots_taken` in this step."""
+        """Result of this step's last `check_slots_taken` call."""
         self.first_without_blocks: ReqId | None = None
         """The first request in this step that lacks blocks. Later requests get no blocks."""
 
@@ -125,11 +125,11 @@ class LoadGates:
         """Return the load in progress that includes the request's first missing unit, if vLLM can
         share the load's blocks.
 
-        ``num_tokens`` is the length of the request.
+        ``num_tokens`` is the request's length.
         """
         chain, unit = request.chain, request.local_tokens // self._unit_tokens
         last = unit + self._lookahead_units
-        # vLLM always computes the last token, so a hit in its prefix cache ends before that token.
+        # vLLM always computes the last token, so its own prefix-cache hits end before that token.
         is_before_end = (last + 1) * self._unit_tokens < num_tokens
         if not self._shares_blocks or not is_before_end or last >= chain.num_blocks:
             return None
@@ -146,10 +146,10 @@ class LoadGates:
     # -- running slots --------------------------------------------------------------------------
 
     def check_slots_taken(self, now: float) -> bool:
-        """Return True if running and loading requests outnumber vLLM's slots by one eighth or more.
+        """Return True if running and loading requests exceed vLLM's slots by an eighth or more.
 
-        Sets ``slots_were_taken``. vLLM cannot preempt a load, so additional loads would only hold
-        blocks that running requests need. The extra eighth prevents slots from being idle.
+        Sets ``slots_were_taken``. vLLM cannot preempt a load, so more loads would only hold blocks
+        that running requests need. The extra eighth (at least one request) keeps slots from idling.
         """
         if self._max_running is None:
             return False
@@ -171,7 +171,7 @@ class LoadGates:
         return True
 
     def expects_blocks(self, now: float) -> bool:
-        """Return True if blocks may become free soon, because loads took or released blocks within
+        """Return True if blocks may soon become free, because loads took or released blocks within
         the last ``wait_s``.
         """
         return now - self._budget_changed_s < self._wait_s
@@ -179,7 +179,7 @@ class LoadGates:
     # -- loads ----------------------------------------------------------------------------------
 
     def take_blocks(self, request: RequestState, num_tokens: int) -> None:
-        """Count the blocks of a request that vLLM admits with a load of ``num_tokens``."""
+        """Count a request's blocks when vLLM admits it with a load of ``num_tokens``."""
         if self._budget is not None:
             loaded_tokens = request.local_tokens + num_tokens
             need = self._budget.need(request, request.num_confirmed, loaded_tokens)
@@ -187,18 +187,18 @@ class LoadGates:
             self._budget_changed_s = self._clock()
 
     def begin(self, request: RequestState, num_tokens: int) -> None:
-        """Record a load of ``num_tokens``. Requests with the same prefix wait for this load."""
+        """Record a load of ``num_tokens``, for which requests with the same prefix wait."""
         begin = request.local_tokens // self._unit_tokens
         end = begin + num_tokens // self._unit_tokens
         units = IncomingUnits(request.req_id, request.chain, begin, end, self._clock())
         self.incoming[request.req_id] = units
 
     def fail(self, req_id: ReqId) -> None:
-        """Record that a load failed. Requests stop waiting for it, but its blocks stay counted."""
+        """Record a failed load. Requests stop waiting for it, but its blocks stay counted."""
         self.incoming.pop(req_id, None)
 
     def end(self, req_id: ReqId) -> None:
-        """Remove the load of a request that was admitted again or has finished."""
+        """Remove a readmitted or finished request's load."""
         self.incoming.pop(req_id, None)
         if self._budget is not None and self._budget.release(req_id):
             self._budget_changed_s = self._clock()

@@ -15,7 +15,7 @@ from kvloft.seam.plan import LAYOUT, LoadPlan, LoadResult
 
 @dataclass(frozen=True, slots=True)
 class PlannedLoad:
-    """A load, the lease to hold until the load completes, and the number of tokens by tier."""
+    """A load, the lease to hold until it completes, and the token counts by tier."""
 
     plan: LoadPlan
     lease: Lease | None
@@ -24,7 +24,7 @@ class PlannedLoad:
 
 @dataclass(slots=True)
 class LoadProgress:
-    """The progress of a load that some ranks have not reported yet."""
+    """Progress of a load that some ranks have not reported yet."""
 
     lease: Lease | None
     num_ranks_left: int
@@ -32,10 +32,10 @@ class LoadProgress:
     has_failed: bool = False
     """True if the load failed on a rank or a chunk failed verification."""
     is_other_layout: bool = False
-    """True if a chunk's memory layout differs from the worker's. Such a chunk is not damaged."""
+    """True if a chunk has a different memory layout than the worker. It is not damaged."""
 
     def add(self, result: LoadResult) -> bool:
-        """Add the result of one rank. Return True if all ranks have reported."""
+        """Add one rank's result. Return True if all ranks have reported."""
         self.has_failed |= bool(result.bad_keys) or result.failed
         self.is_other_layout |= any(problem == LAYOUT for _, problem in result.bad_keys)
         self.num_ranks_left -= 1
@@ -55,7 +55,7 @@ def plan_load(
 ) -> PlannedLoad:
     """Plan copies to the blocks of tokens [local_tokens, local_tokens + num_tokens).
 
-    If the lease no longer covers a chunk, the chunk's blocks are ``lost``.
+    Blocks are ``lost`` if the lease no longer covers their chunk.
     """
     begin = request.local_tokens // unit_tokens
     end = (request.local_tokens + num_tokens) // unit_tokens
@@ -71,14 +71,14 @@ def plan_load(
 
 
 class LoadPlanner:
-    """Plans the loads of admitted requests and tracks each load until all ranks have reported."""
+    """Plans loads for admitted requests and tracks each load until all ranks have reported."""
 
     def __init__(self, context: PlanContext, admission: Admission) -> None:
         self._context, self._admission = context, admission
         self._unit_tokens = context.settings.shape.unit_tokens
         self._load_ids = count()
         self.queued: list[LoadPlan] = []
-        """The loads to include in the next step plan."""
+        """Loads for the next step plan."""
         self.in_progress: dict[int, LoadProgress] = {}
 
     def plan(self, request: RequestState, num_tokens: int) -> None:
@@ -100,7 +100,7 @@ class LoadPlanner:
             context.counters["load_lost_blocks"] += len(lost)
 
     def plan_failure(self, req_id: ReqId, num_tokens: int, tables: Tables) -> None:
-        """Queue a load that fails without copying, so that vLLM computes the tokens."""
+        """Queue a load that fails without copying, which makes vLLM compute the tokens."""
         begin = 0
         if (request := self._context.requests.get(req_id)) is not None:
             begin = request.local_tokens // self._unit_tokens
@@ -119,7 +119,7 @@ class LoadPlanner:
         return loads
 
     def settle(self, result: LoadResult) -> None:
-        """Process the result of a load on one rank."""
+        """Process one rank's load result."""
         if result.bad_keys:
             self._remove_damaged(result)
         if result.bad_keys or result.failed:
@@ -136,8 +136,8 @@ class LoadPlanner:
             self.count_copy(failed=load.has_failed)
 
     def _remove_damaged(self, result: LoadResult) -> None:
-        """Remove chunks that failed verification. Keep chunks with a different memory layout,
-        because they are valid for other engines.
+        """Remove chunks that failed verification. Keep chunks with a different memory layout, which
+        are valid for other engines.
         """
         context = self._context
         damaged = [key for key, problem in result.bad_keys if problem != LAYOUT]

@@ -5,9 +5,9 @@ from kvloft.seam.shape import CacheShape
 from kvloft.seam.store import Session
 
 FIRST_LOOKUP_TOKENS, LOOKUP_GROWTH = 512, 4
-"""Number of tokens to hash for the first lookup, and the growth factor for each later lookup. The
-first number is small, because the forward pass waits for the hashes and an uncached prompt needs
-only the hash of the first chunk.
+"""Tokens to hash for the first lookup, and the growth factor for each later lookup. The first
+lookup is small, because the forward pass waits for the hashes and an uncached prompt needs only the
+first chunk's hash.
 """
 
 
@@ -19,18 +19,18 @@ class PrefixLookup:
         self._is_divisible = shape.is_divisible
 
     def begin(self, request: RequestState) -> int:
-        """Hash the tokens for the first lookup, and return the request's length in tokens."""
+        """Hash the first lookup's tokens, and return the request's length in tokens."""
         return request.extend_chains(FIRST_LOOKUP_TOKENS)
 
     def find(self, request: RequestState, num_tokens: int) -> tuple[int, int]:
         """Return the number of leading units in host memory, and the number in any tier.
 
-        ``num_tokens`` is the result of `begin`. If necessary, all tokens are hashed and looked up.
+        ``num_tokens`` is the result of `begin`. Hashes and looks up more tokens as needed.
         """
         chain, limit = request.chain, FIRST_LOOKUP_TOKENS
         while True:
             host_units, stored_units = self._store.lookup(chain)
-            # If the hit ends before the end of the chain, extending the chain does not help.
+            # A longer chain does not help if the hit ends before the end of the chain.
             if stored_units < chain.num_blocks or chain.num_tokens >= num_tokens:
                 break
             limit *= LOOKUP_GROWTH
@@ -43,7 +43,7 @@ class PrefixLookup:
     def max_units(self, num_tokens: int) -> int:
         """Return the maximum number of units in a usable hit.
 
-        vLLM must compute at least one token. For models with sliding-window layers or Mamba states,
-        vLLM cannot shorten a hit by one token.
+        vLLM must compute at least one token, and cannot shorten a hit by one token for models with
+        sliding-window layers or Mamba states.
         """
         return (num_tokens - 1) // self._unit_tokens

@@ -1,8 +1,7 @@
 """Decides which waiting requests may pin frames and start disk reads.
 
-Requests get their turns in the order of vLLM's queue and may pin up to half of the memory. In every
-step, vLLM calls kvloft for the waiting requests in this order, so this module does not keep a
-queue.
+Requests take turns in vLLM's queue order and may pin up to half of the memory. In every step, vLLM
+calls kvloft for the waiting requests in this order, so this module keeps no queue.
 """
 
 from kvloft.plan.leases import PinnedFrames
@@ -12,22 +11,20 @@ from kvloft.seam.shape import ArenaSpec, CacheShape
 
 
 class ReadTurns:
-    """The turns in the current step, and the frames pinned by waiting and loading requests."""
+    """The current step's turns, and the frames pinned by waiting and loading requests."""
 
     def __init__(self, shape: CacheShape, arena: ArenaSpec | None) -> None:
         self._unit_bytes = shape.unit_bytes
         self.num_units = 0
-        """Number of units that fit into the store's memory or its share of a shared arena."""
+        """Number of units that fit into the store's memory, or its share of a shared arena."""
         self.set_memory(arena.size_bytes if arena is not None else 0)
         self.waiting = PinnedFrames(self.num_units)
         self.loading = PinnedFrames(self.num_units)
-        """Frames of loads in progress, which waiting requests cannot use."""
+        """Frames pinned by loads in progress, which waiting requests cannot use."""
         self._first: ReqId | None = None
-        """The first request in this step that waits for its turn or waits with pinned frames."""
+        """This step's first request that waits for its turn or with pinned frames."""
         self._blocked: ReqId | None = None
-        """The first request in this step that must wait for its turn. Later requests must wait
-        too.
-        """
+        """This step's first request that must wait for its turn. Later requests must wait too."""
         self._paused_until_s = float("-inf")
 
     def set_memory(self, num_bytes: int) -> None:
@@ -35,14 +32,14 @@ class ReadTurns:
 
     @property
     def max_waiting(self) -> int:
-        """Maximum number of units that waiting requests may pin. The limit includes frames that are
-        not registered with the GPU, because disk reads can use these frames.
+        """Maximum number of units that waiting requests may pin. Frames that are not registered
+        with the GPU count too, because disk reads can use them.
         """
         return max(0, self.num_units - self.loading.num_units) // 2
 
     @property
     def is_over_limit(self) -> bool:
-        """True if waiting requests pin more than the limit, which is possible because the first
+        """True if waiting requests pin more than the limit. This can happen because the first
         request may always pin its units.
         """
         return self.waiting.num_units > self.max_waiting
@@ -57,7 +54,7 @@ class ReadTurns:
     def take(self, request: RequestState, stored_units: int) -> bool:
         """Return True if ``request`` may pin its units.
 
-        The first request may always pin, because otherwise all requests could wait for each other.
+        The first request may always pin; otherwise, all requests could wait for each other.
         """
         if self.is_behind(request):
             return False
@@ -80,8 +77,8 @@ class ReadTurns:
     def pause(self, until_s: float) -> None:
         """Suspend turns until ``until_s``, so that no request waits for its turn.
 
-        Called when the disk is too slow, because each request would otherwise wait for all requests
-        ahead of it.
+        Called when the disk is too slow; otherwise, each request would wait for all requests ahead
+        of it.
         """
         self._paused_until_s = until_s
 

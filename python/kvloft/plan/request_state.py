@@ -1,6 +1,6 @@
 """The state of one request on the scheduler side: keys, block tables, saves, loads and waiting.
 
-`RequestState` does not make decisions; it keeps the tokens and keys in sync with the `LiveRequest`.
+`RequestState` makes no decisions; it keeps tokens and keys in sync with the `LiveRequest`.
 `Admission`, `LoadPlanner` and `SavePlanner` read and modify its attributes.
 """
 
@@ -15,11 +15,11 @@ from kvloft.seam.store import KeyChain
 from kvloft.seam.views import EmbedRows, LiveRequest, RequestView
 
 NEVER = (1 << 30) - 2
-"""Larger than the length of any request, but small enough for fast int comparisons in CPython."""
+"""Longer than any request, but small enough for fast int comparisons in CPython."""
 
 
 class IncomingUnits(NamedTuple):
-    """Units [begin, end) of ``chain`` that a load copies to the GPU for request ``req_id``."""
+    """Units [begin, end) of ``chain`` that a load copies to the GPU for ``req_id``."""
 
     req_id: ReqId
     chain: KeyChain
@@ -30,7 +30,7 @@ class IncomingUnits(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """The state of a request, from vLLM's first call for the request until it finishes."""
+    """A request's state, from vLLM's first call for the request until it finishes."""
 
     live: LiveRequest
     new_chain: Callable[[RequestView, int], KeyChain]
@@ -43,15 +43,15 @@ class RequestState:
     req_id: ReqId = field(init=False)
     chain: KeyChain = field(init=False)
     prefix_chain: KeyChain = field(init=False)
-    """Chain of the same tokens without lookahead. Identical to ``chain`` if ``lookahead`` is 0."""
+    """The same tokens' chain without lookahead. It is ``chain`` itself if ``lookahead`` is 0."""
     _chains: tuple[KeyChain, ...] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     save_limit: int = field(init=False)
     """Maximum number of leading tokens to save."""
     num_confirmed: int = 0
-    """Length of the token list when it was last read."""
+    """Token list length at the last read."""
     had_drafts: bool = False
-    """True if a step has verified draft tokens of this request."""
+    """True if a step has verified this request's draft tokens."""
     _embeds: tuple[EmbedRows, ...] = field(init=False)
 
     # GPU blocks.
@@ -59,34 +59,34 @@ class RequestState:
     local_tokens: int = 0
     """Number of leading tokens in vLLM's prefix cache."""
     keeps_kv: bool = False
-    """True if the request kept its blocks in its last admission, for example after a load."""
+    """True if the last admission kept the request's blocks, for example after a load."""
     num_local_units: int = 0
     """Number of leading units in vLLM's prefix cache when the request was admitted."""
     is_hit_unchecked: bool = False
-    """True if the writers of the local units have not been checked yet (see `BlockWriters`)."""
+    """True if the local units' writers have not been checked yet (see `BlockWriters`)."""
     num_complete: int = 0
-    """Number of leading units with known tokens and complete KV when the request was last examined.
-    A draft model's lookahead tokens may still be unknown.
+    """Number of leading units with known tokens and complete KV at the last examination. A draft
+    model's lookahead tokens may still be unknown.
     """
     num_noted: int = 0
     """Number of leading units that `BlockWriters` has recorded together with their next tokens."""
 
     # Saves.
     was_examined: bool = False
-    """True if the request has been examined for complete units since its admission."""
+    """True if the request was examined for complete units since its admission."""
     next_save: int = NEVER
-    """Frontier at which the next unit is complete; `NEVER` if no further unit can be saved."""
+    """Frontier that completes the next unit; `NEVER` if no further unit can be saved."""
     saved_units: int = 0
     """Number of leading units that are stored or being saved."""
     save_start: int = 0
-    """First unit of the last planned save. The save ends at ``saved_units``."""
+    """First unit of the last planned save, which ends at ``saved_units``."""
     token_ids: Sequence[int] = ()
     num_save_tokens: int = 0
     """Number of leading ``token_ids`` that determine the keys of the last planned save."""
     save_blocked: bool = False
     """True if saves are blocked until the next admission, for example after a wrong hit."""
     kv_outdated: bool = False
-    """True if ``blocks`` contains outdated KV, for example after a reset. Saves are blocked."""
+    """True if ``blocks`` holds outdated KV, for example after a reset. Saves are blocked."""
 
     # Waiting for admission.
     lease: Lease | None = None
@@ -96,23 +96,23 @@ class RequestState:
     asked_s: float = 0.0
     waiting_since: float | None = None
     waited_out: bool = False
-    """True if the request has reached the maximum waiting time."""
+    """True if the request has waited for the maximum time."""
     turn_at_s: float | None = None
-    """Time at which the engine would start this prompt if the request did not wait for the disk."""
+    """Time at which the engine would start this prompt without waiting for the disk."""
     reads_end: int = 0
-    """Value that `DiskPacing.num_done` will have once all chunks of the request have been read."""
+    """The `DiskPacing.num_done` value once all of the request's chunks are read."""
     num_on_disk: int = 0
-    """Upper bound on the number of chunks that were not in host memory during the lookup."""
+    """Upper bound on the number of chunks outside host memory at the lookup."""
     slow_tokens: int = 0
-    """Number of tokens to compute although their chunks are on disk, because reading is expected to
-    be slower.
+    """Number of tokens to compute although their chunks are on disk, because reading should be
+    slower.
     """
 
     # Loads.
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Number of tokens in the last planned load, by tier."""
+    """Tokens in the last planned load, by tier."""
     load_failed: bool = False
-    """True if a load returned fewer tokens than offered. The request gets no further offers."""
+    """True if a load returned fewer tokens than offered, which ends offers for the request."""
     yields_once: bool = False
     """True if a load has failed and vLLM has not called `match` for the request since then."""
 
@@ -136,25 +136,25 @@ class RequestState:
                 chain.add_item(item.identifier, item.start, item.num_tokens)
 
     def restart_keys(self) -> None:
-        """Compute the keys again, because tokens or the adapter's identity have changed."""
+        """Recompute the keys after tokens or the adapter's identity have changed."""
         self._restart_chain()
         self.drop_lease()
         self.forget_saves()
 
     def confirmed_tokens(self) -> Sequence[int]:
-        """Return the tokens of the request. If earlier tokens have changed, restart the chains.
+        """Return the request's tokens. If earlier tokens have changed, restart the chains.
 
         When a streaming session receives new input, the input replaces the last sampled token. The
-        number of tokens alone does not reveal this, but the length of the prompt does. The keys are
-        then recomputed; unchanged tokens get the same keys.
+        token count alone does not reveal this, but the prompt length does. The keys are then
+        recomputed; unchanged tokens get the same keys.
         """
         token_ids, num_prompt_tokens = self.live.tokens()
         num_tokens = len(token_ids)
         if num_tokens < self.num_confirmed or num_prompt_tokens != self.num_prompt_tokens:
             self.restart_keys()
-            # vLLM still treats the removed tokens as computed if they were accepted draft tokens,
-            # although the new input replaces them. The draft KV of the last remaining token depends
-            # on a removed token.
+            # If the removed tokens were accepted draft tokens, vLLM still counts them as computed,
+            # although the new input replaces them. The last remaining token's draft KV depends on a
+            # removed token.
             self.kv_outdated |= self.had_drafts or self.lookahead > 0
         self.num_confirmed = num_tokens
         for rows in self._embeds:
@@ -167,7 +167,7 @@ class RequestState:
     def extend_chains(self, limit: int = NEVER) -> int:
         """Append confirmed tokens to the chains, and return the number of confirmed tokens.
 
-        Only tokens that affect the keys of the first ``limit`` tokens are appended.
+        Appends only tokens that affect the first ``limit`` tokens' keys.
         """
         token_ids = self.confirmed_tokens()
         end = min(len(token_ids), limit + self.lookahead)
@@ -177,9 +177,9 @@ class RequestState:
         return len(token_ids)
 
     def start_over(self, *, keeps_kv: bool = False) -> None:
-        """Drop the block tables of a request that was preempted or is admitted again.
+        """Drop the block tables of a preempted or readmitted request.
 
-        With ``keeps_kv``, the request keeps its blocks, which may contain KV from before a reset.
+        With ``keeps_kv``, the request keeps its blocks, which may hold KV from before a reset.
         """
         self.kv_outdated = self.kv_outdated and keeps_kv
         self.blocks = NO_TABLES
@@ -199,9 +199,9 @@ class RequestState:
     def take_yield(self) -> bool:
         """Return True on the first call after a failed load, so that vLLM skips the request once.
 
-        vLLM has released the blocks of the load. With sliding-window layers, computing the tokens
-        takes more blocks than loading them. If too few blocks were free, vLLM would stop at this
-        request in every step and never reach the later requests, which hold the missing blocks.
+        vLLM has released the load's blocks. With sliding-window layers, computing the tokens needs
+        more blocks than loading them. With too few free blocks, vLLM would stop at this request in
+        every step and never reach the later requests, which hold the missing blocks.
         """
         yields, self.yields_once = self.yields_once, False
         return yields
@@ -209,7 +209,7 @@ class RequestState:
     def record_wait(self, now: float, wait_s: float) -> bool:
         """Record that the request is waiting. Return True if it can wait longer.
 
-        The total waiting time of a request, across all reasons, is limited to ``wait_s``.
+        Across all reasons, a request waits for at most ``wait_s``.
         """
         if self.waiting_since is None:
             self.waiting_since = now

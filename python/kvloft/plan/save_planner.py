@@ -1,7 +1,7 @@
 """Plans saves: finds the units that a step completes, and reserves frames for their chunks.
 
-If no frame is available for a unit, later steps retry the save until the request no longer owns the
-blocks. The unit is then dropped and counted.
+If a unit gets no frame, later steps retry the save while the request owns the blocks. After that,
+the unit is dropped and counted.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from kvloft.seam.plan import Chunks, SavePlan
 from kvloft.seam.views import NewRequest, StepView
 
 MAX_RETRIES = 8
-"""Maximum number of requests that retry a save in the same step. Each retry requires a lookup, and
-host memory can be full for a long time.
+"""Maximum number of requests that retry a save in one step. Each retry costs a lookup, and host
+memory can stay full for a long time.
 """
 
 _new_save: Callable[[tuple[ReqId, Chunks]], SavePlan] = partial(tuple.__new__, SavePlan)
@@ -38,7 +38,7 @@ _req_id: Callable[[RequestState], ReqId] = attrgetter("req_id")
 
 
 class SavePlanner:
-    """Plans the saves of all requests of one engine."""
+    """Plans the saves of one engine's requests."""
 
     def __init__(self, context: PlanContext, writers: BlockWriters) -> None:
         settings = context.settings
@@ -51,14 +51,14 @@ class SavePlanner:
         self._schedule = SaveSchedule()
         self._states = StatePlanner(context)
         self._unsent: list[SavePlan] = []
-        """Saves that have reserved frames but are not in a step plan yet."""
+        """Saves with reserved frames that are not in a step plan yet."""
         self._owed: dict[RequestState, int] = {}
-        """For each request, in retry order, the number of units without a frame."""
+        """Number of units without a frame, by request in retry order."""
 
     def plan(self, step: StepView, admitted: Collection[ReqId]) -> list[SavePlan]:
         """Reserve frames for the units that ``step`` completes, and return their saves.
 
-        ``admitted`` contains the requests that were admitted since the previous step.
+        ``admitted`` holds the requests admitted since the previous step.
         """
         self._unsent = []
         if self._draft_limit is not None and longest_request(step) > self._draft_limit:
@@ -91,8 +91,8 @@ class SavePlanner:
     def abandon_plan(self) -> None:
         """Abort the reservations of a failed plan (I5).
 
-        Block tables may lack the blocks that the failed step added, so saves of all current
-        requests are blocked until they get new tables (I6).
+        Block tables may lack the blocks that the failed step added, so all current requests' saves
+        are blocked until the requests get new tables (I6).
         """
         self._store.abort([ticket for save in self._unsent for ticket in save.chunks.tickets()])
         self._writers.clear()
@@ -111,7 +111,7 @@ class SavePlanner:
             self._context.counters["save_blocked_requests"] += 1
 
     def drop_owed(self, request: RequestState) -> None:
-        """Drop and count the units that did not get a frame while the request owned the blocks."""
+        """Drop and count units that got no frame while the request owned the blocks."""
         if num_units := self._owed.pop(request, 0):
             self._context.counters["save_dropped_chunks"] += num_units
 
@@ -123,8 +123,8 @@ class SavePlanner:
         return [NEVER if request is None else request.next_save for request in requests]
 
     def _block_scheduled(self, step: StepView) -> None:
-        """Block saves of all scheduled requests. The engine skips the draft model in this step, so
-        there is no draft KV for the scheduled tokens.
+        """Block all scheduled requests' saves. The engine skips the draft model in this step, so
+        the scheduled tokens have no draft KV.
         """
         for request in self._known(step.num_scheduled_tokens):
             self.block_saves(request)
@@ -154,15 +154,15 @@ class SavePlanner:
         return due
 
     def _has_sibling_load(self, request: RequestState, new: NewRequest) -> bool:
-        """Return True if a sibling loads KV of the request during this step. The load can still
-        fail. With Mamba states, vLLM can itself hit a part of a block more than it asks for.
+        """Return True if a sibling loads KV for the request during this step. The load can still
+        fail. With Mamba states, vLLM's own hit can exceed its local tokens by part of a block.
         """
         if not self._context.has_siblings or request.keeps_kv:
             return False
         return new.num_computed_tokens - request.local_tokens >= self._block_tokens
 
     def _examine_running(self, step: StepView) -> list[RequestState]:
-        """Examine the running requests that are due. In most steps, few requests are due."""
+        """Examine the running requests that are due, which are few in most steps."""
         due: list[RequestState] = []
         running, computed = step.running, step.num_computed_tokens
         scheduled = step.num_scheduled_tokens
@@ -193,10 +193,10 @@ class SavePlanner:
 
     def _examine_left_out(self, step: StepView) -> list[RequestState]:
         """Examine requests that were in the previous step but are not in this step. With async
-        scheduling, the last token of such a request was unknown in the previous step.
+        scheduling, their last tokens were unknown in the previous step.
 
-        Draft tokens may have been rejected since then, or a streaming session may have replaced the
-        last sampled token. vLLM's number of computed tokens reflects both.
+        Since then, draft tokens may have been rejected, or a streaming session may have replaced
+        the last sampled token. vLLM's number of computed tokens reflects both.
         """
         due: list[RequestState] = []
         for req_id in self._schedule.running:
@@ -208,7 +208,7 @@ class SavePlanner:
         return due
 
     def _examine(self, request: RequestState, frontier: int, step: StepView) -> bool:
-        """Set ``next_save``. Return True if units must be saved at ``frontier``."""
+        """Set ``next_save``. Return True if units are due for saving at ``frontier``."""
         if step.tables is not None and not refresh_tables(request, step):
             request.next_save = frontier + 1
             return False
@@ -227,8 +227,8 @@ class SavePlanner:
     def _record(self, request: RequestState, frontier: int) -> None:
         """Record the blocks that the request wrote, and schedule its next examination.
 
-        The request is examined again when vLLM caches its next block, because a later request can
-        hit and save that block if this request does not save it.
+        The next examination is due when vLLM caches the request's next block, because a later
+        request can hit and save that block if this request does not.
         """
         num_tokens = request.num_confirmed
         num_units = num_complete_units(request, num_tokens, frontier, self._unit_tokens)
@@ -241,7 +241,7 @@ class SavePlanner:
     # -- frames ---------------------------------------------------------------------------------
 
     def _reserve(self, due: list[RequestState]) -> None:
-        """Reserve frames for all due requests in one call. The forward pass waits for this call."""
+        """Reserve frames for all due requests in one call, which delays the forward pass."""
         rows = [
             (
                 each.chain,
@@ -255,7 +255,7 @@ class SavePlanner:
         ]
         reserved, dropped = self._store.reserve(rows)
         has_frames = map(is_not, reserved, repeat(None))
-        # Record the reservations first, so that a later error does not leak them (I5).
+        # Record the reservations first so that a later error does not leak them (I5).
         pairs = zip(map(_req_id, due), reserved, strict=True)
         self._unsent += map(_new_save, compress(pairs, has_frames))
         self._context.notes.add_saves(due)
@@ -268,7 +268,7 @@ class SavePlanner:
                 self._unsent.remove(save)
 
     def _note_owed(self, due: list[RequestState], dropped: Sequence[int]) -> None:
-        """Record the units that did not get a frame, and set the first unit to retry."""
+        """Record the units that got no frame, and set the first unit to retry."""
         is_late = self._store.is_save_late
         for request, num_units in zip(due, dropped, strict=True):
             self._owed.pop(request, None)
@@ -276,7 +276,7 @@ class SavePlanner:
                 continue
             self._owed[request] = num_units
             first = request.save_start
-            if not is_late:  # chunks may have been evicted from host memory
+            if not is_late:  # host memory may have evicted chunks
                 host_units, _ = self._store.lookup(request.chain)
                 first = min(request.saved_units, host_units)
             request.saved_units = first
@@ -284,8 +284,7 @@ class SavePlanner:
     def _retry_in_next_step(self) -> None:
         """Schedule retries in the next step for the first requests in retry order.
 
-        These requests move to the end of the order, so that requests that are not running do not
-        delay others.
+        These move to the end of the order, so that non-running requests do not delay others.
         """
         for request in list(islice(self._owed, MAX_RETRIES)):
             self._owed[request] = self._owed.pop(request)

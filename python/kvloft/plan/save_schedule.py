@@ -1,9 +1,9 @@
 """Decides when to examine running requests for complete units.
 
-In any step, most requests do not complete a unit, and every forward pass waits for this decision.
-A request is due once its frontier (computed plus scheduled tokens) reaches the value stored for it.
-While each request advances by one token per step, the steps in which requests are due are
-predicted. In other steps, all frontiers are compared with the stored values in bulk.
+In any step, most requests complete no unit, and every forward pass waits for this decision. A
+request is due once its frontier (computed plus scheduled tokens) reaches its stored value. While
+every request advances by one token per step, the due steps are predicted. Otherwise, all frontiers
+are compared with the stored values in bulk.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,19 +20,17 @@ comparisons.
 
 
 class SaveSchedule:
-    """The running requests, in the order of the step's lists, and the frontiers at which the
-    requests are due.
-    """
+    """The running requests, in the order of the step's lists, and their due frontiers."""
 
     def __init__(self) -> None:
         self.running: list[ReqId] = []
         self._before: list[int] = []
-        """Frontier at which each request is due, minus one."""
+        """Each request's due frontier, minus one."""
         self._predicted: dict[int, list[int]] | None = None
-        """Positions of due requests, by step. None while steps are not predictable."""
+        """Positions of due requests by step. None while steps are unpredictable."""
         self._step = self._num_steady = 0
         self._next_sum: int | None = None
-        """Sum of ``computed`` in the next step if each request advances by one token."""
+        """Next step's sum of ``computed`` if each request advances by one token."""
 
     def line_up(self, running: Iterable[ReqId], due_at: Iterable[int]) -> None:
         self.running, self._before = [], []
@@ -46,14 +44,14 @@ class SaveSchedule:
     def due(self, computed: Sequence[int], scheduled: Iterable[int] | None) -> Sequence[int]:
         """Return the positions of the requests that are due.
 
-        ``computed`` and ``scheduled`` contain numbers of tokens. ``scheduled`` is None if one token
-        is scheduled for each request.
+        ``computed`` and ``scheduled`` are token counts. ``scheduled`` is None if each request gets
+        one token.
         """
         if scheduled is not None:
             self._next_sum = None
             return list(compress(count(), map(gt, map(add, computed, scheduled), self._before)))
         total = sum(computed)
-        # No request advances by more than one token, so an equal sum means that all advanced.
+        # No request advances by more than one token, so equal sums mean that all advanced.
         is_steady, self._next_sum = total == self._next_sum, total + len(computed)
         self._num_steady = self._num_steady + 1 if is_steady else 0
         self._step += 1
@@ -69,9 +67,9 @@ class SaveSchedule:
         return self._predicted.pop(self._step, ())
 
     def put(self, positions: Iterable[int], computed: Sequence[int], due_at: Iterable[int]) -> None:
-        """Store the frontiers at which the requests at ``positions`` are due next.
+        """Store the next due frontiers of the requests at ``positions``.
 
-        ``computed`` contains the number of computed tokens of each running request in this step.
+        ``computed`` holds each running request's number of computed tokens in this step.
         """
         before, predicted, step = self._before, self._predicted, self._step
         if predicted is None:

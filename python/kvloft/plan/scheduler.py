@@ -1,8 +1,8 @@
 """The scheduler side: matches and admits requests, and plans each step.
 
 `SchedulerCore` connects `Admission`, `LoadPlanner` and `SavePlanner`. It takes requests and steps,
-returns results and plans, and processes the workers' reports. Except for the clock, which is passed
-in, `SchedulerCore` is deterministic.
+returns results and plans, and processes the workers' reports. Apart from the clock, which is passed
+in, it is deterministic.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ from kvloft.seam.views import LiveRequest, RequestView, StepView
 
 
 class SchedulerCore:
-    """The scheduler side of one engine. ``announcer`` is None if KV events are disabled."""
+    """One engine's scheduler side. ``announcer`` is None if KV events are disabled."""
 
     def __init__(
         self,
@@ -54,24 +54,24 @@ class SchedulerCore:
         self._saves = SavePlanner(context, self._writers)
         self._scheduled: Mapping[ReqId, int] = {}
         self._admitted: set[ReqId] = set()
-        """Requests that have been admitted since the last step."""
+        """Requests admitted since the last step."""
         self._usable_bytes: dict[int, int] = {}
-        """Number of leading arena bytes that each rank has reported as usable."""
+        """Number of leading arena bytes that each rank reported as usable."""
         self._is_caching_paused = False
         self._is_pool_empty = False
-        """True if vLLM has cleared its prefix cache since the last step."""
+        """True if vLLM cleared its prefix cache since the last step."""
         self._hits_may_be_outdated = False
-        """True if vLLM's prefix cache may contain KV from before a reset, and hits are not checked
+        """True if vLLM's prefix cache may hold KV from before a reset, and hits are not checked
         against their writers because no group has full attention.
         """
         self._hits_are_mixed = False
-        """Like `_hits_may_be_outdated`, but permanently: running requests may use the new weights
-        of a replaced adapter at any time, and vLLM caches their KV under the old name.
+        """Like `_hits_may_be_outdated`, but permanent: running requests may use the new weights of
+        a replaced adapter at any time, and vLLM caches their KV under the old name.
         """
 
     def meet_engine(self, count_running: Callable[[], int], retry_loads_s: float) -> None:
-        """Set a function that counts vLLM's running requests, and the pause in seconds after too
-        many failed loads. Both depend on vLLM's scheduler, which is created later.
+        """Set the function that counts vLLM's running requests, and the pause in seconds after too
+        many failed loads. Both depend on vLLM's scheduler, which does not exist at construction.
         """
         self._admission.gates.count_running = count_running
         self._breaker.retry_s = retry_loads_s
@@ -89,7 +89,7 @@ class SchedulerCore:
     def match(self, live: LiveRequest, local_tokens: int, *, may_wait: bool = True) -> Answer:
         """Offer the tokens after ``local_tokens`` that can be loaded, or return Wait or Miss (I9).
 
-        Without ``may_wait``, only chunks that are currently in host memory are offered.
+        Without ``may_wait``, only chunks in host memory are offered.
         """
         request = self._request(live)
         request.local_tokens = local_tokens
@@ -107,8 +107,8 @@ class SchedulerCore:
         return not self._loads.in_progress and self._breaker.allows(self._clock())
 
     def admit(self, live: LiveRequest, num_tokens: int, tables: Tables) -> None:
-        """Record the block tables of a request that vLLM admits, and plan a load of the
-        ``num_tokens`` that vLLM accepted.
+        """Record the block tables of a request that vLLM admits, and plan the load of the accepted
+        ``num_tokens``.
         """
         request = self._request(live)
         keeps_kv = self._keeps_blocks(request, tables)
@@ -138,31 +138,29 @@ class SchedulerCore:
         self._admission.disk.backlog.enter(live.req_id, num_left)
 
     def _keeps_blocks(self, request: RequestState, tables: Tables) -> bool:
-        """Return True if the request is admitted again with its current blocks: after a load, or
-        when a streaming session receives its next input.
+        """Return True if the request is readmitted with its current blocks: after a load, or when
+        a streaming session receives its next input.
         """
         if not request.blocks.has_blocks:
             return False
         if self._shape.is_dense:
             return list(request.blocks.main_table[:1]) == list(tables.main_table[:1])
-        # Tables of sliding-window groups begin with null blocks, so blocks cannot be compared.
+        # Sliding-window tables begin with null blocks, so comparing blocks would not work.
         return request.live.num_computed_tokens > 0
 
     def fail_load(self, live: LiveRequest, num_tokens: int, tables: Tables) -> None:
-        """Plan a load that fails. Called if `admit` has failed for a request that vLLM admits."""
+        """Plan a load that fails. Called if `admit` failed for a request that vLLM admits."""
         self._loads.plan_failure(live.req_id, num_tokens, tables)
 
     def hit_tokens(self, req_id: ReqId) -> Mapping[str, int]:
-        """Return the number of tokens per tier in a request's last planned load, excluding lost
-        blocks.
-        """
+        """Return the token counts by tier of a request's last planned load, without lost blocks."""
         request = self._requests.get(req_id)
         return request.loaded_tokens if request is not None else {}
 
     # -- steps ----------------------------------------------------------------------------------
 
     def plan_step(self, step: StepView) -> StepPlan:
-        """Return the workers' plan, which contains all queued loads and new saves."""
+        """Return the workers' plan with all queued loads and new saves."""
         self._is_pool_empty = False
         self._scheduled = step.num_scheduled_tokens
         for req_id in step.preempted:
@@ -183,10 +181,10 @@ class SchedulerCore:
         )
 
     def _sibling_blocks(self, step: StepView) -> tuple[BlockId, ...]:
-        """Return the blocks into which a sibling may load in this step while saves still read them.
+        """Return the blocks that a sibling may load into in this step while saves still read them.
 
         A sibling loads for requests admitted since the previous step that do not run yet, or that
-        begin with more computed tokens than vLLM's prefix cache contained.
+        begin with more computed tokens than vLLM's prefix cache held.
         """
         computed = {new.req_id: new.num_computed_tokens for new in step.new}
         blocks: list[BlockId] = []
@@ -200,7 +198,7 @@ class SchedulerCore:
     def _preempt(self, req_id: ReqId) -> None:
         if (request := self._requests.get(req_id)) is None:
             return
-        if req_id in self._admitted:  # a reset preempted the request before it was admitted again
+        if req_id in self._admitted:  # a reset preempted it before its readmission
             request.kv_outdated = False
             return
         self._writers.record(request)
@@ -209,7 +207,7 @@ class SchedulerCore:
 
     def _note_prompts(self, step: StepView) -> int | None:
         """Record how many prompt tokens the step computes and how many remain. Return the step's
-        number among the steps that compute prompt tokens, or None if it computes none.
+        number among steps that compute prompt tokens, or None if it computes none.
         """
         disk, requests = self._admission.disk, self._requests
         for new in step.new:
@@ -220,11 +218,11 @@ class SchedulerCore:
         return disk.pacing.observe_step_begin(self._clock(), num_tokens)
 
     def end_step(self, prompt_step: int | None) -> None:
-        """Record that the engine has executed a step. ``prompt_step`` is the value in its plan."""
+        """Record that the engine executed a step. ``prompt_step`` comes from the step's plan."""
         self._admission.disk.pacing.observe_step_end(self._clock(), prompt_step)
 
     def plan_loads_only(self) -> StepPlan:
-        """Return a plan with queued loads but no saves, for a step that could not be planned."""
+        """Return a plan with queued loads but no saves, for a step whose planning failed."""
         self._saves.abandon_plan()
         blocks = tuple(self._store.being_read())
         is_shared = self._context.has_siblings
@@ -235,7 +233,7 @@ class SchedulerCore:
     def _end_plan(self, plan: StepPlan) -> StepPlan:
         """Return ``plan`` with the arena and all queued loads, and begin the next step.
 
-        This method must be called last, because a failed plan is retried without saves.
+        Call this last, because a failed plan is retried without saves.
         """
         self._admission.begin_step()
         self._admitted.clear()
@@ -243,7 +241,7 @@ class SchedulerCore:
         return plan._replace(arena=self._arena, loads=self._loads.take_queued())
 
     def take_notes(self) -> list[Callable[[], None]]:
-        """Return the queued calls to the announcer. Call them after the plan is complete."""
+        """Return the queued announcer calls. Make these calls after the plan is complete."""
         return self._notes.take()
 
     # -- reports --------------------------------------------------------------------------------
@@ -268,13 +266,13 @@ class SchedulerCore:
 
     @property
     def has_work_in_flight(self) -> bool:
-        """True while there are unreported copies, for which the engine must poll the workers."""
+        """True while copies are unreported, so the engine must keep polling the workers."""
         return bool(self._store.num_in_flight or self._loads.in_progress)
 
     # -- finish, reset and close ----------------------------------------------------------------
 
     def finish(self, req_id: ReqId) -> None:
-        """Remove a request that finished or was aborted. Copies in flight still settle (I5)."""
+        """Remove a finished or aborted request. In-flight copies still settle (I5)."""
         request = self._requests.pop(req_id, None)
         self._admission.forget(req_id)
         if request is not None:
@@ -284,7 +282,7 @@ class SchedulerCore:
                 self._record_last(request)
 
     def _record_last(self, request: RequestState) -> None:
-        """Record the blocks of a finished request.
+        """Record a finished request's blocks.
 
         With async scheduling, vLLM also caches blocks whose tokens became known in the last step.
         """
@@ -296,15 +294,13 @@ class SchedulerCore:
         self._writers.record(request)
 
     def reset(self) -> None:
-        """Clear the store and discard saves in flight. Other KV from before the reset is not saved
-        either.
-        """
+        """Clear the store, discard in-flight saves, and block saves of all other existing KV."""
         self._mark_kv_outdated()
         self.release_waiting()
         self._store.clear()
 
     def _mark_kv_outdated(self) -> None:
-        """Block saves of all KV that is currently in GPU memory."""
+        """Block saves of all KV currently in GPU memory."""
         for request in self._requests.values():
             self._saves.count_blocked(request)
             request.kv_outdated = request.blocks.has_blocks
@@ -313,14 +309,14 @@ class SchedulerCore:
         self._hits_may_be_outdated = not (self._shape.is_dense or self._is_pool_empty)
 
     def release_waiting(self) -> None:
-        """Release the chunks that waiting requests hold in host memory. The requests are matched
-        again.
+        """Release the chunks that waiting requests pin in host memory. `match` then looks these
+        requests up again.
         """
         self._admission.release_all()
 
     def replace_adapter(self, number: int) -> None:
-        """Compute the keys of a LoRA adapter's requests again, because its weights may be replaced.
-        The requests then have unique keys, and their KV is not saved.
+        """Recompute the keys of a LoRA adapter's requests, because its weights may be replaced. The
+        requests then have unique keys, and their KV is not saved.
         """
         for request in self._requests.values():
             if request.live.uses_adapter(number):
@@ -330,37 +326,35 @@ class SchedulerCore:
         self._hits_are_mixed = not self._shape.is_dense
 
     def note_pool_reset(self) -> None:
-        """Record that vLLM's prefix cache is empty, so it contains no KV from before a reset."""
+        """Record that vLLM's prefix cache is empty, so it holds no KV from before a reset."""
         self._is_pool_empty, self._hits_may_be_outdated = True, False
 
     def pause_caching(self) -> None:
-        """Pause offers and saves until `resume_caching` is called, because the engine has no valid
-        weights.
-        """
+        """Pause offers and saves until `resume_caching`, because no valid weights are loaded."""
         self._is_caching_paused = True
         self.release_waiting()
 
     def resume_caching(self) -> None:
-        """Allow offers and saves again. KV computed since `pause_caching` is not saved."""
+        """Resume offers and saves, but never save KV computed since `pause_caching`."""
         if self._is_caching_paused:
             self._is_caching_paused = False
             self._mark_kv_outdated()
 
     def count_on(self, num_bytes: int) -> None:
-        """Set how many bytes of a shared arena this store can use."""
+        """Set how many bytes of a shared arena this store may use."""
         if self._arena is not None:
             self._admission.turns.set_memory(min(self._arena.size_bytes, num_bytes))
 
     @property
     def has_queued_loads(self) -> bool:
-        """True if loads are queued. They use the current arena, so it must not be replaced."""
+        """True if loads are queued. They use the current arena, so do not replace it."""
         return bool(self._loads.queued)
 
     def meet_store(self, arena: ArenaSpec | None) -> None:
         """Switch to a new store, or to a store that has lost its chunks.
 
-        ``arena`` is the store's arena, or None if the store is unavailable. This method must not be
-        called while loads are queued.
+        ``arena`` is the store's arena, or None if the store is unavailable. Do not call this while
+        loads are queued.
         """
         for request in self._requests.values():
             request.forget_saves()
@@ -371,15 +365,15 @@ class SchedulerCore:
         self._arena = arena
 
     def stop(self) -> None:
-        """Stop offers, saves and KV events. Copies in flight still settle."""
+        """Stop offers, saves and KV events. In-flight copies still settle."""
         self._loads_allowed = self._saves_allowed = False
         self._admission.release_all()
         if self._notes.announcer is not None:
             self._notes.announcer.withdraw()
 
     def close(self) -> None:
-        """Release all leases. Reservations are kept until the session is closed, because workers
-        may still write to the reserved frames.
+        """Release all leases. Reservations last until the session closes, because workers may still
+        write to the reserved frames.
         """
         self._admission.close()
         self._requests.clear()

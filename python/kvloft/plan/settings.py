@@ -1,4 +1,4 @@
-"""Settings of the scheduler side. They do not change while an engine runs."""
+"""Scheduler side settings, which do not change while an engine runs."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from kvloft.seam.shape import ArenaSpec, CacheShape
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """The size of vLLM's block pool, and limits on the number of scheduled tokens.
+    """vLLM's block pool size, and limits on the number of scheduled tokens.
 
-    ``step_tokens`` is the maximum number of tokens in all steps in flight. ``num_drafts`` is the
-    number of draft tokens per request and step.
+    ``step_tokens`` is the maximum number of tokens across all in-flight steps. ``num_drafts`` is
+    the number of draft tokens per request and step.
     """
 
     num_blocks: int
@@ -20,7 +20,7 @@ class PoolSize:
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """The settings of the scheduler side of one engine.
+    """One engine's scheduler side settings.
 
     A ticket or load is settled once all ``shape.num_ranks`` ranks have reported it (I10).
     """
@@ -29,7 +29,7 @@ class PlanSettings:
     arena: ArenaSpec | None = None
     """The host arena at startup, or None if the store is not available yet."""
     wait_s: float = 10.0
-    """Maximum time in seconds that a request waits for the disk or for another request's load."""
+    """Maximum time in seconds that a request waits for the disk or another request's load."""
     loads_allowed: bool = True
     saves_allowed: bool = True
     shares_blocks: bool = False
@@ -37,10 +37,10 @@ class PlanSettings:
     save_prompts_only: bool = False
     """True if generated tokens are not saved. A request can override this setting."""
     max_running: int | None = None
-    """Maximum number of requests that vLLM runs; None if unknown."""
+    """Maximum number of requests that vLLM runs concurrently; None if unknown."""
     draft_limit: int | None = None
-    """Request length, in tokens, up to which the engine runs the draft model in every step. None if
-    there is no draft model or no limit.
+    """Maximum request length, in tokens, at which the engine runs the draft model in every step.
+    None without a draft model or a limit.
     """
     pool: PoolSize | None = None
     """vLLM's block pool, or None if concurrent loads cannot exhaust it (one KV cache group)."""

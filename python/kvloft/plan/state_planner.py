@@ -1,7 +1,7 @@
 """Plans saves of Mamba and gated delta net states.
 
-vLLM offers each state once, after it has hashed the tokens that precede the state. If no frame is
-available in that step, the state is not saved.
+vLLM offers each state once, after hashing the tokens before it. If no frame is available in that
+step, the state is not saved.
 """
 
 from kvloft.plan.complete_units import refresh_tables
@@ -12,14 +12,14 @@ from kvloft.seam.views import BoundaryState, StepView
 
 
 class StatePlanner:
-    """Plans the saves of Mamba and gated delta net states."""
+    """Plans saves of Mamba and gated delta net states."""
 
     def __init__(self, context: PlanContext) -> None:
         self._context = context
         self._unit_tokens = context.settings.shape.unit_tokens
 
     def plan(self, step: StepView) -> list[SavePlan]:
-        """Reserve frames for the states in ``step`` that can be saved, and return their saves."""
+        """Reserve frames for the savable states in ``step``, and return their saves."""
         states = [state for state in step.states if self.can_save(state, step)]
         if not states:
             return []
@@ -51,10 +51,10 @@ class StatePlanner:
     def is_in_table(self, request: RequestState, state: BoundaryState) -> bool:
         """Return True if the state's block is still at its position in the request's block table.
 
-        With async scheduling, vLLM offers states that the previous step confirmed, although it may
-        already have released their blocks because of accepted draft tokens. The content of a
-        released block is undefined at the end of this step, even if vLLM has reassigned the block
-        to the same request.
+        With async scheduling, vLLM offers states that the previous step confirmed, although
+        accepted draft tokens may already have made it release their blocks. A released block's
+        content is undefined at the end of this step, even if vLLM has reassigned the block to the
+        same request.
         """
         num_units = state.num_tokens // self._unit_tokens
         return request.blocks.tables[state.group][num_units - 1 : num_units] == [state.block]

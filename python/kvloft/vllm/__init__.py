@@ -1,6 +1,4 @@
-"""The vLLM integration. The setting ``kv_connector_module_path: "kvloft.vllm"`` loads the connector
-from this package.
-"""
+"""The vLLM integration. ``kv_connector_module_path: "kvloft.vllm"`` loads its connector."""
 
 from kvloft.vllm.connector import KVLoftConnector
 from kvloft.vllm.plugin import register_classes

@@ -1,8 +1,8 @@
 """Runs an engine for `kvloft check` in a new process: ``python -m kvloft.vllm.check JOB.json``.
 
 This process starts vLLM with the user's flags, with or without kvloft, runs the job's prompts, and
-appends a line of JSON to a file for each event. The parent process compares the outputs. When the
-parent exits, stdin is closed, and this process and its workers exit.
+appends one JSON line per event to a file. The parent process compares the outputs. When the parent
+exits, stdin closes, and this process and its workers exit.
 """
 
 import json
@@ -36,13 +36,13 @@ COUNTERS = {
 
 @dataclass(slots=True)
 class Engine:
-    """Runs prompts with vLLM's engine in this process, one at a time, so that batches have the same
-    shape in every pass.
+    """Runs prompts in an in-process vLLM engine, one at a time so that every pass has the same
+    batch shapes.
     """
 
     llm: Any
     blocks: Counter[int] = field(default_factory=Counter)
-    """Number of loaded blocks for each KV cache group."""
+    """Number of blocks loaded per KV cache group."""
     num_asked: int = 0
 
     @property
@@ -55,7 +55,7 @@ class Engine:
         return self.core.scheduler.kv_cache_config
 
     def watch(self) -> None:
-        """Count loaded blocks per group from the step plans, because no metric has these counts."""
+        """Count loaded blocks per group from the step plans, because no metric counts them."""
         connector = self.core.scheduler.connector
         if connector is None:
             return
@@ -71,11 +71,10 @@ class Engine:
         connector.build_connector_meta = build_connector_meta
 
     def ask(self, ids: Sequence[int]) -> dict[str, Any]:
-        """Run a prompt, and return its greedy tokens, their margins, and the changes in the
-        counters.
+        """Run a prompt and return its greedy tokens, their margins, and the counter increments.
 
-        In the result, ``clear`` has one row per token: its log probability, its margin over the
-        second-best token, and the id of the second-best token.
+        ``clear`` has one row per token: its log probability, its margin over the second-best token,
+        and the second-best token's id.
         """
         from vllm import SamplingParams
 
@@ -116,15 +115,15 @@ class Engine:
                 return
             self.llm.step()
         raise RuntimeError(
-            f"the engine is not idle after {NUM_SETTLING_STEPS} steps: a request or a transfer has "
-            "not completed"
+            f"the engine is still busy after {NUM_SETTLING_STEPS} steps: a request or a transfer "
+            "did not complete"
         )
 
     def forget(self, *, connector: bool = False) -> None:
         """Clear vLLM's prefix cache and, with ``connector``, kvloft's cache."""
         if not self.llm.reset_prefix_cache(reset_connector=connector):
             raise RuntimeError(
-                "vLLM did not clear its prefix cache: blocks are in use, but no request is running"
+                "vLLM did not clear its prefix cache: blocks are in use with no request running"
             )
 
     def counters(self) -> Counter[str]:
@@ -139,7 +138,7 @@ class Engine:
         return found
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return a description of vLLM's KV cache groups in kvloft's terms."""
+        """Describe vLLM's KV cache groups in kvloft's terms."""
         found, specs = [], layer_specs(self.config)
         for group in self.config.kv_cache_groups:
             spec = specs[group.layer_names[0]]
@@ -159,10 +158,9 @@ class Engine:
     def facts(self) -> dict[str, Any]:
         """Return the engine's model, KV cache groups and capacity.
 
-        ``full_requests`` is the number of requests with max_model_len tokens that fit into KV
-        memory, and ``request_bytes`` is the size of the KV of such a request. Both are None if
-        unknown. Compare engines by ``request_bytes``, because block sizes depend on the number of
-        groups.
+        ``full_requests`` is the number of max_model_len requests that fit into KV memory, and
+        ``request_bytes`` is the KV size of one such request. Both are None if unknown. Compare
+        engines by ``request_bytes``, because block sizes depend on the number of groups.
         """
         from vllm.v1.core import kv_cache_utils
 
@@ -188,8 +186,8 @@ class Engine:
 
 
 def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
-    """Start the engine, and return the engine and the ignored flags. Raises ConfigError if the
-    flags set a different connector.
+    """Start the engine, and return it with the ignored flags. Raises ConfigError if the flags set
+    a different connector.
     """
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -203,8 +201,8 @@ def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
     given, args.kv_transfer_config = args.kv_transfer_config, None
     if given is not None and given.kv_connector != "KVLoftConnector":
         raise ConfigError(
-            f"--kv-transfer-config sets kv_connector={given.kv_connector}; kvloft check "
-            "supports only KVLoftConnector"
+            f"--kv-transfer-config sets kv_connector={given.kv_connector}; kvloft check supports "
+            "only KVLoftConnector"
         )
     if job["disk_path"] is not None:
         extra = (given.kv_connector_extra_config if given else {}) | job["extra"]
@@ -215,7 +213,7 @@ def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=extra,
         )
-    # Load from disk even if recomputing is faster, because only loaded chunks are checked.
+    # Load from disk even if recomputing is faster: only loaded chunks get checked.
     DiskPacing.always_pays = True
     engine = Engine(LLMEngine.from_engine_args(args))
     engine.watch()
@@ -223,7 +221,7 @@ def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
 
 
 def run(job: dict[str, Any]) -> None:
-    """Start an engine, run the passes of the job, and write events to ``job["events"]``."""
+    """Start an engine, run the job's passes, and write events to ``job["events"]``."""
     with Path(job["events"]).open("a", buffering=1) as file:
 
         def report(event: str, **what: Any) -> None:
@@ -263,7 +261,7 @@ def _run_passes(engine: Engine, job: dict[str, Any], report: Any) -> None:
 
 
 def end_with_parent() -> None:
-    """Kill this process group when stdin is closed, which happens when the parent exits."""
+    """Kill this process group when stdin closes, which happens when the parent exits."""
 
     def wait() -> None:
         sys.stdin.buffer.read()

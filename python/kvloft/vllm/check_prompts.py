@@ -1,7 +1,7 @@
-"""Chooses prompts for `kvloft check`. Their lengths expose cache errors, and their outputs do not
-depend on rounding.
+"""Chooses prompts for `kvloft check`. Their lengths expose cache errors, and rounding does not
+change their outputs.
 
-The prompts are chosen in an engine without kvloft's connector.
+The choice runs in an engine without kvloft's connector.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUM_TRIES = 4
 """Maximum number of prompts to try per length."""
 CLEAR, CLEAR_ELSE = 0.01, 0.3
 """Minimum difference in log probability between the two best tokens, for float32 and for other
-dtypes. With a smaller difference, rounding could change the output.
+dtypes. Below this difference, rounding could change the output.
 """
 WORDS = """
     river stone seven under garden letter cold bright number window paper walk green often table
@@ -30,12 +30,12 @@ WORDS = """
 """
 
 Chosen = tuple[list[int], dict[str, Any]]
-"""A prompt, and the result of running it without cache hits."""
+"""A prompt and its result without cache hits."""
 
 
 def choose_prompts(engine: Engine, num_output_tokens: int) -> dict[str, Chosen]:
-    """Return the chosen prompts, keyed by name. Most lengths are not multiples of the hit
-    granularity, and some exceed every sliding window and attention chunk.
+    """Return the chosen prompts by name. Most lengths are not multiples of the hit granularity,
+    and some exceed every sliding window and attention chunk.
 
     A "fork" starts with the same tokens as an earlier prompt and then differs.
     """
@@ -72,7 +72,7 @@ def _clear_prompt(engine: Engine, head: list[int], length: int) -> Chosen:
 
 
 def _random_ids(llm: Any, nth: int, count: int) -> list[int]:
-    """Return the token ids of random words, or random ids if there is no tokenizer."""
+    """Return token ids of random words, or random ids without a tokenizer."""
     chance = random.Random(f"{count} {nth}")
     if not llm.vllm_config.model_config.skip_tokenizer_init:
         text = " ".join(chance.choices(WORDS.split(), k=count + 1))

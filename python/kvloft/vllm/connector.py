@@ -1,8 +1,8 @@
 """KVLoftConnector implements vLLM's hooks by calling the scheduler side or the worker side.
 
-An error in a hook is treated as a miss: it is counted, the first error in each hook is logged, and
-the engine continues. Errors in the constructor are not caught, because an engine with invalid
-settings must not start. All loads are asynchronous.
+An error in a hook becomes a miss: every error is counted, each hook's first error is logged, and
+the engine continues. Constructor errors propagate, because an engine with invalid settings must not
+start. All loads are asynchronous.
 """
 
 import logging
@@ -39,14 +39,14 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass
 class KVLoftMetadata(KVConnectorMetadata):
-    """The metadata that the scheduler sends to every worker in each step."""
+    """Metadata that the scheduler sends to every worker in each step."""
 
     plan: StepPlan
 
 
 @dataclass
 class KVLoftWorkerMetadata(KVConnectorWorkerMetadata):
-    """The metadata that the workers send to the scheduler: one report per rank."""
+    """Metadata that the workers send to the scheduler: one report per rank."""
 
     reports: list[StepReport] = field(default_factory=list)
 
@@ -75,11 +75,11 @@ def _miss_on_error(default: Callable[..., Any] = lambda _: None) -> Callable[[_F
 
 
 class KVLoftConnector(KVConnectorBase_V1):
-    """An external KV cache for vLLM. docs/settings.md and docs/metrics.md describe its settings and
+    """An external KV cache for vLLM. docs/settings.md and docs/metrics.md list its settings and
     metrics.
     """
 
-    # Only the half for this process's role is set. vLLM calls only the hooks for this role.
+    # Only the half for this process's role is set, and vLLM calls only that half's hooks.
     _scheduler: SchedulerHalf
     _worker: WorkerHalf
     _half: SchedulerHalf | WorkerHalf
@@ -121,7 +121,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False, because losing a save only causes a later miss."""
+        """False, because a lost save only causes a later miss."""
         return False
 
     # -- worker side ------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @_miss_on_error()
     def restore_kv_caches(self) -> None:
-        """Resume transfers after vLLM has mapped the pages again at the same addresses."""
+        """Resume transfers after vLLM has remapped the pages at the same addresses."""
         self._worker.core.resume()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
@@ -152,12 +152,12 @@ class KVLoftConnector(KVConnectorBase_V1):
         self._worker.core.run_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing, because loads are asynchronous and layers never wait for them."""
+        """Do nothing: loads are asynchronous, and layers never wait for them."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing, because whole chunks are saved after the forward pass."""
+        """Do nothing: whole chunks are saved after the forward pass."""
 
     @_miss_on_error()
     def wait_for_save(self) -> None:
@@ -200,7 +200,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @_miss_on_error()
     def _note_for_events(self, note: Callable[[], None]) -> None:
-        """Pass chunks to the announcer. An error affects only their KV events, not the plan."""
+        """Pass chunks to the announcer. An error loses only their KV events, not the plan."""
         note()
 
     @_miss_on_error(lambda self: self._scheduler.core.plan_loads_only())
@@ -221,8 +221,8 @@ class KVLoftConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return False, so that vLLM frees the blocks: saves read the blocks while the request
-        still owns them (I2).
+        """Return False so that vLLM frees the blocks: saves read them while the request still owns
+        them (I2).
         """
         self._scheduler.core.finish(request.request_id)
         return False, None
@@ -237,16 +237,16 @@ class KVLoftConnector(KVConnectorBase_V1):
         return True
 
     def meet_scheduler(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Determine whether this is the only connector or a child of MultiConnector. vLLM calls
-        this method before adding a request.
+        """Detect if this is the only connector or a child of MultiConnector. vLLM calls this method
+        before adding a request.
 
-        If this is the only connector, make vLLM free the blocks of preempted and finished requests
-        immediately, as it does without a connector. By default, vLLM waits for steps in flight that
+        For an only connector, make vLLM free the blocks of preempted and finished requests
+        immediately, as it does without a connector. By default, vLLM waits for in-flight steps that
         can still write to the blocks, because a connector could load into the blocks before these
-        writes. While vLLM 0.26 to 0.29 waits, it preempts one request after another.
+        writes land. While vLLM 0.26 to 0.29 waits, it preempts one request after another.
 
-        kvloft does not need the delay. Its loads run after saves that read the blocks, and after
-        all work launched before the step of the load: on a GPU, loads wait for an event recorded
+        kvloft does not need the delay. Its loads run after any saves that read the blocks, and
+        after all work launched before the load's step: on a GPU, loads wait for an event recorded
         when the step begins; on a CPU, workers run in order.
         """
         if self._scheduler.siblings is not None:
@@ -254,7 +254,7 @@ class KVLoftConnector(KVConnectorBase_V1):
         children = getattr(scheduler.connector, "_connectors", ())
         if scheduler.connector is self:
             self._scheduler.meet_scheduler(scheduler, ())
-            # HiSparse reads pages after they have been freed.
+            # HiSparse still reads freed pages.
             if not getattr(scheduler, "defer_async_loads", False):
                 scheduler.defer_block_free = False
         elif any(child is self for child in children):
@@ -285,16 +285,16 @@ class KVLoftConnector(KVConnectorBase_V1):
 
 
 class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
-    """KVLoftConnector with SupportsHMA. If a connector lacks SupportsHMA, vLLM disables its hybrid
-    KV cache manager and uses a single group.
+    """KVLoftConnector with SupportsHMA. For connectors without SupportsHMA, vLLM disables its
+    hybrid KV cache manager and uses a single group.
     """
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Return the requests with completed loads and the requests with failed loads.
+        """Return the requests whose loads completed and the requests whose loads failed.
 
-        With multiple groups, block ids do not identify a request, so failed loads are reported by
-        request. With one group, failed loads are reported by block, and vLLM recomputes only the
-        tokens from the first bad block onward.
+        With multiple groups, block ids do not identify a request, so failures are reported by
+        request. With one group, failures are reported by block, and vLLM recomputes only the tokens
+        from the first bad block onward.
         """
         if not self._worker.fails_requests:
             return super().get_transfer_results(finished_req_ids)
@@ -304,15 +304,15 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
     @_miss_on_error(lambda self: (set(), set()))
     def _take_finished(self) -> tuple[set[str], set[str]]:
         done, failed = self._worker.take_finished(), self._worker.core.failed_loads
-        # Bad blocks are known before their load completes. With multiple groups, reporting bad
-        # blocks would make vLLM fail, so report only that the load failed.
+        # Bad blocks are found before their load completes. With multiple groups, vLLM would fail
+        # on a bad block, so drop them and report only the failed load.
         self._worker.take_bad_blocks()
         return done, set(failed)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Like `request_finished`, but with the blocks of all groups."""
+        """Like `request_finished`, but with all groups' blocks."""
         finished: tuple[bool, dict[str, Any] | None] = self.request_finished(request, [])
         return finished
 

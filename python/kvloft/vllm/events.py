@@ -1,5 +1,4 @@
-"""Converts the events in `kvloft.plan.kv_events` to vLLM's KV events, which vLLM publishes to
-routers.
+"""Converts `kvloft.plan.kv_events` events to vLLM's KV events, which vLLM publishes to routers.
 
 Hashes, parents and extra keys match vLLM's events for the same blocks, so routers can merge
 kvloft's events with vLLM's. Blocks with embeddings or multimodal items are not published, because
@@ -26,11 +25,11 @@ from kvloft.seam.views import LiveRequest
 logger = logging.getLogger("vllm.kvloft")
 
 MEDIUM = {HOST: "CPU", DISK: "STORAGE"}
-"""The medium of each tier, named as in vLLM's KV offloading."""
+"""Each tier's medium, named as in vLLM's KV offloading."""
 NO_EVENTS = (
-    'kvloft: KV events do not include kvloft\'s blocks, because "kv_role" is "%s"; use "kv_both"'
+    'kvloft: "kv_role" is "%s", so KV events omit kvloft\'s blocks; use "kv_both" to include them'
 )
-"""Warning for an engine whose role excludes loads or saves."""
+"""Warning for an engine that only loads or only saves."""
 
 
 def announcer_of(
@@ -38,8 +37,8 @@ def announcer_of(
 ) -> Announcer | None:
     """Return the announcer for ``store``, which other engines also use if ``is_shared``.
 
-    Returns None if KV events are disabled in vLLM's ``kv_events_config``. Logs a warning and
-    returns None if the engine's ``kv_role`` does not support KV events.
+    Returns None if vLLM's ``kv_events_config`` disables KV events. Logs a warning and returns None
+    if the engine's ``kv_role`` does not support them.
     """
     events = getattr(vllm_config, "kv_events_config", None)
     if events is None or not events.enable_kv_cache_events:
@@ -49,8 +48,8 @@ def announcer_of(
         logger.warning(NO_EVENTS, transfer.kv_role)
         return None
     store.watch(MAX_WAITING)
-    # vLLM computes a hash for every hash_tokens tokens. With multiple groups or
-    # ``--prefix-match-unit``, all block sizes are multiples of this number.
+    # vLLM hashes every hash_tokens tokens. With multiple groups or ``--prefix-match-unit``, all
+    # block sizes are multiples of this number.
     hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or gcd(
         *(group.block_tokens for group in shape.groups)
     )
@@ -63,7 +62,7 @@ def describe(
     """Return blocks [begin, end) of a `VllmRequest`, or an empty sequence if other processes cannot
     compute the hashes from the tokens.
 
-    vLLM computes a hash for every ``hash_tokens`` tokens and identifies a block by its last hash
+    vLLM hashes every ``hash_tokens`` tokens and identifies a block by its last hash
     (`BlockHashListWithBlockSize`).
     """
     request: Any = live.request  # type: ignore[attr-defined]
@@ -91,7 +90,7 @@ def describe(
 
 
 class EventWriter:
-    """Creates vLLM's events. ``specs`` contains the KV cache spec of each group in ``shape``."""
+    """Creates vLLM's events. ``specs`` holds each group's KV cache spec, in ``shape`` order."""
 
     def __init__(self, specs: Sequence[Any], shape: CacheShape) -> None:
         kind = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
@@ -105,7 +104,7 @@ class EventWriter:
             }
             for nth, (spec, group) in enumerate(zip(specs, shape.groups, strict=True))
         ]
-        # vLLM 0.30 and older publish extra keys exactly as they are hashed.
+        # vLLM 0.30 and older publish extra keys exactly as hashed.
         self._extra_keys = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
     def write(self, event: Event) -> BlockStored | BlockRemoved:

@@ -1,8 +1,8 @@
-"""Wraps vLLM methods that have no connector hook, so that kvloft's listeners are called.
+"""Wraps vLLM methods that lack a connector hook, so that calls to them reach kvloft's listeners.
 
-If a vLLM release lacks a method, a guarantee is lost. Each entry in the table describes the lost
-guarantee and the reaction: the engine does not start, the cache is used only in this run, or
-support is reduced with a warning. Each method is wrapped once per process, for all of its engines.
+A vLLM release without such a method loses a guarantee. Each table entry names the lost guarantee
+and the reaction: the engine does not start, the cache lasts only for this run, or support is
+reduced with a warning. Each method is wrapped once per process, for all of the process's engines.
 """
 
 import inspect
@@ -43,7 +43,7 @@ class Patch:
     missing: Missing
 
     def find(self) -> Any:
-        """Return the owner of the method, or None if the method is missing or abstract."""
+        """Return the method's owner, or None if the method is missing or abstract."""
         try:
             owner = getattr(import_module(self.module), self.owner, None)
         except ImportError:
@@ -59,8 +59,8 @@ ENGINE_RPC = Patch(
     "EngineCore",
     "collective_rpc",
     "a call can replace weights, and vLLM does not notify connectors",
-    "kvloft cannot detect when weights are replaced in a running engine, and would load KV "
-    "computed with the old weights",
+    "kvloft cannot detect new weights in a running engine, and would load KV computed with the old "
+    "weights",
     Missing.REFUSE,
 )
 WORKER_RELOAD = Patch(
@@ -68,23 +68,23 @@ WORKER_RELOAD = Patch(
     "Worker",
     "reload_weights",
     "code inside a worker may call it",
-    "kvloft cannot detect a reload that bypasses the engine core, and would save KV computed with "
-    "the new weights as if it had been computed with the old weights",
+    "kvloft cannot detect a reload that bypasses the engine core, and would save KV from the new "
+    "weights under the old weights' identity",
     Missing.THIS_RUN,
 )
 ADD_ADAPTER = Patch(
     _CORE,
     "EngineCore",
     "add_lora",
-    "kvloft checks the files of an adapter before vLLM loads them",
-    "the files of an adapter are unknown, so requests with adapters do not share KV",
+    "kvloft checks an adapter's files before vLLM loads them",
+    "kvloft cannot check adapter files before loads, so requests with adapters are not cached",
     Missing.LESS,
 )
 PAUSE_RESET = Patch(
     _CORE,
     "EngineCore",
     "_reset_caches",
-    "pause and sleep clear the caches of connectors although KV remains valid",
+    "pause and sleep clear connectors' caches although their KV remains valid",
     "pause and sleep clear the cache, including the disk tier",
     Missing.LESS,
 )
@@ -92,7 +92,7 @@ ENGINE_SLEEP = Patch(
     _CORE,
     "EngineCore",
     "sleep",
-    "only the sleep level shows whether vLLM keeps the weights",
+    "only the sleep level shows if vLLM keeps the weights",
     "pause and sleep clear the cache, including the disk tier",
     Missing.LESS,
 )
@@ -100,16 +100,16 @@ POOL_RESET = Patch(
     "vllm.v1.core.block_pool",
     "BlockPool",
     "reset_prefix_cache",
-    "the method publishes an event that removes all blocks, including kvloft's blocks",
-    "after a reset of vLLM's prefix cache, KV events no longer include the chunks in kvloft",
+    "the method publishes an event that removes all blocks, including kvloft's",
+    "after vLLM resets its prefix cache, KV events omit the chunks already in kvloft",
     Missing.LESS,
 )
 ADD_REQUEST = Patch(
     "vllm.v1.core.sched.scheduler",
     "Scheduler",
     "add_request",
-    "no hook shows whether a connector is a child of MultiConnector, and none lets the connector "
-    "free blocks while a step is in flight (otherwise, vLLM 0.26 to 0.29 preempts requests)",
+    "no hook shows if a connector is a child of MultiConnector, and none lets the connector free "
+    "blocks while a step is in flight (otherwise, vLLM 0.26 to 0.29 preempts requests)",
     "requests do not wait for chunks on disk, and vLLM preempts more requests under async "
     "scheduling",
     Missing.LESS,
@@ -126,8 +126,8 @@ RANK_CONFIGS = Patch(
     "vllm.v1.executor.abstract",
     "Executor",
     "initialize_from_config",
-    "vLLM passes only the layers of the first rank to the scheduler's connector",
-    "the layers of other ranks are unknown, so pipeline parallelism is not supported",
+    "vLLM passes only the first rank's layers to the scheduler's connector",
+    "other ranks' layers are unknown, so kvloft does not support pipeline parallelism",
     Missing.LESS,
 )
 # vLLM 0.33 replaces these methods with the hooks `unregister_kv_caches` and `restore_kv_caches`.
@@ -136,7 +136,7 @@ SLEEP = Patch(
     "CuMemAllocator",
     "sleep",
     "vLLM unmaps paged KV without notifying connectors",
-    "copies in flight could access unmapped memory and crash the engine when it enters sleep mode",
+    "in-flight copies could access unmapped memory and crash the engine when it enters sleep mode",
     Missing.REFUSE,
 )
 DISCARD = Patch(
@@ -144,7 +144,7 @@ DISCARD = Patch(
     "CuMemAllocator",
     "discard",
     "vLLM 0.30 and newer discard paged KV without notifying connectors",
-    "copies in flight could access KV memory after vLLM discards it",
+    "in-flight copies could access KV memory after vLLM discards it",
     Missing.REFUSE,
 )
 OF_EVERY_ENGINE = (
@@ -166,7 +166,7 @@ _listeners: defaultdict[Patch, WeakKeyDictionary[Any, Callable[..., Any]]] = def
 
 
 def settle(patches: Iterable[Patch]) -> bool:
-    """Log each missing method once. Return True if the cache must be used only in this run.
+    """Log each missing method once. Return True if the cache may serve only this run.
 
     Raises UnsupportedError if the engine must not start.
     """
@@ -187,8 +187,8 @@ def settle(patches: Iterable[Patch]) -> bool:
 def wrap(patch: Patch, around: Around, owner: Any = None) -> None:
     """Replace the method with ``around(method, args, kwargs)``, unless it is already wrapped.
 
-    ``owner`` is the class or object that has the method, or None for vLLM's class. If the method is
-    missing, do nothing, because `settle` has logged the consequence.
+    ``owner`` is the class or object that has the method, or None for vLLM's class. Does nothing if
+    the method is missing, because `settle` has already logged the consequence.
     """
     owner = owner if owner is not None else patch.find()
     method = getattr(owner, patch.method, None)
@@ -208,8 +208,8 @@ def wrap(patch: Patch, around: Around, owner: Any = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class IfReturned:
-    """A function that is called after a wrapped method only if the method, and the Future that it
-    may return, succeeded.
+    """A function to call after a wrapped method, once the method and any Future that it returned
+    have succeeded.
     """
 
     call: Callable[[], None]
@@ -218,9 +218,9 @@ class IfReturned:
 def listen(patch: Patch, listener: Callable[..., Any], owner: Any = None) -> None:
     """Call ``listener`` before each call to the method, with the same arguments.
 
-    ``listener`` is a bound method, and is not called after its object has been deleted. If
-    ``listener`` returns a function or an `IfReturned`, it is called after the method. Exceptions
-    are logged and suppressed. ``owner`` has the same meaning as in `wrap`.
+    ``listener`` is a bound method; its calls stop once its object is deleted. If ``listener``
+    returns a function or an `IfReturned`, that runs after the method. Exceptions are logged and
+    suppressed. ``owner`` has the same meaning as in `wrap`.
     """
     _listeners[patch][listener.__self__] = listener.__func__  # type: ignore[attr-defined]
 
@@ -242,7 +242,7 @@ def listen(patch: Patch, listener: Callable[..., Any], owner: Any = None) -> Non
 
 
 def _call_on_success(patch: Patch, after: IfReturned, result: Any) -> None:
-    """Call ``after`` now or, if ``result`` is a Future, when the Future has succeeded."""
+    """Call ``after`` now or, if ``result`` is a Future, once the Future succeeds."""
 
     def call(future: Future[Any]) -> None:
         if not future.cancelled() and future.exception() is None:
@@ -258,5 +258,5 @@ def _logged(patch: Patch, told: Callable[..., Any], /, *args: Any, **kwargs: Any
     try:
         return told(*args, **kwargs)
     except Exception:
-        logger.exception("kvloft: error in a listener for %s.%s", patch.owner, patch.method)
+        logger.exception("kvloft: listener for %s.%s failed; continuing", patch.owner, patch.method)
         return None

@@ -1,7 +1,7 @@
 """The entry point of the vLLM plugin, which registers ``KVLoftConnector`` in every vLLM process.
 
-The plugin also reports invalid settings before vLLM loads weights, and records the KV cache configs
-of all ranks. Engines without kvloft also load this module, so it must not import the connector.
+The plugin also reports invalid settings before vLLM loads weights, and records all ranks' KV cache
+configs. Engines without kvloft load this module too, so it must not import the connector.
 """
 
 import sys
@@ -23,7 +23,7 @@ MODULE = "kvloft.vllm.connector"
 
 
 def register() -> None:
-    """Register the connector by name. vLLM may call this function more than once per process."""
+    """Register the connector by name. vLLM may call this more than once per process."""
     note_start()
     register_classes()
     check_settings_early(KVConnectorFactory)
@@ -33,8 +33,8 @@ def register() -> None:
 def register_classes() -> None:
     """Register every connector class under its class name.
 
-    Users specify only `NAME`, but MultiConnector looks up a child's statistics by the ``__name__``
-    of the child's class.
+    Users specify only `NAME`, but MultiConnector looks up a child's statistics by its class's
+    ``__name__``.
     """
     for name in CLASS_NAMES:
         if name not in KVConnectorFactory._registry:  # noqa: SLF001 - vLLM has no public lookup
@@ -45,10 +45,9 @@ def check_settings_early(factory: Any) -> None:
     """Make ``factory`` check kvloft's settings when it looks up kvloft's class. The lookup raises
     ConfigError if the settings are invalid.
 
-    vLLM creates connectors after loading the weights, but looks up the class while checking its
-    arguments, when the settings are available. vLLM has no connector hook that it always calls at
-    this point. Valid settings are not read again, so later changes to the settings file do not stop
-    a running engine.
+    vLLM creates connectors after loading the weights, but looks up the class earlier, while
+    checking its arguments. vLLM has no connector hook that it always calls at this point. Valid
+    settings are not reread, so a later change to the settings file does not stop a running engine.
     """
     right: dict[str, str] = {}
 

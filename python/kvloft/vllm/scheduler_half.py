@@ -1,8 +1,8 @@
-"""The part of the connector that runs in vLLM's scheduler process. It has one method per hook,
-connects the settings, the namespace and the store to SchedulerCore, and never touches KV bytes.
+"""The scheduler side inside vLLM. It has one method per hook, connects the settings, the namespace
+and the store to SchedulerCore, and never touches KV bytes.
 
-The connector treats errors as misses. On error, `admit` also plans a failed load, because vLLM
-would otherwise never schedule the request.
+The connector treats errors as misses. After an error, `admit` also plans a failed load; otherwise,
+vLLM would never schedule the request.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvloft")
 _pausing: ContextVar[bool] = ContextVar("kvloft_pausing", default=False)
-"""True while vLLM resets caches for a pause or sleep."""
+"""True while vLLM resets caches to pause or sleep."""
 
 STATS_STEPS = 32
-"""Number of steps between reads of the store's counters if there is nothing else to report."""
+"""Steps between reads of the store's counters when there is nothing else to report."""
 REPLACEABLE_WEIGHTS = (
-    "server = unix:{} ({}) is not supported if a trainer can replace the weights of a running "
-    "engine (weight_transfer_config, worker_extension_cls), because other engines would load KV "
-    "computed with different weights. Remove the `server` setting."
+    "server = unix:{} ({}) is not supported if a trainer can replace a running engine's weights "
+    "(weight_transfer_config, worker_extension_cls): other engines would load KV computed with "
+    "different weights. Remove the `server` setting."
 )
 
 
@@ -87,14 +87,14 @@ class SchedulerHalf:
         shape: CacheShape,
         config: Config,
     ) -> None:
-        """Open the store. ``ranks`` contains the KV cache configs of all ranks, or only this
-        process's config if the others are unknown. The first config belongs to this process.
+        """Open the store. ``ranks`` holds the KV cache config of every rank, or only this process's
+        config if the others are unknown. The first config belongs to this process.
         """
         for warning in warnings(config):  # must precede opening the store
             logger.warning("kvloft: %s", warning)
         self._unit_tokens, self._new_tables = shape.unit_tokens, tables_of(shape)
         self._are_resolved = not shape.is_divisible
-        """True if vLLM frees blocks of running requests, so each step reads the block tables."""
+        """True if vLLM frees running requests' blocks, so each step reads the block tables."""
         has_adapters = getattr(vllm_config, "lora_config", None) is not None
         is_blind = settle([*OF_EVERY_ENGINE, *([ADD_ADAPTER] * has_adapters)])
         fields = namespace_fields(vllm_config, ranks, shape, config.namespace)
@@ -182,8 +182,8 @@ class SchedulerHalf:
     # -- hooks ------------------------------------------------------------------------------------
 
     def meet_scheduler(self, scheduler: Any, siblings: tuple[Any, ...]) -> None:
-        """Set up everything that depends on vLLM's scheduler. ``siblings`` are the other children
-        of MultiConnector, whose policy for failed loads applies to all children.
+        """Set up everything that depends on vLLM's scheduler. ``siblings`` are MultiConnector's
+        other children; its policy for failed loads governs all children.
         """
         self.siblings = siblings
         if siblings:
@@ -202,8 +202,8 @@ class SchedulerHalf:
             self.core.meet_store(arena_of(self._store, self._shape))
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the number of tokens that can be loaded for a waiting request, or None while it
-        must wait. The second value is True if there are tokens to load.
+        """Return a waiting request's number of loadable tokens, or None while it must wait. The
+        second value is True if there are tokens to load.
 
         MultiConnector ignores all children while any child returns None, so a child waits only if
         no sibling offers tokens.
@@ -228,7 +228,7 @@ class SchedulerHalf:
                 return None
 
     def _sibling_offers(self, request: Request, num_computed_tokens: int) -> bool:
-        """Return True if a sibling offers tokens for this request. A sibling that is also a kvloft
+        """Return True if a sibling offers tokens for this request. A sibling that is another kvloft
         connector can call this connector recursively.
         """
         if not self.siblings or self._asks_siblings:
@@ -245,8 +245,8 @@ class SchedulerHalf:
     def admit(
         self, request: Request, tables: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
-        """Admit a request. If its load cannot be planned, plan a failed load, because the request
-        waits for the load's result.
+        """Admit a request. If planning its load fails, plan a failed load, because the request
+        waits for a result.
         """
         live, own = VllmRequest(request, self._adapters), self._new_tables(tables)
         try:
@@ -265,7 +265,7 @@ class SchedulerHalf:
     def reset(self) -> None:
         """Clear the cache, unless vLLM resets the cache for a pause that keeps the weights.
 
-        If a trainer can replace weights, a pause also clears the cache, because a pause can be the
+        If a trainer can replace weights, a pause clears the cache too, because the pause can be the
         only sign of new weights.
         """
         if _pausing.get() and not (self._clears_on_pause or self._weights_go):
@@ -277,7 +277,7 @@ class SchedulerHalf:
     def take_stats(self) -> KVLoftStats | None:
         """Return the statistics since the last call, or None if there is nothing to report.
 
-        The store's counters are read if a local counter has changed or `STATS_STEPS` steps have
+        Reads the store's counters if a local counter has changed or `STATS_STEPS` steps have
         passed.
         """
         self._quiet_steps += 1
@@ -311,18 +311,18 @@ class SchedulerHalf:
     # -- listeners for calls that have no connector hook ------------------------------------------
 
     def see_adapter(self, engine: Any, lora_request: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Check the files of an adapter before vLLM loads it."""
+        """Check an adapter's files before vLLM loads it."""
         if self._is_of(engine):
             self._adapters.identify(lora_request)
 
     def hear_pause(self, *_args: Any, **_kwargs: Any) -> Callable[[], None]:
-        """Treat resets during this call as part of a pause or sleep."""
+        """Treat any reset during this call as part of a pause or sleep."""
         return partial(_pausing.reset, _pausing.set(True))
 
     def hear_sleep(
         self, engine: Any, level: int = 1, *_args: Any, **_kwargs: Any
     ) -> IfReturned | None:
-        """Record that vLLM discards the weights, except at sleep levels 0 and 1. Caching is paused
+        """Record that vLLM discards the weights, except at sleep levels 0 and 1, and pause caching
         until a call that can load weights. vLLM keeps weights that are already asleep.
         """
         if level in (0, 1) or not self._is_of(engine):
@@ -344,8 +344,8 @@ class SchedulerHalf:
             return
         if self._has_draft_kv and not self._is_live:
             self.stop(
-                f"sleep level {level} discarded the weights, and reload_weights does not load the "
-                "weights of the draft model again"
+                f"sleep level {level} discarded the weights, and reload_weights does not reload "
+                "the draft model's weights"
             )
             return
         logger.info(
@@ -363,11 +363,11 @@ class SchedulerHalf:
         return IfReturned(self.core.resume_caching) if is_load else None
 
     def hear_pool_reset(self, pool: Any, *_args: Any, **_kwargs: Any) -> Callable[[], None] | None:
-        """Publish kvloft's events again after vLLM has published the removal of all blocks, and
-        record that hits contain no KV from before the reset.
+        """Republish kvloft's events after vLLM has published the removal of all blocks, and record
+        that hits contain no KV from before the reset.
         """
         own_pool = self._own_pool()
-        if own_pool is not None and pool is not own_pool:  # of another engine in this process
+        if own_pool is not None and pool is not own_pool:  # another engine in this process
             return None
         queued = len(pool.kv_event_queue)
 
@@ -381,12 +381,12 @@ class SchedulerHalf:
         return note_reset
 
     def stop(self, reason: str) -> None:
-        """Stop offers and saves. If a trainer can replace weights, clear the cache instead."""
+        """Stop offers and saves, or only clear the cache if a trainer can replace weights."""
         if self._is_live:
             self.core.reset()
         elif not self._is_stopped:
             self._is_stopped = True
-            logger.error("kvloft: caching is disabled until the engine is restarted: %s", reason)
+            logger.error("kvloft: caching is disabled until the engine restarts: %s", reason)
             self.core.stop()
 
     def close(self) -> None:

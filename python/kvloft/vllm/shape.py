@@ -1,7 +1,7 @@
 """Converts vLLM's KV cache configuration to a CacheShape at startup.
 
-This module determines the KV cache groups, the unit, and the ranks that hold the same bytes, and
-provides functions to read the groups of a configuration.
+This module determines the KV cache groups, the unit, and which ranks hold the same bytes, and reads
+a configuration's groups.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,11 +20,11 @@ from kvloft.transfer.frames import E348, RAW, TILE_BYTES, compact_bytes_for, par
 
 
 def cache_shape(vllm_config: Any, ranks: Sequence[Any], encoding: int = RAW) -> CacheShape:
-    """Return the cache shape. ``ranks`` contains the KV cache configs of all ranks, or only this
+    """Return the cache shape. ``ranks`` holds the KV cache config of every rank, or only this
     worker's config.
 
-    In each group, the rank with the largest chunks determines the size of a part. A worker has only
-    its own layers' sizes, so with pipeline stages, its parts can be smaller than in the ArenaSpec.
+    In each group, the rank with the largest chunks sets the part size. A worker sees only the sizes
+    of its own layers, so with pipeline stages, its parts can be smaller than in the ArenaSpec.
     """
     groups = in_units([group_shape(spec) for spec in group_specs(ranks[0])])
     sizes = zip(*(_payload_sizes(rank, groups, encoding) for rank in ranks), strict=True)
@@ -41,8 +41,8 @@ def cache_shape(vllm_config: Any, ranks: Sequence[Any], encoding: int = RAW) -> 
 
 
 class _PayloadSize(NamedTuple):
-    """The size of a chunk on one rank: total bytes, bytes in bfloat16 pages (which are compressed),
-    and number of tiles.
+    """A chunk's size on one rank: total bytes, bytes in bfloat16 pages (which are compressed), and
+    number of tiles.
     """
 
     num_bytes: int
@@ -53,16 +53,14 @@ class _PayloadSize(NamedTuple):
 def _payload_sizes(
     rank: Any, groups: Sequence[GroupShape], encoding: int
 ) -> Iterator[_PayloadSize]:
-    """Yield the size of a chunk in each group on one rank. Without ``encoding``, pages are not
-    compressed.
-    """
+    """Yield each group's chunk size on one rank. Without ``encoding``, pages are not compressed."""
     specs = layer_specs(rank)
     for group, names in zip(groups, group_layers(rank), strict=True):
         layers, num = [specs[name] for name in names], group.kept_blocks
         size = _PayloadSize(num * sum(spec.page_size_bytes for spec in layers))
         if encoding:
             bf16 = [spec for spec in layers if getattr(spec, "dtype", None) == torch.bfloat16]
-            # This is an upper bound, because K and V may be stored separately.
+            # An upper bound, because K and V may be stored separately.
             tiles = sum(-(-spec.page_size_bytes // TILE_BYTES) + 1 for spec in layers)
             encoded = sum(spec.page_size_bytes for spec in bf16)
             size = size._replace(encoded_bytes=num * encoded, num_tiles=num * tiles)
@@ -70,7 +68,7 @@ def _payload_sizes(
 
 
 def _with_sizes(group: GroupShape, of_ranks: Sequence[_PayloadSize]) -> GroupShape:
-    """Return ``group`` with parts that are large enough for its chunks on every rank."""
+    """Return ``group`` with parts large enough for its chunks on every rank."""
     compact = [compact_bytes_for(*size) for size in of_ranks]
     return replace(
         group,
@@ -80,18 +78,18 @@ def _with_sizes(group: GroupShape, of_ranks: Sequence[_PayloadSize]) -> GroupSha
 
 
 def in_units(groups: Sequence[GroupShape]) -> tuple[GroupShape, ...]:
-    """Return ``groups`` with the smallest unit that consists of whole blocks in every group. Hits
-    in vLLM's prefix cache also end at multiples of this unit.
+    """Return ``groups`` with the smallest unit that is whole blocks in every group. vLLM's own
+    prefix-cache hits also end at multiples of this unit.
     """
     tokens = lcm(*(group.block_tokens for group in groups))
     return tuple(replace(group, blocks_per_unit=tokens // group.block_tokens) for group in groups)
 
 
 def encoding_of(ranks: Sequence[Any], config: Config) -> int:
-    """Return the encoding of frames, `RAW` or `E348`, which is part of the namespace.
+    """Return the frame encoding, `RAW` or `E348`, which is part of the namespace.
 
-    The result does not depend on the GPU, so it is the same in all processes of an engine. A worker
-    writes raw parts if its GPU, page alignment or staging buffer does not support encoding.
+    The result does not depend on the GPU, so all of an engine's processes agree on it. A worker
+    whose GPU, page alignment or staging buffer does not support encoding writes raw parts.
     """
     is_on = config.compression != "off" and config.gpu_copies == "kernels"
     if not is_on or not current_platform.is_cuda():
@@ -112,32 +110,32 @@ of these tokens.
 
 
 def has_draft_kv(vllm_config: Any) -> bool:
-    """Return True if the KV of a draft model is in the engine's blocks."""
+    """Return True if a draft model's KV is in the engine's blocks."""
     speculative = getattr(vllm_config, "speculative_config", None)
     return speculative is not None and speculative.method in (*HIDDEN_DRAFTERS, *PREFIX_DRAFTERS)
 
 
 def max_running(vllm_config: Any) -> int:
-    """Return the maximum number of requests that vLLM runs."""
+    """Return the maximum number of requests that vLLM runs concurrently."""
     config = vllm_config.scheduler_config
     return getattr(config, "max_num_active_seqs", None) or config.max_num_seqs
 
 
 def draft_limit(vllm_config: Any) -> int | None:
-    """Return the request length up to which the engine always runs the draft model, or None if no
-    draft model has KV.
+    """Return the maximum request length at which the engine always runs the draft model, or None
+    if no draft model has KV.
     """
     if not has_draft_kv(vllm_config):
         return None
     speculative, longest = vllm_config.speculative_config, vllm_config.model_config.max_model_len
     if (draft := getattr(speculative, "draft_model_config", None)) is not None:
         longest = min(longest, draft.max_model_len)
-    # One of the two tokens is for DFlash, and the other is a safety margin.
+    # DFlash needs one of the two tokens; the other is a safety margin.
     return int(longest) - int(speculative.num_speculative_tokens) - 2
 
 
 def pool_size(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> PoolSize | None:
-    """Return the size of vLLM's block pool, or None if the only group has full attention."""
+    """Return vLLM's block pool size, or None if the only group has full attention."""
     if shape.is_divisible:
         return None
     speculative = getattr(vllm_config, "speculative_config", None)
@@ -148,7 +146,7 @@ def pool_size(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> Pool
 
 
 def lookahead(vllm_config: Any) -> int:
-    """Return the number of tokens after a position that affect the draft KV at that position."""
+    """Return how many tokens after a position affect the draft KV at that position."""
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is None or speculative.method not in HIDDEN_DRAFTERS:
         return 0
@@ -163,7 +161,7 @@ KIND_OF_SPEC: dict[str, Literal["full", "window", "local", "state"]] = {
     "ChunkedLocalAttentionSpec": "local",
     "MambaSpec": "state",
 }
-"""Maps the class of a KV cache spec to the kind of its group (see `GroupShape`).
+"""Maps a KV cache spec's class to its group's kind (see `GroupShape`).
 
 If all layers share one block table, layers with a sliding window or chunked local attention also
 have a FullAttentionSpec: vLLM converts their specs (`unify_hybrid_kv_cache_specs`), keeps all
@@ -184,7 +182,7 @@ def group_shape(spec: Any) -> GroupShape:
 
 
 def group_specs(kv_cache_config: Any) -> list[Any]:
-    """Return the spec of each group, or of its first layer if the layers differ in size."""
+    """Return each group's spec, or its first layer's spec if the layers differ in size."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [
         next(iter(layers.values())) if (layers := getattr(spec, "kv_cache_specs", None)) else spec
@@ -193,12 +191,12 @@ def group_specs(kv_cache_config: Any) -> list[Any]:
 
 
 def group_layers(kv_cache_config: Any) -> list[list[str]]:
-    """Return the names of the layers in each group."""
+    """Return each group's layer names."""
     return [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
 
 
 def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
-    """Return the KV cache specs of all layers, keyed by layer name, in vLLM's order."""
+    """Return all layers' KV cache specs by layer name, in vLLM's order."""
     specs: dict[str, Any] = {}
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
@@ -218,7 +216,7 @@ def stage_layers(vllm_config: Any) -> list[int]:
 
 
 def num_replicas(vllm_config: Any) -> int:
-    """Return the number of consecutive tensor-parallel ranks that hold the same KV.
+    """Return how many consecutive tensor-parallel ranks hold the same KV.
 
     With MLA, all ranks hold the same KV. With fewer KV heads than ranks, rank r holds KV head
     ``r // (ranks // heads)`` (`QKVParallelLinear`).

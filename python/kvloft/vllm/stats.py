@@ -18,12 +18,12 @@ from kvloft.version import BUILD_INFO_HELP, BUILD_LABELS
 COUNTERS: Final = tuple(metric.name for metric in exported(Scope.ENGINE) if not metric.is_gauge)
 GAUGES: Final = tuple(metric.name for metric in exported(Scope.ENGINE) if metric.is_gauge)
 CONNECTED: Final = "server_connected"
-"""A gauge that has no sample in embedded mode, because 0 means a lost server connection."""
+"""A gauge without a sample in embedded mode, because 0 means a lost server connection."""
 
 
 @dataclass
 class KVLoftStats(KVConnectorStats):
-    """The statistics of one interval, keyed by the names in ``COUNTERS`` and ``GAUGES``."""
+    """One interval's statistics, keyed by the names in ``COUNTERS`` and ``GAUGES``."""
 
     def reset(self) -> None:
         self.data = dict[str, Any]()
@@ -53,7 +53,7 @@ class KVLoftPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, dict[int, Any]] = {}
         self._label_values = per_engine_labelvalues
-        # With multiple API servers, every process exports a copy of each gauge, and only the newest
+        # With multiple API servers, every process exports a copy of each gauge; only the newest
         # copy is valid.
         newest = {"multiprocess_mode": "mostrecent"}
         for metric in exported(Scope.ENGINE):

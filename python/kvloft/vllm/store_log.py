@@ -1,4 +1,4 @@
-"""Logs the store's events and problems that its counters indicate, and describes its tiers."""
+"""Logs the store's events and any problems in its counters, and describes its tiers."""
 
 import logging
 import threading
@@ -16,59 +16,58 @@ logger = logging.getLogger("vllm.kvloft")
 
 WARN_EVERY_S = 60.0
 DAMAGE = (
-    "kvloft: %s on disk failed verification, which causes cache misses (namespace %s). Check the "
-    "disk for errors, or stop the engine and run `kvloft verify`"
+    "kvloft: %s on disk failed verification (namespace %s), causing cache misses. Check the disk "
+    "for errors, or stop the engine and run `kvloft verify`"
 )
 NO_ROOM = (
-    "kvloft: %s could not be written to disk, and no writes succeeded (namespace %s); continuing "
-    "with host memory only. disk_path may be full, read-only, hung, or in use by another process; "
-    "see other log lines about the disk, or the server's log"
+    "kvloft: failed to write %s to disk, and no writes succeeded (namespace %s); continuing with "
+    "host memory only. disk_path may be full, read-only, hung, or in use by another process; see "
+    "the other disk log lines, or the server's log"
 )
 OTHER_LAYOUT = (
     "kvloft: cannot load %s saved by an engine with a different memory layout (namespace %s). "
     "Give each engine its own namespace, and report the settings that differ between the engines"
 )
 SLOW_DISK = (
-    "kvloft: computed %s instead of reading the KV from disk, which was expected to take longer "
-    "(namespace %s). The metric disk_slow_tokens counts these tokens"
+    "kvloft: recomputed %s because reading the KV from disk was expected to take longer "
+    "(namespace %s); see the metric disk_slow_tokens"
 )
 MISFITS = (
-    "kvloft: did not save %s: too large for compressed frames (namespace %s); the next save uses "
-    "full-size frames. The metric save_misfit_chunks counts these chunks"
+    "kvloft: skipped saving %s: too large for compressed frames (namespace %s); the next save uses "
+    "full-size frames. See the metric save_misfit_chunks"
 )
 LOADS_FAIL = (
     f"kvloft: {MAX_FAILED_LOADS} consecutive loads failed; pausing loads and saves %s "
-    "(namespace %s). Until then, prompts are computed instead of loaded. See the workers' log "
-    "for the reason"
+    "(namespace %s). In the meantime, vLLM computes prompts instead of loading them. See the "
+    "worker logs for the cause"
 )
 LOADS_FAIL_REQUESTS = (
-    "kvloft: if a load fails, its request returns an error; to recompute the tokens instead, set "
-    '"kv_load_failure_policy": "recompute" in --kv-transfer-config (with MultiConnector, in the '
-    "configuration of MultiConnector)"
+    "kvloft: a failed load fails its request; to recompute the tokens instead, set "
+    '"kv_load_failure_policy": "recompute" in --kv-transfer-config (under MultiConnector, in '
+    "MultiConnector's own configuration)"
 )
 POLL_EVERY_S: Final = 1.0
 
 
 class StoreLog:
-    """Logs the events and problems of an engine's store."""
+    """Logs an engine's store events and problems."""
 
     def __init__(self, store: Any, namespace: bytes) -> None:
         self._store, self._namespace = store, namespace.hex()[:16]
         self._next_warning_s: dict[str, float] = {}
         self._last_event = ""
         self._pause_text = "for a minute"
-        """How long loads are paused after too many failures."""
+        """How long too many failures pause loads."""
 
     def warn_of_failing_requests(self) -> None:
-        """Warn that a failed load fails its request, and that failing loads are not retried."""
+        """Warn that a failed load fails its request, and log later pauses as permanent."""
         self._pause_text = "until the engine restarts"
         logger.warning(LOADS_FAIL_REQUESTS)
 
     def log_events(self) -> None:
         """Log the store's events since the last call: problems as WARNING, recoveries as INFO.
 
-        Consecutive duplicates are skipped, because many operations can hang and recover one after
-        another.
+        Skips consecutive duplicates, because many operations can hang and recover in succession.
         """
         for event, is_problem in self._store.take_events():
             if event != self._last_event:
@@ -77,7 +76,7 @@ class StoreLog:
             self._last_event = event
 
     def warn(self, counts: Counter[str]) -> None:
-        """Log the problems indicated by the counts of an interval."""
+        """Log the problems in an interval's counts."""
         self._warn(counts["disk_verify_failures"], DAMAGE)
         self._warn(counts["layout_mismatches"], OTHER_LAYOUT)
         self._warn(counts["disk_slow_tokens"], SLOW_DISK, unit="token", level=logging.INFO)
@@ -99,7 +98,7 @@ class StoreLog:
 class EventPoller:
     """A thread that calls ``log_events`` every second until `close` is called.
 
-    While an engine is idle, vLLM calls no hooks, but the connection to a server can still change.
+    vLLM calls no hooks while an engine is idle, but the server connection can still change.
     """
 
     def __init__(self, log_events: Callable[[], None], *, every_s: float = POLL_EVERY_S) -> None:
@@ -108,7 +107,7 @@ class EventPoller:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread. ``log_events`` is not called after this method returns. Idempotent."""
+        """Stop the thread. Once this returns, ``log_events`` is not called. Idempotent."""
         self._is_over.set()
         self._thread.join()
 
@@ -125,10 +124,10 @@ def tiers_text(
     size_bytes: int,
     num_found: int | None,
 ) -> str:
-    """Return the part of the first log line that describes chunks and tiers.
+    """Return the first log line's description of chunks and tiers.
 
-    ``num_found`` is the number of chunks that the engine found in ``disk_path``, or None if the
-    disk tier is not open yet.
+    ``num_found`` is the number of chunks found in ``disk_path``, or None if the disk tier is not
+    open yet.
     """
     counts = sorted({group.blocks_per_unit for group in shape.groups})
     blocks = _count(counts[0], "block")

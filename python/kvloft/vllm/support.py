@@ -1,7 +1,7 @@
 """Rejects models and settings that kvloft does not support.
 
-All checks run at startup. If a check fails, the engine does not start, and the error message gives
-the reason.
+All checks run at startup. If one fails, the engine does not start, and the error message gives the
+reason.
 """
 
 from collections.abc import Iterator
@@ -27,16 +27,16 @@ except ImportError:  # older releases
 HAS_GROUPS = hasattr(base, "KVConnectorTransferResults") and hasattr(
     output, "KVConnectorBlockState"
 )
-"""True if this vLLM release passes the necessary data about KV cache groups to connectors."""
+"""True if this vLLM release gives connectors the KV cache group data they need."""
 CAPS_HITS = hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
-"""True if this vLLM release shortens loads to the tokens whose auxiliary output it has stored."""
-IN_ONE = ' (with kv_groups set to "one", vLLM keeps every token in every layer instead)'
+"""True if this vLLM release limits loads to tokens with stored auxiliary output."""
+IN_ONE = ' (or set kv_groups to "one", so that vLLM keeps every token in every layer)'
 
 
 def check_supported(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_groups: str = "auto"
 ) -> None:
-    """Raise UnsupportedError if kvloft does not support the model or a setting."""
+    """Raise UnsupportedError for an unsupported model or setting."""
     if reason := next(_of_model(vllm_config, kv_cache_config, kv_groups), None):
         raise UnsupportedError(
             f"kvloft {reason}; run {vllm_config.model_config.model!r} without kvloft"
@@ -56,8 +56,8 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) 
         yield "does not support diffusion models: they modify KV after it is computed"
     if not getattr(model, "is_prefix_caching_supported", True):
         yield (
-            "only supports models for which vLLM supports prefix caching; this model requires the "
-            "output of every token (mean or CLS pooling, or bidirectional attention)"
+            "supports only models with vLLM prefix caching; this model needs every token's output "
+            "(mean or CLS pooling, or bidirectional attention)"
         )
     yield from _of_layers(vllm_config, kv_cache_config, kv_groups)
     chunked_prefill = getattr(
@@ -66,14 +66,14 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) 
     if current_platform.is_cpu() and getattr(model, "use_mla", False) and not chunked_prefill:
         yield (
             "does not support MLA models on CPUs without AMX: vLLM computes their prompts in one "
-            "piece, so a part of a prompt cannot be loaded"
+            "piece, so kvloft cannot load part of a prompt"
         )
     if vllm_config.speculative_config is not None:
         yield from _of_drafter(vllm_config)
 
 
 def _of_layers(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) -> Iterator[str]:
-    """Yield reasons to reject the types of the model's layers."""
+    """Yield reasons to reject the model's layer types."""
     specs = list(layer_specs(kv_cache_config).values())
     kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs}
     served: set[str | None] = {"full"}
@@ -83,9 +83,9 @@ def _of_layers(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str)
             yield "does not support models without a KV cache"
         elif kv_groups == "one":
             yield (
-                'with kv_groups set to "one" supports only models with one KV cache group, but '
-                f"this model has {num_groups} (for example, because it combines attention and "
-                "state-space layers)"
+                'supports only models with one KV cache group if kv_groups is "one"; this model '
+                f"has {num_groups} (for example, because it combines attention and state-space "
+                "layers)"
             )
         fits_in_one = "full" in kinds and kinds <= {"full", "window", "local"}
         way_out = IN_ONE if kv_groups != "one" and fits_in_one else ""
@@ -94,13 +94,13 @@ def _of_layers(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str)
         served = {"window"}
         if kv_groups == "one":
             yield (
-                'requires kv_groups set to "auto" or "all" for models with a sliding window in '
+                'requires kv_groups to be "auto" or "all" for models with a sliding window in '
                 "every layer"
             )
         yield from _of_groups(vllm_config, kv_cache_config)
     for spec in specs:
         if KIND_OF_SPEC.get(type(spec).__name__) not in served:
-            yield f"does not support KV of the type {type(spec).__name__}"
+            yield f"does not support KV of type {type(spec).__name__}"
         if getattr(spec, "non_causal", False):
             yield "does not support prefix LMs: their prompt tokens attend to later tokens"
 
@@ -115,12 +115,12 @@ def _of_drafter(vllm_config: Any) -> Iterator[str]:
     if not hasattr(KVConnectorModelRunnerMixin, "finalize_kv_connector"):
         yield (
             f"requires vLLM 0.30 or newer for {speculative.method!r}; in older releases, "
-            "connectors cannot save after the draft model has run"
+            "connectors cannot save after the draft model runs"
         )
     if lookahead(vllm_config) > 1:
         yield (
             "does not support more than one MTP layer yet: vLLM overwrites the last positions of "
-            "later layers in the next step; set num_speculative_tokens to 1"
+            "later layers in its next step; set num_speculative_tokens to 1"
         )
     if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
         yield (
@@ -130,7 +130,7 @@ def _of_drafter(vllm_config: Any) -> Iterator[str]:
 
 
 def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
-    """Yield reasons to reject multiple KV cache groups, or one group with a sliding window."""
+    """Yield reasons to reject multiple KV cache groups or a single sliding-window group."""
     groups, specs = kv_cache_config.kv_cache_groups, group_specs(kv_cache_config)
     if len(groups) > 1:
         specs = [group.kv_cache_spec for group in groups]
@@ -144,7 +144,7 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
     if "full" not in kinds and not has_window:
         yield ("requires a layer with full attention or a sliding window of more than one token")
     if None in kinds:
-        yield f"does not support KV of the type {type(specs[kinds.index(None)]).__name__}"
+        yield f"does not support KV of type {type(specs[kinds.index(None)]).__name__}"
     yield from _of_block_sizes(vllm_config, kv_cache_config, specs)
     if any(getattr(spec, "mamba_cache_mode", "align") != "align" for spec in specs):
         yield (
@@ -161,15 +161,15 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
 
 
 def _of_block_sizes(vllm_config: Any, kv_cache_config: Any, specs: list[Any]) -> Iterator[str]:
-    """Yield reasons to reject the block sizes or the granularity of hits."""
+    """Yield reasons to reject the block sizes or the hit granularity."""
     blocks = sorted({spec.block_size for spec in specs})
     unit = lcm(*blocks)
     alignment = getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or unit
     sizes = f"{' and '.join(map(str, blocks))} tokens"
     if alignment != unit and (len(blocks) != 1 or unit % alignment):
         yield (
-            "requires hits that end at block boundaries in all groups; here, blocks have "
-            f"{sizes}, and hits end at multiples of {alignment}"
+            "requires prefix-cache hits to end at block boundaries in all groups; here, blocks "
+            f"have {sizes}, and hits end at multiples of {alignment}"
         )
     if len(blocks) == 1:
         if alignment < unit and any(hasattr(spec, "mamba_cache_mode") for spec in specs):
@@ -202,10 +202,9 @@ def _of_drafts_with_block_sizes(vllm_config: Any, sizes: str) -> Iterator[str]:
 def _of_drafts_with_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
     """Yield reasons to reject speculative decoding with Mamba or gated delta net states.
 
-    In the rejected cases, vLLM 0.32 computes wrong outputs after hits in its own prefix cache
+    In the rejected cases, vLLM 0.32 produces wrong outputs after hits in its own prefix cache
     (tests/e2e/zoo/test_faults.py), and kvloft would save incorrect KV. All methods except suffix
-    were tested with gated delta nets. The suffix method differs from ngram only in its draft
-    tokens.
+    were tested with gated delta nets; suffix differs from ngram only in its draft tokens.
     """
     states = [spec for spec in specs if hasattr(spec, "mamba_cache_mode")]
     if any("GDN" not in str(getattr(spec, "mamba_type", "")) for spec in states):
@@ -218,8 +217,8 @@ def _of_drafts_with_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
     if is_async and not getattr(vllm_config, "use_v2_model_runner", False):
         yield (
             "does not support speculative decoding with gated delta nets and asynchronous "
-            "scheduling in Model Runner V1, because vLLM can continue from the state of a "
-            "different request; set --no-async-scheduling"
+            "scheduling in Model Runner V1, because vLLM can continue from another "
+            "request's state; set --no-async-scheduling"
         )
 
 
@@ -244,7 +243,7 @@ def _of_settings(vllm_config: Any) -> Iterator[str]:
         yield f"requires all workers on one host (nnodes={parallel.nnodes}); set nnodes to 1"
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         yield (
-            "does not support calculate_kv_scales=True, because the scales change at each startup "
+            "does not support calculate_kv_scales=True, because the scales change at every startup "
             "and are not stored with the KV; use a checkpoint with KV scales, or disable "
             "calculate_kv_scales"
         )
@@ -257,11 +256,11 @@ def _of_settings(vllm_config: Any) -> Iterator[str]:
 
 
 def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    """Yield reasons to reject pipeline parallelism where it is untested or fails in vLLM."""
+    """Yield reasons to reject pipeline parallelism that is untested or fails in vLLM."""
     if (size := getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1)) == 1:
         return
-    # Check the specs of the groups and of the layers, because this rank may have no layers of a
-    # group, and the scheduler has only the first rank's layers.
+    # Check both group and layer specs: this rank may have no layers in a group, and the scheduler
+    # has only the first rank's layers.
     specs = [*group_specs(kv_cache_config), *layer_specs(kv_cache_config).values()]
     kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs}
     if "state" in kinds and not current_platform.is_cpu():
@@ -279,13 +278,13 @@ def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str
 
 
 def transfer_warnings(transfer: Any) -> list[str]:
-    """Return warnings about settings in vLLM's KVTransferConfig that are probably mistakes."""
+    """Return warnings about probable mistakes in vLLM's KVTransferConfig."""
     if transfer is None:
         return []
     found = []
     if not (transfer.is_kv_consumer and transfer.is_kv_producer):
         does = "saves but never loads" if transfer.is_kv_producer else "loads but never saves"
         found.append(
-            f'with "kv_role": "{transfer.kv_role}", this engine {does}; use "kv_both" for both'
+            f'with "kv_role": "{transfer.kv_role}", this engine {does}; use "kv_both" to do both'
         )
     return found

@@ -1,6 +1,6 @@
 """Converts vLLM's requests and steps to kvloft's views.
 
-Fields that some supported vLLM releases lack are read with a default value.
+A field missing from some supported vLLM release is read with a default value.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ except ImportError:  # before vLLM 0.32, hits have no source
 
 
 class VllmRequest:
-    """Implements `LiveRequest` for a vLLM Request. ``adapters`` identifies its LoRA adapter."""
+    """Implements `LiveRequest` for a vLLM Request. ``adapters`` identifies LoRA adapters."""
 
     __slots__ = ("_adapters", "req_id", "request")
 
@@ -39,7 +39,7 @@ class VllmRequest:
         self.req_id = ReqId(request.request_id)
 
     def tokens(self) -> tuple[Sequence[int], int]:
-        # Use the list inside the read-only wrapper: Rust reads a list without copying it.
+        # Unwrap the read-only view: Rust reads a list without copying it.
         request = self.request
         return request._all_token_ids, request.num_prompt_tokens  # noqa: SLF001
 
@@ -49,8 +49,8 @@ class VllmRequest:
 
     @property
     def skip_load(self) -> bool:
-        """Return True if the request must not read from a cache, or if another connector
-        transfers its KV from a prefill server.
+        """Return True if the request must not read from a cache, or if another connector transfers
+        its KV from a prefill server.
         """
         skips = getattr(self.request, "skip_reading_prefix_cache", False)
         return bool(skips or self._transfer_params().get("do_remote_prefill"))
@@ -84,13 +84,13 @@ class VllmRequest:
         )
 
     def uses_adapter(self, number: int) -> bool:
-        """Return True if the request uses the LoRA adapter with vLLM's ``number``."""
+        """Return True if the request uses the LoRA adapter that vLLM numbers ``number``."""
         lora = self.request.lora_request
         return lora is not None and lora.lora_int_id == number
 
 
 def _embeds(request: Request) -> tuple[EmbedRows, ...]:
-    """Return the embedding rows of a prompt, excluding positions that vLLM marks as token ids."""
+    """Return a prompt's embedding rows, excluding positions that vLLM marks as token ids."""
     rows = request.prompt_embeds
     if rows is None:
         return ()
@@ -111,7 +111,7 @@ NewTables = Callable[[Any], Tables]
 
 
 def tables_of(shape: CacheShape) -> NewTables:
-    """Return a function that converts vLLM's block tables for all groups to `Tables`."""
+    """Return a function that converts vLLM's block tables of all groups to `Tables`."""
     per_unit = [group.blocks_per_unit for group in shape.groups]
     return partial(Tables, main=shape.main, per_unit=per_unit if max(per_unit) > 1 else None)
 
@@ -120,8 +120,8 @@ def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> S
     """Convert a SchedulerOutput, in either of vLLM's formats, to a StepView. A resumed request
     appears as a new request with its complete block table.
 
-    With ``new_tables``, ``tables`` of the view returns vLLM's current block tables, and ``grown``
-    contains all blocks that vLLM assigned in this step.
+    With ``new_tables``, the view's ``tables`` returns vLLM's current block tables, and ``grown``
+    holds all blocks that vLLM assigned in this step.
     """
     blocks_of = _first_of if new_tables is None else _flatten
     cached = output.scheduled_cached_reqs
@@ -134,7 +134,7 @@ def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> S
         for request in output.scheduled_new_reqs
     ]
     req_ids, computed = cached.req_ids, cached.num_computed_tokens
-    # Most requests get no blocks in a step. Rust code skips these requests efficiently.
+    # Most requests get no blocks in a step. Rust skips these requests cheaply.
     added = cached.new_block_ids
     if new_tables is None:
         grown = _core.first_of_each(req_ids, added)
@@ -166,7 +166,7 @@ def view_step(output: SchedulerOutput, new_tables: NewTables | None = None) -> S
 
 
 def _resolve(view: StepView, output: SchedulerOutput, new_tables: NewTables) -> StepView:
-    """Add to ``view`` vLLM's current block tables and the states that vLLM offers."""
+    """Add vLLM's current block tables and offered states to ``view``."""
     state = output.kv_connector_block_state
     assert state is not None, "vLLM 0.32 and newer set kv_connector_block_state for every connector"
     grown = [*view.grown, *((new.req_id, new.block_ids) for new in view.new)]
@@ -194,11 +194,11 @@ def _flatten(tables: Sequence[Sequence[int]]) -> Sequence[int]:
 
 
 _first_of: Callable[[Any], Sequence[int]] = itemgetter(0)
-"""Returns the table of the only group."""
+"""Returns the only group's table."""
 
 
 def hit_sources(by_tier: Mapping[str, int], num_tokens: int) -> dict[Any, int]:
-    """Return the number of tokens for each of vLLM's source labels. The sum is ``num_tokens``."""
+    """Return the token count per vLLM source label. The counts sum to ``num_tokens``."""
     if CacheHitSource is None:
         return {}
     tiers = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
@@ -210,5 +210,5 @@ def hit_sources(by_tier: Mapping[str, int], num_tokens: int) -> dict[Any, int]:
 
 
 def num_running(scheduler: Any) -> int:
-    """Return the number of requests that occupy one of vLLM's slots for running requests."""
+    """Return the number of requests that occupy vLLM's running slots."""
     return len(scheduler.running) + getattr(scheduler, "num_waiting_for_streaming_input", 0)

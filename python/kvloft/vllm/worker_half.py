@@ -1,11 +1,11 @@
 """The worker side inside vLLM: creates the WorkerCore, and implements the hooks that do more than
 forward a call to it.
 
-vLLM releases call hooks in different orders. vLLM 0.30 and older do not call ``wait_for_save`` in
-empty steps. With speculative decoding, vLLM collects results before ``wait_for_save``. Saves
-therefore run in the first hook after the forward pass. The KV of a draft model and the states of
-accepted draft tokens are written after results are collected. With either of these, saves run in
-``wait_for_save``, which is the last hook.
+vLLM releases call hooks in different orders. vLLM 0.30 and older skip ``wait_for_save`` in empty
+steps, and with speculative decoding, vLLM collects results before ``wait_for_save``. Saves
+therefore run in the first hook after the forward pass. However, vLLM writes a draft model's KV and
+the states of accepted draft tokens only after it has collected results. With either of these, saves
+run in ``wait_for_save``, the last hook.
 """
 
 from itertools import chain
@@ -49,7 +49,7 @@ class WorkerHalf:
         self._group_layers = [] if shape.is_divisible else group_layers(kv_cache_config)
         dtypes = f"{model.dtype}|{vllm_config.cache_config.cache_dtype}"
         self._fingerprint = f"{vllm.__version__}|{current_platform.device_name}|{dtypes}"
-        # vLLM writes to new blocks before the first hook of a step: it zeroes the blocks or moves
+        # Before a step's first hook, vLLM may already write to new blocks: it zeroes them or moves
         # states into them.
         zeroes_first = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         moves_states = any(group.kind == "state" for group in shape.groups)
@@ -77,16 +77,16 @@ class WorkerHalf:
         groups = [kv_caches]
         if self._group_layers:
             for name in chain(*self._group_layers):
-                if name not in kv_caches:  # no other check detects the missing KV
+                if name not in kv_caches:  # no other check detects this
                     raise LayoutError(
                         f"layer {name!r} of a KV cache group has no KV tensor, so kvloft cannot "
-                        "cache its KV"
+                        "cache the layer's KV"
                     )
             groups = [{name: kv_caches[name] for name in names} for names in self._group_layers]
         self.core.register(groups, self._num_blocks, self._fingerprint)
 
     def take_finished(self) -> set[str]:
-        """Start copies that no hook has started yet, and return requests with completed loads."""
+        """Start any copies that no hook has started yet. Return requests with completed loads."""
         self.core.run_loads()
         if not self._saves_late:
             self.core.run_saves()
@@ -114,8 +114,8 @@ class WorkerHalf:
     def drain(self, *_args: Any, **_kwargs: Any) -> None:
         """Finish all copies before the allocator unmaps memory.
 
-        vLLM waits only for work on the GPU, not for copies in kvloft's queue. A kernel that
-        accesses unmapped pages crashes the engine.
+        vLLM waits only for GPU work, not for copies in kvloft's queue. A kernel that accesses
+        unmapped pages would crash the engine.
         """
         self.core.drain()
 

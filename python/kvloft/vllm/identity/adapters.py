@@ -1,4 +1,4 @@
-"""Computes the identities of LoRA adapters and the prefix of media identifiers for cache keys."""
+"""Computes LoRA adapter identities and the media identifier prefix for cache keys."""
 
 import logging
 from collections.abc import Callable
@@ -15,13 +15,13 @@ logger = logging.getLogger("vllm.kvloft")
 MEDIA_ARE_NUMBERED = (
     "kvloft: prompts with images or other media are saved only up to the first item: with "
     "--no-enable-prefix-caching and --mm-processor-cache-gb 0, vLLM numbers media items instead of "
-    "hashing them. Remove one of these flags to cache entire prompts"
+    "hashing them. Remove either flag to cache entire prompts"
 )
 
 
 def media_prefix(vllm_config: Any) -> str:
     """Return the prefix of media item identifiers in keys. If vLLM numbers media items instead of
-    hashing their content, the prefix is unique to this process and a warning is logged.
+    hashing their content, log a warning and return a prefix unique to this process.
     """
     media = getattr(vllm_config.model_config, "multimodal_config", None)
     has_cache = getattr(media, "mm_processor_cache_gb", None) != 0
@@ -32,21 +32,21 @@ def media_prefix(vllm_config: Any) -> str:
 
 
 NOT_CACHED = "kvloft: requests with LoRA adapter %r are not cached: %s"
-RENAME = "to cache them, load the adapter under a new name"
+RENAME = "to cache these requests, load the adapter under a new name"
 
 
 class _NotSharedError(Exception):
-    """The reason that requests with an adapter must not be cached."""
+    """Why requests with an adapter must not be cached."""
 
 
 class AdapterNames:
     """Identifies each LoRA adapter by its name, its path and a fingerprint of its weights.
 
-    Runs can share KV computed with an adapter if its files have not changed since this engine
+    Runs can share an adapter's KV if the adapter's files have not changed since this engine
     started, or if a commit identifies them. In both cases, the workers have loaded exactly these
-    weights. Otherwise, the identity is valid only for this run. Once the files differ from their
-    state at the first check, requests with the adapter are no longer cached. vLLM identifies
-    adapters by name in its prefix cache and by number in its workers.
+    weights. Otherwise, the identity is valid only for this run. Once the files differ from the
+    first check, requests with the adapter are no longer cached. vLLM identifies adapters by name in
+    its prefix cache and by number in its workers.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class AdapterNames:
         ``are_seen`` is True if `identify` is called before vLLM loads an adapter. Otherwise,
         requests with adapters are not cached.
 
-        ``on_replace`` is called with an adapter's number before workers may replace its weights,
-        which earlier requests with the number may use.
+        ``on_replace`` is called with an adapter's number before workers can replace its weights,
+        which earlier requests with that number may still use.
         """
         self._are_seen = are_seen
         self._on_replace = on_replace
         self._seen: dict[tuple[str, str], tuple[tuple[Look | None, str | None], str | None]] = {}
-        """The files and the hub's commit at the first check, and the identity. The identity is None
-        after they have changed.
+        """The files and hub commit at the first check, and the identity, which is None once either
+        has changed.
         """
         self._first_of: dict[int, tuple[str, str]] = {}
         self._replaced: set[int] = set()
@@ -80,8 +80,8 @@ class AdapterNames:
         self.media_prefix = media_prefix
 
     def identify(self, lora: LoRARequest | None) -> tuple[str, str | None] | None:
-        """Return the name and the identity of ``lora``, or None for the base model. The identity is
-        None if the request must not be cached; each reason is logged once for each adapter.
+        """Return the name and identity of ``lora``, or None for the base model. The identity is
+        None if the request must not be cached; each reason is logged once per adapter.
         """
         if lora is None:
             return None
@@ -95,28 +95,28 @@ class AdapterNames:
             return lora.lora_name, None
 
     def check_again(self, lora: LoRARequest) -> None:
-        """Check the files of an adapter that workers may load again, for a resumed request."""
+        """Recheck an adapter's files for a resumed request: workers may reload the adapter."""
         _name, identity = self.identify(lora) or ("", "")
         if identity is None:
             self._on_replace(lora.lora_int_id)
 
     def close(self) -> None:
-        """Stop the thread that checks files. No method may be called afterwards."""
+        """Stop the thread that checks files. Call no method afterwards."""
         self._looks.close()
 
     def _shared(self, lora: LoRARequest) -> str:
-        """Return an identity for the path and weights. Raises _NotSharedError."""
+        """Return the identity of the path and weights. Raises _NotSharedError."""
         path, number = lora.lora_path or "", lora.lora_int_id
         first_of = self._first_of.setdefault(number, (lora.lora_name, path))
-        # With load_inplace, vLLM reloads the adapter in each step. Later requests with the number
-        # use these weights, even if they name the first path.
+        # With load_inplace, vLLM reloads the adapter in every step. Later requests with the number
+        # use the new weights, even if they name the first path.
         is_replaced = getattr(lora, "load_inplace", False) or first_of != (lora.lora_name, path)
         if is_replaced and number not in self._replaced:
             self._replaced.add(number)
             self._on_replace(number)
         if not self._are_seen:
             raise _NotSharedError(
-                "in this vLLM release, kvloft cannot check its files before a load"
+                "with this vLLM release, kvloft cannot check its files before vLLM loads them"
             )
         if number in self._replaced:
             raise _NotSharedError(f"its weights may have been replaced (number {number}); {RENAME}")
@@ -125,20 +125,20 @@ class AdapterNames:
             now = self._looks.look(path)
         except TimeoutError:
             raise _NotSharedError(
-                "its files could not be checked in time; later checks follow"
+                "checking its files timed out; the next request repeats the check"
             ) from None
         if slot not in self._seen:
             self._seen[slot] = now, self._state(lora, *now)
         first, state = self._seen[slot]
-        if first == (None, None) and state is not None:  # it may have been downloaded since
+        if first == (None, None) and state is not None:  # possibly downloaded since
             first = now
             self._seen[slot] = first, state
         if state is not None and first != now:
-            # The workers may have loaded any version of the files, or may yet load another one.
+            # The workers may have loaded any version of the files, or may yet load a newer version.
             self._seen[slot] = first, None
             self._on_replace(number)
         if state is None or first != now:
-            raise _NotSharedError(f"its files have changed since its first use; {RENAME}")
+            raise _NotSharedError(f"its files have changed since the first use; {RENAME}")
         shape = getattr(lora, "is_3d_lora_weight", None)
         return f"{path}|{state}{f'|3d={shape}' if shape is not None else ''}"
 
@@ -146,7 +146,7 @@ class AdapterNames:
         if getattr(lora, "tensorizer_config_dict", None):
             return uuid4().hex  # the weights are not at the path
         if files is None:
-            # Either a trainer passed tensors, or the adapter is on the hub. Unless vLLM is offline,
-            # it loads the latest files from the hub.
+            # Either a trainer passed tensors, or the adapter is on the hub. Unless offline, vLLM
+            # loads the latest files from the hub.
             return (commit if hub.HF_HUB_OFFLINE else None) or uuid4().hex
         return files.fingerprint() if files.latest_s <= self._start_s else uuid4().hex

@@ -1,8 +1,8 @@
-"""Defines the namespace: (name, value) pairs for everything that determines KV bytes, except the
-content of requests.
+"""Defines the namespace: (name, value) pairs for everything that determines KV bytes, except
+request content.
 
-All fields that might affect KV are included, because an unnecessary miss costs only time, but a
-wrong hit produces a wrong output.
+It includes every field that might affect KV: an unnecessary miss costs only time, but a wrong hit
+produces wrong output.
 """
 
 import ast
@@ -31,7 +31,7 @@ except ImportError:  # older releases have only one layout
     get_conv_state_layout = None
 
 MAX_DESCRIPTION_CHARS = 1000
-"""Maximum length of a description, as defined in rust/core/src/tier/disk/superblock.rs."""
+"""Maximum description length, from rust/core/src/tier/disk/superblock.rs."""
 MAX_VALUE_CHARS = 200
 ENVIRONMENT = (
     "VLLM_BATCH_INVARIANT",
@@ -49,16 +49,16 @@ ENVIRONMENT = (
     "VLLM_DEEPEPLL_NVFP4_DISPATCH",
     "VLLM_KV_CACHE_LAYOUT",
 )
-"""Environment variables that affect KV and have no corresponding setting."""
+"""Environment variables that affect KV and have no equivalent vLLM setting."""
 
 LORA_CAPACITY = frozenset({"max_loras", "max_cpu_loras", "specialize_active_lora"})
-"""Fields of the LoRA configuration that do not affect KV."""
+"""LoRA configuration fields that do not affect KV."""
 
 
 def namespace_fields(
     vllm_config: VllmConfig, ranks: Sequence[KVCacheConfig], shape: CacheShape, user_namespace: str
 ) -> list[tuple[str, str]]:
-    """Return the fields of the namespace. Engines with equal fields can share KV."""
+    """Return the namespace fields. Engines with equal fields can share KV."""
     model, load = vllm_config.model_config, vllm_config.load_config
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     specs = {(name, repr(spec)) for rank in ranks for name, spec in layer_specs(rank).items()}
@@ -82,8 +82,8 @@ def namespace_fields(
             getattr(model, "model_impl", None),
             getattr(model, "model_class_overrides", None),
         ),
-        # Settings for images, video and audio. vLLM's media identifiers depend only on the
-        # request's input and parameters, not on these settings.
+        # Image, video and audio settings. vLLM's media identifiers depend only on the request's
+        # input and parameters, not on these settings.
         "media": _settings(
             (media := getattr(model, "multimodal_config", None)),
             "mm_processor_kwargs",
@@ -96,11 +96,11 @@ def namespace_fields(
         "kv_dtype": cache.cache_dtype,
         "kv_scales": getattr(cache, "calculate_kv_scales", None),
         # Llama 4's attention and LongRoPE's factors depend on this setting. With -1, vLLM builds
-        # the model before it fits the length to the free memory.
+        # the model before fitting the length to free memory.
         "max_model_len": -1
         if getattr(model, "original_max_model_len", None) == -1
         else model.max_model_len,
-        # Models read these settings in their constructors, as Llama 4 does for temperature tuning.
+        # Some model constructors read these, such as Llama 4's for temperature tuning.
         "model_settings": _settings(
             model, "override_generation_config", "disable_sliding_window", "disable_cascade_attn"
         ),
@@ -121,8 +121,8 @@ def namespace_fields(
             "ssu_algorithm",
         ),
         "layout": getattr(ranks[0], "kv_cache_layout", None),
-        # Hash complete specs instead of sizes, because specs contain the shapes and dtypes of
-        # states, which various flags can change.
+        # Hash complete specs, not just sizes: specs include state shapes and dtypes, which various
+        # flags can change.
         "pages": _digest(json.dumps(sorted(specs))),
         "conv_states": get_conv_state_layout() if get_conv_state_layout is not None else None,
         "block_tokens": shape.unit_tokens,
@@ -130,7 +130,7 @@ def namespace_fields(
         "shards": shape.num_shards,
         "expert_parallel": getattr(parallel, "enable_expert_parallel", None),
         "environment": engine_environment(ENVIRONMENT) or None,
-        # Backends can quantize differently.
+        # Backends may quantize differently.
         "kernels": _settings(
             getattr(vllm_config, "kernel_config", None),
             "moe_backend",
@@ -154,7 +154,7 @@ def namespace_fields(
 
 
 def _drafter_fields(vllm_config: Any) -> dict[str, Any]:
-    """Return the fields of a draft model whose KV is in the engine's blocks."""
+    """Return the fields for a draft model with KV in the engine's blocks."""
     speculative = vllm_config.speculative_config
     model = getattr(speculative, "draft_model_config", None) or vllm_config.model_config
     weights = model_fields(model, vllm_config.load_config)
@@ -182,7 +182,7 @@ def description_of(fields: Sequence[tuple[str, str]]) -> str:
 
 
 def _unquoted(value: str) -> str:
-    """Return the string whose repr is ``value``, or ``value`` if it is not the repr of a string."""
+    """Return the string with repr ``value``, or ``value`` if it is not a string's repr."""
     try:
         text = ast.literal_eval(value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -191,14 +191,14 @@ def _unquoted(value: str) -> str:
 
 
 def are_replaced(vllm_config: Any) -> bool:
-    """Return True if a trainer can replace the weights of the running engine."""
+    """Return True if a trainer can replace the running engine's weights."""
     extension = getattr(vllm_config.parallel_config, "worker_extension_cls", None)
     return getattr(vllm_config, "weight_transfer_config", None) is not None or bool(extension)
 
 
 def _lora_settings(lora: Any) -> list[tuple[str, str]] | None:
-    """Return the fields of the LoRA configuration that determine which modules an adapter changes,
-    and in which precision.
+    """Return the LoRA configuration fields that determine which modules an adapter changes, and in
+    which precision.
     """
     if lora is None:
         return None
@@ -213,25 +213,25 @@ def _file_state(path: str | None) -> str | None:
 
 
 def _config_digest(model: Any) -> str:
-    """Return a digest of the Hugging Face configuration in vLLM's ModelConfig."""
+    """Return a digest of the ModelConfig's Hugging Face configuration."""
     return _digest(json.dumps(_plain(model.hf_config.to_dict()), sort_keys=True, default=str))
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy of ``value`` in which all keys are strings, so that JSON can sort them."""
+    """Return a copy of ``value`` with all keys as strings, so that JSON can sort them."""
     if isinstance(value, dict):
         return {f"{type(key).__name__} {key}": _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _settings(config: Any, *names: str) -> list[str] | None:
-    """Return the values of ``names`` in ``config``, or None if vLLM does not have ``config``."""
+    """Return the values of ``names`` in ``config``, or None if vLLM lacks ``config``."""
     return [str(getattr(config, name, None)) for name in names] if config is not None else None
 
 
 def _platform() -> str:
-    """Return the device name and, for CPUs, the features that determine the page layout, because
-    shapes and strides do not reveal this layout.
+    """Return the device name and, for CPUs, the features that determine the page layout, which
+    shapes and strides do not reveal.
     """
     name = str(current_platform.device_name)
     if not current_platform.is_cpu():

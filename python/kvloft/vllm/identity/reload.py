@@ -20,7 +20,7 @@ _HARMLESS = """
 """
 HARMLESS = frozenset(_HARMLESS.split())
 """Worker methods in vLLM 0.30 to 0.33 that do not change weights or KV. Sleep and LoRA methods are
-missing because kvloft processes only the engine's own calls of them.
+not listed, because kvloft handles only the engine's own calls to them.
 """
 
 
@@ -28,8 +28,8 @@ class WeightsWatch:
     """Observes calls that may replace weights, and calls ``stop(reason)`` if the weights may have
     changed since startup.
 
-    ``model`` and ``load`` are vLLM's ModelConfig and LoadConfig. ``is_of`` returns False for an
-    engine with other weights.
+    ``model`` and ``load`` are vLLM's ModelConfig and LoadConfig. ``is_of`` returns False for
+    another engine in this process.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class WeightsWatch:
         self._files, self._commit = look(model.model), hub_commit(*self._name)
 
     def hear_rpc(self, engine: Any, /, *args: Any, **kwargs: Any) -> Callable[[], None] | None:
-        """Process a call to the engine core's collective_rpc(method, timeout, args, kwargs)."""
+        """Handle a call to the engine core's collective_rpc(method, timeout, args, kwargs)."""
         if not self._is_of(engine):
             return None
         given = dict(zip(("method", "timeout", "args", "kwargs"), args, strict=False)) | kwargs
@@ -57,13 +57,13 @@ class WeightsWatch:
         return self._check(str(method), is_other=True)
 
     def hear_reload(self, _worker: Any, /, *args: Any, **kwargs: Any) -> Callable[[], None]:
-        """Process a call to reload_weights made by code inside a worker."""
+        """Handle a reload_weights call from code inside a worker."""
         return self._check(RELOAD, is_other=_names_weights(args, kwargs))
 
     def _check(self, method: str, *, is_other: bool) -> Callable[[], None]:
         """Check the weights before a call, and return a function that checks them after the call.
 
-        The second check detects that the call loaded a newer commit of the model.
+        The second check detects a call that loaded a newer commit of the model.
         """
 
         def look_again() -> None:
@@ -78,7 +78,7 @@ class WeightsWatch:
         return look_again
 
     def _are_there(self) -> bool:
-        """Return True if a reload would load the current weights again."""
+        """Return True if a reload would load the same weights."""
         if self._is_dummy:
             return False
         if self._files is None:
@@ -89,12 +89,12 @@ class WeightsWatch:
 
 
 def can_load_weights(method: object) -> bool:
-    """Return True unless ``method``, a name or a function, is known to leave weights unchanged."""
+    """Return False if ``method``, a name or a function, is a `HARMLESS` name."""
     return not (isinstance(method, str) and method in HARMLESS)
 
 
 def _names_weights(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if the arguments of a reload specify weights. Otherwise, vLLM loads the model's
+    """Return True if a reload's arguments specify weights. Otherwise, vLLM reloads the model's own
     files.
     """
     return bool(args) or any(value is not None for value in kwargs.values())

@@ -2,8 +2,8 @@
 are identical.
 
 vLLM does not report the loaded weights to connectors, so kvloft reads the files, which must not
-have changed since the engine's process started. If the weights cannot be identified, the identity
-is unique to this run, because an unnecessary miss costs only time, but a wrong hit produces a wrong
+have changed since the engine process started. For weights that it cannot identify, kvloft uses an
+identity unique to this run: an unnecessary miss costs only time, but a wrong hit produces wrong
 output. An unreadable file is not an error.
 """
 
@@ -31,7 +31,7 @@ from vllm import envs
 logger = logging.getLogger("vllm.kvloft")
 
 MAX_ENTRIES: Final = 10_000
-"""Maximum number of files and directories to check. If there are more, the weights are unknown."""
+"""Maximum number of files and directories to check. Beyond it, the weights are unknown."""
 MAX_LINKS: Final = 64
 LOOK_TIMEOUT_S: Final = 0.5
 FILE_FORMATS: Final = {
@@ -44,15 +44,15 @@ _registered_s = 0.0
 
 
 def note_start() -> None:
-    """Record the time at which vLLM loads its plugins. vLLM loads weights later."""
+    """Record when vLLM loads its plugins. vLLM loads weights later."""
     global _registered_s
     _registered_s = _registered_s or time.time()
 
 
 def engine_start_s() -> float:
-    """Return the start time of the engine in this process as Unix time.
+    """Return the start time of this process's engine as Unix time.
 
-    If a file has not changed since this time, the engine has loaded its current content.
+    If a file has not changed since then, the engine has loaded its current content.
     """
     try:
         started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
@@ -65,8 +65,8 @@ def engine_start_s() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The files under a path as (name, size, mtime in ns, ctime in ns), and the time of the latest
-    change.
+    """The files under a path as (name, size, mtime in ns, ctime in ns), and the latest change
+    time.
     """
 
     root: str
@@ -74,7 +74,7 @@ class Look:
     latest_s: float
 
     def fingerprint(self) -> str:
-        """Return a digest of the names, sizes, times and samples of all files."""
+        """Return a digest of all files' names, sizes, times and samples."""
         digest = hashlib.blake2b(digest_size=16)
         for name, size, mtime, ctime in self.files:
             digest.update(b"%d|%s|%d|%d|%d|" % (len(name), name, size, mtime, ctime))
@@ -87,9 +87,9 @@ class Look:
 
 def look(path: str, *, below: bool = True) -> Look | None:
     """Return the files of a local model or adapter, excluding hidden files. With ``below``, include
-    files in subdirectories.
+    subdirectories.
 
-    Returns None if there are no files or too many files to check.
+    Returns None if there are no files, too many files, or a read error.
     """
     if not path:
         return None
@@ -99,7 +99,7 @@ def look(path: str, *, below: bool = True) -> Look | None:
         latest = max(_links_to(root), default=0.0)
         entries = list(_entries(os.fsencode(root), below=below))
     except (OSError, ValueError, RuntimeError) as error:
-        logger.debug("kvloft: cannot read the files of %.200s: %.200s", path, error)
+        logger.debug("kvloft: cannot read files in %.200s: %.200s", path, error)
         return None
     files = []
     for name, status, times in entries:
@@ -110,15 +110,15 @@ def look(path: str, *, below: bool = True) -> Look | None:
 
 
 Seen = tuple[Look | None, str | None]
-"""The files of an adapter, and the commit of an adapter on the hub."""
+"""An adapter's files and, if there are none, its commit on the hub."""
 
 
 class LooksInTime:
-    """Checks directories in a separate thread, because the scheduler must not wait for a hung file
-    system.
+    """Checks directories in a separate thread, so that a hung file system cannot block the
+    scheduler.
 
     A process can run many engines in sequence, so the thread exits when this object is closed or
-    garbage collected.
+    garbage-collected.
     """
 
     def __init__(self, timeout_s: float = LOOK_TIMEOUT_S) -> None:
@@ -128,14 +128,14 @@ class LooksInTime:
         self._end: Callable[[], object] = lambda: None
 
     def close(self) -> None:
-        """Stop the thread, if any, after the current check. No method may be called afterwards."""
+        """Stop the thread, if any, after the current check. Call no method afterwards."""
         self._end()
 
     def look(self, path: str) -> Seen:
-        """Call `look` and, if there are no files, `hub_commit` in the thread. Exclude
-        subdirectories, because vLLM ignores them in adapters.
+        """Run `look` in the thread, then `hub_commit` if there are no files. Skip subdirectories,
+        which vLLM ignores in adapters.
 
-        Raises TimeoutError after the timeout, or immediately if the previous check is still
+        Raises TimeoutError after the timeout, or immediately while the previous check is still
         running.
         """
         if self._last is None:
@@ -157,14 +157,14 @@ def _look_when_asked(asked: SimpleQueue[tuple[str, Future[Seen]] | None]) -> Non
             files = look(path, below=False)
             answer.set_result((files, hub_commit(path) if files is None and path else None))
         except Exception:
-            logger.exception("kvloft: cannot read the files of %.200s", path)
+            logger.exception("kvloft: failed to read files in %.200s", path)
             answer.set_exception(TimeoutError(path))
 
 
 def _entries(
     root: bytes, *, below: bool
 ) -> Iterator[tuple[bytes, os.stat_result, tuple[float, ...]]]:
-    """Yield ``root`` and all entries under it as (name, status of the target, times)."""
+    """Yield ``root`` and all entries under it as (name, target status, times)."""
     todo, count = [b""], 0
     folders: set[tuple[int, int]] = set()
     while todo:
@@ -211,12 +211,12 @@ def _links_to(path: str) -> Iterator[float]:
                     seen.add(target)
                     todo.append(target)
             elif each != place and own.st_ctime_ns != own.st_mtime_ns:
-                # A new entry changes ctime and mtime. Renaming the directory changes only ctime.
+                # A new entry changes ctime and mtime; renaming the directory changes only ctime.
                 yield own.st_ctime
 
 
 def _samples(path: bytes, size: int) -> Iterator[bytes]:
-    """Yield samples from the beginning, middle and end of a file. Ignores read errors."""
+    """Yield samples from a file's beginning, middle and end. Ignores read errors."""
     with suppress(OSError), open(path, "rb", buffering=0, opener=_without_waiting) as file:
         for position in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
             yield os.pread(file.fileno(), _SAMPLE_BYTES, position)
@@ -230,8 +230,7 @@ def hub_commit(name: str, revision: str | None = None, cache_dir: str | None = N
     """Return the commit of ``name`` in the local Hugging Face cache. Returns None if ``name`` is
     not in the cache or vLLM uses a different hub.
 
-    If vLLM has already loaded the model, the returned commit is the loaded commit. Does not use the
-    network.
+    If vLLM has already loaded the model, this is the loaded commit. Does not use the network.
     """
     if envs.VLLM_USE_MODELSCOPE:
         return None
@@ -246,8 +245,8 @@ def hub_commit(name: str, revision: str | None = None, cache_dir: str | None = N
 
 
 def model_fields(model: Any, load: Any) -> dict[str, str | None]:
-    """Return the namespace fields for the weights of a ModelConfig and a LoadConfig."""
-    # With hf_config_path, the commit of the configuration is unrelated to the weights.
+    """Return the namespace fields for the weights in a ModelConfig and a LoadConfig."""
+    # With hf_config_path, the configuration's commit says nothing about the weights.
     elsewhere = getattr(model, "hf_config_path", None)
     commit = None if elsewhere else getattr(model.hf_config, "_commit_hash", None)
     commit = commit or hub_commit(
@@ -270,7 +269,7 @@ def model_fields(model: Any, load: Any) -> dict[str, str | None]:
 def _why_unknown(
     model: Any, load_format: str, commit: str | None, files: Look | None
 ) -> str | None:
-    """Return the reason why the weights cannot be identified, or None if they can."""
+    """Return why the weights cannot be identified, or None if they can."""
     settings = model.hf_config.to_dict()
     others = [name for name, value in settings.items() if str(name).endswith("_model_id") and value]
     auto_map = settings.get("auto_map")
@@ -278,15 +277,15 @@ def _why_unknown(
     lists = [each if isinstance(each, list | tuple) else [each] for each in values]
     code = [str(name) for names in lists for name in names]
     if getattr(model, "model_weights", None):
-        return f"kvloft cannot read the weights of {model.model} in {model.model_weights}"
+        return f"cannot read the weights of {model.model} in {model.model_weights}"
     if load_format not in FILE_FORMATS:
-        return f"kvloft cannot identify the weights of {model.model} with load_format={load_format}"
+        return f"cannot identify the weights of {model.model} with load_format={load_format}"
     if others:
         return f"{model.model} loads another model ({', '.join(others)})"
     if any("--" in each and each.partition("--")[0] != model.model for each in code):
-        return f"the code of {model.model} is in another repository"
+        return f"the code for {model.model} comes from another repository"
     if commit is None and files is None:
-        return f"neither files nor a commit identifies the weights of {model.model}"
+        return f"found neither files nor a commit to identify the weights of {model.model}"
     if files is not None and files.latest_s > engine_start_s():
         return f"files of {model.model} changed after the engine started"
     return None
