@@ -100,6 +100,9 @@ struct Leases {
     writes: Numbered<WriteLease>,
     reads: FxHashMap<LeaseId, Arc<ReadLease>>,
     next: u64,
+    /// Highest ticket of a reservation, now and at the last call of `release_stale_keys`.
+    newest: u64,
+    newest_before: u64,
 }
 
 /// A session with a store in this process.
@@ -135,6 +138,22 @@ impl Local {
     pub fn num_open(&self) -> (usize, usize) {
         let leases = self.leases();
         (leases.writes.len(), leases.reads.len())
+    }
+
+    /// Lets other sessions save the chunks of this session's open reservations. The frames stay
+    /// reserved.
+    pub fn release_keys(&self) {
+        let leases = self.leases();
+        self.store.release_keys(leases.writes.iter().map(|(_, lease)| lease));
+    }
+
+    /// Like `release_keys`, but only for reservations older than the previous call of this method.
+    pub fn release_stale_keys(&self) {
+        let mut leases = self.leases();
+        let newest = leases.newest;
+        let before = std::mem::replace(&mut leases.newest_before, newest);
+        let open = leases.writes.iter().take_while(|(ticket, _)| *ticket <= before);
+        self.store.release_keys(open.map(|(_, lease)| lease));
     }
 
     /// See [`Store::anchors`].
@@ -194,10 +213,12 @@ impl Session for Local {
     fn reserve_many(&self, asked: &[SaveRequest<'_>]) -> Result<Vec<Reserved>> {
         let limit_bytes = Some(self.limit_bytes.load(Ordering::Relaxed));
         let reserved = self.store.reserve_many(limit_bytes, asked)?;
-        let writes = &mut self.leases().writes;
+        let mut leases = self.leases();
+        let Leases { writes, newest, .. } = &mut *leases;
         writes.reserve(reserved.iter().map(|each| each.chunks.len()).sum());
         let mut keep = |lease: WriteLease| {
             let reservation = *lease.reservation();
+            *newest = reservation.ticket.max(*newest);
             writes.insert(reservation.ticket, lease);
             reservation
         };

@@ -14,13 +14,13 @@ use kvloft_core::io::FrameId;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::{ArenaInfo, LeaseId, Local, Session};
 use kvloft_core::store::{
-    Changes, LeasedFrame, Lookup, Prefix, Progress, Reservation, Reserved, SaveRequest,
-    StoreConfig, TierName,
+    Changes, DiskSettings, LeasedFrame, Lookup, Prefix, Progress, Reservation, Reserved,
+    SaveRequest, Store, StoreConfig, TierName,
 };
 use kvloft_testing::one_prefix::SessionExt;
 
-fn local(num_frames: u64) -> Local {
-    let config = StoreConfig {
+fn config(num_frames: u64) -> StoreConfig {
+    StoreConfig {
         frame_sizes: 4096_u64.into(),
         host_bytes: num_frames * 4096,
         eviction: Eviction::parse("lru").expect("known"),
@@ -29,13 +29,20 @@ fn local(num_frames: u64) -> Local {
         disk: None,
         now_s: 0,
         limits: kvloft_core::store::TenantLimits::default(),
-    };
-    Local::open(&config).expect("memory")
+    }
+}
+
+fn local(num_frames: u64) -> Local {
+    Local::open(&config(num_frames)).expect("memory")
 }
 
 fn chain(num_blocks: u32) -> KeyChain {
+    chain_of(&(0..num_blocks).collect::<Vec<_>>())
+}
+
+fn chain_of(tokens: &[u32]) -> KeyChain {
     let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).expect("a chain");
-    chain.append_tokens(&(0..num_blocks).collect::<Vec<_>>()).expect("tokens");
+    chain.append_tokens(tokens).expect("tokens");
     chain
 }
 
@@ -62,6 +69,78 @@ fn leases_and_reservations_are_numbers_that_may_be_used_after_their_end() {
     assert_eq!(stat(&session, "pins"), 0);
     assert_eq!((session.poll(lease), session.frames(lease)), (Progress::default(), Vec::new()));
     assert_ne!(session.acquire(Prefix::from(&chain)), lease, "lease numbers must never be reused");
+}
+
+/// Returns two sessions with one store.
+fn sessions(num_frames: u32) -> (Arc<Store>, [Local; 2]) {
+    let store = Arc::new(Store::open(&config(num_frames.into())).expect("memory"));
+    let open = || Local::of(Arc::clone(&store));
+    (Arc::clone(&store), [open(), open()])
+}
+
+fn save(session: &Local, chain: &KeyChain) -> u32 {
+    let num_units = u32::try_from(chain.keys().len()).expect("few");
+    let (rows, _) = session.reserve(Prefix::from(chain), 0..num_units).expect("in range");
+    session.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>())
+}
+
+fn num_found(store: &Store, chain: &KeyChain) -> u32 {
+    store.lookup_many(&[Prefix::from(chain)])[0].stored_units
+}
+
+#[test]
+fn chunks_below_an_unfinished_save_take_no_memory_from_others() {
+    let (store, [hung, other]) = sessions(8);
+    hung.reserve(Prefix::from(&chain(1)), 0..1).expect("in range");
+    for number in 1..50 {
+        assert_eq!(save(&other, &chain_of(&[0, number])), 0, "the first chunk is not visible yet");
+        store.check().expect("consistent");
+    }
+    assert_eq!(save(&other, &chain_of(&[9, 8, 7])), 3);
+    assert_eq!(num_found(&store, &chain_of(&[9, 8, 7])), 3);
+}
+
+#[test]
+fn a_chunk_whose_save_hangs_is_saved_by_another_session() {
+    let (store, [hung, other]) = sessions(8);
+    let whole = chain(3);
+    let (late, _) = hung.reserve(Prefix::from(&whole), 0..1).expect("in range");
+    assert_eq!(save(&other, &whole), 0);
+    hung.release_stale_keys();
+    assert_eq!(save(&other, &whole), 0, "the save began after the previous call");
+    hung.release_stale_keys();
+    store.check().expect("consistent");
+    assert_eq!((save(&other, &whole), num_found(&store, &whole)), (3, 3));
+    assert_eq!(stat(&other, "frames_reserved"), 1, "the hung worker may write to its frame");
+    assert_eq!((hung.commit(&[late[0].ticket]), num_found(&store, &whole)), (0, 3));
+    assert_eq!((stat(&other, "frames_reserved"), hung.num_open()), (0, (0, 0)));
+    hung.release_stale_keys();
+    assert_eq!(num_found(&store, &whole), 3, "only unfinished saves lose their keys");
+    store.check().expect("consistent");
+}
+
+#[test]
+fn a_chunk_on_disk_keeps_its_key() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let disk = DiskSettings {
+        dir: dir.path().join("disk"),
+        cap_bytes: 1 << 20,
+        num_threads: 1,
+        description: String::new(),
+    };
+    let settings = StoreConfig { disk: Some(disk), ..config(2) };
+    let store = Arc::new(Store::open(&settings).expect("memory"));
+    let session = Local::of(Arc::clone(&store));
+    let whole = chain_of(&[1, 2]);
+    assert_eq!(save(&session, &whole), 2);
+    assert!(store.flush(Duration::from_secs(60)));
+    assert_eq!(save(&session, &chain_of(&[3, 4])), 2, "takes the frames of the first prompt");
+    assert!(store.flush(Duration::from_secs(60)));
+    let (rows, _) = session.reserve(Prefix::from(&whole), 0..1).expect("in range");
+    assert_eq!(rows.len(), 1);
+    session.release_keys();
+    session.abort(&[rows[0].ticket]);
+    assert_eq!(num_found(&store, &whole), 2);
 }
 
 #[test]

@@ -25,7 +25,7 @@ use kvloft_wire::protocol::{
     Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, SentAnchors, SentPrefixes,
     SentRange, VERSION,
 };
-use kvloft_wire::{Client, ClientConfig, Server, status};
+use kvloft_wire::{Client, ClientConfig, Server, ServerConfig, status};
 
 #[test]
 fn engine_finds_chunks_of_another_engine() {
@@ -161,6 +161,33 @@ fn frames_stay_reserved_until_the_last_worker_exits() {
         until("freed", || stat(&numbers(&server.status()), "frames_reserved") == 0);
         assert_eq!(stat(&numbers(&server.status()), "pins"), 0);
     }
+}
+
+#[test]
+fn chunks_that_a_disconnected_engine_reserved_are_saved_by_others() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let (one, other) = (connect(dir.path()), connect(dir.path()));
+    let _worker = open_lifeline(&one);
+    one.reserve(Prefix::from(&chain(1, 5)), 0..2).expect("in range");
+    assert_eq!(save(&other, &chain(1, 5)), 0, "the first two chunks are not saved yet");
+    drop(one);
+    until("saved", || save(&other, &chain(1, 5)) == 5);
+    assert_eq!(found(&other, &chain(1, 5)), 5);
+    assert_eq!(stat(&numbers(&server.status()), "quarantined_reservations"), 2);
+}
+
+#[test]
+fn chunks_that_a_hung_engine_reserved_are_saved_by_others() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let config =
+        ServerConfig { save_grace: Duration::from_millis(100), ..server_config(dir.path()) };
+    let _server = Server::open(config).expect("a server");
+    let (hung, other) = (connect(dir.path()), connect(dir.path()));
+    let (rows, _) = hung.reserve(Prefix::from(&chain(1, 5)), 0..2).expect("in range");
+    until("saved", || save(&other, &chain(1, 5)) == 5);
+    assert_eq!(hung.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), 0);
+    assert_eq!((found(&hung, &chain(1, 5)), stat(&pairs(&other), "frames_reserved")), (5, 0));
 }
 
 #[test]

@@ -102,9 +102,10 @@ impl Entry {
         self.host_children > 0 || self.holds > 0 || self.disk.is_unwritten()
     }
 
-    /// Returns true if the host policy may evict the chunk: it is a visible, unused leaf.
+    /// Returns true if the host policy may evict the chunk: it is a complete, unused leaf. It may
+    /// not be visible yet, because the engine that saves its parent may be hung.
     pub(crate) fn is_host_evictable(&self) -> bool {
-        self.host.is_visible() && self.host_children == 0 && self.holds == 0 && !self.detached
+        self.host.is_complete() && self.host_children == 0 && self.holds == 0 && !self.detached
     }
 
     /// Returns true if the disk policy may evict the chunk: it is a stored leaf that is not needed

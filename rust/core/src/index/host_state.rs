@@ -96,6 +96,11 @@ impl HostState {
         matches!(self, Self::Visible(_))
     }
 
+    /// Returns true if the frame contains all bytes of the chunk.
+    pub(crate) fn is_complete(self) -> bool {
+        matches!(self, Self::Filled(_) | Self::Visible(_))
+    }
+
     pub(crate) fn awaits_read(self) -> bool {
         matches!(self, Self::Queued | Self::Reading(_))
     }

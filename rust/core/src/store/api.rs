@@ -137,6 +137,13 @@ impl Store {
         self.inner.with_state(|state| ids.into_iter().map(|id| state.commit(id)).sum()).unwrap_or(0)
     }
 
+    /// Lets other saves reserve the chunks of these unfinished saves. Until then, no chunk below
+    /// them can be found. The frames stay reserved until the leases end.
+    pub fn release_keys<'a>(&self, leases: impl Iterator<Item = &'a WriteLease>) {
+        let ids = leases.filter(|lease| lease.is_of(&self.inner)).map(WriteLease::id);
+        self.inner.with_state(|state| state.release_keys(ids));
+    }
+
     /// Removes chunks and their descendants from every tier. Returns the number of chunks removed
     /// in the first slice.
     ///

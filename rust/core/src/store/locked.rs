@@ -159,6 +159,10 @@ impl WriteLease {
         self.store.as_ref().is_some_and(|own| Arc::ptr_eq(own, store))
     }
 
+    pub(crate) fn id(&self) -> ChunkId {
+        self.id
+    }
+
     /// Ends the lease without aborting the save. The caller must commit the chunk.
     pub(crate) fn disarm(mut self) -> ChunkId {
         self.store = None;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::evict::ChunkId;
-use crate::index::{Entry, HostEvent};
+use crate::index::{Entry, HostEvent, HostState};
 use crate::io::{FrameId, SizeClass};
 use crate::key::ChunkKey;
 use crate::store::lookup::Prefix;
@@ -252,6 +252,19 @@ impl State {
         let num_visible = self.fill(id);
         self.stats.commits += u64::from(num_visible);
         num_visible
+    }
+
+    /// Lets other saves reserve the keys of unfinished saves. Removes the descendants, which no
+    /// lookup can find. The frames stay reserved until the saves end. Does nothing for a chunk on
+    /// disk, because the disk copies of its descendants would be removed too.
+    pub(crate) fn release_keys(&mut self, ids: impl Iterator<Item = ChunkId>) {
+        for id in ids {
+            let entry = &self.index[id];
+            if matches!(entry.host, HostState::Saving(_)) && !entry.disk.takes_slot() {
+                self.remove_tree(id);
+            }
+        }
+        self.remove_slice();
     }
 
     pub(crate) fn abort(&mut self, id: ChunkId) {

@@ -35,6 +35,9 @@ pub struct ServerConfig {
     /// How long frames stay reserved after the last process that can write to them has unmapped
     /// them.
     pub gpu_settle: Duration,
+    /// After one to two times this duration, other engines can save a chunk whose save has not
+    /// ended. An engine can hang in a step for minutes.
+    pub save_grace: Duration,
     /// How long a namespace stays open after its last engine disconnects, even if another namespace
     /// needs its space. An engine that restarts then finds its chunks.
     pub restart_grace: Duration,
@@ -42,7 +45,7 @@ pub struct ServerConfig {
 
 impl ServerConfig {
     /// Returns settings with no disk, the default eviction policy, at most 16 connections, a
-    /// `gpu_settle` of 500 ms and a `restart_grace` of 5 minutes.
+    /// `gpu_settle` of 500 ms, a `save_grace` of 30 s and a `restart_grace` of 5 minutes.
     #[must_use]
     pub fn new(socket: PathBuf, host_bytes: u64) -> Self {
         Self {
@@ -57,6 +60,7 @@ impl ServerConfig {
             settings: Vec::new(),
             max_connections: 16,
             gpu_settle: Duration::from_millis(500),
+            save_grace: Duration::from_secs(30),
             restart_grace: Duration::from_secs(300),
         }
     }

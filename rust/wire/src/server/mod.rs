@@ -178,9 +178,14 @@ fn run_expiry(state: &ServerState, interval: Duration) {
 /// Disconnects dead peers, releases their frames, and moves slabs between namespaces.
 fn run_housekeeping(state: &ServerState) {
     let _set = state.housekeeper.set(std::thread::current());
+    let mut released = Instant::now();
     while !state.is_stopping.load(Ordering::SeqCst) {
         state.disconnect_dead_peers();
         state.quarantine.release_closed();
+        if released.elapsed() >= state.config.save_grace {
+            state.release_stale_keys();
+            released = Instant::now();
+        }
         if !state.rebalance() {
             std::thread::park_timeout(HOUSEKEEPING_INTERVAL);
         }

@@ -117,6 +117,15 @@ impl ServerState {
         }
     }
 
+    /// Lets other engines save chunks that an engine reserved before the previous call and has not
+    /// saved yet. The memberships are not cloned, because a connection must own the last reference
+    /// to its membership when it is closed.
+    pub(crate) fn release_stale_keys(&self) {
+        for membership in self.peers().values().filter_map(|peer| peer.membership.as_ref()) {
+            membership.local.release_stale_keys();
+        }
+    }
+
     /// Queues a line for the server's log. Lines beyond [`MAX_EVENTS`] are dropped.
     pub(crate) fn log(&self, event: String) {
         let mut events = locked(&self.events);

@@ -21,6 +21,7 @@ pub(crate) fn server_config(dir: &Path) -> ServerConfig {
         eviction: Eviction::Lru,
         max_connections: 8,
         gpu_settle: Duration::from_millis(200),
+        save_grace: LONG * 100,
         restart_grace: Duration::ZERO,
         ..ServerConfig::new(socket(dir), 64 * FRAME)
     }

@@ -5,7 +5,7 @@
 //! - If a chunk is not absent, its parent is not absent either, unless the chunk is detached.
 //! - The parent of a chunk with a frame has a frame, and the parent of a visible chunk is visible.
 //! - The policy contains every chunk that has a frame and is not detached. The policy may evict
-//!   visible, unused leaves.
+//!   complete, unused leaves.
 
 use crate::evict::{ChunkId, GroupId, Removal};
 use crate::index::{Entry, HostEvent, HostState};
@@ -55,6 +55,8 @@ impl State {
             if !is_detached {
                 self.note_change(id);
             }
+        }
+        if before.is_complete() != after.is_complete() {
             self.sync_host(id);
         }
     }

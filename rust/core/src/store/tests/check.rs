@@ -157,7 +157,7 @@ fn check_attached(
         "the key of {entry:?} leads to a different entry"
     );
     ensure!(is_mapped || state.is_removing(), "{entry:?} would never be removed");
-    let may_go = entry.host.is_visible() && entry.host_children == 0 && entry.holds == 0;
+    let may_go = entry.host.is_complete() && entry.host_children == 0 && entry.holds == 0;
     let known = entry.host.frame().map(|_| may_go);
     ensure!(entry.host_evictable == known, "the host policy was not notified about {entry:?}");
     let may_go = entry.disk.is_stored() && entry.disk_children == 0 && !entry.host.awaits_read();
