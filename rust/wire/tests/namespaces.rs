@@ -414,6 +414,17 @@ fn namespace_idle_longest_is_closed_at_the_limit() {
 }
 
 #[test]
+fn namespace_whose_memory_cannot_be_allocated_is_not_kept() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let config = ServerConfig { host_bytes: 1 << 50, ..server_config(dir.path()) };
+    let server = Server::open(config).expect("a server");
+    let large = ClientConfig { frame_sizes: (1_u64 << 24).into(), ..remote_config(dir.path()) };
+    let line = refusal(large);
+    assert!(line.contains("memory"), "{line}");
+    assert_eq!(server.status().namespaces.len(), 0);
+}
+
+#[test]
 fn idle_namespace_stays_open_while_its_engine_restarts() {
     let dir = tempfile::tempdir().expect("a directory");
     let config = ServerConfig { restart_grace: LONG * 100, ..server_config(dir.path()) };

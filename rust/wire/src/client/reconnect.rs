@@ -37,9 +37,14 @@ impl ConnectFailures {
             .then(|| format!("{reason}; running without the cache and retrying in the background"))
     }
 
-    /// Returns the delay until the next attempt. The delay doubles with each rejection.
+    /// Returns the delay until the next attempt. The delay doubles with each rejection. If no
+    /// server is running, the next server may accept this engine.
     fn retry_interval(&mut self, error: &Error) -> Duration {
-        self.num_refused += u32::from(error.kind() != ErrorKind::Io);
+        if error.kind() != ErrorKind::Io {
+            self.num_refused += 1;
+        } else if !error.is_late() {
+            self.num_refused = 0;
+        }
         RETRY_INTERVAL.saturating_mul(1 << self.num_refused.min(12)).min(MAX_RETRY_INTERVAL)
     }
 }

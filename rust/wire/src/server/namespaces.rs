@@ -118,6 +118,11 @@ impl OpenNamespaces {
         self.namespaces.insert(hello.namespace, Arc::clone(&namespace));
         Ok((namespace, gone))
     }
+
+    fn pool(&mut self, create: impl FnOnce() -> Result<Arc<Pool>>) -> Result<Arc<Pool>> {
+        let pool = self.pool.take().map_or_else(create, Ok)?;
+        Ok(Arc::clone(self.pool.insert(pool)))
+    }
 }
 
 impl Namespaces {
@@ -139,27 +144,26 @@ impl Namespaces {
             StoreConfig { available_bytes, ..store_config(hello, config) }
                 .check(HOST_SIZE_SETTING)?;
             let (namespace, gone) = open.namespace(hello)?;
-            let pool = if let Some(pool) = &open.pool {
-                Arc::clone(pool)
-            } else {
-                let pool = Pool::create(
-                    Arc::clone(&self.disk),
-                    config.host_bytes,
-                    hello.frame_sizes.clone(),
-                    wake,
-                )?;
+            let pool = open.pool(|| {
+                let (root, sizes) = (Arc::clone(&self.disk), hello.frame_sizes.clone());
+                let pool = Pool::create(root, config.host_bytes, sizes, wake)?;
                 if !config.numa.is_empty() {
                     // The memory must be placed before an engine writes to it.
                     log(place_memory(&pool, hello.frame_sizes.largest(), &config.numa));
                 }
-                Arc::clone(open.pool.insert(pool))
-            };
-            namespace.add_engine(); // keeps the namespace open until its store is open
+                Ok(pool)
+            });
+            if pool.is_ok() {
+                namespace.add_engine(); // keeps the namespace open until its store is open
+            } else {
+                open.namespaces.remove(&hello.namespace);
+            }
             (namespace, gone, pool)
         };
         for namespace in gone {
             namespace.close(REPLACE_TIMEOUT);
         }
+        let pool = pool?;
         match namespace.open(&pool, config) {
             Ok(store) => Ok(Membership { local: Local::of(store), namespace }),
             Err(error) => {

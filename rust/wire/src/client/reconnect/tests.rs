@@ -4,12 +4,13 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use kvloft_core::ErrorKind;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::Session;
 use kvloft_core::store::Prefix;
+use kvloft_core::{Error, ErrorKind};
 use kvloft_testing::one_prefix::SessionExt;
 
+use super::{ConnectFailures, MAX_RETRY_INTERVAL, RETRY_INTERVAL};
 use crate::client::ClientInner;
 use crate::{Client, ClientConfig, Server, ServerConfig};
 
@@ -19,6 +20,19 @@ const LONG: Duration = Duration::from_secs(60);
 fn config(socket: std::path::PathBuf) -> ClientConfig {
     let (namespace, description) = ([7; 32], String::new());
     ClientConfig { socket, deadline: LONG, namespace, frame_sizes: FRAME.into(), description }
+}
+
+#[test]
+fn interval_is_short_again_after_a_rejecting_server_is_gone() {
+    let mut failures = ConnectFailures::default();
+    let rejected = Error::new(ErrorKind::Busy, "too many engines");
+    let intervals: Vec<_> = (0..12).map(|_| failures.retry_interval(&rejected)).collect();
+    assert!(intervals.is_sorted());
+    assert_eq!(intervals[11], MAX_RETRY_INTERVAL);
+    let late = Error::io("no response", std::io::ErrorKind::TimedOut.into());
+    assert_eq!(failures.retry_interval(&late), MAX_RETRY_INTERVAL);
+    let gone = Error::io("no server", std::io::ErrorKind::ConnectionRefused.into());
+    assert_eq!(failures.retry_interval(&gone), RETRY_INTERVAL);
 }
 
 #[test]
