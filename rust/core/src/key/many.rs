@@ -1,7 +1,8 @@
-//! Extends many chains in one call. Blocks that running requests complete in the same step are
-//! hashed together.
+//! Extends many chains in one call, hashing together the blocks that running requests complete in
+//! the same step.
 //!
-//! Hashing a single block uses only one SIMD lane, and the forward pass waits for the keys.
+//! Hashing blocks one at a time would use only one SIMD lane while the forward pass waits for the
+//! keys.
 
 use super::chain::KeyChain;
 use super::mode::{CHAIN, Digest, TOKENS};

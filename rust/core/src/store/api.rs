@@ -159,8 +159,8 @@ impl Store {
         if !self.inner.wait(Instant::now() + CLEAR_TIMEOUT, cleared) {
             self.inner.with_state(|state| {
                 state.log(Event::problem(
-                    "disk tier: not cleared yet; still clearing in the background (a restart before \
-                     the clear finishes would bring back the old chunks)",
+                    "disk tier: not cleared yet; still clearing in the background (a restart \
+                     before the clear finishes would bring back the old chunks)",
                 ));
             });
         }
