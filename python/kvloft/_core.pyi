@@ -161,7 +161,7 @@ class Session:
         limits: _TenantLimits | None = None,
     ) -> Session:
         """Open a store in this process. ``frame_bytes`` is a single frame size or, per size class,
-        a frame size or a (frame size, uncompressed size) pair. `kvloft.limits` describes ``limits``.
+        a frame size or a (frame size, uncompressed size) pair. See `kvloft.limits` for ``limits``.
 
         ``groups`` holds (number in keys, kind, block tokens, blocks per unit, kept blocks, reach,
         size class, size class for compressed chunks) for each KV cache group

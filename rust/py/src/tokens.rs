@@ -1,5 +1,4 @@
-//! Reads token ids, block ids and embedding rows from Python objects without copying them in
-//! Python.
+//! Reads token ids, block ids and embedding rows from Python objects without a copy in Python.
 //!
 //! Reading a list of 100,000 ids is the slowest part of a scheduler hook, so exact lists of exact
 //! ints are read through borrowed references. All other objects take the slower path through owned

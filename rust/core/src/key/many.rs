@@ -1,8 +1,7 @@
 //! Extends many chains in one call, hashing together the blocks that running requests complete in
 //! the same step.
 //!
-//! Hashing blocks one at a time would use only one SIMD lane while the forward pass waits for the
-//! keys.
+//! Hashing one block at a time would use one SIMD lane while the forward pass waits for the keys.
 
 use super::chain::KeyChain;
 use super::mode::{CHAIN, Digest, TOKENS};

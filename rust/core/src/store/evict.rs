@@ -48,8 +48,8 @@ struct Walk {
 }
 
 impl Store {
-    /// Evicts the selected chunks. Unless `is_host_only` is set, waits until neither a lookup nor a
-    /// restart can find them, or until the deadline.
+    /// Evicts the selected chunks. Unless `is_host_only` is set, waits until no lookup or restart
+    /// can find them. Returns no later than the deadline.
     pub fn evict(&self, what: Evict, deadline: Instant) -> Evicted {
         let (mut walk, mut before) = (Walk::default(), None);
         loop {
@@ -162,7 +162,7 @@ impl State {
     }
 
     /// Counts chunks that cannot be evicted because they or their descendants are in use. Returns
-    /// true once it reaches the end of the index.
+    /// true at the end of the index.
     fn count_in_use(&mut self, tenant: Option<TenantId>, from: u32, walk: &mut Walk) -> bool {
         let end = from.saturating_add(SLICE).min(self.index.num_places());
         let stays = |entry: &Entry| {
