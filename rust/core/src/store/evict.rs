@@ -42,8 +42,7 @@ struct Walk {
     above: Option<(ChunkId, u32)>,
     /// True if the walk may have missed on-disk chunks that were not indexed yet.
     is_blind: bool,
-    /// Position up to which in-use chunks have been counted. None until all chunks have been
-    /// visited.
+    /// Position up to which in-use chunks were counted. None until all chunks have been visited.
     counted: Option<u32>,
 }
 

@@ -1,4 +1,4 @@
-//! Fair shares of disk time: decides if reads or writes get the next disk thread.
+//! Fair shares of disk time: picks reads or writes for the next free disk thread.
 //!
 //! Each direction is charged for its jobs: an estimate when a job starts, corrected to the measured
 //! time when it completes. The direction with the lower total goes first. An idle direction
