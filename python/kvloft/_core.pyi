@@ -38,17 +38,17 @@ class KeyChain:
         """Number of positions appended so far."""
     @property
     def num_blocks(self) -> int:
-        """Number of blocks with a key. All positions that these keys cover have been appended."""
+        """Number of blocks with a key. A key exists once all positions it covers are appended."""
     def add_item(self, identifier: str, start: int, num_tokens: int) -> None:
         """Declare a multimodal item before its positions are appended. Idempotent."""
     def append_tokens(
         self, token_ids: Sequence[int], start: int = 0, stop: int | None = None, /
     ) -> None:
-        """Append ``token_ids[start:stop]``. A list is read in place."""
+        """Append ``token_ids[start:stop]``. Reads a list in place."""
     def append_embeds(self, rows: Any, *, dtype: str, width: int) -> None:
         """Append ``rows``, a C-contiguous buffer of n x ``width`` elements of ``dtype``."""
     def key(self, block: int, group: int | None = None) -> bytes:
-        """Return a block's key, or the key of its chunk in KV cache group ``group``."""
+        """Return a block's key, or its chunk's key in KV cache group ``group``."""
 
 @final
 class Arena:
@@ -70,7 +70,7 @@ class Arena:
         """Compute the tag of ``part``, write the trailer, and return the tag.
 
         ``part`` has the keys offset, part_bytes, key, layout, page_bytes, num_blocks and rank. The
-        payload consists of the contiguous pages of each block.
+        payload is the pages of each block, contiguous.
         """
     def check(self, part: dict[str, Any]) -> str | None:
         """Return the problem ('unsealed', 'key', 'layout', 'shape' or 'tag'); None if the part is
@@ -95,8 +95,8 @@ class ChunkBatch:
         """Create a batch from the result of `columns`. Raises ConfigError if it is inconsistent."""
     @staticmethod
     def concat(batches: Sequence[Any]) -> ChunkBatch:
-        """Return one batch of all chunks, which are assigned to the first batch's group. All chunks
-        must have the same number of blocks.
+        """Return one batch of all chunks, assigned to the first batch's group. All chunks must have
+        the same number of blocks.
         """
     def by_group(self) -> list[tuple[int, ChunkBatch]]:
         """Return a (group, batch) pair for each KV cache group."""
@@ -109,13 +109,13 @@ class ChunkBatch:
         """
     def tickets(self) -> list[Ticket]: ...
     def block_ids(self) -> list[BlockId]:
-        """Return the ids of all blocks that the batch copies."""
+        """Return the ids of all blocks the batch copies."""
     def by_frame(self) -> ChunkBatch:
-        """Return the batch sorted by frame in each group, so that adjacent frames are copied
+        """Return the batch with each group sorted by frame, so that adjacent frames are copied
         together.
         """
     def check(self, *, num_frames: int, num_blocks: int, blocks_per_chunk: int) -> None:
-        """Raise ConfigError if a copy would exceed the arena, its frame or the paged KV."""
+        """Raise ConfigError if a copy would exceed the arena, its frame or the paged KV cache."""
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[ChunkCopy]: ...
     @overload
@@ -128,8 +128,8 @@ class ReadLease:
     """Pins chunks in host memory while later chunks are read from disk."""
 
     def poll(self) -> tuple[int, int]:
-        """Return the number of units that are ready to load and the number still being read. Never
-        blocks on I/O. Returns (0, 0) if a chunk of an all-or-nothing hit is unavailable.
+        """Return the number of units ready to load and the number still being read. Never blocks on
+        I/O. Returns (0, 0) if a chunk of an all-or-nothing hit is unavailable.
         """
     def batch(
         self, tables: Sequence[Sequence[int]], begin: int, end: int
@@ -143,7 +143,7 @@ class ReadLease:
 
 @final
 class Session:
-    """A store (host arena, disk tier, index), and an engine's loads and saves in flight."""
+    """A store (host arena, disk tier, index) and an engine's loads and saves in flight."""
 
     def __new__(
         cls,
@@ -160,12 +160,11 @@ class Session:
         description: str = "",
         limits: _TenantLimits | None = None,
     ) -> Session:
-        """Open a store in this process. ``frame_bytes`` is a single frame size, or, for each size
-        class, a frame size or a (frame size, uncompressed size) pair. ``limits`` is described in
-        `kvloft.limits`.
+        """Open a store in this process. ``frame_bytes`` is a single frame size or, per size class,
+        a frame size or a (frame size, uncompressed size) pair. See `kvloft.limits` for ``limits``.
 
-        ``groups`` contains (number in keys, kind, block tokens, blocks per unit, kept blocks,
-        reach, size class, size class of compressed chunks) for each KV cache group
+        ``groups`` holds (number in keys, kind, block tokens, blocks per unit, kept blocks, reach,
+        size class, size class for compressed chunks) for each KV cache group
         (`kvloft.seam.shape`). The default is one full-attention group.
         """
     @staticmethod
@@ -179,14 +178,14 @@ class Session:
         groups: Sequence[tuple[int | None, str, int, int, int, int, int, int | None]] | None = None,
         description: str = "",
     ) -> Session:
-        """Connect to the server at ``socket``. A call that exceeds ``timeout_s`` is a miss.
+        """Connect to the server at ``socket``. A call that exceeds ``timeout_s`` counts as a miss.
 
-        Without a server, every lookup is a miss, and the session reconnects in the background.
-        Raises ConfigError if the server belongs to another user.
+        Without a server, every lookup misses and the session reconnects in the background. Raises
+        ConfigError if the server belongs to another user.
         """
     @property
     def arena_path(self) -> str:
-        """Path of the arena, which other processes of this user can open; empty without a store."""
+        """Path where this user's other processes can open the arena; empty without a store."""
     @property
     def arena_id(self) -> int:
         """The `Arena.id` of the arena; 0 without a store."""
@@ -194,44 +193,44 @@ class Session:
     def lifeline(self) -> tuple[str, int] | None:
         """Path and inode of the pipe that workers keep open; None without a server.
 
-        Open it before mapping the arena: the server reuses frames only after all processes have
-        closed it.
+        Open the pipe before mapping the arena: the server reuses frames only after all processes
+        have closed the pipe.
         """
     @property
     def frame_sizes(self) -> list[int]:
-        """Frame size of each size class."""
+        """Frame size per size class."""
     @property
     def arena_sizes(self) -> tuple[int, int]:
-        """Sizes of the arena and of a slab; both are 0 without a store."""
+        """Arena size and slab size; both are 0 without a store."""
     @property
     def is_save_late(self) -> bool:
-        """True if the last reservation timed out. It can be retried immediately."""
+        """True if the last reservation timed out, so that it can be retried immediately."""
     def renew(self) -> bool:
         """Switch to a new store if the old store is gone. Return True if the session switched.
 
-        The new store does not contain the old chunks. The arena changes only in this call, which is
-        made between plans, so a plan never refers to frames in two arenas.
+        The new store starts without the old chunks in host memory. The arena changes only in this
+        call, which is made between plans, so a plan never refers to frames in two arenas.
         """
     @property
     def num_in_flight(self) -> int:
-        """Number of reservations that at least one rank has not reported yet."""
+        """Number of reservations not yet reported by every rank."""
     def lookup(self, chain: KeyChain) -> tuple[int, int]:
-        """Return how many leading units are in host memory and how many are in any tier, counting
-        only full-attention groups.
+        """Return how many leading units are in host memory and how many in any tier, counting only
+        full-attention groups.
         """
     def deepest_hit(self, chain: KeyChain, host_units: int, stored_units: int) -> tuple[int, int]:
         """Return the lengths, in units, of the deepest hits in host memory and in any tier, up to
         the given limits.
         """
     def acquire(self, chain: KeyChain, num_units: int = ...) -> ReadLease:
-        """Pin the chunks that a prefix of ``num_units`` needs; read missing chunks from disk."""
+        """Pin the chunks a prefix of ``num_units`` needs; read missing chunks from disk."""
     def reserve(
         self, rows: Sequence[tuple[KeyChain, Sequence[int], int, int, int, Sequence[Sequence[int]]]]
     ) -> tuple[list[ChunkBatch | None], list[int]]:
         """Reserve frames for rows of (chain, token_ids, num_tokens, start, stop, tables).
 
-        A row covers units [start, stop) in all groups except state groups. Returns the chunks or
-        None, and the number of units without a frame, for each row. On error, reserves no frame.
+        A row covers units [start, stop) in all groups except state groups. Returns, for each row,
+        the chunks or None, and the number of units without a frame. On error, reserves nothing.
 
         First extends each chain by ``token_ids[:num_tokens]``. Skips chunks that are stored, are
         being saved, or have a null block. In full-attention groups, stops at the first chunk that
@@ -244,20 +243,19 @@ class Session:
         """Reserve a frame for the state of each (chain, group, unit, block). Returns None for a
         state that gets no frame.
 
-        On error, reserves no frame. States of prefixes that are likely to be reused are kept
-        longer.
+        On error, reserves nothing. Keeps states of prefixes that are likely to be reused longer.
         """
     def settle(
         self, saved: Sequence[int], failed: Sequence[int] = ..., misfits: Sequence[int] = ...
     ) -> tuple[int, int]:
         """Settle one rank's tickets. Return how many chunks became visible and how many failed.
 
-        A chunk becomes visible when the last rank reports it, if no rank failed. ``misfits``
-        contains the tickets in ``failed`` whose chunks did not fit into a frame for compressed
-        chunks. The next reservation for these chunks gets larger frames.
+        A chunk becomes visible when the last rank reports it, if no rank failed. ``misfits`` lists
+        the ``failed`` tickets with chunks that did not fit a frame for compressed chunks. The next
+        reservation for these chunks gets larger frames.
         """
     def abort(self, tickets: Sequence[int] | None = None) -> None:
-        """Release the frames reserved by ``tickets``, which no rank will report. Default: all."""
+        """Release the frames of ``tickets``, which no rank will report. Default: all tickets."""
     def being_read(self, blocks: Sequence[int] | None = None) -> list[BlockId]:
         """Return the ``blocks`` that a save in flight may still read. The default is all blocks."""
     def discard(self, keys: Sequence[bytes]) -> int:
@@ -271,8 +269,8 @@ class Session:
     def take_events(self) -> list[tuple[str, bool]]:
         """Return (line, is_problem) for each new log line."""
     def watch(self, capacity: int) -> None:
-        """Start recording changed keys for `changes`, which must have only one caller. At least
-        the last ``capacity`` keys are kept.
+        """Start recording changed keys for `changes`, which must have only one caller. Keeps at
+        least the last ``capacity`` keys.
         """
     def changes(self, asked: Sequence[bytes], limit: int) -> tuple[list[tuple[bytes, int]], bool]:
         """Return ([(key, where)], lost) for ``asked`` and up to ``limit`` changed chunks.
@@ -283,19 +281,19 @@ class Session:
         reported as removed, and ``lost`` is True in this report and in the next response.
         """
     def flush(self, timeout_s: float) -> bool:
-        """Write all visible chunks to disk. Return False after a timeout."""
+        """Write all visible chunks to disk. Return False on timeout."""
     def close(self, timeout_s: float = 30.0) -> None: ...
 
 @final
 class Server:
-    """A store that this user's engines share. The server listens at ``socket`` until it is closed.
+    """A store shared by this user's engines. The server listens at ``socket`` until it is closed.
 
     Memory is allocated when the first engine connects. The disk directory is opened immediately or
-    as soon as it is available (see `disk_trouble`). Namespaces with engines share memory equally,
-    unless ``shares`` sets percentages (by the first hex digits of a namespace). ``numa`` contains
-    one NUMA node per shard, or a single node for all shards. Raises BusyError if another server
-    uses the socket, and ConfigError if the socket's directory is not private or ``shares`` or
-    ``disk_path`` is invalid.
+    as soon as it is available (see `disk_trouble`). Namespaces with engines share memory equally
+    unless ``shares`` sets percentages (by a namespace's first hex digits). ``numa`` lists one NUMA
+    node per shard, or a single node for all shards. Raises BusyError if another server uses the
+    socket, and ConfigError if the socket's directory is not private or ``shares`` or ``disk_path``
+    is invalid.
     """
 
     def __new__(
@@ -316,14 +314,14 @@ class Server:
     def status(self) -> dict[str, Any]:
         """Return the server's state (see `server_status`)."""
     def disk_trouble(self) -> str | None:
-        """Return the reason why the disk directory is unusable; None if it is usable or not set."""
+        """Return the reason the disk directory is unusable; None if it is usable or not set."""
     def take_events(self) -> list[str]:
         """Return new log lines."""
     def close(self, timeout_s: float = 30.0) -> None:
         """Close all connections, and write remaining chunks to disk until the timeout."""
 
 def available_bytes() -> int | None:
-    """Return the amount of free memory of this machine or container in bytes; None if unknown."""
+    """Return this machine's or container's available memory in bytes; None if unknown."""
 
 def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """Return the server's state: host_bytes, slab_bytes, stats, settings, namespaces, refusals
@@ -338,11 +336,11 @@ def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """
 
 def server_clear(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:
-    """Remove all chunks of a namespace from all tiers, and return the number of chunks removed.
+    """Remove all of a namespace's chunks from all tiers. Return the number removed.
 
-    ``namespace`` is a prefix of the namespace's hex digits, and can be empty if the server has only
-    one namespace. Raises the same exceptions as `server_status`. If no namespace or more than one
-    matches, raises a ConfigError that lists the namespaces.
+    ``namespace`` is a prefix of the namespace's hex digits, or empty if the server has only one
+    namespace. Raises the same exceptions as `server_status`. Unless exactly one namespace matches,
+    raises a ConfigError that lists the namespaces.
     """
 
 def server_evict(
@@ -353,16 +351,16 @@ def server_evict(
     host_only: bool = False,
     timeout_s: float = 60.0,
 ) -> dict[str, Any]:
-    """Evict the chunks of a cache salt, or all chunks, from all tiers or only from host memory.
+    """Evict one cache salt's chunks, or all chunks, from all tiers or only from host memory.
 
-    ``namespace`` is a prefix, in hex digits, of the namespaces to search. With a salt, closed
-    namespaces are also searched. Returns namespaces, chunks, host_bytes, disk_bytes, in_use and
+    ``namespace`` is a hex digit prefix of the namespaces to search. With a salt, also searches
+    closed namespaces. Returns namespaces, chunks, host_bytes, disk_bytes, in_use and
     complete (False if chunks may remain). The salt is hashed in this process. Raises the same
     exceptions as `server_status`, and ConfigError if no namespace matches.
     """
 
 def disk_inspect(path: str) -> list[dict[str, Any]]:
-    """Return a dict for each namespace directory, most recently used first. Takes no lock.
+    """Return a dict per namespace directory, most recently used first. Takes no lock.
 
     The keys are namespace (16 hex digits), description, chunks, slots, frame_sizes, bytes, oldest
     and newest (Unix seconds), and problem. Raises ConfigError if ``path`` is not a disk directory.
@@ -379,8 +377,8 @@ class DiskVerify:
     @property
     def num_chunks(self) -> int: ...
     def step(self, max_chunks: int) -> list[dict[str, Any]]:
-        """Check up to ``max_chunks`` more chunks, and return a dict for each problem. Must be
-        called at least once.
+        """Check up to ``max_chunks`` more chunks and return a dict per problem. Must be called at
+        least once.
 
         The keys are namespace, slot (numbered among slots of its size), frame_bytes, key (hex),
         problem and is_other_format. slot, frame_bytes and key can be None. Namespaces in another

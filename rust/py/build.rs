@@ -16,14 +16,14 @@ fn from_file() -> Option<String> {
     let file = Path::new("REVISION");
     println!("cargo::rerun-if-changed=build.rs");
     if !file.exists() {
-        return None; // cargo reruns this script in every build if a watched file does not exist
+        return None; // cargo reruns this script in every build if a watched file is missing
     }
     println!("cargo::rerun-if-changed=REVISION");
     std::fs::read_to_string(file).ok().and_then(|text| checked(&text))
 }
 
 fn from_git() -> Option<String> {
-    // An unpacked sdist can be inside another project's repository, whose revision would be wrong.
+    // An unpacked sdist can be inside another project's repository, which has the wrong revision.
     if !Path::new("../../.git").exists() {
         return None;
     }

@@ -156,5 +156,5 @@ def test_a_copy_outside_arena_frame_or_paged_kv_is_refused(chunk: Chunk, words: 
     with pytest.raises(ConfigError, match=words):
         batch_of([fine, chunk]).check(**limits)
     for size in (1, 3):
-        with pytest.raises(ConfigError, match="differ in the number of blocks"):
+        with pytest.raises(ConfigError, match="different block counts"):
             batch_of([fine]).check(**limits | {"blocks_per_chunk": size})

@@ -108,7 +108,7 @@ def test_mistakes_have_the_errors_of_an_embedded_store(socket: str) -> None:
     engine = connect(socket)
     with pytest.raises(ConfigError, match=r"no namespace begins with f;.*: 0000000000000000"):
         _core.server_clear(socket, namespace="f")
-    with pytest.raises(ConfigError, match="no keys for some of the units"):
+    with pytest.raises(ConfigError, match="lacks keys for some of the units"):
         engine.reserve([(chain_of([1]), (), 0, 0, 2, [[1, 2]])])
     assert repr(engine) == "Session(frame_sizes=[4096])"
     assert repr(server) == "Server(1 engines)"

@@ -79,6 +79,6 @@ def test_an_engine_logs_once_as_info_that_its_disk_is_back(
         time.sleep(0.1)
     (closed, refused), (opened, works) = about_the_disk()
     assert (closed, opened) == ("WARNING", "INFO")
-    assert "cannot be opened" in refused
-    assert "disk tier: open, with 0 chunks" in works
+    assert "failed to open" in refused
+    assert "disk tier: opened with 0 chunks" in works
     session.close()

@@ -1,8 +1,8 @@
 //! A list of chunks, stored in columns. A batch carries chunks from the store's reservation or
-//! lease to the copy kernel's table. It then carries saved chunks to the commit.
+//! lease to the copy kernel's table, and saved chunks on to the commit.
 //!
-//! Chunks are not separate objects, because a long prompt has thousands of chunks, and forward
-//! passes and loads must wait until their batches are built.
+//! Chunks are not separate objects, because a long prompt has thousands of them, and forward passes
+//! and loads must wait for their batches.
 
 mod part;
 
@@ -16,14 +16,14 @@ use crate::key::ChunkKey;
 use crate::store::{LeasedFrame, Reserved, TierName};
 use crate::{Error, Result};
 
-/// vLLM's null block, which belongs to no request and is never saved.
+/// vLLM's null block, which no request owns and no save includes.
 pub const NULL_BLOCK: i32 = 0;
 
-/// Frames with their keys and the paged blocks to copy, for one or more KV cache groups.
+/// Frames with their keys and paged blocks to copy, for one or more KV cache groups.
 ///
-/// All chunks of a group have the same number of entries in `blocks`, one per block of the frame.
-/// The entries before and after the blocks to copy are [`NOT_WANTED`], and the other entries are
-/// block ids. Only saves have tickets.
+/// Within a group, all chunks have the same number of entries in `blocks`, one per block of the
+/// frame. Entries before and after the blocks to copy are [`NOT_WANTED`]; the others are block ids.
+/// Only saves have tickets.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ChunkBatch {
     parts: Vec<Part>,
@@ -33,7 +33,7 @@ pub struct ChunkBatch {
 /// One chunk of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chunk<'a> {
-    /// Number of the KV cache group.
+    /// KV cache group number.
     pub group: u32,
     /// The frame to copy from or to.
     pub frame: FrameId,
@@ -41,20 +41,20 @@ pub struct Chunk<'a> {
     pub key: ChunkKey,
     /// Number of blocks in the frame.
     pub num_blocks: usize,
-    /// Index within the frame of the first block to copy.
+    /// Index of the first block to copy within the frame.
     pub first_block: usize,
-    /// Ids of the paged blocks to copy, starting at index `first_block` of the frame.
+    /// Ids of the paged blocks to copy, from index `first_block` of the frame.
     pub blocks: &'a [i32],
-    /// Ticket of the save, or None for loads.
+    /// The save's ticket, or None for loads.
     pub ticket: Option<u64>,
 }
 
-/// Number of units that a load reads from each tier.
+/// Number of units a load reads from each tier.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnitsByTier {
-    /// Number of units whose chunks were in host memory.
+    /// Number of units in host memory.
     pub host: u32,
-    /// Number of units whose chunks were on disk.
+    /// Number of units on disk.
     pub disk: u32,
 }
 
@@ -66,8 +66,8 @@ impl UnitsByTier {
         } += num;
     }
 
-    /// Raises the total to `num_units` by adding units that need no chunk. These units count as
-    /// disk units if any unit is on disk, and as host units otherwise.
+    /// Raises the total to `num_units` by adding units that need no chunk. Counts them as disk
+    /// units if any unit is on disk, and as host units otherwise.
     pub(crate) fn fill_up(&mut self, num_units: u32) {
         let missing = num_units.saturating_sub(self.host + self.disk);
         *if self.disk > 0 { &mut self.disk } else { &mut self.host } += missing;
@@ -75,25 +75,25 @@ impl UnitsByTier {
 }
 
 impl ChunkBatch {
-    /// Creates a batch from columns. `tickets` contains one little-endian u64 per chunk, or is
-    /// empty. Returns `InvalidConfig` if the lengths of the columns do not match.
+    /// Creates a batch from columns. `tickets` holds one little-endian u64 per chunk, or is empty.
+    /// Returns `InvalidConfig` if the column lengths do not match.
     pub fn from_columns(parts: &[Columns<&[u8]>], tickets: &[u8]) -> Result<Self> {
         let parts = parts.iter().map(Part::from_columns).collect::<Result<Vec<_>>>()?;
         let batch = Self { parts, tickets: numbers(tickets, u64::from_le_bytes)? };
         let has_tickets = batch.tickets.is_empty() || batch.tickets.len() == batch.len();
-        has_tickets.then_some(batch).ok_or_else(|| Error::invalid("columns of unequal length"))
+        has_tickets.then_some(batch).ok_or_else(|| Error::invalid("column lengths do not match"))
     }
 
-    /// Converts the batch to columns, without tickets. Inverse of [`Self::from_columns`].
+    /// Converts the batch to columns, without tickets. The inverse of [`Self::from_columns`].
     pub fn columns(&self) -> impl Iterator<Item = Columns<Vec<u8>>> + '_ {
         self.parts.iter().map(Part::columns)
     }
 
-    /// Adds reserved chunks of `group` with the blocks to gather. `table` contains `num_blocks`
-    /// blocks per unit, starting at `first_unit`. Returns `InvalidConfig` if a chunk is outside the
-    /// table or the table contains a negative block id.
+    /// Adds reserved chunks of `group` with the blocks to gather. `table` lists `num_blocks` blocks
+    /// per unit, from `first_unit`. Returns `InvalidConfig` if a chunk is outside the table or a
+    /// block id is negative.
     ///
-    /// Skips chunks that contain a null block and returns their tickets.
+    /// Skips chunks with a null block and returns their tickets.
     pub fn add_saves(
         &mut self,
         group: u32,
@@ -107,7 +107,7 @@ impl ChunkBatch {
         let (mut part, mut without_kv) = (Part::new(group, num_chunks, num_blocks), Vec::new());
         for chunk in reserved.iter().flat_map(|run| &run.chunks) {
             let unit = chunk.unit.checked_sub(first_unit).ok_or_else(|| {
-                Error::invalid("a chunk is before the first unit of the block table")
+                Error::invalid("a chunk comes before the block table's first unit")
             })?;
             let from = unit.saturating_mul(num_blocks) as usize;
             let blocks = table.get(from..).and_then(|rest| rest.get(..num_blocks as usize));
@@ -124,9 +124,9 @@ impl ChunkBatch {
     }
 
     /// Adds leased chunks of `group` and their destination blocks. The chunks belong to consecutive
-    /// units, starting at `first_unit`. `table` starts with block `begin` of the group; chunks
-    /// outside the table are skipped. Returns the number of chunks added, by tier, and the number
-    /// of blocks they fill. Returns `InvalidConfig` if the table contains a negative block id.
+    /// units from `first_unit`. `table` starts at the group's block `begin`; chunks outside the
+    /// table are skipped. Returns the number of chunks added, by tier, and the number of blocks
+    /// they fill. Returns `InvalidConfig` if a block id is negative.
     pub fn add_loads(
         &mut self,
         group: u32,
@@ -182,12 +182,12 @@ impl ChunkBatch {
         self.parts.is_empty()
     }
 
-    /// Returns the tickets of all chunks. Loads have no tickets.
+    /// Returns all chunks' tickets. Loads have none.
     pub fn tickets(&self) -> &[u64] {
         &self.tickets
     }
 
-    /// Returns the part that contains the `nth` chunk, and the chunk's index in the part.
+    /// Returns the part with the `nth` chunk, and the chunk's index in that part.
     fn find(&self, nth: usize) -> (&Part, usize) {
         let mut at = nth;
         for part in &self.parts {
@@ -215,7 +215,7 @@ impl ChunkBatch {
         }
     }
 
-    /// Returns the ids of all paged blocks to copy.
+    /// Returns all paged block ids to copy.
     pub fn wanted_blocks(&self) -> impl Iterator<Item = i32> + '_ {
         self.parts
             .iter()
@@ -245,7 +245,7 @@ impl ChunkBatch {
         taken
     }
 
-    /// Sorts the chunks of each group by frame, so that adjacent frames can be copied together.
+    /// Sorts each group's chunks by frame, so that adjacent frames can be copied together.
     #[must_use]
     pub fn by_frame(&self) -> Self {
         let (mut order, mut start) = (Vec::with_capacity(self.len()), 0);
@@ -288,8 +288,8 @@ impl ChunkBatch {
         found
     }
 
-    /// Concatenates the chunks of all `batches` into the group of the first batch. All batches must
-    /// have the same number of blocks per chunk, and either all or none of them have tickets.
+    /// Concatenates all `batches` into the first batch's group. All must have the same number of
+    /// blocks per chunk, and either all or none must have tickets.
     pub fn concat<'a>(batches: impl IntoIterator<Item = &'a Self>) -> Self {
         let mut all = Self::default();
         for batch in batches {
@@ -308,7 +308,7 @@ impl ChunkBatch {
     }
 
     /// Returns `InvalidConfig` if a copy would access memory outside the arena, its frame or the
-    /// paged KV.
+    /// paged KV cache.
     pub fn check(&self, num_frames: u32, num_blocks: u32, blocks_per_chunk: u32) -> Result<()> {
         self.parts.iter().try_for_each(|part| part.check(num_frames, num_blocks, blocks_per_chunk))
     }

@@ -1,21 +1,21 @@
-//! The error type of the core crate.
+//! The core crate's error type.
 
 use std::fmt;
 
-/// Kinds of errors for callers to match on.
+/// Error kinds for callers to match on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
     /// A setting is out of range or conflicts with another setting. The message names the setting
     /// and the fix.
     InvalidConfig,
-    /// The resource is in use. For example, another process uses the disk directory.
+    /// The resource is in use, for example the disk directory by another process.
     Busy,
     /// Bytes on disk or in a frame do not match their key.
     Corrupt,
     /// A system call failed (EIO, ENOSPC, EACCES, ...).
     Io,
-    /// The object was closed.
+    /// The object is closed.
     Closed,
 }
 
@@ -29,7 +29,7 @@ pub struct Error {
 }
 
 impl Error {
-    /// Creates an error. `message` is one sentence that names the setting or file, and the fix.
+    /// Creates an error. `message` is one sentence that names the setting or file and the fix.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into(), context: Vec::new(), source: None }
     }

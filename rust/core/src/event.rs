@@ -4,7 +4,7 @@ use std::borrow::Borrow;
 use std::fmt;
 use std::ops::Deref;
 
-/// A log line that reports either a problem or the recovery from one.
+/// A log line that reports a problem or a recovery.
 #[derive(Debug, Clone)]
 pub struct Event {
     text: String,

@@ -1,9 +1,9 @@
-//! Tracks the saves in flight: how many ranks have yet to report each save, which blocks it reads,
-//! and its outcome.
+//! Tracks saves in flight: how many ranks have yet to report each save, which blocks it reads, and
+//! its outcome.
 //!
-//! The saves of one prefix have consecutive tickets and share one entry, because a prompt with
-//! multiple KV cache groups has thousands of saves. The store assigns the reservation numbers. This
-//! module compares them only to detect that the store was replaced.
+//! One prefix's saves have consecutive tickets and share one entry, because a prompt with multiple
+//! KV cache groups has thousands of saves. The store assigns the reservation numbers; this module
+//! compares them only to detect a replaced store.
 
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
@@ -15,13 +15,13 @@ use crate::io::SizeClass;
 use crate::key::ChunkKey;
 use crate::numbered::Numbered;
 
-/// Chunks that are being saved, with consecutive tickets.
+/// Chunks being saved, with consecutive tickets.
 #[derive(Debug)]
 struct Plan {
     batch: Arc<ChunkBatch>,
-    /// One save per chunk of the batch.
+    /// One save per chunk in the batch.
     saves: Vec<Save>,
-    /// Number of saves that have not been settled.
+    /// Number of unsettled saves.
     num_left: usize,
 }
 
@@ -29,7 +29,7 @@ struct Plan {
 struct Save {
     /// The store's reservation number, or None if the store has been replaced.
     reservation: Option<u64>,
-    /// Number of ranks that have not reported the save yet. 0 once the save is settled.
+    /// Number of ranks yet to report the save. 0 once it is settled.
     num_ranks_left: u32,
     failed: bool,
     /// True if the chunk did not fit its frame.
@@ -40,17 +40,17 @@ struct Save {
 pub(crate) struct Settled {
     /// The store's reservation number, or None if the store has been replaced.
     pub(crate) reservation: Option<u64>,
-    /// True if a rank failed to write the chunk or the store was cleared.
+    /// True if a rank failed to save the chunk or the store was cleared.
     pub(crate) failed: bool,
-    /// The index of the chunk's KV cache group.
+    /// Index of the chunk's KV cache group.
     pub(crate) group: usize,
-    /// The size class of the chunk's frame.
+    /// Size class of the chunk's frame.
     pub(crate) class: SizeClass,
     /// The chunk's key, if the chunk did not fit its frame.
     pub(crate) misfit: Option<ChunkKey>,
 }
 
-/// Saves that have not been reported by all ranks.
+/// Saves not yet reported by all ranks.
 #[derive(Debug)]
 pub(crate) struct InFlight {
     /// Keyed by the first ticket of each plan.
@@ -59,7 +59,7 @@ pub(crate) struct InFlight {
     next_ticket: u64,
     /// The highest reservation number seen so far.
     last_reservation: u64,
-    /// Number of saves in flight that read each block.
+    /// Number of in-flight saves that read each block.
     readers: FxHashMap<i32, u32>,
 }
 
@@ -81,8 +81,8 @@ impl InFlight {
             return Arc::new(batch);
         };
         if *lowest <= self.last_reservation {
-            // The store was replaced and its reservation numbers restarted, so old numbers must not
-            // be passed to the new store.
+            // The store was replaced and its numbering restarted, so old numbers must not be passed
+            // to the new store.
             self.saves_mut().for_each(|save| save.reservation = None);
         }
         self.last_reservation = *highest;
@@ -109,13 +109,13 @@ impl InFlight {
         self.all.values_mut().flat_map(|plan| &mut plan.saves)
     }
 
-    /// Marks all saves in flight as failed, so that none of them is committed.
+    /// Marks all saves in flight as failed, so that none is committed.
     pub(crate) fn fail_all(&mut self) {
         self.saves_mut().for_each(|save| save.failed = true);
     }
 
-    /// Returns the blocks that saves in flight read. If `blocks` is given, returns only the blocks
-    /// that it contains.
+    /// Returns the blocks that saves in flight read. If `blocks` is given, returns only these
+    /// blocks.
     pub(crate) fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
         let among = |blocks: &[i32]| {
             blocks.iter().copied().filter(|block| self.readers.contains_key(block)).collect()
@@ -131,7 +131,7 @@ impl InFlight {
         self.all.iter().flat_map(of).collect()
     }
 
-    /// Records that a save failed because the chunk did not fit its frame on a rank.
+    /// Records that a save failed because the chunk did not fit its frame on some rank.
     pub(crate) fn mark_misfit(&mut self, ticket: u64) {
         if let Some((_, plan, nth)) = find(&mut self.all, ticket) {
             (plan.saves[nth].failed, plan.saves[nth].is_misfit) = (true, true);
@@ -179,8 +179,8 @@ impl InFlight {
     }
 }
 
-/// Finds a save in flight. Returns the first ticket of its plan, the plan, and the index of the
-/// save in the plan.
+/// Finds a save in flight. Returns its plan's first ticket, the plan, and the save's index in the
+/// plan.
 fn find(all: &mut Numbered<Plan>, ticket: u64) -> Option<(u64, &mut Plan, usize)> {
     let (first, plan) = all.up_to(ticket)?;
     let nth = usize::try_from(ticket - first).ok()?;

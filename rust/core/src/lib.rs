@@ -1,9 +1,9 @@
-//! The core of kvloft: prefix keys, and the store and tiers that hold chunks.
+//! kvloft's core: prefix keys, and the store and tiers that hold chunks.
 //!
 //! Data flow: `key` (content -> `ChunkKey`) -> `index` (key -> entry) -> `store` (lookup, lease,
 //! reserve, commit) -> `tier` (host frames, disk slots). `evict` chooses victims and `tag` verifies
-//! bytes. An engine accesses a store through a `session`, and `engine` collects the reports of the
-//! engine's ranks. This crate does not depend on Python, CUDA, vLLM or the environment.
+//! bytes. An engine accesses a store through a `session`, and `engine` collects its ranks' reports.
+//! This crate does not depend on Python, CUDA, vLLM or the environment.
 
 pub mod chunk_batch;
 pub mod engine;
@@ -28,7 +28,7 @@ pub mod units;
 #[path = "../../testing/src/inside/mod.rs"]
 pub mod testing;
 // Unit tests of private items need rust/testing compiled against this build of the crate. As a
-// dev-dependency, rust/testing would use a second build of the crate, whose types are distinct.
+// dev-dependency, rust/testing would link a second build with distinct types.
 #[cfg(test)]
 extern crate self as kvloft_core;
 #[cfg(test)]

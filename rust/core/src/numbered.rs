@@ -1,21 +1,21 @@
-//! A map from ascending numbers to values, which are mostly removed in insertion order. The map
-//! stores reservations and saves in flight.
+//! A map from ascending numbers to values that are mostly removed in insertion order. Stores
+//! reservations and saves in flight.
 //!
 //! With multiple KV cache groups, a prompt has thousands of entries. A sorted deque keeps
-//! consecutive numbers adjacent in memory, whereas a hash map would scatter them.
+//! consecutive numbers adjacent in memory; a hash map would scatter them.
 
 use std::collections::VecDeque;
 
-/// The deque is compacted when its length exceeds `2 * len + SPARE`.
+/// The deque is compacted once its length exceeds `2 * len + SPARE`.
 const SPARE: usize = 64;
 
 #[derive(Debug)]
 pub(crate) struct Numbered<T> {
-    /// Sorted by number. None marks a removed value. The first entry always has a value.
+    /// Sorted by number. None marks a removed value; the first entry always has a value.
     row: VecDeque<(u64, Option<T>)>,
     /// Number of values.
     len: usize,
-    /// Index of the most recently found entry.
+    /// Index of the entry found last.
     hand: usize,
 }
 
@@ -51,8 +51,7 @@ impl<T> Numbered<T> {
         self.len += 1;
     }
 
-    /// Returns the entry with the highest number that does not exceed `number`. Returns None if the
-    /// value of that entry was removed.
+    /// Returns the entry with the highest number up to `number`, or None if its value was removed.
     pub(crate) fn up_to(&mut self, number: u64) -> Option<(u64, &mut T)> {
         let at = self.find(number)?;
         let (own, value) = self.row.get_mut(at)?;
@@ -75,8 +74,8 @@ impl<T> Numbered<T> {
         self.row.iter_mut().filter_map(|(_, value)| value.as_mut())
     }
 
-    /// Returns the index of the last entry whose number does not exceed `number`. Checks the most
-    /// recently found entry and its successor first.
+    /// Returns the index of the last entry with a number up to `number`. Tries the entry found last
+    /// and its successor first.
     fn find(&mut self, number: u64) -> Option<usize> {
         let is_there = |at: usize| {
             let is_above = |at| self.row.get(at).map(|(other, _)| *other > number);
@@ -88,7 +87,7 @@ impl<T> Numbered<T> {
         Some(self.hand)
     }
 
-    /// Drops removed entries at the front, and all removed entries once there are many.
+    /// Drops removed entries at the front, or all of them once there are many.
     fn tidy(&mut self) {
         while self.row.front().is_some_and(|(_, value)| value.is_none()) {
             self.row.pop_front();

@@ -1,12 +1,12 @@
-//! Memory shared by one or more stores. Tracks which store owns each slab of the arena and which
-//! store should release a slab.
+//! Memory shared by one or more stores. Tracks which store owns each arena slab and which store
+//! should release a slab.
 //!
 //! A store divides a slab into frames of one of its frame sizes. A free slab goes to the first
 //! store that requests it. If no slab is free, a requesting store below its share becomes *hungry*,
-//! and stores above their share should release a slab. No call waits for a slab to be released. If
-//! a store's workers can copy only to the first part of the arena, the store's share also applies
-//! to that part, so that other stores cannot occupy all of it. The pool's lock may be acquired
-//! while a store's lock is held, but never the other way around.
+//! and stores above their share should release a slab. No call waits for a release. If a store's
+//! workers can copy only to the first part of the arena, the store is also entitled to its share of
+//! that part, so that other stores cannot fill all of it. Code may take the pool's lock while
+//! holding a store's lock, but never the other way around.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -20,16 +20,16 @@ use crate::tier::disk::DiskRoot;
 use crate::units::size_text;
 use crate::{Error, Result};
 
-/// Target for the number of slabs. The actual number can differ because of the limits below and the
-/// search for a slab size that leaves little space unused.
+/// Target number of slabs. The actual number can differ because of the limits below and the search
+/// for a slab size that wastes little space.
 const NUM_SLABS: u64 = 64;
-/// Maximum size of a slab. Workers register memory with the GPU slab by slab, and each registration
+/// Maximum slab size. Workers register memory with the GPU slab by slab, and each registration
 /// blocks kernel launches.
 const MAX_SLAB_BYTES: u64 = 256 << 20;
-/// Unused space is compared in units of `1 / PRECISION` of a slab.
+/// Wasted space is compared in units of `1 / PRECISION` of a slab.
 const PRECISION: u64 = 1000;
-/// Minimum number of frames of the largest size per slab, unless the arena would then have fewer
-/// than `MIN_SLABS` slabs. With fewer frames, too much space at the end of a slab could be unused.
+/// Minimum number of largest-size frames per slab, unless the arena would then have fewer than
+/// `MIN_SLABS` slabs. Fewer frames could waste too much space at the end of a slab.
 const MIN_FRAMES: u64 = 4;
 const MIN_SLABS: u64 = 8;
 
@@ -41,15 +41,15 @@ pub(crate) struct SlabId(pub(crate) u32);
 struct MemberState {
     /// Number of slabs owned by the store, including `arrived`.
     num_slabs: u32,
-    /// Slabs that were assigned to the store and that the store has not collected yet.
+    /// Slabs assigned to the store but not collected yet.
     arrived: Vec<SlabId>,
-    /// Share of the arena in percent. Stores with None share the rest of the arena equally.
+    /// Share of the arena, in percent. Stores with None split the rest equally.
     percent: Option<u32>,
     /// False if the store is not entitled to a share.
     is_active: bool,
-    /// Number of slabs that the store can keep when other stores need slabs.
+    /// Number of slabs the store can keep when other stores need slabs.
     share: u32,
-    /// If set, the store needs a slab with a number below this limit.
+    /// If set, the store needs a slab numbered below this limit.
     hungry: Option<u32>,
 }
 
@@ -82,9 +82,9 @@ impl fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// Creates an arena of `host_bytes` with slabs suited to frames of these sizes. `wake` is
-    /// called when a store becomes hungry, possibly under that store's lock. The owner of the pool
-    /// should then call [`crate::store::Store::release_slab`] on all other stores.
+    /// Creates an arena of `host_bytes` with slabs suited to these frame sizes. Calls `wake` when a
+    /// store becomes hungry, possibly under that store's lock. The pool's owner should then call
+    /// [`crate::store::Store::release_slab`] on all other stores.
     ///
     /// Returns `InvalidConfig` if no frame fits, and `Io` if memory cannot be allocated.
     pub fn create(
@@ -98,14 +98,14 @@ impl Pool {
         let frame_bytes = sizes.largest();
         if host_bytes < frame_bytes {
             return Err(Error::invalid(format!(
-                "host_size = {} is too small for a chunk of {frame_bytes} bytes; increase it",
+                "host_size = {} is too small for a chunk of {frame_bytes} bytes; raise it",
                 size_text(host_bytes)
             )));
         }
         Self::of_slabs(disk, host_bytes, slab_bytes(host_bytes, &sizes), Box::new(wake))
     }
 
-    /// Allocates the memory of a single store.
+    /// Allocates a single store's memory.
     pub(crate) fn of_one(host_bytes: u64, sizes: &FrameSizes) -> Result<Arc<Self>> {
         let frame_bytes = sizes.largest();
         let host_bytes = if let [_] = sizes.all() {
@@ -133,7 +133,7 @@ impl Pool {
         Ok(Arc::new(Self { arena, slab_bytes, disk, state: Mutex::new(state), wake }))
     }
 
-    /// Places unallocated memory so that shard i of each frame of `frame_bytes` is on NUMA node
+    /// Places unallocated memory so that shard i of each `frame_bytes` frame is on NUMA node
     /// `nodes[i]`. Returns the number of ranges placed, or `Io` if the kernel rejects the
     /// placement.
     pub fn place(&self, frame_bytes: u64, nodes: &[u32]) -> Result<usize> {
@@ -143,13 +143,12 @@ impl Pool {
         Ok(places.len())
     }
 
-    /// Returns the size of the arena, in bytes.
+    /// Returns the arena size, in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.arena.size_bytes()
     }
 
-    /// Returns the size of a slab, in bytes. The last slab also includes the remaining bytes of the
-    /// arena.
+    /// Returns the slab size, in bytes. The last slab also takes the arena's remaining bytes.
     pub fn slab_bytes(&self) -> u64 {
         self.slab_bytes
     }
@@ -159,13 +158,13 @@ impl Pool {
         u32::try_from(self.size_bytes() / self.slab_bytes).unwrap_or(u32::MAX)
     }
 
-    /// Returns true if a store is hungry, in which case other stores should release a slab.
+    /// Returns true if a store is hungry, so other stores should release a slab.
     pub fn is_wanted(&self) -> bool {
         self.state().wanting().next().is_some()
     }
 
-    /// Returns `InvalidConfig` if any of the frame sizes exceeds the slab size. Without this check,
-    /// a store could own slabs that cannot hold its largest frames.
+    /// Returns `InvalidConfig` if a frame size exceeds the slab size. Without this check, a store
+    /// could own slabs too small for its largest frames.
     pub fn check(&self, sizes: &FrameSizes) -> Result<()> {
         sizes.check()?;
         let (slab_bytes, frame_bytes) = (self.slab_bytes, sizes.largest());
@@ -174,8 +173,8 @@ impl Pool {
         }
         Err(Error::invalid(format!(
             "chunks of {frame_bytes} bytes are too large for this server's slabs of {slab_bytes} \
-             bytes, which depend on --host-size and the first engine; raise --host-size, use a \
-             smaller vLLM block size, or start the engine with the larger chunks first"
+             bytes, sized from --host-size and the first engine; raise --host-size, use a smaller \
+             vLLM block size, or start the engine with the larger chunks first"
         )))
     }
 
@@ -184,8 +183,8 @@ impl Pool {
     }
 }
 
-/// Returns the slab size in bytes, which is a multiple of the largest frame size. The multiple is
-/// chosen so that frames of other sizes leave little space unused.
+/// Returns the slab size in bytes: a multiple of the largest frame size, chosen so that frames of
+/// other sizes waste little space.
 fn slab_bytes(host_bytes: u64, sizes: &FrameSizes) -> u64 {
     let frame_bytes = sizes.largest();
     let num_frames = host_bytes / frame_bytes;
@@ -204,7 +203,7 @@ fn slab_bytes(host_bytes: u64, sizes: &FrameSizes) -> u64 {
 }
 
 impl PoolState {
-    /// Recomputes the shares of all stores from the set of active stores.
+    /// Recomputes all stores' shares from the set of active stores.
     fn share_out(&mut self) {
         let num_slabs = self.slabs.len() as u64;
         let of = |percent: u32| (num_slabs * u64::from(percent) / 100).max(1);
@@ -224,7 +223,7 @@ impl PoolState {
         u32::try_from(self.slabs.len()).unwrap_or(u32::MAX)
     }
 
-    /// Returns the number of slabs below `end` that belong to a store.
+    /// Returns the number of a store's slabs below `end`.
     fn num_before(&self, end: u32, id: u32, member: &MemberState) -> u32 {
         if end >= self.num_slabs() {
             return member.num_slabs;
@@ -233,7 +232,7 @@ impl PoolState {
         u32::try_from(own.count()).unwrap_or(u32::MAX)
     }
 
-    /// Returns the number of slabs below `end` that a store can keep when other stores need slabs.
+    /// Returns the number of slabs below `end` a store can keep when other stores need slabs.
     fn share_before(&self, end: u32, member: &MemberState) -> u32 {
         let part = u64::from(member.share) * u64::from(end.min(self.num_slabs()))
             / u64::from(self.num_slabs().max(1));
@@ -244,7 +243,7 @@ impl PoolState {
         self.num_before(end, id, member) < self.share_before(end, member)
     }
 
-    /// Returns the stores that need a slab, each with the limit for the slab's number.
+    /// Returns the stores that need a slab, each with its limit for the slab number.
     fn wanting(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
         let end = |(id, member): (&u32, &MemberState)| {
             member.hungry.filter(|end| self.wants(*end, *id, member)).map(|end| (*id, end))
@@ -253,10 +252,10 @@ impl PoolState {
     }
 
     /// Takes a slab from store `from` and assigns it to another hungry store: the store with the
-    /// lowest limit or, among equal limits, the store that lacks the most slabs. If no other store
-    /// is hungry, the slab becomes free. A hungry store that releases a slab stays hungry, because
-    /// its size classes would otherwise pass the slab around, and the store would never get another
-    /// slab.
+    /// lowest limit or, among equal limits, the store furthest below its share. If no other store
+    /// is hungry, the slab becomes free. A hungry store that releases a slab does not get it back
+    /// and stays hungry; otherwise, its size classes would pass the slab around, and the store
+    /// would never get another.
     fn reassign(&mut self, from: u32, slab: SlabId) {
         if let Some(member) = self.members.get_mut(&from) {
             member.num_slabs -= 1;
@@ -278,7 +277,7 @@ impl PoolState {
     }
 }
 
-/// A store's membership in a pool. Dropping the membership releases all slabs of the store.
+/// A store's pool membership. Dropping it releases all of the store's slabs.
 #[derive(Debug)]
 pub(crate) struct Member {
     pub(crate) pool: Arc<Pool>,
@@ -286,8 +285,8 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    /// Adds a store without any slabs. The store's share is `percent` of the arena. Stores with
-    /// None share the rest of the arena equally.
+    /// Adds a store without slabs. Its share is `percent` of the arena; stores with None split the
+    /// rest equally.
     pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>) -> Self {
         let mut state = pool.state();
         let id = state.next_id;
@@ -310,7 +309,7 @@ impl Member {
         state.share_out();
     }
 
-    /// Returns the slabs that other stores have released to this store since the last call.
+    /// Returns the slabs other stores have released to this store since the last call.
     pub(crate) fn collect(&self) -> Vec<SlabId> {
         self.with(|own| std::mem::take(&mut own.arrived))
     }
@@ -351,13 +350,12 @@ impl Member {
         self.with(|own| own.share)
     }
 
-    /// Returns the number of slabs that the store owns, and the number that other stores can claim.
+    /// Returns the number of slabs the store owns, and how many of them other stores can claim.
     pub(crate) fn num_slabs(&self) -> (u32, u32) {
         self.with(|own| (own.num_slabs, own.num_slabs.saturating_sub(own.share)))
     }
 
-    /// If this store should release a slab to another store, returns the limit for the slab's
-    /// number.
+    /// Returns the limit for the slab number if this store should release a slab to another store.
     pub(crate) fn asked(&self) -> Option<u32> {
         let state = self.pool.state();
         let own = state.members.get(&self.id)?;

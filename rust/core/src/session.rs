@@ -1,6 +1,6 @@
-//! The scheduler side's interface to a store in this process or on a server.
+//! The scheduler side's interface to a store, in this process or on a server.
 //!
-//! A session receives keys and returns numbers, so that calls can cross a socket. Leases and
+//! A session takes keys and returns numbers, so that calls can cross a socket. Leases and
 //! reservations belong to the session and end with it. `engine` tracks paged blocks and rank
 //! reports.
 
@@ -21,74 +21,73 @@ use crate::store::{
 pub use crate::store::{ArenaInfo, LifelineInfo};
 use crate::{Event, Result};
 
-/// Id of a read lease. A session never reuses an id.
+/// Read lease id. A session never reuses an id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LeaseId(pub u64);
 
 /// An engine's connection to a store. Dropping a session aborts its reservations and releases its
 /// leases (I5).
 ///
-/// While a session has no store, for example because its server exited, every lookup is a miss.
+/// While a session has no store, for example because the server exited, every lookup misses.
 pub trait Session: Send + Sync + fmt::Debug {
-    /// Returns the information that a worker needs to map the frames, or None if there is no store.
+    /// Returns the information a worker needs to map the frames, or None without a store.
     fn arena(&self) -> Option<ArenaInfo>;
     /// Switches to a new store if the old store is gone and a new store is available. Returns true
-    /// if the session switched. The new store's host memory is empty, and its `arena` may differ
-    /// from the old store's.
+    /// if the session switched. The new store starts with empty host memory and may have a
+    /// different `arena`.
     ///
-    /// Only this method, which is called between plans, switches stores, so a plan never mixes
-    /// frames of two stores.
+    /// Only this method switches stores, and it is called between plans, so a plan never mixes two
+    /// stores' frames.
     fn renew(&self) -> bool {
         false
     }
-    /// For each prefix, returns the number of leading units that are stored. Has no side effects
-    /// (I9).
+    /// Returns the number of leading units stored for each prefix. Has no side effects (I9).
     fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup>;
-    /// Pins the prefixes' chunks that are in host memory, and queues reads of chunks that are only
-    /// on disk. Returns a single lease for all prefixes.
+    /// Pins the prefixes' chunks in host memory and queues reads for chunks that are only on disk.
+    /// Returns one lease that covers all prefixes.
     fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> LeaseId;
-    /// Returns the number of chunks in a lease that are ready and the number that are still being
-    /// read, across all its prefixes. Returns zeros if the lease has ended.
+    /// Returns how many of a lease's chunks are ready and how many are still being read, across all
+    /// its prefixes. Returns zeros if the lease has ended.
     fn poll(&self, lease: LeaseId) -> Progress;
     /// Returns the frames of all ready chunks, in the order of the prefixes.
     fn frames(&self, lease: LeaseId) -> Vec<LeasedFrame>;
     /// Releases a lease. A second call has no effect.
     fn release(&self, lease: LeaseId);
-    /// Reserves frames for the missing chunks of each request. Reserves nothing if the units of a
-    /// request extend beyond its prefix. Tickets always ascend within a store, but a new store may
-    /// reuse tickets of the old store.
+    /// Reserves frames for each request's missing chunks. Reserves nothing if any request's units
+    /// extend past its prefix. Tickets always ascend within a store, but a new store may reuse the
+    /// old store's tickets.
     fn reserve_many(&self, asked: &[SaveRequest<'_>]) -> Result<Vec<Reserved>>;
-    /// Commits reservations. Returns the number of chunks that became visible.
+    /// Commits reservations. Returns how many chunks became visible.
     fn commit(&self, tickets: &[u64]) -> u32;
     /// Aborts reservations and frees their frames.
     fn abort(&self, tickets: &[u64]);
-    /// Removes chunks and their descendants from every tier. Returns the number of chunks removed
-    /// by this call; the rest of a large tree is removed later.
+    /// Removes chunks and their descendants from every tier. Returns how many this call removed;
+    /// the rest of a large tree follows later.
     fn discard(&self, keys: &[ChunkKey]) -> u64;
     /// Removes all chunks from every tier.
     fn clear(&self);
-    /// Returns the names and values of counters and gauges.
+    /// Returns all counters and gauges by name.
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)>;
-    /// Restricts new reservations to frames in the first `limit_bytes` of the arena, because
+    /// Restricts new reservations to frames in the first `limit_bytes` of the arena. Called while
     /// workers cannot copy to the rest yet.
     fn limit_memory(&self, limit_bytes: u64);
-    /// Returns the log lines added since the last call.
+    /// Returns new log lines since the last call.
     fn take_events(&self) -> Vec<Event>;
     /// Starts recording added and removed chunks; see [`Store::watch`]. A second call has no
     /// effect.
     fn watch(&self, capacity: usize);
-    /// Returns the recorded changes; see [`Listener::changes`]. While the store is not responding,
-    /// returns no rows; after one second, reports all requested chunks as removed. This report and
-    /// the next report from a store set `lost`, because all earlier reports may be outdated.
+    /// Returns the recorded changes; see [`Listener::changes`]. While the store does not respond,
+    /// returns no rows at first and, after one second, reports all requested chunks as removed.
+    /// That report and the next report from a store set `lost`, because all earlier reports may be
+    /// outdated.
     fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes;
-    /// Waits until all visible chunks are written to disk or dropped. Returns false if `timeout`
-    /// expires first.
+    /// Waits until all visible chunks are written to disk or dropped. Returns false on timeout.
     fn flush(&self, timeout: Duration) -> bool;
-    /// Aborts all reservations and stops the store. Read leases remain valid until they are
-    /// released.
+    /// Aborts all reservations and stops the store. Read leases stay valid until released.
     fn close(&self, timeout: Duration);
 
-    /// Returns true if the last reservation timed out. Its chunks can then be retried immediately.
+    /// Returns true if the last reservation timed out, so that its chunks can be retried
+    /// immediately.
     fn is_save_late(&self) -> bool {
         false
     }
@@ -108,10 +107,10 @@ struct Leases {
 /// A session with a store in this process.
 #[derive(Debug)]
 pub struct Local {
-    // Declared before the store, so that open leases are dropped first.
+    // Declared before the store so that open leases are dropped first.
     leases: Mutex<Leases>,
     /// This engine's workers can copy only to the first `limit_bytes` of the arena. Other sessions
-    /// with the store may have different limits.
+    /// may have different limits.
     limit_bytes: AtomicU64,
     listener: OnceLock<Listener>,
     store: Arc<Store>,
@@ -123,8 +122,8 @@ impl Local {
         Ok(Self::of(Arc::new(Store::open(config)?)))
     }
 
-    /// Opens a session with `store`. A store can have more than one session. Closing a session
-    /// closes the store; dropping a session ends only its leases and reservations.
+    /// Opens a session with `store`, which can have several. Closing a session closes the store;
+    /// dropping a session ends only its own leases and reservations.
     pub fn of(store: Arc<Store>) -> Self {
         Self {
             leases: Mutex::default(),
@@ -134,7 +133,7 @@ impl Local {
         }
     }
 
-    /// Returns the number of open reservations and the number of read leases.
+    /// Returns the number of open reservations and of read leases.
     pub fn num_open(&self) -> (usize, usize) {
         let leases = self.leases();
         (leases.writes.len(), leases.reads.len())
@@ -170,7 +169,7 @@ impl Local {
     }
 
     /// Removes and returns the open reservations with these tickets. The caller must not hold the
-    /// lock when it drops a reservation, because dropping aborts the save.
+    /// lock when dropping a reservation, because the drop aborts the save.
     fn take(&self, tickets: &[u64]) -> Vec<WriteLease> {
         let mut leases = self.leases();
         let mut taken = Vec::with_capacity(tickets.len());

@@ -1,6 +1,5 @@
-//! Locks, condition variables and threads from the standard library. With `--cfg shuttle`, they
-//! come from a model checker that picks the next thread at each synchronization point
-//! (`tests/models.rs`).
+//! Locks, condition variables and threads from the standard library or, with `--cfg shuttle`, from
+//! a model checker that picks the next thread at each synchronization point (`tests/models.rs`).
 
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
@@ -16,25 +15,25 @@ pub(crate) use std::{
     thread,
 };
 
-/// Locks a mutex, even if the mutex is poisoned.
+/// Locks a mutex, even if poisoned.
 pub fn locked<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Joins threads that are stopping. At the deadline, detaches threads that are still running, for
-/// example because a system call hangs.
+/// Joins stopping threads. At the deadline, detaches threads still running, for example in a hung
+/// system call.
 pub fn join(threads: Vec<thread::JoinHandle<()>>, deadline: Instant) {
     for thread in threads {
         while !has_ended(&thread) && Instant::now() < deadline {
             thread::sleep(Duration::from_millis(1));
         }
         if has_ended(&thread) {
-            let _ended = thread.join(); // a panic has already been logged and has poisoned the lock
+            let _ended = thread.join(); // a panic was already logged and poisoned the lock
         }
     }
 }
 
-/// Returns true if the thread can be joined without blocking. Threads of the model checker never
+/// Returns true if the thread can be joined without blocking. The model checker's threads never
 /// hang, so they are always joined.
 fn has_ended(thread: &thread::JoinHandle<()>) -> bool {
     #[cfg(shuttle)]

@@ -1,23 +1,23 @@
-//! A 64-bit, position-dependent tag of a chunk's pages, which is computed when the bytes are
-//! produced and checked before they are used.
+//! A 64-bit, position-dependent tag of a chunk's pages, computed when the bytes are produced and
+//! checked before they are used.
 //!
 //! `tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C))` mod 2^64, where w[p, j] is the
-//! j-th little-endian 64-bit word of page p. Pages are in payload order and padded with zeros to
-//! whole words. The function mix is
-//! `x ^= rotr(x, 17) ^ rotr(x, 36); x *= M1; x ^= x >> 29; x *= M2; x ^= x >> 32`.
+//! j-th little-endian 64-bit word of page p. Pages are in payload order and zero-padded to whole
+//! words. The function mix is `x ^= rotr(x, 17) ^ rotr(x, 36); x *= M1; x ^= x >> 29; x *= M2; x ^=
+//! x >> 32`.
 //!
-//! The tag is a sum, so threads can add their words in any order. The tag needs only 64-bit
-//! multiplication, xor, shifts and addition, so a GPU can compute it during the copy. `mix` is a
-//! bijection, so damage within a single word is always detected. The tag detects accidental damage
-//! (torn, stale, swapped or shifted pages) but not deliberate changes.
+//! The tag is a sum, so threads can add their words in any order. It needs only 64-bit multiplies,
+//! xors, shifts and adds, so a GPU can compute it during the copy. `mix` is a bijection, so damage
+//! within a single word is always detected. The tag catches accidental damage (torn, stale, swapped
+//! or shifted pages) but not deliberate changes.
 
 use crate::{Error, Result};
 
 // Nothing-up-my-sleeve constants: the first 8 bytes (little endian) of BLAKE3("kvloft tag v1 " +
 // name), made odd.
-/// Multiplier of the page index.
+/// Page index multiplier.
 pub const A: u64 = 0xb0a1_2ec3_a5fe_637d;
-/// Multiplier of the index of a word in its page.
+/// Multiplier for a word's index in its page.
 pub const B: u64 = 0xf7c7_770c_c179_0db7;
 /// Offset added to all positions, so that leading zero words also affect the tag.
 pub const C: u64 = 0x8ced_aa81_95c7_5ecd;
@@ -26,10 +26,10 @@ pub const M1: u64 = 0xaaa3_ec23_16f3_9b27;
 /// Second multiplier in `mix`.
 pub const M2: u64 = 0x6f8b_3af1_12db_4f79;
 
-/// Returns the tag of a payload. The payload contains `num_blocks` blocks without gaps, and each
-/// block has one page of each size in `page_bytes`.
+/// Returns a payload's tag. The payload holds `num_blocks` blocks without gaps, each with one page
+/// of each size in `page_bytes`.
 ///
-/// Returns `InvalidConfig` if the length of the payload is not the sum of its page sizes.
+/// Returns `InvalidConfig` if the payload length is not the sum of its page sizes.
 pub fn chunk_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> Result<u64> {
     let block_bytes = page_bytes.iter().map(|&bytes| u64::from(bytes)).sum::<u64>();
     if block_bytes.checked_mul(u64::from(num_blocks)) != u64::try_from(payload.len()).ok() {
@@ -54,9 +54,9 @@ pub fn chunk_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> Result<
     Ok(tag)
 }
 
-/// Returns the checksum of one page. `position` is the position value of its first word.
+/// Returns one page's checksum. `position` is the first word's position value.
 fn page_sum(page: &[u8], mut position: u64) -> u64 {
-    // Uses four independent sums, so that the additions can overlap.
+    // Four independent sums, so that the additions can overlap.
     let mut sums = [0u64; 4];
     let (quads, rest) = page.as_chunks::<32>();
     for quad in quads {
@@ -77,13 +77,13 @@ fn page_sum(page: &[u8], mut position: u64) -> u64 {
     sum
 }
 
-/// Mixes 64 bits with a bijection in which every input bit affects all output bits.
+/// Mixes 64 bits with a bijection where every input bit affects all output bits.
 ///
-/// Multiplication does not propagate the top bits. Changing only the top bits would therefore
-/// change the product by one of just a few values, and the changes of two words could cancel out:
-/// with `x >> 32` as the first step, flipping both fp32 signs in two words canceled out for one in
+/// Multiplication does not propagate the top bits. A change in only the top bits would therefore
+/// change the product by one of just a few values, and the changes in two words could cancel out:
+/// with `x >> 32` as the first step, flipping both fp32 signs in two words canceled out in one of
 /// 2^20 pairs. The rotations prevent this: after them, a change is confined to the top 16 bits only
-/// if at least 10 input bits are flipped, and to the top 8 bits only if at least 20 are.
+/// if at least 10 input bits flip, and to the top 8 bits only if at least 20 do.
 #[inline]
 fn mix(mut x: u64) -> u64 {
     x ^= x.rotate_right(17) ^ x.rotate_right(36);

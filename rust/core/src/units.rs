@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-/// Formats a size with a binary unit and at most two decimals, such as `32 GiB`, `1.50 MiB` or
-/// `1000 bytes`.
+/// Formats a size with a binary unit and up to two decimals, such as `32 GiB`, `1.50 MiB` or `1000
+/// bytes`.
 pub fn size_text(bytes: u64) -> String {
     for (unit, shift) in [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)] {
         let hundredths = (u128::from(bytes) * 100) >> shift;

@@ -251,7 +251,7 @@ fn a_tier_that_fails_to_open_is_opened_later() {
     disk.fail_opens.store(true, Ordering::SeqCst);
     let store = disk.open(&settings(16, &disk), &found);
     assert_eq!(stat(&store, "disk_broken"), 1);
-    assert!(store.take_events().iter().any(|event| event.contains("cannot be opened")));
+    assert!(store.take_events().iter().any(|event| event.contains("failed to open")));
     assert_eq!(save_all(&store, &hot), 16, "host memory must work");
     assert_eq!(store.lookup(&cold[0]).stored_units, 0);
     store.discard(&cold[1].keys()[..1]);

@@ -79,7 +79,7 @@ fn a_store_works_while_its_disk_opens() {
     assert!(store.flush(LONG));
     assert_eq!(disk.tier.chunks().len(), 3);
     assert_eq!(disk.num_tries.load(Ordering::SeqCst), 1, "the first attempt was not discarded");
-    assert_eq!(told(&store), "disk tier: open, with 0 chunks");
+    assert_eq!(told(&store), "disk tier: opened with 0 chunks");
     store.check().unwrap();
 }
 
@@ -92,12 +92,12 @@ fn a_failed_late_open_is_logged_and_retried() {
     let mut all = String::new();
     until("the failure is logged", || {
         all += &told(&store);
-        all.contains("cannot be opened; using host memory only and retrying: another has it")
+        all.contains("failed to open; using host memory only and retrying: another has it")
     });
     disk.answers.send(Ok(())).unwrap();
     save(&store, &arena_of(&store), &chain(&[1]), 0..1);
     until("it is open", || store.flush(LONG));
-    assert_eq!(told(&store).matches("disk tier: open, with").count(), 1);
+    assert_eq!(told(&store).matches("disk tier: opened with").count(), 1);
     assert_eq!((disk.tier.chunks().len(), disk.num_tries.load(Ordering::SeqCst)), (1, 2));
 }
 

@@ -127,7 +127,7 @@ fn test_chunks_of_a_removed_disk_are_misses_and_those_in_host_are_written_to_a_n
         events[0].starts_with("disk tier: /memory was removed; dropping its 1508 chunks"),
         "{events:?}"
     );
-    assert!(events[1].contains("disk tier: open, with"), "{events:?}");
+    assert!(events[1].contains("disk tier: opened with"), "{events:?}");
     store.check().unwrap();
     assert_eq!((disks.nth(0).violations(), disks.nth(1).violations()), (Vec::new(), Vec::new()));
 }
@@ -192,7 +192,7 @@ fn test_a_removed_disk_that_cannot_be_opened_is_retried() {
     until("a failure is logged", || {
         let mut events = events.lock().unwrap();
         *events += &store.take_events().join("; ");
-        events.contains("cannot be opened; using host memory only and retrying")
+        events.contains("failed to open; using host memory only and retrying")
     });
     assert_eq!(host_and_stored(&store, &prompt(0, 4)), (4, 4), "host memory must work");
     disks.fail_opens.store(false, Ordering::SeqCst);

@@ -1,4 +1,4 @@
-//! Python binding for `kvloft_core::io::Arena`, a worker's mapping of the frames.
+//! Python bindings for `kvloft_core::io::Arena`, a worker's mapping of the frames.
 
 use kvloft_core::io::{self, PartSpec};
 use pyo3::prelude::*;
@@ -19,7 +19,7 @@ pub(crate) struct Arena {
     id: u64,
 }
 
-/// The position of a part of a frame and the fields of its trailer, read from a Python dict.
+/// A frame part's position and trailer fields, read from a Python dict.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct FramePart {
@@ -45,8 +45,8 @@ impl Arena {
     }
 }
 
-/// Place unallocated pages on NUMA node `node`. Return False if the pages already have a NUMA
-/// policy or the system call fails.
+/// Place unallocated pages on NUMA node `node`. Return False if they already have a NUMA policy or
+/// the system call fails.
 #[pyfunction]
 pub(crate) fn prefer_numa_node(address: usize, num_bytes: usize, node: u32) -> bool {
     io::prefer_numa_node(address, num_bytes, node)
@@ -67,8 +67,8 @@ impl Arena {
         Ok(Self::of(io::Arena::private(size_bytes).map_err(raise)?))
     }
 
-    /// Compute the tag of a part's payload, write the trailer at the end of the part, and return
-    /// the tag.
+    /// Compute the tag of a part's payload, write the trailer at the part's end, and return the
+    /// tag.
     fn seal(&self, py: Python<'_>, part: FramePart) -> PyResult<u64> {
         let seal = || self.inner.seal(part.offset, part.part_bytes, &part.spec());
         py.detach(seal).map_err(raise)

@@ -10,7 +10,7 @@ use pyo3::types::{PyBytes, PyIterator, PyList, PySlice, PyTuple, PyType};
 
 use crate::error::raise;
 
-/// The columns of one group: (group, frames, keys, blocks).
+/// One group's columns: (group, frames, keys, blocks).
 type PyColumns<'py> = (u32, Bound<'py, PyBytes>, Bound<'py, PyBytes>, Bound<'py, PyBytes>);
 
 fn columns_of<'a>((group, frames, keys, blocks): &'a PyColumns<'_>) -> Columns<&'a [u8]> {
@@ -50,16 +50,15 @@ impl ChunkBatch {
 
 #[pymethods]
 impl ChunkBatch {
-    /// Create a batch from the columns of each group and from the tickets. Raise `ConfigError` if
-    /// the columns are inconsistent.
+    /// Create a batch from each group's columns and the tickets. Raise `ConfigError` if they are
+    /// inconsistent.
     #[new]
     fn new(parts: Vec<PyColumns<'_>>, tickets: &[u8]) -> PyResult<Self> {
         let parts: Vec<_> = parts.iter().map(columns_of).collect();
         chunk_batch::ChunkBatch::from_columns(&parts, tickets).map(Self::from).map_err(raise)
     }
 
-    /// Return a batch of all chunks in `batches`. All chunks are assigned to the first batch's
-    /// group.
+    /// Return one batch of all chunks in `batches`, assigned to the first batch's group.
     #[staticmethod]
     fn concat(batches: Vec<PyRef<'_, Self>>) -> Self {
         chunk_batch::ChunkBatch::concat(batches.iter().map(|batch| &*batch.inner)).into()
@@ -94,23 +93,23 @@ impl ChunkBatch {
         Ok((slf.get_type(), slf.get().columns(slf.py()).into_pyobject(slf.py())?))
     }
 
-    /// Return the tickets of the reservations. Loads have no tickets.
+    /// Return the reservation tickets. Loads have none.
     pub(crate) fn tickets(&self) -> &[u64] {
         self.inner.tickets()
     }
 
-    /// Return the ids of all paged blocks that the batch copies.
+    /// Return the ids of all paged blocks the batch copies.
     fn block_ids(&self) -> Vec<i32> {
         self.inner.wanted_blocks().collect()
     }
 
-    /// Return a batch in which the chunks of each group are sorted by frame.
+    /// Return a batch with each group's chunks sorted by frame.
     fn by_frame(&self) -> Self {
         self.inner.by_frame().into()
     }
 
     /// Raise `ConfigError` if copying a chunk would access memory outside the arena, its frame or
-    /// the paged KV.
+    /// the paged KV cache.
     #[pyo3(signature = (*, num_frames, num_blocks, blocks_per_chunk))]
     fn check(&self, num_frames: u32, num_blocks: u32, blocks_per_chunk: u32) -> PyResult<()> {
         self.inner.check(num_frames, num_blocks, blocks_per_chunk).map_err(raise)

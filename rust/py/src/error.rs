@@ -1,4 +1,4 @@
-//! Converts core errors to the exceptions defined in `kvloft.errors`.
+//! Converts core errors to the exceptions in `kvloft.errors`.
 
 use kvloft_core::{Error, ErrorKind};
 use pyo3::import_exception;

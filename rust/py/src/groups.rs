@@ -28,9 +28,7 @@ impl<'py> FromPyObject<'_, 'py> for PyGroup {
             "local" => GroupKind::Local,
             "state" => GroupKind::State,
             _ => {
-                return Err(ConfigError::new_err(format!(
-                    "unknown kind of KV cache group: {kind:?}"
-                )));
+                return Err(ConfigError::new_err(format!("unknown KV cache group kind: {kind:?}")));
             }
         };
         Ok(Self(Group {
@@ -46,8 +44,8 @@ impl<'py> FromPyObject<'_, 'py> for PyGroup {
     }
 }
 
-/// Appends the blocks of `units` for each saved group. Replaces missing blocks with null blocks: a
-/// group that needs only part of a prefix can have fewer blocks.
+/// Appends each saved group's blocks for `units`. Fills in null blocks for missing blocks, because
+/// a group that needs only part of a prefix can have fewer.
 pub(crate) fn append_saved_blocks(
     session: &EngineSession,
     tables: &Bound<'_, PyAny>,

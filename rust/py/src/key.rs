@@ -14,11 +14,10 @@ const DETACH_TOKENS: usize = 4096;
 /// Calls that hash at least this many row bytes (about 20 us) detach from the interpreter.
 const DETACH_BYTES: usize = 64 << 10;
 
-/// The keys of a request's prefix, one per block. The chain is extended as tokens arrive.
+/// The keys of a request's prefix, one per block, extended as tokens arrive.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct KeyChain {
-    // Holders of this lock never wait for the interpreter, so it is safe to wait for the lock while
-    // attached.
+    // Lock holders never wait for the interpreter, so waiting for the lock while attached is safe.
     inner: Mutex<key::KeyChain>,
 }
 
@@ -33,8 +32,7 @@ impl KeyChain {
     }
 
     /// Like `lock`, but never blocks. Also returns an error if the chain is already locked, for
-    /// example by another row of the same call, or if its number of tokens is no longer
-    /// `num_tokens`.
+    /// example by another row of the same call, or no longer has `num_tokens` tokens.
     pub(crate) fn try_lock_at(&self, num_tokens: u32) -> PyResult<MutexGuard<'_, key::KeyChain>> {
         let chain = self.inner.try_lock();
         let chain = chain.map_err(|_| {
@@ -46,8 +44,8 @@ impl KeyChain {
             .ok_or_else(|| StoreError::new_err("this KeyChain is in use by another thread"))
     }
 
-    /// Appends the tokens in `token_ids[:stop]` that the chain lacks if there are at least
-    /// `DETACH_TOKENS` of them. Returns the number of tokens in the chain.
+    /// Appends the tokens in `token_ids[:stop]` that the chain lacks, if they number at least
+    /// `DETACH_TOKENS`. Returns the chain's token count.
     pub(crate) fn extend_if_long(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<u32> {
         let start = self.num_tokens()?;
         if (stop.saturating_sub(start) as usize) < DETACH_TOKENS {
@@ -78,8 +76,8 @@ impl KeyChain {
         Ok(self.lock()?.num_blocks())
     }
 
-    /// Declare a multimodal item at positions `[start, start + num_tokens)`. An item must be
-    /// declared before its positions are appended.
+    /// Declare a multimodal item at positions `[start, start + num_tokens)`, before they are
+    /// appended.
     fn add_item(&self, identifier: &str, start: u32, num_tokens: u32) -> PyResult<()> {
         self.lock()?.add_item(identifier, start, num_tokens).map_err(raise)
     }
@@ -107,8 +105,8 @@ impl KeyChain {
         if rows.bytes().len() < DETACH_BYTES { append() } else { rows_py.detach(append) }
     }
 
-    /// Return the key of the prefix that ends with block `block`. If `group` is given, return the
-    /// key under which that group stores the chunk that ends there.
+    /// Return the key of the prefix ending with block `block`, or with `group`, the key of that
+    /// group's chunk ending there.
     #[pyo3(signature = (block, group = None))]
     fn key<'py>(
         &self,
@@ -132,8 +130,7 @@ impl KeyChain {
     }
 }
 
-/// Return the 32-byte digest of (name, value) pairs with unique names. The order of the pairs does
-/// not matter.
+/// Return an order-independent 32-byte digest of (name, value) pairs. Names must be unique.
 #[pyfunction]
 pub(crate) fn namespace_digest(
     py: Python<'_>,
@@ -144,8 +141,7 @@ pub(crate) fn namespace_digest(
     Ok(PyBytes::new(py, &key::namespace_digest(&fields).map_err(raise)?))
 }
 
-/// Return the 32-byte key of the empty prefix. `adapter` is a pair that contains the name of a
-/// `LoRA` adapter and its path or id.
+/// Return the 32-byte key of the empty prefix. `adapter` is a `LoRA` adapter's (name, path or id).
 #[pyfunction]
 #[pyo3(signature = (namespace, adapter, cache_salt))]
 pub(crate) fn root_key<'py>(

@@ -19,8 +19,7 @@ fn by_tier(py: Python<'_>, from: UnitsByTier) -> PyResult<Bound<'_, PyDict>> {
         .into_py_dict(py)
 }
 
-/// Pins chunks in host memory while more chunks are read from disk. Dropping the lease unpins all
-/// chunks.
+/// Pins chunks in host memory while more are read from disk. Dropping the lease unpins them all.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct ReadLease {
     pub(crate) session: Arc<EngineSession>,

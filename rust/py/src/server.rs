@@ -56,13 +56,12 @@ impl Server {
         Ok(Self { inner: py.detach(|| kvloft_wire::Server::open(config)).map_err(raise)? })
     }
 
-    /// Return the status of the server. See `server_status`.
+    /// Return the server's status. See `server_status`.
     fn status<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         status_dict(py, &self.inner.status())
     }
 
-    /// Return the reason why the server cannot use its disk directory, or None if it can use the
-    /// directory or does not have one.
+    /// Return the reason the server cannot use its disk directory, or None if it can or has none.
     fn disk_trouble(&self) -> Option<String> {
         self.inner.disk_trouble()
     }
@@ -83,7 +82,7 @@ impl Server {
     }
 }
 
-/// Return the available memory of this machine or container in bytes, or None if it is unknown.
+/// Return this machine's or container's available memory in bytes, or None if unknown.
 #[pyfunction(name = "available_bytes")]
 pub(crate) fn available_memory() -> Option<u64> {
     available_bytes()
@@ -101,7 +100,7 @@ pub(crate) fn server_status(
     status_dict(py, &found)
 }
 
-/// Remove all chunks of a namespace on the server at `socket`. Return the number of chunks removed.
+/// Remove all of a namespace's chunks on the server at `socket`. Return the number removed.
 #[pyfunction]
 #[pyo3(signature = (socket, *, namespace="", timeout_s=30.0))]
 pub(crate) fn server_clear(
@@ -113,7 +112,7 @@ pub(crate) fn server_clear(
     py.detach(|| clear(&socket, namespace, timeout(timeout_s))).map_err(raise)
 }
 
-/// Evict the chunks of one salt, or all chunks, either from all tiers or only from host memory.
+/// Evict one salt's chunks, or all chunks, from all tiers or only from host memory.
 #[pyfunction]
 #[pyo3(signature = (socket, *, namespace="", salt=None, host_only=false, timeout_s=60.0))]
 pub(crate) fn server_evict<'py>(

@@ -1,7 +1,7 @@
 //! Python bindings for `kvloft_core::session`.
 //!
-//! Short calls stay attached to the interpreter. Staying attached is safe because no holder of a
-//! session's lock ever waits for the interpreter. Long calls detach.
+//! Short calls stay attached to the interpreter, which is safe because no holder of a session lock
+//! ever waits for the interpreter. Long calls detach.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -49,10 +49,10 @@ impl Session {
     }
 }
 
-/// Initial capacity for each row of `reserve`, in tokens. In a step, a generating request rarely
-/// completes more than one block.
+/// Initial capacity per `reserve` row, in tokens. A generating request rarely completes more than
+/// one block per step.
 const ROW_TOKENS: usize = 32;
-/// Initial capacity for each row of `reserve`, in blocks.
+/// Initial capacity per `reserve` row, in blocks.
 const ROW_BLOCKS: usize = 8;
 
 /// A row passed to `reserve`.
@@ -80,12 +80,12 @@ impl<'py> FromPyObject<'_, 'py> for Due<'py> {
     }
 }
 
-/// Returns the batch, or None if the batch is empty.
+/// Returns the batch, or None if empty.
 fn some(inner: Arc<chunk_batch::ChunkBatch>) -> Option<ChunkBatch> {
     (!inner.is_empty()).then_some(ChunkBatch { inner })
 }
 
-/// A chunk's key and the bit mask of its tiers.
+/// A chunk's key and tier bit mask.
 type TierRow<'py> = (Bound<'py, PyBytes>, u8);
 
 #[pymethods]
@@ -126,7 +126,7 @@ impl Session {
         Self::over(Box::new(local), num_ranks, groups, sizes)
     }
 
-    /// Connect to the store of the server at `socket`. Each call waits for at most `timeout_s`
+    /// Connect to the store on the server at `socket`. Each call waits for at most `timeout_s`
     /// seconds.
     #[staticmethod]
     #[pyo3(signature = (socket, *, frame_bytes, namespace, timeout_s, num_ranks=1, groups=None, description=""))]
@@ -153,33 +153,32 @@ impl Session {
         Self::over(Box::new(remote), num_ranks, groups, sizes)
     }
 
-    /// Path at which other processes of this user can open the arena. Empty while there is no
-    /// store.
+    /// Path where this user's other processes can open the arena. Empty without a store.
     #[getter]
     fn arena_path(&self) -> String {
         self.inner.session().arena().map(|arena| arena.path).unwrap_or_default()
     }
 
-    /// Number that identifies the arena's memory. 0 while there is no store.
+    /// Number that identifies the arena's memory. 0 without a store.
     #[getter]
     fn arena_id(&self) -> u64 {
         self.inner.session().arena().map_or(0, |arena| arena.id)
     }
 
-    /// Path at which workers open the lifeline, and the lifeline's inode. None for an embedded
-    /// store or while there is no store.
+    /// Path where workers open the lifeline, and its inode. None for an embedded store or without a
+    /// store.
     #[getter]
     fn lifeline(&self) -> Option<(String, u64)> {
         self.inner.session().arena()?.lifeline.map(|lifeline| (lifeline.path, lifeline.id))
     }
 
-    /// Frame size of each size class, in bytes.
+    /// Frame size per size class, in bytes.
     #[getter]
     fn frame_sizes(&self) -> Vec<u64> {
         self.sizes.all().to_vec()
     }
 
-    /// Sizes of the arena and of a slab, in bytes. Both are 0 while there is no store.
+    /// Arena size and slab size, in bytes. Both are 0 without a store.
     #[getter]
     fn arena_sizes(&self) -> (u64, u64) {
         let arena = self.inner.session().arena();
@@ -187,7 +186,7 @@ impl Session {
     }
 
     /// Switch to a new store if the old store is gone and a new store is available. Return True if
-    /// the session switched. Leases and reservations of the old store are no longer valid.
+    /// the session switched. The old store's leases and reservations become invalid.
     fn renew(&self) -> bool {
         self.inner.session().renew()
     }
@@ -198,7 +197,7 @@ impl Session {
         self.inner.session().is_save_late()
     }
 
-    /// Number of saves that at least one rank has not reported yet.
+    /// Number of saves not yet reported by every rank.
     #[getter]
     fn num_in_flight(&self) -> usize {
         self.inner.num_in_flight()
@@ -211,8 +210,8 @@ impl Session {
         Ok((found.host_units, found.stored_units))
     }
 
-    /// Return (length of the deepest hit in host memory, length of the deepest hit in any tier), in
-    /// units. The lengths are limited to `host_units` and `stored_units`.
+    /// Return the lengths of the deepest hit in host memory and of the deepest hit in any tier, in
+    /// units, capped at `host_units` and `stored_units`.
     fn deepest_hit(
         &self,
         chain: &KeyChain,
@@ -224,17 +223,17 @@ impl Session {
         Ok((found.host_units, found.stored_units))
     }
 
-    /// Pin the chunks in host memory that a prefix of `num_units` units needs, and start reading
-    /// the prefix's other chunks from disk.
+    /// Pin the chunks that a prefix of `num_units` units needs, and start reading the chunks not in
+    /// host memory from disk.
     #[pyo3(signature = (chain, num_units=u32::MAX))]
     fn acquire(&self, chain: &KeyChain, num_units: u32) -> PyResult<ReadLease> {
         let lease = self.inner.acquire(&mut *chain.lock()?, num_units).map_err(raise)?;
         Ok(ReadLease { session: Arc::clone(&self.inner), lease })
     }
 
-    /// Extend the chains of many requests and reserve frames for their units. Return two lists with
-    /// one item per request: the chunks or None, and the number of units that got no frame. On
-    /// error, nothing is reserved.
+    /// Extend many requests' chains and reserve frames for their units. Return two lists with one
+    /// item per request: the chunks or None, and the number of units that got no frame. On error,
+    /// reserve nothing.
     fn reserve(&self, rows: Vec<Due<'_>>) -> PyResult<(Vec<Option<ChunkBatch>>, Vec<u32>)> {
         // Anything that can run Python code must happen before any chain is locked.
         let mut ids = Vec::with_capacity(rows.len() * ROW_TOKENS);
@@ -267,8 +266,8 @@ impl Session {
         Ok(reserved.into_iter().map(|(chunks, num_dropped)| (some(chunks), num_dropped)).unzip())
     }
 
-    /// Reserve frames for Mamba or gated delta net states. Each row is (chain, group, last unit
-    /// that the state covers, block that holds the state). On error, nothing is reserved.
+    /// Reserve frames for Mamba or gated delta net states. Each row is (chain, group, last unit the
+    /// state covers, block that holds the state). On error, reserve nothing.
     fn reserve_states(
         &self,
         rows: Vec<(Bound<'_, KeyChain>, usize, u32, i32)>,
@@ -284,28 +283,28 @@ impl Session {
         Ok(self.inner.reserve_states(states).map_err(raise)?.into_iter().map(some).collect())
     }
 
-    /// Process one rank's report. Return (number of chunks that became visible, number of chunks
-    /// that failed on a rank).
+    /// Process one rank's report. Return how many chunks became visible and how many failed on a
+    /// rank.
     #[pyo3(signature = (saved, failed=Vec::new(), misfits=Vec::new()))]
     fn settle(&self, saved: Vec<u64>, failed: Vec<u64>, misfits: Vec<u64>) -> (u32, usize) {
         self.inner.settle(&saved, &failed, &misfits)
     }
 
-    /// Release the frames of reservations that no rank will report. If `tickets` is None, release
-    /// all reserved frames.
+    /// Release the frames of reservations no rank will report, or all reserved frames if `tickets`
+    /// is None.
     #[pyo3(signature = (tickets=None))]
     fn abort(&self, tickets: Option<Vec<u64>>) {
         tickets.map_or_else(|| self.inner.abort_all(), |tickets| self.inner.abort(&tickets));
     }
 
-    /// Return the blocks that in-flight saves may still read, or the subset that is in `blocks`.
+    /// Return the blocks that in-flight saves may still read, restricted to `blocks` if given.
     #[pyo3(signature = (blocks=None))]
     fn being_read(&self, blocks: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<i32>> {
         let blocks = blocks.map(|blocks| block_ids(blocks, 0, None)).transpose()?;
         Ok(self.inner.being_read(blocks.as_deref()))
     }
 
-    /// Remove chunks and their descendants from every tier. Return the number of chunks removed.
+    /// Remove chunks and their descendants from every tier. Return the number removed so far.
     fn discard(&self, keys: Vec<KeyBytes>) -> u64 {
         let keys: Vec<_> = keys.into_iter().map(|key| key.0).collect();
         self.inner.session().discard(&keys)
@@ -316,34 +315,34 @@ impl Session {
         py.detach(|| self.inner.clear());
     }
 
-    /// Return counters and gauges by name. The names are defined in `rust/core/src/store/stats.rs`.
+    /// Return counters and gauges by name. `rust/core/src/store/stats.rs` defines the names.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.inner.session().stats().into_py_dict(py)?;
         stats.set_item("save_misfit_chunks", self.inner.num_misfits())?;
         Ok(stats)
     }
 
-    /// Restrict new saves to frames in the first `limit_bytes` of the arena. Workers cannot copy to
-    /// other frames yet.
+    /// Restrict new saves to frames in the first `limit_bytes` of the arena. Called while workers
+    /// cannot copy to the rest yet.
     fn limit_memory(&self, limit_bytes: u64) {
         self.inner.session().limit_memory(limit_bytes);
     }
 
-    /// Return each new log line and whether it reports a problem.
+    /// Return (line, True if it reports a problem) for each new log line.
     fn take_events(&self) -> Vec<(String, bool)> {
         let events = self.inner.session().take_events().into_iter();
         events.map(|event| (event.to_string(), event.is_problem())).collect()
     }
 
-    /// Start recording added and removed chunks. At least the last `capacity` changes are kept
-    /// until `changes` returns them.
+    /// Start recording added and removed chunks. Keeps at least the last `capacity` changes until
+    /// `changes` returns them.
     fn watch(&self, capacity: usize) {
         self.inner.session().watch(capacity);
     }
 
-    /// Return (key, tiers) for the chunks in `asked` and for up to `limit` changed chunks, and
-    /// whether earlier reports may be outdated. The bits of `tiers` are 1 for host memory, 2 for
-    /// disk and 4 for a chunk that is being filled.
+    /// Return (key, tiers) for the `asked` chunks and up to `limit` changed chunks, and True if
+    /// earlier reports may be outdated. The bits of `tiers` are 1 for host memory, 2 for disk and 4
+    /// for a chunk being saved or read.
     fn changes<'py>(
         &self,
         py: Python<'py>,

@@ -1,5 +1,5 @@
-//! Converts settings from Python values: tenant limits, frame sizes, the disk tier and timeouts.
-//! This module also hashes salts.
+//! Converts Python settings: tenant limits (with hashed salts), frame sizes, the disk tier and
+//! timeouts.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -17,10 +17,10 @@ pub(crate) enum PyQuota {
     Share(f64),
 }
 
-/// Host memory limit, disk limit, and number of seconds until chunks expire. None means unlimited.
+/// Host memory limit, disk limit, and seconds until chunks expire. None means unlimited.
 type PyLimits = (Option<PyQuota>, Option<PyQuota>, Option<u32>);
 
-/// Default limits of each salt, limits of requests without a salt, and limits of individual salts.
+/// Default limits per salt, limits for requests without a salt, and limits for individual salts.
 pub(crate) type PyTenantLimits = (PyLimits, PyLimits, Vec<(String, PyLimits)>);
 
 fn quota(quota: &PyQuota) -> Result<Quota> {
@@ -56,8 +56,8 @@ pub(crate) fn tenant_limits(given: Option<PyTenantLimits>) -> Result<TenantLimit
     Ok(TenantLimits { unsalted: limits(&unsalted)?, salted: limits(&salted)?, by_salt })
 }
 
-/// Frame size of each size class, in bytes. A single number is the size of the only class. In a
-/// pair, the second number is the class's uncompressed chunk size.
+/// Frame size per size class, in bytes. A single number means a single class. In a pair, the second
+/// number is the class's uncompressed chunk size.
 #[derive(FromPyObject)]
 pub(crate) enum PySizes {
     One(u64),

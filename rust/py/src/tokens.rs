@@ -1,9 +1,9 @@
 //! Reads token ids, block ids and embedding rows from Python objects without a copy in Python.
 //!
 //! Reading a list of 100,000 ids is the slowest part of a scheduler hook, so exact lists of exact
-//! ints are read through borrowed references. All other objects are read through owned references,
-//! which is slower. An invalid element always raises an exception; no value is ever truncated. This
-//! is the only file of the extension that contains unsafe code.
+//! ints are read through borrowed references. All other objects take the slower path through owned
+//! references. An invalid element always raises; no value is ever truncated. No other file in the
+//! extension has unsafe code.
 #![expect(
     unsafe_code,
     reason = "the stable ABI has no safe way to read borrowed list items and buffer memory"
@@ -19,11 +19,11 @@ use pyo3::types::{PyByteArray, PyBytes, PyList, PySequence};
 
 use crate::error::ConfigError;
 
-/// Returns `sequence[start:stop]` as token ids. Raises `ConfigError` if an element is not an int in
-/// 0..2^32. The message contains the first such element.
+/// Returns `sequence[start:stop]` as token ids. Raises `ConfigError`, naming the first bad element,
+/// if an element is not an int in 0..2^32.
 ///
-/// Unlike slicing, this function raises an exception if a bound is outside the sequence, because
-/// fewer ids would identify a different prefix.
+/// Unlike slicing, raises if a bound is outside the sequence, because fewer ids would identify a
+/// different prefix.
 pub(crate) fn token_ids(
     sequence: &Bound<'_, PyAny>,
     start: i64,
@@ -153,7 +153,7 @@ fn append_list<T: TryFrom<u32>>(
     Ok(())
 }
 
-/// Returns the id of any object with `__index__`.
+/// Converts any object with `__index__` to an id.
 #[cold]
 fn slow_id(name: &str, item: &Bound<'_, PyAny>, index: usize) -> PyResult<u32> {
     item.extract().map_err(|cause| {
@@ -169,7 +169,7 @@ fn slow_id(name: &str, item: &Bound<'_, PyAny>, index: usize) -> PyResult<u32> {
 /// Return `(key, value[0])` for each value that is neither None nor empty. Both lists must have the
 /// same length.
 ///
-/// The scheduler passes lists for hundreds of requests, but only a few requests have a value.
+/// The scheduler passes lists for hundreds of requests, only a few of them with a value.
 #[pyfunction]
 pub(crate) fn first_of_each<'py>(
     keys: &Bound<'py, PyList>,
@@ -202,12 +202,12 @@ pub(crate) fn first_of_each<'py>(
     Ok(found)
 }
 
-/// The memory of a C-contiguous buffer. The export is held until this value is dropped.
+/// A C-contiguous buffer's memory, exported until this value is dropped.
 pub(crate) struct RowBytes(PyUntypedBuffer);
 
 impl RowBytes {
-    /// Exports `rows`. Raises `ConfigError` if `rows` is not C-contiguous, or is two-dimensional
-    /// with a row size other than `row_bytes`.
+    /// Exports `rows`. Raises `ConfigError` unless `rows` is C-contiguous, or if it is
+    /// two-dimensional with a row size other than `row_bytes`.
     pub(crate) fn new(rows: &Bound<'_, PyAny>, row_bytes: usize) -> PyResult<Self> {
         let buffer = PyUntypedBuffer::get(rows)?;
         if !buffer.is_c_contiguous() {
@@ -217,15 +217,15 @@ impl RowBytes {
             && width.checked_mul(buffer.item_size()) != Some(row_bytes)
         {
             return Err(ConfigError::new_err(format!(
-                "each row has {width} x {} bytes; it must have {row_bytes} bytes",
+                "each row has {width} x {} bytes; rows must have {row_bytes} bytes",
                 buffer.item_size()
             )));
         }
         Ok(Self(buffer))
     }
 
-    /// Returns the bytes. The caller must ensure that nothing writes to the buffer while the slice
-    /// exists.
+    /// Returns the bytes. The caller must ensure that nothing writes to the buffer during the
+    /// slice's lifetime.
     pub(crate) fn bytes(&self) -> &[u8] {
         if self.0.len_bytes() == 0 {
             return &[];

@@ -1,14 +1,14 @@
-//! The chunks of one KV cache group in a batch, and their conversion from and to columns.
+//! One KV cache group's chunks in a batch, and their conversion from and to columns.
 
 use std::ops::Range;
 
 use crate::io::FrameId;
 use crate::{Error, Result};
 
-/// Block id that marks a block that is not copied.
+/// Block id that marks a block not to copy.
 pub const NOT_WANTED: i32 = -1;
 
-/// The chunks of one group. There is at least one chunk.
+/// One group's chunks; at least one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Part {
     pub(super) group: u32,
@@ -22,16 +22,16 @@ pub(super) struct Row {
     pub(super) key: [u8; 32],
 }
 
-/// The chunks of one group as columns of little-endian bytes, for transfer between processes.
+/// One group's chunks as columns of little-endian bytes, for transfer between processes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Columns<T> {
-    /// Number of the KV cache group.
+    /// KV cache group number.
     pub group: u32,
     /// Frame ids, 4 bytes each.
     pub frames: T,
     /// Chunk keys, 32 bytes each.
     pub keys: T,
-    /// Block ids, 4 bytes each. Each chunk has the same number of blocks.
+    /// Block ids, 4 bytes each; every chunk has the same number.
     pub blocks: T,
 }
 
@@ -44,14 +44,14 @@ pub(super) fn numbers<T, const N: usize>(bytes: &[u8], of: fn([u8; N]) -> T) -> 
     }
 }
 
-/// Checks that a block table has no negative ids, such as [`NOT_WANTED`].
+/// Rejects a block table with negative ids, such as [`NOT_WANTED`].
 pub(super) fn check_table(table: &[i32]) -> Result<()> {
     let is_right = table.iter().all(|block| *block >= 0);
     is_right.then_some(()).ok_or_else(|| Error::invalid("a block table has a negative block id"))
 }
 
-/// Returns the range of a chunk's blocks to copy. Returns None if no block is copied, or if the
-/// blocks to copy are not contiguous or have negative ids.
+/// Returns the range of a chunk's blocks to copy, or None if there are none, they are not
+/// contiguous or an id is negative.
 pub(super) fn wanted(blocks: &[i32]) -> Option<Range<usize>> {
     let start = blocks.iter().position(|block| *block != NOT_WANTED)?;
     let stop = blocks.iter().rposition(|block| *block != NOT_WANTED)? + 1;
@@ -74,8 +74,8 @@ impl Part {
         &self.blocks[nth * num..(nth + 1) * num]
     }
 
-    /// Converts columns to chunks. Returns `InvalidConfig` if the lengths of the columns do not
-    /// match or if the copied blocks of a chunk are not contiguous.
+    /// Converts columns to chunks. Returns `InvalidConfig` if the column lengths do not match or a
+    /// chunk's blocks to copy are not contiguous.
     pub(super) fn from_columns(columns: &Columns<&[u8]>) -> Result<Self> {
         let frames = numbers(columns.frames, u32::from_le_bytes)?;
         let keys = numbers(columns.keys, |key: [u8; 32]| key)?;
@@ -84,12 +84,12 @@ impl Part {
             || keys.len() != frames.len()
             || !blocks.len().is_multiple_of(frames.len())
         {
-            return Err(Error::invalid("columns of unequal length"));
+            return Err(Error::invalid("column lengths do not match"));
         }
         let rows = frames.into_iter().zip(keys).map(|(frame, key)| Row { frame, key }).collect();
         let part = Self { group: columns.group, rows, blocks };
         if (0..part.rows.len()).any(|nth| wanted(part.blocks_of(nth)).is_none()) {
-            return Err(Error::invalid("the blocks of a chunk are not contiguous"));
+            return Err(Error::invalid("a chunk's blocks are not contiguous"));
         }
         Ok(part)
     }
@@ -117,11 +117,11 @@ impl Part {
                 .with_context("num_frames", num_frames));
         }
         if self.blocks.len() != self.rows.len() * blocks_per_chunk as usize {
-            let error = Error::invalid("a chunk and its frame differ in the number of blocks");
+            let error = Error::invalid("a chunk and its frame have different block counts");
             return Err(error.with_context("blocks_per_chunk", blocks_per_chunk));
         }
         if !self.blocks.iter().all(|block| is_block(*block)) {
-            return Err(Error::invalid("a block is outside the paged KV")
+            return Err(Error::invalid("a block id is outside the paged KV cache")
                 .with_context("num_blocks", num_blocks));
         }
         Ok(())

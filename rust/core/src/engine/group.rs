@@ -1,54 +1,52 @@
 //! Computes which chunks of each KV cache group a prefix needs.
 //!
-//! A prefix is a list of units with one chunk per group. To load it, an engine needs all chunks of
-//! a full-attention group, but only the last chunks of a sliding-window group, and only one state
-//! of a Mamba group.
+//! A prefix is a list of units with one chunk per group. To load a prefix, an engine needs all
+//! chunks of a full-attention group, but only the last chunks of a sliding-window group and a
+//! single state of a Mamba group.
 
 use std::ops::Range;
 
 use crate::io::SizeClass;
 use crate::{Error, Result};
 
-/// The part of a group that is needed to load a prefix.
+/// The part of a group needed to load a prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GroupKind {
     /// A prefix needs every block.
     Full,
-    /// A prefix needs the blocks of the last `reach` tokens.
+    /// A prefix needs the blocks covering the last `reach` tokens.
     Window,
-    /// A prefix needs the blocks of the attention chunk of `reach` tokens that contains the next
-    /// token.
+    /// A prefix needs the blocks in the next token's attention chunk, which spans `reach` tokens.
     Local,
     /// A prefix needs only the state after its last token.
     State,
 }
 
-/// A KV cache group of a model.
+/// A model's KV cache group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Group {
-    /// Group number hashed into the keys of the group's chunks, or None if the chunks use the keys
-    /// of the prefix.
+    /// Group number hashed into the group's chunk keys, or None if the chunks use the prefix's
+    /// keys.
     pub number: Option<u32>,
-    /// The part of the group that a prefix needs.
+    /// The part of the group a prefix needs.
     pub kind: GroupKind,
     /// Number of tokens per block.
     pub block_tokens: u32,
     /// Number of blocks per unit, at least one.
     pub blocks_per_unit: u32,
-    /// Number of blocks per chunk. A chunk contains the last blocks of its unit. No prefix needs
-    /// the earlier blocks, and vLLM may have freed them already.
+    /// Number of blocks per chunk. A chunk holds its unit's last blocks. No prefix needs the
+    /// earlier blocks, and vLLM may already have freed them.
     pub kept_blocks: u32,
-    /// Size of the window or attention chunk in tokens, or 0 for other kinds.
+    /// Window or attention chunk size in tokens; 0 for other kinds.
     pub reach: u32,
-    /// Size class of the group's frames.
+    /// Size class for the group's frames.
     pub class: SizeClass,
-    /// Size class of the smaller frames for compressed chunks, if any. Some chunks may not fit into
-    /// these frames.
+    /// Size class for smaller frames that hold compressed chunks, if any. Some chunks may not fit.
     pub compact: Option<SizeClass>,
 }
 
 impl Group {
-    /// The only group of a model in which all layers use full attention, with one block per unit.
+    /// The only group of a model with full attention in all layers, with one block per unit.
     pub const ONLY: Self = Self {
         number: None,
         kind: GroupKind::Full,
@@ -73,14 +71,14 @@ impl Group {
         ))
     }
 
-    /// Returns true if a prefix needs every chunk of the group. Each chunk then depends on all
+    /// Returns true if a prefix needs every chunk of the group, so that each chunk depends on all
     /// chunks before it.
     pub fn is_full(&self) -> bool {
         self.kind == GroupKind::Full
     }
 
-    /// Returns the first block that a prefix of `num_units` units needs. The prefix also needs all
-    /// later blocks.
+    /// Returns the first block a prefix of `num_units` units needs. The prefix also needs all later
+    /// blocks.
     pub fn first_block(&self, num_units: u32) -> u32 {
         let [units, each, block, reach] =
             [num_units, self.blocks_per_unit, self.block_tokens, self.reach].map(u64::from);
@@ -94,8 +92,7 @@ impl Group {
         u32::try_from(first).unwrap_or(u32::MAX)
     }
 
-    /// Returns the units that a prefix of `num_units` units needs. The first of these units may be
-    /// needed only in part.
+    /// Returns the units a prefix of `num_units` units needs. It may need only part of the first.
     pub fn units(&self, num_units: u32) -> Range<u32> {
         self.first_block(num_units) / self.blocks_per_unit..num_units
     }

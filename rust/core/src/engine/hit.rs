@@ -1,9 +1,8 @@
-//! Finds the deepest hit: the longest prefix of whole units for which every group has all needed
-//! chunks.
+//! Finds the deepest hit: the longest prefix of whole units with all needed chunks in every group.
 //!
-//! Chunks of full-attention groups depend on the chunks before them, so a single lookup finds the
-//! end of the stored prefix. Chunks of other groups are saved and evicted individually, so they are
-//! looked up backwards from that end.
+//! Full-attention chunks depend on the chunks before them, so a single lookup finds the end of the
+//! stored prefix. Other groups' chunks are saved and evicted individually, so they are looked up
+//! backward from that end.
 
 use super::group::{Group, GroupKind};
 use crate::Result;
@@ -11,15 +10,15 @@ use crate::key::KeyChain;
 use crate::session::Session;
 use crate::store::{Lookup, Prefix};
 
-/// After a miss, the next lookup also covers `LOOK_BACK` earlier units. Each subsequent lookup
+/// After a miss, the next lookup also covers `LOOK_BACK` earlier units, and each subsequent lookup
 /// covers `LOOK_FURTHER` times as many, because every lookup is a round trip to the server.
 const LOOK_BACK: u32 = 64;
 const LOOK_FURTHER: u32 = 4;
 
-/// Selects one of the counts in a lookup result: units in host memory, or units in any tier.
+/// Selects a count from a lookup result: units in host memory, or units in any tier.
 type Tiers = fn(&Lookup) -> u32;
 
-/// Lookup results of one group for consecutive units, starting at `start`.
+/// One group's lookup results for consecutive units from `start`.
 struct Column<'a> {
     group: &'a Group,
     number: u32,
@@ -32,7 +31,7 @@ impl Column<'_> {
         self.start + u32::try_from(self.found.len()).unwrap_or(u32::MAX)
     }
 
-    /// Returns true if all chunks that a prefix of `num_units` units needs have been looked up.
+    /// Returns true if all chunks needed by a prefix of `num_units` units have been looked up.
     fn has(&self, num_units: u32) -> bool {
         let needed = self.group.units(num_units);
         needed.is_empty() || self.start <= needed.start && num_units <= self.end()
@@ -60,8 +59,8 @@ impl Column<'_> {
         tiers(&self.found[(unit - self.start) as usize]) > 0
     }
 
-    /// Returns `num_units` if all chunks that a prefix of this length needs are stored. Otherwise
-    /// returns a smaller number of units; no prefix with a length between the two is a hit.
+    /// Returns `num_units` if all chunks needed by a prefix of this length are stored. Otherwise
+    /// returns a smaller number of units; no prefix length between the two is a hit.
     fn nearest(&self, num_units: u32, tiers: Tiers) -> u32 {
         let Some(missing) =
             self.group.units(num_units).rev().find(|unit| !self.is_there(*unit, tiers))
@@ -78,7 +77,7 @@ impl Column<'_> {
     }
 }
 
-/// Returns the deepest hits in host memory and in any tier. `most` limits both, and `chain` must
+/// Returns the deepest hits in host memory and in any tier, both limited by `most`. `chain` must
 /// have at least `most.stored_units` units.
 pub(super) fn deepest(
     session: &dyn Session,

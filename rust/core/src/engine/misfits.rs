@@ -1,32 +1,32 @@
-//! Records chunks that did not fit the smaller frames for compressed chunks, so that they get a
-//! larger frame the next time they are saved.
+//! Records chunks that did not fit the smaller frames for compressed chunks, so that their next
+//! save gets a larger frame.
 //!
-//! Misfits are rare with real bfloat16 KV, because its compressed size hardly varies. If the KV of
-//! a group does not compress, all chunks get larger frames after the first `MANY` misfits, except
-//! that one chunk in `TRIAL_EVERY` is tried in a smaller frame, in case the KV changes.
+//! Misfits are rare with real bfloat16 KV, because its compressed size hardly varies. If a group's
+//! KV does not compress, all its chunks get larger frames after the first `MANY` misfits, except
+//! for one trial in a smaller frame per `TRIAL_EVERY` saves, in case the KV changes.
 
 use rustc_hash::FxHashSet;
 
 use crate::key::ChunkKey;
 
-/// Maximum number of keys. When it is reached, all keys are dropped.
+/// Maximum number of keys. Once it is reached, all keys are dropped.
 const MAX_KEYS: usize = 1 << 16;
 /// After `MANY` misfits, no chunk is expected to fit unless more than `FEW_FITS` chunks have fit
-/// per misfit. This is decided again after as many trials.
+/// per misfit. The next `MANY` trials decide again.
 const MANY: u64 = 64;
 const FEW_FITS: u64 = 4;
 /// Number of saves in larger frames per trial.
 const TRIAL_EVERY: u64 = 64;
-/// When this many results have been counted, older results are given half the weight.
+/// Once this many results have been counted, all results so far are halved in weight.
 const MAX_RESULTS: u64 = 1024;
 
-/// The misfits of one KV cache group.
+/// One KV cache group's misfits.
 #[derive(Debug, Default)]
 pub(super) struct Misfits {
     keys: FxHashSet<ChunkKey>,
-    /// Number of chunks that did not fit, including chunks whose keys were dropped.
+    /// Number of chunks that did not fit, including chunks with dropped keys.
     pub(super) num_failed: u64,
-    /// Recent saves in smaller frames: the number of chunks that fit, and the number of misfits.
+    /// Recent saves in smaller frames: the number of fits and the number of misfits.
     recent: [u64; 2],
     /// True if no chunk is expected to fit.
     are_all: bool,
@@ -35,7 +35,7 @@ pub(super) struct Misfits {
 }
 
 impl Misfits {
-    /// Counts a chunk that was saved, in a smaller or a larger frame.
+    /// Counts a chunk saved in a smaller or a larger frame.
     pub(super) fn count_saved(&mut self, is_compact: bool) {
         if is_compact {
             self.count([1, 0]);
@@ -66,9 +66,9 @@ impl Misfits {
         }
     }
 
-    /// Returns the units of a request for which `may_fit` decides. The other units get larger
-    /// frames. The last unit of a request can be a trial, because no other chunk of the request
-    /// fails with it.
+    /// Returns the units of a request that may get a smaller frame if `may_fit` agrees. The other
+    /// units get larger frames. Only a request's last unit can be a trial, because no other chunk
+    /// of the request fails with it.
     pub(super) fn candidates(&mut self, units: &std::ops::Range<u32>) -> std::ops::Range<u32> {
         if !self.are_all {
             return units.clone();

@@ -1,12 +1,12 @@
-//! One engine's view of a store: maps prefixes, block tables and rank reports to a session's keys
-//! and tickets.
+//! One engine's view of a store: translates prefixes, block tables and rank reports to a session's
+//! keys and tickets.
 //!
 //! A prefix has one chunk per unit and KV cache group. A ticket is settled once, by the last rank's
-//! report (I10), and is committed only if no rank has reported a failure (I3). A save reads its
-//! blocks after the step that planned the save has been launched. By then, the request may have
-//! finished and a block may belong to a different request, which must not write to the block until
-//! the save has read it (I2). Tickets are assigned per engine and always ascend, independently of
-//! the store's reservation numbers, so a late report never settles a different save.
+//! report (I10), and committed only if no rank reported a failure (I3). A save reads its blocks
+//! after the step that planned it has launched. By then, the request may have finished and its
+//! blocks may belong to another request, which must not write to them until the save has read them
+//! (I2). Tickets are assigned per engine and always ascend, independently of the store's
+//! reservation numbers, so a late report never settles a different save.
 
 mod group;
 mod hit;
@@ -26,7 +26,7 @@ use crate::session::{LeaseId, Session};
 use crate::store::{Lookup, Prefix};
 use crate::{Error, Result};
 
-/// A read lease that pins the chunks needed by a prefix of `num_units` units.
+/// A read lease on the chunks needed by a prefix of `num_units` units.
 #[derive(Debug, Clone, Copy)]
 pub struct Lease {
     id: LeaseId,
@@ -34,14 +34,14 @@ pub struct Lease {
     num_chunks: u32,
 }
 
-/// A session together with one engine's saves in flight.
+/// A session and one engine's saves in flight.
 #[derive(Debug)]
 pub struct EngineSession {
     session: Box<dyn Session>,
     num_ranks: u32,
     groups: Vec<Group>,
-    /// Indices into `groups`. Full-attention groups come first, because a server indexes their
-    /// chunks as prefixes.
+    /// Indices into `groups`, full-attention groups first, because a server indexes their chunks as
+    /// prefixes.
     order: Vec<usize>,
     in_flight: Mutex<InFlight>,
     /// One entry per group.
@@ -50,7 +50,7 @@ pub struct EngineSession {
 
 impl EngineSession {
     /// Creates an engine's view of a session. Each of the `num_ranks` ranks must report every
-    /// ticket once. Returns `InvalidConfig` if there are no groups or a group has invalid sizes.
+    /// ticket once. Returns `InvalidConfig` if there are no groups or a group's sizes are invalid.
     pub fn new(session: Box<dyn Session>, num_ranks: u32, groups: Vec<Group>) -> Result<Self> {
         if groups.is_empty() {
             return Err(Error::invalid("a model needs at least one KV cache group"));
@@ -85,17 +85,16 @@ impl EngineSession {
         self.groups.iter().filter(|group| group.is_full())
     }
 
-    /// Returns true if every leading part of the stored prefix is a hit, which requires that the
-    /// model's only group uses full attention.
+    /// Returns true if every leading part of a stored prefix is a hit, which holds only if the
+    /// model's sole group uses full attention.
     fn is_divisible(&self) -> bool {
         self.groups.len() == 1 && self.groups[0].is_full()
     }
 
     // -- lookups and loads ----------------------------------------------------------------------
 
-    /// Returns the number of leading units that are stored in every full-attention group, which is
-    /// an upper bound on hits. Without a full-attention group, returns the number of units that
-    /// have keys.
+    /// Returns the number of leading units stored in every full-attention group, which is an upper
+    /// bound on hits. Without a full-attention group, returns the number of units with keys.
     pub fn lookup(&self, chain: &mut KeyChain) -> Lookup {
         let prefixes = self.prefixes(chain, u32::MAX);
         let every = Lookup { host_units: u32::MAX, stored_units: u32::MAX };
@@ -112,8 +111,8 @@ impl EngineSession {
         }
     }
 
-    /// Returns the deepest hits in host memory and in any tier. `most` limits the number of units
-    /// and must be a result of [`Self::lookup`].
+    /// Returns the deepest hits in host memory and in any tier. `most` caps the number of units and
+    /// must come from [`Self::lookup`].
     pub fn deepest_hit(&self, chain: &KeyChain, most: Lookup) -> Result<Lookup> {
         hit::deepest(&*self.session, &self.groups, chain, most)
     }
@@ -123,7 +122,7 @@ impl EngineSession {
         numbers.for_each(|number| chain.extend_group(number));
     }
 
-    /// Returns the keys of the first `num_units` units in each full-attention group.
+    /// Returns each full-attention group's keys for the first `num_units` units.
     fn prefixes<'a>(&self, chain: &'a mut KeyChain, num_units: u32) -> Vec<Prefix<'a>> {
         self.extend_groups(chain);
         let prefix = |group: &Group| {
@@ -133,8 +132,8 @@ impl EngineSession {
         self.full_groups().map(prefix).collect()
     }
 
-    /// Pins the chunks that a prefix of `num_units` units needs in every group, and queues reads of
-    /// chunks that are only on disk.
+    /// Pins the chunks that a prefix of `num_units` units needs in every group, and queues reads
+    /// for chunks that are only on disk.
     pub fn acquire(&self, chain: &mut KeyChain, num_units: u32) -> Result<Lease> {
         let num_units = num_units.min(chain.num_blocks());
         let independent = self.groups.iter().filter(|group| !group.is_full());
@@ -151,11 +150,11 @@ impl EngineSession {
         Ok(Lease { id, num_units, num_chunks: u32::try_from(num_chunks).unwrap_or(u32::MAX) })
     }
 
-    /// Returns the number of units that are ready to load, and the number of units that follow the
-    /// ready units and are still being read from disk.
+    /// Returns the number of units ready to load, and the number of units after them still being
+    /// read from disk.
     ///
-    /// Unless the only group uses full attention, a hit is all or nothing: returns (0, 0) if a
-    /// chunk cannot be read.
+    /// A hit is all or nothing unless the only group uses full attention: returns (0, 0) if a chunk
+    /// cannot be read.
     pub fn poll(&self, lease: &Lease) -> (u32, u32) {
         let progress = self.session.poll(lease.id);
         let (ready, pending) = (progress.ready_units, progress.pending_units);
@@ -175,9 +174,9 @@ impl EngineSession {
         self.session.release(lease.id);
     }
 
-    /// Returns the range of blocks to load in each group for units `[begin, end)` of a prefix with
-    /// `end` units. vLLM already has the earlier blocks, or null blocks in their place if the group
-    /// does not need them.
+    /// Returns each group's range of blocks to load for units `[begin, end)` of a prefix with `end`
+    /// units. vLLM already has the earlier blocks, or null blocks where the group does not need
+    /// them.
     pub fn loaded_blocks(&self, begin: u32, end: u32) -> Vec<Range<u32>> {
         let blocks = |group: &Group| {
             let each = group.blocks_per_unit;
@@ -186,10 +185,10 @@ impl EngineSession {
         self.groups.iter().map(blocks).collect()
     }
 
-    /// Pairs the chunks of a lease for units `[begin, end)` with blocks. `tables` contains the
-    /// block ids of the [`Self::loaded_blocks`] of each group. Returns the chunks and the number of
-    /// units by tier. With a single full-attention group, returns all ready chunks; otherwise,
-    /// returns no chunks unless all are ready. Returns `InvalidConfig` if a block id is negative.
+    /// Pairs a lease's chunks for units `[begin, end)` with blocks. `tables` holds each group's
+    /// block ids for [`Self::loaded_blocks`]. Returns the chunks and the number of units by tier.
+    /// With a single full-attention group, returns all ready chunks; otherwise, returns no chunks
+    /// unless all are ready. Returns `InvalidConfig` if a block id is negative.
     pub fn load(
         &self,
         lease: &Lease,
@@ -220,17 +219,16 @@ impl EngineSession {
         }
         let mut by_tier = by_tier.unwrap_or_default();
         if self.full_groups().next().is_none() {
-            by_tier.fill_up(end.saturating_sub(begin)); // units before all windows need no chunks
+            by_tier.fill_up(end.saturating_sub(begin)); // units before every window need no chunks
         }
         Ok((batch, by_tier))
     }
 
     // -- saves ----------------------------------------------------------------------------------
 
-    /// Records one rank's report. `misfits` contains the tickets in `failed` whose chunks did not
-    /// fit their frames. Tickets that are not in flight are ignored. Returns the number of chunks
-    /// that became visible, and the number of chunks that failed for any reason other than their
-    /// size.
+    /// Records one rank's report. `misfits` lists the `failed` tickets with chunks that did not fit
+    /// their frames. Ignores tickets not in flight. Returns how many chunks became visible and how
+    /// many failed for reasons other than their size.
     pub fn settle(&self, saved: &[u64], failed: &[u64], misfits: &[u64]) -> (u32, usize) {
         let mut in_flight = self.in_flight();
         for ticket in failed {
@@ -252,7 +250,7 @@ impl EngineSession {
         (num_visible, num_failed)
     }
 
-    /// Records which chunks fit their frames. Returns the number of chunks that did not fit.
+    /// Records which chunks fit their frames. Returns how many did not.
     fn count_misfits(&self, settled: &[Settled]) -> usize {
         if self.groups.iter().all(|group| group.compact.is_none()) {
             return 0;
@@ -304,13 +302,13 @@ impl EngineSession {
         self.session.clear();
     }
 
-    /// Returns the number of saves that at least one rank has not reported yet.
+    /// Returns the number of saves not yet reported by every rank.
     pub fn num_in_flight(&self) -> usize {
         self.in_flight().len()
     }
 
-    /// Returns the blocks that are being read by saves in flight. If `blocks` is given, all other
-    /// blocks are omitted.
+    /// Returns the blocks that saves in flight read. If `blocks` is given, returns only these
+    /// blocks.
     pub fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
         self.in_flight().being_read(blocks)
     }

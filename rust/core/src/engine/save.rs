@@ -11,23 +11,23 @@ use crate::chunk_batch::{ChunkBatch, NULL_BLOCK};
 use crate::key::{ChunkKey, KeyChain};
 use crate::store::{Prefix, Reserved, SaveRequest};
 
-/// The units to save for one request, in all groups except Mamba groups.
+/// One request's units to save, in all groups except Mamba groups.
 #[derive(Debug)]
 pub struct SaveRow<'a> {
     /// The request's prefix.
     pub chain: &'a mut KeyChain,
     /// The units to save.
     pub units: Range<u32>,
-    /// Block ids of these units, group by group, in the order of [`EngineSession::saved_groups`].
-    /// The null block is 0.
+    /// The units' block ids, group by group, in [`EngineSession::saved_groups`] order. The null
+    /// block is 0.
     pub blocks: &'a [i32],
 }
 
-/// A state to save: the state of a Mamba group at the end of a unit.
+/// A state to save: a Mamba group's state at the end of a unit.
 #[derive(Debug)]
 pub struct StateRow(Part<'static>);
 
-/// The chunks of one group to save for one request.
+/// One group's chunks to save for one request.
 #[derive(Debug)]
 struct Part<'a> {
     group: usize,
@@ -40,19 +40,18 @@ struct Part<'a> {
 }
 
 impl EngineSession {
-    /// Returns the groups for which [`Self::reserve`] reserves frames, and their indices. Mamba
-    /// groups are excluded, because vLLM provides their states one at a time.
+    /// Returns the groups that [`Self::reserve`] saves, with their indices. Excludes Mamba groups,
+    /// because vLLM provides their states one at a time.
     pub fn saved_groups(&self) -> impl Iterator<Item = (usize, &Group)> {
         let groups = self.order.iter().map(|nth| (*nth, &self.groups[*nth]));
         groups.filter(|(_, group)| group.kind != GroupKind::State)
     }
 
-    /// Reserves frames for each row's chunks that are not stored yet, and adds these chunks to the
-    /// saves in flight. For each row, returns the reserved chunks and the number of units that got
-    /// no frame. If there are full-attention groups, only units of these groups are counted. On
-    /// error, nothing is reserved.
+    /// Reserves frames for each row's missing chunks and adds these chunks to the saves in flight.
+    /// For each row, returns the reserved chunks and the number of units that got no frame,
+    /// counting only full-attention groups if there are any. On error, reserves nothing.
     ///
-    /// In groups without full attention, chunks with a block that vLLM has freed are skipped.
+    /// In groups without full attention, skips chunks with a block that vLLM has freed.
     pub fn reserve(&self, rows: &mut [SaveRow<'_>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
         for row in rows.iter_mut() {
             self.extend_groups(row.chain);
@@ -77,14 +76,14 @@ impl EngineSession {
         Ok(parts)
     }
 
-    /// Reserves frames for states. On error, nothing is reserved.
+    /// Reserves frames for states. On error, reserves nothing.
     pub fn reserve_states(&self, rows: Vec<StateRow>) -> Result<Vec<Arc<ChunkBatch>>> {
         let parts: Vec<_> = rows.into_iter().map(|row| vec![row.0]).collect();
         Ok(self.reserve_parts(&parts)?.into_iter().map(|(batch, _)| batch).collect())
     }
 
-    /// Prepares to save the state of `group` at the end of `unit`. `block` is the block that will
-    /// hold the state. Returns `InvalidConfig` if the chain has no such unit.
+    /// Prepares to save the state of `group` at the end of `unit`, which `block` will hold. Returns
+    /// `InvalidConfig` if the chain has no such unit.
     pub fn state_row(
         &self,
         chain: &KeyChain,
@@ -94,14 +93,14 @@ impl EngineSession {
     ) -> Result<StateRow> {
         let number = self.groups.get(group).and_then(|group| group.number).unwrap_or_default();
         let (root, mut keys) = chain.independent_keys(number, [unit])?;
-        // The key of the prefix that ends with this unit.
+        // The key of the prefix ending with this unit.
         keys.extend(chain.keys().get(unit as usize));
         let (keys, blocks) = (keys.into(), vec![block].into());
         Ok(StateRow(Part { group, root, keys, units: 0..1, blocks, is_independent: true }))
     }
 
     fn reserve_parts(&self, rows: &[Vec<Part<'_>>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
-        // Locked before the store assigns tickets, so that tickets are added in ascending order.
+        // Lock before the store assigns tickets, so that tickets are added in ascending order.
         let mut in_flight = self.in_flight();
         let (mut asked, mut nums_of_runs) = (Vec::new(), Vec::new());
         for part in rows.iter().flatten() {
@@ -127,8 +126,8 @@ impl EngineSession {
         Ok(added)
     }
 
-    /// Appends requests for the chunks of one group to `runs`: one request for each run of chunks
-    /// with the same frame size.
+    /// Appends requests for one group's chunks to `runs`: one request per run of chunks with the
+    /// same frame size.
     fn runs<'a>(&self, part: &'a Part<'_>, runs: &mut Vec<SaveRequest<'a>>) {
         let group = &self.groups[part.group];
         let asked = SaveRequest {
@@ -157,16 +156,16 @@ impl EngineSession {
             runs.push(SaveRequest { class: class(&run[0]), units, ..asked.clone() });
         }
         if runs.len() - before > 1 && asked.is_independent {
-            // The key after the range has a special meaning (see `SaveRequest`). The key after a
-            // run must not be mistaken for that key.
+            // The key after the range has a special meaning (see `SaveRequest`), so no run may keep
+            // a key after its last unit.
             for run in &mut runs[before..] {
                 run.prefix.keys = &run.prefix.keys[..run.units.end as usize];
             }
         }
     }
 
-    /// Combines the reservations of one request into a batch. Also returns the tickets of chunks
-    /// without KV and the number of units without a frame.
+    /// Combines one request's reservations into a batch. Also returns the tickets of chunks without
+    /// KV and the number of units without a frame.
     fn join<'a>(
         &self,
         parts: impl Iterator<Item = (&'a Part<'a>, &'a [Reserved])>,
@@ -189,8 +188,8 @@ impl EngineSession {
     }
 }
 
-/// Returns the chunks of a sliding-window or local group, except chunks whose blocks vLLM has
-/// freed. `blocks` contains the blocks of the units in the row.
+/// Returns the chunks of a sliding-window or local group, except chunks with blocks that vLLM has
+/// freed. `blocks` holds the blocks of the row's units.
 fn independent_part<'a>(
     nth: usize,
     group: &Group,

@@ -1,5 +1,5 @@
 //! Compares `InFlight` with a map that has one row per ticket. Ranks report in any order. Some
-//! reports are repeated or refer to tickets that are not in flight.
+//! reports are repeats or name tickets not in flight.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ const KEY: ChunkKey = ChunkKey([7; 32]);
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// Plans saves of this many chunks. If the flag is true, the store is replaced first.
+    /// Plans saves for this many chunks. If the flag is true, replaces the store first.
     Plan(u32, bool),
     /// One rank reports a range of tickets, given as the first ticket and the number of tickets.
     Report(u64, u64),
@@ -52,7 +52,7 @@ fn planned(first: u64, num: u32) -> ChunkBatch {
         key: KEY,
         unit: nth,
     };
-    // Uses the same blocks each time, because more than one save can read a block.
+    // Reuse the same blocks, because more than one save can read a block.
     let table: Vec<_> = (1..).take(num as usize).collect();
     let reserved = Reserved { chunks: (0..num).map(reservation).collect(), num_dropped: 0 };
     let mut batch = ChunkBatch::default();

@@ -1,4 +1,4 @@
-//! Life cycle of a chunk in the disk tier.
+//! A chunk's life cycle in the disk tier.
 //!
 //! | state | Want | Block | Unblock | Cancel | Write | Defer | Written | Found | Evict | Keep | Leave |
 //! |---|---|---|---|---|---|---|---|---|---|---|---|
@@ -9,7 +9,7 @@
 //! | Stored | - | - | - | - | - | - | - | - | Evicting | - | Absent |
 //! | Evicting | - | - | - | - | - | - | - | - | - | Stored | Absent |
 //!
-//! A test compares this table with [`DiskState::after`]. Only `State::change_disk` changes a
+//! A test checks this table against [`DiskState::after`]. Only `State::change_disk` changes a
 //! chunk's state; it also updates the counters and the eviction policies.
 
 use crate::evict::Removal;
@@ -20,7 +20,7 @@ pub(crate) enum DiskState {
     /// The chunk is not on disk and will not be written.
     #[default]
     Absent,
-    /// The chunk is queued to be written.
+    /// The chunk is queued for writing.
     Queued,
     /// The chunk is waiting for its parent to be written.
     Blocked,
@@ -38,23 +38,23 @@ pub(crate) enum DiskEvent {
     Want,
     /// The chunk's parent is not on disk.
     Block,
-    /// The chunk's parent is on disk, or has left the disk and can be written again.
+    /// The chunk's parent is on disk, or left the disk and can be rewritten.
     Unblock,
     /// The chunk no longer needs to be written.
     Cancel,
     /// A disk thread starts to write the chunk.
     Write,
-    /// No slot is available yet, so the chunk is written later.
+    /// No slot is available yet; the write is requeued.
     Defer,
     /// The chunk was written to the slot.
     Written(SlotId),
-    /// The chunk was found in the slot when the tier opened.
+    /// The opening tier found the chunk in the slot.
     Found(SlotId),
     /// A disk thread starts to free the chunk's slot.
     Evict,
     /// The chunk's slot could not be freed.
     Keep,
-    /// The chunk's write failed, or the chunk leaves the disk. The reason is passed to the policy.
+    /// The chunk's write failed, or the chunk leaves the disk. The policy receives the reason.
     Leave(Removal),
 }
 
@@ -91,8 +91,7 @@ impl DiskState {
         matches!(self, Self::Stored(_))
     }
 
-    /// Returns true if the chunk occupies a slot because it is stored, being written or being
-    /// evicted.
+    /// Returns true if the chunk occupies a slot: it is being written, stored or being evicted.
     pub(crate) fn takes_slot(self) -> bool {
         matches!(self, Self::Writing | Self::Stored(_) | Self::Evicting(_))
     }

@@ -8,8 +8,8 @@ use crate::key::ChunkKey;
 /// `expires_s` of a chunk that never expires.
 pub(crate) const NEVER: u32 = u32::MAX;
 
-/// The tenant of a chunk; see `store/tenants/table.rs`. Defaults to the tenant of requests without
-/// a salt.
+/// A chunk's tenant (see `store/tenants/table.rs`). The default is the tenant of requests without a
+/// salt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) struct TenantId(pub(crate) u32);
 
@@ -20,56 +20,54 @@ pub(crate) struct Entry {
     pub(crate) parent_key: ChunkKey,
     pub(crate) parent: Option<ChunkId>,
     pub(crate) tenant: TenantId,
-    /// Number of ancestors, which is also the index of the chunk's unit in the prefix. 0 for
-    /// independent chunks.
+    /// Number of ancestors, which is also the unit's index in the prefix. 0 for independent chunks.
     pub(crate) depth: u32,
-    /// True if the keys of the chunk and all its ancestors have been compared with a prefix.
+    /// True if the keys of the chunk and all its ancestors have been checked against a prefix.
     pub(crate) proven: bool,
     /// Only the index changes the links, `generation`, `live` and `detached`.
     pub(crate) first_child: Option<ChunkId>,
     pub(crate) prev_sibling: Option<ChunkId>,
     pub(crate) next_sibling: Option<ChunkId>,
-    /// Number of detached children, which are no longer in the list of siblings.
+    /// Number of detached children, which are no longer in the sibling list.
     pub(crate) num_detached: u32,
     pub(crate) generation: u32,
     pub(crate) live: bool,
-    /// True if the chunk and all its descendants were removed. The entry is kept until its last
-    /// user has finished.
+    /// True if the chunk and all its descendants were removed. The entry stays until its last user
+    /// finishes.
     pub(crate) detached: bool,
-    /// True if the chunk and all its descendants are being removed. No key maps to this entry.
+    /// True if the chunk and all its descendants are being removed. Its key no longer maps to this
+    /// entry.
     pub(crate) removing: bool,
     /// Only `State::change_host` changes this field.
     pub(crate) host: HostState,
     /// Only `State::change_disk` changes this field.
     pub(crate) disk: DiskState,
-    /// Earliest time at which a failed read is retried, in seconds since the store was opened.
+    /// Earliest time to retry a failed read, in seconds since the store opened.
     pub(crate) unreadable_until_s: u32,
-    /// Unix time at which the chunk was reserved, in seconds.
+    /// Unix time when the chunk was reserved, in seconds.
     pub(crate) saved_s: u32,
-    /// Unix time at which the chunk expires, in seconds.
+    /// Unix time when the chunk expires, in seconds.
     pub(crate) expires_s: u32,
-    /// Number of holds on the chunk. The holders are read leases that end at the chunk in host
-    /// memory or wait for it, a disk thread that writes it, and operations that keep it in host
-    /// memory.
+    /// Number of holds on the chunk: by read leases that end at it in host memory or wait for it,
+    /// by a disk thread writing it, and by operations that keep it in host memory.
     pub(crate) holds: u32,
-    /// Number of children whose host state is not absent, including detached children.
+    /// Number of children not absent from host memory, including detached children.
     pub(crate) host_children: u32,
-    /// Number of children that occupy a slot on disk, including detached children.
+    /// Number of children that occupy a disk slot, including detached children.
     pub(crate) disk_children: u32,
-    /// Whether each policy may evict the chunk, as last reported to the policy. None if the chunk
-    /// is not in the policy.
+    /// Evictability as last reported to each policy. None if the policy does not hold the chunk.
     pub(crate) host_evictable: Option<bool>,
     pub(crate) disk_evictable: Option<bool>,
-    /// True if the chunk ends a prefix that was mostly reused, or is an independent chunk of such a
-    /// prefix. Reported to the disk policy when the chunk is added to it.
+    /// True if the chunk ends a mostly reused prefix, or is an independent chunk of such a prefix.
+    /// Reported to the disk policy when the chunk is added.
     pub(crate) reused: bool,
-    /// Size of the chunk's disk slot in pages, or 0 without a slot. Only `State::change_disk`
-    /// changes this field.
+    /// Pages in the chunk's disk slot, or 0 without a slot. Only `State::change_disk` changes this
+    /// field.
     pub(crate) disk_pages: u32,
 }
 
-// If the size were 160 bytes, the last entries of stored prompts of 128 x n chunks would share CPU
-// cache sets. Lookups that alternate between such prompts would then be up to 9% slower.
+// At 160 bytes, the last entries of stored prompts with 128 x n chunks would share CPU cache sets,
+// and lookups alternating between such prompts would be up to 9% slower.
 const _: () = assert!(size_of::<Entry>() == 164);
 
 impl Entry {
@@ -91,13 +89,12 @@ impl Entry {
         self.host.is_pending() && !is_failed && !self.detached && !self.removing
     }
 
-    /// Returns true if lookups find the chunk in host memory (unless an ancestor is being removed).
+    /// Returns true if lookups find the chunk in host memory, unless an ancestor is being removed.
     pub(crate) fn is_in_host(&self) -> bool {
         self.host.is_visible() && !self.detached && !self.removing
     }
 
-    /// Returns true if the chunk must stay in host memory because a load or write uses it, or
-    /// because a child is in host memory.
+    /// Returns true if a load, a write or a child in host memory keeps the chunk there.
     pub(crate) fn is_in_use(&self) -> bool {
         self.host_children > 0 || self.holds > 0 || self.disk.is_unwritten()
     }
@@ -108,8 +105,8 @@ impl Entry {
         self.host.is_complete() && self.host_children == 0 && self.holds == 0 && !self.detached
     }
 
-    /// Returns true if the disk policy may evict the chunk: it is a stored leaf that is not needed
-    /// by any current or queued read.
+    /// Returns true if the disk policy may evict the chunk: it is a stored leaf that no running or
+    /// queued read needs.
     pub(crate) fn is_disk_evictable(&self) -> bool {
         self.disk.is_stored() && self.disk_children == 0 && !self.host.awaits_read()
     }

@@ -1,4 +1,4 @@
-//! Life cycle of a chunk in the host tier.
+//! A chunk's life cycle in the host tier.
 //!
 //! | state | Want | Read | Reserve | Fill | Show | Fail | Leave |
 //! |---|---|---|---|---|---|---|---|
@@ -10,7 +10,7 @@
 //! | Failed | - | - | - | - | - | Failed | Absent |
 //! | Visible | - | - | - | - | - | - | Absent |
 //!
-//! A test compares this table with [`HostState::after`]. Only `State::change_host` changes a
+//! A test checks this table against [`HostState::after`]. Only `State::change_host` changes a
 //! chunk's state; it also updates the frame, the counters, the eviction policy and the waiting
 //! chunks.
 
@@ -26,9 +26,9 @@ pub(crate) enum HostState {
     Queued,
     /// A disk thread is reading the chunk into the frame.
     Reading(FrameId),
-    /// A worker is copying the chunk to the frame, under a `WriteLease`.
+    /// A worker is copying the chunk to the frame under a `WriteLease`.
     Saving(FrameId),
-    /// The chunk is complete in the frame, and becomes visible after its parent.
+    /// The frame holds the complete chunk, which becomes visible after its parent.
     Filled(FrameId),
     /// The chunk or an ancestor could not be read or saved. The chunk is removed after its last
     /// child.
@@ -45,13 +45,13 @@ pub(crate) enum HostEvent {
     Read(FrameId),
     /// A save reserves the frame for the chunk.
     Reserve(FrameId),
-    /// The frame contains all bytes of the chunk.
+    /// The frame holds the complete chunk.
     Fill,
     /// The chunk's parent is visible, or the chunk has no parent.
     Show,
-    /// The frame of the chunk or of an ancestor will not be filled.
+    /// The chunk's frame or an ancestor's will not be filled.
     Fail,
-    /// The chunk leaves host memory. The reason is passed to the policy.
+    /// The chunk leaves host memory. The policy receives the reason.
     Leave(Removal),
 }
 
@@ -110,12 +110,12 @@ impl HostState {
         matches!(self, Self::Reading(_) | Self::Saving(_))
     }
 
-    /// Returns true if the chunk was requested or reserved, and is neither visible nor removed.
+    /// Returns true if the chunk was requested or reserved and is neither visible nor removed.
     pub(crate) fn is_pending(self) -> bool {
         !matches!(self, Self::Absent | Self::Visible(_))
     }
 
-    /// Returns true if children can get a frame, because the chunk's frame is filled or being
+    /// Returns true if children can get a frame because the chunk's own frame is filled or being
     /// filled.
     pub(crate) fn may_have_children(self) -> bool {
         self.frame().is_some() && !matches!(self, Self::Failed(_))

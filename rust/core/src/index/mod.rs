@@ -1,10 +1,10 @@
-//! Maps keys to entries. An entry contains a chunk's state in each tier and links to its parent and
+//! Maps keys to entries. An entry holds a chunk's state in each tier and links to its parent and
 //! children.
 //!
-//! Entries are stored in one vector and linked into trees. A *detached* entry is no longer in the
-//! map or in its parent's list of children, but keeps the link to its parent until its last user
-//! has finished. The index maintains only the map and the links. The store maintains the counts in
-//! an entry and decides when the entry is freed.
+//! Entries live in one vector and are linked into trees. A *detached* entry is no longer in the map
+//! or in its parent's child list, but keeps its parent link until its last user finishes. The index
+//! maintains only the map and the links. The store maintains an entry's counts and decides when to
+//! free it.
 
 mod disk_state;
 mod entry;
@@ -28,9 +28,9 @@ pub(crate) struct Index {
     map: Table,
     entries: Vec<Entry>,
     vacant: Vec<u32>,
-    /// The newest chunk without a parent. All other chunks without a parent are its siblings.
+    /// The newest chunk without a parent; all others without a parent are its siblings.
     first_root: Option<ChunkId>,
-    /// The values of `first_root` before each call of [`Index::unmap_all`].
+    /// The value of `first_root` before each [`Index::unmap_all`].
     old_roots: Vec<ChunkId>,
 }
 
@@ -57,12 +57,12 @@ impl Index {
     }
 
     /// Reserves memory for `num` more entries, so that the vector is not reallocated under the
-    /// lock. The kernel allocates pages only when they are used.
+    /// lock. The kernel allocates pages only on first use.
     pub(crate) fn reserve(&mut self, num: usize) {
         self.entries.reserve(num);
     }
 
-    /// Adds an entry below its parent. The key must not be in the map.
+    /// Adds an entry under its parent. The key must not be in the map.
     pub(crate) fn insert(&mut self, new: Entry) -> ChunkId {
         debug_assert!(self.get(&new.key).is_none(), "a key must map to one entry");
         debug_assert!(
@@ -88,26 +88,26 @@ impl Index {
         id
     }
 
-    /// Removes the entry's key from the map, unless the key maps to a newer entry.
+    /// Removes the entry's key from the map unless the key maps to a newer entry.
     pub(crate) fn unmap(&mut self, id: ChunkId) {
         let key = self[id].key;
         self.map.remove(&key, id);
     }
 
-    /// Removes all keys in one step. The entries are kept, and `old_root` returns the roots of
-    /// their trees.
+    /// Removes all keys in one step. Keeps the entries; `old_root` returns the roots of their
+    /// trees.
     pub(crate) fn unmap_all(&mut self) {
         self.map.clear();
         self.old_roots.extend(self.first_root.take());
     }
 
-    /// Returns the root of a tree whose keys were removed by [`Self::unmap_all`].
+    /// Returns the root of a tree unmapped by [`Self::unmap_all`].
     pub(crate) fn old_root(&self) -> Option<ChunkId> {
         self.old_roots.last().copied()
     }
 
-    /// Detaches an entry that has no attached children. A new entry can then use the same key. The
-    /// parent still counts the entry, but no longer lists it.
+    /// Detaches an entry without attached children, so that a new entry can use its key. The parent
+    /// still counts the entry but no longer lists it.
     pub(crate) fn detach(&mut self, id: ChunkId) {
         self.unmap(id);
         let Entry { parent, first_child, prev_sibling, next_sibling, .. } = self[id];
@@ -131,7 +131,7 @@ impl Index {
         (entry.detached, entry.prev_sibling, entry.next_sibling) = (true, None, None);
     }
 
-    /// Frees a detached entry that has no children.
+    /// Frees a childless detached entry.
     pub(crate) fn remove(&mut self, id: ChunkId) {
         debug_assert!(
             self[id].detached && !self[id].has_children(),
@@ -162,8 +162,8 @@ impl Index {
         std::iter::successors(Some(id), |&id| self[id].parent)
     }
 
-    /// Returns the number of positions in the vector, including vacant positions. Entries never
-    /// move, so a walk over all positions visits every entry.
+    /// Returns the number of positions in the vector, vacant or not. Entries never move, so a walk
+    /// over all positions visits every entry.
     pub(crate) fn num_places(&self) -> u32 {
         u32::try_from(self.entries.len()).unwrap_or(u32::MAX)
     }

@@ -1,26 +1,26 @@
 //! A hash table from keys to ids that never rehashes all entries in one step: a directory of small
 //! open-addressing tables without tombstones.
 //!
-//! The standard `HashMap` rehashes all entries when it grows or fills up with tombstones. For a
-//! million chunks, this takes tens of milliseconds under the store's lock. This table instead
-//! splits one 64 KiB segment at a time (extendible hashing). Memory use and the cost of `clear` are
-//! proportional to the number of keys, not to the capacity. Each slot takes 8 bytes; the caller
-//! stores the keys.
+//! The standard `HashMap` rehashes all entries when it grows or fills up with tombstones. With a
+//! million chunks, a rehash takes tens of milliseconds under the store's lock. This table instead
+//! splits one 64 KiB segment at a time (extendible hashing). Memory use and the cost of `clear`
+//! scale with the number of keys, not the capacity. Each slot takes 8 bytes; the caller stores the
+//! keys.
 
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
 
-/// The hash of the key, and the id plus one (0 if the slot is free). The type is a tuple so that
-/// `vec!` requests zeroed memory.
+/// The key's hash, and the id plus one (0 if the slot is free). A tuple, so that `vec!` requests
+/// zeroed memory.
 type Slot = (u32, u32);
 
 /// Number of slots in a new segment. Must be a power of two.
 const SEGMENT_SLOTS: usize = 1 << 13;
-/// The directory has at most `2^MAX_DEPTH` positions. Beyond that, segments grow. The directory and
-/// a segment of `SEGMENT_SLOTS` slots together use at most the 32 bits of a hash.
+/// The directory has at most `2^MAX_DEPTH` positions; beyond that, segments grow. The directory and
+/// a segment of `SEGMENT_SLOTS` slots together use no more than the 32 bits of a hash.
 const MAX_DEPTH: u32 = 18;
 
-/// The entries whose hashes start with the same `depth` bits.
+/// Entries with hashes that share their first `depth` bits.
 #[derive(Debug)]
 struct Segment {
     slots: Vec<Slot>,
@@ -38,7 +38,7 @@ pub(super) struct Table {
     len: usize,
 }
 
-/// Hashes all bytes of a key. Keys are digests, but forged keys in a record file can share a
+/// Hashes all of a key's bytes. Keys are digests, but forged keys in a record file can share a
 /// prefix.
 fn hash(key: &ChunkKey) -> u32 {
     let (words, _) = key.0.as_chunks::<8>();
@@ -66,8 +66,8 @@ impl Segment {
         self.slots.len() - 1
     }
 
-    /// Returns the id with this hash that `is_it` accepts, and its slot. If there is none, returns
-    /// None and the free slot in which the id belongs.
+    /// Returns the id with this hash that `is_it` accepts, and its slot. Otherwise returns None and
+    /// the free slot where the id belongs.
     fn find(&self, hash: u32, is_it: impl Fn(ChunkId) -> bool) -> (Option<ChunkId>, usize) {
         let mut at = hash as usize & self.mask();
         loop {
@@ -88,7 +88,7 @@ impl Segment {
         self.len += 1;
     }
 
-    /// Empties a slot, and moves later entries that probing could otherwise no longer reach.
+    /// Empties a slot and moves later entries that probing could no longer reach.
     fn remove(&mut self, mut gap: usize) {
         self.len -= 1;
         let mut at = gap;
@@ -151,8 +151,8 @@ impl Table {
         }
     }
 
-    /// Splits a segment: entries whose next hash bit is 1 move to a new segment. `hash` is any hash
-    /// that belongs to the segment.
+    /// Splits a segment: entries with a 1 as the next hash bit move to a new segment. `hash` is any
+    /// hash in the segment.
     fn split(&mut self, segment: usize, hash: u32) {
         let depth = self.segments[segment].depth + 1;
         if depth > self.depth {
@@ -172,8 +172,7 @@ impl Table {
         self.directory[first..first + num_places].fill(new);
     }
 
-    /// Doubles the size of a segment that cannot be split because the directory has reached its
-    /// maximum size.
+    /// Doubles a segment that cannot be split because the directory is at its maximum size.
     fn enlarge(&mut self, segment: usize) {
         let old = &self.segments[segment];
         let mut new = Segment::new(2 * old.slots.len(), old.depth);

@@ -1,7 +1,7 @@
-//! Keys of a request's prefix, extended as the prefix grows.
+//! The keys of a request's prefix, extended as the prefix grows.
 //!
-//! Whole blocks are hashed once, directly from the caller's memory. Positions after the last whole
-//! block are buffered until their block is complete. Only digests are chained, with one compression
+//! Whole blocks are hashed once, straight from the caller's memory. Positions past the last whole
+//! block are buffered until their block is complete. Only digests are chained, at one compression
 //! per block.
 
 use rayon::prelude::*;
@@ -11,8 +11,8 @@ use super::content::{Item, Items, Kind, Pending, Row, Run, View};
 use super::mode::{CHAIN, Digest, GROUP, PARALLEL_BYTES, TOKENS};
 use crate::{Error, Result};
 
-/// Returns the keys in `group` of the prefixes that `keys` identifies:
-/// `keyed(K("group"), key | group as u32 | zeros)`, where the input has 64 bytes.
+/// Returns the `group` keys of the prefixes identified by `keys`: `keyed(K("group"), key | group as
+/// u32 | zeros)` with a 64-byte input.
 fn of_group(keys: &[ChunkKey], group: u32) -> impl Iterator<Item = ChunkKey> + use<> {
     let mut inputs = vec![[0; 64]; keys.len()];
     for (input, key) in inputs.iter_mut().zip(keys) {
@@ -24,12 +24,12 @@ fn of_group(keys: &[ChunkKey], group: u32) -> impl Iterator<Item = ChunkKey> + u
     digests.into_iter().map(ChunkKey)
 }
 
-/// Returns the root key of a group, with the salt tag of `root`.
+/// Returns a group's root key, with `root`'s salt tag.
 fn root_of_group(root: ChunkKey, group: u32) -> ChunkKey {
     of_group(&[root], group).next().unwrap_or_default().with_salt_of(&root)
 }
 
-/// The keys of a prefix in one group.
+/// A prefix's keys in one group.
 #[derive(Debug, Clone)]
 struct OfGroup {
     group: u32,
@@ -37,17 +37,17 @@ struct OfGroup {
     keys: Vec<ChunkKey>,
 }
 
-/// Number of token ids hashed per round. Large enough to fill all SIMD lanes, and small enough for
-/// the L1 cache.
+/// Number of token ids hashed per round: enough to fill all SIMD lanes, few enough for the L1
+/// cache.
 const BATCH_IDS: usize = 4 << 10;
 /// Number of blocks hashed per round before their digests are chained.
 const BATCH_BLOCKS: usize = 64;
 
 /// The keys of one prefix, one per block, computed incrementally.
 ///
-/// With a `lookahead` of n positions, the key of a block also covers the n positions after the
-/// block. The first digest covers n extra positions, and each later digest covers `block_tokens`
-/// positions that start n positions after the start of its block.
+/// With a `lookahead` of n positions, a block's key also covers the n positions after the block.
+/// The first digest covers n extra positions, and each later digest covers `block_tokens` positions
+/// starting n positions into its block.
 ///
 /// All errors are `InvalidConfig` and leave the chain unchanged. Positions start at 0 and fit in
 /// 32 bits.
@@ -63,9 +63,9 @@ pub struct KeyChain {
 }
 
 impl KeyChain {
-    /// Creates an empty prefix under `root`. `block_tokens` is the number of positions per block
-    /// and must be at least 1. `lookahead` is the number of positions after a block that the
-    /// block's key also covers; it must be at most `block_tokens`.
+    /// Creates an empty prefix under `root`. `block_tokens` is the number of positions per block,
+    /// at least 1. `lookahead` is the number of positions after a block that its key also covers,
+    /// at most `block_tokens`.
     pub fn with_lookahead(root: ChunkKey, block_tokens: u32, lookahead: u32) -> Result<Self> {
         if block_tokens == 0 {
             return Err(Error::invalid("block_tokens must be at least 1"));
@@ -100,19 +100,19 @@ impl KeyChain {
         self.hashed() + self.pending.len()
     }
 
-    /// Returns the number of blocks that have keys. A block has a key once all positions covered by
-    /// the key have been appended.
+    /// Returns the number of blocks with a key. A block gets its key once all positions the key
+    /// covers have been appended.
     pub fn num_blocks(&self) -> u32 {
         // Cannot overflow, because check_room limits positions to u32.
         u32::try_from(self.keys.len()).unwrap_or(u32::MAX)
     }
 
-    /// Returns the keys of all blocks, in order.
+    /// Returns all block keys, in order.
     pub fn keys(&self) -> &[ChunkKey] {
         &self.keys
     }
 
-    /// Returns the key of a block, which identifies the prefix that ends with the block.
+    /// Returns a block's key, which identifies the prefix ending with that block.
     pub fn key(&self, block: u32) -> Result<ChunkKey> {
         self.keys.get(block as usize).copied().ok_or_else(|| {
             Error::invalid("the block has no key yet")
@@ -121,14 +121,13 @@ impl KeyChain {
         })
     }
 
-    /// Returns the key of a block's chunk in `group`. Without a group, returns the key of the
-    /// block.
+    /// Returns the key of a block's chunk in `group`, or the block's own key without a group.
     pub fn key_of(&self, block: u32, group: Option<u32>) -> Result<ChunkKey> {
         let own = self.key(block)?;
         Ok(group.and_then(|group| of_group(&[own], group).next()).unwrap_or(own))
     }
 
-    /// Computes the missing keys of the prefix in KV cache group `group`.
+    /// Computes the prefix's missing keys in KV cache group `group`.
     pub fn extend_group(&mut self, group: u32) {
         let known = self.groups.iter().position(|of| of.group == group).unwrap_or_else(|| {
             self.groups.push(OfGroup {
@@ -150,8 +149,8 @@ impl KeyChain {
         known.map_or((self.root, &[]), |of| (of.root, &of.keys))
     }
 
-    /// Returns the group's root key, and the keys of the independent chunks of `blocks` in `group`.
-    /// The root key is the parent of these chunks.
+    /// Returns the root key of `group` and the keys of its independent chunks for `blocks`. The
+    /// root key is these chunks' parent key.
     pub fn independent_keys(
         &self,
         group: u32,
@@ -161,8 +160,8 @@ impl KeyChain {
         Ok((root_of_group(self.root, group), of_group(&own, group).collect()))
     }
 
-    /// Declares a multimodal item at positions [`start`, `start + num_tokens`). An item must be
-    /// declared before its positions are appended.
+    /// Declares a multimodal item at positions [`start`, `start + num_tokens`), before they are
+    /// appended.
     ///
     /// Declaring the same item twice has no effect.
     pub fn add_item(&mut self, identifier: &str, start: u32, num_tokens: u32) -> Result<()> {
@@ -177,10 +176,10 @@ impl KeyChain {
             || start.checked_add(num_tokens).is_none()
             || u32::try_from(identifier.len()).is_err()
         {
-            return fail("an item must cover at least one position and end below 2^32");
+            return fail("a multimodal item must cover at least one position and end below 2^32");
         }
         if start < self.num_tokens() && !self.items.contains(&item) {
-            return fail("an item must be declared before its positions are appended");
+            return fail("a multimodal item must be declared before its positions are appended");
         }
         self.items.add(item)
     }
@@ -199,11 +198,11 @@ impl KeyChain {
     }
 
     /// Appends embedding rows with `width` elements of type `dtype` (a torch name such as
-    /// `bfloat16`). `rows` contains the raw bytes of the rows without gaps.
+    /// `bfloat16`). `rows` holds the raw row bytes without gaps.
     pub fn append_embeds(&mut self, dtype: &str, width: u32, rows: &[u8]) -> Result<()> {
         let row = Row::new(dtype, width)?;
         if !rows.len().is_multiple_of(row.size_bytes) {
-            return Err(Error::invalid("embedding bytes must be a whole number of rows")
+            return Err(Error::invalid("the embedding size must be a whole number of rows")
                 .with_context("bytes", rows.len())
                 .with_context("width", width)
                 .with_context("dtype", dtype));
@@ -222,7 +221,7 @@ impl KeyChain {
     }
 
     /// Appends positions: completes the pending block, hashes whole blocks, and buffers the rest as
-    /// the new pending block.
+    /// the next pending block.
     fn append(&mut self, kind: Kind, bytes: &[u8]) {
         let (each, block_bytes) =
             (kind.size_bytes(), self.block_tokens as usize * kind.size_bytes());
@@ -240,8 +239,8 @@ impl KeyChain {
         self.push_pending(kind, rest);
     }
 
-    /// Returns true if the next key adds exactly the next `num` positions, and these positions are
-    /// one whole block without items.
+    /// Returns true if the next key adds exactly the next `num` positions, which form one whole
+    /// block without items.
     pub(super) fn is_next_block(&self, num: usize) -> bool {
         let (start, len) = (self.block_start(), self.block_tokens);
         let is_whole = num == len as usize && self.pending.len() == 0 && self.next_len() == len;
@@ -252,7 +251,7 @@ impl KeyChain {
                 .is_none_or(|position| position >= start + u64::from(len))
     }
 
-    /// Returns the key of the last block, or the root key if there is none.
+    /// Returns the last block's key, or the root key if there are no blocks.
     pub(super) fn last(&self) -> ChunkKey {
         self.keys.last().copied().unwrap_or(self.root)
     }
@@ -271,7 +270,7 @@ impl KeyChain {
         }
     }
 
-    /// Returns the number of positions that the next key covers and the last key does not.
+    /// Returns the number of positions the next key adds to the last key's.
     fn next_len(&self) -> u32 {
         self.block_tokens + if self.keys.is_empty() { self.lookahead } else { 0 }
     }
@@ -280,8 +279,8 @@ impl KeyChain {
         u64::from(self.hashed())
     }
 
-    /// Returns the content digest of the positions in `view`. The positions start at `start` and
-    /// are covered by the next key or a later key.
+    /// Returns the content digest of the positions in `view`, which start at `start` and belong to
+    /// the next key or a later key.
     fn digest(&self, view: &View<'_>, start: u64) -> Digest {
         view.digest(start, self.items.overlapping(start..start + u64::from(self.next_len())))
     }
@@ -306,8 +305,8 @@ impl KeyChain {
         }
     }
 
-    /// Appends whole blocks of token ids. There must be no pending positions. Runs of blocks
-    /// without items are hashed in SIMD lanes.
+    /// Appends whole blocks of token ids. There must be no pending positions. Hashes runs of
+    /// item-free blocks in SIMD lanes.
     fn push_token_blocks(&mut self, mut bytes: &[u8], block_bytes: usize) {
         while !bytes.is_empty() {
             let start = self.block_start();
@@ -328,8 +327,8 @@ impl KeyChain {
         }
     }
 
-    /// Appends whole blocks of embedding rows. There must be no pending positions. Large inputs are
-    /// hashed in parallel with rayon.
+    /// Appends whole blocks of embedding rows. There must be no pending positions. Hashes large
+    /// inputs in parallel with rayon.
     fn push_embed_blocks(&mut self, kind: Kind, rows: &[u8], block_bytes: usize) {
         let runs = [Run { kind, num: self.block_tokens }];
         let digest_of = |(block, bytes): (usize, &[u8])| {

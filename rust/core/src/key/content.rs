@@ -1,10 +1,9 @@
-//! The content of a block (tokens, embedding rows and multimodal items) and its digest.
+//! A block's content (tokens, embedding rows and multimodal items) and its digest.
 //!
-//! A block is a list of runs, and a run is a sequence of positions of the same kind. The bytes of
-//! all runs are contiguous and in order, so hashing a block needs no copy. Items may overlap, for
-//! example a video and its audio, so the digest of a block includes all items that overlap the
-//! block. Unknown element types are rejected, because two names for one type would result in two
-//! keys.
+//! A block is a list of runs, and a run is a sequence of positions of the same kind. Run bytes are
+//! contiguous and in order, so hashing a block needs no copy. Items can overlap each other, for
+//! example a video and its audio, so a block's digest includes every item that overlaps the block.
+//! Unknown element types are rejected, because two names for one type would yield two keys.
 
 use std::ops::Range;
 
@@ -12,7 +11,7 @@ use super::mode::{Digest, EMBEDS, MIXED, TOKENS};
 use super::root::put_str;
 use crate::{Error, Result};
 
-/// Names (without `torch.`) and sizes in bytes of the supported element types.
+/// Supported element types: names (without `torch.`) and sizes in bytes.
 const DTYPES: [(&str, u32); 9] = [
     ("bfloat16", 2),
     ("float16", 2),
@@ -28,7 +27,7 @@ const DTYPES: [(&str, u32); 9] = [
 /// The shape of an embedding row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Row {
-    /// Canonical name of the element type, which is hashed into keys.
+    /// Canonical element type name, hashed into keys.
     pub(super) dtype: &'static str,
     /// Number of elements.
     pub(super) width: u32,
@@ -43,11 +42,11 @@ impl Row {
         let (dtype, bytes) =
             DTYPES.into_iter().find(|(name, _)| *name == dtype).ok_or_else(|| {
                 let known = DTYPES.map(|(name, _)| name).join(", ");
-                bad(format!("dtype {dtype:?} is not one of {known}"))
+                bad(format!("unsupported embedding dtype {dtype:?}; use one of {known}"))
             })?;
         match usize::try_from(u64::from(bytes) * u64::from(width)) {
             Ok(size_bytes) if size_bytes > 0 => Ok(Self { dtype, width, size_bytes }),
-            _ => Err(bad(format!("an embedding row cannot have a width of {width}"))),
+            _ => Err(bad(format!("embedding width {width} is zero or too large"))),
         }
     }
 }
@@ -58,7 +57,7 @@ pub fn row_bytes(dtype: &str, width: u32) -> Result<usize> {
     Row::new(dtype, width).map(|row| row.size_bytes)
 }
 
-/// A multimodal item, which covers `num_tokens` placeholder positions starting at `start`.
+/// A multimodal item covering `num_tokens` placeholder positions from `start`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Item {
     pub(super) identifier: Box<str>,
@@ -72,25 +71,25 @@ impl Item {
     }
 }
 
-/// Items sorted by start and then by identifier. Keys include items in this order.
+/// Items sorted by start, then by identifier. Keys include items in this order.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Items {
     sorted: Vec<Item>,
-    /// `reach[i]` is the largest end of any item in `sorted[..=i]`. `reach` is monotone, which
-    /// allows a binary search.
+    /// `reach[i]` is the largest end of any item in `sorted[..=i]`; monotone, so it can be
+    /// bisected.
     reach: Vec<u64>,
 }
 
 impl Items {
-    /// Adds an item unless it is present already. Returns `InvalidConfig` if it is present with a
-    /// different length.
+    /// Adds an item unless already present. Returns `InvalidConfig` if present with a different
+    /// length.
     pub(super) fn add(&mut self, item: Item) -> Result<()> {
         match self.sorted.binary_search_by(|have| {
             (have.start, &have.identifier).cmp(&(item.start, &item.identifier))
         }) {
             Ok(at) if self.sorted[at].num_tokens == item.num_tokens => return Ok(()),
             Ok(at) => {
-                let message = "an item was declared twice with different lengths; declare it once";
+                let message = "a multimodal item was declared with two lengths; declare it once";
                 return Err(Error::invalid(message)
                     .with_context("identifier", &item.identifier)
                     .with_context("start", item.start)
@@ -112,7 +111,7 @@ impl Items {
         self.sorted.contains(item)
     }
 
-    /// Returns the first position at or after `position` that is covered by an item.
+    /// Returns the first position at or after `position` that an item covers.
     pub(super) fn next_covered(&self, position: u64) -> Option<u64> {
         let after = self.sorted.partition_point(|item| u64::from(item.start) <= position);
         if after > 0 && self.reach[after - 1] > position {
@@ -129,7 +128,7 @@ impl Items {
     }
 }
 
-/// The kind of model input at a position.
+/// Kind of model input at a position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// A token id, as little-endian u32.
@@ -153,14 +152,14 @@ pub(super) struct Run {
     pub(super) num: u32,
 }
 
-/// A borrowed view of a block's content. `bytes` contains the bytes of all runs, in order.
+/// A borrowed view of a block's content. `bytes` holds all run bytes, in order.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct View<'a> {
     pub(super) runs: &'a [Run],
     pub(super) bytes: &'a [u8],
 }
 
-/// A block that is being filled. The memory is reused for the next block.
+/// A block being filled. Its memory is reused for the next block.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Pending {
     runs: Vec<Run>,
@@ -191,8 +190,8 @@ impl Pending {
 }
 
 impl View<'_> {
-    /// Returns the content digest. `block_start` is the first position of the block, and `items`
-    /// yields all items that overlap the block.
+    /// Returns the content digest. `block_start` is the block's first position, and `items` yields
+    /// all items that overlap the block.
     pub(super) fn digest<'i>(
         &self,
         block_start: u64,

@@ -1,7 +1,7 @@
-//! Extends many chains in one call. Blocks that running requests complete in the same step are
-//! hashed together.
+//! Extends many chains in one call, hashing together the blocks that running requests complete in
+//! the same step.
 //!
-//! Hashing a single block uses only one SIMD lane, and the forward pass waits for the keys.
+//! Hashing one block at a time would use one SIMD lane while the forward pass waits for the keys.
 
 use super::chain::KeyChain;
 use super::mode::{CHAIN, Digest, TOKENS};

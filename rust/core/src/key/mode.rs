@@ -1,10 +1,10 @@
 //! Keyed BLAKE3 hashes with one fixed key (mode) per purpose, optimized for many short inputs of
 //! equal length.
 //!
-//! Each digest is a regular keyed BLAKE3 hash. Inputs that are a whole number of 64-byte blocks and
-//! at most one BLAKE3 chunk (1024 bytes) are hashed in SIMD lanes by the doc-hidden `platform`
-//! module of the blake3 crate. The crate version is therefore pinned, and tests compare the results
-//! with `keyed_hash` for every length.
+//! Each digest is a regular keyed BLAKE3 hash. Inputs of whole 64-byte blocks, up to one BLAKE3
+//! chunk (1024 bytes), are hashed in SIMD lanes by the blake3 crate's doc-hidden `platform` module.
+//! The crate version is therefore pinned, and tests compare the results with `keyed_hash` for every
+//! length.
 
 use std::sync::LazyLock;
 
@@ -22,9 +22,9 @@ pub(super) static MIXED: LazyLock<Mode> = LazyLock::new(|| Mode::new("mixed"));
 pub(super) static CHAIN: LazyLock<Mode> = LazyLock::new(|| Mode::new("chain"));
 pub(super) static GROUP: LazyLock<Mode> = LazyLock::new(|| Mode::new("group"));
 
-/// Inputs of at least this size are hashed on rayon's threads. For smaller inputs, waking the
-/// threads takes too long. The first large input starts the thread pool, whose threads do not exist
-/// in forked processes, so a forked process must not hash.
+/// Inputs of at least this size are hashed on rayon's threads; for smaller inputs, waking the
+/// threads costs too much. The first large input starts the thread pool, which does not survive a
+/// fork, so a forked process must not hash.
 pub(super) const PARALLEL_BYTES: usize = 512 << 10;
 
 // Domain flags, from table 3 in section 2.2 of the BLAKE3 paper.
@@ -33,8 +33,7 @@ const FLAG_CHUNK_END: u8 = 1 << 1;
 const FLAG_ROOT: u8 = 1 << 3;
 const FLAG_KEYED_HASH: u8 = 1 << 4;
 
-/// Number of inputs per SIMD call, which is the number of AVX-512 lanes and twice the number of
-/// AVX2 lanes.
+/// Number of inputs per SIMD call: the number of AVX-512 lanes, and twice the number of AVX2 lanes.
 const LANES: usize = 16;
 
 /// A keyed hash with a fixed key.
@@ -77,8 +76,8 @@ impl Mode {
         blake3::platform::le_bytes_from_words_32(&words)
     }
 
-    /// Writes the keyed hash of each piece of `stride` bytes to `out`. An incomplete last piece is
-    /// ignored.
+    /// Writes the keyed hash of each `stride`-byte piece to `out`, ignoring an incomplete last
+    /// piece.
     pub(super) fn hash_each(&self, bytes: &[u8], stride: usize, out: &mut [Digest]) {
         macro_rules! by_length {
             ($($blocks:literal)*) => {

@@ -1,8 +1,8 @@
 //! The key of the empty prefix: a hash of everything that affects KV bytes except the content.
 //!
 //! Strings are prefixed with their length and optional values with a presence byte, so different
-//! inputs never have the same encoding. The last bytes of a root key identify its salt, so that a
-//! store can group chunks by tenant across adapters, restarts and directories.
+//! inputs never encode the same. A root key's last bytes identify its salt, so that a store can
+//! group chunks by tenant across adapters, restarts and directories.
 
 use std::fmt;
 
@@ -54,7 +54,7 @@ impl<'de> Deserialize<'de> for SaltTag {
         let tag = u64::from_str_radix(&text, 16).map(|number| Self(number.to_be_bytes())).ok();
         let is_same = |tag: &Self| tag.to_string() == text;
         tag.filter(is_same)
-            .ok_or_else(|| de::Error::custom("a salt tag must have 16 lowercase hex digits"))
+            .ok_or_else(|| de::Error::custom("a salt tag must be 16 lowercase hex digits"))
     }
 }
 
@@ -66,14 +66,13 @@ impl ChunkKey {
     }
 }
 
-/// Returns the fingerprint of (name, value) pairs, regardless of their order. Returns
-/// `InvalidConfig` if a name occurs more than once.
+/// Returns an order-independent fingerprint of (name, value) pairs. Returns `InvalidConfig` if a
+/// name appears more than once.
 pub fn namespace_digest(fields: &[(&str, &str)]) -> Result<[u8; 32]> {
     let mut sorted = fields.to_vec();
     sorted.sort_unstable();
     if let Some(pair) = sorted.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-        let message =
-            format!("namespace field {:?} is given twice; give each name once", pair[0].0);
+        let message = format!("namespace field {:?} appears twice; use each name once", pair[0].0);
         return Err(Error::invalid(message));
     }
     let mut bytes = Vec::new();
@@ -89,17 +88,17 @@ pub fn namespace_hex(namespace: &[u8; 32]) -> String {
     ChunkKey(*namespace).to_string()
 }
 
-/// Returns the first 16 hex digits of a namespace. The digits identify the namespace in logs and
-/// status output, and name its directory.
+/// Returns a namespace's first 16 hex digits, which identify it in logs and status output and name
+/// its directory.
 pub fn namespace_id(namespace: &[u8; 32]) -> String {
     namespace_hex(namespace)[..16].to_owned()
 }
 
-/// Returns the key of the empty prefix in a namespace. `adapter` is the name of a `LoRA` adapter
-/// and its path or id.
+/// Returns the key of a namespace's empty prefix. `adapter` is a `LoRA` adapter's name, and its
+/// path or id.
 ///
-/// A missing salt and an empty salt result in different roots. Returns `InvalidConfig` if a string
-/// is 4 GiB or longer.
+/// A missing salt and an empty salt yield different roots. Returns `InvalidConfig` if a string is 4
+/// GiB or longer.
 pub fn root_key(
     namespace: &[u8; 32],
     adapter: Option<(&str, &str)>,
@@ -121,7 +120,7 @@ pub fn root_key(
     Ok(ChunkKey(root))
 }
 
-/// Appends the length (u32) and the UTF-8 bytes of a string.
+/// Appends a string's length (u32) and UTF-8 bytes.
 pub(super) fn put_str(bytes: &mut Vec<u8>, text: &str) -> Result<()> {
     let len = u32::try_from(text.len())
         .map_err(|_| Error::invalid("a string in a key must be shorter than 4 GiB"))?;

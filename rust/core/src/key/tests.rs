@@ -183,8 +183,7 @@ proptest! {
         }
     }
 
-    /// The last block's key identifies the whole prompt, so the keys of all blocks in a prompt must
-    /// differ.
+    /// The last block's key identifies the whole prompt, so all block keys in a prompt must differ.
     #[test]
     fn no_two_blocks_of_a_prompt_share_a_key(prompt in prompt()) {
         let mut chain = prompt.empty();

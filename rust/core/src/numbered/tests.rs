@@ -8,11 +8,11 @@ use super::{Numbered, SPARE};
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// Adds this many entries, with this distance between their numbers.
+    /// Adds this many entries with this gap between their numbers.
     Enter(usize, u64),
     /// Inserts a number out of order, as if another thread had inserted a higher number first.
     EnterBelow(u64),
-    /// Removes entries, given the first index, the number of entries, and whether to reverse the
+    /// Removes entries, given the first index, the number of entries, and true to reverse the
     /// order.
     Leave(usize, usize, bool),
     Ask(u64),
@@ -62,7 +62,7 @@ proptest! {
                     let below = model.range(..=number).next_back().map(|(number, value)| (*number, *value));
                     let has_left = is_gone.range(..=number).next_back();
                     let hides = has_left.is_some_and(|gone| below.is_none_or(|(own, _)| own < *gone));
-                    // `up_to` returns None at a removed entry that is still in the deque.
+                    // `up_to` returns None for a removed entry still in the deque.
                     prop_assert!(found == below || (hides && found.is_none()), "{found:?} {below:?}");
                 }
             }

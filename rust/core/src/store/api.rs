@@ -20,8 +20,7 @@ use crate::store::tenants::limits::Ceiling;
 use crate::store::tenants::table::TENANTS_PER_SLICE;
 use crate::{Event, Result};
 
-/// How long `clear` waits for the disk. After that, a disk thread clears the disk in the
-/// background.
+/// How long `clear` waits for the disk. After this, a disk thread clears it in the background.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Usage and limits of one tenant.
@@ -33,9 +32,9 @@ pub struct Tenant {
     pub host_bytes: u64,
     /// Disk space used by the tenant's slots, in bytes.
     pub disk_bytes: u64,
-    /// Host memory quota of the tenant, in bytes.
+    /// The tenant's host memory quota, in bytes.
     pub max_host_bytes: Option<u64>,
-    /// Disk quota of the tenant, in bytes.
+    /// The tenant's disk quota, in bytes.
     pub max_disk_bytes: Option<u64>,
     /// Time to live of the tenant's chunks, in seconds.
     pub ttl_s: Option<u32>,
@@ -66,47 +65,46 @@ impl State {
 }
 
 impl Store {
-    /// Returns the information that another process of the same user needs to map the frames.
+    /// Returns the information another process of the same user needs to map the frames.
     pub fn arena(&self) -> &ArenaInfo {
         &self.inner.arena
     }
 
-    /// For each prefix, returns the number of leading units that are stored. The result is a
-    /// consistent snapshot. The disk is treated as empty while reads are paused. Has no side
-    /// effects (I9).
+    /// Returns the number of leading units stored for each prefix, as one consistent snapshot.
+    /// Treats the disk as empty while reads are paused. Has no side effects (I9).
     pub fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
         let find = |state: &mut State| prefixes.iter().map(|prefix| state.find(prefix)).collect();
         let found = self.inner.with_open_state(find);
         found.unwrap_or_else(|| vec![Lookup::default(); prefixes.len()])
     }
 
-    /// Returns how many leading `anchors` of a prefix are stored, and how many of these are proven.
+    /// Returns how many leading `anchors` of a prefix are stored, and how many of them are proven.
     ///
-    /// An anchor is a number of units and the key of the last of these units. Anchors must be in
+    /// An anchor pairs a unit count with the key of the last counted unit. Anchors must be in
     /// ascending order. A prefix that starts at a proven anchor needs no earlier keys (see
     /// [`Prefix::first`]).
     pub fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
         self.inner.with_open_state(|state| state.anchors(anchors)).unwrap_or_default()
     }
 
-    /// Pins the parts of prefixes that are in host memory and queues reads of the parts that are
-    /// only on disk. Returns one lease for all prefixes.
+    /// Pins the parts of the prefixes that are in host memory and queues reads for the parts that
+    /// are only on disk. Returns one lease that covers all prefixes.
     ///
-    /// Each read takes a frame when it starts. The leased part of a prefix ends before the first
-    /// chunk that gets no frame or cannot be read.
+    /// A read takes its frame when it starts. Each prefix is leased up to the first chunk that gets
+    /// no frame or cannot be read.
     pub fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> ReadLease {
         let hold =
             |state: &mut State| prefixes.iter().map(|prefix| state.acquire(prefix)).collect();
         ReadLease::new(Arc::clone(&self.inner), self.inner.with_open_state(hold))
     }
 
-    /// Reserves frames for chunks that are neither in host memory nor being filled. Returns the
-    /// result of each request. A request for dependent chunks stops at the first chunk that gets no
-    /// frame. A request for independent chunks skips chunks that get no frame.
+    /// Reserves frames for chunks that are neither in host memory nor being filled. Returns one
+    /// result per request. A request for dependent chunks stops at the first chunk that gets no
+    /// frame; a request for independent chunks skips such chunks.
     ///
-    /// If `limit_bytes` is set, this and all later saves use only the first `limit_bytes` of the
-    /// arena. If a request is invalid (see [`SaveRequest::check`]), reserves nothing and returns
-    /// `InvalidConfig`.
+    /// If `limit_bytes` is set, restricts this and all later saves to the first `limit_bytes` of
+    /// the arena. Reserves nothing and returns `InvalidConfig` if any request is invalid (see
+    /// [`SaveRequest::check`]).
     pub fn reserve_many(
         &self,
         limit_bytes: Option<u64>,
@@ -126,10 +124,10 @@ impl Store {
         Ok(reserved.unwrap_or_else(none)?.into_iter().map(|each| each.map(lease)).collect())
     }
 
-    /// Makes filled chunks visible. Returns the number of chunks that became visible.
+    /// Makes filled chunks visible. Returns how many became visible.
     ///
-    /// A chunk whose parent is not visible yet becomes visible after its parent. A save is aborted
-    /// if the parent of its chunk is gone or if its lease belongs to a different store.
+    /// A chunk becomes visible only after its parent. A save is aborted if the chunk's parent is
+    /// gone or if the lease belongs to a different store.
     pub fn commit(&self, leases: impl IntoIterator<Item = WriteLease>) -> u32 {
         let leases = leases.into_iter();
         let mut ids = Vec::with_capacity(leases.size_hint().0);
@@ -137,18 +135,18 @@ impl Store {
         self.inner.with_state(|state| ids.into_iter().map(|id| state.commit(id)).sum()).unwrap_or(0)
     }
 
-    /// Lets other saves reserve the chunks of these unfinished saves. Until then, no chunk below
-    /// them can be found. The frames stay reserved until the leases end.
+    /// Lets other saves reserve the chunks of these unfinished saves. Until then, lookups miss every
+    /// chunk below them. The frames stay reserved until the leases end.
     pub fn release_keys<'a>(&self, leases: impl Iterator<Item = &'a WriteLease>) {
         let ids = leases.filter(|lease| lease.is_of(&self.inner)).map(WriteLease::id);
         self.inner.with_state(|state| state.release_keys(ids));
     }
 
-    /// Removes chunks and their descendants from every tier. Returns the number of chunks removed
-    /// in the first slice.
+    /// Removes chunks and their descendants from every tier. Returns how many the first slice
+    /// removed.
     ///
-    /// Lookups stop finding these chunks immediately. Pinned chunks are freed when their last pin
-    /// is released. Later calls remove the rest of a large tree, slice by slice.
+    /// Lookups miss these chunks immediately. Pinned chunks are freed when their last pin is
+    /// released. Later calls remove the rest of a large tree slice by slice.
     pub fn discard(&self, keys: &[ChunkKey]) -> u64 {
         self.inner.with_state(|state| state.discard(keys)).unwrap_or(0)
     }
@@ -156,10 +154,9 @@ impl Store {
     /// Removes all chunks from every tier. Pinned and reserved frames are freed when their leases
     /// end.
     ///
-    /// Lookups stop finding chunks immediately. Waits up to five seconds for the disk to be
-    /// cleared, so that a restart finds no chunks either. If the disk does not respond in time, a
-    /// disk thread clears it later, and an event is logged. Returns true if no chunk is left on
-    /// disk.
+    /// Lookups miss immediately. Waits up to five seconds for the disk to be cleared, so that a
+    /// restart finds no chunks either. If the disk takes longer, logs an event and leaves the clear
+    /// to a disk thread. Returns true if no chunk is left on disk.
     pub fn clear(&self) -> bool {
         self.inner.with_state(State::clear);
         let cleared = |state: &State| {
@@ -170,15 +167,15 @@ impl Store {
         if !is_cleared {
             self.inner.with_state(|state| {
                 state.log(Event::problem(
-                    "disk tier: not cleared yet; retrying in the background (a restart before the \
-                     disk is cleared would find the old chunks)",
+                    "disk tier: not cleared yet; still clearing in the background (a restart \
+                     before the clear finishes would bring back the old chunks)",
                 ));
             });
         }
         is_cleared
     }
 
-    /// Returns true while the disk is waiting to be cleared or is being cleared.
+    /// Returns true while a disk clear is pending or running.
     pub fn is_clearing(&self) -> bool {
         self.inner.with_state(|state| state.disk.clearing != Clearing::No).unwrap_or(false)
     }
@@ -189,21 +186,20 @@ impl Store {
         self.inner.with_state(|state| state.host.member.set_active(is_active));
     }
 
-    /// Returns the number of slabs that the store owns, and how many of them exceed its share.
+    /// Returns the number of slabs the store owns and how many of them exceed its share.
     pub fn num_slabs(&self) -> (u32, u32) {
         let state = self.inner.lock();
         state.map(|state| state.host.member.num_slabs()).unwrap_or_default()
     }
 
-    /// Releases memory beyond this store's share if a store below its share needs memory.
-    /// Otherwise, frees a slab for a size class of this store that needs frames. Never blocks; each
-    /// call does a bounded amount of work.
+    /// Releases memory beyond this store's share if another store is below its own share and needs
+    /// memory. Otherwise, frees a slab for one of this store's size classes that needs frames.
+    /// Never blocks; each call does a bounded amount of work.
     pub fn release_slab(&self) -> SlabRelease {
         self.inner.with_state(State::release_slab).unwrap_or(SlabRelease::NotNeeded)
     }
 
-    /// Returns the log lines added since the last call, oldest first, followed by the log lines of
-    /// the disk tier.
+    /// Returns the store's new log lines since the last call, oldest first, then the disk tier's.
     pub fn take_events(&self) -> Vec<Event> {
         let mut events =
             self.inner.with_state(|state| std::mem::take(&mut state.events)).unwrap_or_default();
@@ -212,14 +208,13 @@ impl Store {
         events
     }
 
-    /// Returns the names and values of counters and gauges. All values are 0 after an internal
-    /// failure.
+    /// Returns all counters and gauges by name. All values are 0 after an internal failure.
     pub fn stats(&self) -> Vec<(&'static str, u64)> {
         self.inner.lock().map(|state| state.stats()).unwrap_or_default().named()
     }
 
-    /// Returns the `limit` tenants with the most bytes in host memory (ties are broken by bytes on
-    /// disk), and the number of salts that have chunks.
+    /// Returns the `limit` tenants that use the most host memory (disk usage breaks ties), and the
+    /// number of salts with chunks.
     pub fn tenants(&self, limit: usize) -> (Vec<Tenant>, u64) {
         let (mut all, mut next, mut num) = (Vec::new(), 0, 0);
         while let Some((some, num_salts)) = self.inner.with_state(|state| state.tenants(&mut next))

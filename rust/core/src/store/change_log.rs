@@ -1,18 +1,18 @@
-//! A log of the keys of chunks that were recently added to a tier or removed from it. `listener`
-//! reads the log.
+//! A log of the keys of chunks recently added to or removed from a tier, read by `listener`.
 
 use std::collections::VecDeque;
 
 use crate::key::ChunkKey;
 
-/// The tiers in which lookups find a chunk, provided that they find its ancestors.
+/// The tiers where lookups find a chunk, provided they find its ancestors.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Tiers {
     /// The chunk is in host memory.
     pub host: bool,
     /// The chunk is on disk.
     pub disk: bool,
-    /// The chunk is being saved or is queued to be read from disk, but is not in host memory yet.
+    /// The chunk is being saved, read from disk or queued for a read, and is not in host memory
+    /// yet.
     pub pending: bool,
 }
 
@@ -37,16 +37,15 @@ impl Tiers {
 /// Result of [`Listener::changes`](super::Listener::changes).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Changes {
-    /// Chunks and their tiers: first the requested chunks, then the changed chunks, oldest change
-    /// first. A key may occur more than once.
+    /// Chunks and their tiers: the requested chunks, then the changed chunks, oldest change first.
+    /// A key may appear more than once.
     pub rows: Vec<(ChunkKey, Tiers)>,
-    /// True if keys were dropped from the log, so chunks that are not in `rows` may have changed
-    /// too.
+    /// True if the log dropped keys, so chunks missing from `rows` may have changed too.
     pub lost: bool,
 }
 
 impl Changes {
-    /// Returns the result for a missing store: no tier has the requested chunks, and any other
+    /// Returns the result for a missing store: no tier holds the requested chunks, and any other
     /// chunk may have changed.
     #[must_use]
     pub fn of_none(asked: &[ChunkKey]) -> Self {
@@ -83,10 +82,10 @@ impl ChangeLog {
         self.keys.clear();
     }
 
-    /// Returns up to `limit` keys starting at position `next`, and whether keys at or after that
-    /// position were dropped. Advances `next`.
+    /// Returns up to `limit` keys from position `next`, and true if keys at or after it were
+    /// dropped. Advances `next`.
     ///
-    /// Returns no keys if some were dropped, because the listener must query all of its keys
+    /// Returns no keys if any were dropped, because the listener must then query all its keys
     /// anyway.
     pub(crate) fn take(
         &self,

@@ -1,4 +1,4 @@
-//! The settings of a store and their validation.
+//! Store settings and their validation.
 
 use std::path::PathBuf;
 
@@ -12,34 +12,33 @@ use crate::{Error, Result};
 /// Maximum number of disk threads. No device benefits from more threads.
 const MAX_DISK_THREADS: u32 = 64;
 
-/// Settings of a store. The caller passes in the time and the available memory, so that the store
-/// never reads the environment.
+/// Store settings. The caller passes in the time and the available memory, so that the store never
+/// reads the environment.
 #[derive(Debug, Clone)]
 pub struct StoreConfig {
     /// Frame size of each size class.
     pub frame_sizes: FrameSizes,
-    /// Host memory for frames, in bytes (`host_size`). The size is rounded down to whole pages or
-    /// frames.
+    /// Host memory for frames, in bytes (`host_size`), rounded down to whole pages or frames.
     pub host_bytes: u64,
-    /// Eviction policy of each tier.
+    /// Eviction policy, used in each tier.
     pub eviction: Eviction,
-    /// Available memory in bytes, if known (see [`crate::io::available_bytes`]). The value is
-    /// checked only when the store opens. Pages are allocated when a frame is first used, so stores
-    /// that open concurrently see the same available memory. Allocating all pages at startup would
-    /// take seconds per 10 GiB.
+    /// Available memory in bytes, if known (see [`crate::io::available_bytes`]), checked only when
+    /// the store opens. Pages are allocated on first use of a frame, so stores that open
+    /// concurrently see the same available memory. Allocating all pages at startup would take
+    /// seconds per 10 GiB.
     pub available_bytes: Option<u64>,
-    /// The namespace: a fingerprint of everything that affects KV bytes, except the content.
+    /// The namespace: a fingerprint of everything except content that affects KV bytes.
     pub namespace: [u8; 32],
-    /// Settings of the disk tier, if any.
+    /// Disk tier settings, if any.
     pub disk: Option<DiskSettings>,
-    /// Current Unix time in seconds. Chunks are dated in Unix time, so that a restart does not
+    /// Current Unix time in seconds. Chunks are dated in Unix time so that a restart does not
     /// extend their time to live.
     pub now_s: u64,
-    /// Limits of each tenant.
+    /// Tenant limits.
     pub limits: TenantLimits,
 }
 
-/// The information that another process of the same user needs to map the frames.
+/// The information another process of the same user needs to map the frames.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ArenaInfo {
     /// Path for [`crate::io::Arena::open`].
@@ -50,8 +49,8 @@ pub struct ArenaInfo {
     pub size_bytes: u64,
     /// Slab size, in bytes (see [`crate::io::FrameGrid`]).
     pub slab_bytes: u64,
-    /// The pipe that every process must keep open while it maps a server's arena. None for an
-    /// embedded store.
+    /// The pipe every process must keep open while it maps a server's arena. None for an embedded
+    /// store.
     pub lifeline: Option<LifelineInfo>,
 }
 
@@ -60,16 +59,16 @@ pub struct ArenaInfo {
 pub struct LifelineInfo {
     /// Path at which workers open the pipe for writing.
     pub path: String,
-    /// Inode of the pipe, which identifies it even if its path is reused.
+    /// The pipe's inode, which identifies it even if the path is reused.
     pub id: u64,
 }
 
-/// Settings of the disk tier.
+/// Disk tier settings.
 #[derive(Debug, Clone)]
 pub struct DiskSettings {
     /// The disk directory (`disk_path`).
     pub dir: PathBuf,
-    /// Maximum size of the directory, in bytes (`disk_size`).
+    /// Maximum directory size, in bytes (`disk_size`).
     pub cap_bytes: u64,
     /// Number of threads for reads and writes (`disk_threads`).
     pub num_threads: u32,
@@ -100,7 +99,7 @@ impl DiskSettings {
 
 impl StoreConfig {
     /// Validates the settings. Returns `InvalidConfig` with a message that names the invalid
-    /// setting and the fix. `host_size` is the name of the memory setting.
+    /// setting and the fix. `host_size` names the memory setting in messages.
     pub fn check(&self, host_size: &str) -> Result<()> {
         self.num_frames(host_size).map(drop)
     }
@@ -129,8 +128,8 @@ impl StoreConfig {
         let smallest = self.frame_sizes.smallest();
         if host_bytes / smallest > MAX_FRAMES {
             return fail(format!(
-                "{host_size} = {} is too large: it could hold more than {MAX_FRAMES} chunks of \
-                 {smallest} bytes; lower it",
+                "{host_size} = {} is too large: it would hold more than the limit of {MAX_FRAMES} \
+                 chunks ({smallest} bytes each); lower it",
                 size_text(host_bytes)
             ));
         }

@@ -1,18 +1,18 @@
-//! Adds chunks to the index, detaches chunks that are in no tier, frees unused entries, and removes
-//! trees of chunks.
+//! Adds chunks to the index, detaches chunks in no tier, frees unused entries, and removes chunk
+//! trees.
 //!
 //! | method | called after | effect |
 //! |---|---|---|
-//! | `settle` | a chunk left a tier | `detach` if the chunk is in no tier, otherwise `reap` |
+//! | `settle` | a chunk left a tier | `detach` if the chunk is now in no tier, otherwise `reap` |
 //! | `detach` | `settle`, tree removal | removes the key; frees slot and frame once unused |
 //! | `reap` | a user finished | frees a detached entry without users, then detached ancestors |
 //! | `leave_failed` | a child left host memory | frees the frames of failed ancestors |
 //!
-//! Lookups stop finding a tree as soon as its removal starts, because the key of its root is
-//! removed immediately. The tree is then walked depth-first, one slice per call, with children
-//! before parents as the policies require. Descendants keep their keys until the walk reaches them,
-//! so lookups check all ancestors while trees are being removed. A clear removes all keys in one
-//! step; the index keeps the roots of the remaining trees.
+//! Lookups miss a tree as soon as its removal starts, because the root's key is removed
+//! immediately. The tree is then walked depth-first, one slice per call, children before parents as
+//! the policies require. Descendants keep their keys until the walk reaches them, so lookups check
+//! all ancestors during tree removals. A clear removes all keys in one step; the index keeps the
+//! roots of the remaining trees.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{Entry, HostEvent, HostState};
@@ -20,12 +20,12 @@ use crate::key::{ChunkKey, SaltTag};
 use crate::store::disk::work::{Clearing, DiskOpening};
 use crate::store::state::{Cause, State, Subtree};
 
-/// Maximum number of discarded keys remembered until the chunks on disk are indexed. If there are
-/// more, chunks that are not indexed yet are removed from the disk.
+/// Maximum number of discarded keys remembered until the on-disk chunks are indexed. Beyond this,
+/// all chunks not yet indexed are removed from the disk.
 const MAX_REJECTED: usize = 1 << 16;
 
 impl State {
-    /// Adds an entry for a chunk that is not in any tier yet. The caller sets `saved_s`.
+    /// Adds an entry for a chunk not in any tier yet. The caller sets `saved_s`.
     pub(crate) fn add(&mut self, new: Entry) -> ChunkId {
         let tenant = match new.parent {
             Some(parent) => self.index[parent].tenant,
@@ -38,8 +38,8 @@ impl State {
         id
     }
 
-    /// Detaches a chunk, which must not have attached children. The entry is kept until its last
-    /// user has finished.
+    /// Detaches a chunk, which must have no attached children. The entry stays until its last user
+    /// finishes.
     pub(crate) fn detach(&mut self, id: ChunkId) {
         let parent = self.index[id].parent;
         self.leave_host_policy(id, Removal::Dropped);
@@ -68,7 +68,7 @@ impl State {
         self.leave_failed(parent);
     }
 
-    /// Detaches a chunk that is in no tier, and reaps any other chunk.
+    /// Detaches the chunk if it is in no tier; otherwise reaps it.
     pub(crate) fn settle(&mut self, id: ChunkId) {
         let entry = &self.index[id];
         if entry.host.is_absent() && !entry.disk.takes_slot() && !entry.detached {
@@ -78,7 +78,7 @@ impl State {
         }
     }
 
-    /// Frees an unused detached entry, and then any detached ancestors that become unused.
+    /// Frees an unused detached entry, then any detached ancestors left unused.
     pub(crate) fn reap(&mut self, id: ChunkId) {
         let mut next = Some(id);
         while let Some(id) = next {
@@ -101,7 +101,7 @@ impl State {
         self.leave_failed(next);
     }
 
-    /// Removes a failed chunk without children from host memory, and then its failed ancestors.
+    /// Removes a childless failed chunk from host memory, then its failed ancestors.
     pub(crate) fn leave_failed(&mut self, mut next: Option<ChunkId>) {
         while let Some(id) = next {
             let entry = &self.index[id];
@@ -117,8 +117,7 @@ impl State {
         }
     }
 
-    /// Starts removing chunks and their descendants. Returns the number of chunks removed in the
-    /// first slice.
+    /// Starts removing chunks and their descendants. Returns how many the first slice removed.
     pub(crate) fn discard(&mut self, keys: &[ChunkKey]) -> u64 {
         if self.disk.is_recovering() {
             self.reject(keys);
@@ -131,7 +130,7 @@ impl State {
         self.remove_slice()
     }
 
-    /// Records discarded keys, so that chunks on disk with these keys are not indexed later.
+    /// Records discarded keys, so that on-disk chunks with these keys are not indexed later.
     fn reject(&mut self, keys: &[ChunkKey]) {
         let work = &mut self.disk;
         if work.clearing == Clearing::No {
@@ -146,7 +145,7 @@ impl State {
         }
     }
 
-    /// Removes all chunks. Lookups stop finding these chunks immediately.
+    /// Removes all chunks. Lookups miss them immediately.
     pub(crate) fn clear(&mut self) {
         self.index.unmap_all();
         self.note_all();
@@ -185,7 +184,7 @@ impl State {
         self.remove_some(self.slice)
     }
 
-    /// Continues to remove trees, for at most `budget` steps. Returns the number of chunks removed.
+    /// Continues tree removals for at most `budget` steps. Returns the number of chunks removed.
     pub(crate) fn remove_some(&mut self, budget: usize) -> u64 {
         let mut removed = 0;
         for _ in 0..budget {

@@ -1,10 +1,10 @@
-//! Eviction at an operator's request: evicts the chunks of one tenant, or all chunks, from host
-//! memory or from every tier.
+//! Eviction at an operator's request: evicts one tenant's chunks, or all chunks, from host memory
+//! or from every tier.
 //!
 //! A walk visits the index slice by slice and releases the lock between slices. Chunks saved during
-//! the walk may survive it. When evicting from host memory, the walk evicts children before
-//! parents. When evicting from every tier, the walk starts the removal of chunks without parents,
-//! and `entries` removes their trees.
+//! the walk may survive it. An eviction from host memory evicts children before parents. An
+//! eviction from every tier starts the removal of chunks without parents, and `entries` removes
+//! their trees.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -21,34 +21,34 @@ use crate::store::state::{Cause, State};
 use crate::store::stats::Evicted;
 use crate::tier::disk::{self, DiskRoot, RemovedChunks};
 
-/// Maximum number of entries visited per call. Visiting them takes about 0.2 ms.
+/// Maximum number of entries to visit per call, which takes about 0.2 ms.
 const SLICE: u32 = 2048;
-/// Maximum number of chunks evicted from host memory per call.
+/// Maximum number of chunks to evict from host memory per call.
 const MAX_EVICTED: u32 = 256;
 
 /// Selects the chunks to evict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Evict {
-    /// Limits the eviction to the tenant with this salt. None selects all chunks.
+    /// Evicts only the tenant with this salt. None selects all chunks.
     pub salt: Option<SaltTag>,
-    /// Evicts only from host memory, and keeps chunks that are waiting to be written to disk.
+    /// Evicts only from host memory and keeps chunks not yet written to disk.
     pub is_host_only: bool,
 }
 
 #[derive(Debug, Default)]
 struct Walk {
     next: u32,
-    /// Parent of the last evicted chunk. The parent is visited next unless its entry was freed.
+    /// Parent of the last evicted chunk, visited next unless its entry was freed.
     above: Option<(ChunkId, u32)>,
-    /// True if the walk may have missed chunks on disk that were not indexed yet.
+    /// True if the walk may have missed on-disk chunks that were not indexed yet.
     is_blind: bool,
-    /// Position up to which chunks in use have been counted. None until all chunks were visited.
+    /// Position up to which in-use chunks were counted. None until all chunks have been visited.
     counted: Option<u32>,
 }
 
 impl Store {
-    /// Evicts the selected chunks. Unless `is_host_only` is set, waits until neither a lookup nor a
-    /// restart can find them. Returns no later than the deadline.
+    /// Evicts the selected chunks. Unless `is_host_only` is set, waits until no lookup or restart
+    /// can find them. Returns no later than the deadline.
     pub fn evict(&self, what: Evict, deadline: Instant) -> Evicted {
         let (mut walk, mut before) = (Walk::default(), None);
         loop {
@@ -82,7 +82,7 @@ impl Store {
 }
 
 impl State {
-    /// Returns true if no chunk that was removed before the ticket `mark` was issued is on disk.
+    /// Returns true if no chunk removed before ticket `mark` was issued is still on disk.
     fn is_off_disk(&self, mark: u64) -> bool {
         let work = &self.disk;
         let nothing_to_free =
@@ -94,7 +94,7 @@ impl State {
         nothing_to_free && nothing_else && !work.in_flight.iter().any(is_written)
     }
 
-    /// Continues a walk. Returns true once the walk is complete.
+    /// Continues a walk. Returns true once it is complete.
     fn evict_slice(&mut self, what: Evict, walk: &mut Walk) -> bool {
         if self.is_removing() || (!self.disk.found.is_empty() && self.recover_some()) {
             return false;
@@ -115,8 +115,8 @@ impl State {
         walk.counted.is_some_and(|from| self.count_in_use(tenant, from, walk))
     }
 
-    /// Starts the removal of chunks without parents. The trees of each slice are removed before the
-    /// next slice starts.
+    /// Starts removing chunks without parents. Each slice's trees are removed before the next slice
+    /// starts.
     fn remove_trees_slice(&mut self, tenant: Option<TenantId>, walk: &mut Walk) -> bool {
         let end = walk.next.saturating_add(SLICE).min(self.index.num_places());
         for place in walk.next..end {
@@ -174,7 +174,7 @@ impl State {
         end == self.index.num_places()
     }
 
-    /// Evicts a chunk from host memory if it is an unused leaf. Returns true if it was evicted.
+    /// Evicts a chunk from host memory if the chunk is an unused leaf. Returns true if evicted.
     fn evict_if_unused(&mut self, id: ChunkId) -> bool {
         let entry = self.index[id];
         if !entry.is_in_host() || entry.is_in_use() {
@@ -188,8 +188,8 @@ impl State {
     }
 }
 
-/// Removes the chunks of one tenant, or all chunks, from closed namespaces in a disk directory.
-/// Only namespaces whose hex names start with `prefix` are affected.
+/// Removes one tenant's chunks, or all chunks, from a disk directory's closed namespaces whose hex
+/// names start with `prefix`.
 ///
 /// `root` must be the [`DiskRoot`] of the open stores. Returns `Io` if the directory cannot be
 /// read.

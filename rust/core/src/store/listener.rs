@@ -1,12 +1,11 @@
-//! [`Listener`] reports which chunks were added to or removed from a tier. KV events are created
-//! from these reports.
+//! [`Listener`] reports the chunks added to or removed from a tier. These reports feed KV events.
 //!
-//! The change log contains keys, not events. A listener receives each key together with the tiers
-//! that contain the chunk when `changes` is called. The last report for a key is therefore always
-//! correct, even if the chunk was removed and re-added, or if trees are being removed. If the log
-//! is full, the oldest keys are dropped. A listener that missed keys receives `lost` and must query
-//! all keys it has recorded. All listeners share one log and each keeps only a position in it, so
-//! additional listeners use almost no memory.
+//! The change log holds keys, not events. A listener receives each key with the tiers that hold the
+//! chunk at the time of the `changes` call. The latest report for a key is therefore always
+//! correct, even if the chunk was removed and re-added or a tree removal is in progress. A full log
+//! drops its oldest keys. A listener that missed keys receives `lost` and must query every key it
+//! has recorded. All listeners share one log and keep only a position in it, so extra listeners
+//! cost almost no memory.
 
 use std::sync::Arc;
 
@@ -44,7 +43,7 @@ impl State {
         let log = self.change_log.get_or_insert_default();
         log.num_listeners += 1;
         log.capacity = log.capacity.max(capacity).max(1);
-        // Growing the log later would block other threads for a long time.
+        // Allocate up front: growing the log later would stall other threads.
         log.keys.reserve(log.capacity - log.keys.len());
         log.end()
     }
@@ -66,8 +65,8 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Returns the tiers of the chunks in `asked` and of up to `limit` chunks that have changed
-    /// since the last call.
+    /// Returns the tiers of the `asked` chunks and of up to `limit` chunks changed since the last
+    /// call.
     pub fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes {
         let mut next = locked(&self.next);
         let last_event = self.store.with_state(|state| state.changes(asked, &mut next, limit));
@@ -82,10 +81,10 @@ impl Drop for Listener {
 }
 
 impl Store {
-    /// Starts logging changes. The listener must query chunks that were stored before this call.
+    /// Starts logging changes. The listener must query chunks stored before this call.
     ///
-    /// The log keeps at least the last `capacity` keys, at 32 bytes each. If there is more than one
-    /// listener, the largest capacity applies.
+    /// The log keeps at least the last `capacity` keys, at 32 bytes each. With several listeners,
+    /// the largest capacity wins.
     pub fn watch(&self, capacity: usize) -> Listener {
         let next = self.inner.with_state(|state| state.listen(capacity)).unwrap_or_default();
         Listener { store: Arc::clone(&self.inner), next: Mutex::new(next) }

@@ -9,7 +9,7 @@ use crate::key::ChunkKey;
 use crate::store::lookup::{Lookup, Prefix};
 use crate::store::state::State;
 
-/// The tier that contained a chunk when its lease was acquired.
+/// The tier that held a chunk when its lease was acquired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TierName {
     /// The chunk was in host memory.
@@ -23,9 +23,9 @@ pub enum TierName {
 pub struct LeasedFrame {
     /// The frame to copy from.
     pub frame: FrameId,
-    /// Key of the chunk.
+    /// The chunk's key.
     pub key: ChunkKey,
-    /// The tier that contained the chunk when the lease was acquired.
+    /// The tier that held the chunk when the lease was acquired.
     pub tier: TierName,
 }
 
@@ -34,7 +34,7 @@ pub struct LeasedFrame {
 pub struct Progress {
     /// Number of leading units that are ready and pinned.
     pub ready_units: u32,
-    /// Number of units that follow the ready units and are still being read.
+    /// Number of units after the ready units that are still being read.
     pub pending_units: u32,
 }
 
@@ -47,15 +47,15 @@ impl Sum for Progress {
     }
 }
 
-/// The chunks of one prefix that a read lease holds: first the chunks in host memory, then the
-/// chunks that were only on disk.
+/// One prefix's chunks under a read lease: first the chunks in host memory, then the chunks that
+/// were only on disk.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
-    /// The last chunk that was in host memory. Holding this chunk pins the first `num_host` chunks.
+    /// The last chunk that was in host memory. A hold on it pins the first `num_host` chunks.
     host_end: Option<ChunkId>,
     num_host: u32,
-    /// The chunks after `host_end`, in order. Each chunk is held separately, and the first `ready`
-    /// chunks are visible.
+    /// The chunks after `host_end`, in order, each held separately. The first `ready` chunks are
+    /// visible.
     loads: Vec<ChunkId>,
     ready: usize,
 }
@@ -70,12 +70,12 @@ impl Held {
     }
 }
 
-/// Maximum number of ancestors that `touch_disk` searches for a chunk that is on disk.
+/// Maximum number of ancestors `touch_disk` searches for an on-disk chunk.
 const MAX_TOUCH_STEPS: usize = 64;
 
 impl State {
-    /// Holds the leading chunks that are in host memory, and queues reads of the chunks after them.
-    /// Only this method verifies that the chunks belong to the prefix.
+    /// Holds the leading chunks in host memory and queues reads for the chunks after them. Only
+    /// this method verifies that the chunks belong to the prefix.
     pub(crate) fn acquire(&mut self, prefix: &Prefix<'_>) -> Held {
         let Lookup { host_units, stored_units } = self.find_verified(prefix);
         let mut held = Held { host_end: self.visible(prefix, host_units), ..Held::default() };
@@ -93,8 +93,8 @@ impl State {
         held
     }
 
-    /// Queues reads of the stored units `from..to`. Holds and returns their chunks, up to the first
-    /// chunk that cannot be read.
+    /// Queues reads for stored units `from..to`. Holds and returns their chunks, up to the first
+    /// unreadable chunk.
     fn want_reads(&mut self, prefix: &Prefix<'_>, from: u32, to: u32) -> Vec<ChunkId> {
         let end = self.index.get(&prefix.key_of(to));
         let above = end.into_iter().flat_map(|id| self.index.ancestry(id));
@@ -105,8 +105,8 @@ impl State {
         loads
     }
 
-    /// Queues the read of a chunk and holds the chunk, which gets a frame when the read starts.
-    /// Returns false if the chunk cannot be read.
+    /// Holds a chunk and queues its read unless it is already on its way to host memory. The chunk
+    /// gets a frame when the read starts. Returns false if the chunk cannot be read.
     fn want_read(&mut self, id: ChunkId) -> bool {
         let entry = self.index[id];
         let is_readable =
@@ -133,7 +133,7 @@ impl State {
         }
     }
 
-    /// Truncates a lease before the first chunk whose read failed or is paused. Returns the lease's
+    /// Cuts off a lease before the first chunk with a failed or paused read. Returns the lease's
     /// progress.
     pub(crate) fn poll(&mut self, held: &mut Held) -> Progress {
         while held.loads.get(held.ready).is_some_and(|&id| self.index[id].host.is_visible()) {
@@ -164,8 +164,8 @@ impl State {
         frames
     }
 
-    /// Keeps the first `keep` reads and releases the rest, deepest first. A queued read is canceled
-    /// when its last lease releases it.
+    /// Keeps the first `keep` reads and releases the others, deepest first. A queued read is
+    /// canceled once no lease needs it.
     fn release_loads(&mut self, held: &mut Held, keep: usize) {
         let before = held.num_pins();
         for id in held.loads.split_off(keep).into_iter().rev() {
@@ -175,7 +175,7 @@ impl State {
         self.stats.pins -= before - held.num_pins();
     }
 
-    /// Ends a lease. Reads in flight continue, so that later lookups find their chunks.
+    /// Ends a lease. In-flight reads continue, so that later lookups find their chunks.
     pub(crate) fn release(&mut self, mut held: Held) {
         self.release_loads(&mut held, 0);
         self.stats.pins -= held.num_pins();

@@ -1,5 +1,5 @@
 //! The store's state with its lock, condition variables, clock and disk tier. Also defines the
-//! leases, which share ownership of the state so that they can outlive their `Store`.
+//! leases, which share ownership of the state and so can outlive their `Store`.
 //!
 //! Leases are guards: dropping a write lease aborts the save, and dropping a read lease unpins its
 //! frames (I5).
@@ -18,14 +18,13 @@ use crate::sync::{Condvar, Mutex, MutexGuard, locked};
 use crate::tier::LocalTier;
 use crate::tier::disk::DiskEntry;
 
-/// Polling interval of callers that wait for the disk.
+/// Polling interval for callers waiting on the disk.
 const WAIT_SLICE: Duration = Duration::from_millis(20);
 
 /// A monotonic clock that returns the time since a fixed moment.
 pub type Clock = Box<dyn Fn() -> Duration + Send + Sync>;
 
-/// Opens the disk tier and returns the tier with its chunks. The store calls the opener again after
-/// a failure.
+/// Opens the disk tier and returns it with its chunks. The store retries after a failure.
 pub type Opener = Box<dyn Fn() -> Result<(Arc<dyn LocalTier>, Vec<DiskEntry>)> + Send + Sync>;
 
 pub(crate) struct Locked {
@@ -36,8 +35,8 @@ pub(crate) struct Locked {
     pub(crate) idle: Condvar,
     /// Signaled when the store closes, to wake the sweeper.
     pub(crate) sweep: Condvar,
-    /// None while the tier is not open. Changes only while no job is in flight. If more than one
-    /// lock is held, this lock is taken last.
+    /// None while the tier is not open. Changes only while no job is in flight. Always the last
+    /// lock to take.
     pub(crate) disk: Mutex<Option<Arc<dyn LocalTier>>>,
     pub(crate) opener: Option<Opener>,
     pub(crate) clock: Clock,
@@ -68,16 +67,17 @@ impl Locked {
         std::mem::replace(&mut *locked(&self.disk), new)
     }
 
-    /// Locks the state and advances its clock. Returns None if a thread panicked under the lock.
+    /// Locks the state and advances its clock. Returns None if a thread has panicked under the
+    /// lock.
     pub(crate) fn lock(&self) -> Option<MutexGuard<'_, State>> {
         let mut state = self.state.lock().ok()?;
         state.set_time((self.clock)());
         Some(state)
     }
 
-    /// Calls `work` under the lock, then removes a slice of the trees pending removal, releases a
-    /// slab if another store needs one, and wakes the disk threads if there are jobs. Returns None
-    /// if a thread panicked under the lock.
+    /// Calls `work` under the lock, then removes a slice of pending trees, works on emptying a slab
+    /// if one of the store's size classes needs one, and wakes the disk threads if there are jobs.
+    /// Returns None if a thread has panicked under the lock.
     pub(crate) fn with_state<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
         let _wake = WakeOnPanic(&self.work);
         let mut state = self.lock()?;
@@ -104,7 +104,7 @@ impl Locked {
     /// Waits while `done` returns `Some(false)`. Returns true once `done` returns `Some(true)`, and
     /// false if it returns None because the condition can no longer be met.
     ///
-    /// Also returns false at the deadline, or immediately if a thread panicked under the lock.
+    /// Also returns false at the deadline, or immediately if a thread has panicked under the lock.
     pub(crate) fn wait(&self, deadline: Instant, done: impl Fn(&State) -> Option<bool>) -> bool {
         loop {
             let Some(mut state) = self.lock() else { return false };
@@ -117,7 +117,7 @@ impl Locked {
                 Some(false) => {}
                 outcome => return outcome.is_some(),
             }
-            // `idle` is signaled only when a job completes, so poll for other changes.
+            // `idle` is signaled only when a job completes, so poll for all other changes.
             if left.is_zero() || self.idle.wait_timeout(state, left.min(WAIT_SLICE)).is_err() {
                 return false;
             }
@@ -163,7 +163,7 @@ impl WriteLease {
         self.id
     }
 
-    /// Ends the lease without aborting the save. The caller must commit the chunk.
+    /// Ends the lease without aborting the save. The caller must then commit the chunk.
     pub(crate) fn disarm(mut self) -> ChunkId {
         self.store = None;
         self.id
@@ -178,12 +178,12 @@ impl Drop for WriteLease {
     }
 }
 
-/// Pins one or more prefixes. The last chunks of a prefix may still be waiting for reads from disk.
+/// Pins one or more prefixes. A prefix's last chunks may still be waiting for disk reads.
 #[derive(Debug)]
 #[must_use = "dropping a read lease unpins its frames"]
 pub struct ReadLease {
     store: Arc<Locked>,
-    /// None if the lease was released, or if the store was closed or had failed when the lease was
+    /// None if the lease was released, or if the store was already closed or failed when it was
     /// taken.
     held: Mutex<Option<Vec<Held>>>,
 }
@@ -201,7 +201,7 @@ impl ReadLease {
     /// Returns the frames of all ready chunks, in the order of the prefixes.
     pub fn frames(&self) -> Vec<LeasedFrame> {
         self.with_held(|state, held| match held {
-            // Avoids a copy, which would make this method 25% slower for a long prompt.
+            // Avoids a copy that would make this method 25% slower for a long prompt.
             [only] => state.frames(only),
             many => many.iter_mut().flat_map(|held| state.frames(held)).collect(),
         })

@@ -1,17 +1,16 @@
-//! Determines how much of a prefix is stored. Presence is monotone in each tier, so a few probes
-//! find the end of the stored part.
+//! Finds how much of a prefix is stored. Presence is monotone in each tier, so a few probes find
+//! where the stored part ends.
 //!
-//! While trees are being removed, presence can have gaps, so lookups also check the ancestors of
-//! the last chunk found. If a record on disk has the wrong parent or depth, a lookup can report
-//! more units than a lease covers: only leases verify, once per chunk, that chunks belong to the
-//! prefix.
+//! During tree removals, presence can have gaps, so lookups also check the ancestors of the last
+//! chunk found. If a disk record has the wrong parent or depth, a lookup can report more units than
+//! a lease covers: only leases verify, once per chunk, that the chunk belongs to the prefix.
 
 use crate::evict::ChunkId;
 use crate::index::Entry;
 use crate::key::{ChunkKey, KeyChain};
 use crate::store::state::State;
 
-/// Number of leading units of a prefix that are stored, by tier.
+/// Number of a prefix's leading units that are stored, by tier.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Lookup {
     /// Number of units in host memory.
@@ -20,16 +19,16 @@ pub struct Lookup {
     pub stored_units: u32,
 }
 
-/// The keys of a prefix, one per unit, and the key of the empty prefix.
+/// A prefix's keys, one per unit, and the key of the empty prefix.
 #[derive(Debug, Clone, Copy)]
 pub struct Prefix<'a> {
     /// The key of the empty prefix.
     pub root: ChunkKey,
-    /// Keys of the units starting at `first`. There must be fewer than 2^32 keys.
+    /// Unit keys, starting at unit `first`. There must be fewer than 2^32.
     pub keys: &'a [ChunkKey],
-    /// Number of leading units whose keys are omitted. A save needs the key of the unit before its
-    /// range. For lookups and leases, [`Store::anchors`] must report the first key as proven;
-    /// otherwise, no unit is found.
+    /// Number of leading units without a key here. A save still needs the key of the unit before
+    /// its range. For lookups and leases, [`Store::anchors`] must report the first key as proven;
+    /// otherwise they find no units.
     ///
     /// [`Store::anchors`]: super::Store::anchors
     pub first: u32,
@@ -58,13 +57,13 @@ impl<'a> Prefix<'a> {
         num_units.checked_sub(1).map_or(self.root, |last| self.keys[(last - self.first) as usize])
     }
 
-    /// Returns the prefix that consists of the first `num_units` units. At least one of these units
-    /// must have a key.
+    /// Returns the prefix of the first `num_units` units. At least one of these units must have a
+    /// key.
     fn cut(self, num_units: u32) -> Self {
         Self { keys: &self.keys[..(num_units - self.first) as usize], ..self }
     }
 
-    /// If keys are omitted, returns the first key, preceded by the number of units that it covers.
+    /// If keys are omitted, returns the number of units the first key covers, and that key.
     fn base(&self) -> Option<(u32, ChunkKey)> {
         let key = self.keys.first().filter(|_| self.first > 0)?;
         Some((self.first.saturating_add(1), *key))
@@ -81,7 +80,7 @@ pub struct Anchors {
 }
 
 impl State {
-    /// Returns the chunk that completes a prefix of `end` units if it is visible in host memory.
+    /// Returns the chunk that completes a prefix of `end` units, if visible in host memory.
     pub(crate) fn visible(&self, prefix: &Prefix<'_>, end: u32) -> Option<ChunkId> {
         let is_here = |entry: &Entry| entry.host.is_visible();
         if end == 0 {
@@ -99,15 +98,14 @@ impl State {
     }
 
     /// Returns the chunk with `key` if it completes a prefix of `end` units, satisfies `present`
-    /// and has not expired.
+    /// and is not expired.
     fn get(&self, key: &ChunkKey, end: u32, present: impl Fn(&Entry) -> bool) -> Option<ChunkId> {
         let id = self.index.get(key)?;
         let entry = &self.index[id];
         (entry.depth + 1 == end && !self.is_expired(entry) && present(entry)).then_some(id)
     }
 
-    /// Returns a predicate that accepts chunks in host memory and, unless reads are paused, chunks
-    /// on disk.
+    /// Returns a predicate for chunks in host memory or, unless reads are paused, on disk.
     fn is_stored(&self) -> impl Fn(&Entry) -> bool + Copy + use<> {
         let accepts_reads = self.disk.accepts_reads(self.now);
         move |entry| entry.host.is_visible() || accepts_reads && entry.disk.is_stored()
@@ -125,8 +123,7 @@ impl State {
         }
     }
 
-    /// Returns an anchor's chunk if it is stored and proven. The ancestors of a proven chunk are
-    /// also proven.
+    /// Returns an anchor's chunk if stored and proven. A proven chunk's ancestors are also proven.
     fn find_proven(&self, (end, key): (u32, ChunkKey)) -> Option<ChunkId> {
         let is_proven = |entry: &Entry| entry.proven && !entry.removing && !entry.detached;
         let is_stored = self.is_stored();
@@ -141,13 +138,13 @@ impl State {
         prefix.first == 0 || prefix.base().and_then(|base| self.find_proven(base)).is_some()
     }
 
-    /// Counts the leading units in host memory and the leading units that are stored in any tier.
+    /// Counts the leading units in host memory and the leading units stored in any tier.
     pub(crate) fn find(&self, prefix: &Prefix<'_>) -> Lookup {
         if self.has_proven_base(prefix) { self.find_unremoved(*prefix) } else { Lookup::default() }
     }
 
     /// Like [`Self::find`], but verifies that each chunk belongs to the prefix. Removes chunks that
-    /// do not, and marks the rest as proven so that they are not verified again.
+    /// do not, and marks the others as proven so that no chunk is verified twice.
     pub(crate) fn find_verified(&mut self, prefix: &Prefix<'_>) -> Lookup {
         if !self.has_proven_base(prefix) {
             return Lookup::default();
@@ -162,8 +159,8 @@ impl State {
         }
     }
 
-    /// Like [`Self::find`], but does not check that the first key is proven. Stops before chunks
-    /// that are being removed.
+    /// Like [`Self::find`], but does not check that the first key is proven. Stops short of chunks
+    /// under removal.
     fn find_unremoved(&self, mut prefix: Prefix<'_>) -> Lookup {
         loop {
             let stored_units = self.find_end(&prefix, prefix.num_units(), self.is_stored());
@@ -177,8 +174,7 @@ impl State {
         }
     }
 
-    /// Returns the depth of the topmost chunk that is being removed, among the first `units`
-    /// chunks.
+    /// Returns the depth of the topmost chunk under removal among the first `units` chunks.
     fn first_removed(&self, prefix: &Prefix<'_>, units: u32) -> Option<u32> {
         if units == 0 || !self.is_removing() {
             return None;
@@ -210,9 +206,9 @@ impl State {
         before + leading(most - before, is_present)
     }
 
-    /// Finds the deepest chunk among the first `units` that has the wrong parent key because its
-    /// record on disk is wrong. Removes that chunk and returns its depth. If all chunks match,
-    /// marks them as proven.
+    /// Finds the deepest chunk among the first `units` with a wrong parent key, which comes from a
+    /// bad disk record. Removes that chunk and returns its depth. If all chunks match, marks them
+    /// as proven.
     fn remove_foreign(&mut self, prefix: &Prefix<'_>, units: u32) -> Option<u32> {
         if units == 0 {
             return None;
@@ -220,8 +216,8 @@ impl State {
         let end = self.index.get(&prefix.key_of(units))?;
         let is_unproven = |id: &ChunkId| !self.index[*id].proven;
         let unproven: Vec<_> = self.index.ancestry(end).take_while(is_unproven).collect();
-        // Comparing parent keys is enough: the key of the last chunk is correct, and the key of
-        // each ancestor equals the parent key of the chunk below it.
+        // Comparing parent keys is enough: the last chunk's key is correct, and each ancestor's key
+        // equals the parent key of the chunk below it.
         let is_foreign = |&id: &ChunkId| {
             let entry = &self.index[id];
             entry.parent_key != prefix.key_of(entry.depth)
@@ -238,8 +234,8 @@ impl State {
     }
 }
 
-/// Returns how many leading numbers in `0..num` satisfy the predicate, which must be monotone.
-/// Probes the last number first, then uses galloping and binary search.
+/// Returns how many leading numbers in `0..num` satisfy a monotone predicate. Probes the last
+/// number first, then gallops and bisects.
 pub(crate) fn leading(num: u32, mut holds: impl FnMut(u32) -> bool) -> u32 {
     if num == 0 || holds(num - 1) {
         return num;

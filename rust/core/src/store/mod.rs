@@ -8,15 +8,15 @@
 //! | file | contents |
 //! |---|---|
 //! | `config`, `stats` | settings; counters and gauges |
-//! | `change_log` | keys of chunks that were added to a tier or removed from it |
-//! | `tenants/` | limits, quotas, expiry and usage of each `cache_salt` |
-//! | `state` | `State`: all data that the lock guards |
-//! | `host/`, `disk/` | states of chunks in host memory and on disk |
-//! | `entries` | add, detach and free entries of the index; remove trees of chunks |
+//! | `change_log` | keys of chunks added to or removed from a tier |
+//! | `tenants/` | limits, quotas, expiry and usage per `cache_salt` |
+//! | `state` | `State`: all data guarded by the lock |
+//! | `host/`, `disk/` | chunk states in host memory and on disk |
+//! | `entries` | add, detach and free index entries; remove chunk trees |
 //! | `lookup`, `load`, `save` | find a prefix; pin and read it; reserve, commit and abort frames |
 //! | `locked` | the lock, its condition variables and the clock; leases, which are guards |
 //! | `open` | [`Store`]: open, flush and close |
-//! | `api`, `evict`, `listener` | the other methods of [`Store`] |
+//! | `api`, `evict`, `listener` | the other [`Store`] methods |
 
 mod api;
 mod change_log;

@@ -18,19 +18,19 @@ use crate::tier::disk::{DiskRoot, DiskTier};
 use crate::tier::host::HostTier;
 use crate::{ErrorKind, Result};
 
-/// Timeout for jobs that are still running on disk threads when the store closes.
+/// How long a closing store waits for jobs still running on disk threads.
 const LAST_JOB_TIMEOUT: Duration = Duration::from_millis(800);
-/// How long an embedded store waits for the disk to open before it starts without the disk.
+/// How long an embedded store waits for the disk to open before it starts without a disk tier.
 const FIRST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Like `FIRST_TIMEOUT`, but on a server, where the wait blocks calls for other namespaces.
 const FIRST_TIMEOUT_ON_SERVER: Duration = Duration::from_secs(1);
-/// Maximum number of chunks on disk for which the index reserves memory up front.
+/// Maximum number of on-disk chunks the index reserves memory for up front.
 const MAX_RESERVED: usize = 1 << 24;
 
 /// The host arena, optional disk tier and index of one namespace. All methods are thread-safe.
 ///
-/// Dropping the store stops the disk threads after their current job. Chunks that have not reached
-/// the disk by then are lost.
+/// Dropping the store stops each disk thread after its current job. Chunks not yet on disk are
+/// lost.
 #[derive(Debug)]
 pub struct Store {
     pub(crate) inner: Arc<Locked>,
@@ -40,26 +40,26 @@ pub struct Store {
 impl Store {
     /// Allocates host memory and opens the disk tier. Waits up to ten seconds for the disk.
     ///
-    /// If the disk tier cannot be opened because of an I/O error or because another process uses
-    /// it, the store logs an event, serves from host memory and retries. Returns `InvalidConfig`
-    /// with a message that names the invalid setting, or `Io` if memory cannot be allocated or a
-    /// thread cannot be started.
+    /// If an I/O error or another process keeps the disk tier from opening, the store logs an
+    /// event, serves from host memory and retries. Returns `InvalidConfig` with a message that
+    /// names the invalid setting, or `Io` if memory cannot be allocated or a thread cannot be
+    /// started.
     pub fn open(config: &StoreConfig) -> Result<Self> {
         Self::with_tier(config, None, Self::opener(config, &Arc::default())?, Self::clock())
     }
 
-    /// Like [`Self::open`], but allocates host memory from a pool that multiple stores can share.
-    /// The store's share is `percent` of the pool, or an equal part if `percent` is None.
+    /// Like [`Self::open`], but takes host memory from a pool that several stores can share. The
+    /// store gets `percent` of the pool, or an equal share if `percent` is None.
     ///
-    /// Ignores `config.host_bytes`, and waits up to one second for the disk. Also returns
-    /// `InvalidConfig` if the frames are too large for the pool's slabs.
+    /// Ignores `config.host_bytes` and waits only one second for the disk. Also returns
+    /// `InvalidConfig` if a frame does not fit in the pool's slabs.
     pub fn open_in(config: &StoreConfig, pool: &Arc<Pool>, percent: Option<u32>) -> Result<Self> {
         let opener = Self::opener(config, &pool.disk)?;
         Self::with_tier(config, Some((pool, percent)), opener, Self::clock())
     }
 
-    /// Returns a clock that keeps running while the machine is suspended, so that chunks also
-    /// expire during that time.
+    /// Returns a clock that keeps running while the machine is suspended, so that chunks age then
+    /// too.
     fn clock() -> Clock {
         let now = || {
             let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
@@ -117,8 +117,7 @@ impl Store {
             clock,
             arena,
         });
-        // If a thread fails to start, dropping the store stops the threads that were already
-        // started.
+        // If a thread fails to start, dropping the store stops the threads already running.
         let mut store = Self { inner, threads: Mutex::default() };
         let threads = store.threads.get_mut().unwrap_or_else(PoisonError::into_inner);
         for nth in 0..num_threads {
@@ -134,8 +133,8 @@ impl Store {
         Ok(store)
     }
 
-    /// Waits up to `timeout` for the first attempt to open the tier, then indexes the chunks found.
-    /// Returns `InvalidConfig` if the tier can never open with these settings.
+    /// Waits up to `timeout` for the first attempt to open the tier, then indexes the chunks it
+    /// found. Returns `InvalidConfig` if these settings can never open the tier.
     fn await_disk(&self, timeout: Duration) -> Result<()> {
         let is_over = |state: &State| Some(state.disk.first_opening.is_some());
         self.inner.wait(Instant::now() + timeout, is_over);
@@ -150,11 +149,11 @@ impl Store {
         }
     }
 
-    /// Waits until all visible chunks are written or dropped and all removed chunks are deleted
-    /// from the disk.
+    /// Waits until all visible chunks are written or dropped and all removed chunks are off the
+    /// disk.
     ///
-    /// Returns false at the timeout, or earlier if flushing cannot complete in time, for example
-    /// because writes are paused until after the timeout.
+    /// Returns false on timeout, or earlier if the flush cannot finish in time, for example because
+    /// writes are paused past the timeout.
     pub fn flush(&self, timeout: Duration) -> bool {
         let (start, start_time) = (Instant::now(), (self.inner.clock)());
         let deadline = start_time.saturating_add(timeout);
@@ -168,11 +167,11 @@ impl Store {
         )
     }
 
-    /// Stops serving (lookups miss, and saves get no frames), writes the remaining chunks to disk
-    /// until the timeout, and stops the threads.
+    /// Stops serving (lookups miss, saves get no frames), writes remaining chunks to disk until the
+    /// timeout, and stops the threads.
     ///
-    /// A disk thread that hangs is detached and exits when its system call returns. Leases remain
-    /// valid. A second call has no effect.
+    /// A hung disk thread is detached and exits once its system call returns. Leases remain valid.
+    /// A second call has no effect.
     pub fn close(&self, timeout: Duration) {
         self.inner.with_state(|state| state.closed = true);
         self.flush(timeout);

@@ -1,4 +1,4 @@
-//! Saves: reserves frames for chunks and commits or aborts the reservations.
+//! Saves: reserves frames for chunks, then commits or aborts the reservations.
 
 use std::ops::Range;
 
@@ -15,23 +15,23 @@ use crate::{Error, Result};
 /// A frame reserved for one chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reservation {
-    /// Number of the reservation, unique within the store.
+    /// Reservation number, unique within the store.
     pub ticket: u64,
     /// The frame to copy to.
     pub frame: FrameId,
-    /// The key of the chunk.
+    /// The chunk's key.
     pub key: ChunkKey,
-    /// Index of the chunk's unit in the prefix.
+    /// Index of the chunk's unit within the prefix.
     pub unit: u32,
 }
 
-/// Result of a [`SaveRequest`]. `T` is a type that contains a [`Reservation`].
+/// Result of a [`SaveRequest`]. `T` is or wraps a [`Reservation`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reserved<T = Reservation> {
     /// The reserved chunks, which the caller must fill, in prefix order.
     pub chunks: Vec<T>,
     /// Number of chunks that got no frame. In a request for dependent chunks, this includes all
-    /// chunks that follow the first failure.
+    /// chunks after the first failure.
     pub num_dropped: u32,
 }
 
@@ -43,19 +43,18 @@ impl<T> Reserved<T> {
     }
 }
 
-/// A request to save chunks of a prefix.
+/// A request to save some of a prefix's chunks.
 #[derive(Debug, Clone)]
 pub struct SaveRequest<'a> {
     /// The prefix whose chunks are saved.
     pub prefix: Prefix<'a>,
-    /// Units of the prefix to save, one chunk each.
+    /// Units to save, one chunk each.
     pub units: Range<u32>,
-    /// The size class of the frames.
+    /// The frames' size class.
     pub class: SizeClass,
-    /// True if the chunks are independent, as in sliding-window and Mamba groups: the root is the
-    /// parent of every chunk, and chunks that get no frame are skipped. If the prefix has a key
-    /// after the last unit, that key identifies the full-attention chunk at the end of the same
-    /// prefix.
+    /// True if the chunks are independent, as in sliding-window and Mamba groups: the root is every
+    /// chunk's parent, and chunks that get no frame are skipped. If the prefix has a key after the
+    /// last unit, that key identifies the full-attention chunk at the end of the same prefix.
     pub is_independent: bool,
 }
 
@@ -66,7 +65,7 @@ impl<'a> From<(Prefix<'a>, Range<u32>)> for SaveRequest<'a> {
 }
 
 impl SaveRequest<'_> {
-    /// Returns `InvalidConfig` if the prefix does not contain the keys of all units and of the unit
+    /// Returns `InvalidConfig` if the prefix lacks a key for any of the units or for the unit
     /// before them.
     pub fn check(&self) -> Result<()> {
         let Range { start, end } = self.units;
@@ -74,7 +73,7 @@ impl SaveRequest<'_> {
         if has_parent && start <= end && end <= self.prefix.num_units() {
             return Ok(());
         }
-        let error = Error::invalid("the prefix has no keys for some of the units")
+        let error = Error::invalid("the prefix lacks keys for some of the units")
             .with_context("start", start);
         Err(error.with_context("end", end).with_context("num_units", self.prefix.num_units()))
     }
@@ -95,12 +94,12 @@ impl SaveRequest<'_> {
     }
 }
 
-/// Why a chunk gets no frame.
+/// Why a chunk got no frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum NoFrame {
     /// No frame is available, or the chunk's parent has no frame.
     Unavailable,
-    /// The chunk's tenant is at its quota, and none of the tenant's chunks can be evicted.
+    /// The chunk's tenant is at quota and has nothing to evict.
     Quota,
 }
 
@@ -149,8 +148,8 @@ impl State {
         Reserved { chunks, num_dropped }
     }
 
-    /// Loads the first index entries of each request into the CPU cache. These memory accesses
-    /// overlap, whereas the accesses in `reserve` would run one after another.
+    /// Loads each request's first index entries into the CPU cache. These memory accesses overlap,
+    /// whereas `reserve` would make them one after another.
     pub(crate) fn warm(&self, asked: &[SaveRequest<'_>]) {
         let found = asked.iter().filter(|each| !each.units.is_empty()).map(
             |SaveRequest { prefix, units, .. }| {
@@ -167,7 +166,7 @@ impl State {
     }
 
     /// Returns the chunk's existing entry, if any. An entry with the same key at a different
-    /// position is being removed or was forged on disk; this method removes it.
+    /// position is already being removed or was forged on disk; this method removes that entry.
     fn find_own(&mut self, new: &Entry, parent: Option<ChunkId>) -> Option<ChunkId> {
         let id = self.index.get(&new.key)?;
         let entry = &self.index[id];
@@ -184,8 +183,8 @@ impl State {
         self.index[id].host.frame().is_some()
     }
 
-    /// Reserves a frame for a chunk whose parent has a frame. Replaces a queued read of the same
-    /// chunk.
+    /// Reserves a frame for a chunk, which must have a parent with a frame or be the first in its
+    /// prefix. Replaces a queued read of the same chunk.
     fn reserve_one(
         &mut self,
         new: Entry,
@@ -214,8 +213,8 @@ impl State {
         Ok((id, frame))
     }
 
-    /// Marks `end` and `id` as reused if the prefix that ends with `end` is likely to be used
-    /// again, so that neither is evicted much earlier than the other.
+    /// Marks `end` and `id` as reused if the prefix ending at `end` is likely to be used again, so
+    /// that neither is evicted much earlier than the other.
     fn keep_with(&mut self, id: ChunkId, end: ChunkId) {
         let num_chunks = self.index[end].depth + 1;
         if self.index[end].host_evictable.is_none()
@@ -232,8 +231,7 @@ impl State {
         }
     }
 
-    /// Ends a write lease. If the chunk was removed in the meantime, aborts the save and returns
-    /// false.
+    /// Ends a write lease. Aborts the save and returns false if the chunk has since been removed.
     fn end_write_lease(&mut self, id: ChunkId) -> bool {
         self.stats.write_leases -= 1;
         if !self.index[id].detached {
@@ -244,7 +242,7 @@ impl State {
         false
     }
 
-    /// Commits a filled chunk. Returns the number of chunks that became visible.
+    /// Commits a filled chunk. Returns how many chunks became visible.
     pub(crate) fn commit(&mut self, id: ChunkId) -> u32 {
         if !self.end_write_lease(id) {
             return 0;

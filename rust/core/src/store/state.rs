@@ -1,4 +1,4 @@
-//! All data guarded by the store's lock. Other files of the store add methods to [`State`].
+//! All data guarded by the store's lock. The store's other files add methods to [`State`].
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -14,12 +14,12 @@ use crate::store::tenants::table::TenantTable;
 use crate::tier::host::HostTier;
 use crate::units::micros;
 
-/// Default value of [`State::slice`]. A slice of this size takes about 0.2 ms.
+/// Default [`State::slice`]; takes about 0.2 ms.
 const SLICE: usize = 256;
 /// Maximum number of log lines queued for [`super::Store::take_events`].
 const MAX_EVENTS: usize = 64;
 
-/// The root of a tree of chunks that is being removed.
+/// The root of a chunk tree under removal.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Subtree {
     pub(crate) id: ChunkId,
@@ -27,7 +27,7 @@ pub(crate) struct Subtree {
     pub(crate) cause: Cause,
 }
 
-/// The reason for removing a chunk, which determines the counter to increment.
+/// Why a chunk is removed; selects the counter to increment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cause {
     Discard,
@@ -36,8 +36,8 @@ pub(crate) enum Cause {
     Age,
 }
 
-/// Expiry times of chunk trees. A tree starts at a chunk that has no parent or that expires before
-/// its parent.
+/// Expiry times of chunk trees. A tree starts at a chunk with no parent or with an earlier expiry
+/// than its parent.
 #[derive(Debug, Default)]
 pub(crate) struct Expiries(pub(crate) BTreeSet<(u32, ChunkId)>);
 
@@ -53,7 +53,7 @@ pub(crate) struct State {
     pub(crate) now: Duration,
     /// Unix time as of the last [`Self::set_time`], in seconds.
     pub(crate) unix_s: u32,
-    /// Unix time at which the store was opened, in seconds.
+    /// Unix time when the store opened, in seconds.
     pub(crate) opened_s: u32,
     pub(crate) closed: bool,
     /// Queued log lines for the operator.
@@ -66,7 +66,7 @@ pub(crate) struct State {
     pub(crate) removals: Vec<Subtree>,
     /// Number of removal steps per call.
     pub(crate) slice: usize,
-    /// Total of all evictions requested by operators.
+    /// Total of all operator-requested evictions.
     pub(crate) evicted: Evicted,
     pub(crate) tenants: TenantTable,
     pub(crate) expiries: Expiries,
@@ -110,7 +110,7 @@ impl State {
         self.next_ticket - 1
     }
 
-    /// Queues a line for the operator's log. The line is dropped if the queue is full.
+    /// Queues a line for the operator's log, or drops it if the queue is full.
     pub(crate) fn log(&mut self, event: Event) {
         if self.events.len() < MAX_EVENTS {
             self.events.push(event);
@@ -156,8 +156,7 @@ impl State {
         }
     }
 
-    /// Logs the key of a chunk that was added to or removed from a tier, or that lookups no longer
-    /// find.
+    /// Logs the key of a chunk added to or removed from a tier, or no longer found by lookups.
     pub(crate) fn note_change(&mut self, id: ChunkId) {
         if let Some(log) = &mut self.change_log {
             log.push(self.index[id].key);

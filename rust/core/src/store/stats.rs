@@ -1,4 +1,4 @@
-//! Counters and gauges of the store, and the result of an eviction requested by an operator.
+//! The store's counters and gauges, and the result of an operator-requested eviction.
 
 use std::ops::{AddAssign, Sub};
 
@@ -8,7 +8,7 @@ use crate::index::Entry;
 use crate::io::FRAME_ALIGN;
 use crate::tier::host::HostTier;
 
-/// Defines a struct of `u64` fields that can be listed with their names.
+/// Defines a struct of `u64` fields that can be listed by name.
 macro_rules! numbers {
     ($(#[$about:meta])* struct $name:ident { $($(#[$what:meta])* $field:ident,)+ }) => {
         $(#[$about])*
@@ -24,16 +24,14 @@ macro_rules! numbers {
 }
 
 numbers! {
-/// Counters since the store was opened, followed by gauges. `State::stats` fills in gauges that are
-/// tracked elsewhere. Invariant I8:
-/// `frames_reserved + frames_visible + frames_free = frames_total`.
+/// Counters since the store opened, followed by gauges. `State::stats` fills in the gauges tracked
+/// elsewhere. Invariant I8: `frames_reserved + frames_visible + frames_free = frames_total`.
 struct Stats {
     /// Number of chunks that became visible after a save.
     commits,
-    /// Number of reservations that were aborted or dropped, or whose chunk was removed before the
-    /// commit.
+    /// Number of reservations that were aborted or dropped, or lost their chunk before the commit.
     aborts,
-    /// Number of chunks that could not be reserved because no frame or no parent was available.
+    /// Number of chunks not reserved because they had no free frame or no parent.
     reserve_dropped,
     host_evictions,
     /// Number of chunks removed by `discard` or because of corruption, including descendants.
@@ -47,16 +45,15 @@ struct Stats {
     quota_evictions,
     /// Number of `disk_evictions` caused by a tenant's quota.
     quota_disk_evictions,
-    /// Number of times that a save, load or write of a chunk failed because its tenant was at its
-    /// quota and none of the tenant's chunks could be evicted.
+    /// Number of times a chunk could not be saved, loaded or written because its tenant was at
+    /// quota and had nothing to evict.
     quota_dropped,
     /// Number of chunks removed because they expired.
     expired,
-    /// Number of chunks that were never written to disk because they were evicted first, their
-    /// parent was not written, their tenant was at its quota, no slot could be freed, or the file
-    /// system was full.
+    /// Number of chunks never written to disk because they were evicted first, their parent was not
+    /// written, their tenant was at quota, no slot could be freed, or the file system was full.
     disk_dropped,
-    /// Number of `disk_dropped` chunks that were evicted before they were written.
+    /// Number of `disk_dropped` chunks evicted before they were written.
     disk_unwritten,
     /// Number of chunks found on disk when the tier opened.
     disk_recovered,
@@ -65,8 +62,8 @@ struct Stats {
     disk_bytes_written,
     /// Time that disk threads spent writing, in microseconds.
     disk_write_us,
-    /// Number of failed writes (except when the file system was full), failed clears, and jobs that
-    /// could not free all of their slots.
+    /// Number of failed writes (except when the file system was full), failed clears, and free jobs
+    /// that left slots unfreed.
     disk_write_errors,
     /// Number of times the disk directory was removed or moved while in use.
     disk_removals,
@@ -75,70 +72,67 @@ struct Stats {
     disk_bytes_read,
     /// Time that disk threads spent reading, in microseconds.
     disk_read_us,
-    /// Time during which at least one read was pending, in microseconds. `disk_reads` divided by
-    /// this time is the read rate seen by loads, including delays caused by writes.
+    /// Time with at least one pending read, in microseconds. `disk_reads` divided by this time is
+    /// the read rate that loads see, including delays from writes.
     disk_read_busy_us,
-    /// Number of failed attempts to read a chunk, excluding corrupt chunks. A failed read is
-    /// retried once.
+    /// Number of failed read attempts, excluding corrupt chunks. A failed read is retried once.
     disk_read_errors,
-    /// Number of chunks on disk whose content or position in the prefix does not match their key.
+    /// Number of on-disk chunks with content or a prefix position that does not match their key.
     disk_verify_failures,
-    /// Host memory guaranteed to the store when other stores need memory, in bytes. Without a pool,
-    /// this is the whole host tier.
+    /// Host memory the store keeps when other stores need memory, in bytes. Without a pool, this is
+    /// the whole host tier.
     host_share_bytes,
-    /// Size of all frames that are not free, in bytes.
+    /// Total size of all frames in use, in bytes.
     host_used_bytes,
-    /// Uncompressed size of all chunks that have a frame, in bytes.
+    /// Uncompressed size of all chunks with a frame, in bytes.
     host_raw_bytes,
     /// Number of frames in the store's slabs.
     frames_total,
-    /// Number of frames that are being filled, or that contain a filled chunk that waits for its
-    /// parent.
+    /// Number of frames being filled, or filled and waiting for the parent chunk.
     frames_reserved,
     /// Number of frames with visible chunks, including removed chunks that are still pinned.
     frames_visible,
     frames_free,
-    /// Number of keys in the index, including keys of chunks that are being saved.
+    /// Number of keys in the index, including chunks still being saved.
     entries,
-    /// Number of pinned chunks. A chunk is counted once for each read lease that pins it.
+    /// Number of pinned chunks, counted once per read lease.
     pins,
     read_leases,
     write_leases,
     /// Number of chunks on disk.
     disk_used,
-    /// Total size of the slots that contain chunks, in bytes.
+    /// Total size of occupied slots, in bytes.
     disk_used_bytes,
     /// Uncompressed size of the chunks on disk, in bytes.
     disk_raw_bytes,
-    /// Number of visible chunks that are being written or are queued to be written.
+    /// Number of visible chunks being written or queued for writing.
     disk_pending,
-    /// Number of slots in the tier's files when a disk thread last checked.
+    /// Number of slots in the tier's files, as of a disk thread's last check.
     disk_slots,
-    /// Accounted size of the disk directory when a disk thread last checked, in bytes.
+    /// Accounted size of the disk directory as of a disk thread's last check, in bytes.
     disk_bytes,
-    /// 1 while reads or writes of the disk tier are paused because the tier is failing, hung or not
-    /// open.
+    /// 1 while disk tier reads or writes are paused because the tier is failing, hung or not open.
     disk_broken,
-    /// Number of times that reads or writes were paused.
+    /// Number of times reads or writes were paused.
     disk_trips,
-    /// Number of chunks queued to be read from disk.
+    /// Number of queued disk reads.
     reads_pending,
     /// Number of salts with at least one chunk.
     salts,
 }
 }
 
-/// Result of an eviction requested by an operator.
+/// Result of an operator-requested eviction.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Evicted {
-    /// Number of chunks that were removed, or evicted from host memory.
+    /// Number of chunks removed, or evicted from host memory.
     pub num_chunks: u64,
     /// Host memory occupied by these chunks, in bytes.
     pub host_bytes: u64,
     /// Disk space occupied by these chunks, in bytes.
     pub disk_bytes: u64,
-    /// Number of selected chunks that are in use. An eviction from every tier removes these chunks
-    /// and frees their frames after use. An eviction from host memory keeps them.
+    /// Number of selected chunks in use. An eviction from every tier removes them and frees their
+    /// frames after use; an eviction from host memory keeps them.
     pub num_in_use: u64,
     /// True if the eviction is incomplete: lookups or a restart may still find some of the chunks.
     pub is_cut_short: bool,

@@ -1,4 +1,4 @@
-//! Tests the tag against its definition, golden vectors, and the kinds of corruption that it must
+//! Tests the tag against its definition, golden vectors, and the kinds of corruption it must
 //! detect.
 
 use proptest::prelude::*;
@@ -9,8 +9,8 @@ use crate::ErrorKind;
 
 const VECTORS: &str = include_str!("../../../../tests/vectors/tag.json");
 
-/// Computes the tag from its definition, word by word, in 128-bit arithmetic. Derives the constants
-/// from their names.
+/// Computes the tag by definition, word by word, in 128-bit arithmetic. Derives the constants from
+/// their names.
 fn slow_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> u64 {
     let constant = |name: &str| {
         let hash = blake3::hash(format!("kvloft tag v1 {name}").as_bytes());
@@ -141,8 +141,8 @@ fn golden_vectors() {
     }
 }
 
-/// For 2^18 words, returns how much a word's term changes when the bits in `mask` are flipped.
-/// Omits the sign, which is opposite for a word and its flipped counterpart.
+/// Returns, for 2^18 words, how much a word's term changes when the bits in `mask` flip. Omits the
+/// sign, which is opposite for a word and its flipped counterpart.
 fn changes(mix: fn(u64) -> u64, mask: u64) -> Vec<u64> {
     let noise = noise(8 << 18, mask);
     let words = noise.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word));
@@ -156,7 +156,7 @@ fn num_equal(mut changes: Vec<u64>) -> usize {
     changes.windows(2).filter(|pair| pair[0] == pair[1]).count()
 }
 
-/// The first definition of `mix`, with which sign flips in two words could cancel out. The test
+/// The first definition of `mix`, under which sign flips in two words could cancel out. The test
 /// below detects this.
 fn first_mix(mut x: u64) -> u64 {
     x ^= x >> 32;

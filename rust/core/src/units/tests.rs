@@ -1,4 +1,4 @@
-//! Tests the formatting of sizes.
+//! Tests size formatting.
 
 use super::size_text;
 

@@ -1,5 +1,5 @@
-//! Tests that a few misfits affect only their own keys, that many misfits affect all chunks, and
-//! that trials notice when chunks fit again.
+//! Tests that a few misfits affect only their own keys, that many affect all chunks, and that
+//! trials detect when chunks fit again.
 
 use super::*;
 
@@ -30,7 +30,7 @@ fn a_few_misfits_concern_their_own_keys() {
     assert_eq!(save(&mut misfits, 1000..1063, false), 63);
     assert_eq!(misfits.candidates(&(0..8)), 0..8);
     assert!(!misfits.may_fit(&key(1003)) && misfits.may_fit(&key(2000)));
-    assert_eq!(save(&mut misfits, 1000..1063, false), 0, "they get larger frames");
+    assert_eq!(save(&mut misfits, 1000..1063, false), 0, "misfits get larger frames");
 }
 
 #[test]

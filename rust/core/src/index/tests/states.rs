@@ -7,13 +7,13 @@ use crate::index::{DiskEvent, DiskState, HostEvent, HostState};
 use crate::io::FrameId;
 use crate::tier::disk::SlotId;
 
-/// Returns the name of an enum variant without its fields.
+/// Returns an enum variant's name without its fields.
 fn name(variant: impl Debug) -> String {
     format!("{variant:?}").split(['(', ' ']).next().unwrap_or_default().to_owned()
 }
 
-/// Checks that the first table in `source` has a row for each state and a column for each event,
-/// and that each cell contains the state after the event, or `-`.
+/// Checks that the first table in `source` has a row per state and a column per event, and that
+/// each cell holds the state after the event, or `-`.
 fn check_table<S: Copy + Debug, E: Copy + Debug>(
     source: &str,
     states: &[S],

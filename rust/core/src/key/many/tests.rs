@@ -1,4 +1,4 @@
-//! Tests that chains have the same keys whether they are extended together or individually.
+//! Tests that chains get the same keys when extended together as when extended individually.
 
 use proptest::prelude::*;
 

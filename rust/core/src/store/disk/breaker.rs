@@ -1,5 +1,5 @@
-//! Circuit breaker: pauses the reads or writes of a tier that fails or hangs, then probes the tier
-//! with one operation at a time.
+//! Circuit breaker: pauses reads or writes of a failing or hung tier, then probes the tier with one
+//! operation at a time.
 //!
 //! This module does not read a clock; callers pass in the time.
 
@@ -7,16 +7,16 @@ use std::time::Duration;
 
 /// Number of consecutive errors that open the breaker.
 const MAX_ERRORS: u32 = 4;
-/// Duration after which an operation is considered hung.
+/// An operation running this long counts as hung.
 pub(crate) const HANG_AFTER: Duration = Duration::from_secs(5);
 /// Delay before the first probe. Doubles after each failed probe.
 const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(60);
 
-/// What an operation's outcome says about the health of the tier.
+/// What an operation's outcome says about the tier's health.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum IoOutcome {
-    /// The tier works. A read that returns damaged bytes is also treated as a success.
+    /// The tier works. A read of damaged bytes also counts as a success.
     Succeeded,
     /// The operation failed because of the tier.
     Failed,
@@ -35,9 +35,9 @@ pub(crate) struct Breaker {
     num_errors: u32,
     /// Current pause; zero while the breaker is closed.
     backoff: Duration,
-    /// Earliest time at which the next operation may start.
+    /// Earliest start time of the next operation.
     pub(crate) retry_at: Duration,
-    /// Ticket of the operation that probes the tier.
+    /// Ticket of the operation probing the tier.
     probe: Option<u64>,
     pub(crate) num_trips: u64,
 }
@@ -47,7 +47,7 @@ impl Breaker {
         !self.backoff.is_zero()
     }
 
-    /// Returns true if operations may be queued: the breaker is closed, or a probe is due.
+    /// Returns true if operations may be queued, because the breaker is closed or a probe is due.
     pub(crate) fn accepts(&self, now: Duration) -> bool {
         now >= self.retry_at
     }
@@ -60,7 +60,7 @@ impl Breaker {
         self.probe = self.is_open().then_some(operation);
     }
 
-    /// Records the outcome of an operation that may have started before the current probe.
+    /// Records the outcome of an operation, which may have started before the current probe.
     pub(crate) fn end(&mut self, operation: u64, outcome: IoOutcome, now: Duration) {
         self.probe = self.probe.filter(|probe| *probe != operation);
         match outcome {
@@ -75,8 +75,8 @@ impl Breaker {
         }
     }
 
-    /// Opens the breaker or extends the pause. Does nothing if no probe is due yet, so that
-    /// operations that started before the breaker opened do not extend the pause.
+    /// Opens the breaker or extends the pause. Does nothing before the next probe is due, so that
+    /// operations from before the breaker opened do not extend the pause.
     pub(crate) fn trip(&mut self, now: Duration) {
         if self.accepts(now) {
             self.num_trips += u64::from(!self.is_open());

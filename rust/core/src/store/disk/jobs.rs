@@ -1,9 +1,10 @@
-//! Selects the next job for a disk thread and applies its result. Runs under the lock, without I/O.
+//! Picks the next job for a disk thread and applies its result. Runs under the lock and does no
+//! I/O.
 //!
 //! Reads and writes share disk time fairly (see `time_shares`). Slots are freed before chunks are
-//! written, and chunks are written oldest first. No slot is freed while a chunk is being written,
-//! because the chunk being written may be a child of a chunk whose slot would be freed. A hung write
-//! does not block freeing: if its chunk loses its parent, the next recovery removes the chunk.
+//! written, and chunks are written oldest first. No slot is freed during a chunk write, because the
+//! slot may hold that chunk's parent. A hung write does not block freeing: if the written chunk
+//! loses its parent, the next recovery removes the chunk.
 
 use std::time::Duration;
 
@@ -22,12 +23,11 @@ use crate::tier::host::FrameRequest;
 use crate::units::micros;
 use crate::{ErrorKind, Event, Result};
 
-/// Maximum number of slots freed by one job. The batch is small to keep threads available for
-/// reads.
+/// Maximum number of slots one job frees. Small, to keep threads available for reads.
 const FREE_BATCH: usize = 32;
-/// Delay before a failed read or free is retried.
+/// Delay before retrying a failed read or free.
 const AGAIN_AFTER: Duration = Duration::from_secs(60);
-/// Delay before the next write while another thread is slow to create slots.
+/// Delay before the next write while another thread is still creating slots.
 const DEFER_FOR: Duration = Duration::from_millis(100);
 
 /// An I/O job. The job owns its frame until it completes.
@@ -45,14 +45,13 @@ pub(crate) enum Job {
         frame: Frame,
     },
     Free(Vec<SlotId>),
-    /// Clears the tier and frees these slots, which were still waiting to be freed.
+    /// Clears the tier and frees these slots, which were still waiting.
     Clear(Vec<SlotId>),
 }
 
 #[derive(Debug)]
 pub(crate) enum JobResult {
-    /// A completed read. `num_errors` counts the attempts that failed for reasons other than
-    /// corruption.
+    /// A completed read. `num_errors` counts failed attempts, not counting corruption.
     Read {
         id: ChunkId,
         frame: Frame,
@@ -64,10 +63,9 @@ pub(crate) enum JobResult {
         frame: Frame,
         outcome: Written,
     },
-    /// A completed attempt to free slots. Contains the slots that could not be freed.
+    /// A completed free, with the slots that could not be freed.
     Free(Vec<SlotId>),
-    /// A completed clear. Contains the slots that could not be freed, and false if so many could
-    /// not be freed that the clear must be repeated.
+    /// A completed clear, with the slots that could not be freed and true if the tier was cleared.
     Clear(Vec<SlotId>, bool),
 }
 
@@ -77,18 +75,18 @@ pub(crate) enum Written {
     In(SlotId),
     /// No slot is available: no chunk can be evicted, or the file system is full.
     NoRoom,
-    /// Another thread is slow to create slots.
+    /// Another thread is still creating slots.
     NotYet,
-    /// The chunk's tenant is at its quota, and none of the tenant's chunks can be evicted.
+    /// The chunk's tenant is at quota and has nothing to evict.
     NoQuota,
-    /// The write failed. If a slot is given, it could not be freed either and may contain the
-    /// chunk's record.
+    /// The write failed. The slot, if given, could not be freed either and may hold the chunk's
+    /// record.
     Failed(Option<SlotId>),
 }
 
 impl State {
-    /// Returns the next job that can run now, and its ticket. The caller must pass the job's result
-    /// to `end_job`.
+    /// Returns the next job that can run now and its ticket. The caller must pass the result to
+    /// `end_job`.
     pub(crate) fn next_job(&mut self) -> Option<(u64, Job)> {
         let now = self.now;
         if self.disk.opening != DiskOpening::Open || self.disk.stopping {
@@ -96,7 +94,7 @@ impl State {
         }
         let (direction, job) = match self.disk.clearing {
             Clearing::No => self.next_of_both()?,
-            // Chunks that are being removed must release their slots first.
+            // Chunks under removal must release their slots first.
             Clearing::Wanted
                 if self.disk.write_breaker.may_begin(now)
                     && self.disk.in_flight.is_empty()
@@ -114,7 +112,7 @@ impl State {
         Some((ticket, job))
     }
 
-    /// Returns a job in the direction whose turn it is, or else a job in the other direction.
+    /// Returns a job in the direction that is next in turn, or else in the other direction.
     fn next_of_both(&mut self) -> Option<(Direction, Job)> {
         let first = self.disk.time_shares.first();
         if let Some(job) = self.next_of(first) {
@@ -134,7 +132,7 @@ impl State {
         }
     }
 
-    /// Applies the result of a job, and reports its outcome to the breaker.
+    /// Applies a job's result and reports the outcome to the breaker.
     pub(crate) fn end_job(&mut self, ticket: u64, result: JobResult) {
         let now = self.now;
         let Some(at) = self.disk.in_flight.iter().position(|job| job.ticket == ticket) else {
@@ -200,7 +198,7 @@ impl State {
                 let frame = self.host.lend(place).expect("a free frame is not lent (I4)");
                 return Some(Job::Read { id, slot, key: entry.key, frame });
             }
-            // The chunk cannot be read, so leases that wait for it are truncated before it.
+            // The chunk cannot be read, so waiting leases are cut off before it.
             self.stats.quota_dropped += u64::from(has_parent && source != FrameSource::Any);
             self.fail_host(id);
         }
@@ -247,8 +245,8 @@ impl State {
         None
     }
 
-    /// Returns true if the parent of a queued chunk is on disk. Otherwise blocks the chunk until
-    /// the parent is written.
+    /// Returns true if a queued chunk's parent is on disk. Otherwise blocks the chunk until the
+    /// parent is written.
     fn parent_is_on_disk(&mut self, id: ChunkId) -> bool {
         let Some(parent) = self.index[id].parent else { return true };
         if self.index[parent].disk.is_stored() {
@@ -257,17 +255,15 @@ impl State {
         self.change_disk(id, DiskEvent::Block);
         self.disk.blocked.entry(parent).or_default().push(id);
         if self.index[parent].disk == DiskState::Absent {
-            // The parent was removed from disk or could not be written. It is still in host memory,
-            // because its child is in host memory.
+            // The parent left the disk or could not be written. Its child keeps it in host memory.
             self.change_disk(parent, DiskEvent::Want);
             self.disk.write_queue.push_first(&self.index, parent);
         }
         false
     }
 
-    /// Completes a read. After an I/O error, the chunk stays on disk and can be read again later. A
-    /// damaged chunk is removed together with its descendants. No descendant is visible in host
-    /// memory.
+    /// Completes a read. After an I/O error, the chunk stays on disk for a later retry. A damaged
+    /// chunk is removed with its descendants, none of them visible in host memory.
     fn end_read(
         &mut self,
         id: ChunkId,
@@ -353,7 +349,7 @@ impl State {
         IoOutcome::of(all_freed)
     }
 
-    /// Schedules another attempt to free slots. Until they are free, a restart would find their
+    /// Schedules another attempt to free slots. A restart before it succeeds would find their
     /// chunks.
     fn retry_free_later(&mut self, slots: impl IntoIterator<Item = SlotId>) {
         if self.disk.unfreed.is_empty() {
@@ -369,8 +365,8 @@ impl State {
         if !all_freed {
             self.stats.disk_write_errors += 1;
             self.log(Event::problem(
-                "disk tier: could not be cleared; retrying in the background (until this succeeds, \
-                 a restart would find the old chunks)",
+                "disk tier: clear failed; retrying in the background (a restart before the retry \
+                 succeeds would bring back the old chunks)",
             ));
         }
         IoOutcome::of(all_freed)

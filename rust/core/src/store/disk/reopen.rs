@@ -1,9 +1,9 @@
-//! Indexes the chunks found in a disk tier when it opens, possibly while the store is serving. If
-//! the tier's directory is removed, drops the tier's chunks and reopens the tier.
+//! Indexes the chunks found when the disk tier opens, possibly while the store is serving. If the
+//! tier's directory is removed, drops the tier's chunks and reopens the tier.
 //!
-//! A check runs once per second. After it detects a removal, no job starts until the new tier is
+//! A check runs once per second. Once it detects a removal, no job starts until the new tier is
 //! open, so that old and new slots never mix. This file does no I/O: `threads` opens, checks and
-//! closes the tier. A check that hangs opens the breakers, just like a hung job.
+//! closes the tier. A hung check opens the breakers, just like a hung job.
 
 use std::path::Path;
 use std::time::Duration;
@@ -15,21 +15,21 @@ use crate::store::state::State;
 use crate::tier::disk::{DiskEntry, DiskMeta, SlotId};
 use crate::{Error, Event};
 
-/// Maximum number of chunks indexed per call. A call takes about 0.2 ms.
+/// Maximum number of chunks to index per call, which takes about 0.2 ms.
 pub(crate) const SLICE: usize = 512;
-/// Maximum unused capacity of `found`, in entries. The list is shrunk beyond it.
+/// Maximum unused capacity of `found`, in entries; beyond it, the list is shrunk.
 const MAX_SPARE: usize = 1 << 16;
-/// Interval between checks for a removed directory.
+/// Interval between directory checks.
 pub(crate) const CHECK_EVERY: Duration = Duration::from_secs(1);
-/// Minimum interval between reopenings, in case the directory is removed repeatedly.
+/// Minimum interval between reopens, in case the directory is removed repeatedly.
 const REOPEN_EVERY: Duration = Duration::from_secs(60);
-/// Maximum number of chunks dropped per call. A call takes about 0.2 ms.
+/// Maximum number of chunks to drop per call, which takes about 0.2 ms.
 const DROP_SLICE: usize = 256;
 
 /// Progress of `empty_removed`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Emptying {
-    /// The tier was not removed, or jobs are still running.
+    /// The tier was not removed, or its jobs are still running.
     No,
     /// Some chunks remain for the next call.
     Working,
@@ -38,14 +38,14 @@ pub(crate) enum Emptying {
 }
 
 impl State {
-    /// Records that the tier is open and contains the chunks in `found`, which lists children before
-    /// parents. Returns false if the store is closing.
+    /// Records that the tier is open and holds the chunks in `found`, children before parents.
+    /// Returns false if the store is closing.
     pub(crate) fn end_opening(&mut self, found: Vec<DiskEntry>) -> bool {
         self.disk.opening = DiskOpening::Open;
         self.disk.first_opening.get_or_insert(Ok(()));
         self.disk.check_at = self.now + CHECK_EVERY;
         if !std::mem::take(&mut self.disk.last_event).is_empty() {
-            self.log(Event::recovery(format!("disk tier: open, with {} chunks", found.len())));
+            self.log(Event::recovery(format!("disk tier: opened with {} chunks", found.len())));
         }
         if self.disk.clearing == Clearing::No {
             self.disk.found = found;
@@ -59,7 +59,7 @@ impl State {
         let why = error.to_string();
         if self.disk.last_event != why {
             self.log(Event::problem(format!(
-                "disk tier: cannot be opened; using host memory only and retrying: {why}"
+                "disk tier: failed to open; using host memory only and retrying: {why}"
             )));
             self.disk.last_event = why;
         }
@@ -76,8 +76,7 @@ impl State {
         }
     }
 
-    /// Returns true if the caller must open the tier now. The caller must then call `end_opening`
-    /// or `postpone`.
+    /// Returns true if the caller must open the tier now and then call `end_opening` or `postpone`.
     pub(crate) fn must_open(&mut self) -> bool {
         let is_due = matches!(self.disk.opening, DiskOpening::NotBefore(time) if self.now >= time);
         if is_due {
@@ -86,13 +85,13 @@ impl State {
         is_due
     }
 
-    /// Indexes a batch of the chunks found. Returns false once no chunks remain. Frees the slots of
-    /// chunks that cannot be indexed.
+    /// Indexes a batch of the found chunks and frees the slots of chunks it cannot index. Returns
+    /// false once no chunks remain.
     pub(crate) fn recover_some(&mut self) -> bool {
         let mut ids: Vec<ChunkId> = Vec::new();
         for _ in 0..SLICE {
             let Some(entry) = self.disk.found.pop() else { break };
-            // The chunks of a prefix are adjacent, so most parents need no lookup.
+            // A prefix's chunks are adjacent, so most parents need no lookup.
             let before = ids.last().copied().filter(|&id| self.index[id].key == entry.meta.parent);
             if let Some(id) = self.recover(entry.meta, entry.slot, before) {
                 ids.push(id);
@@ -102,8 +101,7 @@ impl State {
             }
         }
         self.stats.disk_recovered += ids.len() as u64;
-        // The policy is updated last, so that the chunks of a chain do not briefly become evictable
-        // leaves.
+        // Update the policy last, so that a chain's chunks do not briefly become evictable leaves.
         for id in ids {
             self.sync_disk(id);
         }
@@ -117,9 +115,8 @@ impl State {
         !self.disk.found.is_empty()
     }
 
-    /// Indexes a chunk. Returns None if its position in the tree is invalid, if it was discarded,
-    /// or if its index entry already has a slot. Also returns None if the index entry expires and
-    /// is newer than the record.
+    /// Indexes a chunk. Returns None if its tree position is invalid, it was discarded, its index
+    /// entry already has a slot, or the entry can expire and is newer than the record.
     fn recover(
         &mut self,
         found: DiskMeta,
@@ -154,8 +151,8 @@ impl State {
         Some(id)
     }
 
-    /// Starts a check that the tier's directory still exists, if a check is due. Returns the
-    /// check's ticket, which the caller must pass to `end_check`.
+    /// Starts a directory check if one is due. Returns the ticket, which the caller must pass to
+    /// `end_check`.
     pub(crate) fn begin_check(&mut self) -> Option<u64> {
         let is_open = self.disk.opening == DiskOpening::Open && !self.disk.stopping;
         if !is_open || self.now < self.disk.check_at || self.disk.is_checking() {
@@ -166,7 +163,7 @@ impl State {
         Some(ticket)
     }
 
-    /// Completes a check. `removed` is the directory or file that was removed, if any.
+    /// Completes a directory check. `removed` is the missing directory or file, if any.
     pub(crate) fn end_check(&mut self, ticket: u64, removed: Option<&Path>) {
         self.disk.check_at = self.now + CHECK_EVERY;
         let Some(at) = self.disk.in_flight.iter().position(|job| job.ticket == ticket) else {
@@ -186,8 +183,8 @@ impl State {
         self.log(Event::problem(self.disk.last_event.clone()));
     }
 
-    /// Drops a batch of chunks of a removed tier once no job is running. Children are dropped
-    /// before their parents, as the policies require.
+    /// Drops a batch of a removed tier's chunks once no job is running. Drops children before
+    /// parents, as the policies require.
     pub(crate) fn empty_removed(&mut self) -> Emptying {
         if self.disk.opening != DiskOpening::Removed || !self.disk.in_flight.is_empty() {
             return Emptying::No;
@@ -205,7 +202,7 @@ impl State {
         Emptying::Working
     }
 
-    /// Drops a chunk from the removed tier, and queues it for writing if it is in host memory.
+    /// Drops a chunk from the removed tier, and requeues it for writing if it is in host memory.
     fn drop_removed(&mut self, id: ChunkId) {
         self.change_disk(id, DiskEvent::Leave(Removal::Dropped));
         self.unblock_children(id);
@@ -217,8 +214,8 @@ impl State {
 
     fn end_emptying(&mut self) {
         let work = &mut self.disk;
-        // If the directory was only moved, it may be moved back with chunks that were removed from
-        // the index but never freed.
+        // If the directory was only moved, it may be moved back along with chunks that were removed
+        // from the index but never freed.
         if !(work.to_free.is_empty() && work.unfreed.is_empty()) {
             work.clearing = Clearing::Wanted;
         }
@@ -228,8 +225,8 @@ impl State {
         (self.stats.disk_slots, self.stats.disk_bytes) = (0, 0);
     }
 
-    /// Schedules the reopening of a removed tier that has been closed: immediately, but no sooner
-    /// than `REOPEN_EVERY` after the previous reopening.
+    /// Schedules a closed, removed tier to reopen now, but no sooner than `REOPEN_EVERY` after the
+    /// previous reopen.
     pub(crate) fn reopen(&mut self) {
         let at = self.now.max(self.disk.reopen_at);
         self.disk.reopen_at = at + REOPEN_EVERY;

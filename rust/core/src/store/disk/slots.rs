@@ -1,5 +1,5 @@
-//! Selects the chunk to evict when another chunk needs a slot on disk. `threads` frees the slot
-//! without holding the lock.
+//! Picks the chunk to evict when another chunk needs a disk slot. `threads` frees the slot without
+//! holding the lock.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{DiskEvent, DiskState, Entry};
@@ -8,20 +8,20 @@ use crate::store::state::State;
 use crate::store::tenants::quota::group;
 use crate::tier::disk::SlotId;
 
-/// Whether a chunk that is about to be written fits its tenant's quota.
+/// How to fit a chunk about to be written into its tenant's quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SlotFor {
     Fits,
-    /// This chunk of the same tenant must be evicted first. The caller must free its slot and then
+    /// This chunk of the same tenant must be evicted first: the caller must free the slot, then
     /// call `end_disk_eviction`.
     After(ChunkId, SlotId),
-    /// The chunk does not fit, and no chunk of its tenant can be evicted.
+    /// The chunk does not fit, and the tenant has nothing to evict.
     None,
 }
 
 impl State {
-    /// Checks the disk usage of a chunk's tenant against the quota. The usage already includes the
-    /// chunk. If it exceeds the quota, starts to evict another chunk of the tenant.
+    /// Checks the disk usage of a chunk's tenant, which already includes the chunk, against the
+    /// quota. If over quota, starts evicting another of the tenant's chunks.
     pub(crate) fn slot_for(&mut self, id: ChunkId) -> SlotFor {
         let Entry { tenant, disk_pages, .. } = self.index[id];
         let quota = self.tenants.ceiling(tenant).disk;
@@ -38,8 +38,8 @@ impl State {
         }
     }
 
-    /// Starts to evict the next chunk. Returns the chunk and its slot, or None if all chunks are in
-    /// use. If `only` is given, also returns None if the chunk's slot has a different size.
+    /// Starts evicting the next chunk. Returns the chunk and its slot, or None if all chunks are in
+    /// use. If `only` is given, also returns None if the slot has a different size.
     pub(crate) fn begin_disk_eviction(
         &mut self,
         only: Option<SizeClass>,
@@ -60,7 +60,7 @@ impl State {
         Some((victim, slot))
     }
 
-    /// Completes an eviction. The chunk remains stored if its slot could not be freed.
+    /// Completes an eviction. An attached chunk stays stored if its slot could not be freed.
     pub(crate) fn end_disk_eviction(&mut self, id: ChunkId, freed: bool) {
         if !matches!(self.index[id].disk, DiskState::Evicting(_)) {
             return;
@@ -78,7 +78,7 @@ impl State {
         self.settle(id);
     }
 
-    /// Evicts a chunk that belongs to a tenant over its quota. The slot is freed later.
+    /// Evicts a chunk of a tenant over quota. The slot is freed later.
     pub(crate) fn drop_for_quota(&mut self, id: ChunkId) {
         self.stats.disk_evictions += 1;
         self.stats.quota_disk_evictions += 1;

@@ -1,7 +1,7 @@
-//! Disk threads: take jobs while holding the lock and perform their I/O without it.
+//! Disk threads: take jobs under the lock and do the I/O without it.
 //!
-//! A panic inside the disk tier is treated as a failed job. A panic while the lock is held poisons
-//! it: the threads exit, and every later lookup misses.
+//! A panic inside the disk tier counts as a failed job. A panic under the lock poisons the lock:
+//! the threads exit, and every later lookup misses.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -20,28 +20,27 @@ use crate::tier::disk::{DiskMeta, SlotId};
 use crate::tier::{LocalTier, NoSlot};
 use crate::{Error, ErrorKind, Result};
 
-/// A write stops evicting after it has freed space for this many slots of its size. Other threads
-/// may have taken the slots that it freed.
+/// A write stops evicting once it has freed room for this many slots of its size. More than one,
+/// because other threads may take the freed slots.
 const SLOT_TRIES: u32 = 4;
-/// Maximum number of chunks evicted to make room for a larger chunk in the tier or in its tenant's
-/// quota.
+/// Maximum number of evictions to fit one larger chunk into the tier or its tenant's quota.
 const MAX_EVICTIONS: u32 = 64;
-/// Number of attempts to write a chunk. If the file system is full, the second attempt reuses the
-/// slot of an evicted chunk.
+/// Number of attempts to write a chunk. If the file system is full, the second attempt reuses an
+/// evicted chunk's slot.
 const WRITE_TRIES: u32 = 2;
-/// If more slots than this cannot be freed, clearing the tier failed, and the whole clear is
-/// retried. Otherwise, only these slots are retried, and the tier is used in the meantime.
+/// If more slots than this cannot be freed, the whole clear is retried. Otherwise, only these slots
+/// are retried, and the tier is used in the meantime.
 const MAX_UNFREED: usize = 32;
-/// Maximum sleep of a thread. Threads must poll because timed work, such as a probe or opening the
-/// tier, is not signaled.
+/// Maximum sleep of a thread. Threads poll because timed work, such as a probe or a reopen, is not
+/// signaled.
 const POLL_EVERY: Duration = Duration::from_millis(200);
-/// Delay before the first retry of opening the tier. Doubles after each failed attempt.
+/// Delay before the first retry to open the tier. Doubles after each failed attempt.
 const FIRST_REOPEN: Duration = Duration::from_secs(1);
 const LONGEST_REOPEN: Duration = Duration::from_secs(60);
 
 enum Work {
     Open,
-    /// Close a tier whose directory was removed and whose chunks have been dropped.
+    /// Close a tier after its directory was removed and its chunks were dropped.
     Close,
     /// Check that the tier's directory still exists.
     Check(u64, Arc<dyn LocalTier>),
@@ -52,10 +51,10 @@ pub(crate) fn spawn(inner: &Arc<Locked>, nth: usize) -> Result<JoinHandle<()>> {
     let inner = Arc::clone(inner);
     let thread = thread::Builder::new().name(format!("kvloft-disk-{nth}"));
     let work = move || while do_next(&inner) {};
-    thread.spawn(work).map_err(|error| Error::io("a disk thread cannot be started", error))
+    thread.spawn(work).map_err(|error| Error::io("cannot start a disk thread", error))
 }
 
-/// Opens the tier, retrying on failure. Returns false if the store is closing.
+/// Opens the tier, retrying until it opens. Returns false if the store is closing.
 fn open(inner: &Locked) -> bool {
     let Some(opener) = &inner.opener else { return false };
     let mut wait = FIRST_REOPEN;
@@ -94,7 +93,7 @@ fn open(inner: &Locked) -> bool {
     }
 }
 
-/// Calls `work` and converts a panic to an `Io` error.
+/// Calls `work` and turns a panic into an `Io` error.
 fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "the disk tier panicked")))
@@ -114,8 +113,7 @@ fn do_next(inner: &Locked) -> bool {
     }
 }
 
-/// Closes a tier whose directory was removed, so that its space is freed before the new tier claims
-/// any.
+/// Closes a removed tier, so that its space is freed before the new tier claims any.
 fn close_removed(inner: &Locked) -> bool {
     if let Some(disk) = inner.change_tier(None) {
         let _ = guarded(|| {
@@ -159,8 +157,8 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
     entered.is_some()
 }
 
-/// Waits until there is work. In the meantime, removes, indexes and drops chunks. Returns None if
-/// the store is closing.
+/// Waits for work, and removes, indexes and drops chunks in the meantime. Returns None if the store
+/// is closing.
 fn wait_for_work(inner: &Locked) -> Option<Work> {
     let mut is_fresh = false;
     loop {
@@ -175,7 +173,7 @@ fn wait_for_work(inner: &Locked) -> Option<Work> {
         if emptying == Emptying::Done {
             return Some(Work::Close);
         }
-        // The lock is released after each slice, so that other threads can take it.
+        // Release the lock after each slice so that other threads can take it.
         if emptying == Emptying::Working
             || state.recover_some()
             || state.drop_some_blocked()
@@ -205,7 +203,7 @@ fn wait_for_work(inner: &Locked) -> Option<Work> {
             (state, _) = inner.work.wait_timeout(state, POLL_EVERY).ok()?;
             is_fresh = state.disk.has_jobs();
         } else {
-            // Idle: refresh the sizes of the files without holding the lock.
+            // Idle: refresh the file sizes without holding the lock.
             drop(state);
             let seen = guarded(|| Ok(disk.stats())).unwrap_or_default();
             let gauges = &mut inner.lock()?.stats;
@@ -215,8 +213,8 @@ fn wait_for_work(inner: &Locked) -> Option<Work> {
     }
 }
 
-/// Reads a chunk, and retries once after any error except corruption. Returns the last result and
-/// the number of errors other than corruption.
+/// Reads a chunk, retrying once after any error except corruption. Returns the last result and the
+/// number of errors, not counting corruption.
 fn read(disk: &dyn LocalTier, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> (Result<()>, u64) {
     let is_io_error = |outcome: &Result<()>| {
         outcome.as_ref().is_err_and(|error| error.kind() != ErrorKind::Corrupt)
@@ -230,8 +228,8 @@ fn read(disk: &dyn LocalTier, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> 
     (second, num_errors)
 }
 
-/// Frees slots from the end of the list, stopping at the first error. Returns the remaining slots,
-/// in an order in which the next call frees others before it tries the same slot again.
+/// Frees slots from the end of the list and stops at the first error. Returns the remaining slots
+/// with the failed slot first, so that the next call frees the others before it.
 fn free(disk: &dyn LocalTier, mut slots: Vec<SlotId>) -> Vec<SlotId> {
     while let Some(slot) = slots.pop() {
         if guarded(|| disk.free(slot)).is_err() {
@@ -273,10 +271,10 @@ fn write(
     Written::NoRoom
 }
 
-/// Evicts chunks of the same tenant until the chunk fits in the tenant's quota. Returns false if no
-/// chunk of the tenant can be evicted or if `MAX_EVICTIONS` evictions are not enough.
+/// Evicts chunks of the same tenant until the chunk fits the tenant's quota. Returns false if the
+/// tenant has nothing to evict or `MAX_EVICTIONS` evictions are not enough.
 ///
-/// Returns an error if a slot could not be freed; the chunk in it is still stored.
+/// Returns an error if a slot could not be freed; its chunk is still stored.
 fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool> {
     for _ in 0..MAX_EVICTIONS {
         match inner.with_state(|state| state.slot_for(id)) {
@@ -295,13 +293,13 @@ fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool>
     Ok(false)
 }
 
-/// Returns a slot for a write, evicting one or more chunks if needed. If there is none, returns the
-/// outcome of the write:
+/// Returns a slot for a write, evicting chunks if needed. Otherwise returns the outcome of the
+/// write:
 ///
-/// - `NotYet` if another thread is slow to create slots,
+/// - `NotYet` if another thread is still creating slots,
 /// - `NoRoom` if no chunk can be evicted, if evictions do not free a slot, or if only slots of this
-///   size can be reused and the next two chunks to evict have a different size,
-/// - `Failed` if a slot could not be freed; the chunk in it is still stored.
+///   size can be reused and the next two victims have a different size,
+/// - `Failed` if a slot could not be freed; its chunk is still stored.
 fn find_slot(inner: &Locked, disk: &dyn LocalTier, class: SizeClass) -> Result<SlotId, Written> {
     let enough = u64::from(SLOT_TRIES) * disk.frame_bytes(class);
     let (mut freed_bytes, mut has_evicted_other) = (0, false);
@@ -310,7 +308,7 @@ fn find_slot(inner: &Locked, disk: &dyn LocalTier, class: SizeClass) -> Result<S
             Ok(Ok(slot)) => return Ok(slot),
             Ok(Err(NoSlot::Growing)) => return Err(Written::NotYet),
             Ok(Err(NoSlot::Full)) => None,
-            // A chunk of a different size that is next in order must not stop all writes.
+            // One victim of a different size must not stop all writes.
             Ok(Err(NoSlot::FullExceptSameSize)) => Some(class).filter(|_| has_evicted_other),
             Err(_) => return Err(Written::Failed(None)),
         };

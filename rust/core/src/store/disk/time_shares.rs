@@ -1,13 +1,13 @@
-//! Fair shares of disk time: decides whether reads or writes get the next disk thread.
+//! Fair shares of disk time: picks reads or writes for the next free disk thread.
 //!
-//! Each direction is charged for its jobs: an estimate when a job starts, and the measured time
-//! once it completes. The direction with the lower total goes first. A direction without work
-//! forfeits its unused time, so that it cannot save up time and later occupy every thread. This
-//! module does not read a clock; callers pass in durations.
+//! Each direction is charged for its jobs: an estimate when a job starts, corrected to the measured
+//! time when it completes. The direction with the lower total goes first. An idle direction
+//! forfeits its unused time, so that it cannot save up time and later hog every thread. This module
+//! does not read a clock; callers pass in durations.
 
 use std::time::Duration;
 
-/// Direction of a job. Reads and writes have separate breakers.
+/// Job direction. Reads and writes have separate breakers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
     Read,
@@ -22,7 +22,7 @@ impl Direction {
 
 /// Initial estimate of a job's duration. The estimate is nonzero so that the first jobs alternate.
 const FIRST_CHARGE: Duration = Duration::from_millis(1);
-/// Number of jobs it takes for the estimate to adapt to a new duration.
+/// Number of jobs over which the estimate adapts to a new duration.
 const JOBS_TO_FOLLOW: u32 = 8;
 
 /// Disk time used by reads and by writes.
@@ -39,13 +39,13 @@ impl Default for TimeShares {
 }
 
 impl TimeShares {
-    /// Returns the direction that goes first when both have work.
+    /// Returns the direction that goes first if both have work.
     pub(crate) fn first(&self) -> Direction {
         let [read, write] = self.used;
         if write < read { Direction::Write } else { Direction::Read }
     }
 
-    /// Removes the unused time of a direction without work.
+    /// Drops an idle direction's unused time.
     pub(crate) fn forfeit(&mut self, direction: Direction) {
         let other = self.used[direction.other() as usize];
         let used = &mut self.used[direction as usize];
@@ -59,7 +59,7 @@ impl TimeShares {
         charge
     }
 
-    /// Replaces the estimated charge of a completed job with the measured time.
+    /// Replaces a completed job's estimated charge with the measured time.
     pub(crate) fn end(&mut self, direction: Direction, charge: Duration, took: Duration) {
         let (used, estimate) =
             (&mut self.used[direction as usize], &mut self.estimate[direction as usize]);

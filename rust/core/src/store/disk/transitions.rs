@@ -2,9 +2,9 @@
 //!
 //! The states are defined in `index/disk_state.rs`. Invariants between calls:
 //!
-//! - The parent of a chunk with a slot is stored: parents are written first and removed last.
-//! - The policy contains every chunk that has a slot and is not detached. The policy may evict
-//!   stored leaves that no current or queued read uses.
+//! - If a chunk has a slot, its parent is stored: parents are written first and removed last.
+//! - The policy holds every attached chunk with a slot. It may evict stored leaves that no running
+//!   or queued read uses.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{DiskEvent, DiskState, Entry};
@@ -13,21 +13,22 @@ use crate::store::disk::work::DiskOpening;
 use crate::store::state::State;
 use crate::tier::disk::SlotId;
 
-/// Maximum number of writes blocked or canceled per call. A call takes about 0.1 ms.
+/// Maximum number of writes to block or cancel per call, which takes about 0.1 ms.
 pub(crate) const WRITE_SLICE: usize = 256;
 
 impl State {
     /// Applies an event to a chunk. No other code changes `Entry::disk`. This method also:
     ///
-    /// - updates the disk usage of the chunk's tenant and the child count of the chunk's parent,
-    /// - adds a chunk that gets a slot to the disk policy, and removes a chunk that loses its slot,
-    /// - updates the host policy if the chunk becomes unwritten or is no longer unwritten,
+    /// - updates the tenant's disk usage and the parent's child count,
+    /// - adds the chunk to the disk policy when it gets a slot, and removes it when it loses its
+    ///   slot,
+    /// - updates the host policy when the chunk becomes unwritten or stops being unwritten,
     /// - updates the gauges and the change log,
     /// - updates which chunks the disk policy can evict, except after `Found`: chains are indexed
-    ///   chunk by chunk, so each chunk would briefly be a leaf. The caller calls
-    ///   [`State::sync_disk`] instead.
+    ///   chunk by chunk, so every chunk would briefly be a leaf. The caller must call
+    ///   [`State::sync_disk`] afterward.
     ///
-    /// The caller updates the queues and frees the slot of a removed chunk.
+    /// The caller updates the queues and frees a removed chunk's slot.
     pub(crate) fn change_disk(&mut self, id: ChunkId, event: DiskEvent) {
         let entry = &self.index[id];
         let (before, is_detached) = (entry.disk, entry.detached);
@@ -110,7 +111,7 @@ impl State {
         }
     }
 
-    /// Updates the disk policy if the chunk has become evictable or is no longer evictable.
+    /// Updates the disk policy if the chunk's evictability has changed.
     pub(crate) fn sync_disk(&mut self, id: ChunkId) {
         let entry = &mut self.index[id];
         let is_evictable = entry.is_disk_evictable();
@@ -127,8 +128,7 @@ impl State {
         self.disk.to_free.extend(slot);
     }
 
-    /// Removes a detached chunk from the disk. If a job uses the chunk, the chunk is removed when
-    /// the job completes.
+    /// Removes a detached chunk from the disk, or leaves that to the job that still uses the chunk.
     pub(crate) fn leave_slot_if_unused(&mut self, id: ChunkId) {
         let entry = &self.index[id];
         if entry.disk.is_stored() && !entry.host.awaits_read() {
@@ -136,8 +136,8 @@ impl State {
         }
     }
 
-    /// Queues the write of a chunk that became visible in host memory. Does nothing if there is no
-    /// disk tier or the chunk is already on disk.
+    /// Queues a newly visible chunk to be written. Does nothing without a disk tier or if the chunk
+    /// is already on disk or on its way there.
     pub(crate) fn want_on_disk(&mut self, id: ChunkId) {
         if self.disk.opening != DiskOpening::NoTier && self.index[id].disk == DiskState::Absent {
             self.change_disk(id, DiskEvent::Want);
@@ -150,8 +150,7 @@ impl State {
         }
     }
 
-    /// Cancels the write of a chunk that is waiting to be written. Returns false if the chunk was
-    /// not waiting.
+    /// Cancels a pending write. Returns false if the chunk was not waiting to be written.
     pub(crate) fn cancel_write(&mut self, id: ChunkId) -> bool {
         let is_waiting = self.index[id].disk.is_waiting();
         if is_waiting {
@@ -161,18 +160,18 @@ impl State {
         is_waiting
     }
 
-    /// Takes the list of children that wait for a chunk to be written.
+    /// Takes the list of children waiting for a chunk to be written.
     fn take_blocked(&mut self, id: ChunkId) -> Vec<ChunkId> {
         let mut children = self.disk.blocked.remove(&id).unwrap_or_default();
         let index = &self.index;
         children
             .retain(|&child| index.is_child(child, id) && index[child].disk == DiskState::Blocked);
         children.sort_unstable();
-        children.dedup(); // a child whose write was canceled and requested again is listed twice
+        children.dedup(); // a child is listed twice if its write was canceled and then requeued
         children
     }
 
-    /// Queues the children that waited for a chunk to be written, ahead of all other chunks.
+    /// Moves the children that waited for a chunk's write to the front of the write queue.
     pub(crate) fn unblock_children(&mut self, id: ChunkId) {
         for child in self.take_blocked(id) {
             self.change_disk(child, DiskEvent::Unblock);
@@ -180,14 +179,14 @@ impl State {
         }
     }
 
-    /// Cancels the writes of all descendants that wait for a chunk whose write failed. If there are
-    /// many, the disk threads cancel the rest.
+    /// Cancels the writes of all descendants waiting for a failed write. If there are many, the
+    /// disk threads cancel the rest.
     pub(crate) fn drop_blocked(&mut self, id: ChunkId) {
         self.queue_blocked_children(id);
         self.drop_some_blocked();
     }
 
-    /// Moves the blocked children of a chunk to `to_drop`.
+    /// Moves a chunk's blocked children to `to_drop`.
     fn queue_blocked_children(&mut self, id: ChunkId) {
         let children = self.take_blocked(id);
         let index = &self.index;

@@ -1,5 +1,5 @@
-//! The state of the disk tier, guarded by the lock: queues, jobs in flight, breakers and whether
-//! the tier is open.
+//! Disk tier state, guarded by the lock: queues, jobs in flight, breakers and whether the tier is
+//! open.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
@@ -14,13 +14,13 @@ use crate::store::disk::breaker::{Breaker, HANG_AFTER};
 use crate::store::disk::time_shares::{Direction, TimeShares};
 use crate::tier::disk::{DiskEntry, SlotId};
 
-/// A queue of chunks to read or write, with their generations. `pop` skips chunks that no longer
-/// need to be read or written.
+/// A queue of chunks to read or write, with their generations. `pop` skips stale entries: chunks
+/// that no longer need the read or write.
 #[derive(Debug, Default)]
 pub(crate) struct Queue(VecDeque<(ChunkId, u32)>);
 
 impl Queue {
-    /// Appends a chunk. Drops stale entries once the queue is much longer than `num_wanted`.
+    /// Appends a chunk. Drops stale entries once the queue far exceeds `num_wanted`.
     pub(crate) fn push(
         &mut self,
         index: &Index,
@@ -46,7 +46,7 @@ impl Queue {
             .map(|(id, _)| id)
     }
 
-    /// Returns true if the queue has no entries, not even stale entries.
+    /// Returns true if the queue has no entries, stale or not.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -56,7 +56,7 @@ impl Queue {
 pub(crate) enum Clearing {
     #[default]
     No,
-    /// The clear starts once no other job is in flight and no tree is being removed.
+    /// Starts once no other job is in flight and no tree is being removed.
     Wanted,
     Running,
 }
@@ -67,26 +67,26 @@ pub(crate) enum DiskOpening {
     #[default]
     NoTier,
     Open,
-    /// The tier's directory was removed. No new job starts. Once the jobs in flight have completed,
-    /// the tier's chunks are dropped and the tier is reopened.
+    /// The tier's directory was removed. No new job starts. Once in-flight jobs have completed, the
+    /// tier's chunks are dropped and the tier is reopened.
     Removed,
-    /// A disk thread opens the tier at or after this time.
+    /// A disk thread opens the tier no earlier than this time.
     NotBefore(Duration),
     Opening,
 }
 
-/// A job or a check that is running on a disk thread.
+/// A job or check running on a disk thread.
 #[derive(Debug)]
 pub(crate) struct JobInFlight {
     pub(crate) ticket: u64,
-    /// None for a check of the directory, which is not charged for disk time.
+    /// None for a directory check, which is not charged for disk time.
     pub(crate) direction: Option<Direction>,
     /// True if the job writes a chunk.
     pub(crate) writes_chunk: bool,
     pub(crate) started: Duration,
-    /// The time that `time_shares` charged when the job started.
+    /// Disk time that `time_shares` charged when the job started.
     pub(crate) charge: Duration,
-    /// True if the job hangs and has opened the breakers.
+    /// True if the job hung and opened the breakers.
     pub(crate) hangs: bool,
 }
 
@@ -98,36 +98,36 @@ impl JobInFlight {
     }
 }
 
-/// State of the disk tier. Empty if the store has no disk tier.
+/// Disk tier state. Empty if the store has no disk tier.
 #[derive(Debug, Default)]
 pub(crate) struct DiskWork {
     pub(crate) opening: DiskOpening,
-    /// Outcome of the first attempt to open the tier.
+    /// Outcome of the first attempt to open the tier; None until it ends.
     pub(crate) first_opening: Option<Result<()>>,
-    /// The last logged reason why the tier is not open.
+    /// The last reason logged for the tier not being open.
     pub(crate) last_event: String,
     /// Chunks in the state `Queued`.
     pub(crate) write_queue: Queue,
     /// Chunks in the state `Blocked`, by parent.
     pub(crate) blocked: FxHashMap<ChunkId, Vec<ChunkId>>,
-    /// Blocked chunks whose parent could not be written, with their generations. Their writes will
-    /// be canceled.
+    /// Blocked chunks with a failed parent write, and their generations. Their own writes will be
+    /// canceled.
     pub(crate) to_drop: Vec<(ChunkId, u32)>,
     /// True if the last search for a chunk to write was cut short.
     pub(crate) is_search_cut_short: bool,
     /// Number of chunks in the states `Queued`, `Blocked` and `Writing`.
     pub(crate) num_unwritten: u64,
-    /// No write starts before this time, because slots are being created.
+    /// No write starts before this time, because another thread is still creating slots.
     pub(crate) writes_deferred_until: Duration,
     /// Chunks whose host state is `Queued`.
     pub(crate) read_queue: Queue,
     pub(crate) num_queued_reads: u64,
-    /// Time at which the first pending read was queued or the last read completed, whichever is
-    /// later. Meaningless while no reads are pending.
+    /// When the first pending read was queued or the last read completed, whichever is later.
+    /// Meaningless while no reads are pending.
     pub(crate) reading_since: Duration,
-    /// Slots that will be freed next.
+    /// Slots to free next.
     pub(crate) to_free: Vec<SlotId>,
-    /// Slots that could not be freed and are retried at `unfreed_until`.
+    /// Slots that could not be freed; the next attempt is at `unfreed_until`.
     pub(crate) unfreed: Vec<SlotId>,
     pub(crate) unfreed_until: Duration,
     pub(crate) clearing: Clearing,
@@ -135,27 +135,27 @@ pub(crate) struct DiskWork {
     pub(crate) num_threads: usize,
     pub(crate) in_flight: Vec<JobInFlight>,
     pub(crate) time_shares: TimeShares,
-    /// Number of jobs that are freeing slots.
+    /// Number of running free jobs.
     pub(crate) freeing: u32,
-    /// Number of detached chunks whose slots are in use until a job completes.
+    /// Number of detached chunks that keep their slots until a job completes.
     pub(crate) num_detached_slots: u64,
-    /// True while the store is closing. No job starts, and each lease is truncated before its first
-    /// chunk that is still waiting to be read.
+    /// True while the store is closing. No job starts, and each lease is cut off before its first
+    /// chunk still waiting for a read.
     pub(crate) stopping: bool,
-    /// Chunks found when the tier was opened that are not indexed yet, in reverse order.
+    /// Chunks found when the tier opened and not indexed yet, in reverse order.
     pub(crate) found: Vec<DiskEntry>,
-    /// Keys that must not be indexed because they were discarded before all chunks were indexed.
+    /// Keys not to index, because they were discarded before indexing finished.
     pub(crate) rejected: HashSet<ChunkKey>,
     pub(crate) read_breaker: Breaker,
     pub(crate) write_breaker: Breaker,
     /// Time of the next directory check.
     pub(crate) check_at: Duration,
-    /// Earliest time of the next reopening.
+    /// Earliest time of the next reopen.
     pub(crate) reopen_at: Duration,
 }
 
 impl DiskWork {
-    /// Returns true if no chunk is waiting to be written or indexed, and no removed chunk is still
+    /// Returns true if no chunk is waiting to be written or indexed and no removed chunk is still
     /// on disk.
     pub(crate) fn is_settled(&self) -> bool {
         let nothing_to_free =
@@ -166,7 +166,8 @@ impl DiskWork {
     }
 
     /// Returns true if the tier cannot settle by `deadline`: the store is closing, all disk threads
-    /// hang, or the tier will not be open, writable and able to free slots before the deadline.
+    /// are hung, or the next attempt to open the tier, write or free slots comes after the
+    /// deadline.
     pub(crate) fn cannot_settle_by(&self, deadline: Duration) -> bool {
         let is_stuck = !self.unfreed.is_empty()
             && self.unfreed_until > deadline
@@ -191,18 +192,17 @@ impl DiskWork {
             || self.opening == DiskOpening::Removed
     }
 
-    /// Returns true if the store has a disk tier that is not open yet.
+    /// Returns true if the store's disk tier is not open yet.
     pub(crate) fn is_closed(&self) -> bool {
         matches!(self.opening, DiskOpening::NotBefore(_) | DiskOpening::Opening)
     }
 
-    /// Returns true if the tier accepts no jobs because it is not open or its directory was
-    /// removed.
+    /// Returns true if the tier takes no jobs because it is not open or its directory was removed.
     fn is_away(&self) -> bool {
         self.is_closed() || self.opening == DiskOpening::Removed
     }
 
-    /// Returns true if some chunks of the tier may not be indexed yet.
+    /// Returns true if some of the tier's chunks may not be indexed yet.
     pub(crate) fn is_recovering(&self) -> bool {
         self.is_away() || !self.found.is_empty()
     }
@@ -228,7 +228,7 @@ impl DiskWork {
             && !self.all_hang()
     }
 
-    /// Returns true if all disk threads hang, so that none can probe the tier.
+    /// Returns true if all disk threads are hung, so none can probe the tier.
     fn all_hang(&self) -> bool {
         self.num_threads > 0
             && self.in_flight.iter().filter(|job| job.hangs).count() >= self.num_threads
@@ -271,8 +271,7 @@ impl DiskWork {
         self.in_flight.iter().any(|job| job.direction.is_none())
     }
 
-    /// Marks jobs that have hung since the last call. If there are any, opens both breakers and
-    /// returns true.
+    /// Marks newly hung jobs. If there are any, opens both breakers and returns true.
     pub(crate) fn find_hangs(&mut self, now: Duration) -> bool {
         let hangs =
             |job: &&mut JobInFlight| !job.hangs && now.saturating_sub(job.started) >= HANG_AFTER;

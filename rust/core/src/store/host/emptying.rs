@@ -1,9 +1,8 @@
-//! Empties slabs for other stores in the same pool and for other size classes in the same store.
+//! Empties slabs for other stores in the pool and for the store's other size classes.
 //!
 //! A slab is emptied chunk by chunk, children before parents, in at most `SLICE` steps per call.
-//! Chunks that are pinned, reserved, being read or being written cannot be evicted until they are
-//! no longer in use. Until then, the slab accepts no new chunks, and other slabs are emptied as
-//! well.
+//! Chunks that are pinned, reserved, being read or being written cannot be evicted until that use
+//! ends. Until then, the slab takes no new chunks, and other slabs are emptied too.
 
 use rustc_hash::FxHashSet;
 
@@ -15,14 +14,14 @@ use crate::tier::host::Wanted;
 
 /// Maximum number of steps per call, which take about 0.2 ms.
 const SLICE: usize = 256;
-/// Maximum number of slabs that are emptied at the same time. The next slab is started only when
-/// all remaining chunks of the others are in use.
+/// Maximum number of slabs to empty at the same time. Emptying starts on another slab only once all
+/// remaining chunks of the current slabs are in use.
 const MAX_DRAINS: usize = 4;
 
 /// Outcome of `Store::release_slab`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SlabRelease {
-    /// Neither another store nor another size class needs a slab.
+    /// No other store or size class needs a slab.
     NotNeeded,
     /// A slab was released.
     Released,
@@ -83,7 +82,7 @@ impl State {
         self.host.is_draining(slab)
     }
 
-    /// Evicts the unused chunks of a slab, after their descendants.
+    /// Evicts a slab's unused chunks, descendants first.
     fn empty(
         &mut self,
         drain: &mut Drain,
@@ -115,8 +114,8 @@ impl State {
         }
     }
 
-    /// Evicts the last chunk of the path if possible. Otherwise descends to the next child in host
-    /// memory, or drops the chunk from the path if there is none.
+    /// Evicts the path's last chunk if possible. Otherwise descends to the next child in host
+    /// memory, or drops the chunk from the path if no child is left.
     fn step(&mut self, path: &mut Vec<Step>, stuck: &mut FxHashSet<(ChunkId, u32)>) {
         let Some(Step { id, generation, next }) = path.last_mut() else { return };
         let (id, entry) = (*id, &self.index[*id]);

@@ -1,12 +1,12 @@
-//! Completes fills: makes filled chunks visible after their parents, fails chunks together with the
-//! children that wait for them, and cancels queued reads that no lease holds.
+//! Completes fills: makes filled chunks visible after their parents, fails chunks together with
+//! their waiting children, and cancels queued reads that no lease holds.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{HostEvent, HostState};
 use crate::store::state::State;
 
 impl State {
-    /// Keeps a chunk, and therefore its entire prefix, in host memory until `unhold`.
+    /// Keeps a chunk, and thus its entire prefix, in host memory until `unhold`.
     pub(crate) fn hold(&mut self, id: ChunkId) {
         self.index[id].holds += 1;
         self.sync_host(id);
@@ -27,7 +27,7 @@ impl State {
     }
 
     /// Completes a fill: the chunk becomes visible after its parent, or fails if the parent has
-    /// failed. Returns the number of chunks that became visible.
+    /// failed. Returns how many chunks became visible.
     pub(crate) fn fill(&mut self, id: ChunkId) -> u32 {
         let parent = self.index[id].parent;
         if parent.is_some_and(|parent| !self.index[parent].host.may_have_children()) {
@@ -38,8 +38,8 @@ impl State {
         self.show(id)
     }
 
-    /// Makes a filled chunk visible if its parent is visible, and then does the same for the filled
-    /// children that waited for the chunk. Returns the number of chunks that became visible.
+    /// Makes a filled chunk visible if its parent is visible, then does the same for its filled
+    /// waiting children. Returns how many chunks became visible.
     fn show(&mut self, id: ChunkId) -> u32 {
         let mut shown = 0;
         let (mut next, mut ready) = (Some(id), Vec::new());
@@ -58,8 +58,8 @@ impl State {
         shown
     }
 
-    /// Takes the list of children that wait for `id`. Returns the children whose state satisfies
-    /// `wanted`.
+    /// Takes the list of children waiting for `id`. Returns the children with a state that
+    /// satisfies `wanted`.
     fn take_waiters(
         &mut self,
         id: ChunkId,
@@ -69,10 +69,10 @@ impl State {
         children.filter(move |&child| index.is_child(child, id) && wanted(index[child].host))
     }
 
-    /// Fails a chunk that cannot be filled, and all descendants that are waiting for it.
+    /// Fails a chunk that cannot be filled, along with all descendants waiting for it.
     ///
-    /// A descendant whose frame is owned by a worker or a disk thread fails only after its fill has
-    /// ended. Its ancestors are kept until then.
+    /// If a worker or disk thread owns a descendant's frame, the descendant fails only after its
+    /// fill ends. Its ancestors stay until then.
     pub(crate) fn fail_host(&mut self, id: ChunkId) {
         let mut all = vec![id];
         let mut at = 0;
@@ -90,14 +90,13 @@ impl State {
                 self.change_host(next, HostEvent::Fail);
             }
             let entry = &self.index[next];
-            // A child may remain in the tree if it failed earlier while its own children were being
-            // filled.
+            // A child that failed while its own children were being filled may remain in the tree.
             if !entry.disk.takes_slot() && entry.first_child.is_none() {
                 self.detach(next);
             } else if !is_filling {
                 self.leave_failed(if entry.host.is_absent() { parent } else { Some(next) });
             } else if let Some(parent) = parent {
-                // Keeps the chunk listed, so that it is visited again if the parent fails again.
+                // Keep the chunk listed, so that it is visited again if the parent fails again.
                 self.waiters.push(parent, next);
             }
         }

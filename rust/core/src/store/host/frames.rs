@@ -1,4 +1,4 @@
-//! Provides frames for chunks: free frames, or frames freed by evicting other chunks.
+//! Finds frames for chunks: free frames, or frames freed by evicting other chunks.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{HostEvent, TenantId};
@@ -7,14 +7,14 @@ use crate::store::state::State;
 use crate::store::tenants::quota::{FrameSource, group};
 use crate::tier::host::FrameRequest;
 
-/// Maximum number of chunks evicted for one frame. Evicting this many takes a few milliseconds.
+/// Maximum number of evictions for one frame, which take a few milliseconds.
 const MAX_EVICTED: usize = 8192;
-/// Number of chunks that may be evicted even for a frame of a size that the store does not use yet.
+/// Number of evictions allowed even for a frame size the store does not use yet.
 const MIN_EVICTED: usize = 64;
 /// Maximum number of chunks spared for one frame.
 const MAX_SPARED: usize = 64;
 
-/// The search stopped because too many chunks had unsuitable frames and were spared.
+/// The search stopped after sparing too many chunks with unsuitable frames.
 struct TooManySpared;
 
 impl State {
@@ -44,12 +44,12 @@ impl State {
         frame
     }
 
-    /// Takes a free frame, evicting chunks if needed. Returns None if every suitable frame is in
-    /// use. The caller must pin any chunks that must not be evicted.
+    /// Takes a free frame, evicting chunks if needed. Returns None if eviction frees no suitable
+    /// frame. The caller must pin any chunks that must not be evicted.
     ///
-    /// Chunks are evicted in the policy's order regardless of their size. If that does not free a
-    /// frame of the requested class, a slab of a different class is emptied, one slice per call,
-    /// and assigned to the requested class.
+    /// Evicts chunks in the policy's order, regardless of size. If that frees no frame of the
+    /// requested class, a slab of a different class is emptied, one slice per call, and given to
+    /// the requested class.
     fn take_frame(&mut self, request: FrameRequest) -> Option<FrameId> {
         if let frame @ Some(_) = self.host.take(request) {
             return frame;
@@ -68,14 +68,13 @@ impl State {
     }
 
     /// Evicts chunks of one tenant, or of all tenants, until `take` returns a frame. Spares chunks
-    /// whose eviction would not be useful. Returns `TooManySpared` once `MAX_SPARED` chunks are
-    /// spared.
+    /// that are not useful to evict. Returns `TooManySpared` once `MAX_SPARED` chunks are spared.
     ///
     /// A step saves thousands of chunks group by group, and the policy evicts them in roughly that
     /// order. Before a frame of one size becomes free, all of a step's chunks of other sizes may
-    /// have to be evicted; the next saves reuse their frames. Saves of a size with few chunks must
-    /// not evict all chunks of other sizes, so the limit grows with the number of frames of that
-    /// size that are in use.
+    /// have to go; the next saves reuse their frames. Saves of a rare size must not evict all
+    /// chunks of other sizes, so the limit grows with the number of in-use frames of the requested
+    /// size.
     fn evict_until(
         &mut self,
         class: SizeClass,
@@ -117,7 +116,7 @@ impl State {
         frame.is_none_or(|frame| self.host.is_fit(frame, request))
     }
 
-    /// Takes a frame for a save by evicting an arbitrary chunk from a frame that saves can use. The
+    /// Takes a frame for a save by evicting any chunk from a frame that saves can use, because the
     /// policy would return too many chunks in unsuitable frames first.
     fn take_frame_below_limit(&mut self, request: FrameRequest) -> Option<FrameId> {
         for _ in 0..MAX_SPARED {
@@ -131,9 +130,8 @@ impl State {
         None
     }
 
-    /// Takes a frame for a tenant at its quota by evicting chunks of the same tenant. If that
-    /// leaves the tenant below its quota without freeing a frame of the requested class, takes any
-    /// frame.
+    /// Takes a frame for a tenant at quota by evicting chunks of the same tenant. If that makes
+    /// room in the quota but frees no frame of the requested class, takes any frame.
     fn take_own_frame(&mut self, tenant: TenantId, request: FrameRequest) -> Option<FrameId> {
         let quota = self.tenants.ceiling(tenant).host;
         if self.tenants.host_pages(tenant) > quota {

@@ -1,12 +1,12 @@
-//! The host side of the store: manages which chunks have a frame and which chunks can be loaded.
-//! This file defines the data structures of `fill` and `emptying`.
+//! The store's host side: decides which chunks have a frame and which can be loaded. This file
+//! defines the data structures for `fill` and `emptying`.
 //!
 //! | file | contents |
 //! |---|---|
 //! | `transitions` | change a chunk's state and everything that depends on it |
 //! | `fill` | make filled chunks visible; fail chunks that cannot be filled |
-//! | `frames` | find or free a frame for a chunk |
-//! | `emptying` | empty slabs for other stores of the same pool, and for other size classes |
+//! | `frames` | find a frame for a chunk, or free one |
+//! | `emptying` | empty slabs for other stores in the pool and for other size classes |
 
 pub(crate) mod emptying;
 pub(crate) mod fill;
@@ -18,20 +18,20 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use crate::evict::ChunkId;
 use crate::pool::SlabId;
 
-/// Children that wait for their parent to become visible.
+/// Children waiting for their parent to become visible.
 ///
 /// A prompt is saved chunk by chunk, so nearly every parent has exactly one waiting child. Storing
-/// the first child inline therefore avoids an allocation in almost all cases.
+/// the first child inline thus avoids nearly all allocations.
 #[derive(Debug, Default)]
 pub(crate) struct Waiters {
     /// Keyed by parent.
     first: FxHashMap<ChunkId, ChunkId>,
-    /// All further children, keyed by parent, in insertion order.
+    /// Further children, keyed by parent, in insertion order.
     others: FxHashMap<ChunkId, Vec<ChunkId>>,
 }
 
 impl Waiters {
-    /// Records that `child` waits for `parent`. A child may be recorded more than once.
+    /// Records that `child` waits for `parent`. The same child may be recorded more than once.
     pub(crate) fn push(&mut self, parent: ChunkId, child: ChunkId) {
         if *self.first.entry(parent).or_insert(child) != child {
             self.others.entry(parent).or_default().push(child);
@@ -45,8 +45,8 @@ impl Waiters {
     }
 }
 
-/// The slabs that are being emptied. They are visited in rounds, which span many calls. In each
-/// round, a chunk that cannot be evicted is visited only once.
+/// The slabs being emptied, visited in rounds that span many calls. Each round visits a chunk that
+/// cannot be evicted only once.
 #[derive(Debug, Default)]
 pub(crate) struct Drains {
     pub(crate) all: Vec<Drain>,
@@ -57,9 +57,9 @@ pub(crate) struct Drains {
 #[derive(Debug)]
 pub(crate) struct Drain {
     pub(crate) slab: SlabId,
-    /// Number of the next frame to visit in this round.
+    /// Index of the next frame to visit in this round.
     pub(crate) next: u32,
-    /// The path from a chunk in the slab down to the next chunk to evict.
+    /// Path from a chunk in the slab down to the next chunk to evict.
     pub(crate) path: Vec<Step>,
     /// True if no further chunk can be evicted in this round.
     pub(crate) is_done: bool,

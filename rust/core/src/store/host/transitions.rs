@@ -3,9 +3,8 @@
 //! The states are defined in `index/host_state.rs`. Invariants between calls:
 //!
 //! - If a chunk is not absent, its parent is not absent either, unless the chunk is detached.
-//! - The parent of a chunk with a frame has a frame, and the parent of a visible chunk is visible.
-//! - The policy contains every chunk that has a frame and is not detached. The policy may evict
-//!   complete, unused leaves.
+//! - If a chunk has a frame, so does its parent; if a chunk is visible, so is its parent.
+//! - The policy holds every attached chunk with a frame. It may evict complete, unused leaves.
 
 use crate::evict::{ChunkId, GroupId, Removal};
 use crate::index::{Entry, HostEvent, HostState};
@@ -15,9 +14,9 @@ use crate::store::state::State;
 impl State {
     /// Applies an event to a chunk. No other code changes `Entry::host`. This method also:
     ///
-    /// - counts the chunk as a child of its parent, and as a waiter if the parent is not visible,
+    /// - counts the chunk as its parent's child, and as a waiter if the parent is not visible,
     /// - assigns the event's frame to the chunk, or returns the chunk's frame to the tier,
-    /// - adds a chunk that gets a frame to the host policy, and removes a chunk that loses its
+    /// - adds the chunk to the host policy when it gets a frame, and removes it when it loses its
     ///   frame,
     /// - updates the gauges, the read queue and the change log,
     /// - updates which chunks each policy may evict.
@@ -61,7 +60,7 @@ impl State {
         }
     }
 
-    /// Records a child that is in host memory or is expected there.
+    /// Records a child that is in host memory or expected there.
     fn enter_host(&mut self, id: ChunkId, parent: Option<ChunkId>) {
         let Some(parent) = parent else { return };
         self.index[parent].host_children += 1;
@@ -71,7 +70,7 @@ impl State {
         }
     }
 
-    /// Records a child that left host memory, or that will not be filled.
+    /// Records a child that left host memory or will not be filled.
     fn exit_host(&mut self, id: ChunkId, parent: Option<ChunkId>) {
         drop(self.waiters.take(id));
         if let Some(parent) = parent {
@@ -90,7 +89,7 @@ impl State {
         self.group_in_host(id);
     }
 
-    /// Counts queued reads, and prevents eviction of a chunk from disk while it is being read.
+    /// Counts queued reads, and keeps a chunk on disk while its read is queued or running.
     fn count_read(&mut self, id: ChunkId, before: HostState, after: HostState) {
         if after == HostState::Queued {
             if !self.disk.wants_reads() {
@@ -117,7 +116,7 @@ impl State {
         }
     }
 
-    /// Updates the host policy if the chunk has become evictable or is no longer evictable.
+    /// Updates the host policy if the chunk's evictability has changed.
     pub(crate) fn sync_host(&mut self, id: ChunkId) {
         let entry = &mut self.index[id];
         let is_evictable = entry.is_host_evictable();
@@ -129,8 +128,8 @@ impl State {
 
     /// Returns the next chunk to evict, either from one group or from all chunks.
     ///
-    /// Unwritten chunks are evicted last if the disk accepts writes and they occupy at most half of
-    /// the frames. If they occupied more, recently used chunks would be evicted in their place.
+    /// Evicts unwritten chunks last if the disk accepts writes and they fill at most half of the
+    /// frames. Beyond half, sparing them would evict recently used chunks instead.
     pub(crate) fn host_victim(&mut self, group: Option<GroupId>) -> Option<ChunkId> {
         let are_few = 2 * self.disk.num_unwritten <= self.host.num_frames().0;
         self.host_policy.spare_unwritten(are_few && self.disk.accepts_writes(self.now));

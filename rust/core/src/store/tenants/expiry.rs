@@ -1,9 +1,9 @@
-//! Expiry: lookups miss a chunk after its TTL, and the sweeper removes the chunk soon after.
+//! Expiry: lookups miss a chunk once its TTL has passed, and the sweeper removes it soon after.
 //!
-//! The TTL starts when a chunk is reserved and keeps running across restarts, because records on
-//! disk contain the start time. Using a chunk does not extend its TTL. A child never expires after
-//! its parent, so every visible chunk has a visible parent. Times are Unix times in seconds,
-//! computed as the time at which the store was opened plus the time elapsed on its clock.
+//! The TTL starts when a chunk is reserved and keeps running across restarts, because disk records
+//! hold the start time. Use does not extend the TTL. A child never expires after its parent, so
+//! every visible chunk has a visible parent. Times are Unix times in seconds: the time the store
+//! was opened plus the elapsed time on the store's clock.
 
 use std::sync::Arc;
 
@@ -16,11 +16,11 @@ use crate::store::state::State;
 use crate::store::tenants::limits::{Bases, Table, TenantLimits};
 use crate::tier::disk::{self, DiskRoot, RemovedChunks};
 
-/// Tolerance for save times in the future. A chunk with a later save time has an unknown age and is
-/// treated as expired.
+/// Tolerance for save times in the future. Beyond it, a chunk's age is unknown and the chunk counts
+/// as expired.
 const MAX_SKEW_S: u32 = 60;
 
-/// Returns the expiry time of a chunk saved at `saved_s`, as computed at `now_s`.
+/// Returns the expiry time, computed at `now_s`, of a chunk saved at `saved_s`.
 fn expiry(ttl_s: Option<u32>, saved_s: u32, now_s: u32) -> u32 {
     match ttl_s {
         None => NEVER,
@@ -29,7 +29,7 @@ fn expiry(ttl_s: Option<u32>, saved_s: u32, now_s: u32) -> u32 {
     }
 }
 
-/// Removes expired chunks from the closed namespaces in a disk directory.
+/// Removes expired chunks from a disk directory's closed namespaces.
 ///
 /// `root` must be the [`DiskRoot`] of the open stores. Returns `Io` if the directory cannot be
 /// read.
@@ -48,8 +48,7 @@ pub fn remove_expired(
 }
 
 impl State {
-    /// Returns the expiry time of a chunk saved at `saved_s`, capped at the expiry time of the
-    /// parent.
+    /// Returns the expiry time of a chunk saved at `saved_s`, capped at the parent's.
     pub(crate) fn expiry(&self, ttl_s: Option<u32>, parent: Option<ChunkId>, saved_s: u32) -> u32 {
         let own = expiry(ttl_s, saved_s, self.unix_s);
         parent.map_or(own, |parent| own.min(self.index[parent].expires_s))
@@ -59,13 +58,13 @@ impl State {
         entry.expires_s <= self.unix_s
     }
 
-    /// Returns true if the chunk expires before its parent, or if it expires and has no parent.
+    /// Returns true if the chunk expires before its parent, or expires and has no parent.
     pub(crate) fn expires_alone(&self, entry: &Entry) -> bool {
         entry.expires_s != NEVER
             && entry.parent.is_none_or(|parent| entry.expires_s < self.index[parent].expires_s)
     }
 
-    /// Adds a new chunk to the expiry queue if it expires alone (see [`Self::expires_alone`]).
+    /// Adds a new chunk to the expiry queue if [`Self::expires_alone`] is true.
     pub(crate) fn track_expiry(&mut self, id: ChunkId) {
         if self.expires_alone(&self.index[id]) {
             self.expiries.0.insert((self.index[id].expires_s, id));

@@ -1,5 +1,5 @@
 //! Tenant limits: how much of each tier a tenant may use and how long its chunks live. Holds the
-//! configured limits and their values in pages of 4096 bytes.
+//! configured limits and their values in 4096-byte pages.
 //!
 //! A *class* is a row of [`Table`]. There is one class for requests without a salt, one for salts
 //! without individual limits, and one for each salt with individual limits.
@@ -14,28 +14,27 @@ use crate::key::SaltTag;
 pub enum Quota {
     /// Absolute size, in bytes.
     Bytes(u64),
-    /// Share of the tier in millionths. For a nonzero share, the quota is at least the size of the
-    /// largest frame.
+    /// Share of the tier in millionths. A nonzero share always covers at least the largest frame.
     Share(u32),
 }
 
 /// Limits of one tenant.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Limits {
-    /// Host memory quota. In a pool, [`Quota::Share`] is relative to the store's part of the pool.
+    /// Host memory quota. In a pool, [`Quota::Share`] is relative to the store's share of the pool.
     pub host: Option<Quota>,
     /// Disk quota.
     pub disk: Option<Quota>,
-    /// Time to live of a chunk after it is saved, in seconds.
+    /// Time to live after a save, in seconds.
     pub ttl_s: Option<u32>,
 }
 
-/// The limits of all tenants of a store.
+/// The limits of all of a store's tenants.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TenantLimits {
-    /// Limits of all requests without a salt, combined.
+    /// Combined limits of all requests without a salt.
     pub unsalted: Limits,
-    /// Limits of each salt without individual limits.
+    /// Limits of each salt that has no individual limits.
     pub salted: Limits,
     /// Limits of individual salts.
     pub by_salt: Vec<(SaltTag, Limits)>,
@@ -66,7 +65,7 @@ pub(crate) struct Class(u32);
 pub(crate) const UNSALTED: Class = Class(0);
 const SALTED: Class = Class(1);
 
-/// The limits of a class: quotas in pages ([`Ceiling::NONE`] if unlimited), and the time to live in
+/// A class's limits: quotas in pages ([`Ceiling::NONE`] if unlimited), and the time to live in
 /// seconds (None if unlimited).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ceiling {
@@ -79,7 +78,7 @@ impl Ceiling {
     pub(crate) const NONE: u64 = u64::MAX;
 }
 
-/// Tier sizes in pages, from which relative quotas are computed.
+/// Tier sizes, in pages, that relative quotas refer to.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Bases {
     pub(crate) host: u64,
@@ -98,7 +97,7 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// Creates the table for the given limits. The table is empty if no limit is set.
+    /// Creates the table, which is empty if no limit is set.
     pub(crate) fn new(of: &TenantLimits, frame_pages: u64, bases: Bases) -> Self {
         if !of.is_set() {
             return Self::default();

@@ -1,4 +1,4 @@
-//! Tenants: how much of each tier a `cache_salt` uses, how much it may use, and for how long.
+//! Tenants: how much of each tier a `cache_salt` uses and may use, and for how long.
 //!
 //! | file | contents |
 //! |---|---|

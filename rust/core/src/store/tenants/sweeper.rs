@@ -1,7 +1,6 @@
-//! Sweeper: once per second, removes expired chunks and evicts chunks of tenants above their quota.
+//! Sweeper: once per second, removes expired chunks and evicts chunks of tenants over quota.
 //!
-//! The sweeper has its own thread, so that it depends neither on the disk nor on calls from
-//! engines.
+//! Runs on its own thread, so that it depends on neither the disk nor engine calls.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,9 +13,9 @@ use crate::sync::thread::{self, JoinHandle};
 use crate::{Error, Result};
 
 const SWEEP_EVERY: Duration = Duration::from_secs(1);
-/// Maximum number of tree removals started per call of `State::expire_some`.
+/// Maximum number of tree removals to start per call of `State::expire_some`.
 const MAX_EXPIRED: usize = 64;
-/// Maximum number of chunks evicted per call of `State::trim`, which takes about 0.2 ms.
+/// Maximum number of chunks to evict per call of `State::trim`, which takes about 0.2 ms.
 const MAX_TRIMMED: u32 = 128;
 
 impl State {
@@ -43,7 +42,7 @@ impl State {
         false
     }
 
-    /// Evicts chunks of tenants above their quota, starting at tenant `next`. Returns true once all
+    /// Evicts chunks of tenants over quota, starting at tenant `next`. Returns true once all
     /// tenants have been visited.
     fn trim(&mut self, next: &mut usize) -> bool {
         let mut budget = MAX_TRIMMED;
@@ -78,7 +77,7 @@ impl State {
 }
 
 impl Locked {
-    /// Runs one round in slices, releasing the lock between slices. Returns false if the store is
+    /// Runs one round slice by slice, releasing the lock in between. Returns false if the store is
     /// closing.
     pub(crate) fn sweep(&self) -> bool {
         let mut next = 0;
@@ -105,5 +104,5 @@ pub(crate) fn spawn(inner: &Arc<Locked>) -> Result<JoinHandle<()>> {
         }
     };
     let thread = thread::Builder::new().name("kvloft-sweep".to_owned()).spawn(work);
-    thread.map_err(|error| Error::io("cannot start the thread that enforces tenant limits", error))
+    thread.map_err(|error| Error::io("cannot start the sweeper thread for tenant limits", error))
 }

@@ -1,9 +1,9 @@
-//! Current usage of each tenant. All chunks under roots with the same `cache_salt` belong to the
-//! same tenant, regardless of their adapter.
+//! Current usage per tenant. All chunks under roots with the same `cache_salt` belong to one
+//! tenant, whatever their adapter.
 //!
-//! An entry inherits the tenant of its parent or, if it has no parent, the tenant of its root, so
-//! looking up a tenant needs no tree walk. A tenant without chunks is removed. Salts appear only as
-//! tags at the end of root keys.
+//! An entry takes its tenant from its parent or, without a parent, from its root key, so finding a
+//! tenant needs no tree walk. A tenant without chunks is removed. Salts appear only as tags at the
+//! end of root keys.
 
 use rustc_hash::FxHashMap;
 
@@ -13,16 +13,16 @@ use crate::store::tenants::limits::{Ceiling, Class, Table};
 
 /// The tenant of requests without a salt.
 const NO_SALT: TenantId = TenantId(0);
-/// Maximum number of tenants visited per call of `State::trim`, which takes about 0.2 ms.
+/// Maximum number of tenants to visit per call of `State::trim`, which takes about 0.2 ms.
 pub(crate) const TENANTS_PER_SLICE: usize = 4096;
 
-/// Usage of one tenant.
+/// One tenant's usage.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct TenantCounts {
-    /// None for a vacant id and for requests without a salt.
+    /// None for vacant ids and for requests without a salt.
     tag: Option<SaltTag>,
     num_entries: u64,
-    /// Number of pages in the tenant's host frames, including frames that are being filled.
+    /// Number of pages in the tenant's host frames, including frames being filled.
     host_pages: u64,
     /// Number of pages in the tenant's disk slots, including slots being written or freed.
     disk_pages: u64,
@@ -49,12 +49,12 @@ impl Default for TenantTable {
 }
 
 impl TenantTable {
-    /// Returns the tenant with this tag, or None if the tenant has no chunks.
+    /// Returns the tenant with this tag, or None if it has no chunks.
     pub(crate) fn find(&self, tag: SaltTag) -> Option<TenantId> {
         self.by_tag.get(&tag).copied()
     }
 
-    /// Like [`Self::find`], but returns the tenant of requests without a salt if there is no tag.
+    /// Like [`Self::find`], but without a tag, returns the tenant of requests without a salt.
     pub(crate) fn find_any(&self, tag: Option<SaltTag>) -> Option<TenantId> {
         tag.map_or(Some(NO_SALT), |tag| self.find(tag))
     }
@@ -76,8 +76,7 @@ impl TenantTable {
         })
     }
 
-    /// Increments or decrements a tenant's number of entries. Removes the tenant if no entries
-    /// remain.
+    /// Increments or decrements a tenant's entry count. Removes the tenant if no entries remain.
     pub(crate) fn count_entry(&mut self, id: TenantId, is_more: bool) {
         let tenant = &mut self.all[id.0 as usize];
         count(&mut tenant.num_entries, 1, is_more);
@@ -88,13 +87,12 @@ impl TenantTable {
         }
     }
 
-    /// Adds or subtracts the pages of a frame, regardless of the chunk's state.
+    /// Adds or subtracts a frame's pages, whatever the chunk's state.
     pub(crate) fn count_host(&mut self, id: TenantId, pages: u32, is_more: bool) {
         count(&mut self.all[id.0 as usize].host_pages, pages.into(), is_more);
     }
 
-    /// Adds or subtracts the pages of a slot on disk, including slots that are being written or
-    /// freed.
+    /// Adds or subtracts a disk slot's pages, even while the slot is being written or freed.
     pub(crate) fn count_disk(&mut self, id: TenantId, pages: u32, is_more: bool) {
         count(&mut self.all[id.0 as usize].disk_pages, pages.into(), is_more);
     }

@@ -1,5 +1,4 @@
-//! Checks that the store's derived data matches its entries. The check is slow; tests call it after
-//! each step.
+//! Checks that the store's derived data matches its entries. Slow; tests call it after each step.
 
 use std::collections::HashSet;
 

@@ -1,4 +1,4 @@
-//! Tests of a store's private state: panics under the lock, and disks that open late or hang.
+//! Tests a store's private state: panics under the lock, and disks that open late or hang.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,7 +30,7 @@ fn host_only() -> StoreConfig {
     }
 }
 
-/// After a panic under the lock, every lookup is a miss and guards can still be dropped.
+/// After a panic under the lock, every lookup misses and guards can still be dropped.
 #[test]
 fn a_store_misses_after_a_panic_under_its_lock() {
     let store = Store::open(&host_only()).unwrap();
@@ -273,7 +273,7 @@ fn a_write_that_hangs_does_not_stop_slots_from_being_freed() {
     assert_eq!(state.disk.to_free, [SlotId(1)]);
 }
 
-/// The number of chunks that wait for a chunk to be written is not limited.
+/// Any number of chunks can wait for a chunk to be written.
 #[test]
 fn chunks_that_wait_for_a_write_are_blocked_and_dropped_in_slices() {
     let num_chunks = 4 * WRITE_SLICE;
@@ -298,7 +298,7 @@ fn chunks_that_wait_for_a_write_are_blocked_and_dropped_in_slices() {
     super::check::check(&state).unwrap();
 }
 
-/// Recovery uses 96 bytes per chunk, which a store with millions of chunks must not keep.
+/// Recovery takes 96 bytes per chunk, which a store with millions of chunks must release.
 #[test]
 fn the_list_of_chunks_found_is_freed() {
     let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();

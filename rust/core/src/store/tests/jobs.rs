@@ -1,9 +1,9 @@
 //! Tests disk jobs in random order, without threads. The test takes jobs, does their I/O in memory
-//! and applies the results step by step, interleaved with calls from schedulers and workers.
+//! and applies the results step by step, interleaved with scheduler and worker calls.
 //!
 //! The test covers orders that threads rarely produce, and every failure is reproducible. After
-//! each step, the test checks the invariants (`check`), the contract of the disk, the bytes of
-//! leased frames and the result of `flush`. At the end, it checks that no work is left.
+//! each step, the test checks the invariants (`check`), the disk's contract, the bytes in leased
+//! frames and the result of `flush`. At the end, it checks that no work is left.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -67,8 +67,7 @@ pub(super) struct Run {
     pub(super) state: State,
     num_slots: u32,
     num_threads: usize,
-    /// Contents of the disk: maps each slot in use to its chunk, or to None if the slot is only
-    /// reserved.
+    /// Disk contents: maps each slot in use to its chunk, or to None if the slot is only reserved.
     slots: BTreeMap<u32, Option<DiskMeta>>,
     pub(super) in_flight: Vec<(u64, Under)>,
     /// Reserved chunks. The key is None if the chunk has been removed.
@@ -398,8 +397,8 @@ impl Run {
         }
     }
 
-    /// Checks that a leased frame has the bytes of its chunk (I4). Skips lent frames, which are
-    /// being written and were checked earlier.
+    /// Checks that a leased frame holds its chunk's bytes (I4). Skips lent frames, which are being
+    /// written and were checked earlier.
     fn check_frame(&mut self, frame: FrameId, key: ChunkKey) {
         if let Some(frame) = self.state.host.lend(frame) {
             assert_eq!(frame.bytes()[..32], key.0, "the bytes of a leased frame changed");

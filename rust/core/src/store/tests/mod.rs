@@ -1,5 +1,4 @@
-//! Tests that access the store's private state, and the check that other tests call after each
-//! step.
+//! Tests that access the store's private state, and a check that other tests call after each step.
 
 #[cfg(test)]
 mod breaker;

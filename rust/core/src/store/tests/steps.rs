@@ -35,7 +35,7 @@ pub(super) enum Step {
         block: usize,
     },
     Clear,
-    /// Removes a slice of the trees that are pending removal.
+    /// Removes a slice of the trees pending removal.
     Remove {
         budget: usize,
     },
@@ -43,11 +43,11 @@ pub(super) enum Step {
     Wait {
         millis: u64,
     },
-    /// Simulates a check that detects the removal of the disk's directory.
+    /// Simulates a check that finds the disk directory removed.
     RemoveDirectory,
     /// Makes a disk thread take a job.
     Take,
-    /// Performs the next I/O of a job in flight, or applies the job's result.
+    /// Does an in-flight job's next I/O, or applies the job's result.
     Go {
         nth: usize,
         io: Io,
@@ -81,8 +81,7 @@ pub(super) fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Returns the chain of a prompt. Bit d of `prompt` is the token of block d, so prompts share
-/// prefixes.
+/// Returns a prompt's chain. Bit d of `prompt` is block d's token, so prompts share prefixes.
 pub(super) fn prompt_chain(prompt: usize) -> KeyChain {
     let mut chain = KeyChain::new(root_key(&[7; 32], None, None).unwrap(), 1).unwrap();
     let tokens: Vec<u32> = (0..PROMPT_BLOCKS).map(|at| u32::from(prompt >> at & 1 == 1)).collect();

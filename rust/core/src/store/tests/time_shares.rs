@@ -10,18 +10,18 @@ use super::steps::{Io, Step, prompt_chain};
 use crate::evict::Eviction;
 
 impl Run {
-    /// Saves the first `stop` blocks of a prompt.
+    /// Saves a prompt's first `stop` blocks.
     fn save(&mut self, prompt: usize, stop: u32) {
         self.take(&Step::Save { prompt, stop });
     }
 
-    /// Returns the number of blocks of a prompt that are in host memory.
+    /// Returns the number of a prompt's blocks in host memory.
     fn in_host(&mut self, prompt: usize) -> u32 {
         let chain = prompt_chain(prompt);
         self.state.find(&Prefix::from(&chain)).host_units
     }
 
-    /// Runs one job that takes `took`. Returns the job's letter (R, W or F), or None if there is no
+    /// Runs one job that lasts `took`. Returns the job's letter (R, W or F), or None if there is no
     /// job.
     fn do_job(&mut self, took: Duration) -> Option<char> {
         self.take_job();

@@ -1,4 +1,4 @@
-//! Tests of the tenant counts, and a consistency check that other tests call.
+//! Tests the tenant counts, and defines a consistency check that other tests call.
 
 #[cfg(test)]
 use super::NO_SALT;
