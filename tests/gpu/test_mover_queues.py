@@ -126,6 +126,7 @@ class Queues(RuleBasedStateMachine):
             Event=self.clock.event,
             CudaError=OSError,
             current_context=lambda: None,
+            use_context=lambda _: None,
             Stream=SimpleNamespace(view=lambda _: None),
         )
         for module in ("mover", "saves", "loads", "shared"):

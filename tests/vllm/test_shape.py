@@ -13,6 +13,7 @@ from vllm.config import ParallelConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -42,26 +43,46 @@ def shape_of(block_tokens: int, blocks_per_unit: int, frame_bytes: int) -> Cache
     return CacheShape((GroupShape(block_tokens, blocks_per_unit, part_bytes=frame_bytes),))
 
 
+def engine(num_ranks: int, *, method: str | None = None, num_stages: int = 1) -> Any:
+    speculative = SimpleNamespace(method=method) if method else None
+    parallel = SimpleNamespace(
+        tensor_parallel_size=num_ranks,
+        pipeline_parallel_size=num_stages,
+        world_size=num_ranks * num_stages,
+    )
+    return SimpleNamespace(parallel_config=parallel, speculative_config=speculative)
+
+
+MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+HEADS = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4, 8])
+def test_ranks_share_a_part_if_vllm_reports_that_they_hold_the_same_bytes(num_ranks: int) -> None:
+    config = SimpleNamespace(kv_tp_replicas=num_ranks)
+    assert num_replicas(engine(num_ranks), config) == num_ranks
+    assert num_replicas(engine(num_ranks, method="mtp"), config) == num_ranks
+    assert num_replicas(engine(num_ranks, method="mtp", num_stages=2), config) == 1
+
+
 @pytest.mark.parametrize(
-    ("num_ranks", "num_heads", "use_mla", "expected"),
+    ("specs", "method", "expected"),
     [
-        (1, 8, False, 1),
-        (4, 8, False, 1),
-        (8, 8, False, 1),
-        (8, 2, False, 4),
-        (8, 1, False, 8),
-        (8, 3, False, 1),
-        (4, 1, True, 4),
+        ([MLA, MLA], None, 8),
+        ([MLA, HEADS], None, 1),
+        ([HEADS, HEADS], None, 1),
+        ([MLA, MLA], "eagle3", 1),
     ],
 )
-def test_ranks_with_the_same_bytes_share_one_part(
-    num_ranks: int, num_heads: int, use_mla: bool, expected: int
+def test_without_a_report_only_latents_are_the_same_on_all_ranks(
+    specs: list[Any], method: str | None, expected: int
 ) -> None:
-    model = SimpleNamespace(use_mla=use_mla, get_total_num_kv_heads=lambda: num_heads)
-    config = SimpleNamespace(
-        model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=num_ranks)
+    layers = {f"layer{number}": spec for number, spec in enumerate(specs)}
+    group = SimpleNamespace(
+        layer_names=list(layers), kv_cache_spec=SimpleNamespace(kv_cache_specs=layers)
     )
-    assert num_replicas(config) == expected
+    config = SimpleNamespace(kv_cache_groups=[group])
+    assert num_replicas(engine(8, method=method), config) == expected
 
 
 def test_replicas_read_the_part_that_the_first_of_them_writes() -> None:
@@ -88,10 +109,12 @@ def stage(*groups: tuple[Any, Sequence[str]]) -> Any:
 def test_the_largest_pipeline_stage_decides_how_large_a_part_is(layers: tuple[str, ...]) -> None:
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
     engine, ranks = pipeline(), [stage((spec, names)) for names in layers for _ in range(2)]
+    for rank in ranks:
+        rank.kv_tp_replicas = 2
     shape = cache_shape(engine, ranks)
     assert parts_of(shape) == (part_bytes_for(max(map(len, layers)) * spec.page_size_bytes),)
     assert [shape.shard_of(rank) for rank in range(4)] == [0, 0, 1, 1], (
-        "two ranks of a stage share the single KV head"
+        "two ranks of a stage hold the same KV"
     )
     own = [cache_shape(engine, [rank]) for rank in ranks]
     alike = [tuple(replace(group, part_bytes=0) for group in each.groups) for each in (*own, shape)]

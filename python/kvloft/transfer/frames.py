@@ -246,15 +246,16 @@ class Lifeline:
             self.close()
             raise OSError(f"{path} is no longer this engine's lifeline: the scheduler has exited")
 
-    def is_server_gone(self) -> bool:
-        """Return True if no process can read the pipe, because the server has exited or has
-        released all frames of this engine after a lost connection.
+    def wait_until_server_gone(self, wake: int) -> bool:
+        """Block until no process can read the pipe, because the server has exited or has released
+        all frames of this engine after a lost connection. Return False if ``wake`` is readable.
         """
-        if self._fd is None:
+        fd, poll = self._fd, select.poll()
+        if fd is None:
             return False
-        poll = select.poll()
-        poll.register(self._fd, 0)
-        return any(events & select.POLLERR for _, events in poll.poll(0))
+        poll.register(fd, 0)
+        poll.register(wake, select.POLLIN)
+        return wake not in dict(poll.poll())
 
     def close(self) -> None:
         """Close the pipe. After this call, this process must not write to frames. Idempotent."""

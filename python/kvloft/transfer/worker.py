@@ -5,23 +5,44 @@ report. `run_loads` and `run_saves` are idempotent within a step, because differ
 call different hooks.
 """
 
+from __future__ import annotations
+
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvloft.seam.ids import BlockId, ReqId, Ticket
 from kvloft.seam.plan import LoadResult, StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec, CacheShape
+from kvloft.transfer.arena_watch import ArenaRelease, ArenaWatch
 from kvloft.transfer.frames import GroupFrames, Lifeline, map_frames
 from kvloft.transfer.layout import PagedLayout, read_layout, without_pages
 from kvloft.transfer.mover import Finished, Mover
 from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 ALL_BYTES = (1 << 63) - 1
 """Reported if the entire arena is usable. Exceeds the size of any arena."""
+RELEASE_S = 0.02
+"""Maximum delay of a step while the previous arena is released. Small arenas take less time."""
+
+
+def _locked(
+    method: Callable[Concatenate[WorkerCore, P], R],
+) -> Callable[Concatenate[WorkerCore, P], R]:
+    """Hold the worker's lock during ``method``."""
+
+    @wraps(method)
+    def call(self: WorkerCore, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class WorkerCore:
@@ -54,6 +75,10 @@ class WorkerCore:
         """The arena of the most recent plan that specified one. There may be no mover for it."""
         self._lifeline: Lifeline | None = None
         """Open while the mover can write to a server's frames."""
+        self._watch: ArenaWatch | None = None
+        self._release: ArenaRelease | None = None
+        self._lock = threading.RLock()
+        """Held by each method, because the watch thread can release the arena at any time."""
         self._loads_run = self._saves_run = True
         self._pending = Finished()
         self._num_announced = 0
@@ -87,6 +112,7 @@ class WorkerCore:
         self._payload_bytes = [layout.block_bytes * num_blocks for layout, num_blocks in sizes]
         return first
 
+    @_locked
     def begin(self, plan: StepPlan) -> None:
         """Begin a step before its forward pass. Saves of the previous plan that were never started
         are reported as failed.
@@ -97,8 +123,6 @@ class WorkerCore:
         self._loads_run = self._saves_run = False
         if plan.arena is not None and plan.arena != self._arena:
             self._enter_arena(plan.arena)
-        elif not (plan.loads or plan.saves):
-            self._release_lost_arena()
         if self._mover is not None or (plan.arena is not None and self._make is not None):
             mover = self._ready_mover()
             if mover is not None:
@@ -114,7 +138,7 @@ class WorkerCore:
         """
         self.drain()
         if not new.is_same_memory(self._arena) or not self._could_be_made:
-            self._close_mover()
+            self._release_arena()
             self._could_be_made, self._told_usable = True, None
         self._arena = new
         lifeline = None
@@ -125,33 +149,36 @@ class WorkerCore:
                 "kvloft: this worker cannot use the server's memory; caching is disabled: %s",
                 error,
             )
-            self._close_mover()
+            self._release_arena()
             self._could_be_made = False
         self._replace_lifeline(lifeline)
 
-    def _release_lost_arena(self) -> None:
-        """Wait for copies in flight, then unmap the arena of a server that has exited.
-
-        The memory stays allocated until it is unmapped, and a restarted server needs the same
-        amount. Later copies that refer to this arena fail.
-        """
-        if self._lifeline is not None and self._lifeline.is_server_gone():
+    @_locked
+    def _see_server_exit(self, lifeline: Lifeline) -> None:
+        """Release the arena of a server that has exited. Later copies that refer to it fail."""
+        if lifeline is self._lifeline:
             self.drain()
-            self._close_mover()
+            self._release_arena()
             self._could_be_made = False
-            self._replace_lifeline(None)
 
-    def _close_mover(self) -> None:
-        mover, self._mover = self._mover, None
-        if mover is not None:
-            mover.close()
+    def _release_arena(self) -> None:
+        """Close the mover and the lifeline in the background."""
+        if self._mover is not None:
+            self._release = ArenaRelease(self._mover, self._lifeline)
+            self._mover = self._lifeline = None
+            self._release.start()
+        self._replace_lifeline(None)
 
     def _replace_lifeline(self, new: Lifeline | None) -> None:
-        """Close the old lifeline. The caller has opened ``new``."""
+        """Close the old lifeline, and watch ``new``, which the caller has opened."""
+        if self._watch is not None:
+            self._watch.stop()
         old, self._lifeline = self._lifeline, new
         if old is not None:
             old.close()
+        self._watch = ArenaWatch(new, self._see_server_exit) if new is not None else None
 
+    @_locked
     def run_loads(self) -> None:
         """Start this step's loads. Their requests do not run until the loads finish."""
         if not self._loads_run:
@@ -160,6 +187,7 @@ class WorkerCore:
                 self._lost |= {plan.load_id for plan in plans if plan.lost}
                 self._hand_over(lambda mover: mover.submit_loads(plans), self._fail_loads)
 
+    @_locked
     def run_saves(self) -> None:
         """Start this step's saves, after the launch of the forward pass that writes the blocks."""
         if not self._saves_run:
@@ -171,6 +199,7 @@ class WorkerCore:
             elif plans := self._plan.saves:
                 self._hand_over(lambda mover: mover.submit_saves(plans), self._fail_saves)
 
+    @_locked
     def take_finished_loads(self) -> tuple[set[ReqId], set[BlockId]]:
         """Return the requests whose load finished, and the blocks that were not loaded."""
         self._collect()
@@ -185,6 +214,7 @@ class WorkerCore:
         bad, self._pending.bad_blocks = self._pending.bad_blocks, set()
         return {result.req_id for result in results}, bad
 
+    @_locked
     def take_report(self) -> StepReport | None:
         """Return new results and the number of the step. Loads that `take_finished_loads` has not
         returned yet are excluded.
@@ -216,26 +246,31 @@ class WorkerCore:
         self._told_usable = usable
         return self._rank, ALL_BYTES if usable is None else usable
 
+    @_locked
     def take_totals(self) -> Finished:
         """Return the number of bytes copied and the copy time since the last call."""
         totals, self._totals = self._totals, Finished()
         return totals
 
+    @_locked
     def drain(self) -> None:
         """Wait for copies in flight. The results are reported as usual."""
         if self._mover is not None:
             self._note(self._mover.drain())
 
+    @_locked
     def suspend(self) -> None:
         """Wait for copies in flight, then fail all copies until `resume` is called. Idempotent."""
         if not self._is_asleep:
             self.drain()
             self._is_asleep = True
 
+    @_locked
     def resume(self) -> None:
         """Allow copies again. The pages must still be at the same addresses. Idempotent."""
         self._is_asleep = False
 
+    @_locked
     def stop(self, reason: str) -> None:
         """Wait for copies in flight, then fail all later saves and loads."""
         if self._is_stopped:
@@ -243,19 +278,27 @@ class WorkerCore:
         logger.error("kvloft: this worker stops copying KV; caching is disabled: %s", reason)
         self._is_stopped = True
         self.drain()
-        self._close_mover()
-        self._replace_lifeline(None)
+        self._release_arena()
 
     def shutdown(self) -> None:
-        """Wait for copies in flight. No frame is written until a later plan contains an arena."""
-        self._close_mover()
-        self._arena = None
-        self._replace_lifeline(None)
+        """Wait for copies in flight, and unmap the arena. No frame is written until a later plan
+        contains an arena.
+        """
+        with self._lock:
+            watch = self._watch
+            self._release_arena()
+            self._arena = None
+        if self._release is not None:
+            self._release.wait()
+        if watch is not None:
+            watch.join()
 
     def _ready_mover(self) -> Mover | None:
         """Return the mover for the current plan's arena, or None if copies must fail."""
         if self._is_asleep or self._is_stopped:
             return None
+        if self._release is not None and not self._release.wait(RELEASE_S):
+            return None  # two movers may not fit into GPU memory
         if self._mover is None and self._could_be_made:
             try:
                 if self._make is None or self._plan.arena is None:

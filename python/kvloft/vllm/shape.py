@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from kvloft.config.table import Config
 from kvloft.plan.settings import PoolSize
@@ -34,7 +35,7 @@ def cache_shape(vllm_config: Any, ranks: Sequence[Any], encoding: int = RAW) -> 
     return CacheShape(
         groups,
         num_ranks=vllm_config.parallel_config.world_size,
-        num_replicas=num_replicas(vllm_config) if CacheShape(groups).is_divisible else 1,
+        num_replicas=num_replicas(vllm_config, ranks[0]) if CacheShape(groups).is_divisible else 1,
         lookahead=lookahead(vllm_config),
         encoding=encoding,
     )
@@ -215,16 +216,19 @@ def stage_layers(vllm_config: Any) -> list[int]:
     ]
 
 
-def num_replicas(vllm_config: Any) -> int:
-    """Return how many consecutive tensor-parallel ranks hold the same KV.
+def num_replicas(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return how many consecutive tensor-parallel ranks hold the same KV in every layer.
 
-    With MLA, all ranks hold the same KV. With fewer KV heads than ranks, rank r holds KV head
-    ``r // (ranks // heads)`` (`QKVParallelLinear`).
+    Trusts only what vLLM reports for each layer. KV heads are not counted, because layers and draft
+    models can differ in their number of heads. Ranks that replicate heads therefore store copies.
     """
-    model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
-    if num_ranks == 1:
-        return 1
-    if getattr(model, "use_mla", False):
-        return num_ranks
-    num_heads = model.get_total_num_kv_heads()
-    return num_ranks // num_heads if 0 < num_heads < num_ranks and num_ranks % num_heads == 0 else 1
+    parallel = vllm_config.parallel_config
+    has_draft = has_draft_kv(vllm_config)
+    if has_draft and getattr(parallel, "pipeline_parallel_size", 1) > 1:
+        return 1  # only the last stage has the draft model's layers
+    reported: int | None = getattr(kv_cache_config, "kv_tp_replicas", None)
+    if reported is not None:
+        return reported
+    specs = layer_specs(kv_cache_config).values()  # vLLM 0.30; may omit the draft model's layers
+    is_mla = not has_draft and all(isinstance(spec, MLAAttentionSpec) for spec in specs)
+    return int(parallel.tensor_parallel_size) if is_mla else 1

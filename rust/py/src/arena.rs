@@ -9,7 +9,8 @@ use crate::key::KeyBytes;
 /// Frames in shared memory, mapped by a worker that can run in a separate process.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct Arena {
-    inner: io::Arena,
+    /// None only while the arena is dropped.
+    inner: Option<io::Arena>,
     #[pyo3(get)]
     address: usize,
     #[pyo3(get)]
@@ -41,7 +42,20 @@ impl FramePart {
 
 impl Arena {
     fn of(inner: io::Arena) -> Self {
-        Self { address: inner.address(), size_bytes: inner.size_bytes(), id: inner.id(), inner }
+        let (address, size_bytes, id) = (inner.address(), inner.size_bytes(), inner.id());
+        Self { inner: Some(inner), address, size_bytes, id }
+    }
+
+    fn inner(&self) -> &io::Arena {
+        self.inner.as_ref().expect("set until drop")
+    }
+}
+
+impl Drop for Arena {
+    /// Unmaps the memory without the GIL, because unmapping 64 GiB can take 10 seconds.
+    fn drop(&mut self) {
+        let inner = self.inner.take();
+        Python::try_attach(|py| py.detach(|| drop(inner)));
     }
 }
 
@@ -70,14 +84,14 @@ impl Arena {
     /// Compute the tag of a part's payload, write the trailer at the part's end, and return the
     /// tag.
     fn seal(&self, py: Python<'_>, part: FramePart) -> PyResult<u64> {
-        let seal = || self.inner.seal(part.offset, part.part_bytes, &part.spec());
+        let seal = || self.inner().seal(part.offset, part.part_bytes, &part.spec());
         py.detach(seal).map_err(raise)
     }
 
     /// Return None if the part is intact. Otherwise, return the mismatch: 'unsealed', 'key',
     /// 'layout', 'shape' or 'tag'.
     fn check(&self, py: Python<'_>, part: FramePart) -> PyResult<Option<&'static str>> {
-        let check = || self.inner.check(part.offset, part.part_bytes, &part.spec());
+        let check = || self.inner().check(part.offset, part.part_bytes, &part.spec());
         Ok(py.detach(check).map_err(raise)?.map(io::Damage::as_str))
     }
 

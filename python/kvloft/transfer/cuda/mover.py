@@ -81,6 +81,7 @@ class CudaMover:
         """
         all_kernels = [kernels for _, kernels in kinds]
         self._device = all_kernels[0].device
+        self._context = driver.current_context()
         arena = frames[0]
         slabs_per_registration = max(1, GOOD_PIECE_BYTES // arena.slab_bytes)
         parts = [
@@ -156,6 +157,7 @@ class CudaMover:
 
     def drain(self) -> Finished:
         """Block until all copies are done. Saves to unregistered frames fail."""
+        driver.use_context(self._context)  # the caller can be a thread that has not used the GPU
         with self._shared.lock:
             self._saves.waits_for_registration = False
             while self._shared.broken is None and (

@@ -24,6 +24,9 @@ use super::numa::{self, Place};
 use super::part::{Damage, PartSpec, TRAILER_BYTES};
 use crate::{Error, Result};
 
+/// Number of bytes unmapped per call, so that other threads can change mappings in between.
+const UNMAP_BYTES: usize = 64 << 20;
+
 /// A shared mapping of the whole arena.
 #[derive(Debug)]
 struct Mapping {
@@ -76,9 +79,13 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: start and size are the values from mmap in `new`, and there is no reference into
-        // the mapping: Frames and Arenas own this Mapping, and slices borrow from them.
-        let _unmapped = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.size_bytes) };
+        for at in (0..self.size_bytes).step_by(UNMAP_BYTES) {
+            let bytes = UNMAP_BYTES.min(self.size_bytes - at);
+            // SAFETY: start and size are the values from mmap in `new`, and there is no reference
+            // into the mapping: Frames and Arenas own this Mapping, and slices borrow from them.
+            let _unmapped =
+                unsafe { rustix::mm::munmap(self.start.add(at).as_ptr().cast(), bytes) };
+        }
     }
 }
 
