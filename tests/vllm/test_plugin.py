@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvloft.errors import ConfigError
@@ -169,3 +169,29 @@ def test_vllm_keeps_several_groups_if_supported_and_not_overridden(
 def test_every_connector_class_is_found_by_its_own_name(factory: Any, connector: Any) -> None:
     """MultiConnector looks up the class of a child by name when it rebuilds statistics."""
     assert factory.get_connector_class_by_name(connector.__name__) is connector
+
+
+@pytest.mark.parametrize("is_enabled", [False, True])
+@pytest.mark.parametrize(
+    ("connector", "encoder", "is_kept"),
+    [
+        (NAME, None, True),
+        (NAME, SimpleNamespace(is_ec_consumer=False), True),
+        (NAME, SimpleNamespace(is_ec_consumer=True), False),
+        ("NixlConnector", None, False),
+    ],
+)
+def test_media_embedding_inputs_stay_as_the_user_set_them(
+    connector: str, encoder: Any, is_kept: bool, is_enabled: bool
+) -> None:
+    """Otherwise, a request for media embeddings without tensors would stop the engine."""
+    register()
+    media = SimpleNamespace(enable_mm_embeds=is_enabled, allow_missing_mm_embeddings=False)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=media),
+        kv_transfer_config=KVTransferConfig(kv_connector=connector, kv_role="kv_both"),
+        ec_transfer_config=encoder,
+    )
+    VllmConfig._resolve_mm_embedding_inputs(config)
+    assert media.enable_mm_embeds is (is_enabled or not is_kept)
+    assert media.allow_missing_mm_embeddings is not is_kept

@@ -147,6 +147,15 @@ DISCARD = Patch(
     "in-flight copies could access KV memory after vLLM discards it",
     Missing.REFUSE,
 )
+# Older releases lack this method, but also do not change the settings.
+MEDIA_INPUTS = Patch(
+    "vllm.config.vllm",
+    "VllmConfig",
+    "_resolve_mm_embedding_inputs",
+    "vLLM enables media embedding inputs, even without tensors, for every KV consumer",
+    "a request for media embeddings without tensors can stop a multimodal engine",
+    Missing.LESS,
+)
 OF_EVERY_ENGINE = (
     ENGINE_RPC,
     WORKER_RELOAD,
@@ -156,7 +165,7 @@ OF_EVERY_ENGINE = (
     FIND_CLASS,
     RANK_CONFIGS,
 )
-PATCHES = (*OF_EVERY_ENGINE, ADD_ADAPTER, POOL_RESET, SLEEP, DISCARD)
+PATCHES = (*OF_EVERY_ENGINE, ADD_ADAPTER, POOL_RESET, SLEEP, DISCARD, MEDIA_INPUTS)
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _told: set[Patch] = set()

@@ -14,7 +14,7 @@ from kvloft.config.sources import load_config
 from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here
 from kvloft.vllm.identity.weights import note_start
-from kvloft.vllm.patches import FIND_CLASS, wrap
+from kvloft.vllm.patches import FIND_CLASS, MEDIA_INPUTS, wrap
 from kvloft.vllm.ranks import watch
 
 NAME = "KVLoftConnector"
@@ -27,6 +27,7 @@ def register() -> None:
     note_start()
     register_classes()
     check_settings_early(KVConnectorFactory)
+    keep_media_inputs()
     watch()
 
 
@@ -39,6 +40,27 @@ def register_classes() -> None:
     for name in CLASS_NAMES:
         if name not in KVConnectorFactory._registry:  # noqa: SLF001 - vLLM has no public lookup
             KVConnectorFactory.register_connector(name, MODULE, name)
+
+
+def keep_media_inputs() -> None:
+    """Keep the user's settings for media embedding inputs in engines that use only kvloft.
+
+    vLLM accepts such inputs, even without tensors, if a connector is a KV consumer, because another
+    engine's KV may replace the tensors. kvloft is a consumer (``kv_both``) but may miss, and an
+    engine that has to compute an input without a tensor stops.
+    """
+
+    def resolve(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        config = args[0]
+        media = getattr(config.model_config, "multimodal_config", None)
+        is_enabled = getattr(media, "enable_mm_embeds", False)
+        method(*args, **kwargs)
+        transfer, encoder = config.kv_transfer_config, config.ec_transfer_config
+        is_alone = transfer is not None and transfer.kv_connector in CLASS_NAMES
+        if media is not None and is_alone and not (encoder and encoder.is_ec_consumer):
+            media.enable_mm_embeds, media.allow_missing_mm_embeddings = is_enabled, False
+
+    wrap(MEDIA_INPUTS, resolve)
 
 
 def check_settings_early(factory: Any) -> None:
