@@ -316,9 +316,13 @@ def test_nothing_is_offered_while_there_are_no_weights() -> None:
     assert engine.core.match(request, 0) != Miss()
 
 
-@pytest.mark.parametrize("is_loaded_in_step", [True, False])
+@pytest.mark.parametrize(
+    ("num_loaded", "is_loaded_in_step"),
+    [(None, True), (8, False), (0, True)],
+    ids=["in the step", "before", "in the step, after a failed load"],
+)
 def test_kv_that_a_sibling_loads_during_the_forward_pass_is_not_saved(
-    is_loaded_in_step: bool,
+    num_loaded: int | None, is_loaded_in_step: bool
 ) -> None:
     """The load can still fail, and vLLM reports this after the step."""
     engine = SymbolicEngine(Setup(block_tokens=2))
@@ -326,8 +330,9 @@ def test_kv_that_a_sibling_loads_during_the_forward_pass_is_not_saved(
     request, table = Request(A, PROMPT[:12], 9), [1, 2, 3, 4, 5, 6]
     engine.core.match(request, 0)
     engine.core.admit(request, 0, tables(table))
-    if not is_loaded_in_step:  # an asynchronous load, after which vLLM admits the request again
+    if num_loaded is not None:  # an asynchronous load, after which vLLM admits the request again
         engine.core.plan_step(StepView())
+        request.num_computed_tokens = num_loaded
         engine.core.admit(request, 0, tables(table))
     plan = engine.core.plan_step(view_of_new(8, table, 4))
     assert bool(saved_blocks(plan)) == (not is_loaded_in_step)

@@ -161,12 +161,17 @@ def drafter(
     commit: str = "abc",
     num_tokens: int = 3,
     size: int = 1,
+    load_format: str | None = None,
 ) -> Any:
     config = SimpleNamespace(
         model=model, revision=None, hf_config=HfConfig({"size": size}, commit), dtype=torch.float32
     )
+    load = SimpleNamespace(load_format=load_format, model_loader_extra_config={})
     return SimpleNamespace(
-        method=method, num_speculative_tokens=num_tokens, draft_model_config=config
+        method=method,
+        num_speculative_tokens=num_tokens,
+        draft_model_config=config,
+        draft_load_config=load if load_format else None,
     )
 
 
@@ -177,6 +182,7 @@ def test_a_draft_model_with_kv_counts() -> None:
         drafter(commit="def"),
         drafter(num_tokens=2),
         drafter(size=2),
+        drafter(load_format="dummy"),
     ]
     digests = {digest(), *(digest(speculative=each) for each in [drafter(), *others])}
     assert len(digests) == 2 + len(others)

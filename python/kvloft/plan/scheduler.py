@@ -141,12 +141,12 @@ class SchedulerCore:
         """Return True if the request is readmitted with its current blocks: after a load, or when
         a streaming session receives its next input.
         """
-        if not request.blocks.has_blocks:
+        # After a preemption or a failed load, vLLM can return the same first block from its cache.
+        if not request.blocks.has_blocks or request.live.num_computed_tokens == 0:
             return False
-        if self._shape.is_dense:
-            return list(request.blocks.main_table[:1]) == list(tables.main_table[:1])
         # Sliding-window tables begin with null blocks, so comparing blocks would not work.
-        return request.live.num_computed_tokens > 0
+        is_dense = self._shape.is_dense
+        return not is_dense or list(request.blocks.main_table[:1]) == list(tables.main_table[:1])
 
     def fail_load(self, live: LiveRequest, num_tokens: int, tables: Tables) -> None:
         """Plan a load that fails. Called if `admit` failed for a request that vLLM admits."""

@@ -48,6 +48,9 @@ ENVIRONMENT = (
     "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
     "VLLM_DEEPEPLL_NVFP4_DISPATCH",
     "VLLM_KV_CACHE_LAYOUT",
+    # A client-given identifier of a video does not depend on how frames are chosen.
+    "VLLM_VIDEO_LOADER_BACKEND",
+    "VLLM_MEDIA_CONNECTOR",
 )
 """Environment variables that affect KV and have no equivalent vLLM setting."""
 
@@ -157,7 +160,8 @@ def _drafter_fields(vllm_config: Any) -> dict[str, Any]:
     """Return the fields for a draft model with KV in the engine's blocks."""
     speculative = vllm_config.speculative_config
     model = getattr(speculative, "draft_model_config", None) or vllm_config.model_config
-    weights = model_fields(model, vllm_config.load_config)
+    load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    weights = model_fields(model, load)
     settings = ("method", "num_speculative_tokens", "parallel_drafting")
     own = _settings(speculative, *settings, "draft_tensor_parallel_size") or []
     of_model = _settings(model, "dtype", "quantization", "max_model_len") or []
@@ -166,6 +170,7 @@ def _drafter_fields(vllm_config: Any) -> dict[str, Any]:
         "draft_revision": model.revision,
         "draft_config": _config_digest(model),
         "draft_settings": own + of_model,
+        "draft_load": _settings(load, "load_format", "model_loader_extra_config"),
     }
 
 
