@@ -109,7 +109,7 @@ impl World {
         Store::open_in(&config, &self.pool, self.shares[nth]).unwrap()
     }
 
-    /// Returns the layout of a store's frames of a size class.
+    /// Returns a store's frame layout for one size class.
     fn grid(&self, nth: usize, class: SizeClass) -> FrameGrid {
         FrameGrid::new(HOST, self.pool.slab_bytes(), self.frames[nth].bytes(class)).unwrap()
     }

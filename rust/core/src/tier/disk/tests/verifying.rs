@@ -164,7 +164,7 @@ fn test_verify_finds_nothing_wrong_where_nothing_was_saved_yet() {
     assert_eq!(inspect(dir.path()).unwrap()[0].problem, None);
 }
 
-/// An engine creates the superblock, the index and the frames file in this order, and can be killed
+/// An engine creates the superblock, then the index, then the frames file, and can be killed
 /// between any two steps.
 #[test]
 fn test_verify_finds_nothing_wrong_where_an_engine_was_killed_before_it_had_files() {
