@@ -47,8 +47,7 @@ impl Mapping {
         // SAFETY: no address is given, so the kernel picks memory that this process does not use.
         let start = unsafe { rustix::mm::mmap(ptr::null_mut(), size_bytes, access, flags, fd, 0) }
             .map_err(|error| {
-                Error::io("cannot map the frames", error.into())
-                    .with_context("bytes", size_bytes)
+                Error::io("cannot map the frames", error.into()).with_context("bytes", size_bytes)
             })?;
         let start =
             NonNull::new(start.cast()).expect("a mapping without a fixed address is never at 0");
@@ -223,9 +222,8 @@ impl HostArena {
     /// Sets the NUMA nodes of unallocated pages, for all mappings. `places` must be in ascending
     /// order. Returns `Io` if the kernel rejects the placement.
     pub fn place(&self, places: &[Place]) -> Result<()> {
-        numa::place(&self.fd, self.size_bytes, places).map_err(|error| {
-            Error::io("cannot place memory on the requested NUMA nodes", error)
-        })
+        numa::place(&self.fd, self.size_bytes, places)
+            .map_err(|error| Error::io("cannot place memory on the requested NUMA nodes", error))
     }
 
     /// Returns the same number as [`Arena::id`].

@@ -109,7 +109,7 @@ fn validate(config: &DiskConfig) -> Result<()> {
     let least = budget::dir_bytes(1, frame_bytes, budget::map_bytes(sizes.len()));
     if config.cap_bytes < least {
         return fail(format!(
-            "disk_size = {} is too small for a chunk of {frame_bytes} bytes: set disk_size to \
+            "disk_size = {} is too small for a single {frame_bytes}-byte chunk: set disk_size to \
              at least {least} bytes, or omit disk_path to run without a disk tier",
             size_text(config.cap_bytes)
         ));
