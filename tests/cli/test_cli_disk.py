@@ -296,9 +296,8 @@ def test_verify_of_a_directory_in_use_is_one_helpful_sentence(
     assert main(["verify", str(tmp_path)]) == 2
     store.close()
     assert capsys.readouterr().err == (
-        f"kvloft: {tmp_path} is in use by process {os.getpid()}: stop that process and verify "
-        "again, "
-        "or use `kvloft inspect`, which works while it is running\n"
+        f"kvloft: {tmp_path} is in use by process {os.getpid()}: stop it and verify again, "
+        "or use `kvloft inspect`, which works while it runs\n"
     )
     assert main(["verify", str(tmp_path)]) == 0, "an empty directory is not damaged"
 
@@ -317,7 +316,7 @@ def test_a_wrong_directory_is_one_line_and_status_2(
     assert main([command, str(tmp_path / name)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    said = f"kvloft: {tmp_path / name} {why}: DIR must be the disk_path of an engine or server\n"
+    said = f"kvloft: {tmp_path / name} {why}: DIR must be an engine's or server's disk_path\n"
     assert captured.err == said
 
 
@@ -327,7 +326,7 @@ def test_a_lock_that_cannot_be_opened_is_no_setting_of_verify(
     (folder / "lock").unlink()
     (folder / "lock").symlink_to("elsewhere")
     assert main(["verify", str(folder)]) == 2
-    assert capsys.readouterr().err.startswith(f"kvloft: cannot open the lock file of {folder}: ")
+    assert capsys.readouterr().err.startswith(f"kvloft: cannot open the lock file in {folder}: ")
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,8 @@ def test_a_second_server_on_a_disk_warns_at_its_start(folder: Path, is_backgroun
     disk, log = folder / "disk", folder / "run" / "second.log"
     with served(folder) as (first, _):
         trouble = (
-            f"disk_path {disk} is in use by process {first.pid}: stop it, or set another disk_path"
+            f"disk_path {disk} is in use by process {first.pid}: stop it or set a different "
+            "disk_path"
         )
         warning = f"kvloft: warning: {trouble}; using host memory only and retrying\n"
         first_line = f"host 4 MiB, disk {disk} not in use, retrying ({trouble})\n"

@@ -1,10 +1,10 @@
 //! Tests the disk tier on real file systems that are full, frozen, unmounted, or read-only after an
 //! error.
 //!
-//! The tests mount a tmpfs or an image file. If mounting is not possible (no root, no loop device),
-//! the test prints a message and returns.
+//! The tests mount a tmpfs or an image file. If mounting fails (no root, no loop device), a test
+//! prints a message and returns.
 
-#![expect(clippy::unwrap_used, reason = "helpers of tests panic to fail, too")]
+#![expect(clippy::unwrap_used, reason = "test helpers panic to fail")]
 
 use kvloft_core::io::SizeClass;
 use std::collections::VecDeque;
@@ -52,7 +52,7 @@ impl Mounted {
         if is_made && it.mount(size_mib) {
             return Some(it);
         }
-        eprintln!("not run: a {kind} cannot be mounted here");
+        eprintln!("skipped: cannot mount a {kind} file system");
         None
     }
 
@@ -88,8 +88,8 @@ impl Mounted {
         assert!(run("sync", &["-f", self.path("mnt").to_str().unwrap()]));
     }
 
-    /// Waits until the space of a removed file is available: a journaling file system frees space
-    /// asynchronously.
+    /// Waits until a removed file's space is available, because a journaling file system frees
+    /// space asynchronously.
     fn wait_for_room(&self) {
         let begun = Instant::now();
         loop {
@@ -98,7 +98,7 @@ impl Mounted {
             if found.f_bavail > found.f_blocks / 2 {
                 return;
             }
-            assert!(begun.elapsed() < HUNG, "the space is not freed");
+            assert!(begun.elapsed() < HUNG, "the space was never freed");
         }
     }
 
@@ -108,7 +108,7 @@ impl Mounted {
             cap_bytes: 128 * 1024 + num_slots * (FRAME as u64 + 256),
             frame_sizes: (FRAME as u64).into(),
             namespace: [7; 32],
-            description: "a sick file system".to_owned(),
+            description: "a failing file system".to_owned(),
         }
     }
 
@@ -173,7 +173,7 @@ fn within<T: Send + 'static>(mounted: &Mounted, work: impl FnOnce() -> T + Send 
     std::thread::spawn(move || send.send(work()));
     receive.recv_timeout(HUNG).unwrap_or_else(|_| {
         mounted.freeze("-u");
-        panic!("the call waits for a frozen file system")
+        panic!("the call is waiting for a frozen file system")
     })
 }
 
@@ -188,8 +188,7 @@ fn full_and_emptied_again(kind: &'static str, size_mib: u64) {
     let filler = mounted.fill();
     for _ in 0..2 {
         match DiskTier::open(mounted.config(8)) {
-            // Some file systems still have space for a directory and a small file, but not for a
-            // slot.
+            // Some file systems still have space for a directory and a small file, but not a slot.
             Ok((tier, _)) => assert_eq!(tier.reserve(SizeClass(0)).ok(), None),
             Err(error) => {
                 assert_eq!(error.kind(), ErrorKind::Io, "the error must be retryable: {error}");
@@ -271,7 +270,7 @@ fn test_a_frozen_file_system_holds_up_its_own_calls_only() {
     let tier = Arc::new(DiskTier::open(config.clone()).unwrap().0);
     let (slot, spare) = (put(&tier, 0), tier.reserve(SizeClass(0)).unwrap());
     if !mounted.freeze("-f") {
-        eprintln!("not run: this file system cannot be frozen");
+        eprintln!("skipped: cannot freeze this file system");
         return;
     }
     let (begun, hears) = channel();
@@ -315,7 +314,7 @@ fn test_a_file_system_that_becomes_read_only_costs_no_chunk() {
     // Like a power loss, the error would discard pending writes.
     mounted.sync();
     if !break_ext4(&mounted.path("mnt")) {
-        eprintln!("not run: the kernel does not break an ext4 on request");
+        eprintln!("skipped: this kernel cannot trigger an ext4 error");
         return;
     }
     for slot in 0..6 {
@@ -331,7 +330,7 @@ fn test_a_file_system_that_becomes_read_only_costs_no_chunk() {
     assert_eq!(
         DiskTier::open(config.clone()).unwrap_err().kind(),
         ErrorKind::Io,
-        "worth another try"
+        "the error must be retryable"
     );
     mounted.unmount();
     assert!(mounted.mount(24));
@@ -451,7 +450,7 @@ fn test_a_full_ext2_is_used_like_a_disk_tier_at_its_cap() {
         ["disk_write_errors", "disk_trips", "disk_dropped"].map(|name| stat(&store, name));
     assert_eq!(failures, [0; 3]);
     let num_stored = stat(&store, "disk_used");
-    assert!(num_stored * FRAME as u64 > ROOM * 3 / 4, "{num_stored} chunks waste space");
+    assert!(num_stored * FRAME as u64 > ROOM * 3 / 4, "only {num_stored} chunks fit");
     let (num_writes, num_evictions) = (stat(&store, "disk_writes"), stat(&store, "disk_evictions"));
     assert_eq!((num_writes, num_evictions), (800, 800 - num_stored));
     let events = store.take_events();

@@ -4,7 +4,7 @@
 //!
 //! `KV_KILLS` is the number of kills (default 50). A line of JSON reports the recovery times.
 
-#![expect(clippy::unwrap_used, reason = "helpers of tests panic to fail, too")]
+#![expect(clippy::unwrap_used, reason = "test helpers panic to fail")]
 
 use kvloft_core::io::SizeClass;
 use std::collections::{BTreeMap, VecDeque};
@@ -46,7 +46,7 @@ fn key(life: u64, n: u64) -> ChunkKey {
     ChunkKey(*blake3::hash(&[life.to_le_bytes(), n.to_le_bytes()].concat()).as_bytes())
 }
 
-/// Returns the metadata of chunk `n` of child `life`. Chunks form chains of four.
+/// Returns the metadata of child `life`'s chunk `n`. Chunks form chains of four.
 fn meta(life: u64, n: u64) -> DiskMeta {
     let depth = u32::try_from(n % 4).unwrap();
     let parent = if depth == 0 { ChunkKey([0; 32]) } else { key(life, n - 1) };
@@ -152,7 +152,7 @@ fn live_and_die(dir: &Path, life: u64) -> BTreeMap<u64, bool> {
     let mut first = String::new();
     while !first.ends_with("ready\n") {
         first.clear();
-        assert_ne!(out.read_line(&mut first).unwrap(), 0, "the child exited by itself");
+        assert_ne!(out.read_line(&mut first).unwrap(), 0, "the child exited on its own");
     }
     // Kill times are spread over many writes. The pipe holds thousands of lines, so the child never
     // blocks on its output.
@@ -192,7 +192,7 @@ fn recovered(dir: &Path, life: u64) -> Vec<ChunkKey> {
         fill(&mut expected, &entry.meta.key);
         assert!(
             *bytes == *expected,
-            "life {life}: slot {} has another chunk's bytes",
+            "life {life}: slot {} holds another chunk's bytes",
             entry.slot.0
         );
     }
@@ -219,7 +219,7 @@ fn test_kill_9_at_random_times_loses_no_acknowledged_chunk() {
             let is_there = found.contains(&key(life, n));
             assert!(
                 is_there || !must_be_there,
-                "life {life}: chunk {n} was reported written and is lost"
+                "life {life}: chunk {n} was reported as written but was lost"
             );
         }
     }

@@ -28,8 +28,8 @@ fn long_chain(prompt: u32, group: u8, len: u32) -> KeyChain {
     chain
 }
 
-/// Saves a prompt with one chunk per unit in each group. `classes` contains the groups' size
-/// classes. Returns the number of chunks without a frame.
+/// Saves a prompt with one chunk per unit in each group. `classes` lists the groups' size
+/// classes. Returns the number of chunks that got no frame.
 fn save(store: &Store, prompt: u32, classes: &[u8]) -> u32 {
     save_long(store, prompt, classes, LEN)
 }
@@ -65,7 +65,7 @@ fn open(pages: &[u64], namespace: u8) -> StoreConfig {
     }
 }
 
-/// Saves prompts until chunks are evicted, and returns the fraction of `bytes` that is used.
+/// Saves prompts until chunks are evicted, and returns the fraction of `bytes` in use.
 fn fill(store: &Store, classes: &[u8], bytes: u64) -> f64 {
     for prompt in 0.. {
         assert_eq!(save(store, prompt, classes), 0, "prompt {prompt}");
@@ -86,12 +86,12 @@ fn chunks_of_several_sizes_fill_the_arena() {
     for (pages, classes) in SHAPES {
         let store = Store::open(&open(pages, 1)).unwrap();
         let used = fill(&store, classes, HOST);
-        assert!(used >= 0.95, "{used} of the arena for {pages:?}");
+        assert!(used >= 0.95, "{used} of the arena is used for {pages:?}");
         for prompt in 100_000..100_400 {
             assert_eq!(save(&store, prompt, classes), 0, "{pages:?}: prompt {prompt}");
         }
         let used = stat(&store, "host_used_bytes") as f64 / HOST as f64;
-        assert!(used >= 0.92, "{used} of the arena after evictions for {pages:?}");
+        assert!(used >= 0.92, "{used} of the arena is used after evictions for {pages:?}");
     }
 }
 
@@ -108,8 +108,7 @@ fn long_prompts_of_several_sizes_are_saved_whole() {
     }
 }
 
-/// The first chunks of a new size take a slab from an existing size, but evict few of the existing
-/// size's chunks.
+/// The first chunks of a new size take a slab from an existing size, but evict few of its chunks.
 #[test]
 fn few_chunks_of_a_new_size_evict_few_others() {
     let store = Store::open(&open(&[1, 20], 1)).unwrap();
@@ -131,7 +130,7 @@ fn few_chunks_of_a_new_size_evict_few_others() {
     assert!(num_found.sum::<u32>() >= 10);
 }
 
-/// No slab can be emptied while each has a pinned chunk, so evicting the other chunks is useless.
+/// No slab can be drained while each holds a pinned chunk, so evicting the other chunks is useless.
 #[test]
 fn sizes_that_can_get_no_slab_evict_few_chunks() {
     let store = Store::open(&open(&[1, 20, 13], 1)).unwrap();
@@ -200,7 +199,7 @@ fn memory_follows_the_size_that_is_saved() {
         assert!(num_dropped <= 200, "{num_dropped} chunks of {pages} pages were dropped");
         assert!(
             held as f64 >= 0.85 * HOST as f64,
-            "{held} bytes of {pages} pages in round {round}"
+            "{held} bytes hold chunks of {pages} pages in round {round}"
         );
     }
 }

@@ -182,9 +182,9 @@ fn a_closed_tier_gives_its_directory_up_with_the_last_call() {
         let num_slots = slots.len();
         slots.sort();
         slots.dedup();
-        assert_eq!(slots.len(), num_slots, "a slot was given twice");
-        assert!(is_free(dir.path()), "a closed tier without calls keeps its directory");
-        assert!(tier.reserve(SizeClass(0)).is_err(), "a closed tier accepts calls");
+        assert_eq!(slots.len(), num_slots, "a slot was reserved twice");
+        assert!(is_free(dir.path()), "a closed tier must release its directory");
+        assert!(tier.reserve(SizeClass(0)).is_err(), "a closed tier must reject calls");
         assert!(tier.stats().bytes <= tier.stats().cap_bytes);
     };
     in_many_orders(model);

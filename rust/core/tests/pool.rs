@@ -109,7 +109,7 @@ impl World {
         Store::open_in(&config, &self.pool, self.shares[nth]).unwrap()
     }
 
-    /// Returns the layout of a store's frames of one size.
+    /// Returns a store's frame layout for one size class.
     fn grid(&self, nth: usize, class: SizeClass) -> FrameGrid {
         FrameGrid::new(HOST, self.pool.slab_bytes(), self.frames[nth].bytes(class)).unwrap()
     }
@@ -253,8 +253,8 @@ fn apply(world: &mut World, step: &Step) {
     }
 }
 
-/// Checks that a store that keeps saving gets its share within a bounded number of rounds once
-/// nothing is pinned.
+/// Checks that once nothing is pinned, a store that keeps saving gets its share within a bounded
+/// number of rounds.
 fn gets_its_share(world: &mut World, nth: usize) {
     world.reading.clear();
     world.writing.clear();
@@ -274,8 +274,8 @@ fn gets_its_share(world: &mut World, nth: usize) {
     }
 }
 
-/// Like `gets_its_share`, but workers can copy only to the first `pages`: the store gets the frames
-/// in these pages.
+/// Like `gets_its_share`, but workers can copy only to the first `pages`, so the store gets the
+/// frames there.
 fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, pages: u32) {
     if !world.has_one_size(nth) {
         return; // one size may have the slab that another size needs
@@ -307,11 +307,7 @@ fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, pages: u32) 
 fn is_given_back(mut world: World, nth: usize) {
     for store in &world.stores {
         store.clear();
-        assert!(
-            store.num_slabs().0 <= 2,
-            "{:?} slabs of a store that was cleared",
-            store.num_slabs()
-        );
+        assert!(store.num_slabs().0 <= 2, "a cleared store kept {:?} slabs", store.num_slabs());
     }
     world.stores.clear();
     let store = world.open(nth);
@@ -464,7 +460,7 @@ fn a_store_whose_share_shrank_wants_no_more() {
     assert!(world.save(1, &chain(1, 8, 9)) > 0);
     assert!(world.pool.is_wanted(), "the store has 5 of its share of 6");
     world.stores.push(Store::open_in(&config(2, None), &world.pool, None).unwrap());
-    assert!(!world.pool.is_wanted(), "the store may have 4");
+    assert!(!world.pool.is_wanted(), "the store may keep 4");
     assert_eq!(world.release_slab(), BTreeSet::from([SlabRelease::NotNeeded as u8]));
 }
 

@@ -91,7 +91,7 @@ fn a_store_gets_slabs_that_its_workers_can_copy_to() {
     (0..2).for_each(|nth| stores[nth].limit_memory(4 * SLAB));
     (0..60).for_each(|prompt| _ = save(&stores[0], prompt));
     assert_eq!(num(&stores[0]), 4);
-    assert_eq!(save(&stores[1], 0), 4, "eight slabs are free but unusable");
+    assert_eq!(save(&stores[1], 0), 4, "eight slabs are free, but none is usable");
     for prompt in 0..40 {
         save(&stores[1], prompt);
         all_give_way(&stores);

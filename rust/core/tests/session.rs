@@ -235,7 +235,7 @@ fn reserve(
 ) -> kvloft_core::Result<(Arc<ChunkBatch>, u32)> {
     let mut chain = chain(num_units);
     let mut rows = [SaveRow { chain: &mut chain, units, blocks }];
-    engine.reserve(&mut rows).map(|mut reserved| reserved.pop().expect("one for one"))
+    engine.reserve(&mut rows).map(|mut reserved| reserved.pop().expect("one per request"))
 }
 
 fn odd<const N: usize>(num_ranks: u32, rows: &[Vec<Reservation>; N]) -> (EngineSession, Calls) {
@@ -252,7 +252,7 @@ fn odd_with<const N: usize>(
     (EngineSession::new(Box::new(odd), num_ranks, groups).expect("sizes"), calls)
 }
 
-/// A group whose units contain two blocks.
+/// A group with two blocks per unit.
 const TWO: Group = Group { blocks_per_unit: 2, kept_blocks: 2, ..Group::ONLY };
 
 #[test]
@@ -301,8 +301,7 @@ fn each_ticket_reaches_the_store_once() {
     assert_eq!(*every, [("abort", vec![6]), ("abort", vec![7]), ("commit", vec![5])]);
 }
 
-/// Reports for the first store arrive late. They must not settle saves that have the same numbers
-/// in the new store.
+/// Late reports for the first store must not settle saves with the same numbers in the new store.
 #[test]
 fn a_new_store_may_reuse_reservation_numbers() {
     let (engine, calls) = odd(1, &[vec![row(1, 0), row(2, 1)], vec![row(1, 0)], vec![row(2, 1)]]);

@@ -115,7 +115,7 @@ fn a_tier_that_hangs_is_paused_and_probed_again() {
     until("a thread reads", || disk.num_reads.load(Ordering::SeqCst) == u64::from(THREADS));
     assert_eq!(stat(&store, "disk_broken"), 0);
     disk.wait(5);
-    assert_eq!(lease.poll(), Progress::default(), "a lease must not wait for a tier that hangs");
+    assert_eq!(lease.poll(), Progress::default(), "a lease must not wait for a hung tier");
     assert_eq!((stat(&store, "disk_broken"), stat(&store, "disk_trips")), (1, 2));
     let found = store.lookup(&cold[0]);
     assert_eq!((found.stored_units, store.lookup(&hot).host_units), (0, 16 - THREADS));
@@ -150,17 +150,17 @@ fn failed_writes_keep_chunks_on_disk() {
         disk.fail_writes.store(true, Ordering::SeqCst);
         disk.fail_frees.store(fail_frees, Ordering::SeqCst);
         for prompt in chains(100, 8, 1000) {
-            // The next prompt takes this prompt's frames. Chunks whose write has not been attempted
-            // by then are never written, so wait for an attempt.
+            // The next prompt takes this prompt's frames. A chunk without a write attempt by then
+            // is never written, so wait for an attempt.
             let num_refused = stat(&store, "disk_write_errors");
             assert!(save_all(&store, &prompt) > 0, "host memory must still work");
-            until("one is tried", || {
+            until("a write is attempted", || {
                 stat(&store, "disk_broken") == 1 || stat(&store, "disk_write_errors") > num_refused
             });
         }
         assert_eq!(stat(&store, "disk_broken"), 1);
         let left = disk.chunks().len();
-        assert!(left >= if fail_frees { 24 } else { 20 }, "{left} of 24 chunks are left");
+        assert!(left >= if fail_frees { 24 } else { 20 }, "only {left} of 24 chunks are left");
         assert!(stat(&store, "disk_write_errors") >= 1);
         assert_eq!(stat(&store, "disk_used"), left as u64);
         let read = store.acquire(&chains(1, 8, 0)[0]);
@@ -212,7 +212,7 @@ fn close_clear_and_lookups_do_not_wait_for_hung_io() {
     store.clear(); // the disk hangs, so it is cleared later
     assert!(
         store.take_events().iter().any(|event| event.contains("not cleared")),
-        "no event reports that a restart finds the chunk"
+        "no event reports that a restart will find the chunk"
     );
     for prompt in &cold {
         assert_eq!(store.lookup(prompt), kvloft_core::store::Lookup::default());
@@ -257,7 +257,7 @@ fn a_tier_that_fails_to_open_is_opened_later() {
     store.discard(&cold[1].keys()[..1]);
     disk.fail_opens.store(false, Ordering::SeqCst);
     disk.wait(61);
-    until("it is attached", || stat(&store, "disk_broken") == 0);
+    until("the tier is attached", || stat(&store, "disk_broken") == 0);
     assert!(disk.flush(&store));
     assert_eq!(disk.violations(), [""; 0]);
     assert_eq!(
@@ -283,12 +283,12 @@ fn a_discard_is_pending_until_the_tier_opens() {
     let found = disk.entries();
     disk.fail_opens.store(true, Ordering::SeqCst);
     let store = disk.open(&settings(16, &disk), &found);
-    assert!(store.flush(LONG), "nothing must be left to do");
+    assert!(store.flush(LONG), "no work must remain");
     store.discard(&cold[1].keys()[..1]);
     assert!(!store.flush(Duration::from_millis(10)), "the removal did not reach the disk");
     disk.fail_opens.store(false, Ordering::SeqCst);
     disk.wait(61);
-    until("it is attached", || stat(&store, "disk_broken") == 0);
+    until("the tier is attached", || stat(&store, "disk_broken") == 0);
     assert!(disk.flush(&store));
     let left = disk.entries();
     assert!(
@@ -312,7 +312,7 @@ fn a_discarded_long_prefix_is_removed_from_disk() {
     assert_eq!(disk.entries().len(), 0);
 }
 
-/// A stopping engine can still own the directory when the next engine starts.
+/// A stopping engine may still own the directory when the next engine starts.
 #[test]
 fn a_directory_in_use_is_opened_after_its_owner_ends() {
     let dir = tempfile::tempdir().unwrap();
@@ -338,7 +338,7 @@ fn a_directory_in_use_is_opened_after_its_owner_ends() {
     assert!(store.take_events().iter().any(|event| event.contains("is in use by process")));
     drop(owner);
     seconds.store(61, Ordering::SeqCst);
-    until("it is attached", || stat(&store, "disk_broken") == 0);
+    until("the tier is attached", || stat(&store, "disk_broken") == 0);
 }
 
 /// Forges a valid record with a wrong parent or depth.
@@ -410,7 +410,7 @@ fn a_large_tree_is_removed_at_once_and_freed_in_slices() {
     }
     let hub = leaves[0].keys()[0];
     let kept = store.acquire(&leaves[7]);
-    assert!(store.discard(&[hub]) < 600, "one call must only do one slice");
+    assert!(store.discard(&[hub]) < 600, "one call must process only one slice");
     assert!(stat(&store, "entries") > 1000);
     for leaf in &leaves[..50] {
         assert_eq!(store.lookup(leaf).host_units, 0);

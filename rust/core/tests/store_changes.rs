@@ -61,7 +61,7 @@ impl Hearer {
         self.known.get(&key).is_some_and(|tiers| tiers.host || on_disk_too && tiers.disk)
     }
 
-    /// Returns the number of leading units that are stored according to the log.
+    /// Returns the number of leading units stored according to the log.
     fn units(&self, keys: &[ChunkKey], on_disk_too: bool) -> u32 {
         u32::try_from(keys.iter().take_while(|key| self.has(**key, on_disk_too)).count()).unwrap()
     }
@@ -186,7 +186,7 @@ impl Run {
         // A read that no request waits for still completes and makes its chunk visible to lookups.
         let deadline = Instant::now() + Duration::from_secs(60);
         while stat(&self.store, "frames_reserved") > 0 {
-            assert!(Instant::now() < deadline, "reads do not complete");
+            assert!(Instant::now() < deadline, "reads never completed");
             std::thread::sleep(Duration::from_micros(200));
         }
         assert!(self.disk.flush(&self.store));
@@ -196,7 +196,7 @@ impl Run {
         let found: Vec<_> =
             (0..64).map(|prompt| self.store.lookup(&prompt_chain(prompt))).collect();
         for hearer in &mut self.hearers {
-            assert!((0..1000).any(|_| !hearer.take(&self.universe, 7)), "there is always more");
+            assert!((0..1000).any(|_| !hearer.take(&self.universe, 7)), "the log never ends");
             for key in &self.universe {
                 let told = hearer.known.get(key).copied().unwrap_or_default();
                 assert_eq!(told.disk, on_disk.contains_key(key), "{key}");

@@ -1,4 +1,4 @@
-//! Compares the eviction of a salt's chunks with a model that consists of sets of keys.
+//! Compares evictions of a salt's chunks with a model made of sets of keys.
 //!
 //! Frames and slots are plentiful, so each result is deterministic and must equal the model's.
 #![expect(clippy::unwrap_used, reason = "tests")]
@@ -58,7 +58,7 @@ type Life = u64;
 
 #[derive(Debug, Default)]
 struct Model {
-    /// Root of every chunk ever saved, by key.
+    /// The root of every chunk ever saved, by key.
     roots: BTreeMap<ChunkKey, usize>,
     /// Parent of each chunk, by key.
     parents: BTreeMap<ChunkKey, ChunkKey>,
@@ -441,7 +441,7 @@ fn a_disk_that_is_opened_later_is_reported() {
         assert!(Instant::now() < deadline, "the tier is never opened");
         disk.wait(1);
     }
-    assert!(disk.chunks().is_empty(), "the report says that nothing is left");
+    assert!(disk.chunks().is_empty(), "the report said that nothing was left");
 }
 
 #[test]

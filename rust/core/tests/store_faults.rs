@@ -1,4 +1,4 @@
-//! Tests the store under pressure: random operations with few frames, few slots and a failing disk.
+//! Tests the store under pressure: random operations on few frames, few slots and a failing disk.
 //!
 //! Hits depend on the policy and on timing here, so the tests check properties that always hold:
 //! only committed chunks are found (I1, I3), leased frames never change (I4), counts return to zero
@@ -344,7 +344,7 @@ fn a_read_that_fails_and_then_finds_damage_is_a_miss() {
     let lease = store.acquire(&wanted);
     assert_eq!(settled(&lease), Progress::default());
     drop(lease);
-    assert!(store.flush(LONG), "the disk thread is free again");
+    assert!(store.flush(LONG), "the disk thread must be free again");
     assert_eq!((stat(&store, "disk_read_errors"), store.lookup(&wanted).stored_units), (1, 0));
     store.check().unwrap();
 }

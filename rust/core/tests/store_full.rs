@@ -119,7 +119,7 @@ fn test_chunks_on_a_full_file_system_make_room_for_new_ones_and_the_write_breake
 #[test]
 fn test_a_file_system_with_no_space_at_all_drops_chunks_and_the_write_breaker_stays_closed() {
     let (dir, files) = (tempfile::tempdir().unwrap(), FaultFiles::new(1));
-    let (store, prompts) = (open(dir.path(), &files), prompts(400)); // more than there are slots
+    let (store, prompts) = (open(dir.path(), &files), prompts(400)); // more prompts than slots
     save_each(&store, &prompts[..10]);
     files.inject(Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Write]).in_file("frames"));
     save_each(&store, &prompts[10..]);
@@ -127,7 +127,7 @@ fn test_a_file_system_with_no_space_at_all_drops_chunks_and_the_write_breaker_st
     assert_eq!(
         stats.map(|name| stat(&store, name)),
         [10, 390, 0, 0],
-        "chunks were evicted without need"
+        "chunks were evicted needlessly"
     );
     files.heal();
     store.clear();
@@ -254,7 +254,7 @@ fn test_a_chunk_of_a_different_size_does_not_stop_writes_if_its_space_cannot_be_
     assert!(writes + dropped == 40 && dropped <= 4, "{writes} written, {dropped} dropped");
 }
 
-/// The thread that creates the first slots is slow. The chunks of other prompts must wait for it.
+/// The thread that creates the first slots is slow. Other prompts' chunks must wait for it.
 #[test]
 fn test_no_chunk_is_dropped_while_the_files_grow_slowly() {
     let (dir, files) = (tempfile::tempdir().unwrap(), FaultFiles::new(1));

@@ -35,7 +35,7 @@ fn limits(host: u32, disk: u32, ttl_s: u32) -> Limits {
     Limits { host: Some(bytes(host)), disk: Some(bytes(disk)), ttl_s: Some(ttl_s) }
 }
 
-/// "a" has individual limits, and chunks without a salt never expire.
+/// "a" has its own limits, and chunks without a salt never expire.
 fn all_limits(is_small: bool) -> TenantLimits {
     let salted = if is_small { limits(4, 5, 2000) } else { limits(8, 16, 2000) };
     let unsalted = Limits { ttl_s: None, ..salted };
@@ -88,7 +88,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A prompt's keys: the keys of its prefix, and the keys of independent chunks of another group.
+/// A prompt's keys: its prefix's keys, and the keys of another group's independent chunks.
 struct Prompt {
     salt: usize,
     chain: KeyChain,
@@ -101,7 +101,7 @@ struct World {
     store: Option<Store>,
     eviction: Eviction,
     limits: TenantLimits,
-    /// Time at which the store was opened, in seconds of the store's clock and as Unix time.
+    /// When the store was opened, in seconds of the store's clock and as Unix time.
     opened: (u64, u64),
     prompts: Vec<Prompt>,
     /// Unix time at which each key was saved, in seconds.
@@ -331,7 +331,7 @@ impl World {
                 for tier in 0..2 {
                     assert!(
                         before[salt][tier].is_subset(&found[salt][tier]),
-                        "{step:?} took chunks of salt {salt}"
+                        "{step:?} removed chunks of salt {salt}"
                     );
                 }
             }
@@ -357,7 +357,7 @@ impl World {
             .0
             .into_iter()
             .find(|tenant| tenant.tag == Some(SaltTag::of("a")));
-        assert_eq!(of_a, None, "all chunks are older than the limit");
+        assert_eq!(of_a, None, "all chunks are past the limit");
         assert_eq!([stat(self.store(), "pins"), stat(self.store(), "frames_reserved")], [0, 0]);
         assert!(self.disk.violations().is_empty(), "{:?}", self.disk.violations());
     }

@@ -200,7 +200,7 @@ impl Run {
     }
 
     /// Checks that a prefix without the keys before a stored chunk gives the same result as the
-    /// whole prefix, and that nothing is found if that chunk is not stored.
+    /// whole prefix, and that nothing is found if the chunk is not stored.
     fn compare_anchors(&self, chain: &KeyChain, num: u32) {
         let keys = chain.keys();
         let anchors: Vec<_> = (1..).zip(keys.iter().copied()).collect();

@@ -20,7 +20,7 @@ use store_common::{FRAME, arena_of, chain, config, disk_settings, save};
 const LONG: Duration = Duration::from_secs(60);
 type Answer = Result<()>;
 
-/// A disk that does not open until a test sets the result.
+/// A disk that opens only when a test sends the result.
 struct Slow {
     tier: Arc<MemoryTier>,
     num_tries: Arc<AtomicU64>,
@@ -44,7 +44,7 @@ impl Slow {
                 .lock()
                 .unwrap()
                 .recv_timeout(LONG)
-                .unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "no answer")))?;
+                .unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "no response")))?;
             Ok((Arc::clone(&tier) as Arc<_>, Vec::new()))
         });
         let pool = Pool::create(DiskRoot::shared(), 8 * FRAME as u64, FRAME as u64, || {}).unwrap();
@@ -88,11 +88,11 @@ fn a_failed_late_open_is_logged_and_retried() {
     let disk = Slow::new();
     let store = disk.open().unwrap();
     told(&store);
-    disk.answers.send(Err(Error::new(ErrorKind::Busy, "another has it"))).unwrap();
+    disk.answers.send(Err(Error::new(ErrorKind::Busy, "in use elsewhere"))).unwrap();
     let mut all = String::new();
     until("the failure is logged", || {
         all += &told(&store);
-        all.contains("failed to open; using host memory only and retrying: another has it")
+        all.contains("failed to open; using host memory only and retrying: in use elsewhere")
     });
     disk.answers.send(Ok(())).unwrap();
     save(&store, &arena_of(&store), &chain(&[1]), 0..1);
@@ -116,8 +116,8 @@ fn a_setting_that_can_never_work_is_an_error_at_once_and_another_failure_is_not(
     let disk = Slow::new();
     disk.answers.send(Err(Error::new(ErrorKind::InvalidConfig, "no directory"))).unwrap();
     assert_eq!(disk.open().unwrap_err().kind(), ErrorKind::InvalidConfig);
-    disk.answers.send(Err(Error::new(ErrorKind::Io, "no luck"))).unwrap();
+    disk.answers.send(Err(Error::new(ErrorKind::Io, "I/O error"))).unwrap();
     let store = disk.open().unwrap();
-    assert!(told(&store).contains("retrying: no luck"));
+    assert!(told(&store).contains("retrying: I/O error"));
     disk.answers.send(Ok(())).unwrap(); // for the next attempt, or the end
 }

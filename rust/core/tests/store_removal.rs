@@ -45,8 +45,7 @@ fn host_and_stored(store: &Store, chain: &KeyChain) -> (u32, u32) {
     (found.host_units, found.stored_units)
 }
 
-/// In-memory disks: each open creates a new, empty disk. The clock advances only when a test
-/// advances it.
+/// In-memory disks: each open creates a new, empty disk. Only tests advance the clock.
 #[derive(Default)]
 struct Disks {
     opened: Mutex<Vec<Arc<MemoryTier>>>,
@@ -60,7 +59,7 @@ impl Disks {
         let (disks, clock) = (Arc::clone(self), Arc::clone(self));
         let opener = move || {
             if disks.fail_opens.load(Ordering::SeqCst) {
-                return Err(Error::new(ErrorKind::Io, "asked to fail"));
+                return Err(Error::new(ErrorKind::Io, "failure requested by the test"));
             }
             let tier = MemoryTier::new(NUM_SLOTS);
             tier.is_removable.store(true, Ordering::SeqCst);
@@ -144,8 +143,8 @@ fn test_no_disk_is_opened_while_a_job_of_the_removed_one_is_under_way() {
     until("chunks are read", || old.num_reads.load(Ordering::SeqCst) > 0);
     disks.remove(0);
     until("the removal is noticed", || stat(&store, "disk_removals") == 1);
-    assert_eq!(lease.poll().pending_units, 0, "a lease waits for a removed disk");
-    assert_eq!(store.lookup(&cold).stored_units, 0, "a chunk is offered that cannot be read");
+    assert_eq!(lease.poll().pending_units, 0, "a lease is waiting for a removed disk");
+    assert_eq!(store.lookup(&cold).stored_units, 0, "an unreadable chunk is offered");
     std::thread::sleep(Duration::from_millis(300));
     assert_eq!(disks.num_opened(), 1);
     drop(gate);
@@ -168,14 +167,14 @@ fn test_a_disk_that_is_removed_again_and_again_is_opened_once_a_minute() {
     save_all(&store, &prompt(0, 4));
     assert!(store.flush(LONG));
     disks.remove(0);
-    until("it is opened again", || disks.num_opened() == 2 && stat(&store, "disk_broken") == 0);
+    until("the tier is reopened", || disks.num_opened() == 2 && stat(&store, "disk_broken") == 0);
     disks.remove(1);
     until("the removal is noticed", || stat(&store, "disk_removals") == 2);
     disks.wait(50);
     std::thread::sleep(Duration::from_millis(500));
     assert_eq!((disks.num_opened(), stat(&store, "disk_broken")), (2, 1));
     disks.wait(10);
-    until("it is opened again", || disks.num_opened() == 3 && stat(&store, "disk_broken") == 0);
+    until("the tier is reopened", || disks.num_opened() == 3 && stat(&store, "disk_broken") == 0);
     assert!(store.flush(LONG));
     assert_eq!(disks.nth(2).chunks().len(), 4);
 }
@@ -197,7 +196,7 @@ fn test_a_removed_disk_that_cannot_be_opened_is_retried() {
     assert_eq!(host_and_stored(&store, &prompt(0, 4)), (4, 4), "host memory must work");
     disks.fail_opens.store(false, Ordering::SeqCst);
     disks.wait(61);
-    until("it is open", || stat(&store, "disk_broken") == 0);
+    until("the tier is open", || stat(&store, "disk_broken") == 0);
     assert!(store.flush(LONG));
     assert_eq!(disks.nth(1).chunks().len(), 4);
 }
@@ -214,7 +213,7 @@ fn test_chunks_forgotten_on_a_removed_disk_do_not_return_with_its_directory() {
     until("a new disk is open", || disks.num_opened() == 2 && stat(&store, "disk_broken") == 0);
     let new = disks.nth(1);
     assert!(store.flush(LONG));
-    assert!(new.is_cleared.load(Ordering::SeqCst), "chunks of the directory were not freed");
+    assert!(new.is_cleared.load(Ordering::SeqCst), "the directory's chunks were not freed");
     assert_eq!(stat(&store, "entries"), 0);
 }
 
@@ -259,8 +258,8 @@ impl Place {
         (store, cold, hot)
     }
 
-    /// Removes the directory with `remove`. Checks that chunks that were only on disk are misses,
-    /// and that chunks in host memory survive a restart.
+    /// Removes the directory with `remove`. Checks that chunks that were only on disk miss, and
+    /// that chunks in host memory survive a restart.
     fn check_removal(&self, named: &Path, remove: impl Fn()) {
         let (store, cold, hot) = self.cold_and_hot();
         remove();
@@ -431,15 +430,15 @@ fn test_no_wrong_chunk_is_loaded_while_a_directory_is_removed_repeatedly() {
         stop.store(true, Ordering::SeqCst);
         workers.into_iter().map(|worker| worker.join().unwrap()).sum()
     });
-    assert!(num_loaded > 0 && stat(&store, "disk_removals") > 2, "nothing happened");
-    until("the directory does not exist", || {
+    assert!(num_loaded > 0 && stat(&store, "disk_removals") > 2, "nothing was loaded or removed");
+    until("the directory is gone", || {
         let _ = fs::remove_dir_all(place.disk());
         !place.disk().exists()
     });
-    until("it is open again", || place.disk().exists() && stat(&store, "disk_broken") == 0);
-    until("all is written", || store.flush(LONG));
+    until("the tier is open again", || place.disk().exists() && stat(&store, "disk_broken") == 0);
+    until("everything is written", || store.flush(LONG));
     assert_eq!(save_all(&store, &prompt(100, 8)), 8);
-    until("all is written", || store.flush(LONG));
+    until("everything is written", || store.flush(LONG));
     store.check().unwrap();
     for name in ["pins", "read_leases", "write_leases", "reads_pending", "disk_verify_failures"] {
         assert_eq!(stat(&store, name), 0, "{name}");

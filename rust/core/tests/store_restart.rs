@@ -18,7 +18,7 @@ use kvloft_testing::one_prefix::StoreExt;
 use store_common::{FRAME, arena_of, chain, config, save, stat};
 
 const LONG: Duration = Duration::from_secs(60);
-/// Longer than the time until a failed free is retried.
+/// Longer than the delay before a failed free is retried.
 const PAUSE_MS: u64 = 61_000;
 const RECORD_BYTES: u64 = 128;
 const WRITES: &[Call] = &[Call::Write];
@@ -26,7 +26,7 @@ const WRITES: &[Call] = &[Call::Write];
 struct Place {
     dir: PathBuf,
     files: FaultFiles,
-    /// The time by which the stores' clocks are ahead of real time, in milliseconds.
+    /// How far the stores' clocks are ahead of real time, in milliseconds.
     ahead_ms: Arc<AtomicU64>,
     _kept: tempfile::TempDir,
 }
@@ -38,8 +38,8 @@ impl Place {
         Self { dir, files: FaultFiles::new(1), ahead_ms, _kept: kept }
     }
 
-    /// Flushes the store. Advances the store's clock only while the store waits for a retry, because
-    /// an operation that is running would be treated as a hang.
+    /// Flushes the store. Advances its clock only while the store waits for a retry, because a
+    /// running operation would be treated as a hang.
     fn settle(&self, store: &Store) {
         until("the disk settles", || {
             let is_settled = store.flush(Duration::from_secs(1));
@@ -98,15 +98,15 @@ fn save_all(store: &Store, prompt: &KeyChain) {
     assert_eq!(save(store, &arena_of(store), prompt, 0..prompt.num_blocks()), prompt.num_blocks());
 }
 
-/// Opens a store whose first write fails although its record reaches the disk. Clearing the record
-/// also fails.
+/// Opens a store whose first write fails even though its record reaches the disk. Clearing the
+/// record also fails.
 fn with_a_refused_write_that_was_done(place: &Place) -> (Store, KeyChain) {
     let (store, prompt) = (place.open(), chain(&[1]));
     let to_index = |fault| Rule::new(fault).on(WRITES).in_file("index");
     place.files.inject(to_index(Fault::Torn(FRAME, Some(EIO))).after(1).times(1));
     place.files.inject(to_index(Fault::Refuse(EIO)).after(1));
     save_all(&store, &prompt);
-    until("the write was refused", || stat(&store, "disk_write_errors") == 1);
+    until("the write failed", || stat(&store, "disk_write_errors") == 1);
     place.files.heal();
     (store, prompt)
 }
@@ -141,13 +141,13 @@ fn an_older_copy_that_the_open_could_not_free_does_not_survive_a_discard() {
     assert!(store.flush(LONG));
     place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index").times(1));
     assert_eq!(store.discard(&prompt.keys()[..1]), 1);
-    until("the slot could not be freed", || stat(&store, "disk_write_errors") == 1);
+    until("freeing the slot failed", || stat(&store, "disk_write_errors") == 1);
     save_all(&store, &prompt);
-    until("it is written to another slot", || stat(&store, "disk_writes") == 2);
+    until("the chunk is written to another slot", || stat(&store, "disk_writes") == 2);
     drop(store); // before the first removal is retried
     place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index"));
     let store = place.open();
-    until("it is found", || store.lookup(&prompt).stored_units == 1);
+    until("the prompt is found", || store.lookup(&prompt).stored_units == 1);
     place.files.heal();
     store.discard(&prompt.keys()[..1]);
     place.settle(&store);
@@ -168,7 +168,7 @@ fn a_slot_that_cannot_be_freed_does_not_block_a_clear() {
     // Faults for the first prompt's slot, before and during the clear.
     place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index").times(1));
     assert_eq!(store.discard(&prompts[0].keys()[..1]), 1);
-    until("the slot could not be freed", || stat(&store, "disk_write_errors") == 1);
+    until("freeing the slot failed", || stat(&store, "disk_write_errors") == 1);
     place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index").times(1));
     store.clear();
     drop(store);
@@ -228,7 +228,7 @@ fn a_prefix_found_on_disk_is_an_anchor_after_its_keys_were_compared() {
     // end of this prompt, so the last chunks of this prompt are only on disk.
     let whole = store.acquire(&prompt);
     assert_eq!(store.anchors(&ends), Anchors { num_known: 8, num_stored: 8 });
-    until("it is read", || whole.poll().ready_units == 8);
+    until("the prompt is read", || whole.poll().ready_units == 8);
     drop(whole);
     save_all(&store, &other);
     assert_eq!(store.lookup(&prompt), Lookup { host_units: 3, stored_units: 8 });
@@ -237,6 +237,6 @@ fn a_prefix_found_on_disk_is_an_anchor_after_its_keys_were_compared() {
     }
     let lease = store.acquire(begun(7));
     assert_eq!(lease.poll().ready_units + lease.poll().pending_units, 8);
-    until("it is read", || lease.poll().ready_units == 8);
+    until("the prompt is read", || lease.poll().ready_units == 8);
     assert_eq!(lease.frames().iter().map(|frame| frame.key).collect::<Vec<_>>(), prompt.keys());
 }

@@ -1,4 +1,4 @@
-//! Tests many threads on one store with a disk: no deadlock, no wrong frame, and everything is
+//! Tests many threads on one store with a disk: no deadlocks, no wrong frames, and everything is
 //! released at the end.
 
 #![expect(clippy::unwrap_used, reason = "tests")]

@@ -1,9 +1,8 @@
-//! Fault injection: wraps the operating system's files and injects faults, either scripted or
-//! random with a seed.
+//! Fault injection: wraps the operating system's files and injects scripted or seeded random
+//! faults.
 //!
-//! `FaultFiles` is passed to the real disk tier as its file layer (`DiskTier::open_with_files`), so
-//! tests of every layer see a failing disk as an engine would. `FaultFiles` is independent of slots
-//! and records.
+//! `FaultFiles` is the real disk tier's file layer in tests (`DiskTier::open_with_files`), so every
+//! layer sees a failing disk as an engine would. `FaultFiles` is independent of slots and records.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -25,7 +24,7 @@ thread_local! {
     static FAULTS_HERE: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Returns the number of calls on this thread that were affected by a fault.
+/// Returns the number of calls on this thread hit by a fault.
 pub fn faults_here() -> u64 {
     FAULTS_HERE.get()
 }
@@ -36,7 +35,7 @@ struct Script {
     random: u64,
     crashed: bool,
     hung: u32,
-    /// Incremented by each `release`, which ends all calls that are hanging at that time.
+    /// Incremented by each `release`, which ends all calls hanging at that time.
     releases: u64,
     calls: BTreeMap<Call, u64>,
     faults: BTreeMap<&'static str, u64>,
@@ -63,7 +62,7 @@ impl FaultFiles {
         files
     }
 
-    /// Adds a rule. If more than one rule matches a call, the first rule applies.
+    /// Adds a rule. If several rules match a call, the first wins.
     pub fn inject(&self, rule: Rule) {
         self.script().rules.push(rule);
     }
@@ -74,13 +73,13 @@ impl FaultFiles {
         self.release();
     }
 
-    /// Ends all calls that are currently hanging.
+    /// Ends all currently hanging calls.
     pub fn release(&self) {
         self.script().releases += 1;
         self.0.released.notify_all();
     }
 
-    /// Returns the number of calls that are currently hanging.
+    /// Returns the number of currently hanging calls.
     pub fn num_hung(&self) -> u32 {
         self.script().hung
     }
@@ -90,12 +89,12 @@ impl FaultFiles {
         self.script().calls.get(&call).copied().unwrap_or(0)
     }
 
-    /// Returns the number of calls that were affected by a fault.
+    /// Returns the number of calls hit by a fault.
     pub fn num_faults(&self) -> u64 {
         self.script().faults.values().sum()
     }
 
-    /// Returns the number of calls that were affected by each kind of fault.
+    /// Returns the number of calls hit by each kind of fault.
     pub fn faults_by_kind(&self) -> BTreeMap<&'static str, u64> {
         self.script().faults.clone()
     }
@@ -124,8 +123,7 @@ impl FaultFiles {
         self.0.script.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a call and returns its fault. If the fault is a hang, returns when the hang has
-    /// ended.
+    /// Counts a call and returns its fault. If the fault is a hang, returns once the hang ends.
     fn meet(&self, call: Call, file: &str) -> io::Result<Option<Fault>> {
         self.meet_at(call, (file, 0))
     }
@@ -194,11 +192,11 @@ impl FaultFiles {
 }
 
 fn dead() -> io::Error {
-    io::Error::other("the process has crashed")
+    io::Error::other("the process crashed")
 }
 
-/// Returns the size of a directory in bytes. The size of a file is its length or its allocated
-/// size, whichever is larger.
+/// Returns a directory's size in bytes. A file counts with its length or its allocated size,
+/// whichever is larger.
 pub fn du(dir: &Path) -> u64 {
     measure(dir, &|meta| (meta.blocks() * 512).max(meta.len()))
 }

@@ -1,4 +1,4 @@
-//! Test support for kvloft's tiers and store. It is never part of a wheel.
+//! Test support for kvloft's tiers and store, never shipped in a wheel.
 //!
 //! | module | contents |
 //! |---|---|

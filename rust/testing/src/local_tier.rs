@@ -33,8 +33,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// Returns the operation for a pair of numbers. The mix of operations is similar to that of a
-    /// store.
+    /// Returns the operation for a pair of numbers. The mix resembles a store's.
     pub fn from_numbers(what: u8, which: u32) -> Self {
         match what % 32 {
             0..=11 => Self::Write(which),
@@ -47,10 +46,10 @@ impl Op {
     }
 }
 
-/// An open tier, and the chunks that it found when it was opened.
+/// An open tier, and the chunks it found on open.
 pub type Opened = (Arc<dyn LocalTier>, Vec<DiskEntry>);
 
-/// An environment in which tiers of one implementation can be opened.
+/// An environment for opening tiers of one implementation.
 pub trait Place {
     /// Returns the frame size of each size class, in bytes.
     fn frame_sizes(&self) -> Vec<usize>;
@@ -69,7 +68,7 @@ pub trait Place {
 
 const NUM_CHUNKS: u32 = 16;
 
-/// Returns the parent of a chunk. Chunks form a binary forest in which 0 and 1 are roots.
+/// Returns a chunk's parent. Chunks form a binary forest in which 0 and 1 are roots.
 fn parent_of(chunk: u32) -> Option<u32> {
     (chunk / 2).checked_sub(1)
 }
@@ -109,7 +108,7 @@ macro_rules! hold {
 /// Runs the operations. Returns the first violated property as an error.
 pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
     let (tier, found) = place.open();
-    hold!(found.is_empty(), "a new place contains {} chunks", found.len());
+    hold!(found.is_empty(), "a new place holds {} chunks", found.len());
     let mut walk = Walk {
         place,
         tier,
@@ -137,7 +136,7 @@ pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
 struct Walk<'a> {
     place: &'a dyn Place,
     tier: Arc<dyn LocalTier>,
-    /// Maps each chunk that was acknowledged and not freed to its (slot, version).
+    /// Maps each acknowledged chunk that was not freed to its (slot, version).
     written: BTreeMap<u32, (SlotId, u32)>,
     /// Slots of failed writes that have not been freed yet.
     stuck: BTreeSet<SlotId>,
@@ -169,7 +168,7 @@ impl Walk<'_> {
             return Ok(());
         }
         let error = self.read_into(slot, chunk, &mut frame).err();
-        // If a clear was lost, the slot still contains an earlier version under the same key.
+        // If a clear was lost, the slot still holds an earlier version under the same key.
         let may_show = |known: u32| known == version || self.maybe.contains(&(chunk, known));
         let is_known = (0..=version).any(|known| may_show(known) && Self::is(&frame, chunk, known));
         hold!(error.is_some() || is_known, "a failed write returned wrong bytes");
@@ -180,7 +179,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Returns the size class of a chunk. Parents and children have different sizes.
+    /// Returns a chunk's size class. Parents and children have different sizes.
     fn class_of(&self, chunk: u32) -> SizeClass {
         let num_sizes = u32::try_from(self.place.frame_sizes().len()).unwrap_or(u32::MAX);
         SizeClass(u8::try_from(chunk % num_sizes).unwrap_or(u8::MAX))
@@ -206,8 +205,7 @@ impl Walk<'_> {
         let mut frame = self.buffer(slot);
         match self.read_into(slot, chunk, &mut frame) {
             Ok(()) => {
-                // If later writes were lost, the slot still contains an earlier version of the
-                // chunk.
+                // If later writes were lost, the slot still holds an earlier version of the chunk.
                 let mut versions = self.maybe.iter().filter(|(of, _)| *of == chunk);
                 let is_earlier = versions.any(|&(_, earlier)| Self::is(&frame, chunk, earlier));
                 let is_right =
@@ -239,9 +237,9 @@ impl Walk<'_> {
         self.written.remove(&chunk);
         let mut frame = self.buffer(slot);
         let is_gone = self.read_into(slot, chunk, &mut frame).is_err();
-        hold!(is_gone || self.place.may_lose(), "chunk {chunk} is present after its free");
+        hold!(is_gone || self.place.may_lose(), "chunk {chunk} is still present after being freed");
         if !is_gone {
-            hold!(Self::is(&frame, chunk, version), "chunk {chunk} has wrong bytes after its free");
+            hold!(Self::is(&frame, chunk, version), "chunk {chunk} has wrong bytes after free");
         }
         self.maybe.extend(self.place.may_lose().then_some((chunk, version)));
         Ok(())
@@ -267,7 +265,7 @@ impl Walk<'_> {
                 self.written.insert(chunk, (slot, version));
             } else if self.place.may_lose() {
                 // The slot is either damaged and still in use, or already free. `free` must succeed
-                // in both cases, but must not free the slot twice.
+                // either way, but must not free the slot twice.
                 hold!(self.tier.free(slot).is_ok(), "a healthy tier did not free {slot:?}");
             }
         }
@@ -331,7 +329,7 @@ impl Walk<'_> {
         let mut frame = self.buffer(slot);
         let version = match self.read_into(slot, chunk, &mut frame) {
             Ok(()) => versions.into_iter().find(|&version| Self::is(&frame, chunk, version)),
-            // The chunk cannot be read now, so later reads are compared with its last version.
+            // The chunk is unreadable for now, so later reads are compared with its last version.
             Err(_) => versions.into_iter().next_back().filter(|_| self.place.may_lose()),
         };
         let version =

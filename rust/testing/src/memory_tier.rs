@@ -1,5 +1,5 @@
-//! An in-memory `LocalTier` that fails, hangs and panics on demand. The tier records every call that
-//! violates the contract of `LocalTier`.
+//! An in-memory `LocalTier` that fails, hangs and panics on demand, and records every call that
+//! violates the `LocalTier` contract.
 
 use kvloft_core::io::SizeClass;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -27,17 +27,17 @@ pub struct MemoryTier {
     pub fail_next_read: AtomicBool,
     /// If true, reads report corruption.
     pub corrupt_reads: AtomicBool,
-    /// If true, slots that contain a chunk cannot be freed.
+    /// If true, slots that hold a chunk cannot be freed.
     pub fail_frees: AtomicBool,
-    /// If true, the storage of the tier can be removed.
+    /// If true, the tier's storage can be removed.
     pub is_removable: AtomicBool,
-    /// If true, the storage of the tier has been removed.
+    /// If true, the tier's storage has been removed.
     pub is_removed: AtomicBool,
     /// True once the tier has been cleared.
     pub is_cleared: AtomicBool,
     /// If true, reads and writes panic.
     pub panic_in_io: AtomicBool,
-    /// Number of reads so far, including reads that are waiting.
+    /// Number of reads so far, including waiting reads.
     pub num_reads: AtomicU64,
     /// While this lock is held, reads wait.
     pub read_gate: Mutex<()>,
@@ -88,12 +88,12 @@ impl MemoryTier {
         slots.reserved.len() + slots.written.len()
     }
 
-    /// Returns all violations of the contract so far.
+    /// Returns all contract violations so far.
     pub fn violations(&self) -> Vec<String> {
         self.slots().violations.clone()
     }
 
-    /// Returns the chunks that are found when the tier is opened, in write order.
+    /// Returns the chunks found on open, in write order.
     pub fn entries(&self) -> Vec<DiskEntry> {
         let slots = self.slots();
         let entry = |(sequence, &slot): (u64, &u32)| DiskEntry {
@@ -131,7 +131,7 @@ impl MemoryTier {
 
     fn enter(&self) -> Result<()> {
         let closed = self.closed.load(Ordering::SeqCst);
-        if closed { Err(Error::new(ErrorKind::Closed, "the tier was closed")) } else { Ok(()) }
+        if closed { Err(Error::new(ErrorKind::Closed, "the tier is closed")) } else { Ok(()) }
     }
 }
 

@@ -2,8 +2,8 @@
 //! a model.
 //!
 //! A hit returns a complete frame of the requested size that was put under the requested key; all
-//! other calls return a miss or an error. Hints are in the order of the keys. Even if there is no
-//! response, each call returns no later than shortly after its deadline.
+//! other calls return a miss or an error. Hints are in the order of the keys. Even without a
+//! response, each call returns by its deadline or shortly after.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -44,7 +44,7 @@ impl Op {
     }
 }
 
-/// An environment in which tiers of one implementation can be opened.
+/// An environment for opening tiers of one implementation.
 pub trait Place {
     /// Opens an empty tier.
     fn open(&self) -> Arc<dyn RemoteTier>;
@@ -64,7 +64,7 @@ pub trait Place {
 
 const FRAME: usize = 4096;
 const NUM_KEYS: u32 = 8;
-/// Deadline for calls that get a response. No call takes this long.
+/// Deadline for calls that get a response; far longer than any call takes.
 const LONG: Duration = Duration::from_secs(600);
 /// Deadline for calls that get no response.
 const SHORT: Duration = Duration::from_millis(20);
@@ -156,7 +156,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Requests a frame with a different size than the frame that was put.
+    /// Requests a frame of a different size than the frame that was put.
     fn misread(&mut self, chunk: u32, is_less: bool) -> Result<(), String> {
         let mut frame = vec![0xee; if is_less { FRAME / 2 } else { FRAME * 2 }];
         let got = self.tier.get(&key_of(chunk), &mut frame, later());
@@ -178,7 +178,7 @@ impl Walk<'_> {
                     let is_there = self.versions.get(chunk).is_some_and(|(_, is_there)| *is_there);
                     hold!(
                         hint == is_there || self.place.may_lose(),
-                        "the hint of chunk {chunk} is wrong"
+                        "the hint for chunk {chunk} is wrong"
                     );
                 }
             }

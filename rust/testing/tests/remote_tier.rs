@@ -126,7 +126,7 @@ fn each_breach_of_the_contract_is_detected() {
     for (flaw, part) in [
         (Flaw::OtherKey, "chunk 3 has bytes that were not put under its key"),
         (Flaw::ShortRead, "chunk 1 was read as a frame of 2048 bytes"),
-        (Flaw::Disorder, "the hint of chunk"),
+        (Flaw::Disorder, "the hint for chunk"),
         (Flaw::NoDeadline, "a call did not return by its deadline"),
     ] {
         let error = check(&in_memory(flaw), &ops).unwrap_err();

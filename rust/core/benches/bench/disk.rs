@@ -99,7 +99,7 @@ fn measure_frame_size(dir: &Path, frame_bytes: u64, has_fio: bool) -> Vec<f64> {
     ratios
 }
 
-/// Returns the bytes per second of reading or writing frames at random slots, summed over threads.
+/// Returns the bytes per second read from or written to random slots, summed over threads.
 ///
 /// Each thread has a share of the slots.
 fn run_tier(
@@ -128,7 +128,7 @@ fn run_tier(
     })
 }
 
-/// Allocates more frames than the processor's caches hold, as in an arena.
+/// Allocates more frames than fit in the CPU caches, as in an arena.
 ///
 /// The frames are filled, because memory that was never written is backed by a single zero page.
 fn frames(thread: usize, frame_bytes: u64) -> Vec<PageBuffer> {
@@ -248,7 +248,7 @@ fn measure_open(dir: &Path) {
     store.close(Duration::ZERO);
 }
 
-/// Returns this thread's CPU time, which other load does not increase.
+/// Returns this thread's CPU time, which other load does not inflate.
 fn cpu_time() -> Duration {
     let text = fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
     Duration::from_nanos(text.split(' ').next().and_then(|ns| ns.parse().ok()).unwrap_or(0))

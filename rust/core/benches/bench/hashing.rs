@@ -1,5 +1,5 @@
 //! Compares key computation for token ids and embedding rows with plain BLAKE3 over as many bytes,
-//! and tag computation for a chunk with a copy.
+//! and a chunk's tag computation with a copy.
 
 use std::time::Instant;
 

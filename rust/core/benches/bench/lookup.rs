@@ -1,6 +1,6 @@
 //! Measures lookups and leases of prompts with 131,072 tokens in a store of a million chunks.
 //!
-//! Lookups alternate between many prompts, so that the processor's caches do not hold the result.
+//! Lookups alternate between many prompts, so that the CPU caches do not hold the result.
 
 use std::hint::black_box;
 use std::time::Instant;

@@ -3,8 +3,8 @@
 //! A save is a reserve and a commit, and evicts one chunk. Every fourth prompt has been saved
 //! before, and old prompts are looked up. Victims therefore include reused chunks, and evicted
 //! chunks are saved again. Frames are never written, because that cost is not the store's. All
-//! rounds do the same work, so the minimum over rounds is the store's cost; the rest is due to
-//! other processes.
+//! rounds do the same work, so the minimum over rounds is the store's cost; other processes account
+//! for the rest.
 
 use std::time::{Duration, Instant};
 
@@ -24,7 +24,7 @@ const WORST_TARGET_US: f64 = 1000.0;
 /// Returns the time of each save, in order.
 fn round(eviction: Eviction) -> Vec<Duration> {
     let store = full_store(PROMPT_CHUNKS, eviction);
-    // Preallocated, because reallocations would be measured.
+    // Preallocated, so that reallocations are not measured.
     let mut times = Vec::with_capacity((NUM_PROMPTS * PROMPT_CHUNKS) as usize);
     let num_stored = NUM_CHUNKS / PROMPT_CHUNKS;
     for nth in 0..NUM_PROMPTS {

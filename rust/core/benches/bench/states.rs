@@ -1,8 +1,8 @@
 //! Compares eviction policies for Mamba and gated delta net models.
 //!
 //! Each prompt saves states at the end of its last whole block. A hit requires all states and all
-//! blocks before them. Adaptive eviction is compared with LRU, and with adaptive eviction without a
-//! link from states to their prefixes.
+//! blocks before them. Adaptive eviction is compared with LRU, and with adaptive eviction that does
+//! not link states to their prefixes.
 
 use kvloft_core::io::SizeClass;
 use std::collections::BTreeSet;
@@ -15,7 +15,7 @@ use kvloft_testing::one_prefix::StoreExt;
 use crate::table::{title, verdict};
 use crate::trace::Trace;
 
-/// Number of KV cache groups with states, as in Qwen3-Next. A state occupies one frame, as a block does.
+/// Number of KV cache groups with states, as in Qwen3-Next. A state takes one frame, like a block.
 const NUM_GROUPS: u32 = 3;
 /// Store sizes in percent of the unique blocks.
 const SIZES: [u32; 4] = [3, 10, 20, 30];

@@ -1,7 +1,7 @@
-//! Traces of requests to replay.
+//! Request traces to replay.
 //!
 //! - A file of JSON lines with `hash_ids`, one id per block. Equal ids mean equal prefixes.
-//! - Synthetic chats with multiple turns that share a few system prompts, some of them popular.
+//! - Synthetic multi-turn chats that share a few system prompts, some of them popular.
 //! - Two sets of synthetic chats, one after the other.
 
 use std::path::Path;

@@ -1,15 +1,14 @@
 //! Eviction policies: adaptive LRU, in which reused chunks age more slowly, and plain LRU.
 //!
-//! Evictable chunks are in two queues sorted by last use: chunks that were used once, and reused
-//! chunks. A chunk that is saved again after its eviction is treated as reused. The victim is the
-//! older of the two heads, where the age of the reused chunk is divided by `credit`. The credit
-//! adapts to the workload, so there is no setting. A credit of 1, its initial value, gives plain
-//! LRU. If a chunk returns after its eviction, it was evicted too early. The credit then grows if
-//! the chunk had been reused and shrinks otherwise, until reused chunks and other chunks return
-//! equally often. The credit is high if most chunks are never used again, and drops after a few
-//! returns when a new working set replaces the old one. ARC (Megiddo and Modha, FAST 2003) balances
-//! queue sizes, so it would have to count chunks that are not leaves; comparing ages requires no
-//! counts.
+//! Evictable chunks wait in two queues sorted by last use: chunks used once, and reused chunks. A
+//! chunk saved again after its eviction counts as reused. The victim is the older of the two heads,
+//! with the reused chunk's age divided by `credit`. The credit adapts to the workload, so there is
+//! no setting. A credit of 1, its initial value, gives plain LRU. A chunk that returns after its
+//! eviction was evicted too early. The credit then grows if the chunk had been reused and shrinks
+//! otherwise, until reused chunks and other chunks return equally often. The credit is high if most
+//! chunks are never used again, and drops after a few returns when a new working set replaces the
+//! old one. ARC (Megiddo and Modha, FAST 2003) balances queue sizes, so it would have to count
+//! chunks that are not leaves; comparing ages requires no counts.
 //!
 //! A use of a chunk is also a use of its ancestors, but only the deepest chunk is updated. An
 //! ancestor cannot be a victim before its descendants are removed, and a removed chunk passes its
@@ -47,7 +46,7 @@ const SHARE_WEIGHT: f64 = 256.0;
 const MAX_STEPS_UP: u32 = 1024;
 const MIN_SHARE: f64 = 1.0 / 50.0;
 
-/// State of a chunk. Takes 24 bytes, plus up to 32 bytes in a queue while the chunk is evictable.
+/// A chunk's state. Takes 24 bytes, plus up to 32 bytes in a queue while the chunk is evictable.
 #[derive(Debug, Clone, Copy)]
 struct Node {
     fingerprint: u64,
@@ -70,7 +69,7 @@ impl Node {
         unwritten: false,
     };
 
-    /// Returns the index of the queue that contains the chunk while it is evictable.
+    /// Returns the index of the queue that holds the chunk while it is evictable.
     fn row(&self) -> u8 {
         u8::from(self.reused) + 2 * u8::from(self.unwritten)
     }
@@ -162,7 +161,7 @@ impl Adaptive {
         self.colder(older(once, new), older(reused, new_reused))
     }
 
-    /// Chooses between the heads of two queues: the chunks used once and the reused chunks.
+    /// Chooses between the heads of two queues: chunks used once and reused chunks.
     fn colder(&self, once: Option<(u64, u32)>, reused: Option<(u64, u32)>) -> Option<ChunkId> {
         let id = match (once, reused) {
             (Some(once), Some(reused)) if self.age(reused.0) > self.age(once.0) * self.credit => {

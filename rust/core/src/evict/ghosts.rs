@@ -22,13 +22,13 @@ const MAX_SETS: usize = 1 << 22;
 pub(super) struct Ghost {
     /// True if the chunk was used more than once.
     pub(super) reused: bool,
-    /// True if at most about `capacity` chunks have been evicted since this chunk was evicted.
+    /// True if at most about `capacity` chunks have been evicted since this chunk.
     pub(super) recent: bool,
 }
 
-/// Bit of a tag that marks the slot as in use.
+/// Bit of a tag that marks its slot as used.
 const USED: u32 = 1;
-/// Bit of a tag that contains `Ghost::reused`.
+/// Bit of a tag that holds `Ghost::reused`.
 const REUSED: u32 = 2;
 
 #[derive(Debug, Default)]

@@ -1,5 +1,5 @@
-//! The evictable chunks of each group, sorted by last use. If no chunk has a group, each call only
-//! checks whether a list is empty.
+//! The evictable chunks of each group, sorted by last use. If no chunk has a group, each call costs
+//! only a check for an empty list.
 
 use std::collections::BTreeSet;
 

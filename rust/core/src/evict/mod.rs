@@ -17,7 +17,7 @@ pub use adaptive::{Adaptive, Eviction};
 
 use crate::key::ChunkKey;
 
-/// The id of a chunk. Ids are small integers and are reused after `remove`.
+/// A chunk's id. Ids are small integers and are reused after `remove`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ChunkId(pub u32);
 
@@ -25,7 +25,7 @@ pub struct ChunkId(pub u32);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GroupId(pub u32);
 
-/// The reason why a chunk was removed.
+/// Why a chunk was removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Removal {
     /// The chunk was evicted, and the policy may remember it.
@@ -42,8 +42,8 @@ pub enum Removal {
 /// A chunk with a present child is never evictable. A use of a chunk is also a use of its prefix,
 /// but only the deepest chunk is `touch`ed. If `set_group` is called, it directly follows `insert`.
 ///
-/// If an id is evictable, `victim` **must** return such an id. The same applies to `victim_of` and
-/// the ids in the group. Choosing a victim must not remove it; the store calls `remove`. Every call
+/// If any id is evictable, `victim` **must** return an evictable id, and so must `victim_of` for
+/// the ids in its group. Choosing a victim must not remove it; the store calls `remove`. Every call
 /// must take O(log n) time, because it runs under the store's lock.
 pub trait Policy: fmt::Debug + Send {
     /// Adds `id` to the tier. `parent` is the chunk before it in the prefix.
@@ -54,7 +54,7 @@ pub trait Policy: fmt::Debug + Send {
     fn set_evictable(&mut self, id: ChunkId, evictable: bool);
     /// Sets whether `id` has yet to be written to another tier.
     fn set_unwritten(&mut self, id: ChunkId, unwritten: bool);
-    /// If `spare` is true, unwritten chunks are chosen only if there are no other victims.
+    /// If `spare` is true, `victim` chooses unwritten chunks only as a last resort.
     fn spare_unwritten(&mut self, spare: bool);
     /// Puts `id` into a group until `id` is removed.
     fn set_group(&mut self, id: ChunkId, group: GroupId);

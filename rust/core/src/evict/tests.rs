@@ -1,4 +1,4 @@
-//! Compares eviction policies with naive policies that record each use for every chunk of the
+//! Compares eviction policies with naive policies that record each use for every chunk in the
 //! prefix.
 
 mod aims;
@@ -37,7 +37,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..150)
 }
 
-/// Number of keys in a walk, chosen so that keys recur and all of them fit into the ghost table.
+/// Number of keys in a walk, chosen so that keys recur and all fit into the ghost table.
 const NUM_KEYS: u32 = 24;
 
 fn walk<P: Policy>(
@@ -117,7 +117,7 @@ proptest! {
     fn lru_evicts_the_leaf_that_stamping_whole_prefixes_would_evict(steps in steps()) {
         let mut forest = Forest::new(Adaptive::lru());
         walk(&mut forest, &steps, oldest);
-        prop_assert!(forest.policy.credit <= 1.0, "LRU must give no credit");
+        prop_assert!(forest.policy.credit <= 1.0, "LRU must not give credit");
     }
 
     // The capacity is below 64 chunks, so every touch is recorded.

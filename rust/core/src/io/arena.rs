@@ -50,16 +50,15 @@ impl Mapping {
         // SAFETY: no address is given, so the kernel picks memory that this process does not use.
         let start = unsafe { rustix::mm::mmap(ptr::null_mut(), size_bytes, access, flags, fd, 0) }
             .map_err(|error| {
-                Error::io("the frames cannot be mapped", error.into())
-                    .with_context("bytes", size_bytes)
+                Error::io("cannot map the frames", error.into()).with_context("bytes", size_bytes)
             })?;
         let start =
             NonNull::new(start.cast()).expect("a mapping without a fixed address is never at 0");
         Ok(Self { start, size_bytes })
     }
 
-    /// Returns the address of the `bytes` bytes at `offset`. Returns `InvalidConfig` if any of them
-    /// are outside the mapping.
+    /// Returns the address of `bytes` bytes at `offset`. Returns `InvalidConfig` if any of them are
+    /// outside the mapping.
     fn at(&self, offset: u64, bytes: usize) -> Result<NonNull<u8>> {
         let offset_in = usize::try_from(offset).ok();
         let end = offset_in.and_then(|offset| offset.checked_add(bytes));
@@ -93,12 +92,12 @@ fn checked_size(size_bytes: u64) -> Result<usize> {
     let size = isize::try_from(size_bytes).ok().filter(|size| *size > 0);
     match size {
         Some(size) if size_bytes.is_multiple_of(FRAME_ALIGN) => Ok(size.unsigned_abs()),
-        _ => Err(Error::invalid("the size of an arena must be a positive multiple of 4096")
+        _ => Err(Error::invalid("the arena size must be a positive multiple of 4096")
             .with_context("size_bytes", size_bytes)),
     }
 }
 
-/// Exclusive access to the bytes of a frame, in the process that owns the arena. At any time, at
+/// Exclusive access to a frame's bytes, in the process that owns the arena. At any time, at
 /// most one `Frame` exists for the same bytes, so `&mut Frame` is unique.
 #[derive(Debug)]
 pub struct Frame {
@@ -109,7 +108,7 @@ pub struct Frame {
 }
 
 impl Frame {
-    /// Returns the id of the frame.
+    /// Returns the frame's id.
     pub fn id(&self) -> FrameId {
         self.id
     }
@@ -118,8 +117,8 @@ impl Frame {
         self.mapping.at(self.offset, self.len).expect("every frame is inside the arena")
     }
 
-    /// Returns the bytes of the frame. Leases must prevent workers from writing to the frame while
-    /// the slice exists.
+    /// Returns the frame's bytes. Leases must keep workers from writing to the frame while the
+    /// slice exists.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: the frame is inside the mapping, which self keeps alive. In this process, these
         // bytes are otherwise accessed only through &mut self, which the borrow excludes, because
@@ -129,8 +128,8 @@ impl Frame {
         unsafe { slice::from_raw_parts(self.start().as_ptr(), self.len) }
     }
 
-    /// Returns the bytes of the frame for writing. Leases must prevent workers from accessing the
-    /// frame while the slice exists.
+    /// Returns the frame's bytes for writing. Leases must keep workers from accessing the frame
+    /// while the slice exists.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `bytes`; &mut self excludes any other view in this process, and the store
         // fills a frame only before it is visible and while it is reserved for no other writer.
@@ -138,13 +137,12 @@ impl Frame {
     }
 }
 
-/// The frames of all size classes of one store. Each disk thread borrows at most one frame at a
-/// time.
+/// A store's frames of all size classes. Each disk thread borrows at most one frame at a time.
 #[derive(Debug)]
 pub struct Frames {
     mapping: Arc<Mapping>,
     grids: Vec<FrameGrid>,
-    /// Frames that are currently lent. Lent frames never overlap, so each `Frame` is exclusive.
+    /// Frames currently lent. Lent frames never overlap, so each `Frame` is exclusive.
     lent: Vec<(FrameId, Range<u64>)>,
 }
 
@@ -159,9 +157,8 @@ impl Frames {
         self.lent.iter().any(|(lent, _)| *lent == id)
     }
 
-    /// Lends access to the bytes of a frame. Returns None if any of the bytes are already lent or
-    /// the frame does not exist. A frame remains lent if its `Frame` is dropped without a call to
-    /// `take_back`.
+    /// Lends a frame's bytes. Returns None if any of the bytes are already lent or there is no such
+    /// frame. A frame stays lent if its `Frame` is dropped without a call to `take_back`.
     pub fn lend(&mut self, id: FrameId) -> Option<Frame> {
         let grid = self.grids.get(id.class().index())?;
         if id.number() >= grid.num_frames() {
@@ -176,7 +173,7 @@ impl Frames {
         Some(Frame { mapping: Arc::clone(&self.mapping), id, offset, len })
     }
 
-    /// Takes back a lent frame. A frame that was lent by a different `Frames` is dropped.
+    /// Takes back a lent frame. Drops a frame lent by a different `Frames`.
     pub fn take_back(&mut self, frame: Frame) {
         let Frame { mapping, id, .. } = frame;
         let is_own = Arc::ptr_eq(&self.mapping, &mapping);
@@ -187,7 +184,7 @@ impl Frames {
     }
 }
 
-/// The owner's handle to an arena. The memory exists until this handle and all mappings are gone.
+/// The owner's handle to an arena. The memory lives until this handle and all mappings are gone.
 #[derive(Debug)]
 pub struct HostArena {
     fd: OwnedFd,
@@ -200,7 +197,7 @@ impl HostArena {
     pub fn of_bytes(size_bytes: u64) -> Result<Self> {
         checked_size(size_bytes)?;
         let fail = |error: rustix::io::Errno| {
-            Error::io("shared memory is not available", error.into())
+            Error::io("cannot allocate shared memory", error.into())
                 .with_context("bytes", size_bytes)
         };
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
@@ -224,27 +221,26 @@ impl HostArena {
         Ok(Frames { mapping, grids, lent: Vec::new() })
     }
 
-    /// Returns the size of the arena, in bytes.
+    /// Returns the arena size, in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes
     }
 
-    /// Sets the NUMA nodes of pages that have not been allocated yet, for all mappings. `places`
-    /// must be in ascending order. Returns `Io` if the kernel rejects the placement.
+    /// Sets the NUMA nodes of unallocated pages, for all mappings. `places` must be in ascending
+    /// order. Returns `Io` if the kernel rejects the placement.
     pub fn place(&self, places: &[Place]) -> Result<()> {
-        numa::place(&self.fd, self.size_bytes, places).map_err(|error| {
-            Error::io("memory cannot be placed on the requested NUMA nodes", error)
-        })
+        numa::place(&self.fd, self.size_bytes, places)
+            .map_err(|error| Error::io("cannot place memory on the requested NUMA nodes", error))
     }
 
     /// Returns the same number as [`Arena::id`].
     pub fn id(&self) -> Result<u64> {
         let stat = rustix::fs::fstat(&self.fd);
-        Ok(stat.map_err(|error| Error::io("the arena cannot be inspected", error.into()))?.st_ino)
+        Ok(stat.map_err(|error| Error::io("cannot inspect the arena", error.into()))?.st_ino)
     }
 
-    /// Returns the path at which other processes of the same user can open the arena. The path is
-    /// valid as long as this handle exists.
+    /// Returns the path where the same user's other processes can open the arena. The path is valid
+    /// while this handle is alive.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", rustix::process::getpid().as_raw_nonzero(), self.fd.as_raw_fd())
     }
@@ -268,19 +264,19 @@ impl Arena {
             Error::io(message, error).with_context("path", path)
         };
         let file = File::options().read(true).write(true).open(path).map_err(|error| {
-            fail("the arena cannot be opened; is this user's scheduler process running?", error)
+            fail("cannot open the arena; is this user's scheduler process running?", error)
         })?;
         let seals = rustix::fs::fcntl_get_seals(&file)
             .map_err(|error| fail("the file is not an arena", error.into()))?;
         let metadata =
-            file.metadata().map_err(|error| fail("the arena's size cannot be read", error))?;
+            file.metadata().map_err(|error| fail("cannot read the arena size", error))?;
         let len = metadata.len();
         if !seals.contains(SealFlags::SHRINK) {
             return Err(Error::invalid("the file is not an arena").with_context("path", path));
         }
         if len != size_bytes {
             let message = format!(
-                "unexpected arena: the file has {len} bytes, expected {size_bytes}; was the server \
+                "unexpected arena size: {len} bytes instead of {size_bytes}; was the server \
                  restarted?"
             );
             return Err(Error::invalid(message).with_context("path", path));
@@ -296,18 +292,17 @@ impl Arena {
         Self::open(&memory.path(), size_bytes)
     }
 
-    /// Returns a number that identifies the memory. No two live arenas on a machine have the same
-    /// number.
+    /// Returns a number that identifies the memory. It is unique among a machine's live arenas.
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// Returns the address of the first byte of the arena in this process.
+    /// Returns the arena's start address in this process.
     pub fn address(&self) -> usize {
         self.mapping.start.as_ptr().addr()
     }
 
-    /// Returns the size of the arena, in bytes.
+    /// Returns the arena size, in bytes.
     pub fn size_bytes(&self) -> usize {
         self.mapping.size_bytes
     }
@@ -328,8 +323,8 @@ impl Arena {
         Ok(tag)
     }
 
-    /// Returns None if the part matches `spec`. Otherwise, returns the damage. The frame must be
-    /// pinned by the caller.
+    /// Returns the part's damage, or None if the part matches `spec`. The caller must have pinned
+    /// the frame.
     pub fn check(
         &self,
         offset: u64,

@@ -1,4 +1,4 @@
-//! Files of page-aligned frames, which are accessed with direct I/O if the file system supports it.
+//! Files of page-aligned frames, accessed with direct I/O if the file system supports it.
 
 use std::fmt;
 use std::fs::{File, Metadata, OpenOptions};
@@ -20,7 +20,7 @@ pub const ALIGN_BYTES: usize = 4096;
 pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
     /// Returns the file's metadata, such as its device and number of links.
     fn metadata(&self) -> Result<Metadata>;
-    /// Returns the length of the file.
+    /// Returns the file's length.
     fn size(&self) -> Result<u64>;
     /// Returns the offset of the first data at or after `offset`, or None if only a hole follows.
     fn next_data(&self, offset: u64) -> Result<Option<u64>>;
@@ -29,8 +29,8 @@ pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
     /// Allocates zeroed blocks for all holes between `from` and `to`, and extends the file if
     /// needed. Returns `Unsupported` if the file system cannot preallocate.
     fn allocate(&self, from: u64, to: u64) -> Result<()>;
-    /// Frees the blocks between `from` and `to`, which then read as zeros. The length of the file
-    /// is unchanged. Returns `Unsupported` if the file system cannot punch holes.
+    /// Frees the blocks between `from` and `to`, which then read as zeros. The file's length is
+    /// unchanged. Returns `Unsupported` if the file system cannot punch holes.
     fn punch(&self, from: u64, to: u64) -> Result<()>;
     /// Returns true if aligned transfers bypass the page cache.
     fn is_direct(&self) -> bool;
@@ -42,7 +42,7 @@ pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
 pub struct OsFile {
     buffered: File,
     direct: Option<File>,
-    /// True after a direct transfer was rejected although `open` had accepted `O_DIRECT`.
+    /// True once a direct transfer was rejected even though `open` had accepted `O_DIRECT`.
     direct_refused: AtomicBool,
 }
 
@@ -67,8 +67,8 @@ impl OsFile {
         if !buffered.metadata()?.is_file() {
             return Err(Error::new(ErrorKind::InvalidInput, "not a regular file"));
         }
-        // A file system without O_DIRECT returns EINVAL here. If this fails for any reason, the
-        // file is accessed through the page cache.
+        // A file system without O_DIRECT returns EINVAL here. On any failure, the file is accessed
+        // through the page cache.
         let direct = direct
             .then(|| options.clone().custom_flags(flags(OFlags::DIRECT)).open(path).ok())
             .flatten();

@@ -1,4 +1,4 @@
-//! Frame ids, which consist of a size class and a number, and the layout of frames in an arena.
+//! Frame ids (a size class and a number) and the layout of frames in an arena.
 
 use std::ops::Range;
 
@@ -30,7 +30,7 @@ impl SizeClass {
 pub struct FrameId(pub u32);
 
 impl FrameId {
-    /// Creates the id of the frame with this number in a size class. `number` must be less than
+    /// Creates the id of frame `number` in a size class. `number` must be less than
     /// [`MAX_FRAMES`].
     pub fn new(class: SizeClass, number: u32) -> Self {
         Self(u32::from(class.0) << NUMBER_BITS | number)
@@ -41,7 +41,7 @@ impl FrameId {
         SizeClass((self.0 >> NUMBER_BITS) as u8)
     }
 
-    /// Returns the number of the frame among all frames of its size.
+    /// Returns the frame's number among all frames of its size.
     pub fn number(self) -> u32 {
         self.0 & ((1 << NUMBER_BITS) - 1)
     }
@@ -85,7 +85,7 @@ impl FrameSizes {
             return Ok(());
         }
         Err(Error::invalid(format!(
-            "frame sizes {:?} must be 1 to {MAX_SIZES} different positive multiples of \
+            "frame sizes {:?} are invalid: use 1 to {MAX_SIZES} different positive multiples of \
              {FRAME_ALIGN}",
             self.bytes
         )))
@@ -106,7 +106,7 @@ impl FrameSizes {
         self.bytes.iter().copied().zip(self.raw_bytes.iter().copied()).collect()
     }
 
-    /// Returns the frame size of `class` in bytes, or 0 if the class does not exist.
+    /// Returns the frame size of `class` in bytes, or 0 if there is no such class.
     pub fn bytes(&self, class: SizeClass) -> u64 {
         self.bytes.get(class.index()).copied().unwrap_or(0)
     }
@@ -136,7 +136,7 @@ impl FrameSizes {
 /// cross a slab boundary. The last slab also includes the remaining bytes of the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameGrid {
-    /// Size of a frame, in bytes.
+    /// Frame size, in bytes.
     pub frame_bytes: u64,
     arena_bytes: u64,
     slab_bytes: u64,

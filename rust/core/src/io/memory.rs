@@ -5,8 +5,8 @@
 use std::fs;
 use std::path::Path;
 
-/// Returns the available memory in bytes, which is the minimum over the machine and all enclosing
-/// memory control groups.
+/// Returns the available memory in bytes: the minimum over the machine and all enclosing memory
+/// control groups.
 ///
 /// Returns None if no limit can be read, for example without /proc.
 pub fn available_bytes() -> Option<u64> {
@@ -22,8 +22,8 @@ fn mem_available(meminfo: &str) -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// Returns the smallest amount of memory available in any of the process's groups and their
-/// ancestors. Groups without a limit are skipped.
+/// Returns the least memory available in any of the process's groups and their ancestors.
+/// Groups without a limit are skipped.
 fn groups_available(cgroup: &str) -> Option<u64> {
     let left_of = |line: &str| {
         let mut fields = line.splitn(3, ':').skip(1);
@@ -41,8 +41,8 @@ fn groups_available(cgroup: &str) -> Option<u64> {
     cgroup.lines().filter_map(left_of).min()
 }
 
-/// Returns the limit minus the usage. Inactive file pages are not included in the usage, because
-/// the kernel can reclaim them.
+/// Returns the limit minus the usage. The usage excludes inactive file pages, because the kernel
+/// can reclaim them.
 fn group_left(group: &Path, (limit, usage, inactive): (&str, &str, &str)) -> Option<u64> {
     let number = |name: &str| fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
     let (limit, usage) = (number(limit)?, number(usage)?);

@@ -1,5 +1,5 @@
-//! Assigns page ranges of an arena to NUMA nodes, so that each shard of a frame is on the node of
-//! its rank. The assignment is only a preference: the kernel may place memory on other nodes.
+//! Assigns page ranges of an arena to NUMA nodes, so that each shard of a frame is on its rank's
+//! node. The assignment is only a preference: the kernel may place memory on other nodes.
 #![expect(unsafe_code, reason = "libc has no safe wrapper for these system calls")]
 
 use std::io::{Error, Result};
@@ -16,7 +16,7 @@ pub const MAX_NODES: u32 = 64;
 /// the arena is created.
 const MAX_PLACES: u64 = 1 << 18;
 
-/// The bytes `start..end` of an arena and the NUMA nodes that they prefer.
+/// The bytes `start..end` of an arena and their preferred NUMA nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
     /// Offset of the first byte; page-aligned.
@@ -44,8 +44,8 @@ pub(super) fn bit(node: u32) -> u64 {
 ///
 /// Shard i of each frame is on `nodes[i]`, which must be less than `MAX_NODES`. Adjacent ranges on
 /// the same node are merged, so the result is a single range if all nodes are equal. Returns a
-/// single range with interleaved pages if shards do not consist of whole pages or if there would be
-/// more than `MAX_PLACES` ranges.
+/// single range with interleaved pages if shards are not whole pages or if there would be more than
+/// `MAX_PLACES` ranges.
 pub fn by_shard(frame_bytes: u64, num_frames: u32, nodes: &[u32]) -> Vec<Place> {
     let all = nodes.iter().fold(0, |all, node| all | bit(*node));
     let (num_parts, end) = (nodes.len() as u64, frame_bytes * u64::from(num_frames));
@@ -75,8 +75,7 @@ pub fn by_shard(frame_bytes: u64, num_frames: u32, nodes: &[u32]) -> Vec<Place> 
 /// and by default Linux allows 65,530 mappings per process.
 pub(super) const PLACED_AT_ONCE: usize = 1024;
 
-/// Flag of `get_mempolicy` that requests the policy of an address. The libc crate does not define
-/// it.
+/// `get_mempolicy` flag that requests an address's policy. The libc crate does not define it.
 pub(super) const MPOL_F_ADDR: u64 = 2;
 
 fn bind(address: usize, num_bytes: usize, place: &Place) -> Result<()> {

@@ -1,5 +1,4 @@
-//! A part of a frame consists of a payload, padding, and a 128-byte trailer that identifies the
-//! payload.
+//! A part of a frame: a payload, padding, and a 128-byte trailer that identifies the payload.
 //!
 //! The format is defined in `docs/design/frames.md`. A part is sealed after its bytes have been
 //! gathered, and checked before they are used. A mismatch is reported as [`Damage`], and the part
@@ -12,14 +11,14 @@ use crate::{Error, Result};
 /// Size of the trailer at the end of each part, in bytes.
 pub const TRAILER_BYTES: usize = 128;
 
-/// First bytes of a trailer. The last two digits are the version of the format, including the
+/// First bytes of a trailer. The last two digits are the format version, which covers the
 /// definition of the tag. A part with any other version is reported as unsealed.
 pub(crate) const MAGIC: [u8; 8] = *b"KVLOFT03";
 
 /// Expected contents of a part: its key, layout and shape.
 #[derive(Debug, Clone, Copy)]
 pub struct PartSpec<'a> {
-    /// Key of the chunk.
+    /// The chunk's key.
     pub key: ChunkKey,
     /// Digest of the worker's page layout.
     pub layout: [u8; 32],
@@ -27,11 +26,11 @@ pub struct PartSpec<'a> {
     pub page_bytes: &'a [u32],
     /// Number of blocks in the payload.
     pub num_blocks: u32,
-    /// The rank to which the part belongs.
+    /// The rank that the part belongs to.
     pub rank: u32,
 }
 
-/// Reason why a part must not be used.
+/// Why a part must not be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Damage {
     /// The part has no trailer of this version, for example because the copy to it never finished.
@@ -62,7 +61,7 @@ impl Damage {
 }
 
 impl PartSpec<'_> {
-    /// Returns the size of the payload, in bytes. Returns `InvalidConfig` if a part of `part_bytes`
+    /// Returns the payload size, in bytes. Returns `InvalidConfig` if a part of `part_bytes`
     /// is too small for the payload and trailer.
     pub fn payload_bytes(&self, part_bytes: usize) -> Result<usize> {
         let block_bytes: u64 = self.page_bytes.iter().map(|&bytes| u64::from(bytes)).sum();
@@ -75,7 +74,7 @@ impl PartSpec<'_> {
             {
                 Ok(payload)
             }
-            _ => Err(Error::invalid("the pages and the trailer do not fit in the part")
+            _ => Err(Error::invalid("the pages and trailer do not fit in the part")
                 .with_context("block_bytes", block_bytes)
                 .with_context("num_blocks", self.num_blocks)
                 .with_context("part_bytes", part_bytes)),
@@ -88,7 +87,7 @@ impl PartSpec<'_> {
         Ok((self.trailer(payload.len(), tag), tag))
     }
 
-    /// Returns None if `trailer` and `payload` match this part. Otherwise, returns the damage.
+    /// Returns the damage, or None if `trailer` and `payload` match this part.
     pub fn check(&self, payload: &[u8], trailer: &[u8; TRAILER_BYTES]) -> Option<Damage> {
         let expected = self.trailer(payload.len(), 0);
         let mut fields = [
@@ -111,7 +110,7 @@ impl PartSpec<'_> {
     }
 
     /// Returns the trailer of an unencoded part: the encoding (bytes 104 to 107) is 0, and the
-    /// encoded size equals the size of the payload.
+    /// encoded size equals the payload size.
     fn trailer(&self, payload_bytes: usize, tag: u64) -> [u8; TRAILER_BYTES] {
         let mut trailer = [0; TRAILER_BYTES];
         trailer[..8].copy_from_slice(&MAGIC);

@@ -149,8 +149,8 @@ fn changes(mix: fn(u64) -> u64, mask: u64) -> Vec<u64> {
     words.map(|x| mix(x ^ mask).wrapping_sub(mix(x)).cast_signed().unsigned_abs()).collect()
 }
 
-/// Returns the number of equal neighbors after sorting. If two words have equal changes, these
-/// changes can cancel out.
+/// Returns the number of equal neighbors after sorting. Equal changes in two
+/// words can cancel out.
 fn num_equal(mut changes: Vec<u64>) -> usize {
     changes.sort_unstable();
     changes.windows(2).filter(|pair| pair[0] == pair[1]).count()

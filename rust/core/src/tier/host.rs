@@ -1,7 +1,7 @@
 //! The host tier tracks the used and free frames of the arena and lends access to their bytes.
 //!
-//! A namespace can have multiple frame sizes, but at any time, a slab of the arena holds frames of
-//! a single size. `grid` tracks the frames of one size; this file assigns slabs to sizes. The tier
+//! A namespace can have multiple frame sizes, but each slab of the arena holds frames of only one
+//! size at a time. `grid` tracks the frames of one size; this file assigns slabs to sizes. The tier
 //! never accesses the contents of frames.
 
 mod grid;
@@ -20,12 +20,12 @@ use crate::evict::ChunkId;
 use crate::io::{FRAME_ALIGN, Frame, FrameId, FrameSizes, Frames, HostArena, SizeClass};
 use crate::pool::{Member, Pool, SlabId};
 
-/// Number of empty slabs that a store in a shared pool keeps for future frames. Additional empty
+/// Number of empty slabs that a store in a shared pool keeps for future frames. Extra empty
 /// slabs are released.
 const MAX_EMPTY: u32 = 1;
 
-/// The frames of one store. Frames are lent to disk threads that fill or copy them; each frame is
-/// lent to one thread at a time.
+/// A store's frames. Disk threads borrow frames to fill or copy them, and only one thread at a time
+/// can borrow a given frame.
 #[derive(Debug)]
 pub(crate) struct HostTier {
     pub(crate) member: Member,
@@ -33,19 +33,19 @@ pub(crate) struct HostTier {
     /// Indexed by size class.
     grids: Vec<Grid>,
     slabs: Vec<Slab>,
-    /// Number of `Own` slabs without frames in use.
+    /// Number of `Own` slabs with no frames in use.
     num_empty: u32,
     /// Maximum number of empty slabs to keep.
     max_empty: u32,
-    /// Size of the first part of the arena, which is the only part that workers can copy to.
+    /// Workers can copy only to this many bytes at the start of the arena.
     limit_bytes: u64,
     /// Requests whose size class needs a slab from another class, most recent last.
     hungry: Vec<FrameRequest>,
 }
 
 impl HostTier {
-    /// Allocates the memory of a single store. Returns `InvalidConfig` if the frame sizes are
-    /// unsuitable, and `Io` if memory cannot be allocated.
+    /// Allocates memory for a single store. Returns `InvalidConfig` if the frame sizes are
+    /// unsuitable, or `Io` if memory cannot be allocated.
     pub(crate) fn create(host_bytes: u64, sizes: &FrameSizes) -> Result<Self> {
         let mut tier = Self::join(&Pool::of_one(host_bytes, sizes)?, None, sizes)?;
         tier.max_empty = u32::MAX;
@@ -94,7 +94,7 @@ impl HostTier {
         u32::try_from(self.frame_bytes(class) / FRAME_ALIGN).unwrap_or(u32::MAX)
     }
 
-    /// Returns the number of frames of this tier, and how many of them are free.
+    /// Returns this tier's frame count and free frame count.
     pub(crate) fn num_frames(&self) -> (u64, u64) {
         let num_free: u64 = self.grids.iter().map(Grid::num_free).sum();
         (self.grids.iter().map(|grid| grid.num_taken).sum::<u64>() + num_free, num_free)
@@ -114,12 +114,12 @@ impl HostTier {
         self.grids.iter().map(|grid| grid.num_taken * grid.raw_bytes).sum()
     }
 
-    /// Returns the uncompressed size of a chunk of a class, in bytes.
+    /// Returns a class's uncompressed chunk size, in bytes.
     pub(crate) fn raw_frame_bytes(&self, class: SizeClass) -> u64 {
         self.grid(class).raw_bytes
     }
 
-    /// Returns the number of bytes that the store can keep when other stores need memory.
+    /// Returns how many bytes the store can keep when other stores need memory.
     pub(crate) fn share_bytes(&self) -> u64 {
         let (share, pool) = (self.member.share(), &self.member.pool);
         if share >= pool.num_slabs() {
@@ -129,14 +129,14 @@ impl HostTier {
         }
     }
 
-    /// Restricts saves to frames in the first `limit_bytes` of the arena. Workers cannot copy to
-    /// other frames yet.
+    /// Restricts saves to frames in the first `limit_bytes` of the arena, because workers cannot
+    /// copy to the rest yet.
     pub(crate) fn limit(&mut self, limit_bytes: u64) {
         self.limit_bytes = limit_bytes;
     }
 
-    /// Takes the lowest free frame of the class if it is suitable. The memory of low frames is most
-    /// likely to be allocated already.
+    /// Takes the class's lowest free frame if it is suitable. Low frames are the most likely to be
+    /// backed by physical memory already.
     pub(crate) fn take(&mut self, request: FrameRequest) -> Option<FrameId> {
         let FrameRequest { class, .. } = request;
         if !self.has_free(request) {
@@ -191,8 +191,8 @@ impl HostTier {
         }
     }
 
-    /// Withdraws a request that no slab can serve. If the request were kept, its class could take a
-    /// slab later, even if the class has free frames by then.
+    /// Withdraws a request that no slab can serve. Otherwise, its class could take a slab later,
+    /// even if the class has free frames by then.
     pub(crate) fn withdraw(&mut self, wanted: Wanted) {
         self.hungry.pop_if(|request| wanted.class == Some(request.class));
     }
@@ -206,8 +206,7 @@ impl HostTier {
         self.grids[class.index()].next_holder_within(self.limit_bytes)
     }
 
-    /// Releases a frame that is no longer in use. Also releases its slab if the slab becomes empty
-    /// and is not needed.
+    /// Releases a frame, and also its slab if the slab is now empty and not needed.
     pub(crate) fn release_frame(&mut self, frame: FrameId) {
         debug_assert!(!self.frames.is_lent(frame), "invariant I4: {frame:?} is lent");
         let (class, number) = (frame.class(), frame.number());
@@ -225,8 +224,8 @@ impl HostTier {
         }
     }
 
-    /// Lends access to the bytes of a frame. Returns None if the frame is already lent, or if it is
-    /// free, because another store might be using the bytes of a free frame.
+    /// Lends a frame's bytes. Returns None if the frame is already lent, or if it is free, because
+    /// another store may be using a free frame's bytes.
     pub(crate) fn lend(&mut self, frame: FrameId) -> Option<Frame> {
         let grid = self.grids.get(frame.class().index())?;
         if grid.is_taken(frame.number()) { self.frames.lend(frame) } else { None }
@@ -249,7 +248,7 @@ impl HostTier {
         }
     }
 
-    /// Returns the class of the most recent hungry request for which the slab is suitable.
+    /// Returns the class of the most recent hungry request that can use the slab.
     fn hungry_class(&self, at: usize) -> Option<SizeClass> {
         let is_suitable = |request: &&FrameRequest| at < self.end_for(**request) as usize;
         self.hungry.iter().rev().find(is_suitable).map(|request| request.class)
@@ -259,8 +258,8 @@ impl HostTier {
         self.grids.iter().min_by_key(|grid| grid.num_free()).map(|grid| grid.class)
     }
 
-    /// Adds a slab with a suitable frame to the class. The slab is either an empty slab of another
-    /// class or a slab from the pool. Returns false if there is no such slab.
+    /// Adds a slab with a suitable frame to the class: another class's empty slab, or else a slab
+    /// from the pool. Returns false if neither is available.
     fn add_slab(&mut self, request: FrameRequest) -> bool {
         let (class, end) = (request.class, self.end_for(request));
         let is_spare = |slab: &Slab| {
@@ -295,7 +294,7 @@ impl HostTier {
         self.hungry.retain(|request| request.class != class);
     }
 
-    /// Marks the slab as `Foreign`, so that its frames are not available.
+    /// Marks the slab as `Foreign`, which makes its frames unavailable.
     fn unassign_slab(&mut self, at: usize) {
         let Slab { state, num_used } = &mut self.slabs[at];
         let (SlabState::Own(class) | SlabState::Draining(class)) = *state else { return };
@@ -304,8 +303,8 @@ impl HostTier {
         self.grids[class.index()].remove_slab(at);
     }
 
-    /// Moves a slab without frames in use to a hungry class that can use it. If there is no such
-    /// class, or if another store needs a slab, returns the slab to the pool.
+    /// Moves an empty slab to a hungry class that can use it. Returns it to the pool instead if no
+    /// class can use it or another store needs a slab.
     fn release_empty_slab(&mut self, at: usize) {
         debug_assert!(
             self.slabs[at].num_used == 0 && self.slabs[at].state != SlabState::Foreign,
@@ -334,9 +333,9 @@ impl HostTier {
         !self.hungry.is_empty()
     }
 
-    /// Starts to empty a slab. Picks the slab of `coldest` unless another slab has at most half as
-    /// many frames in use. Prefers slabs that saves cannot use. The slab is released when its last
-    /// frame is freed. Returns None if there is no suitable slab.
+    /// Starts draining a slab. Picks `coldest`'s slab unless another slab has at most half as many
+    /// frames in use. Prefers slabs that saves cannot use. The slab is released once its last frame
+    /// is freed. Returns None if no slab is suitable.
     pub(crate) fn drain(&mut self, wanted: Wanted, coldest: Option<FrameId>) -> Option<SlabId> {
         let end = self.slabs.len().min(wanted.end as usize);
         let is_own = |at: &usize| {
@@ -367,7 +366,7 @@ impl HostTier {
         Some(id)
     }
 
-    /// Stops emptying a slab and makes its free frames available again.
+    /// Stops draining a slab and makes its free frames available again.
     pub(crate) fn keep(&mut self, slab: SlabId) {
         let at = slab.0 as usize;
         if let SlabState::Draining(class) = self.slabs[at].state {
@@ -379,8 +378,7 @@ impl HostTier {
         matches!(self.slabs[slab.0 as usize].state, SlabState::Draining(_))
     }
 
-    /// Returns the slab's first frame with a number of at least `from` that holds a chunk, and the
-    /// chunk.
+    /// Returns the slab's first frame numbered `from` or higher that holds a chunk, and the chunk.
     pub(crate) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
         match self.slabs[slab.0 as usize].state {
             SlabState::Foreign => None,

@@ -14,49 +14,49 @@ use crate::Result;
 use crate::io::SizeClass;
 use crate::key::ChunkKey;
 
-/// The reason why a tier has no free slot.
+/// Why a tier has no free slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NoSlot {
     /// A slot must be freed first.
     Full,
-    /// A slot of the same size must be freed first. Space of other slots cannot be reused now.
+    /// A slot of the same size must be freed first; space from other sizes is not reusable now.
     FullExceptSameSize,
-    /// Another thread is slow to create slots, so a later call may succeed.
+    /// Another thread is still creating slots, so a later call may succeed.
     Growing,
 }
 
-/// A tier owned by this process. Each slot holds one frame, which is verified with a checksum.
+/// A tier owned by this process. Each slot holds one frame, protected by a checksum.
 ///
-/// Life cycle of a slot: `reserve` -> `write` -> `free`. A caller owns a slot from `reserve` until
+/// Slot life cycle: `reserve` -> `write` -> `free`. A caller owns a slot from `reserve` until
 /// `free` returns Ok, and must not use it in two concurrent calls. The caller also owns the slots
-/// of chunks that are found when the tier is opened. After `close`, `write`, `read`, `free` and
+/// of chunks found when the tier opens. After `close`, `write`, `read`, `free` and
 /// `clear` return `Closed`, and `reserve` returns `Full`.
 pub trait LocalTier: fmt::Debug + Send + Sync {
     /// Reserves a free or new slot for frames of `class`. Never modifies a slot that holds a chunk.
     fn reserve(&self, class: SizeClass) -> Result<SlotId, NoSlot>;
 
-    /// Returns the frame size of `class` in bytes, or 0 if the class does not exist.
+    /// Returns the frame size of `class` in bytes, or 0 if there is no such class.
     fn frame_bytes(&self, class: SizeClass) -> u64;
 
-    /// Writes a frame to a reserved slot. After an error, `read` fails and the caller still owns
-    /// the slot, which it must `free` or `write` again.
+    /// Writes a frame to a reserved slot. After an error, `read` fails; the caller still owns the
+    /// slot and must `free` it or retry `write`.
     fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()>;
 
-    /// Reads the frame of `key`. Returns `Corrupt` if the record or checksum proves damage, and
-    /// `Io` if a system call failed, in which case the chunk may be intact. After an error, the
-    /// content of `into` is undefined.
+    /// Reads `key`'s frame. Returns `Corrupt` if the record or checksum proves damage, or `Io` if
+    /// a system call failed and the chunk may be intact. After an error, the contents of `into`
+    /// are undefined.
     fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> Result<()>;
 
     /// Permanently removes the chunk from the slot and returns the slot to the tier. After an
-    /// error, the chunk can still be read, and the caller still owns the slot.
+    /// error, the chunk is still readable and the caller still owns the slot.
     fn free(&self, slot: SlotId) -> Result<()>;
 
     /// Returns true if the tier's storage can be removed while the tier is open. The caller must
-    /// then call `removed` regularly.
+    /// then poll `removed`.
     fn is_removable(&self) -> bool;
 
-    /// Returns the tier's directory or file that was removed or moved while the tier was open.
-    /// Returns None if nothing was removed or if the check is inconclusive. Does I/O.
+    /// Returns the directory or file that was removed or moved from under the open tier. Returns
+    /// None if nothing was removed or the check is inconclusive. Does I/O.
     fn removed(&self) -> Option<PathBuf>;
 
     /// Returns gauges and counters. Never blocks on I/O.
@@ -66,11 +66,10 @@ pub trait LocalTier: fmt::Debug + Send + Sync {
     /// dropped.
     fn take_events(&self) -> Vec<String>;
 
-    /// Frees all written slots, and returns the slots that could not be freed. Reserved slots are
-    /// not affected.
+    /// Frees all written slots, but no reserved slots. Returns the slots that could not be freed.
     fn clear(&self) -> Result<Vec<SlotId>>;
 
-    /// Closes the tier without blocking on I/O. Resources are released when the last call in
-    /// progress returns.
+    /// Closes the tier without blocking on I/O. Resources are released when the last
+    /// in-flight call returns.
     fn close(&self);
 }

@@ -42,7 +42,7 @@ struct Fire {
     counts: BTreeMap<&'static str, u64>,
     bytes_compared: u64,
     longest_close: Duration,
-    /// Closed stores whose threads may still hang in a call.
+    /// Closed stores whose threads may still be hung in a call.
     hung: Vec<Store>,
 }
 
@@ -51,7 +51,7 @@ struct Fire {
 enum End {
     /// The faults end first, and everything is written to disk.
     Clean,
-    /// The store closes during faults; then the faults end.
+    /// The store closes during faults, which then end.
     UnderFire,
     /// The next store also opens during faults, possibly while calls of this store hang.
     Overlap,
@@ -187,7 +187,7 @@ impl Fire {
             }
             store.check().unwrap();
         }
-        assert_eq!(self.disk.measure(), 0, "bytes above the cap");
+        assert_eq!(self.disk.measure(), 0, "the directory exceeded its size limit");
         self.change_disk(dice);
     }
 

@@ -172,7 +172,7 @@ impl Recorder {
         }
     }
 
-    /// Allows removed chunks to be found, because removals might not have reached the disk.
+    /// Allows removed chunks to be found again, because removals may not have reached the disk.
     pub(crate) fn remember(&self) {
         for chunk in &self.chunks {
             chunk.floor.store(0, Ordering::SeqCst);
@@ -214,7 +214,8 @@ impl Recorder {
         });
         if whose != chunk as u64 || state != Some(Version::Committed) || version < floor {
             return Err(format!(
-                "chunk {chunk} has bytes of version {version} of {whose}, {state:?}; versions below {floor} were removed"
+                "chunk {chunk} holds version {version} of chunk {whose} ({state:?}); versions \
+                 below {floor} were removed"
             ));
         }
         let mut right = [0; FRAME];
@@ -223,6 +224,6 @@ impl Recorder {
             return Ok(version);
         }
         let at = bytes.iter().zip(&right).position(|(a, b)| a != b);
-        Err(format!("chunk {chunk}, version {version}: byte {at:?} is wrong"))
+        Err(format!("chunk {chunk}, version {version}: the byte at {at:?} is wrong"))
     }
 }

@@ -1,5 +1,4 @@
-//! Periods of faults. One thread starts and ends these periods for all stores, and checks the
-//! directory's size.
+//! Fault periods. One thread starts and ends them for all stores, and checks the directory's size.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,7 +19,7 @@ const ALL: &[Call] = &[Call::Open, Call::Read, Call::Write, Call::SetLen, Call::
 pub(crate) struct Disk {
     pub(crate) files: FaultFiles,
     pub(crate) dir: PathBuf,
-    /// True to request that the thread inject no faults.
+    /// If true, the thread injects no faults.
     peace: AtomicBool,
     is_calm: AtomicBool,
     over: AtomicBool,

@@ -4,7 +4,7 @@
     dead_code,
     clippy::unwrap_used,
     clippy::allow_attributes,
-    reason = "tests; each file uses a part of this one"
+    reason = "tests; each file uses part of this one"
 )]
 
 use std::ops::{Deref, Range};
@@ -139,7 +139,7 @@ impl MemoryDisk {
         let (disk, clock, found) = (Arc::clone(self), Arc::clone(self), found.to_vec());
         let open = move || {
             if disk.fail_opens.load(Ordering::SeqCst) {
-                return Err(Error::new(ErrorKind::Io, "asked to fail"));
+                return Err(Error::new(ErrorKind::Io, "failure requested by the test"));
             }
             disk.open_again();
             Ok((Arc::clone(&disk.tier) as Arc<dyn LocalTier>, found.clone()))

@@ -1,5 +1,5 @@
-//! Rules for faults: the calls that a fault affects, and its effect. This module contains only data
-//! and accesses no files.
+//! Fault rules: the calls that a fault affects, and its effect. This module is pure data and
+//! accesses no files.
 
 /// Input/output error.
 pub const EIO: i32 = 5;
@@ -30,7 +30,7 @@ pub enum Call {
 /// All calls that change a file.
 pub const CHANGES: &[Call] = &[Call::Write, Call::SetLen, Call::Allocate, Call::Punch];
 
-/// The effect of a fault on a call.
+/// A fault's effect on a call.
 #[derive(Debug, Clone, Copy)]
 pub enum Fault {
     /// The call fails with this error number.

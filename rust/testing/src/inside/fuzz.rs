@@ -26,7 +26,7 @@ use crate::{ChunkKey, ErrorKind};
 const SIZES: [u64; 2] = [4096, 12288];
 const NAMESPACE: [u8; 32] = [0x5a; 32];
 
-/// Reads numbers from the input, and zeros once the input is used up.
+/// Reads numbers from the input, then zeros once the input is used up.
 struct Input<'a>(&'a [u8]);
 
 impl<'a> Input<'a> {
@@ -175,7 +175,7 @@ pub fn recover_index(data: &[u8]) {
     }
 }
 
-/// Checks that a directory with arbitrary files can be inspected and verified, and that opening it
+/// Checks that a directory of arbitrary files can be inspected and verified, and that opening it
 /// returns a working tier.
 pub fn open_directory(dir: &Path, data: &[u8]) {
     let mut input = Input(data);

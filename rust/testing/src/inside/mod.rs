@@ -1,5 +1,5 @@
-//! The part of kvloft's test support that needs private items of kvloft-core. This module is
-//! compiled as part of that crate if the feature `testing` is enabled.
+//! Test support that needs kvloft-core's private items. The feature `testing` compiles this module
+//! as part of that crate.
 //!
 //! The same feature enables `Store::check`, which recomputes the store's invariants.
 

@@ -15,7 +15,7 @@ impl PageBuffer {
     /// Creates a buffer of `len` zeroed bytes.
     pub fn new(len: usize) -> Self {
         let bytes = vec![0_u8; len + PAGE_BYTES];
-        // The memory of a Vec does not move while its length is unchanged, so this offset stays
+        // A Vec's memory does not move while its length is unchanged, so this offset stays
         // valid.
         let start = bytes.as_ptr().addr().next_multiple_of(PAGE_BYTES) - bytes.as_ptr().addr();
         Self { bytes, start, len }

@@ -87,11 +87,8 @@ fn polls_are_one_use() {
         forest.insert(None, 1);
         forest.policy.credit
     };
-    assert!(credit(9) <= 1.0, "lookups at the same time must not be treated as a second use");
-    assert!(
-        credit(10) > 1.0,
-        "a lookup after a 64th of the capacity must be treated as a second use"
-    );
+    assert!(credit(9) <= 1.0, "concurrent lookups must not count as a second use");
+    assert!(credit(10) > 1.0, "a lookup after a 64th of the capacity must count as a second use");
 }
 
 #[test]

@@ -109,7 +109,7 @@ impl<P: Policy> Forest<P> {
         self.leaves().into_iter().filter(|id| group_of(self.numbers[id]) == Some(group)).collect()
     }
 
-    /// Reports changes in evictability to the policy. A parent must be reported as not evictable
+    /// Reports evictability changes to the policy. A parent must be reported as not evictable
     /// before its child is inserted.
     pub(super) fn sync(&mut self) {
         let changed: Vec<_> = self

@@ -1,7 +1,7 @@
 //! Computes, before anything is written, how much disk space a directory will take, so that the
 //! size limit is never exceeded.
 //!
-//! File data is counted in whole pages. The size of a slot includes the file system's extent
+//! File data is counted in whole pages. Slot sizes include the file system's extent
 //! metadata, because `du` counts it.
 
 pub(crate) const PAGE_BYTES: u64 = 4096;
@@ -14,12 +14,11 @@ const SLOT_OVERHEAD_BYTES: u64 = super::record::RECORD_BYTES as u64 + 32;
 /// The slots of one size class.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SlotCount {
-    /// Size of a frame, in bytes.
+    /// Frame size, in bytes.
     pub(crate) frame_bytes: u64,
-    /// Number of slots within the length of the files.
+    /// Number of slots within the files' length.
     pub(crate) slots: u32,
-    /// Number of slots that have blocks or get blocks when they are written. All other slots are
-    /// punched.
+    /// Number of slots that have blocks or get them when written. All other slots are punched.
     pub(crate) filled: u32,
 }
 
@@ -50,8 +49,8 @@ pub(crate) fn map_bytes(num_classes: usize) -> u64 {
     num_classes.saturating_sub(1) as u64 * PAGE_BYTES
 }
 
-/// Returns the size in bytes of a directory with `slots` slots of one class and `foreign_bytes` of
-/// other data.
+/// Returns the directory size in bytes for `slots` slots of one class and `foreign_bytes` of other
+/// data.
 pub(crate) fn dir_bytes(slots: u32, frame_bytes: u64, foreign_bytes: u64) -> u64 {
     let class = SlotCount { frame_bytes, slots, filled: slots };
     class.bytes().saturating_add(FIXED_BYTES).saturating_add(foreign_bytes)

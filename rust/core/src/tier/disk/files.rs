@@ -1,5 +1,5 @@
-//! The two files of one size class in a namespace: the index, which contains the records, and the
-//! frames file.
+//! A size class's two files in a namespace: the index, which holds the records, and the frames
+//! file.
 //!
 //! A write clears the record, writes the frame, then writes the record. A valid record therefore
 //! always has a complete frame, no matter when the process dies (I3).
@@ -36,8 +36,8 @@ impl OpenFiles for OsFiles {
 
 const DIFFERS: &str = "its checksum does not match";
 
-/// Creates an error for stored bytes that differ from the bytes written. `how` is a clause that
-/// states the evidence.
+/// Creates an error for stored bytes that differ from the bytes written. `how` is a clause stating
+/// the evidence.
 fn damage(how: &'static str) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, how)
 }
@@ -56,7 +56,7 @@ pub(super) fn read_exact(file: &dyn RawFile, into: &mut [u8], offset: u64) -> io
     })
 }
 
-/// The two open files of one size class.
+/// A size class's two open files.
 #[derive(Debug)]
 pub(super) struct SlotFiles {
     pub(super) frames: Box<dyn RawFile>,
@@ -67,7 +67,7 @@ pub(super) struct SlotFiles {
 }
 
 impl SlotFiles {
-    /// Opens both files in the directory of a namespace.
+    /// Opens both files in a namespace's directory.
     pub(super) fn open(
         dir: &Path,
         (class, frame_bytes): (SizeClass, u64),
@@ -81,7 +81,7 @@ impl SlotFiles {
     }
 
     /// Opens both files of an existing namespace read-only. Returns None if the files never
-    /// contained a chunk. The error describes the damage.
+    /// held a chunk. The error describes the damage.
     pub(super) fn open_read(
         dir: &Path,
         (class, frame_bytes): (SizeClass, u64),
@@ -92,7 +92,7 @@ impl SlotFiles {
         let open = |name: &str, direct| match OsFile::open_read(&dir.join(name), direct) {
             Ok(file) => Ok(Some(Box::new(file))),
             Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(format!("{name} cannot be opened ({e})")),
+            Err(e) => Err(format!("cannot open {name} ({e})")),
         };
         let missing = |name: &str| Err(format!("{name} is missing: its chunks are lost"));
         match (open(&index_name, false)?, open(&frames_name, true)?) {
@@ -149,17 +149,17 @@ impl SlotFiles {
             .write_all_at(&record.encode(slot.number(), self.seed), index_offset(slot.number()))
     }
 
-    /// Reads the frame of `key` and verifies its record and checksum.
+    /// Reads `key`'s frame and verifies its record and checksum.
     pub(super) fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> io::Result<()> {
         let record = self.read_record(slot)?;
         if record.meta.key != *key {
-            return Err(damage("its record is for a different chunk"));
+            return Err(damage("its record belongs to a different chunk"));
         }
         read_exact(&*self.frames, into, self.frame_offset(slot.number()))?;
         if record::payload_checksum(into) == record.payload { Ok(()) } else { Err(damage(DIFFERS)) }
     }
 
-    /// Reads the record of a slot that is expected to contain a chunk.
+    /// Reads the record of a slot that should hold a chunk.
     pub(super) fn read_record(&self, slot: SlotId) -> io::Result<Record> {
         let mut bytes = EMPTY;
         read_exact(&*self.index, &mut bytes, index_offset(slot.number()))?;
@@ -171,8 +171,8 @@ impl SlotFiles {
     }
 
     /// Compares a frame's checksum with the checksum in its record. Reads one buffer at a time, so
-    /// that a forged frame size cannot cause a large allocation. Returns the bytes read last, which
-    /// are the end of the frame.
+    /// that a forged frame size cannot cause a large allocation. Returns the last bytes read: the
+    /// end of the frame.
     pub(super) fn check<'b>(
         &self,
         slot: SlotId,
@@ -211,15 +211,14 @@ impl SlotFiles {
     pub(super) fn lens(&self) -> io::Result<(u32, u32)> {
         let whole =
             |len: u64, each: u64| u32::try_from((len / each).min(MAX_FRAMES)).unwrap_or(u32::MAX);
-        // The frames are measured first, because an engine that grows the files extends the index
-        // first.
+        // Measures the frames first, because an engine growing the files extends the index first.
         let frames = whole(self.frames.size()?, self.frame_bytes);
         let records = whole(self.index.size()?, RECORD_BYTES as u64);
         Ok((records, frames))
     }
 
     /// Reads all records in order, a megabyte at a time. Passes each nonempty record, or a clause
-    /// that describes its defect, to `show`. Skips holes, so that a forged file length does not
+    /// describing its defect, to `show`. Skips holes, so that a forged file length does not
     /// slow down the scan. Returns the same numbers as `lens`.
     pub(super) fn for_each_record(
         &self,

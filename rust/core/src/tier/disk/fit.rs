@@ -1,8 +1,7 @@
-//! Shrinks the files of a namespace to the size limit when the namespace is opened.
+//! Shrinks a namespace's files to the size limit when the namespace is opened.
 //!
-//! With one size class, the highest slots are freed. With more than one, the disk space of free
-//! slots is released first. After that, each class frees its highest slots in proportion to its
-//! size.
+//! With a single size class, the highest slots are freed. With several, the disk space of free
+//! slots is released first; each class then frees its highest slots in proportion to its size.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -15,10 +14,10 @@ use super::root::{Claim, OpenNamespace};
 use super::tier::TierState;
 use super::types::{DiskConfig, DiskEntry, SlotId};
 
-/// The contents of the files of one size class.
+/// The contents of a size class's files.
 #[derive(Debug, Default)]
 pub(super) struct ClassIndex {
-    /// Number of slots that both files contain.
+    /// Number of slots that both files cover.
     len: u32,
     /// Valid records, in slot order.
     pub(super) entries: Vec<DiskEntry>,

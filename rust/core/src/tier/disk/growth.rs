@@ -21,9 +21,9 @@ use crate::tier::NoSlot;
 /// requested (see `REJECTIONS_BEFORE_RETRY`).
 const RETRY_AFTER: Duration = Duration::from_secs(2);
 /// Timeout for waiting for another thread to grow the files. Growing usually takes a few
-/// milliseconds. After the timeout, threads read chunks in the meantime instead of writing.
+/// milliseconds. After the timeout, waiting threads read chunks instead of writing.
 const MAX_WAIT: Duration = Duration::from_millis(100);
-/// After this time, the other thread may hang, so only slots of the same size are reused.
+/// After this time, the other thread may be hung, so only slots of the same size are reused.
 const MAX_SLOW: Duration = Duration::from_secs(5);
 
 /// The exclusive right to grow the files. Dropping it wakes waiting threads, even during a panic.
@@ -37,8 +37,8 @@ impl Drop for Turn<'_> {
 }
 
 impl DiskTier {
-    /// Called if no slot is free. Grows the files or waits for a thread that is growing them, and
-    /// returns a slot.
+    /// Returns a slot when none is free: grows the files, or waits for the thread that is growing
+    /// them.
     pub(super) fn reserve_more(&self, class: SizeClass) -> Result<SlotId, NoSlot> {
         let _turn = self.turn()?;
         let is_pointless = self.is_pointless();
@@ -62,8 +62,8 @@ impl DiskTier {
     }
 
     /// Handles a write that failed because the file system is full. Deletes a closed namespace if
-    /// there is one. Otherwise, only slots with allocated disk blocks are written until the next
-    /// attempt to grow.
+    /// there is one. Otherwise, only slots with allocated blocks are written until the next attempt
+    /// to grow.
     pub(super) fn hold_growth(&self) {
         if self.delete_closed() {
             return; // the next write has space
@@ -74,8 +74,8 @@ impl DiskTier {
         state.slots.iter_mut().for_each(|slots| slots.are_holes_held = true);
         let dir = self.config.dir.display();
         state.event(format!(
-            "disk tier: the file system of {dir} is full; evicting chunks from disk \
-             to make room for new chunks"
+            "disk tier: the file system holding {dir} is full; evicting chunks from disk \
+             to make room"
         ));
     }
 
@@ -102,7 +102,7 @@ impl DiskTier {
     }
 
     /// Creates as many free slots of a class as fit in the bytes that the namespace can claim. If
-    /// none fits, punches holes in place of free slots of other classes to make room for one.
+    /// none fits, punches other classes' free slots to make room for one.
     /// `is_full` means that the file system has no space for larger files.
     fn make_slots(&self, class: SizeClass, is_full: bool) {
         let (Ok(owner), counts) = (self.enter(), self.state().counts()) else { return };
@@ -177,7 +177,7 @@ impl DiskTier {
         skip
     }
 
-    /// Claims disk space; `bytes` contains the arguments `enough` and `want` of
+    /// Claims disk space; `bytes` holds the arguments `enough` and `want` of
     /// [`OpenNamespace::claim`]. Returns the number of bytes that the namespace may use, or None on
     /// an I/O error.
     fn claim(&self, owner: &OpenNamespace, bytes: [u64; 2]) -> Option<u64> {

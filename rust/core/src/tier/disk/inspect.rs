@@ -46,11 +46,11 @@ pub fn inspect(dir: &Path) -> Result<Vec<NamespaceInfo>> {
     Ok(infos)
 }
 
-/// Lists the namespaces in a directory given by the user.
+/// Lists the namespaces in a user-supplied directory.
 pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
     let not_ours = |why: &str| {
         let message =
-            format!("{} {why}: DIR must be the disk_path of an engine or server", dir.display());
+            format!("{} {why}: DIR must be an engine's or server's disk_path", dir.display());
         Error::invalid(message)
     };
     match fs::metadata(dir) {
@@ -67,8 +67,8 @@ pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
     Ok(found)
 }
 
-/// Returns the superblock of a namespace and, for each size class that has files, the files or
-/// their damage. If the superblock is unusable, returns only a description of that damage.
+/// Returns a namespace's superblock and, for each size class that has files, the files or their
+/// damage. If the superblock is unusable, returns only a description of that damage.
 pub(super) fn open_namespace(
     found: &namespaces::Found,
 ) -> Result<(Superblock, Vec<Result<SlotFiles, Damage>>), Damage> {
@@ -77,14 +77,13 @@ pub(super) fn open_namespace(
         Ok(Some(Ok(superblock))) => superblock,
         Ok(Some(Err(why @ Refusal::OtherFormat(_)))) => {
             let problem = format!(
-                "superblock.json is {why}: this version of kvloft clears the namespace when \
-                 opening it"
+                "superblock.json is {why}: this version of kvloft clears the namespace on open"
             );
             return Err(Damage { is_other_format: true, ..fail(problem) });
         }
         Ok(Some(Err(why))) => return Err(fail(format!("superblock.json is {why}"))),
         Ok(None) => return Err(fail("superblock.json is missing".to_owned())),
-        Err(e) => return Err(fail(format!("superblock.json cannot be read ({e})"))),
+        Err(e) => return Err(fail(format!("cannot read superblock.json ({e})"))),
     };
     let Some(namespace) = superblock.namespace().filter(|n| namespace_id(n) == found.name) else {
         return Err(fail("superblock.json belongs to a different namespace".to_owned()));
@@ -95,7 +94,7 @@ pub(super) fn open_namespace(
     Ok((superblock, files.collect()))
 }
 
-/// Returns a clause that describes the chunks lost because the index is shorter than the frames
+/// Returns a clause describing the chunks lost because the index is shorter than the frames
 /// file. The tier extends the index before the frames file, so every frame has a record. An
 /// undamaged index is shorter only if the process was killed while it was shrinking the files to
 /// drop these slots.
@@ -130,8 +129,7 @@ fn inspect_one(found: &namespaces::Found) -> NamespaceInfo {
     info
 }
 
-/// Adds the chunks of a size class to `info`. Returns a description of any defect in the class's
-/// files.
+/// Adds a size class's chunks to `info`. Returns a description of any defect in the class's files.
 fn count_records(files: &SlotFiles, info: &mut NamespaceInfo) -> Option<String> {
     let mut bad = 0_u64;
     let walked = files.for_each_record(|_, found| match found {
@@ -143,7 +141,7 @@ fn count_records(files: &SlotFiles, info: &mut NamespaceInfo) -> Option<String> 
         Err(_) => bad += 1,
     });
     match walked {
-        Err(e) => Some(format!("the index cannot be read ({e})")),
+        Err(e) => Some(format!("cannot read the index ({e})")),
         Ok((records, frames)) => {
             info.slots += u64::from(records.min(frames));
             let damaged = match bad {

@@ -1,7 +1,7 @@
 //! Slot operations on an open directory: reserve, write, read and free.
 //!
-//! No lock is held during system calls. Callers must follow the contract of `LocalTier`. The only
-//! violations detected are writes to slots that are not reserved.
+//! No lock is held during system calls. Callers must follow the `LocalTier` contract; the only
+//! violations detected are writes to unreserved slots.
 
 use std::path::PathBuf;
 
@@ -31,31 +31,31 @@ impl DiskTier {
         cleared.map_err(|error| self.io_error("free", slot, error))
     }
 
-    /// Checks that the slot is reserved. Returns the sequence number of the write.
+    /// Checks that the slot is reserved. Returns the write's sequence number.
     fn begin_write(&self, slot: SlotId) -> Result<u64> {
         let mut state = self.state();
         if !state.of(slot.class()).is_some_and(|slots| slots.may_write(slot)) {
-            let message = "rejected a write to a disk slot that is not reserved";
+            let message = "rejected a write to an unreserved disk slot";
             return Err(Error::new(ErrorKind::Io, message).with_context("slot", slot.number()));
         }
         state.next_sequence = state.next_sequence.saturating_add(1);
         Ok(state.next_sequence - 1)
     }
 
-    /// Returns the files of a slot, or `InvalidConfig` if its frame size is not `len`.
+    /// Returns a slot's files, or `InvalidConfig` if the slot's frame size is not `len`.
     fn files_for(&self, slot: SlotId, len: usize) -> Result<&SlotFiles> {
         let files = self.files_of(slot.class())?;
         let expected = files.frame_bytes;
         if len as u64 == expected {
             return Ok(files);
         }
-        let message = format!("the frame has {len} bytes, but the disk slot has {expected} bytes");
+        let message = format!("the frame has {len} bytes, but the disk slot holds {expected}");
         Err(Error::invalid(message))
     }
 }
 
 impl LocalTier for DiskTier {
-    /// Can grow the files and delete closed namespaces, so it must be called on a disk thread,
+    /// May grow the files and delete closed namespaces, so it must be called on a disk thread,
     /// never in a scheduler step.
     fn reserve(&self, class: SizeClass) -> Result<SlotId, NoSlot> {
         let _inside = self.enter().map_err(|_| NoSlot::Full)?;
@@ -67,8 +67,8 @@ impl LocalTier for DiskTier {
         self.config.frame_sizes.bytes(class)
     }
 
-    /// Once this method succeeds, the chunk survives a crash of the process. Frames aligned to 4096
-    /// bytes in memory are written without a copy.
+    /// Once this method succeeds, the chunk survives a process crash. Frames aligned to 4096 bytes
+    /// in memory are written without a copy.
     fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()> {
         let _inside = self.enter()?;
         let (class, files) = (slot.class(), self.files_for(slot, frame.len())?);
@@ -95,7 +95,7 @@ impl LocalTier for DiskTier {
                 return self.io_error("read", slot, error);
             }
             let dir = namespaces::dir_of(&self.config);
-            let message = format!("{} contains a damaged chunk: {error}", dir.display());
+            let message = format!("damaged chunk in {}: {error}", dir.display());
             Error::new(ErrorKind::Corrupt, message).with_context("slot", slot.number())
         })
     }

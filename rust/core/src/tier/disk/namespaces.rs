@@ -1,7 +1,7 @@
 //! Finds, measures and deletes namespace directories in a disk directory.
 //!
-//! Deletes only files that this tier creates, in directories that are named like namespaces. Never
-//! reads file contents.
+//! Deletes only files that this tier creates, in directories named like namespaces. Never reads
+//! file contents.
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, Metadata};
@@ -14,8 +14,8 @@ use super::superblock;
 use super::types::DiskConfig;
 use crate::key::namespace_id;
 
-/// Prefixes of slot file names in deletion order. With this order, an interrupted deletion never
-/// leaves a record without its frame.
+/// Slot file name prefixes in deletion order, so that an interrupted deletion never leaves a record
+/// without its frame.
 const SLOT_FILES: [&str; 2] = ["index", "frames"];
 
 pub(crate) fn index_name(frame_bytes: u64) -> String {
@@ -62,14 +62,14 @@ pub(crate) struct Found {
     pub(crate) last_used: (i64, i64),
 }
 
-/// Returns the directory of the configured namespace.
+/// Returns the configured namespace's directory.
 pub(crate) fn dir_of(config: &DiskConfig) -> PathBuf {
     config.dir.join(namespace_id(&config.namespace))
 }
 
 /// Creates a directory that only this user can access. First checks whether the directory exists,
-/// because `mkdir` hangs on a frozen file system. Creates a missing parent only for the directory
-/// of a data-parallel engine.
+/// because `mkdir` hangs on a frozen file system. Creates a missing parent only for a
+/// data-parallel engine's directory.
 pub(crate) fn make_dir(path: &Path) -> io::Result<()> {
     if path.is_dir() {
         return Ok(());
@@ -131,9 +131,11 @@ pub(crate) fn make_room(
         match remove(found) {
             Ok(()) => {
                 bytes = bytes.saturating_sub(found.bytes);
-                note(format!("{} was deleted to make room", found.path.display()));
+                note(format!("disk tier: deleted {} to make room", found.path.display()));
             }
-            Err(error) => note(format!("{} cannot be deleted: {error}", found.path.display())),
+            Err(error) => {
+                note(format!("disk tier: cannot delete {}: {error}", found.path.display()));
+            }
         }
     }
     Ok(bytes)

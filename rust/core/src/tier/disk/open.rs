@@ -1,8 +1,8 @@
 //! Opens a disk directory: claims it, checks the superblock, applies the size limit and recovers
 //! the stored chunks.
 //!
-//! Chunks with damaged records are dropped and counted. Damage never prevents a directory from
-//! being opened.
+//! Chunks with damaged records are dropped and counted. Damage never keeps a directory from
+//! opening.
 
 use std::collections::HashSet;
 use std::fs;
@@ -100,7 +100,8 @@ fn validate(config: &DiskConfig) -> Result<()> {
     let sizes = config.frame_sizes.all();
     if let Some(frame_bytes) = sizes.iter().find(|size| !superblock::is_frame_size(**size)) {
         return fail(format!(
-            "cannot store frames of {frame_bytes} bytes on disk: the size must be a multiple of 4096 bytes and at most 16 GiB"
+            "cannot store {frame_bytes}-byte frames on disk: the frame size must be a multiple of \
+             4096 bytes, at most 16 GiB"
         ));
     }
     config.frame_sizes.check()?;
@@ -108,7 +109,7 @@ fn validate(config: &DiskConfig) -> Result<()> {
     let least = budget::dir_bytes(1, frame_bytes, budget::map_bytes(sizes.len()));
     if config.cap_bytes < least {
         return fail(format!(
-            "disk_size = {} is too small for one chunk of {frame_bytes} bytes: set disk_size to \
+            "disk_size = {} is too small for a single {frame_bytes}-byte chunk: set disk_size to \
              at least {least} bytes, or omit disk_path to run without a disk tier",
             size_text(config.cap_bytes)
         ));
@@ -126,7 +127,7 @@ fn open_files(
     sizes.classes().map(open).collect()
 }
 
-/// Creates the directory of the namespace. Replaces a file or link with the same name.
+/// Creates the namespace's directory. Replaces a file or link with the same name.
 fn make_namespace(dir: &Path, state: &mut TierState) -> io::Result<()> {
     if fs::symlink_metadata(dir).is_ok_and(|meta| !meta.is_dir()) {
         fs::remove_file(dir)?;
@@ -135,8 +136,8 @@ fn make_namespace(dir: &Path, state: &mut TierState) -> io::Result<()> {
     namespaces::make_dir(dir)
 }
 
-/// Ensures that the directory contains the superblock of this namespace. Deletes files that belong
-/// to a different superblock.
+/// Ensures that the directory holds this namespace's superblock. Deletes files that belong to a
+/// different superblock.
 fn claim_namespace(config: &DiskConfig, dir: &Path, state: &mut TierState) -> io::Result<()> {
     let ours = Superblock::new(&config.namespace, config.frame_sizes.all(), &config.description);
     let why = match Superblock::read(dir)? {
@@ -149,18 +150,19 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, state: &mut TierState) -> io
                 .namespace()
                 .is_some_and(|other| namespace_id(&other) == namespace_id(&config.namespace))
             {
-                let message = "the directory belongs to a different namespace with the same first 16 \
-                    digits: set a different disk_path";
+                let message = "the directory belongs to another namespace with the same 16-digit \
+                    prefix: set a different disk_path";
                 return Err(io::Error::other(message));
             }
             "its superblock.json belongs to a different namespace".to_owned()
         }
         Some(Ok(found)) if !found.has_sizes_of(&ours) => {
-            format!("its frame sizes are {:?} bytes", found.frame_sizes)
+            format!("none of its frame sizes match ({:?} bytes)", found.frame_sizes)
         }
         Some(Ok(found)) if found.frame_sizes != ours.frame_sizes => {
             state.event(format!(
-                "{}: frame sizes changed from {:?} to {:?} bytes; keeping chunks of unchanged size",
+                "disk tier: {}: frame sizes changed from {:?} to {:?} bytes; \
+                 keeping chunks whose size is unchanged",
                 dir.display(),
                 found.frame_sizes,
                 ours.frame_sizes
@@ -184,7 +186,7 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, state: &mut TierState) -> io
 
 fn start_afresh(dir: &Path, why: &str, state: &mut TierState) {
     state.stats.fresh_starts += 1;
-    state.event(format!("recreating {}: {why}", dir.display()));
+    state.event(format!("disk tier: recreating {}: {why}", dir.display()));
 }
 
 /// Marks the namespace as recently used. The least recently used namespace is deleted first.
@@ -194,10 +196,10 @@ fn touch(dir: &Path) -> io::Result<()> {
     Ok(utimensat(CWD, dir.join(superblock::FILE_NAME), &times, AtFlags::SYMLINK_NOFOLLOW)?)
 }
 
-/// Sorts the entries, clears all other records, and initializes the states of the slots.
+/// Sorts the entries, clears all other records, and initializes the slot states.
 ///
-/// If the record of a dropped chunk cannot be cleared, the chunk would be found again when the
-/// namespace is next opened. Such chunks are appended to the entries for the caller to free.
+/// A dropped chunk whose record cannot be cleared would be found again the next time the namespace
+/// opens. Such chunks are appended to the entries for the caller to free.
 fn settle(files: &[SlotFiles], found: Vec<ClassIndex>, state: &mut TierState) -> Vec<DiskEntry> {
     let all: Vec<_> = found.iter().flat_map(|index| &index.entries).copied().collect();
     let Recovered { mut entries, duplicates, orphans } = record::recover(&all);
@@ -235,8 +237,9 @@ fn losses(stats: &DiskStats) -> Option<String> {
     let any = dropped_over_cap + dropped_records + dropped_duplicates + dropped_orphans > 0;
     any.then(|| {
         format!(
-            "{recovered} chunks recovered; dropped: {dropped_records} damaged, {dropped_orphans} without a parent, \
-             {dropped_duplicates} superseded, {dropped_over_cap} to fit disk_size"
+            "disk tier: recovered {recovered} chunks; dropped {dropped_records} damaged, \
+             {dropped_orphans} orphaned, {dropped_duplicates} superseded and \
+             {dropped_over_cap} beyond disk_size"
         )
     })
 }

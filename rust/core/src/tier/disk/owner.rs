@@ -1,9 +1,9 @@
 //! Ensures that a disk directory and all its namespaces are owned by a single process, checks that
-//! other users cannot write to them, and builds the errors for directories that cannot be used.
+//! other users cannot write to them, and builds the errors for unusable directories.
 //!
 //! The owner holds an exclusive `flock`, which the kernel releases when the owner dies. Both the
 //! directory and `DIR/lock` are locked, because `DIR/lock` could be deleted and because some file
-//! systems cannot lock directories. `DIR/lock` also contains the owner's pid for error messages in
+//! systems cannot lock directories. `DIR/lock` also holds the owner's pid for error messages in
 //! other processes.
 
 use std::fs::{self, File, Metadata, OpenOptions};
@@ -20,16 +20,14 @@ use crate::{Error, ErrorKind, Result};
 pub(super) const FILE_NAME: &str = "lock";
 
 /// The action passed to [`dir_error`] when the directory is created.
-pub(super) const MAKE: &str = "make";
+pub(super) const MAKE: &str = "create";
 
-/// The kind of caller, which determines the setting named in errors and the advice given if another
-/// process uses the directory.
+/// The kind of caller: the setting to name in errors, and the advice if another process is using
+/// the directory.
 type Asker = [&'static str; 2];
-const OWNER: Asker = ["disk_path ", "stop it, or set another disk_path"];
-const READER: Asker = [
-    "",
-    "stop that process and verify again, or use `kvloft inspect`, which works while it is running",
-];
+const OWNER: Asker = ["disk_path ", "stop it or set a different disk_path"];
+const READER: Asker =
+    ["", "stop it and verify again, or use `kvloft inspect`, which works while it runs"];
 
 /// A lock on a disk directory. Dropping it unlocks the directory.
 #[derive(Debug)]
@@ -44,7 +42,7 @@ impl DirLock {
     /// Locks the directory for writing and creates the lock file if needed. Returns `Busy` if
     /// another owner is alive, and `Io` if another user can write to the directory.
     pub(super) fn acquire(dir: &Path) -> Result<Self> {
-        let failed = |e| failed("open the lock file of", dir, OWNER, e);
+        let failed = |e| failed("open the lock file in", dir, OWNER, e);
         let mut lock = Self::lock_dir(dir, OWNER)?;
         check_owner(dir, dir, &lock.files[0].metadata().map_err(failed)?)?;
         let path = dir.join(FILE_NAME);
@@ -72,7 +70,7 @@ impl DirLock {
         match open_options(OFlags::NOFOLLOW).open(dir.join(FILE_NAME)) {
             Ok(file) => lock.add(file, dir, READER)?,
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-            Err(e) => return Err(failed("open the lock file of", dir, READER, e)),
+            Err(e) => return Err(failed("open the lock file in", dir, READER, e)),
         }
         Ok(lock)
     }
@@ -89,8 +87,8 @@ impl DirLock {
         let file =
             open_options(OFlags::DIRECTORY).open(dir).map_err(|e| failed("open", dir, asker, e))?;
         let result = flock(&file, FlockOperation::NonBlockingLockExclusive);
-        // Some network file systems lock only files opened for writing. On these file systems, the
-        // lock file protects the directory.
+        // Some network file systems lock only files opened for writing. There, the lock file
+        // protects the directory.
         if result == Err(Errno::WOULDBLOCK) {
             return Err(busy(dir, asker));
         }
@@ -156,15 +154,14 @@ pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Res
     let (is_shared, is_public) = (mode & 0o022 != 0, mode & 0o002 != 0);
     let shown = path.display();
     let problem = if path == disk_path && is_shared && (is_ours || is_public) {
-        // Does not suggest chmod, which would break other programs if the directory is /tmp, for
-        // example.
+        // Does not suggest chmod, which would break other programs in a directory such as /tmp.
         format!(
             "{shown} is writable by other users (mode {mode:o}): set disk_path = {}, which kvloft creates for this user only",
             path.join("kvloft").display()
         )
     } else if !is_ours {
         format!(
-            "{shown} belongs to user {}, and this process runs as user {me}: run `chown -R {me} \
+            "{shown} belongs to user {}, but this process runs as user {me}: run `chown -R {me} \
              {shown}`, or set disk_path to a directory owned by this user",
             meta.uid()
         )
@@ -224,7 +221,7 @@ pub(super) fn is_missing(path: &Path, dev: u64) -> bool {
     there.is_some_and(|meta| meta.dev() == dev)
 }
 
-/// Returns the disk directory if it is missing, or else the directory of the namespace.
+/// Returns the disk directory if it is missing, or else the namespace's directory.
 pub(super) fn first_missing<'a>(disk_path: &'a Path, namespace: &'a Path) -> &'a Path {
     if disk_path.exists() { namespace } else { disk_path }
 }
@@ -240,14 +237,10 @@ pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {
         )
     };
     let never = match error.kind() {
-        Io::NotADirectory | Io::AlreadyExists => {
-            "is not a directory, or one of its parents is not a directory"
-        }
-        Io::NotFound => {
-            "cannot be created, because its file system does not support new directories"
-        }
+        Io::NotADirectory | Io::AlreadyExists => "(or one of its parents) is not a directory",
+        Io::NotFound => "cannot be created, because its file system does not allow new directories",
         Io::InvalidFilename => "is not a valid path",
-        Io::Unsupported => "is on a file system without flock, which the disk tier requires",
+        Io::Unsupported => "is on a file system without flock support",
         Io::PermissionDenied if action == MAKE => {
             let parent = path.parent().unwrap_or(path).display();
             let (shown, me) = (path.display(), rustix::process::geteuid().as_raw());

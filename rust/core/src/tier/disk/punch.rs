@@ -16,10 +16,10 @@ use crate::io::SizeClass;
 const RETRY_AFTER: Duration = Duration::from_secs(2);
 
 impl DiskTier {
-    /// Punches free slots of other classes with a total size of at least `bytes`. Returns false if
-    /// punching failed or if there are too few free slots. In the latter case, no slot is punched.
+    /// Punches at least `bytes` worth of other classes' free slots. Returns false if punching
+    /// failed, or if there are too few free slots, in which case no slot is punched.
     ///
-    /// If `is_full` is set, punches only slots that are known to have blocks.
+    /// If `is_full` is set, punches only slots known to have blocks.
     pub(super) fn punch_spare(&self, class: SizeClass, bytes: u64, is_full: bool) -> bool {
         let is_recent = |at: Instant| at.elapsed() < RETRY_AFTER;
         if self.growth().punch_refused_at.is_some_and(is_recent) {
@@ -35,8 +35,7 @@ impl DiskTier {
         given >= bytes
     }
 
-    /// Takes free slots of other classes with a total size of at least `bytes`. Takes none if there
-    /// are too few.
+    /// Takes at least `bytes` worth of other classes' free slots, or none if there are too few.
     fn take_spare(
         &self,
         class: SizeClass,
@@ -87,7 +86,7 @@ impl DiskTier {
         growth.punch_refused_at = Some(Instant::now());
         let is_news = !std::mem::replace(&mut growth.is_punch_refused, true);
         drop(growth);
-        let what = "reuse the space of evicted chunks for chunks of a different size";
+        let what = "reuse evicted chunks' space for chunks of a different size";
         self.count_refusal(is_news.then(|| format!("{what}: {error}")));
     }
 

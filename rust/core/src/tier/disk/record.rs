@@ -1,6 +1,6 @@
-//! A slot's 128-byte record in the index of the slot's size class. A record identifies the chunk in
-//! the slot's frame and contains checksums of the frame and of the record. `recover` turns the
-//! records of a namespace into a consistent set of entries.
+//! A slot's 128-byte record in its size class's index. A record identifies the chunk in the slot's
+//! frame and holds checksums of the frame and of the record itself. `recover` turns a namespace's
+//! records into a consistent set of entries.
 //!
 //! Layout, little endian: magic `KVLREC01` (8), key (32), parent (32), payload checksum (u128),
 //! sequence (u64), save time (u64, Unix seconds; the write time in early versions), number of units
@@ -35,7 +35,7 @@ pub(crate) struct Record {
     pub(crate) meta: DiskMeta,
     /// XXH3-128 of the whole frame.
     pub(crate) payload: u128,
-    /// Position of the record in the write order.
+    /// The record's position in the write order.
     pub(crate) sequence: u64,
 }
 
@@ -65,7 +65,7 @@ pub(crate) fn record_seed(namespace: &[u8; 32], frame_bytes: u64) -> u64 {
 }
 
 impl Record {
-    /// Encodes the record for the slot with number `slot` in its class.
+    /// Encodes the record for slot number `slot` in its size class.
     pub(crate) fn encode(&self, slot: u32, seed: u64) -> RecordBytes {
         let mut out = EMPTY;
         let mut at = 0;
@@ -140,7 +140,7 @@ struct Places<'a> {
     by_key: HashMap<&'a ChunkKey, usize>,
 }
 
-/// Sorts the entries of a namespace and drops duplicates and orphans. `found` must not contain more
+/// Sorts a namespace's entries and drops duplicates and orphans. `found` must not contain more
 /// than one entry per slot.
 pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
     let mut order: Vec<usize> = (0..found.len()).collect();
@@ -177,8 +177,8 @@ impl Places<'_> {
     /// fate.
     ///
     /// The depth decreases with each step, so the walk terminates even if parents form a cycle in a
-    /// forged index. `before` is a guess for the parent. The guess avoids most lookups, because the
-    /// chunks of a prefix are usually written in sequence.
+    /// forged index. `before` is a guess at the parent. It avoids most lookups, because a prefix's
+    /// chunks are usually written in sequence.
     fn climb(&self, start: usize, before: Option<usize>, path: &mut Vec<usize>) -> Fate {
         let mut at = start;
         loop {

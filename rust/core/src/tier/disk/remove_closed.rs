@@ -25,9 +25,9 @@ pub struct RemovedChunks {
     pub num_namespaces: u64,
     /// Number of chunks that were removed.
     pub num_chunks: u64,
-    /// Total size of the frames of removed chunks, in bytes.
+    /// Total frame size of the removed chunks, in bytes.
     pub num_bytes: u64,
-    /// True if matching chunks might remain because a namespace is in use or an I/O error occurred.
+    /// True if matching chunks may remain because a namespace was in use or an I/O error occurred.
     pub is_cut_short: bool,
     /// Names of matching namespaces that were skipped because this process has them open. Chunks of
     /// open namespaces must be removed through the open tier.

@@ -4,7 +4,7 @@
 //! Each open namespace claims bytes before its files grow, so that the total never exceeds the
 //! limit. Closed namespaces are measured and can be deleted to make room; open namespaces cannot.
 //! While multiple namespaces are open, each leaves an equal part of the space to every other
-//! namespace, but keeps its earlier claims until it is closed. Only the `opening` lock is held
+//! namespace, but keeps its earlier claims until it closes. Only the `opening` lock is held
 //! during system calls.
 
 use std::cell::Cell;
@@ -23,7 +23,7 @@ use crate::{Error, ErrorKind, Result};
 
 /// Size of a namespace's directory and superblock, reserved for every other open namespace.
 const NAMESPACE_BYTES: u64 = 4 * budget::PAGE_BYTES;
-/// Approximate amount by which files grow per allocation.
+/// Approximate file growth per allocation.
 const EXTENT_BYTES: u64 = 64 * 1024 * 1024;
 /// Minimum number of extents within the size limit if multiple namespaces may be open.
 const MIN_EXTENTS: u64 = 16;
@@ -52,7 +52,7 @@ struct RootState {
     open: BTreeMap<String, u64>,
     /// Names of namespaces that are being deleted.
     leaving: BTreeSet<String>,
-    /// Number of times that a namespace was opened or closed.
+    /// Number of times a namespace was opened or closed.
     changes: u64,
     /// True if a namespace has run out of space since the last check.
     is_short: bool,
@@ -100,7 +100,7 @@ impl DiskRoot {
         drop(kept); // may unlock the directory, so `state` must not be locked
     }
 
-    /// Returns the size of each closed namespace on disk in bytes, by directory name. Returns an
+    /// Returns each closed namespace's size on disk in bytes, by directory name. Returns an
     /// empty map if the directory is missing. Does I/O.
     pub fn closed(&self, dir: &Path) -> io::Result<BTreeMap<String, u64>> {
         match namespaces::scan(dir, &self.open_names()) {
@@ -141,8 +141,8 @@ impl DiskRoot {
         Ok(lock)
     }
 
-    /// Returns true if a namespace has run out of space since the last call. In this case, closing
-    /// another namespace helps.
+    /// Returns true if a namespace has run out of space since the last call. Closing another
+    /// namespace then helps.
     pub fn take_short(&self) -> bool {
         std::mem::take(&mut self.state().is_short)
     }
@@ -182,7 +182,7 @@ impl DiskRoot {
         let mut state = self.state();
         if state.open.contains_key(&name) || state.leaving.contains(&name) {
             let message = format!(
-                "{} is in use by this process: another store has opened it, or it is being closed or deleted",
+                "{} is in use by this process: another store has it open, or it is being closed or deleted",
                 config.dir.join(&name).display()
             );
             return Err(Error::new(ErrorKind::Busy, message));
@@ -194,7 +194,7 @@ impl DiskRoot {
 }
 
 impl OpenNamespace {
-    /// Returns the maximum amount by which a file grows per allocation.
+    /// Returns the maximum file growth per allocation.
     pub(super) fn extent_bytes(&self, cap_bytes: u64) -> u64 {
         let share = if self.root.is_shared { cap_bytes / MIN_EXTENTS } else { cap_bytes };
         share.min(EXTENT_BYTES)
@@ -233,7 +233,7 @@ impl OpenNamespace {
                 let bytes = want.min(cap_bytes.saturating_sub(foreign_bytes));
                 let claimed = state.open.entry(self.name.clone()).or_default();
                 *claimed = bytes.max(*claimed);
-                // An idle namespace loses its memory and files only to one with less than its part.
+                // An idle namespace loses its memory and files only to a namespace below its part.
                 let part = cap_bytes / state.open.len().max(1) as u64;
                 state.is_short |= bytes < enough && enough <= part;
                 return Ok(Claim {
@@ -242,11 +242,11 @@ impl OpenNamespace {
                 });
             }
         }
-        Err(io::Error::new(io::ErrorKind::ResourceBusy, "namespaces keep changing"))
+        Err(io::Error::new(io::ErrorKind::ResourceBusy, "namespaces keep opening and closing"))
     }
 
-    /// Deletes the least recently used closed namespace. Called if the file system is full before
-    /// the directory reaches its size limit. Returns false if no namespace could be deleted.
+    /// Deletes the least recently used closed namespace. Called if the file system fills up
+    /// before the directory reaches its size limit. Returns false if no namespace could be deleted.
     pub(super) fn delete_closed(&self, config: &DiskConfig, note: impl FnMut(String)) -> bool {
         let is_deleted = Cell::new(false);
         let delete = |found: &namespaces::Found| {
@@ -265,7 +265,7 @@ impl OpenNamespace {
         self.root.state().open.insert(self.name.clone(), bytes);
     }
 
-    /// Deletes a closed namespace. Prevents it from being opened during the deletion.
+    /// Deletes a closed namespace, which cannot be opened during the deletion.
     pub(super) fn remove(&self, found: &namespaces::Found) -> io::Result<()> {
         let mut state = self.root.state();
         if state.open.contains_key(&found.name) || !state.leaving.insert(found.name.clone()) {

@@ -1,11 +1,11 @@
 //! States of the slots of one size class. This module does no I/O.
 //!
 //! Invariant: free + punched + reserved + used = slots. Only free slots can be reserved. Free slots
-//! with blocks are reserved first, because they can be written even on a full file system. Next are
-//! slots that may be holes, in the order in which they became free, so that a slot whose write failed
-//! is not retried immediately. If its writes keep failing, it may be on damaged blocks. Then it is
-//! not reserved, and chunks in other slots are evicted instead. A punched slot has no blocks and
-//! uses no space; `refill` makes it free.
+//! with blocks are reserved first, because they can be written even on a full file system. Slots
+//! that may be holes follow in the order in which they became free, so that a slot whose write
+//! failed is not retried immediately. If writes to a slot keep failing, its blocks may be damaged;
+//! the slot is set aside, and chunks in other slots are evicted instead. A punched slot has no
+//! blocks and uses no space; `refill` makes it free.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -13,10 +13,10 @@ use super::budget::SlotCount;
 use super::types::SlotId;
 use crate::io::SizeClass;
 
-/// A slot is not reserved after this many failed writes in a row. While every write fails, few
-/// chunks are evicted to find a slot that can be written.
+/// A slot is set aside after this many consecutive failed writes. This keeps evictions in search
+/// of a writable slot rare while every write fails.
 const MAX_FAILURES: u8 = 8;
-/// Number of writes after which one of these slots can be reserved again.
+/// Number of writes after which one of the slots set aside can be reserved again.
 const WRITES_BEFORE_RETRY: u32 = 1000;
 
 /// The known state of a slot's blocks.
@@ -40,10 +40,9 @@ impl Blocks {
 pub(super) enum SlotState {
     /// The slot is free. The flag is true if the record on disk might not be empty.
     Free(bool),
-    /// The slot is owned by a caller but has not been written. The flag has the same meaning as in
-    /// `Free`.
+    /// A caller owns the slot but has not written it. The flag has the same meaning as in `Free`.
     Reserved(bool),
-    /// The slot is owned by a caller and contains a chunk.
+    /// A caller owns the slot, which holds a chunk.
     Used,
     /// The slot's record is being cleared, or its blocks are being released.
     Leaving,
@@ -58,7 +57,7 @@ impl SlotState {
     }
 }
 
-/// The states of all slots of a class.
+/// The states of a class's slots.
 #[derive(Debug, Default)]
 pub(super) struct Slots {
     class: SizeClass,
@@ -74,13 +73,13 @@ pub(super) struct Slots {
     /// Number of writes since a slot entered or left `failed`.
     num_written: u32,
     pub(super) punched: BTreeSet<u32>,
-    /// True while the file system has no space to fill holes, so that holes are not reserved.
+    /// True while the file system has no space to fill holes; holes are then not reserved.
     pub(super) are_holes_held: bool,
     pub(super) used: u64,
 }
 
 impl Slots {
-    /// Initializes the states when a directory is opened. The slots in `entries` contain a chunk,
+    /// Initializes the states when a directory is opened. The slots in `entries` hold a chunk,
     /// `unsure` slots have a record that could not be cleared, and `punched` slots have no blocks.
     pub(super) fn found(
         class: SizeClass,
@@ -116,12 +115,12 @@ impl Slots {
         SlotCount { frame_bytes, slots: self.len(), filled: self.len() - num_punched }
     }
 
-    /// Returns the number of slots within the length of the files.
+    /// Returns the number of slots within the files' length.
     pub(super) fn len(&self) -> u32 {
         u32::try_from(self.states.len()).unwrap_or(u32::MAX)
     }
 
-    /// Returns the number of slots that are reserved but not written, or that are being freed.
+    /// Returns the number of slots that are reserved but not yet written, or are being freed.
     pub(super) fn reserved(&self) -> u64 {
         let num_free = self.free.len() + self.holes.len() + self.failed.len();
         (self.states.len() - num_free - self.punched.len()) as u64 - self.used
@@ -140,14 +139,14 @@ impl Slots {
         self.blocks.resize(len, Blocks::new(have_blocks));
     }
 
-    /// Removes the slots from number `len` to the end. These slots must be punched.
+    /// Removes the slots numbered `len` and higher, which must be punched.
     pub(super) fn cut(&mut self, len: u32) {
         self.states.truncate(len as usize);
         self.blocks.truncate(len as usize);
         self.punched.split_off(&len);
     }
 
-    /// Returns the number of slots that would remain without the punched slots at the end.
+    /// Returns the number of slots left after cutting off the punched slots at the end.
     pub(super) fn end(&self) -> u32 {
         let is_punched = |slot: &u32| self.punched.contains(&(slot - 1));
         (1..=self.len()).rev().find(|slot| !is_punched(slot)).unwrap_or(0)
@@ -236,14 +235,14 @@ impl Slots {
         }
     }
 
-    /// Records that a write to the slot failed, but not because the file system was full.
+    /// Records that a write to the slot failed for a reason other than a full file system.
     pub(super) fn write_failed(&mut self, slot: SlotId) {
         let blocks = &mut self.blocks[slot.number() as usize];
         let before = if let Blocks::Failed(num) = *blocks { num } else { 0 };
         *blocks = Blocks::Failed(before.saturating_add(1));
     }
 
-    /// Starts to free a slot and returns its previous state. The caller must then call `left` or
+    /// Starts freeing a slot and returns its previous state. The caller must then call `left` or
     /// `stays`. Returns None if no caller owns the slot.
     pub(super) fn leaving(&mut self, slot: SlotId) -> Option<SlotState> {
         let before = self.states.get(slot.number() as usize).copied();

@@ -25,7 +25,7 @@ const MAX_BYTES: u64 = 64 * 1024;
 /// Maximum length of the description, so that the superblock fits in `budget::FIXED_BYTES`.
 const MAX_DESCRIPTION_CHARS: usize = 1000;
 
-/// The reason for rejecting a superblock. The text completes the sentence "superblock.json is ...".
+/// Why a superblock was rejected. The text completes the sentence "superblock.json is ...".
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refusal {
     /// The file is not a regular file, is too large, or cannot be parsed.
@@ -149,8 +149,8 @@ impl Superblock {
         let text = serde_json::to_string_pretty(self)? + "\n";
         let _ = fs::remove_file(&temp);
         let put = || {
-            // Always creates a new file, and so never writes through a link or to a file of another
-            // process.
+            // Always creates a new file, so it never writes through a link or to another process's
+            // file.
             open_options().write(true).create_new(true).open(&temp)?.write_all(text.as_bytes())?;
             fs::rename(&temp, dir.join(FILE_NAME))
         };

@@ -1,5 +1,5 @@
-//! An open namespace of a disk directory: its files, and the state that changes while it is open
-//! (slots, counters, queued log lines and file growth). `open` creates the tier; `growth` and
+//! An open namespace of a disk directory: its files and its mutable state (slots, counters, queued
+//! log lines and file growth). `open` creates the tier; `growth` and
 //! `local` use it.
 
 use std::io;
@@ -19,8 +19,7 @@ use crate::{Error, ErrorKind, Result};
 /// Maximum number of queued log lines.
 const MAX_EVENTS: usize = 64;
 
-/// State that changes while the tier is open. One lock guards the state, and no I/O is done while
-/// it is held.
+/// Mutable state of an open tier. A single lock guards the state and is never held during I/O.
 #[derive(Debug, Default)]
 pub(super) struct TierState {
     /// Indexed by size class.
@@ -35,12 +34,12 @@ pub(super) struct TierState {
 }
 
 impl TierState {
-    /// Returns the slots of a size class, or None if the class does not exist.
+    /// Returns a size class's slots, or None if there is no such class.
     pub(super) fn of(&mut self, class: SizeClass) -> Option<&mut Slots> {
         self.slots.get_mut(class.index())
     }
 
-    /// Changes the slots of a size class. Does nothing if the class does not exist.
+    /// Changes a size class's slots. Does nothing if there is no such class.
     pub(super) fn with(&mut self, class: SizeClass, change: impl FnOnce(&mut Slots)) {
         if let Some(slots) = self.of(class) {
             change(slots);
@@ -61,12 +60,12 @@ impl TierState {
         self.slots.iter().map(Slots::count).collect()
     }
 
-    /// Returns the size of the namespace on disk, in bytes.
+    /// Returns the namespace's size on disk, in bytes.
     pub(super) fn num_bytes(&self) -> u64 {
         budget::namespace_bytes(&self.counts())
     }
 
-    /// Queues a log line unless the queue is full. Drops lines that are already queued or were
+    /// Queues a log line unless the queue is full. Drops the line if it is already queued or was
     /// returned by the last nonempty `take_events`.
     pub(super) fn event(&mut self, line: String) {
         if self.waiting.len() < MAX_EVENTS
@@ -86,18 +85,18 @@ impl TierState {
     }
 }
 
-/// Whether a thread is growing the files.
+/// The state of the thread that grows the files, if any.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Grower {
     #[default]
     None,
     Busy,
-    /// A thread is growing the files, but since this time, callers no longer wait for it. Until the
-    /// thread is done, they get no new slots.
+    /// A thread is growing the files so slowly that callers stopped waiting for it at this time.
+    /// They get no new slots until the thread is done.
     Slow(Instant),
 }
 
-/// State of file growth.
+/// File growth state.
 #[derive(Debug, Default)]
 pub(super) struct Growth {
     pub(super) grower: Grower,
@@ -127,19 +126,19 @@ pub struct DiskTier {
     pub(super) state: Mutex<TierState>,
     pub(super) growth: Mutex<Growth>,
     pub(super) grown: Condvar,
-    /// None once the tier is closed. Each call in progress shares ownership, and the last call to
-    /// return releases the directory. A hung call keeps the directory locked, so there are never
-    /// two owners. The field is declared last so that it is dropped last.
+    /// None once the tier is closed. In-flight calls share ownership, and the last call to return
+    /// releases the directory. A hung call keeps the directory locked, so there are never two
+    /// owners. Declared last so that it is dropped last.
     pub(super) owner: Mutex<Option<Arc<OpenNamespace>>>,
 }
 
 impl DiskTier {
     pub(super) fn enter(&self) -> Result<Arc<OpenNamespace>> {
         let owner = locked(&self.owner).clone();
-        owner.ok_or_else(|| Error::new(ErrorKind::Closed, "the disk tier was closed"))
+        owner.ok_or_else(|| Error::new(ErrorKind::Closed, "the disk tier is closed"))
     }
 
-    /// Returns the files of a size class, or `InvalidConfig` if the class does not exist.
+    /// Returns a size class's files, or `InvalidConfig` if there is no such class.
     pub(super) fn files_of(&self, class: SizeClass) -> Result<&SlotFiles> {
         self.files.get(class.index()).ok_or_else(|| {
             let message = format!("the disk tier has no size class {}", class.0);
@@ -175,12 +174,12 @@ impl DiskTier {
         self.count_refusal(is_news.then(|| format!("grow by {num_slots} chunks: {error}")));
     }
 
-    /// Counts a failure to grow or to punch holes. Logs the failed operation, if given in `news`.
+    /// Counts a failure to grow or to punch holes. Logs the failed operation if `news` names it.
     pub(super) fn count_refusal(&self, news: Option<String>) {
         let mut state = self.state();
         state.stats.grow_errors += 1;
         if let Some(what) = news {
-            state.event(format!("{} cannot {what}", self.config.dir.display()));
+            state.event(format!("disk tier in {}: cannot {what}", self.config.dir.display()));
         }
     }
 }

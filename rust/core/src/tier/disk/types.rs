@@ -5,13 +5,13 @@ use std::path::PathBuf;
 use crate::ChunkKey;
 use crate::io::{FrameId, FrameSizes, SizeClass};
 
-/// Identifies a slot: space for one frame in the frames file of a class, and a record in the index
-/// of the class. The class and number are packed as in a [`FrameId`].
+/// Identifies a slot: space for one frame in a class's frames file, and a record in the class's
+/// index. The class and number are packed as in a [`FrameId`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SlotId(pub u32);
 
 impl SlotId {
-    /// Creates the id of the slot with this number in a size class. `number` must be less than
+    /// Creates the id of slot `number` in a size class. `number` must be less than
     /// [`crate::io::MAX_FRAMES`].
     pub fn new(class: SizeClass, number: u32) -> Self {
         Self(FrameId::new(class, number).0)
@@ -22,7 +22,7 @@ impl SlotId {
         FrameId(self.0).class()
     }
 
-    /// Returns the number of the slot among all slots of its size.
+    /// Returns the slot's number among all slots of its size.
     pub fn number(self) -> u32 {
         FrameId(self.0).number()
     }
@@ -44,12 +44,12 @@ pub struct DiskConfig {
     pub description: String,
 }
 
-/// Metadata of a chunk, which is stored in its record.
+/// Chunk metadata, which is stored in the chunk's record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DiskMeta {
-    /// Key of the chunk.
+    /// The chunk's key.
     pub key: ChunkKey,
-    /// Key of the previous chunk, or the root key if `depth` is 0.
+    /// The previous chunk's key, or the root key if `depth` is 0.
     pub parent: ChunkKey,
     /// Number of chunks before this chunk in its prefix.
     pub depth: u32,
@@ -60,12 +60,11 @@ pub struct DiskMeta {
 /// A chunk found when the directory was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DiskEntry {
-    /// The slot of the chunk.
+    /// The chunk's slot.
     pub slot: SlotId,
-    /// Metadata of the chunk.
+    /// The chunk's metadata.
     pub meta: DiskMeta,
-    /// Position in the write order across restarts. A chunk with a smaller number was written
-    /// earlier.
+    /// Position in the write order across restarts. Smaller numbers were written earlier.
     pub sequence: u64,
 }
 
@@ -74,12 +73,12 @@ pub struct DiskEntry {
 pub struct DiskStats {
     /// Number of slots in the files across all sizes, excluding slots that are holes.
     pub slots: u64,
-    /// Number of slots that contain a chunk.
+    /// Number of slots that hold a chunk.
     pub slots_used: u64,
-    /// Number of slots that are reserved but have not been written or freed.
+    /// Number of reserved slots that have not been written or freed yet.
     pub slots_reserved: u64,
-    /// Size of the directory as computed by the tier, in bytes. If multiple namespaces may be open,
-    /// only this namespace is included.
+    /// Directory size as computed by the tier, in bytes. Covers only this namespace if multiple
+    /// namespaces may be open.
     pub bytes: u64,
     /// Maximum value of `bytes`.
     pub cap_bytes: u64,
@@ -89,7 +88,7 @@ pub struct DiskStats {
     pub recovered: u64,
     /// Number of records dropped on open because their parent was missing.
     pub dropped_orphans: u64,
-    /// Number of records dropped on open because there was a newer copy of the chunk.
+    /// Number of records dropped on open because the chunk had a newer copy.
     pub dropped_duplicates: u64,
     /// Number of records dropped on open because they were invalid or had no frame.
     pub dropped_records: u64,
@@ -97,8 +96,8 @@ pub struct DiskStats {
     pub dropped_over_cap: u64,
     /// 1 if the namespace was recreated because its directory or superblock was unusable.
     pub fresh_starts: u64,
-    /// Number of failures to grow the files or to punch holes, and of writes that failed because
-    /// the file system was full. Reaching the size limit is not included.
+    /// Number of failures to grow the files or punch holes, plus writes that failed because the
+    /// file system was full. Reaching the size limit is not a failure.
     pub grow_errors: u64,
 }
 
@@ -107,16 +106,16 @@ pub struct DiskStats {
 pub struct Damage {
     /// Name of the namespace directory.
     pub namespace: String,
-    /// Number of the slot among the slots of its size, if the defect affects a slot.
+    /// The slot's number among the slots of its size, if the defect affects a slot.
     pub slot: Option<u32>,
-    /// Size of the slot's frame, in bytes.
+    /// The slot's frame size, in bytes.
     pub frame_bytes: Option<u64>,
-    /// Key of the chunk in hex, if the record is readable.
+    /// The chunk's key in hex, if the record is readable.
     pub key: Option<String>,
     /// A short description of the damage.
     pub problem: String,
-    /// True if the superblock's format is not the format of this version of kvloft. Such a
-    /// namespace is not checked, so no damage is known.
+    /// True if the superblock's format differs from this kvloft version's format. Such a namespace
+    /// is not checked for damage.
     pub is_other_format: bool,
 }
 

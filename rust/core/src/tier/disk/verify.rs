@@ -1,5 +1,5 @@
-//! Verifies all chunks in all namespaces of a disk directory for `kvloft verify`, a few chunks at a
-//! time.
+//! Verifies every chunk in every namespace of a disk directory for `kvloft verify`, a few chunks at
+//! a time.
 //!
 //! The verifier changes nothing, but locks the directory, because concurrent writes by an engine
 //! would look like damage. Damaged superblocks, records and frames are reported as [`Damage`], not
@@ -36,7 +36,7 @@ pub struct Verifier {
 }
 
 impl Verifier {
-    /// Locks the directory and reads all records. Returns `Busy` if an engine uses the directory,
+    /// Locks the directory and reads all records. Returns `Busy` if an engine is using it,
     /// `InvalidConfig` if `dir` is not a disk directory, and `Io` if `dir` cannot be read.
     pub fn open(dir: &Path) -> Result<Self> {
         let found = list(dir)?;
@@ -71,7 +71,7 @@ impl Verifier {
     }
 
     /// Checks up to `max_chunks` more chunks and returns the damage found. The first call also
-    /// returns damage in superblocks and records, which was found when the directory was opened.
+    /// returns the damage that `open` found in superblocks and records.
     /// Call this method at least once, even if there are no chunks.
     pub fn step(&mut self, max_chunks: u64) -> Vec<Damage> {
         let mut damage = std::mem::take(&mut self.early);
@@ -104,7 +104,7 @@ impl Verifier {
         };
         let problem = match walked {
             Ok((records, frames)) => lost_records(files.frame_bytes, records, frames),
-            Err(e) => Some(format!("the index cannot be read ({e})")),
+            Err(e) => Some(format!("cannot read the index ({e})")),
         };
         self.early.extend(
             [more, problem].into_iter().flatten().map(|problem| Damage::new(&name, problem)),
@@ -121,7 +121,7 @@ fn check(name: &str, files: &SlotFiles, slot: SlotId, buffer: &mut [u8]) -> Opti
         Ok(names_another_key(end, &record.meta.key.0))
     });
     let problem = match result {
-        Ok(true) => "its trailer and its record have different keys".to_owned(),
+        Ok(true) => "its trailer and record have different keys".to_owned(),
         Ok(false) => return None,
         Err(e) if files::is_damage(&e) => e.to_string(),
         Err(e) => format!("unreadable ({e})"),

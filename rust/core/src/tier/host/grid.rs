@@ -6,8 +6,8 @@ use crate::evict::ChunkId;
 use crate::io::{FrameGrid, SizeClass};
 use crate::pool::SlabId;
 
-/// Value in `holders` for a free frame. The value is zero so that `vec!` requests zeroed memory,
-/// which uses no physical pages for frames that are never used.
+/// Value in `holders` for a free frame. It is zero so that `vec!` requests zeroed memory, which
+/// takes no physical pages for frames that are never used.
 const FREE: u32 = 0;
 /// Value in `holders` for a frame that is in use but not assigned to a chunk yet.
 const TAKEN: u32 = 1;
@@ -63,8 +63,8 @@ impl Grid {
         self.holders[number as usize] = to.0 + FIRST_CHUNK;
     }
 
-    /// Releases a frame. If `is_own` is false, the frame's slab is being emptied, and the frame
-    /// does not become available.
+    /// Releases a frame. If `is_own` is false, the frame's slab is draining, so the frame does not
+    /// become available.
     pub(super) fn release(&mut self, number: u32, is_own: bool) {
         debug_assert!(self.is_taken(number), "invariant I8: frame {number} returned twice");
         self.holders[number as usize] = FREE;

@@ -1,5 +1,5 @@
-//! Requests for frames. A request includes the writer of the frame, because workers might not be
-//! able to copy to the whole arena yet.
+//! Frame requests. A request names the frame's writer, because workers may not be able to copy to
+//! the whole arena yet.
 
 use crate::io::SizeClass;
 

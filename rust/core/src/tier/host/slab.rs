@@ -9,7 +9,7 @@ pub(super) enum SlabState {
     Foreign,
     /// The slab belongs to this tier and holds frames of a single size.
     Own(SizeClass),
-    /// Like `Own`, but the slab is being emptied, so none of its free frames are handed out.
+    /// Like `Own`, but the slab is draining, so its free frames are not handed out.
     Draining(SizeClass),
 }
 

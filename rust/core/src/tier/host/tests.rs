@@ -1,4 +1,4 @@
-//! Tests frames beyond the limit, slabs that change their size class, and released slabs.
+//! Tests frames beyond the limit, slabs that change size class, and released slabs.
 
 use super::*;
 use crate::tier::disk::DiskRoot;
@@ -48,7 +48,7 @@ fn a_slab_that_is_emptied_hands_out_no_frame_and_goes_with_its_last() {
     assert!(tier.grow(FrameRequest::for_save(ONE)).is_some() && tier.num_frames() == (4, 2));
     assert!(
         tier.lend(FrameId(3)).is_none(),
-        "free frames must not be lent, because another store may use them"
+        "free frames must not be lent, because another store may be using them"
     );
     let slab = tier.drain(wanted, Some(first)).unwrap();
     assert_eq!((tier.num_frames(), taken(&mut tier)), ((2, 0), vec![]));
@@ -87,7 +87,7 @@ fn an_empty_slab_serves_another_class_and_a_full_one_after_it_was_emptied() {
     for frame in &own {
         tier.release_frame(*frame);
     }
-    assert!(!tier.is_hungry(), "the other class must receive the slab immediately");
+    assert!(!tier.is_hungry(), "the other class must get the slab immediately");
     let large = grown(&mut tier, TWO);
     assert_eq!(large.len() * 4, own.len());
     for frame in &large {
@@ -123,7 +123,7 @@ fn no_slab_is_emptied_in_which_saves_cannot_use_the_frames() {
     assert_eq!(grown(&mut tier, ONE).len(), 20);
     tier.set_hungry(FrameRequest::for_save(TWO));
     let slab = tier.drain(tier.wanted().unwrap(), None).unwrap();
-    assert!(slab.0 < 2, "slab {} has no frame of the size below the limit", slab.0);
+    assert!(slab.0 < 2, "slab {} has no frame of this size below the limit", slab.0);
 }
 
 #[test]

@@ -1,5 +1,4 @@
-//! Tests a namespace that is being deleted, a directory without namespaces, and a directory that
-//! hangs.
+//! Tests a namespace during its deletion, a directory without namespaces, and a hung directory.
 
 use std::fs;
 use std::sync::mpsc;

@@ -1,5 +1,4 @@
-//! Tests that hole punching moves space between size classes and that the size limit is never
-//! exceeded.
+//! Tests that hole punching moves space between size classes without ever exceeding the size limit.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -17,7 +16,7 @@ fn test_slots_of_one_size_make_room_for_another_and_back() {
     let config = sized(dir.path(), &SIZES);
     let (tier, files) = faulty(&config);
     let mut small = fill_up(&tier, SMALL, 0);
-    assert!(small.len() > 350, "one size must be able to use the whole cap: {}", small.len());
+    assert!(small.len() > 350, "a single size must be able to use the whole cap: {}", small.len());
     assert_eq!(tier.reserve(LARGE).ok(), None);
     let mut large = Vec::new();
     for (nth, (_, slot)) in small.drain(..200).enumerate() {
@@ -68,7 +67,7 @@ fn test_a_file_system_that_cannot_punch_keeps_each_size_its_slots_and_says_so_on
         tier.free(*slot).unwrap();
     }
     assert!((0..20).all(|_| tier.reserve(LARGE).is_err()));
-    assert_eq!(tier.stats().grow_errors, 1, "growing must not be retried at every call");
+    assert_eq!(tier.stats().grow_errors, 1, "growth must not be retried on every call");
     let events = tier.take_events();
     assert!(events.len() == 1 && events[0].contains("chunks of a different size"), "{events:?}");
     assert_eq!(fill_up(&tier, SMALL, 600).len(), 50, "only free slots of the same size are used");
@@ -79,7 +78,7 @@ fn test_a_file_system_that_cannot_punch_keeps_each_size_its_slots_and_says_so_on
         std::thread::sleep(std::time::Duration::from_millis(50));
         tier.reserve(LARGE).is_ok()
     });
-    assert!(is_there, "growing must be retried");
+    assert!(is_there, "growth must be retried");
 }
 
 #[test]
@@ -89,7 +88,7 @@ fn test_a_full_file_system_has_the_room_of_evicted_chunks_of_another_size() {
     let mut small = fill_up(&open(&config).0, SMALL, 0);
     config.cap_bytes = 1 << 30;
     let (tier, files) = faulty(&config);
-    // The rule is in effect whenever no space is free, because growing is retried after 2 s.
+    // The rule must hold whenever no space is free, because growing is retried after 2 s.
     let full = Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Allocate]);
     files.inject(full);
     assert_eq!(tier.reserve(LARGE).ok(), None);
@@ -157,6 +156,6 @@ fn test_sizes_exchange_room_in_a_namespace_that_has_more_than_its_part() {
     let second = open(&DiskConfig { namespace: [1; 32], ..config.clone() });
     assert_eq!(second.reserve(SMALL).ok(), None);
     small.drain(..11).for_each(|(_, slot)| first.free(slot).unwrap());
-    assert!(first.reserve(LARGE).is_ok(), "the tier already has that space");
+    assert!(first.reserve(LARGE).is_ok(), "the tier has already claimed that space");
     assert!(blocks(dir.path()) <= config.cap_bytes);
 }

@@ -1,5 +1,5 @@
 //! Tests namespaces with multiple size classes: recovery, lower size limits, changed frame sizes,
-//! and the reports of inspect and verify.
+//! and the inspect and verify reports.
 
 use std::fs;
 
@@ -232,8 +232,8 @@ fn test_a_size_class_that_does_not_exist_has_no_slots() {
     assert_eq!(error.kind(), ErrorKind::InvalidConfig);
 }
 
-/// Stores chunks of two sizes in files whose total length exceeds the size limit. Returns the
-/// number of chunks.
+/// Stores chunks of two sizes in files whose total length exceeds the size limit. Returns the chunk
+/// count.
 fn long_files(config: &DiskConfig) -> usize {
     let (tier, _) = open(config);
     let small = fill_up(&tier, SMALL, 0);
@@ -256,6 +256,6 @@ fn test_punched_files_of_a_closed_namespace_count_their_blocks() {
     let (tier, found) = open(&own);
     assert_eq!(found.len(), num, "the namespace was deleted although both namespaces fit");
     drop(tier);
-    assert_eq!(open(&other).1.len(), 1, "the namespace was deleted because of holes");
+    assert_eq!(open(&other).1.len(), 1, "the namespace was deleted because holes were counted");
     assert!(blocks(dir.path()) <= cap_bytes);
 }

@@ -1,5 +1,5 @@
 //! Tests a process that dies at any system call (I3): after a restart, every chunk found is
-//! complete, and every chunk that was reported as written is found.
+//! complete, and every chunk reported as written is found.
 
 use crate::io::SizeClass;
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,7 +20,7 @@ enum Op {
     Reopen,
 }
 
-/// The expected contents of the disk, and the uncertain results of interrupted operations.
+/// The expected disk contents, and the uncertain results of interrupted operations.
 #[derive(Debug, Default)]
 struct Recorder {
     /// Maps each chunk to the (slot, version) of its last successful write.
@@ -49,8 +49,8 @@ impl Recorder {
             Op::Clear => {
                 self.doubtful.extend(self.written.iter().map(|(&i, &(_, version))| (i, version)));
                 self.written.clear();
-                // If this fails, some chunks may remain on disk. All of them are already in
-                // `doubtful`.
+                // If this fails, some chunks may remain on disk, but they are all in `doubtful`
+                // already.
                 let _ = tier.clear();
             }
             Op::Reopen => {}
@@ -85,7 +85,7 @@ impl Recorder {
             }
         }
         if children.iter().any(|child| self.written.contains_key(child)) {
-            // A child could not be freed, so its parent is kept as well.
+            // A child could not be freed, so its parent stays too.
             return;
         }
         let Some(&(slot, version)) = self.written.get(&chunk) else { return };
@@ -101,25 +101,25 @@ impl Recorder {
         }
     }
 
-    /// Compares the found chunks with the expected contents, and makes the found chunks the expected
-    /// contents of later checks.
+    /// Compares the chunks found with the expected contents. The chunks found become the expected
+    /// contents for later checks.
     fn check(&mut self, tier: &DiskTier, found: &[DiskEntry]) -> Result<(), TestCaseError> {
         let mut seen = BTreeMap::new();
         let mut uncertain = BTreeSet::new();
         for (entry, chunk) in found.iter().zip(numbers(found)) {
             prop_assert_eq!(entry.meta, meta_of(chunk));
             let fits = parent_of(chunk).is_none_or(|p| seen.contains_key(&p));
-            let bytes = read(tier, entry.slot, chunk).expect("a visible chunk can be read");
+            let bytes = read(tier, entry.slot, chunk).expect("a visible chunk must be readable");
             let reported = self.written.get(&chunk).map(|&(_, version)| version);
             let versions =
                 self.doubtful.iter().filter(|(i, _)| *i == chunk).map(|&(_, v)| v).chain(reported);
             let version =
                 versions.into_iter().find(|&v| bytes == bytes_of(entry.slot, chunk, v).to_vec());
-            prop_assert!(version.is_some(), "chunk {} has bytes that were never written", chunk);
+            prop_assert!(version.is_some(), "chunk {} holds bytes that were never written", chunk);
             let version = version.unwrap_or_default();
             if !fits || seen.contains_key(&chunk) {
-                // The record of this chunk could not be cleared, so it is listed last for the
-                // caller to free.
+                // This chunk's record could not be cleared, so it is listed last for the caller to
+                // free.
                 prop_assert!(
                     self.files.num_faults() > 0,
                     "parents must come first, and each chunk must occur once"

@@ -48,7 +48,7 @@ fn test_a_second_opener_is_told_who_and_what_to_do() {
         for part in [
             dir.path().to_str().unwrap(),
             &format!("process {}", std::process::id()),
-            "another disk_path",
+            "a different disk_path",
         ] {
             assert!(text.contains(part), "{text}");
         }
@@ -338,7 +338,7 @@ fn test_a_wrong_superblock_starts_afresh_and_is_counted() {
         assert!(found.is_empty(), "{name}");
         let events = tier.take_events();
         assert!(
-            tier.stats().fresh_starts == 1 && events[0].starts_with("recreating "),
+            tier.stats().fresh_starts == 1 && events[0].starts_with("disk tier: recreating "),
             "{name}: {events:?}"
         );
         let slot = put(&tier, 1);
@@ -358,7 +358,7 @@ fn a_namespace_whose_first_digits_are_anothers_leaves_its_files_alone() {
     let error = DiskTier::open(other).unwrap_err();
     assert!(
         error.kind() == ErrorKind::Io
-            && error.to_string().contains("with the same first 16 digits"),
+            && error.to_string().contains("with the same 16-digit prefix"),
         "{error}"
     );
     let (tier, found) = open(&config);

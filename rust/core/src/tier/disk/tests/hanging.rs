@@ -1,8 +1,7 @@
-//! Tests that no unrelated call waits for a hanging system call, and that a directory never has two
+//! Tests that no unrelated call waits for a hung system call, and that a directory never has two
 //! owners.
 //!
-//! The tests assert the order of events, never a duration. If a test deadlocks, a long timeout ends
-//! it.
+//! The tests assert the order of events, never a duration. A long timeout ends a deadlocked test.
 
 use crate::io::SizeClass;
 use crate::tier::NoSlot;
@@ -21,7 +20,7 @@ const HUNG: Duration = Duration::from_secs(60);
 fn within<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (send, receive) = channel();
     std::thread::spawn(move || send.send(work()));
-    receive.recv_timeout(HUNG).expect("the call must not wait for a hanging call")
+    receive.recv_timeout(HUNG).expect("the call must not wait for a hung call")
 }
 
 struct Hanging {
@@ -41,7 +40,7 @@ impl Hanging {
         Self { tier, files, config, _dir: dir }
     }
 
-    /// Runs `work` on a separate thread, and returns once a system call of the given kinds hangs.
+    /// Runs `work` on a separate thread, and returns once a system call of a given kind hangs.
     fn hang<T: Send + 'static>(
         &self,
         call: &'static [Call],
@@ -95,7 +94,7 @@ fn test_close_waits_for_nothing_and_the_last_call_inside_gives_the_directory_up(
         assert_eq!(it.with(move |tier| get(tier, slot, 0)).unwrap_err().kind(), ErrorKind::Closed);
         assert_eq!(it.reopen().unwrap_err().kind(), ErrorKind::Busy, "two owners");
         it.files.heal();
-        hung.join().unwrap().expect("the call must return as if it had not hung");
+        hung.join().unwrap().expect("the call must succeed once the hang ends");
         let found = it.reopen().expect("the last call must release the directory");
         assert_eq!(numbers(&found), if call[0] == Call::Write { vec![0, 1] } else { vec![0] });
     }
@@ -139,11 +138,11 @@ fn test_growth_that_hangs_delays_neither_reads_nor_writes_nor_stats() {
     assert_eq!(
         it.with(|tier| tier.reserve(SizeClass(0)).ok()),
         Some(slot),
-        "it must be possible to reserve a free slot"
+        "a free slot must be reservable"
     );
     it.files.heal();
     assert!(grower.join().unwrap().is_some());
-    assert!(it.tier.reserve(SizeClass(0)).is_ok(), "it must be possible to grow again");
+    assert!(it.tier.reserve(SizeClass(0)).is_ok(), "growing must work again");
 }
 
 #[test]

@@ -158,7 +158,7 @@ fn test_a_lock_that_is_deleted_under_its_owner_makes_no_second_owner() {
     open(&config);
 }
 
-/// Engines of earlier versions lock only the lock file.
+/// Earlier kvloft versions lock only the lock file.
 #[test]
 fn test_the_lock_file_alone_keeps_others_out_too() {
     let dir = tempfile::tempdir().unwrap();
@@ -176,7 +176,7 @@ fn test_an_open_that_fails_anywhere_leaves_nothing_in_the_way_of_the_next() {
             let dir = tempfile::tempdir().unwrap();
             let config = filled(dir.path());
             if call == Call::SetLen {
-                // Simulates a crash between growing the first and the second file. Opening makes
+                // Simulates a crash between growing the first file and the second. Opening makes
                 // their lengths consistent.
                 let frames = places(&config).remove(4);
                 OpenOptions::new()
@@ -211,7 +211,7 @@ fn test_an_open_that_fails_anywhere_leaves_nothing_in_the_way_of_the_next() {
 
 #[test]
 fn test_keys_that_begin_alike_do_not_make_recovery_slow() {
-    // Recovering 200,000 such keys took minutes when the first bytes of a key served as its hash.
+    // Recovering 200,000 such keys took minutes when a key's first bytes served as its hash.
     let entry = |i: u32| {
         let mut key = ChunkKey([7; 32]);
         key.0[28..].copy_from_slice(&i.to_le_bytes());

@@ -48,7 +48,7 @@ fn test_a_freed_chunk_is_gone_now_and_after_a_restart() {
     assert_eq!(
         get(&tier, b, 0).unwrap_err().kind(),
         ErrorKind::Corrupt,
-        "the slot contains a different chunk"
+        "the slot holds a different chunk"
     );
     drop(tier);
     assert_eq!(numbers(&open(&config).1), [1]);

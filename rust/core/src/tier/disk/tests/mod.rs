@@ -34,7 +34,7 @@ fn config(dir: &Path, slots: u32) -> DiskConfig {
     }
 }
 
-/// Returns the parent of a chunk. Chunks form a binary forest: 0 and 1 are roots, and the parent of
+/// Returns a chunk's parent. Chunks form a binary forest: 0 and 1 are roots, and the parent of
 /// `i` is `i / 2 - 1`.
 fn parent_of(i: u32) -> Option<u32> {
     (i / 2).checked_sub(1)
@@ -53,7 +53,7 @@ fn meta_of(i: u32) -> DiskMeta {
     DiskMeta { key: key_of(i), parent, depth: depth_of(i), saved_s: 1000 + u64::from(i) }
 }
 
-/// Returns the bytes of a chunk, which depend on `version`.
+/// Returns a chunk's bytes, which depend on `version`.
 fn frame_of(i: u32, version: u32) -> PageBuffer {
     let mut frame = PageBuffer::new(usize::try_from(FRAME).expect("small"));
     fill(&mut frame, i, version);

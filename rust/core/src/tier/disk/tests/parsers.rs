@@ -159,7 +159,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
-    /// Runs the fuzz targets of `rust/fuzz` with as many inputs as a unit test can afford.
+    /// Runs the `rust/fuzz` targets on as many inputs as a unit test can afford.
     #[test]
     fn test_no_bytes_make_the_tier_believe_a_lie(data in prop::collection::vec(any::<u8>(), 0..2000)) {
         fuzz::parse_record(&data);

@@ -164,7 +164,7 @@ fn test_verify_finds_nothing_wrong_where_nothing_was_saved_yet() {
     assert_eq!(inspect(dir.path()).unwrap()[0].problem, None);
 }
 
-/// An engine creates the superblock, the index and the frames file in this order, and can be killed
+/// An engine creates the superblock, then the index, then the frames file, and can be killed
 /// between any two steps.
 #[test]
 fn test_verify_finds_nothing_wrong_where_an_engine_was_killed_before_it_had_files() {
@@ -229,7 +229,7 @@ fn test_a_foreign_superblock_is_told_in_plain_words() {
     let (tier, _) = open(&config);
     let event = &tier.take_events()[0];
     assert!(
-        event.starts_with("recreating ")
+        event.starts_with("disk tier: recreating ")
             && event.ends_with(": its superblock.json is not a kvloft superblock"),
         "{event}"
     );
@@ -244,7 +244,7 @@ fn test_verify_of_a_busy_directory_names_the_owner_and_what_to_do() {
     assert_eq!(
         text,
         format!(
-            "{} is in use by process {pid}: stop that process and verify again, or use `kvloft inspect`, which works while it is running",
+            "{} is in use by process {pid}: stop it and verify again, or use `kvloft inspect`, which works while it runs",
             dir.path().display()
         )
     );
@@ -267,7 +267,7 @@ fn test_verify_compares_the_frames_own_trailer() {
     assert_eq!(damage.len(), 1);
     assert_eq!(
         (damage[0].slot, damage[0].problem.as_str()),
-        (Some(1), "its trailer and its record have different keys")
+        (Some(1), "its trailer and record have different keys")
     );
 }
 
@@ -297,7 +297,7 @@ fn test_a_namespace_of_another_format_is_not_damage_unless_a_digit_flipped() {
         let damage = verify(dir.path());
         assert!(damage.len() == 1 && damage[0].is_other_format, "{damage:?}");
         let told = format!(
-            "superblock.json is in format {format} (expected 4): this version of kvloft clears the namespace when opening it"
+            "superblock.json is in format {format} (expected 4): this version of kvloft clears the namespace on open"
         );
         assert_eq!(
             (&damage[0].problem, inspect(dir.path()).unwrap()[0].problem.as_ref()),
