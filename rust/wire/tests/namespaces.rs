@@ -21,7 +21,7 @@ use kvloft_wire::{
     Client, ClientConfig, MAX_NAMESPACES, NamespaceStatus, Server, ServerConfig, clear, status,
 };
 
-/// Returns a client of namespace `nth` with frames of `pages` pages.
+/// Returns a client in namespace `nth` whose frames have `pages` pages.
 fn engine(dir: &std::path::Path, nth: u8, pages: u64) -> Client {
     let config = ClientConfig {
         namespace: [nth; 32],

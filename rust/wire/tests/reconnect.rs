@@ -220,7 +220,7 @@ fn stopped_server_costs_one_deadline() {
     child.wait().expect("the child has exited");
 }
 
-/// A stopped server does not accept connections, and its queue of connections may be full.
+/// A stopped server does not accept connections, and its connection queue may be full.
 #[test]
 fn commands_time_out_if_a_stopped_servers_queue_is_full() {
     let dir = tempfile::tempdir().expect("a directory");

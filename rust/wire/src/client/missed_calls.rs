@@ -6,8 +6,7 @@ use std::time::{Duration, Instant};
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Counters of missed calls and of the chunks whose saves they delayed. The first missed call is
-/// logged immediately. After that, new missed calls are logged at most once per
-/// [`LOG_INTERVAL`].
+/// logged immediately, and later missed calls at most once per [`LOG_INTERVAL`].
 #[derive(Debug, Default)]
 pub(crate) struct MissedCalls {
     pub(crate) num: u64,

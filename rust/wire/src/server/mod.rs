@@ -87,8 +87,7 @@ impl Server {
         self.state.status()
     }
 
-    /// Returns why the server cannot use its disk directory, or None if it can or if no disk is
-    /// configured.
+    /// Returns why the server cannot use its disk directory, or None if it can or has no disk.
     pub fn disk_trouble(&self) -> Option<String> {
         self.state.disk_trouble()
     }

@@ -139,8 +139,7 @@ impl ServerState {
         Ok(membership)
     }
 
-    /// Returns why the server cannot use its disk directory, or None if it can or if no disk is
-    /// configured.
+    /// Returns why the server cannot use its disk directory, or None if it can or has no disk.
     pub(crate) fn disk_trouble(&self) -> Option<String> {
         locked(&self.disk_trouble).clone()
     }
