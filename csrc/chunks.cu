@@ -1,16 +1,16 @@
 // gather_chunks and scatter_chunks copy bytes between paged KV and contiguous chunk payloads, and
-// compute the tags of the chunks. The kernels work for any dtype.
+// compute the chunks' tags. The kernels work for any dtype.
 //
 // In: PieceParams (kv_layout.cuh). Out: the payload (gather) or the pages (scatter), and
-// tags_out[s], the sum of segment s. A chunk's tag is the sum of the values of its segments.
+// tags_out[s], the sum of segment s. A chunk's tag is the sum over its segments.
 //
-// Alignment: every address and length of a piece must be a multiple of kVecBytes (16, 8, 4 or 1).
+// Alignment: every address and length in a piece must be a multiple of kVecBytes (16, 8, 4 or 1).
 // The host checks this. Grid: any grid size works; tiles are distributed evenly across warps.
 //
 // Expected: 2 bytes of HBM traffic per payload byte. Measured with 66 CTAs on an H200 (132 SMs):
 // 1.2 TB/s of payload for any page size (benches/results). This is 22 times the PCIe bandwidth, so
-// half of the SMs are busy for only a few percent of the copy time. The two 64-bit multiplications
-// per 8 bytes that the tag takes are hidden behind memory latency.
+// half of the SMs are busy for only a few percent of the copy time. Memory latency hides the tag's
+// two 64-bit multiplications per 8 bytes.
 #include "piece.cuh"
 
 namespace kvloft {
@@ -18,13 +18,13 @@ namespace kvloft {
 enum class Verb { kGather, kScatter };
 
 template <int kVecBytes>
-struct Item {  // the data that a thread copies in one step: 16 bytes if aligned, otherwise 8
+struct Item {  // the data one thread copies per step: 16 bytes if aligned, otherwise 8
   static constexpr u32 kWords = kVecBytes == 16 ? 2 : 1;
   static constexpr u32 kBytes = 8 * kWords;
   u64 words[kWords];
 };
 
-// Uses streaming loads, because the bytes are not read again soon. `num_bytes` is less than kBytes
+// Uses streaming loads, because the bytes are not reused soon. `num_bytes` is less than kBytes
 // only if a page ends in the middle of a word.
 template <int kVecBytes>
 __device__ __forceinline__ Item<kVecBytes> load_item(const u8* __restrict__ from,
@@ -117,8 +117,8 @@ __device__ __forceinline__ void run_piece(const PieceParams& p) {
 }  // namespace kvloft
 
 // This file is compiled separately for each vector width (KVLOFT_VEC_BYTES), so that an engine
-// compiles only the kernels that it uses. Threads are limited to 64 registers, so that two CTAs fit
-// on an SM.
+// compiles only the kernels it needs. Threads are limited to 64 registers, so that two CTAs fit on
+// an SM.
 static_assert(KVLOFT_VEC_BYTES == 16 || KVLOFT_VEC_BYTES == 8 || KVLOFT_VEC_BYTES == 4 ||
                   KVLOFT_VEC_BYTES == 1,
               "KVLOFT_VEC_BYTES must be 16, 8, 4 or 1");

@@ -6,14 +6,14 @@
 // (docs/design/compression.md) is a table with an 8-byte entry per tile, followed by the tiles'
 // records in any order.
 //
-// Alignment: every address and length of a piece must be a multiple of 16.
+// Alignment: every address and length in a piece must be a multiple of 16.
 //
 // Width: the copy engine copies the first `width` bytes of a part. If a record extends past the
 // width, encode_chunks writes the record to the part in host memory, and decode_chunks reads it
 // from host memory. The host can therefore submit copies before the record sizes are known.
 //
-// Damaged parts: every offset is checked before use, so reads are always in bounds. A tile that
-// cannot be decoded is left out of the sum, so the tag does not match.
+// Damaged parts: every offset is checked before use, so reads are always in bounds. The sum omits
+// undecodable tiles, so the tag does not match.
 //
 // Expected: 1.7 bytes of HBM traffic per payload byte and about 1,300 instructions per tile.
 // Measured with 66 CTAs on an H100: 550 (encode) and 650 (decode) GB/s of payload, eight times the
@@ -44,7 +44,7 @@ __device__ __forceinline__ u64 move_raw(const u8* __restrict__ from, u8* __restr
   return sum;
 }
 
-// The data that one lane holds while its warp encodes a tile.
+// One lane's data while its warp encodes a tile.
 struct LaneCodes {
   uint4 low_bytes[kPairs];
   u32 low_codes[kPairs];
@@ -175,7 +175,7 @@ __device__ __forceinline__ u64 encode_tile(const PieceParams& p, const TileAt& a
   const RecordLayout layout(tile_bytes);
   LaneCodes codes;
   u32 stats, byte_at = 0;
-  __syncwarp();  // wait until no lane is reading the previous tile's shared memory
+  __syncwarp();  // wait until all lanes are done with the previous tile's shared memory
   const u64 sum = codes.read(at.page, num_rows, position, mine, stats);
   Entry entry{0, 0, 0, 0, true};
   if (at.tile.is_bf16) {

@@ -1,5 +1,5 @@
 // Defines the e348 format (docs/design/compression.md): table entries, record layouts and exponent
-// codes. Also defines the shared memory that a warp uses to encode or decode a tile.
+// codes. Also defines a warp's shared memory for encoding or decoding a tile.
 #pragma once
 #include "piece.cuh"
 
@@ -36,7 +36,7 @@ struct Entry {
   }
 };
 
-// Offsets of a record's sections. They depend only on the size of the tile.
+// Offsets of a record's sections, which depend only on the tile size.
 struct RecordLayout {
   u32 num_pairs, low_codes, high_codes, nibbles;
 
@@ -54,7 +54,7 @@ struct RecordLayout {
   }
 };
 
-// Addresses of a chunk's table and records in the slot and in host memory.
+// A chunk's table and records: their addresses in the slot and in host memory.
 struct ChunkAt {
   u8* slot;
   u8* host;
@@ -71,7 +71,7 @@ struct ChunkAt {
   }
 };
 
-// Returns the number of the tile's rows that contain words of this lane.
+// Returns how many of the tile's rows hold words of this lane.
 __device__ __forceinline__ int rows_of_lane(const u32 tile_bytes, const u32 lane) {
   return tile_bytes > lane * 16 ? static_cast<int>((tile_bytes - lane * 16 + 511) / 512) : 0;
 }
@@ -103,8 +103,8 @@ __device__ __forceinline__ u32 exponent_of(const u32 nibble, const u32 top) {
   return nibble == 14 ? 0 : nibble < 5 ? top + 1 + nibble : top - 2 - nibble;
 }
 
-// Calls visit(exponent, bit) for each set bit of `escapes`, in order. `half` contains the exponents
-// of two pairs. The position of a bit is 2 * word, plus 1 for the second pair.
+// Calls visit(exponent, bit) for each set bit of `escapes`, in order. `half` holds the exponents of
+// two pairs. A bit's position is 2 * word, plus 1 for the second pair.
 template <typename Visit>
 __device__ __forceinline__ void for_each_escape(u32 escapes, u8* const half, const Visit visit) {
   while (escapes != 0) {

@@ -2,8 +2,8 @@
 // staging slot.
 //
 // A tile is up to kTileBytes of one page; a warp copies one tile at a time. The tile table lists
-// the tiles of one block, across all planes, in payload order. The address of a tile in block b is
-// the tile's base plus b times its stride. A segment is a run of tiles from one chunk.
+// the tiles of one block, across all planes, in payload order. In block b, a tile's address is its
+// base plus b times its stride. A segment is a run of tiles from one chunk.
 // python/kvloft/transfer/cuda/kernels.py mirrors the structs and checks their sizes.
 #pragma once
 #include "tag.cuh"
@@ -60,7 +60,7 @@ struct PieceParams {
   // The next three fields are for e348.cu only. Record sizes are in units of 16 bytes.
   u32* num_used;  // [kMaxSegments]: total record size so far; zero between launches
   u64* used_out;  // [num_segments]: final sizes, in device or host memory; null for other kernels
-  u64 part_room;  // size of a part in bytes, excluding its trailer
+  u64 part_room;  // part size in bytes, excluding the trailer
   u32 tiles_per_block;
   u32 num_planes;
   u32 num_tiles;
@@ -72,7 +72,7 @@ struct PieceParams {
 static_assert(sizeof(PieceParams) == 88 + (24 + 16) * kMaxSegments + 4 * kMaxBlocks,
               "mirrored in kernels.py");
 
-// Returns the index of the segment that contains tile `tile` of the piece.
+// Returns the index of the segment that holds tile `tile` of the piece.
 __device__ __forceinline__ u32 find_segment(const PieceParams& p, const u32 tile) {
   u32 low = 0;
   u32 high = p.num_segments;

@@ -1,4 +1,4 @@
-// Loops over the tiles of a piece, for all kernel families.
+// Loops over a piece's tiles, for all kernel families.
 //
 // A kernel family passes a function that copies one tile (`TileAt`) with one warp and returns the
 // lane's contribution to the tile's sum.
@@ -69,7 +69,7 @@ __device__ __forceinline__ void hand_over_sums(const PieceParams& p) {
 
 template <typename Move>
 __device__ __forceinline__ void for_each_tile(const PieceParams& p, const Move move) {
-  // Each warp processes consecutive tiles, so it adds to the sums of only a few segments. With
+  // Each warp processes consecutive tiles, so it adds to only a few segments' sums. With
   // interleaved tiles, atomics from different warps contend (H200, 4 KiB pages: 118 us per piece
   // instead of 26 us).
   constexpr u32 kWarps = kCtaThreads / kWarpSize;

@@ -1,4 +1,4 @@
-// Computes the tag of a chunk on the GPU. docs/design/frames.md defines the tag;
+// Computes a chunk's tag on the GPU. docs/design/frames.md defines the tag;
 // rust/core/src/tag.rs computes it on the CPU.
 //
 // tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C)) mod 2^64, where w[p, j] is the j-th

@@ -429,7 +429,7 @@ def test_a_second_server_on_a_socket_ends_with_a_sentence(
         check=False,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("kvloft: another kvloft server is listening at")
+    assert done.stderr.startswith("kvloft: another kvloft server is listening on")
     assert done.stderr.count("\n") == 1
 
 
@@ -557,13 +557,13 @@ def test_an_invalid_share_is_reported(text: str, capsys: pytest.CaptureFixture[s
         (
             ["--socket", "/tmp/kv.sock"],
             (
-                r"the socket's directory /tmp is writable by other users \(mode 1777\); use "
+                r"the socket directory /tmp is writable by other users \(mode 1777\); use "
                 "--socket /tmp/kvloft/kv.sock, and kvloft will create a private directory for it"
             ),
         ),
         (
             ["--socket", "{folder}/run/kv.sock", "--share", "3f=60", "--share", "4=41%"],
-            "--share: shares must be .* at most 100 in total, not 101",
+            "--share: shares must be .* add up to at most 100, not 101",
         ),
         (
             [
@@ -576,7 +576,7 @@ def test_an_invalid_share_is_reported(text: str, capsys: pytest.CaptureFixture[s
                 "--share",
                 "3f=4",
             ],
-            "--share: two shares match .* 3f covers 3fa",
+            "--share: two shares overlap: 3f covers 3fa",
         ),
         (["--socket", "{folder}/file"], "is not a socket; set --socket to a different path"),
         (
@@ -668,7 +668,7 @@ def test_nodes_of_ranks_are_the_servers(folder: Path) -> None:
     engine = _core.Session.connect(socket, frame_bytes=8192, namespace=bytes(32), timeout_s=60.0)
     (said,) = [event for event in server.take_events() if "memory" in event]
     assert said == "host memory is on NUMA nodes 0, 0" or said.endswith(
-        "; the kernel chooses the NUMA nodes"
+        "; leaving NUMA placement to the kernel"
     )
     engine.close()
     server.close(0.0)

@@ -156,7 +156,7 @@ def test_a_server_starts_with_a_hung_disk_and_uses_it_later(disk: Ext4, tmp_path
         until(lambda: told in log.read_text(), "the engine waits for the disk")
         assert f"warning: disk_path {folder} is not responding" in log.read_text()
         disk.thaw()
-        until(lambda: f"using the disk {folder}" in log.read_text(), "the disk is never used")
+        until(lambda: f"now using {folder}" in log.read_text(), "the disk is never used")
         process.terminate()
         assert process.wait(timeout=60) == 0
     finally:

@@ -30,7 +30,7 @@ class ChunkCopy(NamedTuple):
 
 
 class Tables:
-    """The block tables of a request, one per KV cache group.
+    """A request's block tables, one per KV cache group.
 
     ``len`` returns the number of units. Indexing with a slice of units returns blocks of group
     ``main``. ``per_unit`` is the number of blocks per unit for each group, or None if every group
@@ -53,7 +53,7 @@ class Tables:
 
     @property
     def has_blocks(self) -> bool:
-        """Return True if there are blocks, even if there are too few for a unit."""
+        """Return True if there are any blocks, even if too few for a unit."""
         return bool(self.main_table)
 
     def __getitem__(self, units: slice) -> Sequence[BlockId]:
@@ -64,7 +64,7 @@ class Tables:
         return self.per_unit[group] if self.per_unit else 1
 
     def of(self, group: int, units: slice) -> Sequence[BlockId]:
-        """Return the blocks of a group for a slice of units. Bounds must not be negative."""
+        """Return a group's blocks for a slice of units. Bounds must not be negative."""
         size = self.size_of(group)
         start, stop = units.start, units.stop
         return self.tables[group][start and start * size : stop and stop * size]
@@ -74,7 +74,7 @@ class Tables:
         return type(self)([list(table) for table in self.tables], self.main, self.per_unit)
 
     def grow(self, blocks: Sequence[BlockId]) -> None:
-        """Append blocks to the table of the only group."""
+        """Append blocks to the only group's table."""
         self.main_table += blocks  # type: ignore[operator]
 
 

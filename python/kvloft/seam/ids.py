@@ -1,4 +1,4 @@
-"""Id types that both sides share. At run time, ids are plain ints, strings and bytes."""
+"""ID types shared by both sides. At run time, IDs are plain ints, strings and bytes."""
 
 from typing import NewType
 

@@ -14,8 +14,8 @@ Chunks = Any
 class LoadPlan:
     """Chunks to copy to the GPU for one request, which waits until the workers report the result.
 
-    ``chunks`` can be empty. ``lost`` contains blocks that were offered to vLLM but whose chunks are
-    no longer available. The worker reports these blocks as load errors.
+    ``chunks`` can be empty. ``lost`` lists blocks that were offered to vLLM but whose chunks are no
+    longer available. The worker reports these blocks as load errors.
     """
 
     req_id: ReqId
@@ -38,10 +38,10 @@ class SavePlan(NamedTuple):
 class StepPlan(NamedTuple):
     """The work for one step.
 
-    ``rewritten`` contains blocks that the forward pass of this step may write while a save of an
-    earlier step still reads them. ``sibling_blocks`` contains blocks that another child of
-    MultiConnector may write when the step begins while a save still reads them. ``prompt_step`` is
-    the step's number among the steps that compute prompt tokens, or None if it computes none.
+    ``rewritten`` lists blocks that this step's forward pass may write while an earlier step's save
+    still reads them. ``sibling_blocks`` lists blocks that another MultiConnector child may write
+    when the step begins, while a save still reads them. ``prompt_step`` is the step's number among
+    the steps that compute prompt tokens, or None if this step computes none.
     """
 
     arena: ArenaSpec | None = None
@@ -62,8 +62,8 @@ worker's.
 class LoadResult:
     """The result of one LoadPlan on one rank.
 
-    ``bad_keys`` contains the key of each chunk that failed verification, and the reason. ``failed``
-    is True if nothing was copied. The chunks are then kept, because they may be valid.
+    ``bad_keys`` holds the key of each chunk that failed verification, and the reason. ``failed`` is
+    True if nothing was copied. The store then keeps the chunks, because they may be valid.
     """
 
     req_id: ReqId
@@ -76,9 +76,9 @@ class LoadResult:
 class StepReport:
     """The results of one rank. Each save ticket is reported once, in ``saved`` or in ``failed``.
 
-    ``misfits`` contains the tickets in ``failed`` whose chunk did not fit into a frame for
-    compressed chunks. ``usable_bytes`` is (rank, n) if n has changed: the rank can copy to the
-    first n bytes of the arena. ``prompt_step`` is the value in the step's plan.
+    ``misfits`` lists the tickets in ``failed`` whose chunk did not fit into a frame for compressed
+    chunks. ``usable_bytes`` is (rank, n) if n has changed: the rank can copy to the arena's first n
+    bytes. ``prompt_step`` comes from the step's plan.
     """
 
     saved: tuple[Ticket, ...] = ()

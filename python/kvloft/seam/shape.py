@@ -1,4 +1,4 @@
-"""Describes the KV cache groups, the shards and the arena, and their sizes.
+"""Describes KV cache groups, shards and the arena, with their sizes.
 
 Both sides and the store use these values. `kvloft.vllm.shape` builds them at startup from vLLM's
 configuration.
@@ -34,9 +34,9 @@ class GroupShape:
     kind: Literal["full", "window", "local", "state"] = "full"
     reach: int = 0
     part_bytes: int = 4096
-    """Size of a shard's part of a frame, in bytes."""
+    """Size of a shard's part in a frame, in bytes."""
     compact_bytes: int = 0
-    """Size of a shard's part of a frame for compressed chunks, in bytes; 0 without compression."""
+    """Size of a shard's part in a frame for compressed chunks, in bytes; 0 without compression."""
 
     @property
     def unit_tokens(self) -> int:
@@ -58,7 +58,7 @@ class GroupShape:
 
 
 def part_sizes(groups: Sequence[GroupShape]) -> list[int]:
-    """Return the size of a part in bytes for each size class. Equal sizes share a class."""
+    """Return the part size in bytes for each size class. Equal sizes share a class."""
     every = {group.part_bytes for group in groups} | {group.compact_bytes for group in groups}
     return sorted(every - {0})
 
@@ -67,12 +67,12 @@ def part_sizes(groups: Sequence[GroupShape]) -> list[int]:
 class CacheShape:
     """The KV cache groups and shards of a model.
 
-    Each shard consists of ``num_replicas`` consecutive ranks that hold the same bytes (MLA). The
-    first rank of a shard writes the shard's part of each frame, and
-    all ranks of the shard read it. ``lookahead`` is the number of tokens after a block that affect
-    the draft model's KV in the block. ``encoding`` is the encoding of compressed parts, as defined
-    in `kvloft.transfer.frames`; 0 means that all parts are raw. Raises ValueError if ``num_ranks``
-    is not a multiple of ``num_replicas``.
+    A shard is ``num_replicas`` consecutive ranks that hold the same bytes (MLA). The first rank of a
+    shard writes the shard's part of each frame, and all ranks of the shard read that part.
+    ``lookahead`` is the number of tokens after a block that affect the draft model's KV in the
+    block. ``encoding`` is the encoding of compressed parts, as defined in `kvloft.transfer.frames`;
+    0 means that all parts are raw. Raises ValueError if ``num_ranks`` is not a multiple of
+    ``num_replicas``.
     """
 
     groups: tuple[GroupShape, ...]
@@ -96,12 +96,12 @@ class CacheShape:
         return kinds.index("full" if "full" in kinds else "window")
 
     def number_of(self, group: int) -> int | None:
-        """Return the number hashed into the group's keys, or None if it uses the prefix keys."""
+        """Return the number hashed into the group's keys; None if the group uses prefix keys."""
         return None if group == self.main and self.groups[group].kind == "full" else group + 1
 
     @property
     def unit_tokens(self) -> int:
-        """Return the number of tokens per unit. A unit consists of whole blocks in every group."""
+        """Return the number of tokens per unit. A unit is whole blocks in every group."""
         return self.groups[0].unit_tokens
 
     @property
@@ -122,17 +122,17 @@ class CacheShape:
 
     @property
     def frame_sizes(self) -> tuple[int, ...]:
-        """Return the size of a frame in bytes for each size class."""
+        """Return the frame size in bytes for each size class."""
         return tuple(size * self.num_shards for size in part_sizes(self.groups))
 
     @property
     def raw_frame_sizes(self) -> tuple[int, ...]:
-        """Return the size of an uncompressed chunk in bytes for each size class."""
+        """Return the uncompressed chunk size in bytes for each size class."""
         raw = {group.compact_bytes: group.part_bytes for group in self.groups}
         return tuple(raw.get(size, size) * self.num_shards for size in part_sizes(self.groups))
 
     def frame_bytes(self, group: int) -> int:
-        """Return the size in bytes of a frame for an uncompressed chunk of the group."""
+        """Return the frame size in bytes for the group's uncompressed chunks."""
         return self.groups[group].part_bytes * self.num_shards
 
     def size_classes(self, group: int) -> tuple[int, int | None]:
@@ -152,7 +152,7 @@ class CacheShape:
         return sum(map(self.frame_bytes, full or [self.main]))
 
     def shard_of(self, rank: int) -> int:
-        """Return the shard of a rank. Raises ValueError if the rank does not exist."""
+        """Return a rank's shard. Raises ValueError if the rank does not exist."""
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"invalid rank {rank}: only {self.num_ranks} ranks share the cache")
         return rank // self.num_replicas
@@ -168,8 +168,8 @@ class ArenaSpec:
     path: str
     size_bytes: int
     slab_bytes: int
-    """Size of a slab, which holds frames of one size. The last slab also includes the remaining
-    bytes of the arena.
+    """Size of a slab, which holds frames of one size. The last slab also includes the arena's
+    remaining bytes.
     """
     groups: tuple[GroupShape, ...]
     """The scheduler side's KV cache groups, whose sizes take all ranks into account."""

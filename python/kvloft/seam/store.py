@@ -1,4 +1,4 @@
-"""Types of the store. At run time, the types are ``Any`` to avoid importing the extension."""
+"""Store types, which are ``Any`` at run time to avoid importing the extension."""
 
 from typing import TYPE_CHECKING, Any
 

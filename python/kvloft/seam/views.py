@@ -13,7 +13,7 @@ from kvloft.seam.ids import BlockId, ReqId
 class EmbedRows:
     """Prompt embeddings for ``num_rows`` positions starting at ``start``.
 
-    ``rows`` contains the bytes of a C-contiguous array.
+    ``rows`` holds the bytes of a C-contiguous array.
     """
 
     start: int
@@ -34,9 +34,9 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """The inputs, other than token ids, to a request's keys.
+    """The inputs to a request's keys, other than token ids.
 
-    ``embeds`` contains the positions whose input is an embedding; token ids at these positions are
+    ``embeds`` lists the positions whose input is an embedding; token ids at these positions are
     ignored. ``savable_tokens`` is the number of leading tokens that may be saved. No later request
     can match the keys of the remaining tokens.
     """
@@ -56,10 +56,10 @@ class LiveRequest(Protocol):
     @property
     def req_id(self) -> ReqId: ...
     def tokens(self) -> tuple[Sequence[int], int]:
-        """Return vLLM's list of known tokens and the length of the prompt.
+        """Return vLLM's list of known tokens and the prompt length.
 
-        A streaming session can shorten the list, and the next input of the session changes the
-        prompt length. This method is called for hundreds of requests per step.
+        A streaming session can shorten the list, and the session's next input changes the prompt
+        length. This method must be fast, because it is called for hundreds of requests per step.
         """
         ...
 
@@ -67,7 +67,7 @@ class LiveRequest(Protocol):
     def num_computed_tokens(self) -> int:
         """Return the number of tokens scheduled so far, excluding rejected draft tokens.
 
-        The number includes draft tokens of steps in flight, which may still be rejected.
+        The number includes draft tokens of in-flight steps, which may still be rejected.
         """
         ...
 
@@ -78,7 +78,7 @@ class LiveRequest(Protocol):
 
     @property
     def saves(self) -> Literal["all", "prompt"] | None:
-        """Return which tokens to save, or None if the request does not specify this."""
+        """Return which tokens to save, or None if the request does not specify."""
         ...
 
     def view(self) -> RequestView: ...
@@ -97,8 +97,8 @@ class NewRequest:
 
 
 class BoundaryState(NamedTuple):
-    """The state after ``num_tokens`` tokens, stored in ``block``. The state is complete after the
-    forward pass of this step.
+    """The state after ``num_tokens`` tokens, stored in ``block``. The state is complete after this
+    step's forward pass.
     """
 
     req_id: ReqId
@@ -111,8 +111,8 @@ class StepView(NamedTuple):
     """The decisions of one ``schedule()`` call, independent of vLLM's two output formats.
 
     ``running`` and ``num_computed_tokens`` are vLLM's own parallel lists, because copying the lists
-    in every step would be slow. ``grown`` contains the added blocks of each request whose block
-    table grew.
+    in every step would be slow. ``grown`` lists the blocks added to each request whose block table
+    grew.
     """
 
     new: Sequence[NewRequest] = ()
@@ -124,7 +124,7 @@ class StepView(NamedTuple):
     num_draft_tokens: Mapping[ReqId, int] = MappingProxyType({})
     preempted: frozenset[ReqId] = frozenset()
     tables: Callable[[ReqId], Tables | None] | None = None
-    """Returns the current block tables of a request, with null blocks in place of freed blocks.
+    """Returns a request's current block tables, with null blocks in place of freed blocks.
     None if vLLM does not free blocks of running requests.
     """
     states: Sequence[BoundaryState] = ()

@@ -17,21 +17,21 @@ from kvloft.seam.shape import COMPACT_SHARE, ArenaSpec, CacheShape, part_sizes
 from kvloft.transfer.layout import LayoutError
 
 PART_ALIGN = 4096
-"""Alignment of parts: the page size, so that direct disk I/O does not need bounce buffers."""
+"""Part alignment: the page size, so that direct disk I/O needs no bounce buffers."""
 
 
 RAW, E348 = 0, 1
-"""Encodings of a part, as stored in trailers and namespaces. Numbers must never be reused."""
+"""Part encodings, as stored in trailers and namespaces. Numbers must never be reused."""
 TABLE_ENTRY_BYTES = 8
 """Size of a table entry in an encoded part. The table has one entry per tile."""
 TILE_BYTES = 4096
-"""Maximum size of a tile, as in csrc/kv_layout.cuh. A tile never spans two pages."""
+"""Maximum tile size, as in csrc/kv_layout.cuh. A tile never spans two pages."""
 
 
 def compact_bytes_for(payload_bytes: int, encoded_bytes: int, num_tiles: int) -> int:
-    """Return the size of a part for compressed chunks, or 0 if compression saves less than 10%.
+    """Return the part size for compressed chunks, or 0 if compression saves less than 10%.
 
-    ``encoded_bytes`` is the total size of all pages in the payload that can be compressed.
+    ``encoded_bytes`` is the total size of the payload's compressible pages.
     """
     saved = int(encoded_bytes * (1 - COMPACT_SHARE))
     compact = part_bytes_for(payload_bytes - saved, num_tiles)
@@ -39,7 +39,7 @@ def compact_bytes_for(payload_bytes: int, encoded_bytes: int, num_tiles: int) ->
 
 
 def part_bytes_for(payload_bytes: int, num_tiles: int = 0) -> int:
-    """Return the size of a part: table with ``num_tiles`` entries, payload, padding and trailer."""
+    """Return the part size: a table of ``num_tiles`` entries, payload, padding and trailer."""
     table_bytes = num_tiles * TABLE_ENTRY_BYTES
     return -(-(table_bytes + payload_bytes + _core.TRAILER_BYTES) // PART_ALIGN) * PART_ALIGN
 
@@ -48,8 +48,8 @@ def part_bytes_for(payload_bytes: int, num_tiles: int = 0) -> int:
 class FrameMemory:
     """Addresses of all frames of one size, and of this rank's part in each frame.
 
-    The part has ``part_bytes`` bytes at ``part_offset`` in the frame. Frames are consecutive in a
-    slab and never span two slabs, as in `rust/core/src/io/frame.rs`.
+    The part is ``part_bytes`` long and starts at ``part_offset`` in the frame. Frames are
+    consecutive in a slab and never span two slabs, as in `rust/core/src/io/frame.rs`.
     """
 
     address: int
@@ -62,7 +62,7 @@ class FrameMemory:
     owner: object
     """Object that keeps the memory mapped."""
     is_shared: bool = False
-    """True if multiple ranks use these frames."""
+    """True if several ranks use these frames."""
     per_slab: int = field(init=False)
     """Number of frames per slab. The last slab can have more frames."""
     last_slab: int = field(init=False)
@@ -128,7 +128,7 @@ class GroupFrames:
     """The frames of one KV cache group.
 
     ``compact`` and ``compact_class`` are the window and size class for compressed chunks, if the
-    group has frames for compressed chunks.
+    group has frames for them.
     """
 
     raw: FrameWindow
@@ -142,21 +142,21 @@ def map_frames(
 ) -> list[GroupFrames]:
     """Map the arena and return the frames of each KV cache group.
 
-    Groups with frames of the same size share a window. The scheduler side determines the size of
-    parts, because it has the shapes of all ranks. Raises LayoutError if a part is smaller than a
-    group's ``payload_bytes``, and RuntimeError if the arena has been replaced.
+    Groups with equal frame sizes share a window. The scheduler side determines part sizes, because
+    it has all ranks' shapes. Raises LayoutError if a part is smaller than a group's
+    ``payload_bytes``, and RuntimeError if the arena has been replaced.
     """
     sizes = part_sizes(spec.groups)
     for group, num_bytes in zip(spec.groups, payload_bytes, strict=True):
         if group.part_bytes % PART_ALIGN or group.part_bytes < part_bytes_for(num_bytes):
             raise LayoutError(
-                f"parts of {group.part_bytes} bytes cannot hold this rank's {num_bytes} bytes per "
-                "chunk: the scheduler and the worker computed different KV cache sizes; please "
-                "report this model"
+                f"a {group.part_bytes}-byte part cannot hold this rank's {num_bytes}-byte chunks: "
+                "the scheduler and the worker computed different KV cache sizes; please report "
+                "this model"
             )
     arena = _core.Arena.open(spec.path, size_bytes=spec.size_bytes)
     if spec.id not in (0, arena.id):
-        raise RuntimeError("the host arena of this plan no longer exists; treating loads as misses")
+        raise RuntimeError("this plan's host arena no longer exists; treating loads as misses")
     raw = (ctypes.c_uint8 * arena.size_bytes).from_address(arena.address)
     arena_bytes = torch.frombuffer(raw, dtype=torch.uint8)
     windows: dict[int, FrameWindow] = {}
@@ -238,7 +238,7 @@ class Lifeline:
     """
 
     def __init__(self, path: str, inode: int) -> None:
-        """Open the pipe. Raises OSError if the engine exited or the inode of ``path`` is not
+        """Open the pipe. Raises OSError if the engine has exited or the inode of ``path`` is not
         ``inode``.
         """
         self._fd: int | None = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -23,9 +23,9 @@ class LayoutError(UnsupportedError):
 class Plane:
     """The pages of one layer, or of one head in a layer.
 
-    Page b has ``page_bytes`` bytes and starts at ``base + b * block_stride``. ``storage`` keeps the
+    Page b is ``page_bytes`` long and starts at ``base + b * block_stride``. ``storage`` keeps the
     memory alive, and ``offset`` is the byte offset of ``base`` in ``storage``. If ``is_bf16`` is
-    True, the pages contain bfloat16 values, which can be compressed.
+    True, the pages hold bfloat16 values, which can be compressed.
     """
 
     storage: torch.UntypedStorage
@@ -42,7 +42,7 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class PagedLayout:
-    """All planes in payload order. The payload of a block is the concatenation of its pages."""
+    """All planes in payload order. A block's payload is the concatenation of its pages."""
 
     planes: tuple[Plane, ...]
     num_blocks: int
@@ -86,7 +86,7 @@ def read_layout(
             inner = (tensor.dtype, tuple(tensor.shape[1:]), _dense_order(tensor), plane.page_bytes)
             digest.update(repr(inner).encode())
     if not planes:
-        raise LayoutError("the engine registered no KV tensor, so there is nothing to cache")
+        raise LayoutError("the engine registered no KV tensors, so there is nothing to cache")
     return PagedLayout(tuple(planes.values()), num_blocks, digest.digest())
 
 

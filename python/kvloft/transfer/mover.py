@@ -1,6 +1,6 @@
 """The interface of movers, which copy chunks between paged KV and frames.
 
-`cpu.CpuMover` copies synchronously. The copies of a CUDA mover can take more than one step.
+`cpu.CpuMover` copies synchronously. A CUDA mover's copies can take more than one step.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
 class Finished:
     """The results of copies that finished since the last poll.
 
-    ``bad_blocks`` contains the blocks whose load failed. ``misfits`` contains the tickets in
-    ``failed`` whose chunks did not fit into frames for compressed chunks.
+    ``bad_blocks`` holds the blocks whose load failed. ``misfits`` lists the tickets in ``failed``
+    whose chunks did not fit into frames for compressed chunks.
     """
 
     saved: list[Ticket] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Mover(Protocol):
 
     @property
     def usable_bytes(self) -> int | None:
-        """Return the number of leading arena bytes that can be written, or None if all can."""
+        """Return the number of writable bytes at the start of the arena, or None if all are."""
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
         """Make the next forward pass, which can write to ``rewritten``, wait for saves that still
@@ -53,12 +53,12 @@ class Mover(Protocol):
         """Gather chunks after the current forward pass, before a later one overwrites them (I2)."""
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
-        """Verify and scatter chunks. Their blocks belong to requests that wait for the load."""
+        """Verify and scatter chunks into blocks of requests that are waiting for the load."""
 
     def poll(self) -> Finished: ...
 
     def drain(self) -> Finished:
-        """Wait for all copies in flight and return the results. Used before sleep and shutdown."""
+        """Wait for all in-flight copies and return the results. Used before sleep and shutdown."""
 
     def close(self) -> None:
-        """Wait for all copies in flight and release all resources."""
+        """Wait for all in-flight copies and release all resources."""

@@ -23,7 +23,7 @@ MakeMover = Callable[[Sequence[PagedLayout], Sequence[GroupFrames]], Mover]
 
 @dataclass(frozen=True, slots=True)
 class MoverSettings:
-    """The settings of the mover (see `kvloft.config.table`) and properties of the engine."""
+    """Mover settings (see `kvloft.config.table`) and engine properties."""
 
     gpu_copies: Literal["kernels", "torch"] = "kernels"
     staging_bytes: int = 80 << 20
@@ -38,7 +38,7 @@ def choose_mover(
 ) -> Callable[[Sequence[GroupFrames]], Mover]:
     """Return a function that creates the mover. ``layouts`` has one entry per KV cache group.
 
-    ``blocks_per_chunk`` contains the number of blocks per frame for each group. Raises
+    ``blocks_per_chunk`` lists the number of blocks per frame for each group. Raises
     UnsupportedError if the device is unsupported or the kernels are unavailable.
     """
     device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
@@ -46,13 +46,13 @@ def choose_mover(
         return partial(CpuMover, layouts)
     if device.type != "cuda":
         raise UnsupportedError(
-            f"kvloft only supports KV on CPUs and CUDA GPUs, not on {device.type!r} devices; run "
+            f"kvloft supports only KV on CPUs and CUDA GPUs, not on {device.type!r} devices; run "
             "this engine without kvloft"
         )
     if settings.gpu_copies == "torch":
         logger.warning(
-            "kvloft: copies are slow with gpu_copies=torch, because pages are copied one by one "
-            "and each step waits for all copies"
+            "kvloft: gpu_copies=torch is slow: it copies pages one at a time, and each step waits "
+            "for all copies"
         )
         return partial(CpuMover, layouts)
     from kvloft.transfer.cuda.mover import prepare
@@ -61,5 +61,5 @@ def choose_mover(
         return prepare(layouts, blocks_per_chunk, settings)
     except (UnsupportedError, RuntimeError, ValueError) as error:
         raise UnsupportedError(
-            f'{error}. To use slow copies instead, set gpu_copies="torch"'
+            f'{error}. To fall back to slow copies, set gpu_copies="torch"'
         ) from error

@@ -1,4 +1,4 @@
-"""WorkerCore submits the plan of each step to a mover and reports the results.
+"""WorkerCore submits each step's plan to a mover and reports the results.
 
 The connector calls `begin` with a StepPlan, then `run_loads` and `run_saves`, and then takes the
 report. `run_loads` and `run_saves` are idempotent within a step, because different vLLM releases
@@ -27,7 +27,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ALL_BYTES = (1 << 63) - 1
-"""Reported if the entire arena is usable. Exceeds the size of any arena."""
+"""Reported if the entire arena is usable. Larger than any arena."""
 RELEASE_S = 0.02
 """Maximum delay of a step while the previous arena is released. Small arenas take less time."""
 
@@ -38,7 +38,7 @@ def _locked(
     """Hold the worker's lock during ``method``."""
 
     @wraps(method)
-    def call(self: WorkerCore, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: WorkerCore, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._lock:
             return method(self, *args, **kwargs)
 
@@ -72,7 +72,7 @@ class WorkerCore:
         self._is_asleep = self._is_stopped = False
         self._plan = StepPlan()
         self._arena: ArenaSpec | None = None
-        """The arena of the most recent plan that specified one. There may be no mover for it."""
+        """The most recent arena specified by a plan. It may have no mover."""
         self._lifeline: Lifeline | None = None
         """Open while the mover can write to a server's frames."""
         self._watch: ArenaWatch | None = None
@@ -83,7 +83,7 @@ class WorkerCore:
         self._pending = Finished()
         self._num_announced = 0
         self._lost: set[int] = set()
-        """IDs of loads whose plans contain lost blocks."""
+        """IDs of loads whose plans have lost blocks."""
         self.failed_loads: set[ReqId] = set()
         """Requests with an incomplete load in the last result of `take_finished_loads`."""
         self._totals = Finished()
@@ -114,8 +114,8 @@ class WorkerCore:
 
     @_locked
     def begin(self, plan: StepPlan) -> None:
-        """Begin a step before its forward pass. Saves of the previous plan that were never started
-        are reported as failed.
+        """Begin a step before its forward pass. Report saves of the previous plan that never
+        started as failed.
         """
         if not self._saves_run:
             self._fail_saves()
@@ -131,10 +131,10 @@ class WorkerCore:
                 mover.begin_step(plan.rewritten, has_loads=bool(plan.loads))
 
     def _enter_arena(self, new: ArenaSpec) -> None:
-        """Wait for copies in flight, then switch to the frames of ``new``.
+        """Wait for in-flight copies, then switch to the frames of ``new``.
 
-        After a reconnect, ``new`` can be the same memory with a new lifeline. In this case, the
-        mover and the registered memory are kept.
+        After a reconnect, ``new`` can be the same memory with a new lifeline. In this case, keep
+        the mover and the registered memory.
         """
         self.drain()
         if not new.is_same_memory(self._arena) or not self._could_be_made:
@@ -216,8 +216,8 @@ class WorkerCore:
 
     @_locked
     def take_report(self) -> StepReport | None:
-        """Return new results and the number of the step. Loads that `take_finished_loads` has not
-        returned yet are excluded.
+        """Return new results and the prompt step number, or None if there is nothing to report.
+        Exclude loads that `take_finished_loads` has not returned yet.
         """
         self._collect()
         done = self._pending
@@ -248,19 +248,19 @@ class WorkerCore:
 
     @_locked
     def take_totals(self) -> Finished:
-        """Return the number of bytes copied and the copy time since the last call."""
+        """Return the bytes copied and the copy time since the last call."""
         totals, self._totals = self._totals, Finished()
         return totals
 
     @_locked
     def drain(self) -> None:
-        """Wait for copies in flight. The results are reported as usual."""
+        """Wait for in-flight copies. The results are reported as usual."""
         if self._mover is not None:
             self._note(self._mover.drain())
 
     @_locked
     def suspend(self) -> None:
-        """Wait for copies in flight, then fail all copies until `resume` is called. Idempotent."""
+        """Wait for in-flight copies, then fail all copies until `resume` is called. Idempotent."""
         if not self._is_asleep:
             self.drain()
             self._is_asleep = True
@@ -272,17 +272,17 @@ class WorkerCore:
 
     @_locked
     def stop(self, reason: str) -> None:
-        """Wait for copies in flight, then fail all later saves and loads."""
+        """Wait for in-flight copies, then fail all later saves and loads."""
         if self._is_stopped:
             return
-        logger.error("kvloft: this worker stops copying KV; caching is disabled: %s", reason)
+        logger.error("kvloft: this worker stopped copying KV; caching is disabled: %s", reason)
         self._is_stopped = True
         self.drain()
         self._release_arena()
 
     def shutdown(self) -> None:
-        """Wait for copies in flight, and unmap the arena. No frame is written until a later plan
-        contains an arena.
+        """Wait for in-flight copies and unmap the arena. Write no frame until a later plan
+        specifies an arena.
         """
         with self._lock:
             watch = self._watch

@@ -1,8 +1,8 @@
-//! Measures the cost of the socket: `cargo bench -p kvloft-wire`.
+//! Measures the socket's overhead: `cargo bench -p kvloft-wire`.
 //!
-//! Compares a lookup and a lease of a stored prompt of 131,072 tokens over the socket with the same
-//! calls to a store in this process. Calls alternate between prompts, so that no key is in the
-//! connection's prefix cache.
+//! Compares a lookup and a lease of a stored 131,072-token prompt over the socket with the same
+//! calls to an in-process store. Calls alternate between prompts, so that the connection's prefix
+//! cache never helps.
 #![expect(clippy::print_stdout, reason = "benchmarks print their results")]
 
 use std::hint::black_box;
@@ -19,7 +19,7 @@ const PROMPT_TOKENS: u32 = 131_072;
 const NUM_PROMPTS: u32 = 16;
 const NUM_ROUNDS: u32 = 100;
 const FRAME_BYTES: u64 = 4096;
-/// Targets for the median and the 99th percentile of a lookup and a lease, in microseconds.
+/// Median and 99th percentile targets for a lookup and a lease, in microseconds.
 const TARGETS_US: (u128, u128) = (150, 400);
 
 /// Returns a prompt with one token per block. A key's size does not depend on the block size.

@@ -1,9 +1,9 @@
-//! Shares a store between engines over a Unix socket. Contains the protocol, the server that owns
-//! the store, and the client, which implements `Session`.
+//! Shares a store between engines over a Unix socket: the protocol, the server that owns the store,
+//! and the client, which implements `Session`.
 //!
-//! Only keys and numbers cross the socket. KV bytes never do: workers map the arena, and its
+//! Only keys and numbers cross the socket, never KV bytes: workers map the arena, and the arena's
 //! descriptor arrives with the first response. This crate is independent of Python, vLLM and the
-//! layout of KV.
+//! KV layout.
 
 mod client;
 pub mod protocol;

@@ -1,7 +1,7 @@
 //! Helpers for Unix sockets: peer credentials, waiting with a deadline, buffers and descriptor
 //! passing.
 //!
-//! The content of messages is opaque to this module.
+//! Message contents are opaque to this module.
 
 use std::io::{self, ErrorKind as IoKind, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -21,8 +21,8 @@ use rustix::net::{
 
 use crate::protocol::codec::LENGTH_BYTES;
 
-/// Requested size of a socket's buffers, which is large enough for the keys of a long prefix. The
-/// kernel might grant less.
+/// Requested socket buffer size, large enough for a long prefix's keys. The kernel might grant
+/// less.
 const BUFFER_BYTES: usize = 1 << 20;
 /// Minimum free space in a [`ReceiveBuffer`] before each read, in bytes.
 const READ_BYTES: usize = 64 << 10;
@@ -36,8 +36,8 @@ const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 /// How long to poll before sleeping. Waking a thread takes longer than most responses.
 pub(crate) const SPIN_TIME: Duration = Duration::from_micros(100);
 
-/// Returns the user id and process id of the peer. The process id is 0 if the peer is in a
-/// different PID namespace.
+/// Returns the peer's user id and process id. The process id is 0 if the peer is in a different
+/// PID namespace.
 pub(crate) fn peer_credentials(stream: &UnixStream) -> io::Result<(u32, u32)> {
     let peer = nix::sys::socket::getsockopt(stream, nix::sys::socket::sockopt::PeerCredentials)?;
     Ok((peer.uid(), u32::try_from(peer.pid()).unwrap_or(0)))
@@ -62,7 +62,7 @@ pub(crate) fn connect(path: &Path, deadline: Instant) -> io::Result<UnixStream> 
     }
 }
 
-/// Enlarges the buffers of a socket, up to the kernel's limit.
+/// Enlarges a socket's buffers, up to the kernel's limit.
 pub(crate) fn enlarge_buffers(stream: &UnixStream) {
     let _best_effort = rustix::net::sockopt::set_socket_send_buffer_size(stream, BUFFER_BYTES);
     let _best_effort = rustix::net::sockopt::set_socket_recv_buffer_size(stream, BUFFER_BYTES);
@@ -125,7 +125,7 @@ pub(crate) fn send_with_fds(
 #[derive(Debug, Default)]
 pub(crate) struct SendBuffer {
     bytes: Vec<u8>,
-    /// Number of bytes at the front that have been sent.
+    /// Number of bytes at the front that are already sent.
     num_sent: usize,
 }
 

@@ -15,7 +15,7 @@ pub(crate) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<
     thread.spawn(work).map_err(|error| Error::io("cannot start a kvloft thread", error))
 }
 
-/// A lock that is acquired with a deadline. The guard can be moved to another thread.
+/// A lock acquired with a deadline. The guard can be moved to another thread.
 #[derive(Debug, Default)]
 pub(crate) struct TimedLock {
     is_locked: Mutex<bool>,

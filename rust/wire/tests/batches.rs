@@ -98,7 +98,7 @@ impl Asked {
         each.chain(none).collect()
     }
 
-    /// Reserves the part's chunks with one call for each independent chunk.
+    /// Reserves the part's chunks, with one call per independent chunk.
     fn reserve_one_by_one(&self, session: &dyn Session) -> (Vec<Reservation>, u32) {
         if !self.is_independent {
             return session.reserve(self.prefixes()[0], self.units.clone()).expect("in range");

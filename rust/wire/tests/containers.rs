@@ -1,5 +1,5 @@
-//! Tests a server and an engine in different PID namespaces, as in containers that share the
-//! socket's directory.
+//! Tests a server and an engine in different PID namespaces, as in containers that share the socket
+//! directory.
 
 mod common;
 

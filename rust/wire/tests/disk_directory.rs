@@ -46,7 +46,7 @@ fn second_server_reports_a_used_disk_and_claims_it_later() {
     });
     assert!(!is_unused(&second));
     told.extend(second.take_events());
-    let used = format!("using the disk {}", dir.path().join("disk").display());
+    let used = format!("disk tier: now using {}", dir.path().join("disk").display());
     assert_eq!(told.iter().filter(|event| **event == used).count(), 1, "{told:?}");
     until("its chunks are on disk", || {
         engine.flush(LONG);

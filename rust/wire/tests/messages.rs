@@ -195,7 +195,7 @@ fn status(parts: &Parts) -> Status {
     }
 }
 
-/// Checks the length of a message and returns the rest.
+/// Checks a message's length and returns the rest.
 fn body(bytes: &[u8]) -> &[u8] {
     let (length, body) = bytes.split_first_chunk::<LENGTH_BYTES>().expect("a length");
     assert_eq!(u32::from_le_bytes(*length) as usize, body.len());

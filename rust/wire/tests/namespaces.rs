@@ -21,7 +21,7 @@ use kvloft_wire::{
     Client, ClientConfig, MAX_NAMESPACES, NamespaceStatus, Server, ServerConfig, clear, status,
 };
 
-/// Returns a client of namespace `nth` with frames of `pages` pages.
+/// Returns a client in namespace `nth` whose frames have `pages` pages.
 fn engine(dir: &std::path::Path, nth: u8, pages: u64) -> Client {
     let config = ClientConfig {
         namespace: [nth; 32],
@@ -116,7 +116,7 @@ fn namespaces_share_memory_but_no_chunks() {
 /// the server still works.
 #[test]
 fn memory_is_bound_to_numa_nodes_or_the_failure_is_logged() {
-    let default = "the kernel chooses the NUMA nodes";
+    let default = "leaving NUMA placement to the kernel";
     for (numa, said) in
         [(vec![0, 63], default), (vec![0, 0], "on NUMA nodes 0, 0"), (vec![0], "on NUMA node 0")]
     {
@@ -161,7 +161,7 @@ fn shares_are_applied_and_invalid_ones_are_refused() {
                 .expect_err("wrong");
         assert!(
             error.kind() == ErrorKind::InvalidConfig
-                && error.to_string().contains("at most 100 in total"),
+                && error.to_string().contains("add up to at most 100"),
             "{error}"
         );
     }
@@ -410,7 +410,7 @@ fn namespace_idle_longest_is_closed_at_the_limit() {
         left.len() == 3 && left[0].contains("disconnected from namespace 2828282828282828 after "),
         "{left:?}"
     );
-    assert!(left[0].ends_with(" s; it saved 1 chunk (4 KiB)"), "{left:?}");
+    assert!(left[0].ends_with(" s; saved 1 chunk (4 KiB)"), "{left:?}");
 }
 
 #[test]
@@ -479,7 +479,7 @@ fn idle_namespace_stays_open_until_its_clear_is_on_disk() {
     let one = engine(dir.path(), 1, 1);
     one.clear();
     let error = kvloft_wire::clear(&socket(dir.path()), "01", LONG).expect_err("not cleared yet");
-    assert!(error.to_string().contains("a restart might find them again"), "{error}");
+    assert!(error.to_string().contains("a restart could bring them back"), "{error}");
     one.close(Duration::ZERO);
     until("gone", || server.status().engines().count() == 0);
     // a namespace without memory stays open while its disk is being cleared

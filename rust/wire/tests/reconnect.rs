@@ -198,8 +198,8 @@ fn stopped_server_costs_one_deadline() {
     assert!(first >= Duration::from_millis(200) && all < LONG, "{first:?}, then {all:?}");
     assert_eq!(num_late(&engine), Some(num_late_before + 2));
     let is_late = |event: &str| {
-        event.contains("got no response from the kvloft server at")
-            && event.contains("(server_timeout = 200ms)")
+        event.contains(" to the kvloft server at")
+            && event.contains(" timed out (server_timeout = 200ms)")
     };
     let num_logged = engine.take_events().iter().filter(|event| is_late(event)).count();
     assert_eq!(num_logged, 1, "the first missed call must be logged immediately");
@@ -220,7 +220,7 @@ fn stopped_server_costs_one_deadline() {
     child.wait().expect("the child has exited");
 }
 
-/// A stopped server does not accept connections, and its queue of connections may be full.
+/// A stopped server does not accept connections, and its connection queue may be full.
 #[test]
 fn commands_time_out_if_a_stopped_servers_queue_is_full() {
     let dir = tempfile::tempdir().expect("a directory");

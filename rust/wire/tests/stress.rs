@@ -17,7 +17,7 @@ use kvloft_core::store::{Limits, Prefix, Quota, TenantLimits};
 use kvloft_testing::one_prefix::SessionExt;
 use kvloft_wire::{Client, ClientConfig, Server, ServerConfig};
 
-/// Number of pages in a chunk of each model. A slab has four pages.
+/// Number of pages in each model's chunks. A slab has four pages.
 const PAGES: [u64; 3] = [1, 2, 4];
 const NUM_SLABS: u32 = 16;
 const SALTS: [Option<&str>; 3] = [None, Some("pepper"), Some("thyme")];
@@ -64,7 +64,7 @@ fn content(nth: usize, key: &[u8; 32]) -> Vec<u8> {
     key.repeat(usize::try_from(PAGES[nth] * FRAME / 32).expect("small"))
 }
 
-/// Saves a prompt with each chunk's key as its content, and returns the number of committed chunks.
+/// Saves a prompt whose chunks hold their own keys, and returns the number of committed chunks.
 fn save(engine: &Client, memory: &File, nth: usize, chain: &KeyChain) -> u32 {
     let num_blocks = u32::try_from(chain.keys().len()).expect("few");
     let (rows, _) = engine.reserve(Prefix::from(chain), 0..num_blocks).expect("in range");

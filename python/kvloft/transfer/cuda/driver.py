@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 NOT_READY: Final = 600
-"""CUDA_ERROR_NOT_READY, which is a normal result of a query."""
+"""CUDA_ERROR_NOT_READY, a normal result of a query."""
 _HOST, _DEVICE = 1, 2
 _BATCH_ATTRIBUTES, _BATCH_FIRST = (c_int * 6)(1), c_size_t(0)
 """CUmemcpyAttributes of a batch: sources are read in stream order; no hints or flags are set."""
@@ -57,13 +57,13 @@ def _library() -> Any:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise CudaError(f"the CUDA driver cannot be loaded: {error}") from error
+        raise CudaError(f"cannot load the CUDA driver: {error}") from error
 
 
 class _Driver:
-    """The driver's functions, which are resolved on first use.
+    """The driver's functions, resolved on first use.
 
-    The functions release the GIL and raise CudaError if the call fails.
+    The functions release the GIL and raise CudaError on failure.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -141,9 +141,9 @@ class Stream:
     ) -> None:
         """Copy equally spaced rows with one copy-engine command.
 
-        The fields of CUDA_MEMCPY2D are source, destination, row size and number of rows. The source
-        and the destination each have the fields x, y, memory type, host address, device address,
-        array and pitch.
+        CUDA_MEMCPY2D's fields are source, destination, row size and number of rows. The source and
+        the destination each have the fields x, y, memory type, host address, device address, array
+        and pitch.
         """
         sides = (0, 0, _HOST, host, 0, 0, host_pitch), (0, 0, _DEVICE, 0, device, 0, device_pitch)
         source, to = sides[::-1] if to_host else sides
@@ -157,8 +157,8 @@ class Stream:
 
         The copies run in any order. With a separate command for each copy of a few MiB, the link
         would be idle between commands, and the stream's queue would fill up, which blocks the host.
-        With drivers older than CUDA 12.8, which do not support batches, this function queues
-        separate copies (`cuMemcpyAsync` infers the direction).
+        Drivers older than CUDA 12.8 do not support batches, so this function queues separate copies
+        (`cuMemcpyAsync` infers the direction).
         """
         if not hasattr(_library(), "cuMemcpyBatchAsync"):
             for each in zip(to, source, num_bytes, strict=True):
@@ -248,7 +248,7 @@ def host_register(address: int, num_bytes: int) -> None:
 
 
 def host_unregister(address: int) -> None:
-    """Unregister the memory that was registered at ``address``."""
+    """Unregister the memory registered at ``address``."""
     _cu.cuMemHostUnregister(address)
 
 

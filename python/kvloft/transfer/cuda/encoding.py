@@ -1,4 +1,4 @@
-"""Computes the sizes of encoded parts, and determines whether a layout can be encoded.
+"""Computes encoded part sizes, and determines if a layout can be encoded.
 
 docs/design/compression.md describes the e348 format, and csrc/e348.cu contains its kernels. Encoded
 sizes vary, so the copy engine copies a constant number of bytes per part (its width), and kernels
@@ -17,11 +17,11 @@ from kvloft.transfer.frames import TABLE_ENTRY_BYTES, TILE_BYTES, FrameMemory
 from kvloft.transfer.layout import PagedLayout
 
 SHARE: Final = 0.70
-"""Number of bytes that the copy engine copies, as a fraction of the size of the bf16 pages. This is
-enough for 99.75% of real KV.
+"""Number of bytes that the copy engine copies, as a fraction of the bf16 pages' size. Enough for
+99.75% of real KV.
 """
 MAX_PART_BYTES: Final = 1 << 28
-"""Maximum size of an encoded part. A table entry has a 24-bit offset in units of 16 bytes."""
+"""Maximum encoded part size: a table entry has a 24-bit offset in units of 16 bytes."""
 _MIN_PAGE_BYTES: Final = 1024
 """Minimum page size for which encoding saves space."""
 
@@ -31,7 +31,7 @@ def _tiles_per_block(layout: PagedLayout) -> int:
 
 
 def _saved_bytes(layout: PagedLayout) -> int:
-    """Return the number of bytes that encoding saves per block, ignoring the size of the table."""
+    """Return the number of bytes that encoding saves per block, ignoring the table size."""
     sizes = (plane.page_bytes for plane in layout.planes if plane.is_bf16)
     return int(sum(size for size in sizes if size >= _MIN_PAGE_BYTES) * (1 - SHARE))
 
@@ -73,14 +73,14 @@ class PartEncoding:
         """Return the sizes for ``layout``.
 
         With ``everything``, the copy engine copies as many bytes as the largest possible encoded
-        part has. This is required for loads from frames that are not registered yet.
+        part has. Loads from unregistered frames require this.
         """
         saved = 0 if everything else _saved_bytes(layout)
         block_width = layout.block_bytes - saved + TABLE_ENTRY_BYTES * _tiles_per_block(layout)
         return cls(None if everything else frames, frames.part_capacity, block_width)
 
     def width(self, num_blocks: int) -> int:
-        """Return the number of bytes that the copy engine copies for a part of this many blocks."""
+        """Return the number of bytes that the copy engine copies for ``num_blocks`` blocks."""
         return min(self.capacity, (num_blocks * self.block_width + 16 + 63) // 64 * 64)
 
     def parts(

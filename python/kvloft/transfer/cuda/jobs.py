@@ -1,4 +1,4 @@
-"""Tracks CudaMover's loads and jobs in progress, and computes the sizes of the first pieces."""
+"""Tracks CudaMover's in-progress loads and jobs, and computes the sizes of the first pieces."""
 
 import math
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ of the previous piece.
 """
 LINK_BYTES_PER_US = 55_000.0
 LAST_PIECE_DIVISOR = 4
-"""The last piece of a load is smaller than other pieces by this factor, because the link is idle
+"""A load's last piece is smaller than its other pieces by this factor, because the link is idle
 while the last piece is scattered.
 """
 SORTED_PIECES = 4
-"""Number of consecutive pieces of a load whose chunks are sorted together."""
+"""Number of consecutive pieces in a load whose chunks are sorted together."""
 
 
 def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ class Mark:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """A LoadPlan in progress. ``num_missing`` is the number of chunks without a result."""
+    """An in-progress LoadPlan. ``num_missing`` is the number of chunks without a result."""
 
     plan: LoadPlan
     num_missing: int
@@ -68,7 +68,7 @@ class Load:
 
 
 class WaitingSave(NamedTuple):
-    """Chunks of a job that is not prepared yet.
+    """Chunks of an unprepared job.
 
     ``max_pieces`` is an upper bound on the job's number of pieces. ``number`` is the number of jobs
     queued before it since startup.
@@ -129,12 +129,12 @@ class Job:
     pieces.
 
     Attributes:
-        tags: the sum that the kernels have computed so far for each chunk.
-        record_units: the size of the encoded records of each chunk, in units of 16 bytes.
+        tags: each chunk's sum so far, as computed by the kernels.
+        record_units: the size of each chunk's encoded records, in units of 16 bytes.
         after: the mark that the copies wait for. None once the last piece has been submitted.
         owners: for loads, each load and its number of chunks, in the order of ``chunks``.
         wanted_tags: for loads, the tags in the trailers.
-        problems: for loads, the reason why a chunk failed verification, by index in ``chunks``.
+        problems: for loads, why a chunk failed verification, by index in ``chunks``.
     """
 
     kind: int

@@ -1,8 +1,8 @@
 """Compiles the kernels in csrc, and defines their launch parameters and the tile table.
 
-NVRTC compiles the kernels for the device at each start, which takes about a second. They are not
-cached on disk, where they could be damaged or replaced. Compilation does not require nvcc, torch's
-C++ ABI or a GPU. The launch parameters mirror kv_layout.cuh.
+NVRTC compiles the kernels for the device at each start, which takes about a second. The cubins are
+not cached on disk, where they could be damaged or replaced. Compilation does not require nvcc,
+torch's C++ ABI or a GPU. The launch parameters mirror kv_layout.cuh.
 """
 
 import ctypes
@@ -68,7 +68,7 @@ def compile_kernels(
     """Return the cubin of ``family`` for ``arch``, for example "sm_90".
 
     Args:
-        vec_bytes: width of memory accesses in the kernels.
+        vec_bytes: the width of the kernels' memory accesses.
         macros: preprocessor macros for benchmarks that omit parts of the kernels.
 
     Raises KernelError with the compiler's log.
@@ -77,7 +77,7 @@ def compile_kernels(
         from cuda.core import Program, ProgramOptions
     except ImportError as error:
         raise KernelError(
-            "kvloft compiles GPU kernels with NVRTC, and a required package is missing "
+            "kvloft compiles GPU kernels with NVRTC, but a required package is missing "
             f"({error}); run: "
             "pip install 'kvloft[cu13]', or kvloft[cu12] if torch was built for CUDA 12"
         ) from error
@@ -90,9 +90,7 @@ def compile_kernels(
         return bytes(program.compile("cubin").code)
     # cuda.core raises various exceptions if NVRTC is missing, arch is invalid or compilation fails.
     except Exception as error:
-        raise KernelError(
-            f"kvloft's GPU kernels could not be compiled for {arch}: {error}"
-        ) from error
+        raise KernelError(f"could not compile kvloft's GPU kernels for {arch}: {error}") from error
 
 
 TILE: Final = np.dtype(
@@ -125,7 +123,7 @@ def _fields_of(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
 
 
 class PieceParams(ctypes.Structure):
-    """The parameters of a kernel launch. kv_layout.cuh documents the fields."""
+    """Kernel launch parameters. kv_layout.cuh documents the fields."""
 
     _fields_ = (
         *_fields_of(ctypes.c_uint64, "tiles sums num_done tags_out block_bytes base"),
@@ -142,7 +140,7 @@ assert ctypes.sizeof(PieceParams) == 88 + (24 + 16) * MAX_SEGMENTS + 4 * MAX_BLO
 
 
 def vec_bytes_of(layout: PagedLayout) -> int:
-    """Return the width in bytes of the widest access that the page addresses and strides allow.
+    """Return the widest access, in bytes, that the page addresses and strides allow.
 
     Frames are page-aligned, so they do not limit the width.
     """
@@ -153,9 +151,9 @@ def vec_bytes_of(layout: PagedLayout) -> int:
 
 
 def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
-    """Return the tiles of a block in payload order.
+    """Return a block's tiles in payload order.
 
-    Raises UnsupportedError if the size of a block is 4 GiB or more.
+    Raises UnsupportedError if a block is 4 GiB or larger.
     """
     if layout.block_bytes >= 1 << 32:
         raise UnsupportedError(
@@ -177,7 +175,7 @@ def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
 class BlockTiles:
     """Sizes for splitting chunks at tile boundaries.
 
-    ``tile_offsets`` are the payload offsets of a block's tiles.
+    ``tile_offsets`` holds the payload offsets of a block's tiles.
     """
 
     block_bytes: int
@@ -199,7 +197,7 @@ class Kernels:
     """The compiled kernels and the tile table for one layout. Launches do not allocate memory.
 
     The tile table is in host memory, because vLLM can create this object inside the memory pool
-    whose contents sleep mode discards. Lanes copy the table to the device.
+    that sleep mode discards. Lanes copy the table to the device.
     """
 
     def __init__(

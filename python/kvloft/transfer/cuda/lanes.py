@@ -1,7 +1,7 @@
-"""A lane manages the staging slots and streams of one direction, and orders kernels and copies.
+"""A lane manages one direction's staging slots and streams, and orders kernels and copies.
 
-A kernel and the copy engine work on different slots at the same time. All work is queued on the
-GPU; only `stop` and `close` block the host. A lane does not interpret tags.
+A kernel and the copy engine work on different slots concurrently. All work is queued on the GPU;
+only `stop` and `close` block the host. A lane does not interpret tags.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvloft.transfer.frames import FrameMemory
 MAX_PIECES: Final = 256
 """Maximum number of pieces per direction that are queued or on the GPU.
 
-With slots of 20 MiB, 256 pieces keep a PCIe Gen5 link busy for about 95 ms.
+With 20 MiB slots, 256 pieces keep a PCIe Gen5 link busy for about 95 ms.
 """
 
 FEW_RUNS: Final = 2
@@ -52,16 +52,16 @@ _ALIGN: Final = 4096
 class Tuning:
     """The number and size of staging slots, and the number of CTAs per kernel.
 
-    All pieces pass through a staging slot. With pages of 4 KiB to 2 MiB, copies reach 98% of the
-    bandwidth of a single large copy (benches/results). In measurements, kernels that access frames
+    Every piece passes through a staging slot. With pages of 4 KiB to 2 MiB, copies reach 98% of a
+    single large copy's bandwidth (benches/results). In measurements, kernels that access frames
     directly were never faster than staging.
     """
 
     num_slots: int = 2
     slot_bytes: int = 40 << 20
-    """Size of a slot. An engine kernel that fills the GPU delays the next gather, so the slots of a
-    direction must keep the link busy until this kernel is done. An 8192^3 matmul takes 1.4 to
-    1.6 ms, and copying 80 MiB takes 1.5 ms.
+    """Slot size. An engine kernel that fills the GPU delays the next gather, so a direction's slots
+    must keep the link busy until that kernel is done. An 8192^3 matmul takes 1.4 to 1.6 ms, and
+    copying 80 MiB takes 1.5 ms.
     """
     num_ctas: int = 66
     """Number of CTAs per kernel. The default is half the number of SMs on an H200, which leaves the
@@ -84,7 +84,7 @@ class Tuning:
         slot_bytes = staging_bytes // cls().num_slots // _ALIGN * _ALIGN
         if slot_bytes < MIN_SLOT_BYTES:
             raise ValueError(
-                f"{staging_bytes} bytes are not enough for staging slots; use at least "
+                f"{staging_bytes} bytes is too little for the staging slots; use at least "
                 f"{cls().num_slots * MIN_SLOT_BYTES} bytes"
             )
         return slot_bytes
@@ -92,8 +92,8 @@ class Tuning:
     def fitted(self, chunk_bytes: int, least: int = 0) -> Tuning:
         """Return a tuning whose slots hold a whole number of chunks and at least ``least`` bytes.
 
-        Slots that are not full increase the idle time of the link. Returns this tuning if a chunk
-        is larger than a slot.
+        Partly filled slots increase the link's idle time. Returns this tuning if a chunk is larger
+        than a slot.
         """
         if chunk_bytes > self.slot_bytes:
             return self
@@ -116,9 +116,9 @@ class Tuning:
 class _Slot:
     """Device memory for one piece at a time. The slot is free after the event ``freed``.
 
-    Each slot has a separate stream for copies. A copy engine serves a stream as long as this stream
-    has a copy that can start. The next copy of a slot cannot start before the slot's kernel is
-    done, so copies on other streams wait for at most one copy per slot.
+    Each slot has a separate stream for copies. A copy engine keeps serving a stream that has a copy
+    ready to start. A slot's next copy cannot start before the slot's kernel is done, so copies on
+    other streams wait for at most one copy per slot.
     """
 
     address: int
@@ -131,17 +131,17 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A submitted piece. The source is no longer used after the event ``read``. The copy and
+    """A submitted piece. The source is no longer read after the event ``read``. The copy and
     ``tags`` are complete after the event ``done``.
     """
 
     read: driver.Event
     done: driver.Event
     tags: npt.NDArray[np.uint64]
-    """The sum of each segment. The shape is [MAX_SEGMENTS]."""
+    """The sum of each segment, with shape [MAX_SEGMENTS]."""
     record_units: npt.NDArray[np.uint64]
-    """For saves that encode, the total size of the records in each segment, in units of 16 bytes.
-    The shape is [MAX_SEGMENTS].
+    """For saves that encode, each segment's total record size in units of 16 bytes, with shape
+    [MAX_SEGMENTS].
     """
     tags_address: int
 
@@ -162,7 +162,7 @@ class Lane:
     ) -> None:
         """Allocate the slots, which all ``kinds`` of pages share.
 
-        ``frames`` contains the frames for each of ``kinds``.
+        ``frames`` has one entry per kind.
         """
         device, slot_bytes = kinds[0].device, tuning.slot_bytes
         self._to_host, self._frames = to_host, frames
@@ -173,7 +173,7 @@ class Lane:
             4 * tuning.num_ctas if kernels.encodes else tuning.num_ctas for kernels in kinds
         ]
         self._functions = [kernels.gather if to_host else kernels.scatter for kernels in kinds]
-        # Zero the memory, so that a bug in copies cannot expose the data of another process.
+        # Zero the memory, so that a bug in copies cannot expose another process's data.
         self._staging = torch.zeros(
             tuning.num_slots * slot_bytes + _ALIGN, dtype=torch.uint8, device=device
         )
@@ -303,8 +303,8 @@ class Lane:
 
 
 class _Params:
-    """The launch parameters of a slot. All launches for the slot share these parameters, because
-    the driver copies them before the launch call returns.
+    """A slot's launch parameters. All launches for the slot share these parameters, because the
+    driver copies them before the launch call returns.
     """
 
     def __init__(self, kernels: Kernels, tiles: torch.Tensor, part_capacity: int) -> None:
@@ -327,8 +327,8 @@ class _Params:
         self._address = ctypes.addressof(self._pointers)
         self._segments = np.frombuffer(self._params.segments, dtype=SEGMENT)
         self._written: npt.NDArray[Any] | None = None
-        """The segments that were last written to ``_segments``. Full pieces share this array, so it
-        must not be modified.
+        """The segments last written to ``_segments``. Full pieces share this array, so it must not
+        be modified.
         """
         self._block_ids = np.frombuffer(self._params.block_ids, dtype=np.int32)
         self._parts = np.frombuffer(self._params.parts, dtype=PART)

@@ -74,7 +74,7 @@ class Loads(Direction[WaitingLoad]):
             if piece is job.pieces[0]:
                 started.append(job)
         for job in started:
-            # Reading trailers is slow, so read them while the pieces are transferred.
+            # Reading trailers is slow, so overlap the reads with the transfers.
             job.wanted_tags, job.problems = self._shared.trailers_of(job).read(
                 job.table.frames, job.table.keys, job.table.num_blocks
             )
@@ -153,7 +153,7 @@ class Loads(Direction[WaitingLoad]):
             logger.warning(
                 "kvloft: %d of a request's chunks could not be loaded and %s (%s)",
                 len(load.bad),
-                "is a miss" if len(load.bad) == 1 else "are misses",
+                "was treated as a miss" if len(load.bad) == 1 else "were treated as misses",
                 load.bad[0][1],
             )
         if everything_bad:

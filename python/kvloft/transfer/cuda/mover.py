@@ -45,7 +45,7 @@ from kvloft.transfer.movers import MoverSettings
 logger = logging.getLogger(__name__)
 
 FIRST_KIND: Final = MappingProxyType({(0, 0): 0})
-"""Default value of ``kind_of`` for one KV cache group and one frame size."""
+"""Default ``kind_of``, for one KV cache group and one frame size."""
 SLOTS_AHEAD = 8
 """Maximum amount of data on the GPU per direction, in slots. 8 slots of 40 MiB keep the link busy
 for 6 ms, and a submitter can wait up to 5 ms for the GIL. With 3 slots, loads took 4 to 6% longer.
@@ -178,13 +178,13 @@ class CudaMover:
         self.save_lane.close()
         self.load_lane.close()
         self._shared.registered.close()
-        # Without a reference cycle, the arena is unmapped as soon as the mover is deleted.
+        # Break the reference cycle, so that deleting the mover unmaps the arena immediately.
         self._shared.fail = _ignore
 
     @property
     def is_behind(self) -> bool:
         """Return True if copies are waiting to be submitted to the GPU."""
-        # Take the lock, because a submitter may have taken the last piece and not submitted it yet.
+        # Take the lock, because a submitter may have dequeued the last piece but not submitted it.
         with self._shared.lock:
             return self._saves.is_behind or self._loads.is_behind
 
@@ -214,7 +214,7 @@ class CudaMover:
     def _break(self, reason: str) -> None:
         """Wait until no copy is running, and fail all queued and future copies."""
         logger.error(
-            "kvloft: CUDA error; this worker stops copying KV, and caching is disabled: %s", reason
+            "kvloft: CUDA error; this worker stopped copying KV and caching is disabled: %s", reason
         )
         self._shared.broken = reason
         self._saves.stop()
@@ -240,8 +240,8 @@ def _kernels_of(layout: PagedLayout, device: torch.device, *, encodes: bool) -> 
             return Kernels(layout, device, encodes=True)
         except (KernelError, driver.CudaError) as error:
             logger.warning(
-                "kvloft: storing KV uncompressed, because the compression kernels cannot be "
-                "compiled or loaded (%s)",
+                "kvloft: the compression kernels could not be compiled or loaded (%s); storing KV "
+                "uncompressed",
                 error,
             )
     return Kernels(layout, device)
@@ -272,7 +272,7 @@ def _kind(
     frames: FrameMemory,
     slabs_per_registration: int,
 ) -> PageKind:
-    """Return the kind for a layout. Its slot sizes are not set yet.
+    """Return the kind for a layout, without slot sizes.
 
     A chunk has ``num_blocks`` blocks.
     """
@@ -303,10 +303,10 @@ def prepare(
 ) -> Callable[[Sequence[GroupFrames]], CudaMover]:
     """Compile the kernels for ``layouts`` and return a function that creates the mover.
 
-    ``layouts`` has one entry per KV cache group, and ``blocks_per_chunk`` contains the number of
+    ``layouts`` has one entry per KV cache group, and ``blocks_per_chunk`` lists the number of
     blocks per frame for each group. Parts are encoded if the settings, the layout and the device
-    allow it. Because kernels are compiled at startup, an engine does not start if they are
-    unavailable. Raises UnsupportedError or CudaError.
+    allow it. Kernels are compiled at startup, so an engine without usable kernels does not start.
+    Raises UnsupportedError or CudaError.
     """
     device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
     kinds: dict[tuple[object, ...], tuple[PagedLayout, Kernels]] = {}

@@ -1,8 +1,8 @@
 """Splits a batch of chunks into pieces. A piece fits into a slot and is the work of one launch.
 
-A piece consists of whole chunks or, if a chunk is larger than a slot, of consecutive tiles of one
-chunk. Chunks in a slot are equally spaced, like their parts in the arena, so that one command can
-copy chunks in adjacent frames. This module does not use CUDA.
+A piece holds whole chunks or, if a chunk is larger than a slot, consecutive tiles of one chunk.
+Chunks in a slot are equally spaced, like their parts in the arena, so that one command can copy
+chunks in adjacent frames. This module does not use CUDA.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,9 +18,9 @@ from kvloft.transfer.cuda.encoding import PartEncoding, slot_stride
 from kvloft.transfer.cuda.kernels import MAX_BLOCKS, MAX_SEGMENTS, SEGMENT, BlockTiles
 
 MAX_FRAME = (1 << 28) - 1
-"""Maximum frame number. Higher bits contain the size class, which is constant within a batch."""
+"""Maximum frame number. Higher bits hold the size class, which is constant within a batch."""
 NOT_WANTED = -1
-"""Block id that marks a block of the payload that is included in the tag but not scattered."""
+"""Block id of a payload block that is included in the tag but not scattered."""
 _SLOT_ALIGN = 4096
 
 
@@ -101,7 +101,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PieceLimits:
-    """The size of a slot and the layout of parts in frames, which limit the size of pieces.
+    """The slot size and the layout of parts in frames, which limit piece sizes.
 
     ``encoding`` is None if parts are raw. A run must not cross a frame number that is a multiple of
     ``frames_per_run``, because CUDA rejects a copy across separately registered ranges, and frames
@@ -115,7 +115,7 @@ class PieceLimits:
     frames_per_run: int
     encoding: PartEncoding | None = None
     full_segments: npt.NDArray[Any] = field(init=False, compare=False, repr=False)
-    """The segments of a piece that contains only full chunks, as almost all pieces do."""
+    """The segments of a piece with only full chunks, as almost all pieces are."""
 
     def __post_init__(self) -> None:
         blocks: npt.NDArray[np.int64] = np.full(
@@ -224,8 +224,8 @@ def _runs(
 ) -> Iterator[Run]:
     """Yield a run for each sequence of chunks in adjacent frames.
 
-    The chunks of a run have equal lengths, because the bytes after a shorter payload in a slot are
-    stale and must not be copied.
+    A run's chunks have equal lengths, because the bytes after a shorter payload in a slot are stale
+    and must not be copied.
     """
     stride, per_run = limits.slot_stride, limits.frames_per_run
     if not limits.block_tiles.block_bytes:
@@ -268,7 +268,7 @@ def _parts_of_chunk(table: ChunkTable, chunk: int, limits: PieceLimits) -> Itera
 
 
 def _last_tile(tile: int, num_tiles: int, limits: PieceLimits) -> int:
-    """Return the end of the longest range of tiles that starts at ``tile`` and fits into a slot.
+    """Return the end of the longest tile range that starts at ``tile`` and fits into a slot.
 
     Raises ValueError if no tile fits.
     """

@@ -1,8 +1,8 @@
 """Registers the host arena with CUDA in the background.
 
 Memory is registered in pieces, so that the cache can be used before registration completes.
-Multiple threads first populate the pages of each piece, on the GPU's NUMA node and with huge pages
-if possible. The threads do not modify the memory, because other ranks may be writing to it.
+Multiple threads first populate each piece's pages, on the GPU's NUMA node and with huge pages if
+possible. The threads do not modify the memory, because other ranks may be writing to it.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from kvloft.transfer.cuda import driver
 logger = logging.getLogger(__name__)
 
 GOOD_PIECE_BYTES: Final = 256 << 20
-"""Size of a piece. It is small, because kernel launches block while a piece is registered."""
+"""Piece size, kept small because kernel launches block while a piece is being registered."""
 _PAGE: Final = 4096
 _NUM_THREADS: Final = 8
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
@@ -76,9 +76,9 @@ class RegisteredRange:
             try:
                 driver.host_unregister(piece)
             except driver.CudaError as error:
-                logger.warning("kvloft: host memory cannot be unregistered: %s", error)
+                logger.warning("kvloft: could not unregister host memory: %s", error)
         self._pieces.clear()
-        self._on_progress = lambda: None  # it may be a method of this object's owner
+        self._on_progress = lambda: None  # drop the reference to this object's owner
 
     def _run(self) -> None:
         try:
@@ -94,8 +94,8 @@ class RegisteredRange:
                     self._on_progress()
         except (RuntimeError, OSError) as error:
             logger.error(
-                "kvloft: only %.1f of %.1f GiB of host memory could be registered (%s); saves use "
-                "only registered memory. Lower host_size or increase the container's memory limit",
+                "kvloft: registered only %.1f of %.1f GiB of host memory (%s); saves are limited "
+                "to that part. Lower host_size or raise the container's memory limit",
                 self.num_registered_bytes / 2**30,
                 self.size_bytes / 2**30,
                 error,
@@ -108,8 +108,8 @@ class RegisteredRange:
 def pieces_of(size_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield the offset and size of each piece.
 
-    Like the last slab of an arena, the last piece includes the remainder, so that no frame spans
-    two pieces.
+    Like an arena's last slab, the last piece includes the remainder, so that no frame spans two
+    pieces.
     """
     begin = 0
     while begin < size_bytes:

@@ -1,9 +1,9 @@
-"""Implements CudaMover's saves: queued pieces, their order, and the results of tickets.
+"""Implements CudaMover's saves: queued pieces, their order, and ticket results.
 
 A piece is submitted once its frames are registered, or when its blocks may be overwritten (I2),
-whichever is earlier. A save fails if its frames are not registered when it is submitted. Pieces are
-prepared just before submission, most of them by the submitter thread, because preparing the
-thousands of chunks of a step takes several milliseconds.
+whichever comes first. A save submitted before its frames are registered fails. Pieces are prepared
+just before submission, mostly by the submitter thread, because preparing a step's thousands of
+chunks takes several milliseconds.
 """
 
 import logging
@@ -38,15 +38,15 @@ class Saves(Direction[WaitingSave]):
         self._num_jobs = 0
         """Number of jobs queued since startup."""
         self._last_gather: npt.NDArray[np.int64] = np.full(shared.num_blocks, -1, dtype=np.int64)
-        """For each block, the number of the last job that reads it, or -1 if there is none."""
+        """For each block, the number of the last job that reads it, or -1 if no job does."""
         self._is_full = False
         """True if the last saves exceeded MAX_PIECES."""
         self.waits_for_registration = True
-        """If False, saves to frames that are not registered are submitted anyway and fail."""
+        """If False, saves to unregistered frames are submitted anyway, and fail."""
 
     @property
     def num_pieces(self) -> int:
-        """Return an upper bound on the number of pieces that wait or are on the GPU."""
+        """Return an upper bound on the number of pieces that are waiting or on the GPU."""
         waiting = sum(each.max_pieces for each in self.waiting)
         return waiting + len(self.queued) + len(self.in_flight)
 
@@ -78,15 +78,15 @@ class Saves(Direction[WaitingSave]):
         if is_full:
             if not self._is_full:
                 logger.warning(
-                    "kvloft: %d chunks not saved, because the save queue is full",
+                    "kvloft: the save queue is full; %d chunks were not saved",
                     len(chunks) - num_taken,
                 )
             self._drop(chunks[num_taken:])
         self._is_full = is_full
 
     def _divide(self, kind: int, chunks: ChunkBatch) -> int:
-        """Divide ``chunks`` into jobs, up to MAX_PIECES. Return the number of chunks in these jobs
-        or in jobs that were dropped because a chunk is invalid.
+        """Divide ``chunks`` into jobs, up to MAX_PIECES. Return the number of chunks in these jobs,
+        including jobs dropped because of an invalid chunk.
         """
         block_ids = block_ids_of(chunks).reshape(len(chunks), -1)
         mark, begin, per_job = self._shared.mark(), 0, self._shared.chunks_per_save
@@ -98,7 +98,7 @@ class Saves(Direction[WaitingSave]):
             end = min(begin + next(sizes), len(chunks))
             batch, number = chunks[begin:end], self._num_jobs
             if (problem := self._shared.problem_of(kind, batch)) is not None:
-                logger.error("kvloft: saves dropped: %s", problem)
+                logger.error("kvloft: dropped invalid saves: %s", problem)
                 self._drop(batch)
             else:
                 self.waiting.append(WaitingSave(kind, batch, mark, num_pieces, number))
@@ -136,7 +136,7 @@ class Saves(Direction[WaitingSave]):
         return [each.sent.read for each in reading[-self.lane.num_slots :]]
 
     def _next_number(self) -> float:
-        """Return the number of the job to which the next piece belongs; infinity if none waits."""
+        """Return the next piece's job number, or infinity if no piece is waiting."""
         if self.queued:
             return self.queued[0][0].number
         return self.waiting[0].number if self.waiting else math.inf
@@ -155,7 +155,7 @@ class Saves(Direction[WaitingSave]):
         first = self.waiting[0]
         job = self._shared.new_job(first.kind, first.chunks.by_frame(), first.after)
         job.number = first.number
-        self.waiting.popleft()  # not before, so that `stop` drops the chunks if `new_job` fails
+        self.waiting.popleft()  # after `new_job`, so that `stop` drops the chunks if it fails
         self._open[job] = None
         return job
 

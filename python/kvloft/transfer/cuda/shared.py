@@ -38,8 +38,8 @@ waiting, which is rare.
 class PageKind(NamedTuple):
     """Pages of one layout in frames of one size. KV cache groups can share a kind.
 
-    ``saves`` and ``loads`` are the limits for pieces. ``unregistered`` contains the limits for
-    pieces loaded from frames that are not registered yet.
+    ``saves`` and ``loads`` are the limits for pieces. ``unregistered`` is the limits for pieces
+    loaded from frames that are not registered yet.
     """
 
     saves: PieceLimits
@@ -61,13 +61,13 @@ class PageKind(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Shared:
-    """State that saves and loads share.
+    """State shared by saves and loads.
 
     Attributes:
-        kind_of: the kind of pages for each KV cache group and size class.
+        kind_of: the page kind for each KV cache group and size class.
         num_blocks: the number of blocks. A block id refers to the same memory in all groups.
-        compute: a function that returns the stream of the forward pass.
-        fail: a function that is called with the reason after a CUDA error.
+        compute: returns the forward pass's stream.
+        fail: called with the reason after a CUDA error.
         broken: the reason why the mover fails all copies, or None while the mover works.
     """
 
@@ -75,7 +75,7 @@ class Shared:
     kind_of: Mapping[tuple[int, int], int]
     num_blocks: int
     bytes_ahead: int
-    """In each direction, no piece is submitted while more bytes than this are on the GPU."""
+    """A direction submits no pieces while it has more bytes than this on the GPU."""
     compute: Callable[[], driver.Stream]
     fail: Callable[[str], None]
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -129,7 +129,7 @@ class Shared:
         return mark
 
     def problem_of(self, kind: int, chunks: ChunkBatch) -> str | None:
-        """Return the reason why ``chunks`` cannot be copied, or None if they can be copied.
+        """Return why ``chunks`` cannot be copied, or None if they can be copied.
 
         A copy must stay within the bounds of the arena, the chunk's frame and the paged KV.
         """
@@ -190,12 +190,12 @@ class InFlight(NamedTuple):
 
 
 class Direction(ABC, Generic[_WaitingItem]):
-    """One direction of copies: chunks that are not split into pieces yet, queued pieces, and pieces
-    on the GPU, all in order.
+    """One direction of copies: chunks not yet split into pieces, queued pieces, and pieces on the
+    GPU, all in order.
     """
 
     def __init__(self, shared: Shared, lane: Lane, ramp_sizes: tuple[int, ...]) -> None:
-        """``ramp_sizes`` contains the sizes of the first pieces on an idle link, in chunks."""
+        """``ramp_sizes`` holds the sizes of the first pieces on an idle link, in chunks."""
         self._shared, self.lane, self._ramp_sizes = shared, lane, ramp_sizes
         self.waiting: deque[_WaitingItem] = deque()
         self.queued: deque[tuple[Job, Piece]] = deque()
@@ -210,7 +210,7 @@ class Direction(ABC, Generic[_WaitingItem]):
         return bool(self.waiting or self.queued)
 
     def awaited(self) -> driver.Event | None:
-        """Return the event after which more copies can be submitted, or None if none wait."""
+        """Return the event after which waiting copies can be submitted, or None if none wait."""
         return self.in_flight[0].sent.done if self.in_flight and self.is_behind else None
 
     def feed(self) -> None:
@@ -256,7 +256,7 @@ class Direction(ABC, Generic[_WaitingItem]):
         return self.num_bytes <= self._shared.bytes_ahead and len(self.in_flight) < MAX_PIECES
 
     def _submit_piece(self, job: Job, piece: Piece) -> None:
-        """Submit a piece, which runs after the mark of its job."""
+        """Submit a piece, which runs after its job's mark."""
         if job.after is not None:
             self.lane.next_kernel_stream(job.kind).wait(job.after.event)
             if piece is job.pieces[-1]:

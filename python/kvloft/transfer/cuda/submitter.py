@@ -1,9 +1,9 @@
 """A submitter is a thread that submits copies in one direction as earlier copies complete.
 
 Submitting copies late keeps the queues on the GPU short. A copy engine serves one stream until the
-stream's queue is empty, regardless of priorities: a copy of four bytes on a different stream waited
-36 ms behind 48 copies of 40 MiB in the same direction (on an H200). The engine's copies should wait
-for at most one or two pieces, not for an entire prompt.
+stream's queue is empty, regardless of priorities: on an H200, a four-byte copy on another stream
+waited 36 ms behind 48 copies of 40 MiB in the same direction. The engine's copies should wait for
+at most one or two pieces, not for an entire prompt.
 """
 
 import contextlib

@@ -37,8 +37,8 @@ class TrailerColumn:
         raw = (ctypes.c_uint8 * memory.size_bytes).from_address(memory.address)
         self._memory = memory
         self._offset = memory.part_offset + memory.part_bytes - TRAILER.itemsize
-        # The array has one element per page of the arena. Frames and parts consist of whole pages,
-        # so a trailer can start `_offset` bytes after the start of any page.
+        # The array has one element per arena page. Frames and parts are whole pages, so a trailer
+        # can start `_offset` bytes after the start of any page.
         num_pages = (memory.size_bytes - self._offset - TRAILER.itemsize) // PART_ALIGN + 1
         self.pages: npt.NDArray[Any] = np.ndarray(
             (num_pages,), TRAILER, raw, self._offset, (PART_ALIGN,)
@@ -83,9 +83,9 @@ class Trailers:
     ) -> list[int]:
         """Write the trailers of ``frames`` after their payloads are complete.
 
-        ``keys`` has 32 bytes per chunk. ``record_units`` contains the size of the encoded records
-        of each chunk, in units of 16 bytes. Returns the indices of chunks that do not fit into
-        their parts. These chunks are not sealed, because their payloads are incomplete.
+        ``keys`` has 32 bytes per chunk. ``record_units`` holds the size of each chunk's encoded
+        records, in units of 16 bytes. Returns the indices of chunks that do not fit into their
+        parts. These chunks are not sealed, because their payloads are incomplete.
         """
         pages, at = self._column.pages, self._column.at(frames)
         rows = self._rows(keys, tags, num_blocks)
@@ -114,14 +114,14 @@ class Trailers:
     ) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
         """Return the tags of all chunks, and the problem with each invalid trailer by chunk index.
 
-        The problem is 'unsealed', 'key', 'layout', 'shape' or 'tag'. It is 'layout' for an encoded
-        part if only other readers can decode it, and 'tag' if a payload has the tag of no bytes.
+        The problem is 'unsealed', 'key', 'layout', 'shape' or 'tag'. 'layout' also covers encoded
+        parts that this reader cannot decode; 'tag' means that the trailer has the tag of no bytes.
         """
         rows = self._column.pages[self._column.at(frames)]
         tags = rows["tag"].astype(np.uint64)
         good = self._rows(keys, tags, num_blocks)
         if self._block_tiles is not None:
-            # Accept any length of an encoded part, because the decoder checks all bounds.
+            # Accept any encoded length, because the decoder checks all bounds.
             are_encoded = rows["encoding"] == E348
             good["encoding"] = np.where(are_encoded, E348, RAW if self._holds_raw else E348)
             good["encoded_bytes"] = np.where(
@@ -133,7 +133,7 @@ class Trailers:
             return tags, {}
         sealed, key, layout = (rows[name] == good[name] for name in ("magic", "key", "layout"))
         if self._block_tiles is None:
-            # A raw part whose encoding is damaged has the length of a raw part.
+            # A raw part with a damaged encoding field still has the length of a raw part.
             is_raw_length = rows["encoded_bytes"] == good["encoded_bytes"]
             layout &= (rows["encoding"] != E348) | is_raw_length
         of_shape = ("num_blocks", "rank", "payload_bytes", "encoded_bytes", "encoding")

@@ -11,7 +11,7 @@ use crate::client::connection::Connection;
 use crate::protocol::admin::{AdminRequest, EvictReport, EvictRequest, Status};
 use crate::protocol::{Request, Response, VERSION};
 
-/// Returns the status of the server at `socket`.
+/// Returns the status of the server listening on `socket`.
 ///
 /// Returns `Io` if no server responds within `timeout`, and `InvalidConfig` if the server rejects
 /// the request.

@@ -1,6 +1,6 @@
 //! The client side of a connection. Sends requests and waits for responses until a deadline.
 //!
-//! Responses arrive in the order of their requests. While a response is overdue, lookups miss
+//! Responses arrive in request order. While a response is overdue, lookups miss
 //! without sending a request, so an engine waits for a stopped server once, not in every call.
 //! Commits, aborts and clears are still sent. Late responses are processed when they arrive.
 
@@ -23,7 +23,7 @@ use crate::socket::{
     spin_then_wait, wait,
 };
 
-/// If more bytes than this are unsent, the connection is closed at the next request.
+/// If more bytes than this are unsent, the next request closes the connection.
 const MAX_UNSENT: usize = 8 << 20;
 
 #[derive(Debug)]
@@ -37,8 +37,8 @@ pub(crate) struct Connection {
     /// Keys of the last long prefix. The server caches the same keys.
     pub(crate) prefix_cache: PrefixCache,
     pub(crate) is_closed: bool,
-    /// True if a save has missed its deadline and no response has arrived since. Later saves do not
-    /// wait while this is true.
+    /// True if a save has missed its deadline and no response has arrived since. While true, later
+    /// saves do not wait.
     pub(crate) is_unresponsive: bool,
 }
 
@@ -52,7 +52,7 @@ impl Connection {
         let me = rustix::process::geteuid().as_raw();
         let stream = connect(path, deadline).map_err(|error| match error.kind() {
             IoKind::PermissionDenied => {
-                let what = format!("the socket {} cannot be opened by user {me}", path.display());
+                let what = format!("user {me} cannot open the socket {}", path.display());
                 Error::io(what, error)
             }
             _ => fail(error),
@@ -60,8 +60,8 @@ impl Connection {
         let (uid, _) = peer_credentials(&stream).map_err(fail)?;
         if !is_current_user(uid) {
             return Err(Error::invalid(format!(
-                "the server at {} belongs to user {uid}, and this process runs as user {me}; run this process with \
-                 `sudo -u '#{uid}'`, or use a server that runs as user {me}",
+                "the server at {} belongs to user {uid}, but this process runs as user {me}; run \
+                 this process with `sudo -u '#{uid}'`, or use a server running as user {me}",
                 path.display()
             )));
         }
@@ -165,7 +165,7 @@ impl Connection {
                 answers.push(self.exchange(Some(numbers[answers.len()]), deadline));
             }
             numbers.push(self.enqueue(request));
-            self.flush(); // the server can handle this request while the next is encoded
+            self.flush(); // lets the server handle this request while the next is encoded
         }
         let rest = &numbers[answers.len()..];
         answers.extend(rest.iter().map(|number| self.exchange(Some(*number), deadline)));

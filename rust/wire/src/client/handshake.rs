@@ -1,5 +1,5 @@
-//! The settings of a client, and the handshake with a server: hello, welcome, and the descriptors
-//! of the arena and the lifeline.
+//! Client settings, and the handshake with a server: hello, welcome, and the arena and lifeline
+//! descriptors.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
@@ -18,7 +18,7 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// Settings of a client.
 #[derive(Debug, Clone)]
 pub struct ClientConfig {
-    /// Socket path of the server.
+    /// The server's socket path.
     pub socket: PathBuf,
     /// Timeout for the response to each call.
     pub deadline: Duration,

@@ -6,24 +6,23 @@ use std::time::{Duration, Instant};
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Counters of missed calls and of the chunks whose saves they delayed. The first missed call is
-/// logged immediately. After that, new missed calls are logged at most once per
-/// [`LOG_INTERVAL`].
+/// logged immediately, and later missed calls at most once per [`LOG_INTERVAL`].
 #[derive(Debug, Default)]
 pub(crate) struct MissedCalls {
     pub(crate) num: u64,
-    /// Number of chunks that got no frame because the reservation got no response. The engine
-    /// reserves them again in the next step; each attempt counts.
+    /// Number of chunks that got no frame because the reservation timed out. The engine retries the
+    /// reservation in the next step; each attempt counts.
     pub(crate) num_chunks: u64,
     num_logged: u64,
     num_chunks_logged: u64,
     last_logged: Option<Instant>,
-    /// Numbers of calls and chunks already reported to the server.
+    /// Number of calls and number of chunks already reported to the server.
     reported: [u64; 2],
 }
 
 impl MissedCalls {
-    /// Returns the number of missed calls and the number of delayed chunks since this method
-    /// was last called. The client sends both to the server, which adds them to its counters.
+    /// Returns the number of missed calls and delayed chunks since the last call to this method.
+    /// The client sends both to the server, which adds them to its counters.
     pub(crate) fn take_new(&mut self) -> [u64; 2] {
         let reported = std::mem::replace(&mut self.reported, [self.num, self.num_chunks]);
         [self.num - reported[0], self.num_chunks - reported[1]]
@@ -51,13 +50,14 @@ impl MissedCalls {
         let num_chunks = self.num_chunks - self.num_chunks_logged;
         let delayed = match num_chunks {
             0 => String::new(),
-            1 => "; the save of 1 chunk is retried".to_owned(),
-            _ => format!("; the saves of {num_chunks} chunks are retried"),
+            1 => "; retrying the save of 1 chunk".to_owned(),
+            _ => format!("; retrying the saves of {num_chunks} chunks"),
         };
         (self.num_logged, self.num_chunks_logged, self.last_logged) =
             (self.num, self.num_chunks, Some(now));
         Some(format!(
-            "{num_new}{more} {calls} got no response from {server} in time (server_timeout = {deadline:?}) and {were}{delayed}"
+            "{num_new}{more} {calls} to {server} timed out (server_timeout = {deadline:?}) and \
+             {were}{delayed}"
         ))
     }
 }

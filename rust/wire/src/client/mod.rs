@@ -2,8 +2,7 @@
 //!
 //! Each call returns by its deadline. A call is a miss if there is no connection or if no response
 //! arrives by the deadline. A background thread reconnects. On a new connection, the client first
-//! resends any clear that the server has not confirmed, because cleared chunks could still be on
-//! disk.
+//! resends any unconfirmed clear, because the cleared chunks could still be on disk.
 
 pub(crate) mod admin;
 mod connection;
@@ -106,8 +105,8 @@ impl Client {
         responses
     }
 
-    /// Looks up prefixes, divided into messages of limited size. Returns None for each prefix that
-    /// got no response.
+    /// Looks up prefixes in messages of limited size. Returns None for each prefix that got no
+    /// response.
     pub(crate) fn lookup_batches(
         &self,
         prefixes: &[Prefix<'_>],
@@ -128,8 +127,8 @@ impl Client {
         join_responses(&parts, responses, found).collect()
     }
 
-    /// Sends reservations and waits for the responses until the deadline for saves. Responses that
-    /// do not arrive in time are None or are missing from the end of the list.
+    /// Sends reservations and waits for the responses until the save deadline. Late responses are
+    /// None or missing from the end of the list.
     pub(crate) fn call_for_saves(&self, requests: &[Request<'_>]) -> Vec<Option<Response>> {
         let deadline = self.inner.save_deadline();
         let mut state = self.state();
@@ -164,11 +163,11 @@ fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
     Prefix { keys: &prefix.keys[..prefix.keys.len().min(MAX_KEYS)], ..*prefix }
 }
 
-/// Returns the range to send. Returns None if the range extends beyond `MAX_KEYS` keys.
+/// Returns the range to send, or None if the range extends beyond `MAX_KEYS` keys.
 fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
     asked.check()?;
     let SaveRequest { prefix, units, class, is_independent } = asked.clone();
-    // The server needs only one key before the range: the key of the first chunk's parent.
+    // The server needs only one key before the range: the first chunk's parent's key.
     let first = units.start.saturating_sub(1);
     // Independent chunks also need the key after the range, which identifies the full-attention
     // chunk at the end of the prefix.
@@ -179,8 +178,8 @@ fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
     Ok((end as usize <= MAX_KEYS).then_some(range))
 }
 
-/// Splits items into messages of at most `KEYS_PER_MESSAGE` keys. An item with more keys is sent in
-/// a separate message.
+/// Splits items into messages of at most `KEYS_PER_MESSAGE` keys. A larger item gets a separate
+/// message.
 fn split_batches<T>(asked: &[T], num_keys: impl Fn(&T) -> usize) -> Vec<&[T]> {
     let (mut parts, mut start, mut total) = (Vec::new(), 0, 0);
     for (at, item) in asked.iter().enumerate() {

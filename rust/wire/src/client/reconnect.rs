@@ -1,6 +1,6 @@
 //! The client's background thread, which detects a lost connection and opens a new connection.
 //!
-//! Until the client closes, only `Session::renew` switches to the new connection. It is called
+//! Until the client closes, only `Session::renew` switches to the new connection. The caller renews
 //! between plans, so a plan never mixes frames from two arenas.
 
 use std::os::unix::net::UnixStream;
@@ -15,12 +15,12 @@ use crate::client::handshake::NewConnection;
 use crate::client::state::ClientInner;
 use crate::socket::wait;
 
-/// Interval between attempts to connect and between checks of the connection.
+/// Interval between connection attempts, and between checks of the connection.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
-/// Maximum interval between attempts to connect to a server that rejects this engine.
+/// Maximum interval between connection attempts to a server that rejects this engine.
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Failed attempts to connect since the last connection.
+/// Failed connection attempts since the last connection.
 #[derive(Debug, Default)]
 pub(crate) struct ConnectFailures {
     num_refused: u32,

@@ -1,5 +1,5 @@
-//! State of a client: its connection, leases and counters, its view of the stored chunks, and the
-//! requests that must be repeated on a new connection.
+//! A client's state: its connection, leases and counters, its view of the stored chunks, and the
+//! requests to repeat on a new connection.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -18,8 +18,8 @@ use crate::protocol::{Keys, MAX_CHANGES, Request, Response, SentChanges};
 use crate::socket::wait;
 use crate::threads::locked;
 
-/// Minimum timeout for reservations and commits. A lookup can have a shorter timeout, because a
-/// request waits for it. A save is lost if its reservation or commit gets no response.
+/// Minimum timeout for reservations and commits. Lookups can time out sooner, because requests wait
+/// for them, whereas a timeout of a reservation or commit delays or loses a save.
 const MIN_SAVE_DEADLINE: Duration = Duration::from_millis(100);
 /// Maximum number of log lines queued for `take_events`.
 const MAX_EVENTS: usize = 64;
@@ -31,9 +31,9 @@ pub(crate) struct ClientState {
     pub(crate) connection: Option<Connection>,
     /// The connection to which the next `renew` switches.
     pub(crate) next: Option<NewConnection>,
-    /// The arena of the last connection. Its descriptors are kept until the server has exited.
+    /// The last connection's arena. Its descriptors stay open until the server has exited.
     pub(crate) arena: Option<(ArenaInfo, Option<[OwnedFd; 2]>)>,
-    /// The leases of this connection, each with its progress if no reads are pending.
+    /// This connection's leases, each with its progress if no reads are pending.
     pub(crate) leases: HashMap<LeaseId, Option<Progress>>,
     pub(crate) next_lease: u64,
     pub(crate) limit_bytes: Option<u64>,
@@ -52,7 +52,7 @@ pub(crate) struct ClientState {
     pub(crate) is_closed: bool,
 }
 
-/// Requests the changes in a server's store. Reports a loss if the server stops responding.
+/// Requests changes in a server's store. Reports a loss if the server stops responding.
 #[derive(Debug, Default)]
 pub(crate) struct ChangeFeed {
     /// See `Session::watch`.
@@ -101,7 +101,7 @@ impl ClientState {
         Some(connection)
     }
 
-    /// Makes a call on the connection. Counts the call as missed if it exceeds the deadline.
+    /// Makes a call on the connection. Counts the call as missed if it times out.
     pub(crate) fn call(
         &mut self,
         deadline: Instant,
@@ -187,7 +187,7 @@ impl ClientState {
 }
 
 impl ChangeFeed {
-    /// Returns the request to send, or None if `asked` contains more keys than fit in a request.
+    /// Returns the request to send, or None if `asked` has too many keys for one request.
     pub(crate) fn request<'a>(
         &self,
         asked: &'a [ChunkKey],

@@ -2,7 +2,7 @@
 //! clear`.
 //!
 //! The JSON uses the field names printed by `kvloft status --json`. A cache salt never crosses the
-//! socket: messages identify a tenant by the tag of its salt.
+//! socket: messages identify a tenant by its salt's tag.
 
 use std::collections::BTreeMap;
 
@@ -44,7 +44,7 @@ pub struct EvictRequest {
 /// Result of an eviction.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EvictReport {
-    /// Number of namespaces that were searched, including closed namespaces on disk.
+    /// Number of namespaces searched, including closed namespaces on disk.
     pub num_namespaces: u64,
     /// Totals for the chunks evicted from these namespaces.
     #[serde(flatten)]
@@ -57,20 +57,20 @@ pub type Stats = BTreeMap<String, u64>;
 /// Status of a server.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
-    /// Size of the arena in bytes. 0 before the first engine connects.
+    /// Arena size in bytes. 0 before the first engine connects.
     pub host_bytes: u64,
-    /// Size of each slab in bytes. The last slab of the arena may be larger.
+    /// Slab size in bytes. The arena's last slab may be larger.
     pub slab_bytes: u64,
-    /// Counters and gauges of the server, across all namespaces.
+    /// The server's counters and gauges, across all namespaces.
     pub stats: Stats,
-    /// Settings that the server was started with.
+    /// Settings with which the server was started.
     pub settings: BTreeMap<String, String>,
     /// Open namespaces, sorted.
     pub namespaces: Vec<NamespaceStatus>,
     /// Namespaces whose engines are rejected, sorted.
     #[serde(default)]
     pub refusals: Vec<RefusalStatus>,
-    /// The reason why the server cannot use its disk directory, if any.
+    /// The reason the server cannot use its disk directory, if any.
     #[serde(default)]
     pub disk_trouble: Option<String>,
 }
@@ -91,14 +91,14 @@ pub struct RefusalStatus {
 pub struct NamespaceStatus {
     /// Digest of the namespace.
     pub namespace: [u8; 32],
-    /// Description of the namespace, on one line.
+    /// One-line description of the namespace.
     pub description: String,
     /// Frame size of each size class, in bytes.
     pub frame_sizes: Vec<u64>,
     /// Number of slabs that hold frames of this namespace.
     #[serde(rename = "slabs")]
     pub num_slabs: u32,
-    /// Counters and gauges of the store. Empty until the store is open.
+    /// The store's counters and gauges. Empty until the store is open.
     pub stats: Stats,
     /// The tenants with the most chunks.
     pub tenants: Vec<Tenant>,
@@ -109,17 +109,17 @@ pub struct NamespaceStatus {
 /// Status of a connected engine.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineStatus {
-    /// Process id of the engine, or 0 if it runs in a different PID namespace.
+    /// The engine's process id, or 0 if it runs in a different PID namespace.
     pub pid: u32,
     /// Time since the engine connected, in milliseconds.
     pub connected_ms: u64,
-    /// Number of open reservations of the engine.
+    /// Number of the engine's open reservations.
     #[serde(rename = "reservations")]
     pub num_reserved: u64,
-    /// Number of open read leases of the engine.
+    /// Number of the engine's open read leases.
     #[serde(rename = "leases")]
     pub num_leases: u64,
-    /// Counters of lookups, loads and saves.
+    /// Lookup, load and save counters.
     #[serde(flatten)]
     pub counters: Stats,
 }

@@ -1,6 +1,6 @@
 //! Encodes messages as little-endian bytes. The macro [`messages`] defines all messages sent in one
-//! direction. Each field of a message implements [`Field`]. Decoding never panics, and allocates
-//! memory only for bytes that were received.
+//! direction. Each message field implements [`Field`]. Decoding never panics, and allocates memory
+//! only for received bytes.
 
 use kvloft_core::ChunkKey;
 use kvloft_core::io::{FrameId, FrameSizes};
@@ -15,7 +15,7 @@ pub const LENGTH_BYTES: usize = 4;
 #[derive(Debug)]
 pub(crate) struct Writer<'a> {
     to: &'a mut Vec<u8>,
-    /// Offset in the buffer at which the message starts.
+    /// Offset of the message in the buffer.
     start: usize,
     /// The last root key written.
     root: Option<ChunkKey>,
@@ -90,7 +90,7 @@ impl<'a> Reader<'a> {
         Some(*value)
     }
 
-    /// Reads the number of items, then returns the bytes of all items.
+    /// Reads an item count and returns the bytes of all items.
     fn slice(&mut self, item_bytes: usize) -> Option<&'a [u8]> {
         let num = usize::try_from(u32::read(self)?).ok()?;
         let (slice, rest) = self.rest.split_at_checked(num.checked_mul(item_bytes)?)?;
@@ -150,7 +150,7 @@ macro_rules! fields {
     )+};
 }
 
-/// Implements [`Field`] for types that are converted to a different type for sending.
+/// Implements [`Field`] for types that are sent as a different type.
 macro_rules! converted {
     ($($name:ty = $sent:ty: $to:expr, $from:expr;)+) => {$(
         impl<'a> Field<'a> for $name {

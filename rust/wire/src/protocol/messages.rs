@@ -7,10 +7,10 @@ use crate::protocol::codec::{Field, Reader, Writer, fields, messages};
 use crate::protocol::prefix_cache::SentAnchors;
 use crate::protocol::prefixes::{Keys, SentPrefixes, SentRange};
 
-/// Version of the protocol. Servers reject clients with a different version.
+/// Protocol version. Servers reject clients with a different version.
 pub const VERSION: u32 = 14;
-/// Maximum number of changes queued for a listener. The limit also applies to the keys in a request
-/// for changes, and to the chunks in its response that the request did not ask for.
+/// Maximum number of changes queued for a listener. Also limits the keys in a request for changes,
+/// and the unrequested chunks in its response.
 pub const MAX_CHANGES: u32 = 1 << 16;
 
 /// The first request of an engine.
@@ -18,11 +18,11 @@ pub const MAX_CHANGES: u32 = 1 << 16;
 pub struct Hello {
     /// Protocol version of the client.
     pub version: u32,
-    /// Digest of everything that affects KV bytes, except content.
+    /// Digest of everything other than content that affects KV bytes.
     pub namespace: [u8; 32],
     /// See `StoreConfig::frame_sizes`.
     pub frame_sizes: FrameSizes,
-    /// Description of the namespace, on one line.
+    /// One-line description of the namespace.
     pub description: String,
 }
 
@@ -82,25 +82,24 @@ messages! {
         10 = Discard(keys: Keys<'a>),
         /// See `Session::clear`.
         11 = Clear,
-        /// See `Session::stats`. Contains the number of calls that timed out since the previous
-        /// such request, and the number of chunks whose saves these timeouts delayed.
+        /// See `Session::stats`. Carries the number of calls that timed out since the previous such
+        /// request, and the number of chunks whose saves these timeouts delayed.
         12 = Stats(num_calls: u64, num_chunks: u64),
         /// One-way request. See `Session::limit_memory`.
         13 = LimitMemory(limit_bytes: u64),
         /// See `Session::flush`. Checks whether all chunks have been written to disk.
         14 = IsSettled,
-        /// One-way request that announces that the engine is shutting down.
+        /// One-way request: the engine is shutting down.
         15 = Bye,
-        /// An admin request. Does not require a hello. Contains the protocol version and an
-        /// `AdminRequest` in JSON.
+        /// An admin request: the protocol version and an `AdminRequest` as JSON. Needs no hello.
         16 = Admin(version: u32, json: &'a [u8]),
         /// See `Store::anchors`. The next prefix can omit its keys up to the last known anchor.
         18 = Anchors(anchors: SentAnchors<'a>),
-        /// See `Session::changes`. The server records changes from the first such request on a
-        /// connection.
+        /// See `Session::changes`. The server starts recording changes at the first such request on
+        /// a connection.
         19 = Changes(asked: SentChanges<'a>),
-        /// Like [`Self::Lookup`], but for prefixes with chunks that a reservation dropped. Such
-        /// lookups are not included in the counters.
+        /// Like [`Self::Lookup`], but for prefixes from which a reservation dropped chunks. These
+        /// lookups are not counted.
         20 = LookupForSave(prefixes: SentPrefixes<'a>),
     }
 }
@@ -131,28 +130,25 @@ messages! {
     enum Response {
         /// Accepts an engine and carries the descriptors of the arena and the lifeline.
         1 = Welcome(sizes: Welcome),
-        /// Contains the reason for a rejection, in one sentence. The server closes the connection
-        /// after sending it.
+        /// The reason for a rejection, in one sentence. The server then closes the connection.
         2 = Refused(text: String),
-        /// Contains one lookup result per prefix.
+        /// One lookup result per prefix.
         3 = Found(found: Vec<Lookup>),
-        /// Contains the progress of a lease.
+        /// A lease's progress.
         4 = Progress(progress: Progress),
-        /// Contains the frames of a lease.
+        /// A lease's frames.
         5 = Frames(frames: Vec<LeasedFrame>),
-        /// Contains the reservations for each range.
+        /// The reservations for each range.
         6 = Reserved(ranges: Vec<Reserved>),
-        /// Contains the number of chunks committed or removed. For `IsSettled`, 1 is true and 0 is
-        /// false.
+        /// The number of chunks committed or removed. For `IsSettled`, 1 is true and 0 is false.
         7 = Count(number: u64),
-        /// Contains the counters and gauges of the store.
+        /// The store's counters and gauges.
         8 = Stats(stats: Vec<(String, u64)>),
-        /// Contains the result of an admin request in JSON.
+        /// The result of an admin request, as JSON.
         9 = Admin(json: Vec<u8>),
-        /// Contains the result of looking up anchors.
+        /// The result of an anchor lookup.
         10 = Anchors(anchors: Anchors),
-        /// Contains changes in the store. `lost` is always set in the first such response on a
-        /// connection.
+        /// Changes in the store. The first such response on a connection always sets `lost`.
         11 = Changes(changes: Changes),
     }
 }

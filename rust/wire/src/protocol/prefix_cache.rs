@@ -2,7 +2,7 @@
 //! without the keys that it shares with the cached prefix.
 //!
 //! Before a long new prefix, the client sends anchors: the keys at the ends of some of the prefix's
-//! chunks. A key identifies its whole prefix, so keys before the last known anchor are not needed.
+//! chunks. A key identifies its whole prefix, so keys before the last known anchor are omitted.
 //! This module does not access sockets.
 
 use kvloft_core::ChunkKey;
@@ -11,7 +11,7 @@ use kvloft_core::store::Prefix;
 use crate::protocol::codec::{Field, Reader, Writer, fields};
 use crate::protocol::prefixes::{Keys, MAX_KEYS, SentPrefixes};
 
-/// Anchors are sent for prefixes with more new keys than this.
+/// Anchors are sent only for prefixes with more new keys than this.
 const MAX_KEYS_WITHOUT_ANCHORS: usize = 128;
 /// Minimum distance between anchors, in units.
 const MIN_STRIDE: usize = 64;

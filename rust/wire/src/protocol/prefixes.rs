@@ -1,5 +1,5 @@
-//! Encodes prefixes in messages. A prefix consists of a root key and one key per unit. A root key
-//! that equals the previous root key in the message is not sent again.
+//! Encodes prefixes in messages. A prefix is a root key plus one key per unit. A root key equal to
+//! the message's previous root key is omitted.
 
 use std::ops::Range;
 
@@ -13,12 +13,12 @@ pub const MAX_KEYS: usize = 1 << 20;
 /// Maximum number of prefixes in a message.
 pub const MAX_PREFIXES: u32 = 1 << 16;
 
-/// Keys to be sent, or keys that were received.
+/// Keys to send, or received keys.
 #[derive(Debug, Clone, Copy)]
 pub enum Keys<'a> {
-    /// Keys to be sent.
+    /// Keys to send.
     Own(&'a [ChunkKey]),
-    /// Keys that were received.
+    /// Received keys.
     Bytes(&'a [[u8; 32]]),
 }
 

@@ -40,9 +40,9 @@ impl ServerState {
             all.evicted.is_cut_short = true;
             return Ok(all);
         };
-        // Closed namespaces are searched before and after the open namespaces, because a closed
-        // namespace may be opened during the eviction, and an open namespace may be closed. The
-        // first search has a shorter deadline, so that a hung disk leaves time for open namespaces.
+        // Search closed namespaces both before and after the open namespaces, because a namespace
+        // may be opened or closed during the eviction. The first search has a shorter deadline, so
+        // that a hung disk leaves time for open namespaces.
         let before = self.evict_closed(request, begin + EVICT_TIMEOUT / 3, &mut all)?;
         let namespaces = self.namespaces.matching(&request.namespace);
         let what = Evict { salt: request.tenant, is_host_only: request.host_only };
@@ -56,8 +56,7 @@ impl ServerState {
         let after = self.evict_closed(request, deadline, &mut all)?;
         all.num_namespaces = num_namespaces;
         let ids: Vec<_> = namespaces.iter().map(|namespace| namespace.id()).collect();
-        // If the disk files of a namespace are in use but the namespace is not open, it is being
-        // closed.
+        // If a namespace's disk files are in use but the namespace is not open, it is closing.
         all.evicted.is_cut_short |= before.intersection(&after).any(|name| !ids.contains(name));
         if all.num_namespaces == 0 && !request.namespace.is_empty() && !all.evicted.is_cut_short {
             return Err(self.namespaces.no_such_namespace(&request.namespace));
@@ -71,7 +70,7 @@ impl ServerState {
             num => format!(" and {num} closed namespaces"),
         };
         let open = match ids.as_slice() {
-            [] => "no open namespace".to_owned(),
+            [] => "no open namespaces".to_owned(),
             [one] => format!("namespace {one}"),
             all => format!("namespaces {}", all.join(", ")),
         };
@@ -107,8 +106,8 @@ impl ServerState {
     }
 
     /// Removes all chunks of the open or closed namespace whose hex digits start with `prefix`.
-    /// Returns the number of removed chunks. Returns `InvalidConfig` if no namespace or more than
-    /// one matches, and `Busy` if some chunks may still be on disk.
+    /// Returns the number of removed chunks. Returns `InvalidConfig` if several namespaces match or
+    /// none matches a nonempty `prefix`, and `Busy` if some chunks may still be on disk.
     pub(crate) fn clear(&self, prefix: &str) -> Result<u64> {
         let deadline = Instant::now() + CLEAR_TIMEOUT;
         let closed = self.closed(prefix, deadline);
@@ -119,8 +118,9 @@ impl ServerState {
             ([], Some([])) if prefix.is_empty() => Ok(0),
             ([], Some([])) => Err(self.namespaces.no_such_namespace(prefix)),
             ([], None) => {
-                let message = "cannot list the namespaces on disk: the server cannot use its disk, or the disk does not \
-                               respond; see `kvloft status`, and run this again once the disk works";
+                let message = "cannot list the namespaces on disk: the server cannot use its disk, \
+                               or the disk is not responding; check `kvloft status`, and retry \
+                               once the disk works";
                 Err(Error::new(ErrorKind::Busy, message))
             }
             _ => {
@@ -128,8 +128,7 @@ impl ServerState {
                     open.iter().map(|namespace| namespace.id()).chain(closed.into_iter().flatten());
                 let ids = ids.collect::<Vec<_>>().join(", ");
                 let message = format!(
-                    "more than one open or closed namespace matches; use --namespace with one of \
-                     {ids}"
+                    "several open or closed namespaces match; set --namespace to one of {ids}"
                 );
                 Err(Error::invalid(message))
             }
@@ -141,7 +140,7 @@ impl ServerState {
         let busy = |message| Err(Error::new(ErrorKind::Busy, message));
         let Some(store) = namespace.store() else {
             return busy(format!(
-                "namespace {id} was not cleared, because it is being opened; run this again"
+                "namespace {id} was not cleared because it is still opening; retry in a moment"
             ));
         };
         let count = || {
@@ -157,9 +156,9 @@ impl ServerState {
         self.log_cleared(num_chunks, &id);
         if !is_cleared {
             return busy(format!(
-                "the chunks of namespace {id} are no longer used, but its disk directory is not \
-                 cleared yet, so a restart might find them again; the server is retrying; run this \
-                 again to check"
+                "namespace {id} no longer serves its old chunks, but its disk directory is not \
+                 cleared yet, so a restart could bring them back; the server is retrying; run the \
+                 command again to check"
             ));
         }
         Ok(num_chunks)
@@ -173,8 +172,8 @@ impl ServerState {
         self.log_cleared(removed.num_chunks, id);
         if removed.is_cut_short || !removed.open.is_empty() {
             let message = format!(
-                "some chunks of namespace {id} remain, because it is being opened or the disk \
-                 does not respond; run this again"
+                "some chunks in namespace {id} remain because the namespace is opening or the disk \
+                 is not responding; retry in a moment"
             );
             return Err(Error::new(ErrorKind::Busy, message));
         }
@@ -183,13 +182,13 @@ impl ServerState {
 
     fn log_cleared(&self, num_chunks: u64, id: &str) {
         self.log(format!(
-            "kvloft clear: removed {} of namespace {id}",
+            "kvloft clear: removed {} from namespace {id}",
             num_chunks_text(num_chunks)
         ));
     }
 
-    /// Returns the ids of matching closed namespaces. Returns None if the server cannot use its
-    /// disk or the disk does not respond.
+    /// Returns the ids of matching closed namespaces, or None if the server cannot use its disk or
+    /// the disk is not responding.
     fn closed(&self, prefix: &str, deadline: Instant) -> Option<Vec<String>> {
         let Some(disk) = self.config.disk.clone() else { return Some(Vec::new()) };
         if self.disk_trouble().is_some() {
@@ -234,8 +233,7 @@ impl ServerState {
         Ok(receive.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok())
     }
 
-    /// Returns the interval between searches for expired chunks. Returns None if chunks never
-    /// expire.
+    /// Returns the interval between searches for expired chunks, or None if chunks never expire.
     pub(crate) fn expiry_interval(&self) -> Option<Duration> {
         let ttl_s = self.config.disk.as_ref().and(self.config.limits.shortest_ttl_s())?;
         Some(Duration::from_secs((u64::from(ttl_s) / 16).clamp(60, 3600)))
@@ -248,7 +246,7 @@ impl ServerState {
         let num_chunks = removed.map_or(0, |removed| removed.num_chunks);
         if num_chunks > 0 {
             let chunks = num_chunks_text(num_chunks);
-            self.log(format!("removed {chunks} that expired in closed namespaces"));
+            self.log(format!("expired {chunks} in closed namespaces"));
         }
     }
 }

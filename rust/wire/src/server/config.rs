@@ -1,4 +1,4 @@
-//! The settings of a server.
+//! Server settings.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -20,8 +20,8 @@ pub struct ServerConfig {
     pub available_bytes: fn() -> Option<u64>,
     /// Settings of the disk tier, if any. Each engine's description replaces `description`.
     pub disk: Option<DiskSettings>,
-    /// Shares of host memory in percent, by the first hex digits of a namespace. All other
-    /// namespaces with engines share the rest equally.
+    /// Host memory shares in percent, keyed by a namespace's first hex digits. All other namespaces
+    /// with engines share the rest equally.
     pub shares: Vec<(String, u32)>,
     /// NUMA node of each shard, in order, or a single node for all shards. If empty, the kernel
     /// chooses.
@@ -32,14 +32,14 @@ pub struct ServerConfig {
     pub settings: Vec<(String, String)>,
     /// Maximum number of open connections.
     pub max_connections: usize,
-    /// How long frames stay reserved after the last process that can write to them has unmapped
+    /// How long frames stay reserved after every process that could write to them has unmapped
     /// them.
     pub gpu_settle: Duration,
     /// After one to two times this duration, other engines can save a chunk whose save has not
     /// ended. An engine can hang in a step for minutes.
     pub save_grace: Duration,
     /// How long a namespace stays open after its last engine disconnects, even if another namespace
-    /// needs its space. An engine that restarts then finds its chunks.
+    /// needs its space, so that a restarted engine finds its chunks.
     pub restart_grace: Duration,
 }
 

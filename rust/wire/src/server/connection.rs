@@ -1,6 +1,6 @@
 //! The server side of a connection: peer checks, framing, the hello, and cleanup.
 //!
-//! All input is validated. `handler` handles the engines' requests.
+//! All input is validated. `handler` serves the engines' requests.
 
 use std::fs::File;
 use std::io::{BufReader, Read, Write};
@@ -49,7 +49,7 @@ struct ServedConnection {
     is_counted: bool,
 }
 
-/// Sends the reason for a rejection. Does not wait for space in the socket's buffer.
+/// Sends the reason for a rejection. Does not wait for space in the socket buffer.
 pub(crate) fn refuse(state: &ServerState, mut stream: &UnixStream, text: &str) {
     state.num_refused.fetch_add(1, Ordering::Relaxed);
     let mut out = Vec::new();
@@ -103,7 +103,7 @@ fn receive(reader: &mut impl Read, into: &mut Vec<u8>, max_bytes: usize) -> Resu
     let length = u64::from(u32::from_le_bytes(length));
     if length > max_bytes as u64 {
         return Err(Disconnect::Refused(format!(
-            "message of {length} bytes exceeds the limit of {max_bytes} bytes"
+            "{length}-byte message exceeds the {max_bytes}-byte limit"
         )));
     }
     into.clear();
@@ -116,8 +116,8 @@ fn check_version(version: u32) -> Result<(), Disconnect> {
         return Ok(());
     }
     Err(Disconnect::Refused(format!(
-        "the kvloft server uses protocol version {VERSION}, and the client uses version \
-         {version}; install the same kvloft version for both"
+        "the kvloft server speaks protocol version {VERSION}, but the client speaks version \
+         {version}; install the same kvloft version on both sides"
     )))
 }
 
@@ -227,7 +227,7 @@ impl ServedConnection {
 
 impl Drop for ServedConnection {
     fn drop(&mut self) {
-        // This also drops the change listener, which a membership in quarantine does not need.
+        // This also drops the change listener, which a quarantined membership does not need.
         self.handler = EngineHandler::default();
         let membership = self.membership.take();
         self.state.remove_peer(self.number);

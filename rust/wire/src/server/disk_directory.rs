@@ -32,8 +32,8 @@ pub(crate) fn await_first_claim(result: &Receiver<Option<Error>>) -> Result<()> 
 
 impl ServerState {
     /// Claims the directory, then measures its free space until the server stops. Sends the first
-    /// claim's result to `first`, or logs the result if startup is no longer waiting for it. Later
-    /// results are logged when they change.
+    /// claim's result to `first`, or logs the result if startup is no longer waiting. Logs later
+    /// results only when they change.
     pub(crate) fn claim_disk(&self, first: Sender<Option<Error>>) {
         let Some(disk) = &self.config.disk else { return };
         let (mut first, mut wait) = (Some(first), FIRST_RETRY);
@@ -51,7 +51,7 @@ impl ServerState {
                     Some(why) => {
                         format!("{why}; using host memory only until the disk is available")
                     }
-                    None => format!("using the disk {dir}"),
+                    None => format!("disk tier: now using {dir}"),
                 });
             }
             if is_claimed {

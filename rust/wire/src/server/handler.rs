@@ -1,4 +1,4 @@
-//! Handles the requests of one engine, and stores the engine's read leases and prefix cache.
+//! Handles one engine's requests, and holds the engine's read leases and prefix cache.
 //!
 //! Every request is validated and limited in size. An engine can only access its own leases and
 //! reservations. This module does not access sockets.
@@ -30,14 +30,14 @@ pub(crate) struct EngineHandler {
     /// Read leases by the engine's lease number, each with its number of prefixes.
     leases: HashMap<u64, (LeaseId, usize)>,
     num_leased: usize,
-    /// Keys of the last long prefix that was the first prefix of a message.
+    /// Keys of the last long prefix sent as the first prefix of a message.
     prefix_cache: PrefixCache,
     /// Created when the engine first requests changes.
     listener: Option<Listener>,
     /// Buffer for the keys of uncached prefixes and of ranges to reserve.
     scratch: Vec<ChunkKey>,
     counters: Arc<Counters>,
-    /// Number of units that the client's last anchors cover. The client may truncate the prefix
+    /// Number of units covered by the client's last anchors. The client may truncate the prefix
     /// before looking it up.
     num_anchored: u32,
 }
@@ -133,7 +133,7 @@ impl EngineHandler {
         self.leases.get(&lease).map(|(own, _)| *own)
     }
 
-    /// Looks up prefixes. Lookups for saves are not included in the counters.
+    /// Looks up prefixes. Lookups for saves are not counted.
     fn lookup(
         &mut self,
         sent: &SentPrefixes<'_>,
@@ -196,7 +196,7 @@ impl EngineHandler {
         Ok(Response::Anchors(found))
     }
 
-    /// Returns the prefixes of a message. The first prefix is completed from the prefix cache.
+    /// Returns a message's prefixes, and completes the first prefix from the prefix cache.
     fn prefixes(&mut self, sent: &SentPrefixes<'_>) -> Result<Vec<Prefix<'_>>, Disconnect> {
         let num_same = usize::try_from(sent.num_same).unwrap_or(usize::MAX);
         let num_sent: usize = sent.all.iter().map(|(_, keys)| keys.iter().len()).sum();
@@ -244,10 +244,10 @@ impl EngineHandler {
 }
 
 /// Returns the changes for `listener`, which the first request creates. Returns None if the request
-/// contains too many keys.
+/// has too many keys.
 ///
-/// In the first response on a connection, `lost` is set, because reports on an earlier connection
-/// may be outdated.
+/// The first response on a connection sets `lost`, because reports on an earlier connection may be
+/// stale.
 fn changes(
     sent: &SentChanges<'_>,
     store: &Store,

@@ -13,7 +13,7 @@ use kvloft_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
-/// How long the socket of a killed process can outlive its lock.
+/// How long a killed process's socket can outlive its lock.
 const STALE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// A listening socket that only this user can access. Dropping the listener removes the socket
@@ -58,8 +58,8 @@ impl Drop for SocketListener {
     }
 }
 
-/// Returns true if another process is still listening at `path` after [`STALE_TIMEOUT`]. A server
-/// that is being killed may lose its lock before its socket.
+/// Returns true if another process is still listening at `path` after [`STALE_TIMEOUT`]. A dying
+/// server may lose its lock before its socket.
 fn keeps_listening(path: &Path) -> bool {
     let deadline = Instant::now() + STALE_TIMEOUT;
     while is_listening(path) {
@@ -92,14 +92,14 @@ fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
     if let Ok(found) = path.symlink_metadata() {
         if !found.file_type().is_socket() {
             let message = format!(
-                "{} exists and is not a socket; set --socket to a different path",
+                "{} exists but is not a socket; set --socket to a different path",
                 path.display()
             );
             return Err(Error::invalid(message));
         }
         if keeps_listening(path) {
             let message = format!(
-                "another program is listening at {}; set --socket to a different path",
+                "another program is listening on {}; set --socket to a different path",
                 path.display()
             );
             return Err(Error::new(ErrorKind::Busy, message));
@@ -111,7 +111,7 @@ fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
             _ => {} // another server may have just removed it
         }
     }
-    let socket = UnixListener::bind(path).map_err(|error| fail("cannot listen at", error))?;
+    let socket = UnixListener::bind(path).map_err(|error| fail("cannot listen on", error))?;
     let private = Permissions::from_mode(0o600);
     std::fs::set_permissions(path, private)
         .map_err(|error| fail("cannot make the socket private:", error))?;
@@ -131,7 +131,7 @@ fn lock_path(socket: &Path) -> PathBuf {
 }
 
 /// Removes the lock file while holding its lock, unless the file has been replaced. A process that
-/// already has the file open and locks it later will detect that the path no longer refers to this
+/// has already opened the file but locks it later detects that the path no longer refers to the
 /// file.
 fn remove_lock(lock: &File, socket: &Path) {
     if is_same_file(lock, &lock_path(socket)).unwrap_or(false) {
@@ -145,7 +145,7 @@ fn is_same_file(file: &File, path: &Path) -> io::Result<bool> {
     Ok((own.dev(), own.ino()) == (found.dev(), found.ino()))
 }
 
-/// Locks the lock file of a socket. Returns `Busy` if another server has locked it.
+/// Locks a socket's lock file. Returns `Busy` if another server holds the lock.
 fn lock(socket: &Path) -> Result<File> {
     let fail =
         |what: &str, error: io::Error| Error::io(format!("{what} {}", socket.display()), error);
@@ -154,16 +154,16 @@ fn lock(socket: &Path) -> Result<File> {
         // Other users must not be able to lock the file.
         let mut options = File::options();
         let lock = options.write(true).create(true).truncate(false).mode(0o600).open(&path);
-        let lock = lock.map_err(|error| fail("cannot create the lock file of", error))?;
+        let lock = lock.map_err(|error| fail("cannot create the lock file for", error))?;
         lock.try_lock().map_err(|error| match error {
             TryLockError::WouldBlock => {
                 let message = format!(
-                    "another kvloft server is listening at {}; set --socket to a different path",
+                    "another kvloft server is listening on {}; set --socket to a different path",
                     socket.display()
                 );
                 Error::new(ErrorKind::Busy, message)
             }
-            TryLockError::Error(error) => fail("cannot lock the lock file of", error),
+            TryLockError::Error(error) => fail("cannot lock the lock file for", error),
         })?;
         // Another server may have removed the file after it was opened and before it was locked.
         if is_same_file(&lock, &path).unwrap_or(false) {
@@ -179,7 +179,7 @@ fn create_directory(path: &Path) -> Result<()> {
         path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
     made.map_err(|error| {
-        Error::io(format!("cannot create the socket's directory {}", folder.display()), error)
+        Error::io(format!("cannot create the socket directory {}", folder.display()), error)
     })?;
     let found = folder.metadata();
     let found = found.map_err(|error| {
@@ -196,14 +196,14 @@ fn create_directory(path: &Path) -> Result<()> {
         )
     } else if !is_ours {
         format!(
-            "belongs to user {}, and this process runs as user {me}; set --socket to a path in a directory that only this \
-             user can write to",
+            "belongs to user {}, but this process runs as user {me}; set --socket to a path in a \
+             directory that only user {me} can write to",
             found.uid()
         )
     } else {
         return Ok(());
     };
-    let message = format!("the socket's directory {shown} {problem}");
+    let message = format!("the socket directory {shown} {problem}");
     Err(Error::invalid(message))
 }
 

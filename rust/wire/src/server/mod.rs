@@ -1,4 +1,4 @@
-//! The server accepts engines that run as its own user, and owns the stores that they share.
+//! The server accepts engines running as its own user and owns the stores they share.
 //!
 //! Each connection has a thread, and the number of connections is limited. Other threads accept
 //! connections, claim the disk, remove expired chunks and do housekeeping. The caller handles
@@ -49,7 +49,7 @@ pub struct Server {
 impl Server {
     /// Starts a server. Claims the disk directory, or retries in the background (see
     /// [`Self::disk_trouble`]). Memory is allocated and the disk tier is opened when the first
-    /// engine connects, because frame sizes are known only from its hello.
+    /// engine connects, because only an engine's hello carries the frame sizes.
     ///
     /// Returns `Busy` if another server owns the socket, and `Io` if a system call fails. Returns
     /// `InvalidConfig` if the shares are invalid, the socket's directory is not private or the disk
@@ -82,13 +82,12 @@ impl Server {
         Ok(())
     }
 
-    /// Returns the status of the server.
+    /// Returns the server's status.
     pub fn status(&self) -> Status {
         self.state.status()
     }
 
-    /// Returns why the server cannot use its disk directory. Returns None if the server can use its
-    /// disk directory or has none.
+    /// Returns why the server cannot use its disk directory, or None if it can or has no disk.
     pub fn disk_trouble(&self) -> Option<String> {
         self.state.disk_trouble()
     }
@@ -163,7 +162,7 @@ fn accept(state: &Arc<ServerState>, listener: &SocketListener) {
 
 /// Removes expired chunks from closed namespaces. Open namespaces remove their own expired chunks.
 fn run_expiry(state: &ServerState, interval: Duration) {
-    // Delay the first search, because an engine that starts now would find its namespace busy.
+    // Delay the first search, because an engine starting during it would find its namespace busy.
     let mut next = Instant::now() + FIRST_EXPIRY;
     while !state.is_stopping.load(Ordering::SeqCst) {
         let left = next.saturating_duration_since(Instant::now());

@@ -1,5 +1,5 @@
-//! A server's namespace: its store (opened when the first engine connects), its engines, and its
-//! counters of lookups, loads and saves.
+//! A namespace on a server: its store (opened when the first engine connects), its engines, and
+//! its lookup, load and save counters.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -19,7 +19,7 @@ use crate::threads::locked;
 #[derive(Debug)]
 pub(crate) struct Namespace {
     pub(crate) hello: Hello,
-    /// None until the store has been opened for the first engine.
+    /// None until the first engine's store is open.
     store: OnceLock<Arc<Store>>,
     opening: Mutex<()>,
     engines: Mutex<EngineCount>,
@@ -66,9 +66,8 @@ impl Namespace {
         locked(&self.engines).num > 0
     }
 
-    /// Returns the time at which the namespace became idle. Returns None if it has an engine, or if
-    /// its chunks on disk are still being cleared: closing the store now would bring cleared chunks
-    /// back.
+    /// Returns when the namespace became idle. Returns None if it has an engine or a clear is still
+    /// running on disk: closing the store now would bring cleared chunks back.
     pub(crate) fn idle_since(&self) -> Option<Instant> {
         let changed = Some(locked(&self.engines))
             .filter(|engines| engines.num == 0)
@@ -191,7 +190,7 @@ impl Counters {
 
 impl Drop for Membership {
     fn drop(&mut self) {
-        // Releases reservations and leases before the engine is removed.
+        // Replacing `local` releases its reservations and leases before the engine is removed.
         if let Some(store) = self.namespace.store() {
             self.local = Local::of(Arc::clone(store));
         }

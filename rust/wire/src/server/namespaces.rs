@@ -23,9 +23,9 @@ use crate::threads::locked;
 
 /// Maximum number of open namespaces.
 pub const MAX_NAMESPACES: usize = 64;
-/// Timeout for disk writes of a namespace that is being closed to make room for another namespace.
+/// Timeout for a namespace's disk writes when it is closed to make room for another namespace.
 const REPLACE_TIMEOUT: Duration = Duration::from_secs(3);
-/// Name of the host memory setting in error messages for engines.
+/// Name of the host memory setting in errors sent to engines.
 const HOST_SIZE_SETTING: &str = "--host-size of this engine's kvloft server";
 
 #[derive(Debug, Default)]
@@ -54,9 +54,8 @@ pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
     let mut names: Vec<_> = shares.iter().map(|(name, _)| name.as_str()).collect();
     names.sort_unstable();
     if let Some([name, longer]) = names.windows(2).find(|pair| pair[1].starts_with(pair[0])) {
-        let message = format!(
-            "--share: two shares match the same namespace: {name} covers {longer}; use more digits"
-        );
+        let message =
+            format!("--share: two shares overlap: {name} covers {longer}; use more digits");
         return Err(Error::invalid(message));
     }
     let sum: u64 = shares.iter().map(|(_, percent)| u64::from(*percent)).sum();
@@ -64,7 +63,7 @@ pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
         return Ok(());
     }
     let message = format!(
-        "--share: shares must be 1 to 100 percent each and at most 100 in total, not {sum}"
+        "--share: shares must be 1 to 100 percent each and add up to at most 100, not {sum}"
     );
     Err(Error::invalid(message))
 }
@@ -81,8 +80,8 @@ impl OpenNamespaces {
         idle.into_iter().map(|(_, namespace)| namespace).collect()
     }
 
-    /// Returns an engine's namespace, and the namespaces that must be closed before it is opened.
-    /// Returns `Busy` or `InvalidConfig` if a namespace that would have to be closed is not idle.
+    /// Returns an engine's namespace, and the namespaces to close before opening it. Returns `Busy`
+    /// or `InvalidConfig` if a namespace that would have to be closed is not idle.
     fn namespace(&mut self, hello: &Hello) -> Result<(Arc<Namespace>, Vec<Arc<Namespace>>)> {
         if let Some(namespace) = self.namespaces.get(&hello.namespace) {
             if namespace.is_for(hello) {
@@ -139,7 +138,7 @@ impl Namespaces {
         let available_bytes = (config.available_bytes)();
         let (namespace, gone, pool) = {
             let mut open = locked(&self.open);
-            // Once the arena is allocated, its memory is no longer part of the available memory.
+            // Once allocated, the arena no longer counts as available memory.
             let available_bytes = available_bytes.filter(|_| open.pool.is_none());
             StoreConfig { available_bytes, ..store_config(hello, config) }
                 .check(HOST_SIZE_SETTING)?;
@@ -148,7 +147,7 @@ impl Namespaces {
                 let (root, sizes) = (Arc::clone(&self.disk), hello.frame_sizes.clone());
                 let pool = Pool::create(root, config.host_bytes, sizes, wake)?;
                 if !config.numa.is_empty() {
-                    // The memory must be placed before an engine writes to it.
+                    // Place the memory before an engine first writes to it.
                     log(place_memory(&pool, hello.frame_sizes.largest(), &config.numa));
                 }
                 Ok(pool)
@@ -200,11 +199,11 @@ impl Namespaces {
         locked(&self.open).pool.as_ref().map(|pool| (pool.size_bytes(), pool.slab_bytes()))
     }
 
-    /// Returns the error for a namespace that does not exist.
+    /// Returns the error for a namespace prefix without a match.
     pub(crate) fn no_such_namespace(&self, prefix: &str) -> Error {
         let ids: Vec<_> = self.all().iter().map(|namespace| namespace.id()).collect();
         let message = if ids.is_empty() {
-            format!("no namespace begins with {prefix}; run this again once an engine is connected")
+            format!("no namespace begins with {prefix}; retry once an engine has connected")
         } else {
             format!(
                 "no namespace begins with {prefix}; use --namespace with one of: {}",
@@ -260,15 +259,15 @@ fn place_memory(pool: &Pool, frame_bytes: u64, nodes: &[u32]) -> String {
             if nodes.len() == 1 { "" } else { "s" }
         ),
         Ok(num) => format!("host memory is on NUMA nodes {names}, one per shard, in {num} ranges"),
-        Err(error) => format!("{error}; the kernel chooses the NUMA nodes"),
+        Err(error) => format!("{error}; leaving NUMA placement to the kernel"),
     }
 }
 
 fn shape_conflict(other: &Namespace, hello: &Hello) -> Error {
     let name = namespace_id(&hello.namespace);
     let message = format!(
-        "engines of namespace {name} on this kvloft server use chunks of {:?} bytes, but this \
-         engine uses {:?}; use the same settings for all engines of this namespace, or start \
+        "engines in namespace {name} on this kvloft server use chunk sizes {:?} (bytes), but this \
+         engine uses {:?}; use the same settings for all engines in this namespace, or start \
          another server",
         other.hello.frame_sizes.all(),
         hello.frame_sizes.all()

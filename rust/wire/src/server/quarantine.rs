@@ -1,13 +1,13 @@
-//! Keeps frames and leases of disconnected engines until no process can write to these frames.
+//! Keeps disconnected engines' frames and leases until no process can write to the frames.
 //!
-//! Workers and forked children can outlive the scheduler that reserved a frame. A membership
-//! therefore stays in quarantine until its lifeline is closed, without any timeout.
+//! Workers and forked children can outlive the scheduler that reserved a frame, so a membership
+//! stays in quarantine until its lifeline closes. There is no timeout.
 //!
 //! A lifeline is a pipe. The engine receives the write end together with the arena, and each worker
 //! reopens the write end before it maps the arena. When a process exits, the kernel closes its
 //! write end, regardless of the PID namespace. The read end therefore reports a hangup once no
-//! process has the write end open. A forked child inherits both the mapping and the write end, so
-//! it keeps the lifeline open.
+//! process has the write end open. A forked child inherits both the mapping and the write end, and
+//! thus keeps the lifeline open.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -67,8 +67,8 @@ struct Quarantined {
 /// Memberships of disconnected engines.
 #[derive(Debug)]
 pub(crate) struct Quarantine {
-    /// Delay between the closing of a lifeline and the release of its membership. The driver stops
-    /// a dead process's GPU copies shortly after its descriptors are closed.
+    /// How long to wait after a lifeline closes before releasing its membership: the driver stops a
+    /// dead process's GPU copies only shortly after the process's descriptors close.
     gpu_settle: Duration,
     entries: Mutex<Vec<Quarantined>>,
 }

@@ -13,7 +13,7 @@ use crate::protocol::admin::RefusalStatus;
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// An engine that has not retried for this long is assumed to have exited.
 const FORGET_AFTER: Duration = Duration::from_secs(150);
-/// Maximum number of listed namespaces and of remembered reasons.
+/// Maximum number of listed namespaces, and of remembered reasons.
 const MAX_ENTRIES: usize = 64;
 
 #[derive(Debug)]
@@ -47,7 +47,7 @@ impl Refusals {
         }
     }
 
-    /// Removes the entry of a namespace after one of its engines was accepted.
+    /// Removes a namespace's entry once one of its engines has been accepted.
     pub(crate) fn remove(&mut self, namespace: &str) {
         self.by_namespace.remove(namespace);
     }
@@ -67,8 +67,8 @@ impl Refusals {
         }
         let more = match num_repeated {
             0 => String::new(),
-            1 => " (and 1 more time since this was last logged)".to_owned(),
-            num => format!(" (and {num} more times since this was last logged)"),
+            1 => " (and 1 more time since last logged)".to_owned(),
+            num => format!(" (and {num} more times since last logged)"),
         };
         Some(format!("rejected process {pid}: {reason}{more}"))
     }
@@ -106,9 +106,7 @@ mod tests {
         assert_eq!([line(284, 1), line(9, 30), line(285, 59)], [None, None, None]);
         assert_eq!(
             line(11, 61).as_deref(),
-            Some(
-                "rejected process 7: more than the 11 MiB (and 3 more times since this was last logged)"
-            )
+            Some("rejected process 7: more than the 11 MiB (and 3 more times since last logged)")
         );
         assert!(refusals.log_line(7, "another reason", start).is_some());
     }

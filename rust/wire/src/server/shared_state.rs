@@ -33,12 +33,12 @@ pub(crate) struct Peer {
     pub(crate) counters: Arc<Counters>,
 }
 
-/// The last measurement of disk space, which can be outdated if the disk hangs.
+/// The last disk space measurement, which can be stale if the disk hangs.
 #[derive(Debug, Clone)]
 pub(crate) struct DiskSpace {
     /// File system space available to this user, in bytes.
     pub(crate) free_bytes: u64,
-    /// Size in bytes of each namespace that was closed during the measurement, by directory name.
+    /// Size in bytes of each namespace closed at the time of the measurement, by directory name.
     pub(crate) closed: BTreeMap<String, u64>,
 }
 
@@ -61,7 +61,7 @@ pub(crate) struct ServerState {
     pub(crate) num_joined: AtomicU64,
     pub(crate) num_refused: AtomicU64,
     pub(crate) refusals: Mutex<Refusals>,
-    /// The reason why the server cannot use its disk directory, if any.
+    /// The reason the server cannot use its disk directory, if any.
     pub(crate) disk_trouble: Mutex<Option<String>>,
     /// None until the space is first measured.
     pub(crate) disk_space: Mutex<Option<DiskSpace>>,
@@ -148,13 +148,12 @@ impl ServerState {
         Ok(membership)
     }
 
-    /// Returns why the server cannot use its disk directory. Returns None if the server can use its
-    /// disk directory or has none.
+    /// Returns why the server cannot use its disk directory, or None if it can or has no disk.
     pub(crate) fn disk_trouble(&self) -> Option<String> {
         locked(&self.disk_trouble).clone()
     }
 
-    /// Queues the log lines of stores. If `is_one` is false, each line names its namespace.
+    /// Queues the stores' log lines. If `is_one` is false, each line names its namespace.
     pub(crate) fn log_store_events(&self, namespaces: &[Arc<Namespace>], is_one: bool) {
         for namespace in namespaces {
             for event in namespace.store().map(|store| store.take_events()).unwrap_or_default() {
@@ -168,8 +167,8 @@ impl ServerState {
         }
     }
 
-    /// Moves slabs to namespaces that need them, and closes namespaces that have long been idle and
-    /// have no memory. Returns true if this method should be called again immediately.
+    /// Moves slabs to namespaces that need them, and closes long-idle namespaces without memory.
+    /// Returns true if the caller should repeat the call immediately.
     pub(crate) fn rebalance(&self) -> bool {
         if self.namespaces.release_slabs() {
             return true;
@@ -194,7 +193,8 @@ impl Peer {
             _ => String::new(),
         };
         Some(format!(
-            "process {pid} disconnected from namespace {id} after {seconds} s; it saved {num_saved} {chunks}{size}"
+            "process {pid} disconnected from namespace {id} after {seconds} s; saved {num_saved} \
+             {chunks}{size}"
         ))
     }
 }

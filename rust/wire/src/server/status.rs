@@ -1,4 +1,4 @@
-//! Builds the status of a server.
+//! Builds a server's status.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

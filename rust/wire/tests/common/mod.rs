@@ -59,7 +59,7 @@ pub(crate) fn connect(dir: &Path) -> Client {
     Client::open(remote_config(dir)).expect("a client")
 }
 
-/// Returns the log line of an engine that the server rejects. The engine starts without the cache.
+/// Returns the log line of a rejected engine, which starts without the cache.
 pub(crate) fn refusal(config: ClientConfig) -> String {
     let engine = Client::open(config).expect("a rejected client still starts");
     assert!(engine.arena().is_none());
@@ -100,7 +100,7 @@ pub(crate) fn numbers(status: &Status) -> Stats {
     status.stats.iter().chain(of_namespaces).map(|(name, value)| (name.clone(), *value)).collect()
 }
 
-/// Returns when the test that started this child process has exited. Usually, the test kills the
+/// Returns once the test that started this child process has exited. The test usually kills the
 /// child first.
 pub(crate) fn outlive_no_test() {
     let test = std::os::unix::process::parent_id();

@@ -219,7 +219,7 @@ fn chunks_of_namespaces_without_engines_expire() {
     let (server, _) = open(Some(1));
     server.state.remove_expired();
     let logged = server.take_events();
-    assert_eq!(logged, ["removed 6 chunks that expired in closed namespaces"]);
+    assert_eq!(logged, ["expired 6 chunks in closed namespaces"]);
     server.state.remove_expired();
     assert!(server.take_events().is_empty());
     server.close(LONG);
@@ -253,5 +253,5 @@ fn clear_is_refused_while_another_server_has_the_disk() {
     }
     let _engine = engine(socket);
     let said = second.state.clear("").expect_err("the directory may contain chunks").to_string();
-    assert!(said.contains("a restart might find them again"), "{said}");
+    assert!(said.contains("a restart could bring them back"), "{said}");
 }

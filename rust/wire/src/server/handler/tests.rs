@@ -1,4 +1,4 @@
-//! Tests that the queue of a listener is bounded.
+//! Tests that a listener's queue is bounded.
 
 use kvloft_core::ChunkKey;
 use kvloft_core::evict::Eviction;
