@@ -164,7 +164,7 @@ def test_engines_that_start_at_once_share_one_server_that_ends_after_them(host: 
     os.killpg(engines[2].pid, signal.SIGINT)
     engines[2].wait()
     until(lambda: not host.servers(), "the server does not exit")
-    assert "no engine was connected for 1 s" in host.log.read_text()
+    assert "no engine has been connected for 1 s" in host.log.read_text()
     assert host.log.read_text().splitlines()[-1].endswith("stopped")
     assert host.log.stat().st_mode & 0o077 == 0
     assert not host.socket.exists()
