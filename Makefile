@@ -1,4 +1,4 @@
-# Commands for development. `make demo` and `make test` install everything that they need.
+# Development commands. `make demo` and `make test` install everything they need.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 VERSION ?= 0.32.0
@@ -29,7 +29,7 @@ bench: ## run the Rust and Python benchmarks and compare their results with the 
 soak: ## run engines and the store with injected faults for MINUTES=30, and check tokens, pins, memory, file handles and threads
 	@MINUTES=$(if $(filter file,$(origin MINUTES)),30,$(MINUTES)) scripts/soak.sh
 
-model-check: ## run the correctness machine on every mutant, then for HOURS=1 on kvloft with vLLM VERSION (make test runs it for a short time)
+model-check: ## run the correctness machine on every mutant, then for HOURS=1 on kvloft with vLLM VERSION (make test runs it briefly)
 	@scripts/model_check.sh $(VERSION) $(or $(HOURS),1)
 
 wheels: ## build manylinux wheels and an sdist in dist/, then install and import the wheels that this machine can run

@@ -1,7 +1,7 @@
-"""Benchmark of key computation from Python: `python benches/bench_keys.py [--json]`.
+"""Benchmarks key computation from Python: `python benches/bench_keys.py [--json]`.
 
-Each figure is the minimum of many runs. These runs alternate with runs of plain BLAKE3 (the
-`blake3` package) over the same bytes, so that ratios stay meaningful on a busy machine.
+Each figure is the minimum of many runs, which alternate with runs of plain BLAKE3 (the `blake3`
+package) over the same bytes, so that ratios stay meaningful on a busy machine.
 """
 
 import argparse
@@ -26,8 +26,8 @@ ROOT = _core.root_key(bytes(32), None, None)
 class Result:
     """One row of the table.
 
-    ``measured`` and ``target`` are in ``unit``. ``plain_ms`` is the time that plain BLAKE3 needs to
-    hash the same bytes.
+    ``measured`` and ``target`` are in ``unit``. ``plain_ms`` is the time plain BLAKE3 takes to hash
+    the same bytes.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Result:
 
 
 def best_ms(turns: int, *calls: Callable[[], object]) -> list[float]:
-    """Run the calls alternately and return the minimum time of each, in milliseconds.
+    """Run the calls alternately and return each call's minimum time in milliseconds.
 
     The minimum approximates the cost on an otherwise idle machine.
     """
@@ -55,7 +55,7 @@ def best_ms(turns: int, *calls: Callable[[], object]) -> list[float]:
 def percent_of_plain(
     name: str, turns: int, ours: Callable[[], object], plain: Callable[[], object]
 ) -> Result:
-    """Measure the throughput of ``ours`` as a percentage of the throughput of plain BLAKE3."""
+    """Measure the throughput of ``ours`` as a percentage of plain BLAKE3's."""
     ours_ms, plain_ms = best_ms(turns, ours, plain)
     return Result(
         name, plain_ms / ours_ms * 100, 90, "% of plain", plain_ms, plain_ms / ours_ms >= 0.9

@@ -1,13 +1,13 @@
-"""Benchmark of kvloft's scheduler side: `python benches/bench_scheduler.py [--json]`.
+"""Benchmarks kvloft's scheduler side: `python benches/bench_scheduler.py [--json]`.
 
 Measures:
 - steps with 256 decoding requests: planning from vLLM's SchedulerOutput, and processing the
   workers' report
 - admission of one long prompt, as a miss and as a hit, with one and with multiple KV cache groups
 - admission of many hits in one step
-- repeated matching of many requests that wait for disk reads
+- repeated matching of many requests waiting for disk reads
 
-The benchmark uses a real store and real keys, but does not copy KV. It requires vLLM.
+The benchmark uses a real store and real keys but does not copy KV. It requires vLLM.
 """
 
 import argparse
@@ -45,7 +45,7 @@ GROUPS = (
     GroupShape(BLOCK_TOKENS),
     *(GroupShape(BLOCK_TOKENS, kind="window", reach=1023) for _ in range(6)),
 )
-"""KV cache groups that vLLM creates for Gemma 3."""
+"""vLLM's KV cache groups for Gemma 3."""
 GROUPS_TOKENS = 32_768
 TARGET_US = 100.0
 NUM_WAITING = 10_000
@@ -129,7 +129,7 @@ class Engine:
         return self.output([new], [], {request.request_id: num_tokens})
 
     def table(self, request: Any) -> Any:
-        """Return the block tables of ``request``. Groups do not share block ids."""
+        """Return the request's block tables. Groups do not share block ids."""
         if len(self.groups) == 1:
             return Tables([request.block_ids])
         self.tables[request.request_id] = Tables(
@@ -226,7 +226,7 @@ def row(
 def decode_results(
     num_steps: int, run_ahead: bool, groups: tuple[GroupShape, ...] = ONE_GROUP
 ) -> list[Result]:
-    """Measure decode steps in which requests are at different offsets within their blocks.
+    """Measure decode steps with requests at different offsets within their blocks.
 
     In each step, one sixteenth of the requests fill a block.
     """
@@ -351,7 +351,7 @@ def groups_results(turns: int) -> list[Result]:
 
 
 def admitted_crowd_results(turns: int) -> list[Result]:
-    """Measure many cached prompts admitted in one step.
+    """Measure the admission of many cached prompts in one step.
 
     Covers the lookups, planning all loads, and pickling the plan for a worker.
     """
@@ -406,7 +406,7 @@ def admitted_crowd_results(turns: int) -> list[Result]:
 
 
 def waiting_crowd_results(num_steps: int) -> list[Result]:
-    """Measure the cost per request of matching 10,000 requests that wait for reads from disk."""
+    """Measure the cost per request of matching 10,000 requests waiting for disk reads."""
     engine = Engine(1000, wrap_store=DiskThatHangs)
     random = Random(2)
     crowd = [
@@ -440,7 +440,7 @@ def waiting_crowd_results(num_steps: int) -> list[Result]:
 
 
 class DiskThatHangs:
-    """A store that has every prompt on disk but never completes a disk read."""
+    """A store with every prompt on disk that never completes a disk read."""
 
     def __init__(self, store: Any) -> None:
         self._store = store

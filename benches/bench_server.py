@@ -1,8 +1,8 @@
-"""Benchmark of `kvloft serve`: startup time, CPU time, and memory usage without the arena.
+"""Benchmarks `kvloft serve`: startup time, CPU time, and memory usage without the arena.
 
-Measures the time until the server accepts connections, its CPU time (when idle and while 8 engines
-perform lookups), its memory per chunk, and the effect of 10,000 connections on lookups and memory.
-Reads the CPU time and memory of the server process from /proc. Requires neither a GPU nor a model.
+Measures the time until the server accepts connections, its CPU time (idle, and with 8 engines
+doing lookups), its memory per chunk, and how 10,000 connections affect lookups and memory. Reads
+the server process's CPU time and memory from /proc. Requires neither a GPU nor a model.
 """
 
 import os
@@ -196,9 +196,9 @@ def memory() -> None:
 
 
 def crowd() -> None:
-    """Measure lookup times and memory while the user that runs the server opens 10,000 connections.
+    """Measure lookup times and memory while the server's user opens 10,000 connections.
 
-    The server rejects most of the connections, because it serves at most 64 at any time.
+    The server rejects most of them, because it serves at most 64 at a time.
     """
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with serving(host_size="64MiB") as (path, pid):
@@ -224,13 +224,13 @@ def crowd() -> None:
                     old.close()
                 clients.clear()
         told(
-            f"opening {NUM_CONNECTIONS:,} connections, with at most 500 open at any time",
+            f"opening {NUM_CONNECTIONS:,} connections, at most 500 of them open at a time",
             time.monotonic() - begin,
             "s",
         )
-        told("slowest of 100 lookups while connections are opened", 1000 * slowest, "ms")
+        told("slowest of 100 lookups while opening connections", 1000 * slowest, "ms")
         told(
-            "additional memory after the connections are closed",
+            "additional memory after closing the connections",
             (anonymous_bytes(pid) - before) / 2**20,
             "MiB",
         )

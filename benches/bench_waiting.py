@@ -1,9 +1,9 @@
-"""Benchmark of vLLM's scheduler while many requests wait for the disk.
+"""Benchmarks vLLM's scheduler while many requests wait for the disk.
 
 Run as `python benches/bench_waiting.py [--waiting N]`. N requests wait for a hung disk that holds
 their prefixes (40 prefixes of 128 tokens), while 8 other requests run. For comparison, the same
-requests run on a scheduler without a connector. The bench requires an environment with vLLM, but
-does not run a model.
+requests run on a scheduler without a connector. The benchmark requires vLLM but does not run a
+model.
 """
 
 import argparse
@@ -48,7 +48,7 @@ MODEL = {
 
 
 class DiskThatHangs:
-    """A store that has the prefixes on disk but never completes a disk read."""
+    """A store with all prefixes on disk that never completes a disk read."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -66,9 +66,7 @@ class DiskThatHangs:
 
 
 def scheduler_of(folder: Path, *, has_cache: bool, max_seqs: int) -> Scheduler:
-    """Return vLLM's scheduler for a CPU model. With ``has_cache``, the scheduler uses kvloft with a
-    hung disk.
-    """
+    """Return vLLM's scheduler for a CPU model, using kvloft with a hung disk if ``has_cache``."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     transfer = KVTransferConfig(
         kv_connector="KVLoftConnector",
@@ -124,9 +122,7 @@ def add(scheduler: Scheduler, name: str, ids: list[int], hasher: Any) -> None:
 
 
 def step(scheduler: Scheduler) -> tuple[float, int]:
-    """Run one step. Return the duration of ``schedule`` in ms and the number of requests that it
-    scheduled.
-    """
+    """Run one step. Return how long ``schedule`` took in ms and how many requests it scheduled."""
     start = time.perf_counter()
     output = scheduler.schedule()
     ids = list(output.num_scheduled_tokens)

@@ -1,14 +1,14 @@
-"""`make demo`: runs a chat six times with vLLM on the CPU and shows where its KV came from.
+"""`make demo`: runs a chat six times with vLLM on the CPU and shows where the KV came from.
 
 1. without any cache (the reference)
 2. with kvloft, cold
 3. again on the same engine: from vLLM's own prefix cache
 4. again after clearing vLLM's prefix cache: from host memory
 5. again in a new engine process: from disk
-6. in a new engine process after the previous engine was killed: from the memory of `kvloft serve`
+6. in a new engine process after the previous engine was killed: from `kvloft serve`'s memory
 
 DEMO_MODEL selects the model (`demo_models.py`). Decoding is greedy, and outputs are compared token
-by token. If rounding could change an output token, the demo first replaces the prompt of that turn.
+by token. If rounding could change an output token, the demo first replaces that turn's prompt.
 """
 
 import json
@@ -33,9 +33,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "build" / "demo"
 NUM_TURNS = 4
 ANSWER_TOKENS = 34
 SAFE_MARGIN = 3e-4
-"""Minimum distance between the two highest logits. The shape of the batch changes logits by about
-1e-5.
-"""
+"""Minimum distance between the two highest logits. The batch shape changes logits by about 1e-5."""
 
 MAX_ATTEMPTS = 20
 PROGRESS_S = 10.0
@@ -62,8 +60,8 @@ WARM_UP = [1 + 7 * i % 90 for i in range(300)]
 """A prompt that is not part of the chat."""
 NOTE = (
     "The vLLM column counts tokens from vLLM's own prefix cache, which also holds earlier turns of "
-    "the same pass. With a small model on a busy machine, times vary. With long prompts on a GPU, "
-    "hits save more time."
+    "the same pass. Times vary with a small model on a busy machine; hits save more time with long "
+    "prompts on a GPU."
 )
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -78,9 +76,8 @@ ENVIRONMENT = {
 class Turn:
     """The result of one turn.
 
-    ``gpu``, ``host``, ``disk`` and ``computed`` are the numbers of prompt tokens by source.
-    ``dropped`` is the number of chunks that were not saved, and ``late`` is the number of calls to
-    the server that timed out.
+    ``gpu``, ``host``, ``disk`` and ``computed`` count prompt tokens by source. ``dropped`` is the
+    number of unsaved chunks, and ``late`` the number of server calls that timed out.
     """
 
     tokens: list[int]
@@ -95,7 +92,7 @@ class Turn:
 
 
 class EngineProcess:
-    """A vLLM engine in a new process that writes its log to a file."""
+    """A vLLM engine in a new process, with its log in a file."""
 
     def __init__(self, name: str, model: Path, **arguments: Any) -> None:
         self.log = FOLDER / f"{name}.log"
@@ -147,7 +144,7 @@ class EngineProcess:
         line = self._answers.readline()
         if not line:
             end = self.log.read_text(errors="replace")[-3000:]
-            raise SystemExit(f"{end}\nkvloft: the engine exited early; see its log, {self.log}")
+            raise SystemExit(f"{end}\nkvloft: the engine exited early; see its log ({self.log})")
         return dict(json.loads(line))
 
     def _ask(self, **message: Any) -> dict[str, Any]:
@@ -207,7 +204,7 @@ def kv_server() -> Iterator[str]:
 def settle_chat(
     engine: EngineProcess, model: DemoModel, console: Console
 ) -> tuple[list[list[int]], list[Turn]]:
-    """Run the chat without a cache and return its prompts and results."""
+    """Run the chat without a cache and return the prompts and results."""
     history: list[int] = []
     prompts: list[list[int]] = []
     truth: list[Turn] = []
@@ -270,7 +267,7 @@ def stage(console: Console, what: str) -> Iterator[None]:
 
 
 def run_all(console: Console) -> tuple[dict[str, list[Turn]], list[Turn]]:
-    """Run the demo. Return the turns by pass and the turns of the killed engine."""
+    """Run the demo. Return the turns by pass and the killed engine's turns."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     name = os.environ.get("DEMO_MODEL") or "random"
@@ -305,7 +302,7 @@ def run_all(console: Console) -> tuple[dict[str, list[Turn]], list[Turn]]:
 
 
 def with_kvloft(name: str, model: Path, settings: dict[str, str]) -> EngineProcess:
-    """Start an engine with kvloft, without waiting until it is ready."""
+    """Start an engine with kvloft without waiting for it to be ready."""
     transfer = {
         "kv_connector": "KVLoftConnector",
         "kv_role": "kv_both",
@@ -318,9 +315,7 @@ def with_kvloft(name: str, model: Path, settings: dict[str, str]) -> EngineProce
 def after_a_kill(
     model: Path, prompts: list[list[int]], truth: list[Turn], console: Console
 ) -> tuple[list[Turn], list[Turn]]:
-    """Run an engine with a server, kill the engine, and run a new engine. Return the turns of both
-    engines.
-    """
+    """Run an engine with a server, kill it, and run a new engine. Return both engines' turns."""
     with kv_server() as server:
         with stage(console, "running vLLM with `kvloft serve`, then killing the engine"):
             engine = with_kvloft("killed", model, {"server": server}).wait()
@@ -377,7 +372,7 @@ def as_plot(passes: dict[str, list[Turn]]) -> Table:
 
 
 def verdict(passes: dict[str, list[Turn]]) -> tuple[bool, str]:
-    """Return whether the demo succeeded, and a summary for the user."""
+    """Return True if the demo succeeded, and a summary for the user."""
     truth, disk = passes["none"], passes["disk"]
     wrong = [
         (n, i)

@@ -1,8 +1,8 @@
 """Runs one vLLM engine in a separate process for chat_demo.py.
 
-The command is ``python chat_engine.py ARGUMENTS_JSON``. The process reads requests from file
-descriptor 3 and writes responses to file descriptor 4, one JSON object per line. This script does
-not import kvloft: the arguments name the connector, and counts are read from vLLM's metrics.
+Run as ``python chat_engine.py ARGUMENTS_JSON``. The process reads requests from file descriptor 3
+and writes responses to file descriptor 4, one JSON object per line. This script does not import
+kvloft: the arguments name the connector, and counts come from vLLM's metrics.
 """
 
 import json
@@ -62,7 +62,7 @@ def serve_turn(engine: Any, turn_id: str, prompt: list[int], max_tokens: int) ->
 
 
 def main() -> None:
-    """Start the engine, then handle requests until the input is closed."""
+    """Start the engine, then handle requests until the input closes."""
     arguments: dict[str, Any] = json.loads(sys.argv[1])
     requests, answers = os.fdopen(3), os.fdopen(4, "w", buffering=1)
     from vllm.config import KVTransferConfig

@@ -41,7 +41,7 @@ def write_model(folder: Path, shape: Shape = Shape(), seed: int = 1) -> Path:
 
 
 def config(shape: Shape) -> dict[str, object]:
-    """Return the content of config.json."""
+    """Return the contents of config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -4,8 +4,8 @@ A module depends on the modules that define the names it uses. Re-exports are re
 neither create nor hide a cycle. If a type has `impl` blocks in multiple files, a caller also
 depends on the file with the called method. Tests are ignored.
 
-The script reads text formatted by rustfmt, without a Rust parser. It assumes that a value has the
-type `SomeType` if its name is `some_type`, or if it is `self` in an `impl` of the type.
+The script reads rustfmt-formatted text, without a Rust parser. It assumes that a value has the type
+`SomeType` if its name is `some_type`, or if it is `self` in one of the type's `impl` blocks.
 `scripts/house_rules.py` lists the crates that must not have cycles.
 """
 
@@ -36,7 +36,7 @@ class Module:
     """A source file.
 
     ``code`` is its text without comments, strings, tests and `use` declarations. ``uses`` and
-    ``exports`` map the imported and the re-exported names to their paths.
+    ``exports`` map imported and re-exported names to their paths.
     """
 
     code: str
@@ -45,7 +45,7 @@ class Module:
 
 
 class Crate:
-    """The modules of a crate, without its tests. ``edges`` contains their dependencies."""
+    """A crate's modules, without tests. ``edges`` holds their dependencies."""
 
     def __init__(self, folder: Path) -> None:
         self.modules: dict[Name, Module] = {}
@@ -69,8 +69,8 @@ class Crate:
     def _find(self, at: Name, path: Name) -> tuple[Name, Name] | None:
         """Resolve ``path`` as written in module ``at``.
 
-        Returns the defining module and the rest of the path, or None if the path leads to a
-        different crate.
+        Returns the defining module and the rest of the path, or None if the path leads to another
+        crate.
         """
         if path[0] not in ("crate", "super", "self") and (*at, path[0]) not in self.modules:
             module = self.modules[at]
@@ -94,7 +94,7 @@ class Crate:
     def _used(self, name: Name) -> Iterator[Name]:
         """Yield the modules that define the names used in ``name``.
 
-        A reference to the module itself, rather than to a name in the module, is not a dependency.
+        A reference to a module itself, rather than to a name in it, is not a dependency.
         """
         module = self.modules[name]
         words = set(re.findall(r"\w+", module.code))
@@ -148,7 +148,7 @@ class Crate:
 
 
 def _leaves(tree: str) -> Iterator[tuple[str, Name]]:
-    """Yield (local name, path) of each leaf of a `use` tree."""
+    """Yield (local name, path) for each leaf of a `use` tree."""
     before, brace, rest = tree.partition("{")
     path, _, alias = before.partition(" as ")
     start = tuple(part for part in path.strip().split("::") if part)

@@ -1,7 +1,7 @@
 """Draws the Grafana dashboard for a Prometheus server: `python scripts/dashboard.py OUT.png`.
 
-Evaluates the queries of examples/deploy/grafana.json through Prometheus's HTTP API and draws all
-panels with all variables set to All. Prints queries that return no data. Requires matplotlib.
+Runs the queries in examples/deploy/grafana.json through Prometheus's HTTP API and draws all panels
+with all variables set to All. Prints queries that return no data. Requires matplotlib.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def draw(figure: Figure, panel: dict[str, Any], source: Source) -> None:
 
 
 def box(figure: Figure, left: float, top: float, width: float, height: float) -> Any:
-    """Add and return axes at a position in pixels from the upper left corner."""
+    """Add and return axes at a position in pixels from the top left corner."""
     total = figure.bbox.height
     at = (left / WIDTH_PX, 1 - (top + height) / total, width / WIDTH_PX, height / total)
     axes = figure.add_axes(at)

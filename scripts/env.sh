@@ -2,18 +2,18 @@
 # Creates a Python environment with kvloft's wheel: scripts/env.sh VLLM_VERSION | lint
 #
 # Requires bash, Python >= 3.11, Rust and a C linker. Everything else is installed from PyPI into
-# .venv-* directories of this checkout (packages are cached in ~/.cache). If a prerequisite is
-# missing, the script prints how to install it. suite.sh and lint.sh use the environments. PROFILE is
-# the cargo profile (default: release).
+# .venv-* directories in this checkout (packages are cached in ~/.cache). If a prerequisite is
+# missing, the script prints how to install it. suite.sh and lint.sh use the environments. PROFILE
+# selects the cargo profile (default: release).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
 STARTED=${KV_STARTED:-$(date +%s)}
 PROFILE=${PROFILE:-release}
 LOGS=build/logs
-NO_CPU_BUILD=0.33.0 # this release has only CUDA wheels
+NO_CPU_BUILD=0.33.0 # this release ships only CUDA wheels
 mkdir -p "$LOGS"
-# Use the machine's certificates, which a corporate proxy may require. Older releases of uv read the
+# Use the machine's certificates, which a corporate proxy may require. Older uv releases read the
 # second variable.
 for bundle in /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt; do
   [ -e "$bundle" ] && export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}" UV_NATIVE_TLS="${UV_NATIVE_TLS:-true}" && break
@@ -25,8 +25,8 @@ die() {
   exit 1
 }
 
-# quietly NAME COMMAND...: runs a command and writes its output to a log file. Prints a progress
-# line every 15 s, and the end of the log if the command fails.
+# quietly NAME COMMAND...: runs a command with its output in a log file. Prints a progress line
+# every 15 s, and the end of the log if the command fails.
 quietly() {
   local log="$LOGS/$1.log" ticker status=0
   shift
@@ -85,8 +85,8 @@ check_rust() {
     die "Rust $wanted or newer is required but cargo is $found; run 'rustup update', or install from https://rustup.rs"
 }
 
-# Builds the wheel if the sources or the profile have changed. The wheel (abi3) works with every
-# supported version of Python and vLLM.
+# Builds the wheel if the sources or the profile have changed. The abi3 wheel works with every
+# supported Python and vLLM version.
 build_wheel() {
   local sources
   sources="$PROFILE "$(find Cargo.toml Cargo.lock pyproject.toml README.md rust python csrc -type f -not -name '*.pyc' -not -name '*.so' \
@@ -104,7 +104,7 @@ pytorch_index_answers() {
 }
 
 # vLLM's CPU build requires torch +cpu from PyTorch's index. If the index is unreachable, torch is
-# installed from PyPI. That build includes CUDA; it is larger but gives equal results.
+# installed from PyPI instead; that build includes CUDA, so it is larger, but the results are equal.
 TORCH_INDEX=https://download.pytorch.org/whl/cpu
 install_vllm() {
   local venv=$1 version=$2
@@ -126,7 +126,7 @@ overlay_vllm() {
   "$UV" tool run --quiet --python "$PY" pip download --quiet --no-deps --no-cache-dir --only-binary :all: --platform manylinux_2_28_x86_64 \
     --dest "$folder" "vllm==$version" >"$LOGS/overlay-$version.log" 2>&1 </dev/null || {
     rm -rf "$venv"
-    die "vLLM $version could not be downloaded from PyPI (see $LOGS/overlay-$version.log); skipping this version"
+    die "could not download vLLM $version from PyPI (see $LOGS/overlay-$version.log); skipping this version"
   }
   wheel=$(echo "$folder"/*.whl)
   site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

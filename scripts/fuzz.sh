@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs the fuzz targets of rust/fuzz one after another: scripts/fuzz.sh [SECONDS [TARGET...]]
+# Runs the fuzz targets in rust/fuzz in sequence: scripts/fuzz.sh [SECONDS [TARGET...]]
 # SECONDS is the time per target (default 60). Requires the nightly toolchain, a C++ compiler and
 # cargo-fuzz (cargo install cargo-fuzz --locked). Crashing inputs are written to rust/fuzz/artifacts,
-# and other inputs to rust/fuzz/corpus.
+# all others to rust/fuzz/corpus.
 set -euo pipefail
 cd "$(dirname "$0")/../rust/fuzz"
 seconds=${1:-60}

@@ -26,8 +26,8 @@
 # can be imported (PYTHONPATH=python). `sanitize` requires compute-sanitizer, and `profile` requires ncu. Stages with vLLM require vLLM 0.26
 # or newer and kvloft's extension; for an unpacked vLLM, set PYTHONPATH=DIR/site (peers: PYTHONPATH=DIR/site2:DIR/site).
 #
-# ENGINE_ARGS, CHATS_ARGS and EQUALITY_ARGS are passed to the benches, for example --timeout 500 if a command's time is limited. Logs and
-# results are written to $OUT (default build/gpu); earlier results are kept. Fails if a stage fails or if no GPU test ran.
+# ENGINE_ARGS, CHATS_ARGS and EQUALITY_ARGS are passed to the benches, for example --timeout 500 if commands have a time limit. Logs and
+# results are written to $OUT (default build/gpu); earlier results are kept. Fails if a stage fails or no GPU test ran.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-build/gpu}
@@ -55,7 +55,7 @@ pytest() { "$PYTHON" -m pytest -q -p no:cacheprovider -o addopts="--import-mode=
 sanitize() {
   local tool=$1
   shift
-  # Run only a few small cases of every kernel, because the tools make programs 100 times slower.
+  # Run only a few small cases per kernel, because the tools slow programs down 100 times.
   local cases="(bitwise and (odd_mix or per_layer_8 or mla) and 3) or partial or ranks or faults or trailers or submitters_send"
   cases+=" or (e348 and ((content and (outliers or random)) or (width and (6k or mixed) and 0.6) or saved_raw or damage))"
   KV_NUM_FAULTS=100 compute-sanitizer --tool "$tool" "$@" --error-exitcode 9 --target-processes all \
@@ -76,7 +76,7 @@ has chats && TAIL=30 stage chats "$PYTHON" -m benches.gpu.chats --json "$OUT/cha
 has crowd && TAIL=30 stage crowd "$PYTHON" -m benches.gpu.equality --setups reference,plain-pc,hnd --phases crowd --timeout 400 \
   --json "$OUT/equality_crowd.json" --logs "$OUT/crowd"
 if has prefill; then # run multiple times in new processes, because runs differ by as much as the target allows
-  rm -f "$OUT"/engine_again_*.json # otherwise, the report would include results of an earlier run
+  rm -f "$OUT"/engine_again_*.json # otherwise, the report would include an earlier run's results
   for number in $(seq "${PREFILL_RUNS:-3}"); do
     TAIL=30 stage "engine_again_$number" "$PYTHON" -m benches.gpu.engine --connectors none,kvloft --phases cold,wave \
       --json "$OUT/engine_again_$number.json" --logs "$OUT/again_$number"
@@ -86,16 +86,16 @@ if has prefill; then # run multiple times in new processes, because runs differ 
     --json "$OUT/engine_attached.json" --logs "$OUT/attached"
 fi
 if has sanitize; then
-  # --report-api-errors no: bindings that are newer than the driver probe for missing symbols, which would be reported as API errors.
-  # kvloft checks the errors of its own calls.
+  # --report-api-errors no: bindings newer than the driver probe for missing symbols, which would be reported as API errors. kvloft checks
+  # the errors of its own calls.
   stage memcheck sanitize memcheck --leak-check no --report-api-errors no
   stage racecheck sanitize racecheck
   stage synccheck sanitize synccheck
   stage initcheck sanitize initcheck
 fi
 if has profile; then
-  # Profile gathers and scatters of 4 KiB pages, which are the hardest case, then kill the bench.
-  # Clocks are not locked, because other users may share the GPU.
+  # Profile gathers and scatters of 4 KiB pages, the hardest case, then kill the bench. Clocks are
+  # not locked, because other users may share the GPU.
   say "profile"
   ncu --clock-control none --kill on -k 'regex:(gather|scatter)' --launch-skip 4 --launch-count 6 --section SpeedOfLight --section Occupancy \
     --section WarpStateStats --section MemoryWorkloadAnalysis "$PYTHON" -m kvloft.cli bench copy --mib 256 >"$OUT/ncu.txt" 2>&1

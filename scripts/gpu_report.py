@@ -1,7 +1,7 @@
 """Prints a Markdown report of GPU results: `python scripts/gpu_report.py DIRECTORY`.
 
-The directory contains the output of `scripts/gpu_check.sh`. The report compares each figure with
-its target and ends with the directory's NOTES.md. Sections without a result file are omitted.
+DIRECTORY holds the output of `scripts/gpu_check.sh`. The report compares each figure with its
+target and ends with DIRECTORY's NOTES.md. Sections without a result file are omitted.
 """
 
 import json
@@ -107,7 +107,7 @@ def _head(files: dict[str, Any]) -> Iterator[str]:
 
 
 def _failed(files: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each failed engine. The tables contain its earlier measurements."""
+    """Yield a line for each failed engine. Its earlier measurements are in the tables."""
     for name, results in files.items():
         for connector, result in results.items() if name.startswith("engine") else ():
             if "error" in result:
@@ -211,15 +211,15 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
 
 
 def _share(row: dict[str, Any], what: str, ceiling: dict[str, float]) -> float:
-    """Return a rate as a share of the ceiling that was measured immediately before the run.
+    """Return a rate as a share of the ceiling measured immediately before the run.
 
-    Results of older benches contain one ceiling per row, or a single ceiling.
+    Older benchmark results have one ceiling per row, or a single ceiling.
     """
     return float(row.get(f"{what}_share") or row[what] / row.get(f"{what}_ceiling", ceiling[what]))
 
 
 def _bound(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str]:
-    """Compare each warm TTFT of kvloft with its lower bound.
+    """Compare each of kvloft's warm TTFTs with its lower bound.
 
     The bound is the time to transfer the bytes over the link plus the TTFT from HBM, which is
     measured immediately afterwards.
@@ -349,7 +349,7 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
 
 
 def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
-    """Return the tokens per second of all cold prompts, both single prompts and waves.
+    """Return the tokens per second over all cold prompts, both single prompts and waves.
 
     Returns None if single prompts or waves are missing or incomplete, because rates are
     comparable only if the engines do the same work.
@@ -358,7 +358,7 @@ def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
     alone = result.get("cold", {}).get("all_ms", ())
     waves = [
         wave for wave in result.get("wave", {}).get("cold", ()) if isinstance(wave, dict)
-    ]  # results of older benches have a single wave instead of a list
+    ]  # older benchmark results have a single wave, not a list
     if not context or not alone or not waves or any(wave.get("finished", 8) != 8 for wave in waves):
         return None
     total_ms = sum(alone) + sum(wave["makespan_ms"] for wave in waves)
@@ -366,8 +366,8 @@ def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
 
 
 def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
-    """Summarize the cold prefill of multiple runs. A single run is not enough, because the ratio
-    varies between runs by as much as the target allows (0.5%).
+    """Summarize cold prefill over multiple runs. One run is not enough, because the ratio varies
+    between runs by as much as the target allows (0.5%).
     """
     context = next(
         (found for run in runs if (found := _get(run.get("none", {}), ("cold", "context")))), 0.0
@@ -408,7 +408,7 @@ def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _attached(results: dict[str, Any]) -> Iterator[str]:
-    """Report the time that a connector adds, as measured with and without it in one process."""
+    """Report the time a connector adds, measured with and without it in one process."""
     for connector, result in results.items():
         found = result.get("attached", {})
         kinds = [found.get(what, {}) for what in ("prompts", "waves")]
@@ -562,7 +562,7 @@ def _startup(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _chats(results: dict[str, Any]) -> Iterator[str]:
-    """Compare kvloft's makespan with that of the fastest other engine."""
+    """Compare kvloft's makespan with the fastest other engine's."""
     yield from ("", "## A closed loop of chats (`benches/gpu/chats.py`), one engine at a time", "")
     yield from (
         "| | makespan, s | all runs | repeated tokens cached | preempted | |",
@@ -623,7 +623,7 @@ def _crowd(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _profile(text: str) -> Iterator[str]:
-    """Report one row for each kernel launch in the output of ncu."""
+    """Report one row for each kernel launch in ncu's output."""
     metrics = ("Duration", "DRAM Throughput", "Compute (SM) Throughput", "Achieved Occupancy")
     launches: list[tuple[str, dict[str, str]]] = []
     for line in text.splitlines():

@@ -1,8 +1,8 @@
-"""Checks rules of this repository that no linter covers.
+"""Checks this repository's rules that no linter covers.
 
-The rules restrict `unsafe`, environment variables, imports, the length of files and documents, and
+The rules restrict `unsafe`, environment variables, imports, file and document lengths, and
 dependency cycles. The script prints one line per violation and exits with status 1 if there are
-any. It checks `import kvloft` in the environment that runs the script.
+any. It checks `import kvloft` in the environment that runs it.
 """
 
 import re
@@ -28,7 +28,7 @@ MAX_LINES = 400
 MAX_TEST_LINES = 700
 """Maximum number of lines in a test, benchmark or script."""
 MAX_WORDS = 16_000
-"""Maximum number of words in all Markdown files outside RESULTS."""
+"""Maximum total number of words in Markdown files outside RESULTS."""
 RESULTS = "benches/results/"
 MAX_README_LINES, MAX_README_WORDS = 70, 500
 README_LINKS = "\n## More\n"
@@ -84,7 +84,7 @@ def extension_elsewhere() -> Iterator[str]:
 def hidden_imports() -> Iterator[str]:
     """No import may bypass the contracts in pyproject.toml, which check only import statements.
 
-    PATCHES_FILE is exempt: it imports modules of vLLM by name, and its package may import vLLM.
+    PATCHES_FILE is exempt: it imports vLLM modules by name, and its package may import vLLM.
     """
     for name, text in sources("python/kvloft", ".py"):
         if name != PATCHES_FILE and re.search(
@@ -124,7 +124,7 @@ def documents() -> dict[str, str]:
 
 
 def cut_tables() -> Iterator[str]:
-    """No blank line may separate rows of a table, because it would end the table."""
+    """No blank line may separate a table's rows, because it would end the table."""
     for name, text in documents().items():
         for match in re.finditer(r"\|\n\n+(?=\|)(?!.*\n\|[ :|-]+\n)", text):
             yield f"{name}:{text.count(chr(10), 0, match.start()) + 2}: blank line in a table"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs all static checks and prints one line per check. If a check fails, the script prints its
-# output and continues.
+# Runs all static checks and prints one line per check. If a check fails, prints the check's output
+# and continues.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 unset PYTHONPATH PYTHONHOME

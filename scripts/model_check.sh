@@ -4,9 +4,9 @@
 # Usage: scripts/model_check.sh VLLM_VERSION HOURS
 #
 # The machine first runs on all mutants, which it must detect, and then on the unchanged code.
-# MODEL_SEED is the first seed. The script prints the number of steps, of hits, and of hits with
-# multiple KV cache groups. It stops at the first failure and prints a minimal example; a run with
-# the same seed reproduces the failure.
+# MODEL_SEED is the first seed. The script prints the number of steps, hits, and hits with multiple
+# KV cache groups. It stops at the first failure and prints a minimal example; a run with the same
+# seed reproduces the failure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/env.sh "$1"

@@ -1,8 +1,8 @@
-"""Writes docs/models.md from the reports of `kvloft check` on the tiny models of tests/e2e/zoo.
+"""Writes docs/models.md from the `kvloft check` reports on the tiny models in tests/e2e/zoo.
 
 First run `KV_ZOO=all pytest tests/e2e/zoo/test_checks.py`, which writes one report per model to
-build/models. Then run `python scripts/models_table.py`. The table contains only models with a
-report. `make test` compares new reports with the page.
+build/models. Then run `python scripts/models_table.py`. The table lists only models with a report.
+`make test` compares new reports with the page.
 """
 
 import json
@@ -19,7 +19,7 @@ REASONS = {
     "AMX": "on CPUs without AMX, vLLM computes MLA prompts in one piece",
     "Mamba2": "speculative decoding with Mamba2",
 }
-"""Maps a substring of a reported reason to the text that replaces the reason in the table."""
+"""Maps a substring of a reported reason to the table's text for that reason."""
 NEEDS_GROUPS = "Failed to promote local KV cache specs"
 """vLLM's error message for a model whose layers do not fit in a single KV cache group."""
 ABOUT = """\
@@ -94,7 +94,7 @@ REFUSED = (
         "a different draft model, or none",
     ),
 )
-"""Settings that `vllm/support.py` rejects. Reports do not contain these settings."""
+"""Settings that `vllm/support.py` rejects, so no report has them."""
 COLUMNS = ("model", "groups", "tokens", "blocks")
 
 
@@ -132,7 +132,7 @@ def _table(lines: Iterable[Sequence[str]]) -> str:
 def is_shown(report: dict[str, Any]) -> bool:
     """Return True if the report gets a row in the table.
 
-    Reports with `kv_groups: one` get no row if the page's introduction covers the result.
+    Reports with `kv_groups: one` get no row if the page's introduction covers their result.
     """
     needs_groups = any(NEEDS_GROUPS in reason for reason in report["missing"])
     return not needs_groups and not (_is_one_group(report) and report["served"])
@@ -155,7 +155,7 @@ def _is_one_group(report: dict[str, Any]) -> bool:
 def _is_memory_equal(report: dict[str, Any]) -> bool:
     """Return True if a request uses the same KV memory with and without kvloft.
 
-    Also returns True with `kv_groups: one`, which the page mentions as an exception.
+    Also returns True with `kv_groups: one`, an exception that the page mentions.
     """
     engines = report["engines"]
     return _is_one_group(report) or len({facts["request_bytes"] for facts in engines.values()}) == 1

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs the tests of unsafe code with the address and leak sanitizers: tests of the core, and Python
-# tests of the extension. Requires the nightly toolchain; the Python tests also require gcc's
-# libasan and an environment created by scripts/env.sh.
+# Runs the tests that cover unsafe code (the core's tests and Python tests of the extension) with
+# the address and leak sanitizers. Requires the nightly toolchain; the Python tests also require
+# gcc's libasan and an environment created by scripts/env.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs a soak test: make soak MINUTES=n (default 30). Two engines run on failing disks. At the
-# same time, a test of the store alone runs on faulty files. Results are written to build/soak/.
+# Runs a soak test: make soak MINUTES=n (default 30). Two engines run on failing disks while a
+# store-only test runs on faulty files. Results are written to build/soak/.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 unset PYTHONPATH PYTHONHOME

@@ -3,12 +3,12 @@
 #
 # "all", which `make test` uses, runs the Rust tests, all Python tests with the newest vLLM for
 # CPUs, and the tests marked short with other releases (for 0.33.0, see env.sh). Tests with engines
-# mostly wait, so LANES phases run at the same time: 3 by default, and up to 5 if other processes
-# keep the machine busy. The output of a phase is printed when the phase ends. If a phase fails, the
-# other phases still run. The table at the end and the exit status report the failure.
+# mostly wait, so LANES phases run concurrently: 3 by default, and up to 5 if other processes keep
+# the machine busy. Each phase's output is printed when the phase ends. If a phase fails, the other
+# phases still run, and the table at the end and the exit status report the failure.
 #
-# Most machines need 10 to 20 minutes. After MINUTES (default 65), only short tests are started, and
-# after 1.2 times MINUTES, no tests are started. The table shows how many tests were not started.
+# Most machines need 10 to 20 minutes. After MINUTES (default 65), only short tests start, and after
+# 1.2 times MINUTES, no tests start. The table shows how many tests were left out.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 NUM_BUSY=$(cut -d. -f1 /proc/loadavg)
@@ -20,7 +20,7 @@ export TEST_DEADLINE=$((KV_STARTED + ${MINUTES:-65} * 60)) TEST_LAST_DEADLINE=$(
 export PROFILE=tested # enables debug assertions and overflow checks; used for the wheel and the Rust tests, so that each crate is compiled once
 NEWEST=0.32.0
 OTHERS="0.30.0 0.31.0 0.33.0"
-REPORT=$PWD/build/suite # contains the results and the numbers of skipped tests
+REPORT=$PWD/build/suite # holds the results and the numbers of skipped tests
 rm -rf "$REPORT"
 mkdir -p "$REPORT" build/logs
 touch "$REPORT/table" "$REPORT/left-out"
@@ -54,8 +54,7 @@ environment() {
   scripts/env.sh "$1"
 }
 
-# Fails if kvloft is not imported from the installed wheel or if vLLM's version differs from the
-# argument.
+# Fails unless kvloft is imported from the installed wheel and vLLM's version equals the argument.
 readonly CHECK='
 import importlib.metadata as m, sys, kvloft
 assert "site-packages" in kvloft.__file__, kvloft.__file__
@@ -76,8 +75,8 @@ full() {
 short() { phase "short form on vLLM $1" short_form "$1"; }
 short_form() { environment "$1" && pytest_on "$1" tests/e2e tests/vllm/test_patches.py -m short; }
 
-# Prints a line for each phase that `all` runs after creating the environment: a name and a command.
-# Phases that take long come first.
+# Prints the name and command of each phase that `all` runs after creating the environment. Long
+# phases come first.
 phases() {
   local part version
   echo "Rust tests|cargo test --quiet --locked --no-fail-fast --profile $PROFILE"
@@ -124,7 +123,7 @@ lane() {
 take() { head -n 1 "$REPORT/queue" && sed -i 1d "$REPORT/queue"; }
 locked() { (flock 9 && "$@") 9>"$REPORT/lock"; }
 
-# Prints the running phases, and how much of each is done, once a minute.
+# Prints the running phases and their progress once a minute.
 report_progress() {
   local file line name log
   while sleep 60; do
@@ -136,16 +135,16 @@ report_progress() {
   done
 }
 
-# in_group COMMAND...: runs a command in the background, in a process group that is killed when this script exits. In the foreground, bash
-# would run traps only after the command exits.
+# in_group COMMAND...: runs a command in the background, in a process group that is killed when this script exits. With a foreground command,
+# bash would run traps only after the command exits.
 in_group() {
   set -m
   "$@" </dev/null &
   set +m
 }
 
-# Terminates all groups. Repeats the signal while the first process of a group is running, because bash loses a signal that arrives while it
-# forks. The groups come from `jobs`, because a signal can arrive before a variable would contain a new group.
+# Terminates all groups. Repeats the signal while a group's first process is running, because bash loses a signal that arrives while it
+# forks. The groups come from `jobs`, because a signal can arrive before a variable could hold the new group.
 end_groups() {
   local group
   for group in $(jobs -p); do

@@ -4,9 +4,9 @@
 # The script builds an sdist and manylinux wheels for glibc 2.28, and checks their metadata. It then
 # installs each file that works on this machine in a new environment, and imports kvloft.
 #
-# Requires Python, Rust and the Rust target of the other architecture (`rustup target add`). If a
-# target is missing, its wheel is skipped, and the exit status is 1 unless ALLOW_MISSING=1. maturin
-# and zig (the linker) are installed from PyPI. The script prints at least one line every 15 s.
+# Requires Python, Rust and the other architecture's Rust target (`rustup target add`). If a target
+# is missing, its wheel is skipped, and the exit status is 1 unless ALLOW_MISSING=1. maturin and zig
+# (the linker) are installed from PyPI. The script prints at least one line every 15 s.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -50,7 +50,7 @@ for arch in $ARCHES; do
   maturin build --release --locked --strip --zig --compatibility manylinux_2_28 --target "$arch-unknown-linux-gnu" --out dist
 done
 
-# installed FILE: installs FILE in a new environment and imports kvloft without vLLM and torch.
+# installed FILE: installs FILE in a new environment and imports kvloft without vLLM or torch.
 installed() {
   local venv
   venv=$(mktemp -d)

@@ -2,16 +2,16 @@
 installed release of vLLM, and time limits.
 
 Time limits: tests wait for events and never assert durations, but everything is slower on a busy
-machine. This module therefore measures the pace of the machine (TEST_PACE) and multiplies timeouts
-by it. On a slow machine, property tests run fewer examples. Tests that have not started by
-TEST_DEADLINE are skipped. For tests marked short, the deadline is TEST_LAST_DEADLINE. Both
-deadlines are in seconds since 1970. The summary and the file that TEST_LEFT_OUT names contain the
-number of skipped tests.
+machine. This module therefore measures the machine's pace (TEST_PACE) and multiplies timeouts by
+it. On a slow machine, property tests run fewer examples. Tests that have not started by
+TEST_DEADLINE are skipped; for tests marked short, the deadline is TEST_LAST_DEADLINE. Both
+deadlines are in seconds since 1970. The number of skipped tests is in the summary and in the file
+that TEST_LEFT_OUT names.
 
-Shards: with KV_SHARD=0/3, only a third of the files run, or, of a file marked spread, a third of
-the tests. Shards can run at the same time.
+Shards: with KV_SHARD=0/3, only a third of the files run, or a third of the tests in a file marked
+spread. Shards can run concurrently.
 
-Leftovers: a test fails if it leaves a thread or a process behind. Otherwise, a later test would
+Leftovers: a test fails if it leaves a thread or process behind. Otherwise, a later test would
 occasionally fail because the thread logs a warning or the process is still running. SIGTERM ends
 the test run like Ctrl-C, so fixtures terminate their processes.
 """
@@ -40,8 +40,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 END_S = 60.0
 """Timeout, at the usual pace, for a test's threads, processes and files to disappear."""
 COLLECT_S = 0.1
-"""Delay until objects that only a reference cycle keeps alive are collected. The delay doubles
-after each collection.
+"""Delay before collecting objects kept alive only by a reference cycle. Doubles after each
+collection.
 """
 
 
@@ -140,7 +140,7 @@ def pytest_terminal_summary(
 
 
 def pytest_report_header() -> str:
-    """Report the version of kvloft that is tested."""
+    """Report the kvloft version under test."""
     import kvloft
 
     return (
@@ -179,7 +179,7 @@ def running(since_s: float = 0.0) -> dict[object, str]:
 def children(since_s: float) -> dict[object, str]:
     """Return the running child processes that started later than ``since_s`` after boot.
 
-    Some child processes can be missing, because the list in /proc is incomplete while others exit.
+    Some can be missing, because the list in /proc is incomplete while other processes exit.
     """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -212,8 +212,8 @@ def read(path: Path) -> str:
 
 
 def left_behind(before: dict[object, str], since_s: float) -> list[str]:
-    """Wait until everything that did not exist before the test is gone. Return the names of what
-    remains after a timeout.
+    """Wait until everything the test created is gone. Return the names of leftovers after a
+    timeout.
     """
     begin, collect_s = time.monotonic(), COLLECT_S
     while left := [name for key, name in running(since_s).items() if key not in before]:
@@ -233,8 +233,8 @@ def left_behind(before: dict[object, str], since_s: float) -> list[str]:
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check for leftovers.
 
-    This fixture is set up before all other fixtures, including `monkeypatch`, so that the check
-    runs after their teardown.
+    Set up before all other fixtures, including `monkeypatch`, so that the check runs after their
+    teardown.
     """
     since_s, before, num_failed = (
         time.clock_gettime(time.CLOCK_BOOTTIME),

@@ -164,7 +164,7 @@ def test_engines_that_start_at_once_share_one_server_that_ends_after_them(host: 
     os.killpg(engines[2].pid, signal.SIGINT)
     engines[2].wait()
     until(lambda: not host.servers(), "the server does not exit")
-    assert "no engine was connected for 1 s" in host.log.read_text()
+    assert "no engine has been connected for 1 s" in host.log.read_text()
     assert host.log.read_text().splitlines()[-1].endswith("stopped")
     assert host.log.stat().st_mode & 0o077 == 0
     assert not host.socket.exists()
@@ -233,8 +233,8 @@ def test_an_engine_logs_settings_that_the_running_server_lacks(host: Host) -> No
         )
     )
     assert said == (
-        "kvloft: ignoring the settings of this engine that differ from the settings of the server "
-        f"at unix:{host.socket}: host_size = 2MiB (server: 1MiB), "
+        "kvloft: ignoring engine settings that differ from the settings of the server at "
+        f"unix:{host.socket}: host_size = 2MiB (server: 1MiB), "
         f"disk_path = {disk} (server: (none)), eviction = lru (server: adaptive), "
         "server_linger = 120s (server: 1s)"
     )
@@ -310,10 +310,9 @@ def test_an_engine_computes_and_retries_if_its_server_fails_to_start(
     until(lambda: len(tried) > 2, "the start is not retried")
     (said,) = [record.getMessage() for record in logged()]
     assert said == (
-        "kvloft: the server for server = auto could not be started, so prompts are computed "
-        "instead of loaded until a server responds; start a server with `kvloft serve --socket "
-        f"{host.socket}`, or fix this error: [Errno 2] No such file or directory: "
-        "'/nowhere/python'"
+        "kvloft: could not start a server (server = auto); running without the cache until a "
+        f"server responds. Run `kvloft serve --socket {host.socket}`, or fix this error: "
+        "[Errno 2] No such file or directory: '/nowhere/python'"
     )
     monkeypatch.setattr(sys, "executable", python)
     until(host.servers, "no server is started")
@@ -378,8 +377,8 @@ def test_a_full_disk_ends_no_engines_start(
     host.look_after(Config(server="auto"))()
     (said,) = [record.getMessage() for record in logged()]
     assert said.endswith(
-        "cannot be created (No space left on device), so prompts are computed instead of loaded "
-        "until a server responds"
+        "cannot be created (No space left on device); running without the cache until a server "
+        "responds"
     )
 
 

@@ -141,7 +141,7 @@ def test_individual_limits_override_common_limits(tmp_path: Path) -> None:
         (f"- {SECRET}", "entry 1: expected either salt or salt_file"),
         ("- {quota: 1%}", "entry 1: expected either salt or salt_file"),
         (f"- {{salt: {SECRET}, salt_file: x}}", "entry 1: expected either salt or salt_file"),
-        (f"- {{salt: {SECRET}, qouta: 1%}}", "entry 1: 'qouta' is not known"),
+        (f"- {{salt: {SECRET}, qouta: 1%}}", "entry 1: 'qouta' is not a known key"),
         (f"- {{salt: {SECRET}, salt: x, quota: 1%}}", "entry 1 sets salt twice"),
         (
             f"- {{salt: null}}\n- {{salt: {SECRET}, quota: 1%, quota: 2%}}",
@@ -158,16 +158,16 @@ def test_individual_limits_override_common_limits(tmp_path: Path) -> None:
             "entry 2: an earlier entry has the same salt",
         ),
         ("- {salt: null}\n- {salt: null}", "entry 2: an earlier entry has the same salt"),
-        ("- {salt: 5}", "entry 1: expected salt to be non-empty text"),
-        ('- {salt: ""}', "entry 1: expected salt to be non-empty text"),
+        ("- {salt: 5}", "entry 1: salt must be non-empty text"),
+        ('- {salt: ""}', "entry 1: salt must be non-empty text"),
         ("- {salt_file: missing}", "/missing cannot be read (No such file or directory)"),
-        ('- {salt_file: "a\\0b"}', "it is not a path"),
+        ('- {salt_file: "a\\0b"}', "not a valid path"),
         ("- {salt_file: empty}", "the salt is empty"),
         (
             "- {salt_file: large}",
             "salt_file large is larger than 64 KiB; it must contain a single salt",
         ),
-        ("- {salt_file: [1]}", "expected salt_file to be the path of a file"),
+        ("- {salt_file: [1]}", "salt_file must be a file path"),
     ],
 )
 def test_a_wrong_file_is_named_without_a_salt(tmp_path: Path, text: str, said: str) -> None:

@@ -99,8 +99,8 @@ def test_a_short_ttl_without_a_unit_warns(
     assert found == (
         [
             (
-                f"salt_ttl = {ttl} (kv_connector_extra_config) has no unit, so it is in seconds; "
-                f"did you mean {meant}?"
+                f"salt_ttl = {ttl} (kv_connector_extra_config) has no unit, so it is read as "
+                f"seconds; did you mean {meant}?"
             )
         ]
         if meant
@@ -116,8 +116,8 @@ def test_a_long_server_timeout_without_a_unit_warns(
     timeout: object, is_odd: bool, server: str | None
 ) -> None:
     said = (
-        "server_timeout = 5 (kv_connector_extra_config) has no unit, so it is in seconds; did you "
-        "mean 5ms?"
+        "server_timeout = 5 (kv_connector_extra_config) has no unit, so it is read as seconds; did "
+        "you mean 5ms?"
     )
     found = warnings(load_config({"server_timeout": timeout, "server": server}, {}))
     assert found == ([said] if is_odd else [])
@@ -168,9 +168,9 @@ def test_limits_of_individual_salts_warn_like_common_limits(tmp_path: Path) -> N
     }
     first, second = f"salt_limits = {file}, entry 1:", f"salt_limits = {file}, entry 2:"
     assert said(**sizes, salt_limits=file) == [
-        f"{first} quota = 10 has no unit, so it is in bytes; did you mean 10%?",
-        f"{first} ttl = 24 has no unit, so it is in seconds; did you mean 24h?",
-        f"{second} disk_quota = 4096 has no unit, so it is in bytes; did you mean 4096MiB?",
+        f"{first} quota = 10 has no unit, so it is read as bytes; did you mean 10%?",
+        f"{first} ttl = 24 has no unit, so it is read as seconds; did you mean 24h?",
+        f"{second} disk_quota = 4096 has no unit, so it is read as bytes; did you mean 4096MiB?",
         f"{first} disk_quota = 9MiB is more than disk_size = 8MiB, so it has no effect.",
         f"{second} quota = 5MiB is more than host_size = 4MiB, so it has no effect.",
     ]

@@ -1,4 +1,4 @@
-"""Benchmarks of whole engines on a GPU.
+"""Whole-engine GPU benchmarks.
 
-Run them from the repository's root, for example `python -m benches.gpu.engine --help`.
+Run them from the repository root, for example `python -m benches.gpu.engine --help`.
 """

@@ -1,8 +1,8 @@
 """Measures, in a single process, how much time a connector adds to cold prompts.
 
 The connector is alternately attached and detached between prompts. Comparing engines in separate
-processes would be less precise: on an H200, identical engines differ by -0.2% to +0.7%, which is as
-much as the connector adds.
+processes would be less precise: on an H200, identical engines differ by -0.2% to +0.7%, as much as
+the connector adds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REST_S = 60.0
 
 @contextmanager
 def detached(engine: Any) -> Iterator[None]:
-    """Detach the connector of ``engine``, an in-process LLMEngine, and reattach it on exit.
+    """Detach the connector from ``engine``, an in-process LLMEngine, and reattach it on exit.
 
     Raises RuntimeError if requests are running on entry or exit, because the connector tracks their
     blocks across steps.
@@ -58,8 +58,8 @@ def _bring_to_rest(engine: Any, core: Any) -> None:
     """Wait until no step is in flight.
 
     With async scheduling, a step is still in flight when the last request finishes. Attaching or
-    detaching the connector at that point would lose the connector's output for that step. Raises
-    RuntimeError if requests are running.
+    detaching the connector then would lose its output for that step. Raises RuntimeError if
+    requests are running.
     """
     deadline = time.monotonic() + REST_S
     while not engine.has_unfinished_requests() and (
@@ -77,12 +77,12 @@ def _bring_to_rest(engine: Any, core: Any) -> None:
 def compare(engine: Engine, context: int, num_prompts: int, num_waves: int) -> dict[str, Any]:
     """Measure cold prompts and waves with and without the connector.
 
-    A prompt has ``context`` tokens. A wave consists of eight prompts of half that length. Prompts
-    are measured ``num_prompts`` times and waves ``num_waves`` times, each with and without the
+    A prompt has ``context`` tokens. A wave is eight prompts of half that length. Prompts are
+    measured ``num_prompts`` times and waves ``num_waves`` times, each with and without the
     connector.
 
     Returns {"context": context, "prompts": {"attached": times, "detached": times}, "waves": {...}}.
-    Times contain the median ("ms"), the median of each part, and all values ("all_ms", "parts_ms").
+    Times hold the median ("ms"), the median of each part, and all values ("all_ms", "parts_ms").
     """
     for _ in range(2):
         engine.ttft(engine.prompt(context))

@@ -1,10 +1,10 @@
 """Compares loaded pages with saved pages, byte for byte and independently of the mover.
 
 `PageAudit` wraps a worker's mover and uses plain torch indexing; it shares no kernel, tag, stream
-or frame with the mover. The audit clones the pages of every saved chunk on the stream of the
-forward pass. When the worker reports a load, the audit compares each loaded chunk with its clone.
-If a chunk is saved again, the audit compares it with the clone from the previous save.
-Clones occupy GPU memory, so the audit is used only in checks, not in measurements.
+or frame with the mover. The audit clones every saved chunk's pages on the forward pass's stream.
+When the worker reports a load, the audit compares each loaded chunk with its clone. If a chunk is
+saved again, the audit compares it with the clone from the previous save. Clones occupy GPU memory,
+so the audit is used only in checks, not in measurements.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _tensors(kv: Any) -> Sequence[torch.Tensor]:
 
 
 def poison(tensors: Sequence[torch.Tensor], seed: int) -> None:
-    """Overwrite paged KV with finite noise, so that all bytes are wrong until they are loaded.
+    """Overwrite paged KV with finite noise, so that all bytes are wrong until loaded.
 
     The noise has the magnitude of real keys and values.
     """

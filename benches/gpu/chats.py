@@ -28,9 +28,9 @@ from kvloft.bench.command import console, whole, write
 
 CONNECTORS = ("none", "native", "kvloft", SERVED[0], *PEERS)
 KILL_S = 15.0
-"""Time by which a child may exceed its time limit before it is killed."""
+"""Grace period after a child's time limit, after which it is killed."""
 LEAST_S = 45.0
-"""An engine is started only if at least this much time remains."""
+"""An engine starts only if at least this much time remains."""
 
 
 def run(
@@ -180,7 +180,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench. Return 1 if an engine failed, 2 if the bench cannot run."""
+    """Run the benchmark. Return 1 if an engine failed, 2 if it cannot run."""
     args, screen = parser().parse_args(argv), console()
     if not can_run("chats"):
         return 2

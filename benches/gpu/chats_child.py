@@ -1,8 +1,8 @@
 """Runs one engine under a closed loop of chats: `python -m benches.gpu.chats_child NAME JSON`.
 
-Each chat sends its next turn when the previous turn finishes. The prompt of a turn consists of all
-earlier tokens of the chat and some new tokens. Prints a line `RESULT {...}` after each run of all
-chats, even if the run reaches the time limit.
+Each chat sends its next turn when the previous turn finishes. A turn's prompt is all of the chat's
+earlier tokens plus some new tokens. Prints a line `RESULT {...}` after each run of all chats, even
+if the run reaches the time limit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The workload of a run, with sizes in tokens."""
+    """A run's workload, with sizes in tokens."""
 
     num_chats: int = 64
     num_turns: int = 5
@@ -30,7 +30,7 @@ class Load:
 
 @dataclass(slots=True)
 class Chat:
-    """A chat's tokens so far, and the times of its current turn's request and first token."""
+    """A chat's tokens so far, and when its current turn was sent and got its first token."""
 
     said: list[int]
     turn: int = 0
@@ -45,7 +45,7 @@ class Seen:
     ttfts_s: list[list[float]] = field(default_factory=list)
     prompt_tokens: int = 0
     known_tokens: int = 0
-    """Number of prompt tokens that an earlier turn of the chat already contained."""
+    """Number of prompt tokens repeated from an earlier turn of the chat."""
     cached_tokens: int = 0
     num_turns: int = 0
 

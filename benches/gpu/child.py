@@ -17,7 +17,7 @@ from kvloft.bench.command import gpu_bytes
 from kvloft.errors import UnsupportedError
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Working directory of the children, in which `-m benches.gpu.NAME` finds this package."""
+"""The children's working directory, where `-m benches.gpu.NAME` finds this package."""
 CHILD_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -50,7 +50,7 @@ def command(child: str, *asked: str) -> list[str]:
 
 
 def end_of(process: subprocess.Popen[bytes], timeout_s: float) -> int | str:
-    """Wait for the process. Return its exit status, or "timeout" if it had to be killed."""
+    """Wait for the process. Return its exit status, or "timeout" if it was killed."""
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:

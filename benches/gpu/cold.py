@@ -1,7 +1,6 @@
 """Measures the TTFT of new prompts and the makespan of waves, and splits these times into parts.
 
-The garbage collector runs before each measurement, so that a full collection during the measurement
-is unlikely.
+The garbage collector runs before each measurement, to make a full collection during it unlikely.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ def cold_wave(
 def wave(engine: Engine, prompts: Sequence[list[int]], trace: Any = None) -> dict[str, Any]:
     """Send all ``prompts`` together, compute one token for each, and return the times.
 
-    Times are in milliseconds. Completion times are relative to the start of the wave. Raises
-    RuntimeError if a prompt does not finish in time, because a wave without this prompt would look
-    faster.
+    Times are in milliseconds, and completion times are relative to the wave's start. Raises
+    RuntimeError if a prompt does not finish in time, because a wave without it would look faster.
     """
     if trace is not None:
         trace.start()
@@ -86,9 +84,7 @@ def wave(engine: Engine, prompts: Sequence[list[int]], trace: Any = None) -> dic
 
 
 def milliseconds(parts: Parts | None) -> dict[str, float]:
-    """Return a dict of the parts in milliseconds, or {} if ``parts`` is None. The keys are
-    "before_ms" and so on.
-    """
+    """Return the parts in milliseconds, keyed "before_ms" and so on, or {} if ``parts`` is None."""
     return (
         {
             name.replace("_s", "_ms"): round(seconds * 1e3, 3)

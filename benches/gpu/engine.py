@@ -2,8 +2,8 @@
 
 Each engine runs in a separate process (`engine_child`), and the engines alternate. Decode steps are
 always measured with only one engine on the GPU. If the engines do not fit on the GPU together, all
-phases run with one engine at a time. This module does not import vLLM, so if an engine fails to
-start, the other engines are still measured.
+phases run with one engine at a time. This module does not import vLLM, so an engine that fails to
+start does not stop the others from being measured.
 """
 
 from __future__ import annotations
@@ -35,11 +35,9 @@ Idle engines on the same GPU, which do not occur in production, would make plain
 up to 4% shorter. "attached" and "startup" do not compare engines.
 """
 EMBEDDING_BYTES, LAYER_BYTES = 4 * 128256 * 4096, 2 * 218_112_000
-"""Sizes of the Llama shape's embeddings and of one of its layers, in bytes. Other shapes are
-smaller.
-"""
+"""Bytes in the Llama shape's embeddings and in each of its layers. Other shapes are smaller."""
 OTHER_BYTES = 5 << 30
-"""Memory of an engine in bytes, excluding weights and paged KV: activations for 8,192 tokens, CUDA
+"""An engine's memory in bytes, excluding weights and paged KV: activations for 8,192 tokens, CUDA
 graphs, kvloft's staging buffers and the CUDA context.
 """
 POLL_S = 0.2
@@ -169,7 +167,7 @@ def _add(result: dict[str, Any], found: dict[str, Any]) -> None:
 def _groups(
     connectors: Sequence[str], phases: Sequence[str], *, together: bool
 ) -> list[tuple[list[str], list[str]]]:
-    """Return the groups of engines that run at the same time, each with its phases."""
+    """Return the groups of engines that run concurrently, each with its phases."""
     phases_of = {
         name: [phase for phase in phases if (name, phase) != ("none", "attached")]
         for name in connectors
@@ -194,14 +192,14 @@ def fit_together(
 def shared_gpu(num_blocks: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return vLLM's settings for engines that share a GPU.
 
-    The size of paged KV is fixed, so that it does not depend on the free memory at startup.
+    The paged KV size is fixed, so that it does not depend on the free memory at startup.
     """
     model: Mapping[str, Any] = options.get("model", {})
     settings: dict[str, Any] = {
         "gpu_memory_utilization": 0.1,
         "kv_cache_memory_bytes": num_blocks * _block_bytes(model),
     }
-    # KV cache groups and draft models change the number of layers in a block, so vLLM computes the
+    # KV cache groups and draft models change how many layers share a block, so vLLM computes the
     # number of blocks.
     counts_itself = "layer_types" in model or bool(options.get("drafts"))
     return settings | ({"num_gpu_blocks_override": None} if counts_itself else {})
@@ -230,7 +228,7 @@ def _wait(
 ) -> dict[str, Any]:
     """Wait for all children and return their results in the order of ``children``.
 
-    Calls ``left`` for each child that exits, so that the other engines stop waiting for its turns.
+    Calls ``left`` for each child that exits, so that other engines stop waiting for its turns.
     """
     status: dict[str, int | str] = {}
     deadline = time.monotonic() + timeout_s
@@ -407,7 +405,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench. Return 1 if an engine failed, 2 if the bench cannot run."""
+    """Run the benchmark. Return 1 if an engine failed, 2 if it cannot run."""
     args, screen = parser().parse_args(argv), console()
     shape = options_of(args.model, args.layers)
     if args.model == "llama":

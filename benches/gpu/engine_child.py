@@ -1,7 +1,7 @@
 """Measures one engine in a separate process: `python -m benches.gpu.engine_child NAME JSON`.
 
-Each measurement takes place in a turn (see `turns`), during which the other engines on the GPU are
-idle. Prints `PHASE name` before and `RESULT {...}` after each phase.
+Each measurement runs in a turn (see `turns`), while the other engines on the GPU are idle. Prints
+`PHASE name` before and `RESULT {...}` after each phase.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from kvloft.bench.link import Ceiling, HostFrames
 
 KVLOFT = ("kvloft", "raw", "before", "groups", *SERVED)
 LANDED_S = 0.1
-"""Pause after a turn, so that the turn's saves do not run during the next engine's turn."""
+"""Pause after a turn, so that its saves do not run during the next engine's turn."""
 
 LINK_BYTES = 256 << 20
-"""Size in bytes of the large copy that serves as the baseline for loads."""
+"""Bytes in the large copy that serves as the baseline for loads."""
 
 
 @contextmanager
@@ -67,8 +67,8 @@ def load_trace(options: dict[str, Any]) -> Any:
 
 
 def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Measure the TTFT of cached prompts, first from the connector (after the GPU cache was
-    emptied), then from HBM.
+    """Measure the TTFT of cached prompts, first from the connector (after emptying the GPU cache),
+    then from HBM.
 
     Also records the cold times, which `phase_cold` measures more precisely.
     """
@@ -208,9 +208,7 @@ def phase_cold(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
 
 def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
     """Measure waves of eight prompts, each half the context long: cold, from HBM and from the
-    connector.
-
-    Each cold wave has new prompts.
+    connector. Each cold wave has new prompts.
     """
     trace = load_trace(options)
     around = forward_parts(engine)
@@ -242,7 +240,7 @@ def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
 
 
 def phase_attached(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Measure, within this process, the time that the connector adds to cold prompts."""
+    """Measure, within this process, the time the connector adds to cold prompts."""
     with turn(turns):
         return compare(
             engine, options["context"], options.get("colds", 12), options.get("colds", 12) // 2
@@ -250,8 +248,8 @@ def phase_attached(engine: Engine, turns: Turns, options: dict[str, Any]) -> dic
 
 
 def phase_startup(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Record saved chunks, failed saves and registered memory during an engine's first seconds,
-    while host memory is being registered.
+    """Record saved chunks, failed saves and registered memory in an engine's first seconds, while
+    host memory is being registered.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -336,7 +334,7 @@ def phase_decode(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[
 def _middle(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Return the median of each figure over the runs, and all runs.
 
-    The median discards single runs that the host disturbed.
+    The median discards runs that the host disturbed.
     """
     return {
         **{name: statistics.median(run[name] for run in runs) for name in runs[0]},
@@ -347,8 +345,8 @@ def _middle(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
 def _by_kind(steps: Sequence[tuple[float, str]]) -> dict[str, float]:
     """Return percentiles by kind of step.
 
-    "all" covers every step after the first arrival. These steps determine the delay between two
-    tokens of a running request.
+    "all" covers every step after the first arrival. These steps determine a running request's
+    inter-token latency.
     """
     kinds = {
         kind: [seconds for seconds, other in steps if other == kind] for kind in ("alone", "mixed")

@@ -1,10 +1,10 @@
 """`python -m benches.gpu.equality`: checks that greedy tokens do not depend on the cache.
 
 Exact equality requires vLLM's batch-invariant mode (with a fix, see `equality_child`) and Triton
-attention, whose tiles do not depend on the batch. FlashAttention 3 selects its kernel based on the
+attention, whose tiles do not depend on the batch. FlashAttention 3 selects its kernel by the
 longest query in the batch, so equal rows can be rounded differently. The reference has neither a
-connector nor a prefix cache. The setups that are not exact show how much vLLM's own results vary.
-Engines share one GPU, so timings are meaningless.
+connector nor a prefix cache. Inexact setups show how much vLLM's own results vary. Engines share
+one GPU, so timings are meaningless.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The configuration of one engine.
+    """One engine's configuration.
 
     With ``exact``, the engine's tokens must equal the reference's. Otherwise, differing tokens are
     only counted, except in the phase `kept`, which fails.
@@ -45,7 +45,7 @@ class Setup:
 
 _EXACT = {"VLLM_BATCH_INVARIANT": "1"}
 _TUNED = {"TRITON_CACHE_AUTOTUNING": "1"}
-"""Lets engines reuse the results of Triton's autotuning; requires `--at-once 1`."""
+"""Lets engines reuse Triton's autotuning results; requires `--at-once 1`."""
 _TRITON = {"attention_backend": "TRITON_ATTN"}
 
 
@@ -90,7 +90,7 @@ prefix cache have hits of the same length.
 
 
 def options(*, num_blocks: int, host_bytes: int, shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that all engines share."""
+    """Return the settings shared by all engines."""
     llm = {"max_model_len": 24576, **shared_gpu(num_blocks, shape), **shape["llm"]}
     return {**shape, "num_blocks": num_blocks, "host_bytes": host_bytes, "llm": llm}
 
@@ -155,14 +155,14 @@ def _start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[by
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result of one run of a setup."""
+    """The result of one setup run."""
 
     setup: str
     run: str
     equal: int | None
-    """Number of requests, out of ``total``, whose tokens equal the reference's tokens.
+    """Number of requests, out of ``total``, whose tokens equal the reference's.
 
-    For a setup that is not exact, the reference is plain vLLM or one of the setup's own runs.
+    For an inexact setup, the reference is plain vLLM or one of the setup's own runs.
     """
     total: int
     preemptions: int
@@ -189,8 +189,8 @@ def judge(results: Mapping[str, Any]) -> list[Row]:
 
 
 def _alike(results: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
-    """Return plain vLLM's runs of the phase `prompts`, in which prompts run one at a time. Return
-    no runs for other phases, so that each setup is compared with itself.
+    """Return plain vLLM's runs of the phase `prompts`, in which prompts run one at a time. Other
+    phases have no such runs, so each setup is compared with itself.
     """
     plain: Mapping[str, Any] = results.get("plain-flash", {}).get("phases", {}).get(phase, {})
     return plain if phase == "prompts" else {}
@@ -269,7 +269,7 @@ def _kept_problems(
 
 
 def problems(results: Mapping[str, Any]) -> list[str]:
-    """Return the reasons why the check fails, or an empty list if it passes."""
+    """Return the reasons that the check fails, or an empty list if it passes."""
     found = [f"{name}: {result['error']}" for name, result in results.items() if "error" in result]
     rows = judge(results)
     found += [f"{row.setup}, {row.run}: {row.problem}" for row in rows if row.problem]

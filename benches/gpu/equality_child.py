@@ -26,8 +26,8 @@ LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
 def make_norm_invariant() -> None:
     """Fix vLLM's batch-invariant mode for the norm that adds a residual (vLLM 0.26.0).
 
-    This norm calls a CUDA kernel. The kernel's block size, and therefore its order of summation,
-    depends on whether the step has at least 256 tokens, so a decoding request's row is rounded
+    This norm calls a CUDA kernel whose block size, and therefore summation order, depends on
+    whether the step has at least 256 tokens. A decoding request's row is therefore rounded
     differently in steps with a prefill.
     """
     from vllm.model_executor.layers import layernorm
@@ -165,7 +165,7 @@ def phase_crowd(subject: Subject) -> dict[str, Any]:
         subject.empty_hbm()
         return at_once()
 
-    # Even without a connector, blocks that are still in HBM change how requests are batched.
+    # Even without a connector, blocks still in HBM change how requests are batched.
     again = {"again": at_once} if subject.has_prefix_cache else {}
     return subject.measured({"cold": at_once, **again, "warm": warm})
 
@@ -211,7 +211,7 @@ def phase_sleep(subject: Subject) -> dict[str, Any]:
 def phase_kept(subject: Subject) -> dict[str, Any]:
     """Run prompts one at a time, and compare loaded blocks with vLLM's own prefix cache.
 
-    The lengths of the prompts are close to block boundaries.
+    Prompt lengths are close to block boundaries.
     """
     size, longest = subject.block_tokens, subject.longest
     lengths = (

@@ -1,9 +1,9 @@
 """Compares loaded pages with vLLM's own prefix cache, independently of kvloft's keys and plans.
 
-vLLM identifies each cached block by a hash of its prefix and the number of its KV cache group.
+vLLM identifies each cached block by a hash of its prefix and its KV cache group number.
 `KeptBlocks` stores a clone of each computed block under this identifier, and compares each loaded
-block with the clone that has the same identifier. This detects KV from the wrong position, group or
-prompt, even if its bytes were copied correctly. Clones occupy GPU memory, so this module is used
+block with the clone under the same identifier. This detects KV from the wrong position, group or
+prompt, even if the bytes were copied correctly. Clones occupy GPU memory, so this module is used
 only in checks, not in measurements.
 """
 
@@ -29,7 +29,7 @@ class KeptBlocks:
         self._clones: dict[bytes, torch.Tensor] = {}
 
     def note(self) -> int:
-        """Clone cached blocks that have no clone yet, and return the total number of clones."""
+        """Clone cached blocks without a clone, and return the total number of clones."""
         for block in self._pool.blocks:
             name = block.block_hash
             if name is not None and name not in self._clones:

@@ -1,4 +1,4 @@
-"""The engine that the engine benches measure: in-process vLLM with random weights.
+"""The engine that the engine benchmarks measure: in-process vLLM with random weights.
 
 The weights are scaled so that attention logits have a standard deviation of about 6. As a result,
 the next token depends on individual prompt tokens, and therefore on the loaded KV.
@@ -37,8 +37,8 @@ def sharpen(model: Any) -> int:
     """Replace the weights in place with random weights of unit gain, and return their number.
 
     Each parameter's name is its seed, so the weights depend only on the architecture. If all
-    parameters in a pipeline stage used the same seed, the embeddings and the output head would be
-    equal, and the engine would repeat the last token regardless of its KV.
+    parameters in a pipeline stage shared a seed, the embeddings and the output head would be equal,
+    and the engine would repeat the last token regardless of its KV.
     """
     import torch
 
@@ -132,8 +132,8 @@ class Engine:
         self.num_parameters = apply_model(self.llm, sharpen)[0]
         self.engine = self.llm.llm_engine
         self.block_tokens = 16
-        # Engines that share a server get different prompts, so that no engine loads KV that another
-        # engine computed.
+        # Engines that share a server get different prompts, so that none loads KV computed by
+        # another.
         self._random = random.Random(8 if name in SERVED[1:] else 7)
         self._next = 0
         self._floods = options.get("floods", False)
@@ -185,7 +185,7 @@ class Engine:
         return name
 
     def settle(self) -> None:
-        """Run small requests, so that the engine keeps stepping while pending saves complete."""
+        """Run small requests to keep the engine stepping while pending saves complete."""
         for _ in range(4):
             self.ttft(self.prompt(40))
             time.sleep(0.1)
@@ -241,7 +241,7 @@ def _write_config(folder: Path, config: dict[str, Any]) -> None:
 def apply_model(llm: Any, function: Any) -> list[Any]:
     """Like ``llm.apply_model``, but without kvloft's hook, which would disable caching.
 
-    This is safe because all engines that share a cache make the same change before their first
+    This is safe because all engines sharing a cache make the same change before their first
     request. The engine must run in this process.
     """
     found: list[Any] = llm.llm_engine.engine_core.engine_core.model_executor.collective_rpc(
@@ -256,7 +256,7 @@ def prompt_of(rng: random.Random, num_tokens: int) -> list[int]:
 
 
 def count_asked(engine: Engine) -> list[int]:
-    """Return a one-item list that counts the tokens that vLLM loads from the connector."""
+    """Return a one-item list that counts the tokens vLLM loads from the connector."""
     connector, count = engine.engine.engine_core.engine_core.scheduler.connector, [0]
     if connector is not None:
         update = connector.update_state_after_alloc
@@ -270,7 +270,7 @@ def count_asked(engine: Engine) -> list[int]:
 
 
 def worker_totals() -> dict[str, int]:
-    """Return the totals that kvloft's worker has reported since the first call.
+    """Return the totals reported by kvloft's worker since the first call.
 
     Returns an empty dictionary if kvloft is not the connector.
     """

@@ -1,4 +1,4 @@
-"""Command-line options and tables that the engine benches share. Imports neither torch nor vLLM."""
+"""Options and tables shared by the engine benchmarks. Imports neither torch nor vLLM."""
 
 import argparse
 from collections.abc import Callable, Sequence

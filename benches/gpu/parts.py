@@ -1,6 +1,6 @@
 """Splits the time to first token into parts before, during and after the forward passes.
 
-The total varies by about one percent with the GPU clock and the host load. The parts show where a
+The total varies by about one percent with the GPU clock and host load. The parts show where a
 connector adds time.
 """
 
@@ -14,7 +14,7 @@ from kvloft.transfer.cuda import driver
 
 
 class Parts(NamedTuple):
-    """The time spent in each part, for one request or for requests sent together, in seconds."""
+    """Time spent in each part in seconds, for one request or for requests sent together."""
 
     before_s: float
     """Time from `ForwardParts.start` until the first forward pass is launched on an idle GPU."""

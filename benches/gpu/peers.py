@@ -1,7 +1,7 @@
 """Connector settings, environments and servers for the external caches that the benches compare.
 
-This module imports neither vLLM nor any of these caches, so that a cache that cannot be imported
-does not prevent measurements of the others.
+This module imports neither vLLM nor any of these caches, so that a cache that fails to import does
+not prevent measuring the others.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ READY_S, STOP_S = 90.0, 10.0
 BEFORE = "BENCH_BEFORE"
 """Environment variable that contains the PYTHONPATH of the kvloft version to compare with."""
 SERVED = ("served", "served2")
-"""Names of the engines that share one `kvloft serve`."""
+"""Engines that share one `kvloft serve`."""
 
 
 def env_of(name: str, host_gib: int) -> dict[str, str]:
-    """Return additional environment variables for the engine with connector ``name``."""
+    """Return extra environment variables for the engine with connector ``name``."""
     if name == "lmcache-server":
         return {"LMCACHE_TRACK_USAGE": "false"}
     if name == "lmcache":
@@ -72,8 +72,8 @@ def daemons(
 ) -> Iterator[dict[str, str]]:
     """Run the PegaFlow and LMCache servers that the connectors ``names`` require.
 
-    Yields a dict that maps the name of each server that did not become ready to the reason.
-    ``log_of(name)`` is the log file of a server.
+    Yields a dict that maps each server that did not become ready to the reason. ``log_of(name)`` is
+    a server's log file.
     """
     started: dict[str, subprocess.Popen[bytes]] = {}
     errors: dict[str, str] = {}
@@ -102,7 +102,7 @@ def _errors_to(errors: dict[str, str], name: str) -> Iterator[None]:
 
 
 def _pegaflow(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
-    """Return the command and environment of PegaFlow's server.
+    """Return PegaFlow's server command and environment.
 
     The server is linked against libpython and the CUDA runtime. Their directories come from the
     pegaflow package and the environment.
@@ -146,7 +146,7 @@ def _pegaflow(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
 
 
 def _lmcache(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
-    """Return the command and environment of LMCache's multi-process server.
+    """Return LMCache's multi-process server command and environment.
 
     The server allocates all of its memory at startup, like kvloft's server.
     """

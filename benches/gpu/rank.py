@@ -8,7 +8,7 @@ from benches.gpu.audit import PageAudit, poison, whole_blocks
 from benches.gpu.llama import worker_totals
 
 _audits: list[PageAudit] = []
-"""The audit of this process. `begin_audit` creates it."""
+"""This process's audit, created by `begin_audit`."""
 
 
 def _paged_kv(worker: Any) -> list[list[Any]]:
@@ -48,7 +48,7 @@ def begin_audit(worker: Any) -> int:
 
 
 def overwrite(worker: Any, seed: int) -> None:
-    """Overwrite every page of this rank with noise."""
+    """Overwrite all of this rank's pages with noise."""
     poison([kv for group in _paged_kv(worker) for kv in group], seed)
 
 

@@ -1,8 +1,8 @@
-"""`python -m benches.gpu.ranks`: checks outputs of tensor-parallel and pipeline-parallel engines.
+"""`python -m benches.gpu.ranks`: checks tensor-parallel and pipeline-parallel engine outputs.
 
-Outputs must be the same with and without loads from host memory. Each rank compares the loaded
-bytes with the bytes that its forward passes wrote. The engine uses vLLM's batch-invariant mode, as
-in `equality`, and no CUDA graphs. This module does not import vLLM.
+Outputs must be the same with and without loads from host memory. Each rank compares loaded bytes
+with the bytes its forward passes wrote. The engine uses vLLM's batch-invariant mode, as in
+`equality`, and no CUDA graphs. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENV = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
-"""Environment variables of the engine.
+"""The engine's environment variables.
 
 Ranks are forked, so that they inherit the child's patches to kvloft. All-reduces use plain NCCL,
 because NVLink multicast can disturb other programs on the host's GPUs.
@@ -45,7 +45,7 @@ def run(*, options: dict[str, Any], log: Path, timeout_s: float) -> dict[str, An
 
 
 def problems(result: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
-    """Yield the reasons why the check fails."""
+    """Yield the reasons that the check fails."""
     if "error" in result:
         yield str(result["error"])
         return

@@ -1,8 +1,7 @@
 """Runs one engine on multiple GPUs: `python -m benches.gpu.ranks_child JSON`.
 
 Performs the following runs and prints a `RESULT {...}` line after each:
-- prompts one at a time: cold, from HBM, and from host memory after each rank's paged KV is
-  overwritten
+- prompts one at a time: cold, from HBM, and from host memory after overwriting each rank's paged KV
 - the same prompts together with new prompts, so that multiple steps are in flight in the pipeline;
   then again, loaded from host memory
 - prompts one at a time, with loads that copy nothing
@@ -23,7 +22,7 @@ from benches.gpu.rank import begin_audit, counts, overwrite, skip_loads
 
 LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
 NUM_NEW = 4
-"""Number of new prompts in the crowd. Their lengths are the first entries of LENGTHS."""
+"""Number of new prompts in the crowd, with the first lengths in LENGTHS."""
 NUM_TOKENS = 24
 Answer = tuple[tuple[int, ...], int]
 """The output tokens and the number of cached prompt tokens."""

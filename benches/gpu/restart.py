@@ -1,4 +1,4 @@
-"""`python -m benches.gpu.restart`: kills an engine and starts it again with the same cache.
+"""`python -m benches.gpu.restart`: kills an engine and restarts it with the same cache.
 
 The cache is in `kvloft serve` or in a disk directory. Prints the second engine's time to first
 token for a prompt that the first engine computed. This module does not import vLLM.
@@ -26,10 +26,9 @@ POLL_S = 0.1
 
 
 def run(*, options: dict[str, Any], log_dir: Path, timeout_s: float) -> list[dict[str, Any]]:
-    """Run the engine LIVES times.
+    """Run the engine LIVES times, and kill it with SIGKILL after each run.
 
-    Return the results of each run, or {"error": ...}. The engine is killed with SIGKILL after each
-    run.
+    Return each run's results, or {"error": ...}.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
@@ -74,7 +73,7 @@ def _live(options: dict[str, Any], log: Path, deadline: float) -> dict[str, Any]
 
 
 def problems(lives: Sequence[dict[str, Any]], context: int, block_tokens: int = 16) -> list[str]:
-    """Return the reasons why the check fails, or an empty list if it passes."""
+    """Return the reasons that the check fails, or an empty list if it passes."""
     failed = [
         f"engine {nth + 1} {life['error']}" for nth, life in enumerate(lives) if "error" in life
     ]
@@ -113,8 +112,7 @@ def parser() -> argparse.ArgumentParser:
     restart = argparse.ArgumentParser(
         prog="restart",
         description=(
-            "Kill an engine and start it again, with its cache in `kvloft serve` or on disk. "
-            f"{STATUS}"
+            f"Kill an engine and restart it, with its cache in `kvloft serve` or on disk. {STATUS}"
         ),
     )
     restart.add_argument(
@@ -140,9 +138,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench. Return 1 if it fails, 2 if it cannot run.
+    """Run the benchmark. Return 1 if it fails, 2 if it cannot run.
 
-    The bench fails if the restarted engine misses the prompt or returns a different token.
+    It fails if the restarted engine misses the prompt or returns a different token.
     """
     args, screen = parser().parse_args(argv), console()
     if not can_run("restart"):

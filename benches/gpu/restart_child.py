@@ -1,7 +1,7 @@
 """Runs the engine that `restart` kills: `python -m benches.gpu.restart_child JSON`.
 
-Every process runs the same prompt three times: in a new engine, from HBM, and, after the prompt is
-saved, from the cache. The process then prints `RESULT {...}` and waits to be killed.
+Each process runs the same prompt three times: in a new engine, from HBM, and, once the prompt is
+saved, from the cache. It then prints `RESULT {...}` and waits to be killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WRITE_S = 120.0
 def main(options: dict[str, Any]) -> None:
     """Run the prompt and print the results.
 
-    ``started_s`` and ``answered_s`` are measured from the start of this process by the parent.
+    ``started_s`` and ``answered_s`` count from when the parent started this process.
     """
     engine = Engine(options["name"], options)
     started_s = time.monotonic() - options["begin_s"]

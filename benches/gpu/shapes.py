@@ -1,4 +1,4 @@
-"""Model architectures for the engine benches. Most have the dimensions of published models.
+"""Model architectures for the engine benchmarks, most with the dimensions of published models.
 
 This module does not import torch or vLLM.
 """
@@ -161,9 +161,8 @@ def tiny_mla(num_layers: int) -> dict[str, Any]:
 class Shape:
     """A model architecture.
 
-    ``changes`` returns the config values that differ from `LLAMA`. ``llm`` contains vLLM's settings
-    for the model. ``drafts`` contains the speculative decoding method and the number of draft
-    tokens.
+    ``changes`` returns the config values that differ from `LLAMA`. ``llm`` holds vLLM's settings
+    for the model, and ``drafts`` the speculative decoding method and number of draft tokens.
     """
 
     num_layers: int
@@ -173,7 +172,7 @@ class Shape:
 
 
 TRITON_GDN = {"additional_config": {"gdn_prefill_backend": "triton"}}
-"""Settings for the Triton prefill backend. Its alternative, flashinfer, is not always installed."""
+"""Settings for the Triton prefill backend, because flashinfer is not always installed."""
 NO_GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
 """Disables CUDA graphs, which would keep the weights that `sharpen` replaces."""
 SHAPES = {
@@ -199,12 +198,12 @@ SHAPES = {
 
 
 def options_of(name: str, num_layers: int | None = None) -> dict[str, Any]:
-    """Return the engine options of a shape: model, vLLM settings and speculative decoding."""
+    """Return a shape's engine options: model, vLLM settings and speculative decoding."""
     shape = SHAPES[name]
     model = dict(shape.changes(num_layers or shape.num_layers))
     return {"model": model, "llm": dict(shape.llm), "drafts": dict(shape.drafts)}
 
 
 def config_of(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of config.json: `LLAMA` with ``changes``. None removes a field."""
+    """Return the contents of config.json: `LLAMA` with ``changes``. None removes a field."""
     return {key: value for key, value in {**LLAMA, **changes}.items() if value is not None}

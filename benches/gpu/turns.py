@@ -1,7 +1,6 @@
 """Lets engines that share a GPU take turns, so that only one engine is active during a measurement.
 
-Changes during a run, for example in the temperature of the GPU or the load on the host, then affect
-all engines equally.
+Changes during a run, for example in GPU temperature or host load, then affect all engines equally.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Turns:
         return [name for name in self._names if not (self._folder / f"left-{name}").exists()]
 
     def _num_done(self, name: str) -> int:
-        """Return the number of finished turns, which is the size of the process's file."""
+        """Return the number of finished turns, which equals the process's file size."""
         path = self._folder / f"done-{name}"
         return path.stat().st_size if path.exists() else 0
 

@@ -46,8 +46,8 @@ def look_after(config: Config, logger: logging.Logger) -> Callable[[], None]:
     """Keep a server running at ``config.socket`` until the returned function is called.
 
     Raises ConfigError if the socket's directory is not private or the server rejects a setting.
-    Other errors are logged as warnings, and a background thread retries. Until a server responds,
-    the engine runs without the cache.
+    Other errors are logged as warnings, and a background thread retries. The engine runs without
+    the cache until a server responds.
     """
     stop, last_warning = threading.Event(), ""
     try:
@@ -107,8 +107,8 @@ def _ensure_server(config: Config, logger: logging.Logger) -> None:
         status, errors = 1, str(e)
     if status == 0:
         text = (
-            "kvloft: started a server at unix:%s; it will exit %g s after the last engine exits; "
-            "its log file is %s"
+            "kvloft: started a server at unix:%s; it will exit %g s after the last engine exits "
+            "(log file: %s)"
         )
         logger.info(text, path, config.server_linger, log)
         for line in errors.splitlines():
@@ -117,9 +117,9 @@ def _ensure_server(config: Config, logger: logging.Logger) -> None:
         raise ConfigError(errors.removeprefix("kvloft: "))
     elif not _wait_for_server(path):
         raise _StartError(
-            "the server for server = auto could not be started, so prompts are computed instead of "
-            "loaded until a server responds; start a server with `kvloft serve --socket "
-            f"{path}`, or fix this error: {errors.removeprefix('kvloft: ')}"
+            "could not start a server (server = auto); running without the cache until a server "
+            f"responds. Run `kvloft serve --socket {path}`, or fix this error: "
+            f"{errors.removeprefix('kvloft: ')}"
         )
 
 
@@ -142,7 +142,7 @@ def _command(config: Config, log: Path) -> list[str]:
 
 
 def _log_differences(config: Config, logger: logging.Logger) -> None:
-    """Log the settings of this engine that differ from the settings of the running server.
+    """Log this engine's settings that differ from the running server's.
 
     Logs nothing if the server rejects the request, for example because it runs a different version.
     The engine's connection attempt then logs the reason.
@@ -157,8 +157,8 @@ def _log_differences(config: Config, logger: logging.Logger) -> None:
         ]
         if differences:
             text = (
-                "kvloft: ignoring the settings of this engine that differ from the settings of the "
-                "server at unix:%s: %s"
+                "kvloft: ignoring engine settings that differ from the settings of the server at "
+                "unix:%s: %s"
             )
             logger.warning(text, _path(config), ", ".join(differences))
 
@@ -180,8 +180,8 @@ def _make_private(folder: Path) -> None:
     except OSError as e:
         if e.errno in MAY_PASS:
             raise _StartError(
-                f"{folder} cannot be created ({e.strerror}), so prompts are computed instead of "
-                "loaded until a server responds"
+                f"{folder} cannot be created ({e.strerror}); running without the cache until a "
+                "server responds"
             ) from e
         raise ConfigError(
             f"{folder} cannot be created for server = auto ({e.strerror}); set server to a path."
@@ -189,7 +189,7 @@ def _make_private(folder: Path) -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ConfigError(
             f"{folder} cannot be used for server = auto: it must be a directory that this user "
-            "owns and that no other user can write to; remove it, or set server to a path."
+            "owns and no other user can write to; remove it, or set server to a path."
         )
 
 

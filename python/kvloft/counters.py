@@ -1,4 +1,4 @@
-"""Names and help texts of all counters and gauges of stores, servers and engines.
+"""Names and help texts of every store, server and engine metric.
 
 vLLM's `/metrics` and `kvloft serve --metrics` export these metrics. A test checks that stores,
 servers and docs/metrics.md use these names. This module must not import any other kvloft module.
@@ -61,12 +61,12 @@ METRICS: Final = (
     ),
     _counter("loaded_bytes", _ENGINE, "Number of uncompressed bytes loaded, summed over all ranks"),
     _counter(
-        "load_seconds", _ENGINE, "Time that loads spent copying, in seconds, summed over all ranks"
+        "load_seconds", _ENGINE, "Time loads spent copying, in seconds, summed over all ranks"
     ),
     _counter("saved_chunks", _ENGINE, "Number of chunks saved and published"),
     _counter("saved_bytes", _ENGINE, "Number of uncompressed bytes saved, summed over all ranks"),
     _counter(
-        "save_seconds", _ENGINE, "Time that saves spent copying, in seconds, summed over all ranks"
+        "save_seconds", _ENGINE, "Time saves spent copying, in seconds, summed over all ranks"
     ),
     _counter(
         "save_dropped_chunks",
@@ -76,14 +76,14 @@ METRICS: Final = (
     _counter(
         "save_blocked_requests",
         _ENGINE,
-        "Number of requests whose saves stopped, because their KV may be wrong or outdated",
+        "Number of requests whose saves were stopped because their KV may be wrong or outdated",
     ),
     _counter("save_failed_chunks", _ENGINE, "Number of chunks not saved because the copy failed"),
     _counter(
         "save_misfit_chunks",
         _ENGINE,
-        "Number of chunks not saved because they did not fit into a frame for compressed chunks; "
-        "their next saves use full-size frames",
+        "Number of chunks not saved because they did not fit into a compressed-chunk frame; the "
+        "next save uses a full-size frame",
     ),
     _counter(
         "load_breaker_trips",
@@ -109,7 +109,7 @@ METRICS: Final = (
     ),
     _counter("server_lost", _ENGINE, "Number of lost connections to the server"),
     _gauge("server_connected", _ENGINE, "1 while the engine is connected to the server"),
-    # Counted by each store, which belongs to an engine or to a namespace of a server.
+    # Counted by each store: one per engine, or one per namespace on a server.
     _counter("commits", _SPACE, "Number of chunks saved and published"),
     _counter("aborts", _SPACE, "Number of failed saves"),
     _counter("reserve_dropped", _SPACE, "Number of saves dropped because no frame was free"),
@@ -138,15 +138,15 @@ METRICS: Final = (
     _counter("disk_recovered", _NONE, "Number of chunks found on disk when the store was opened"),
     _counter("disk_writes", _SPACE, "Number of chunks written to disk"),
     _counter("disk_bytes_written", _BOTH, "Number of bytes written to disk"),
-    _counter("disk_write_us", _NONE, "Time that disk threads spent writing, in microseconds"),
+    _counter("disk_write_us", _NONE, "Time disk threads spent writing, in microseconds"),
     _counter(
         "disk_write_errors",
         _BOTH,
-        "Number of failed disk writes, excluding writes that failed because the disk was full",
+        "Number of failed disk writes, excluding failures caused by a full disk",
     ),
     _counter("disk_reads", _SPACE, "Number of chunks read from disk"),
     _counter("disk_bytes_read", _BOTH, "Number of bytes read from disk"),
-    _counter("disk_read_us", _NONE, "Time that disk threads spent reading, in microseconds"),
+    _counter("disk_read_us", _NONE, "Time disk threads spent reading, in microseconds"),
     _counter(
         "disk_read_busy_us",
         _NONE,
@@ -161,12 +161,12 @@ METRICS: Final = (
         "Number of chunks evicted from host memory before they were written to disk",
     ),
     _counter("disk_removals", _BOTH, "Number of times the disk directory was removed while in use"),
-    _counter("disk_trips", _BOTH, "Number of times the circuit breaker of the disk tier opened"),
+    _counter("disk_trips", _BOTH, "Number of times the disk tier's circuit breaker opened"),
     _gauge("frames_total", _BOTH, "Number of frames in host memory"),
     _gauge("host_used_bytes", _BOTH, "Total size of chunks in host memory, in bytes"),
     _gauge("host_raw_bytes", _BOTH, "Total uncompressed size of chunks in host memory, in bytes"),
-    _gauge("host_share_bytes", _SPACE, "Size of the namespace's share of host memory, in bytes"),
-    _gauge("frames_visible", _BOTH, "Number of frames that hold a published chunk"),
+    _gauge("host_share_bytes", _SPACE, "The namespace's share of host memory, in bytes"),
+    _gauge("frames_visible", _BOTH, "Number of frames holding a published chunk"),
     _gauge("frames_reserved", _BOTH, "Number of frames being filled"),
     _gauge("frames_free", _BOTH, "Number of free frames"),
     _gauge("entries", _SPACE, "Number of chunks stored in any tier"),
@@ -184,7 +184,7 @@ METRICS: Final = (
     _gauge(
         "disk_broken",
         _BOTH,
-        "1 while the circuit breaker of the disk tier is open or the disk tier is closed",
+        "1 while the disk tier's circuit breaker is open or the disk tier is closed",
     ),
     # Counted by a server for each namespace.
     _counter("lookups", _SPACE, "Number of prefix lookups from engines"),
@@ -207,24 +207,22 @@ METRICS: Final = (
     _counter("server_joined", _SERVER, "Number of engines that joined, including reconnections"),
     _counter("server_refused", _SERVER, "Number of rejected connections"),
     _gauge("host_bytes", _SERVER, "Size of the server's host memory, in bytes"),
-    _gauge("slab_bytes", _SERVER, "Size of a slab, in bytes"),
+    _gauge("slab_bytes", _SERVER, "Slab size, in bytes"),
     _gauge("engines", _SERVER, "Number of connected engines"),
-    _gauge("server_host_bytes", _SERVER, "Size limit of host memory, in bytes"),
-    _gauge("server_disk_bytes", _SERVER, "Size limit of the disk directory, in bytes"),
+    _gauge("server_host_bytes", _SERVER, "Host memory limit, in bytes"),
+    _gauge("server_disk_bytes", _SERVER, "Disk directory size limit, in bytes"),
     _gauge("server_disk_unused", _SERVER, "1 while the disk directory is unusable"),
-    _gauge(
-        "server_disk_free_bytes", _SERVER, "Free space on the disk directory's file system in bytes"
-    ),
+    _gauge("server_disk_free_bytes", _SERVER, "Free space on the disk's file system, in bytes"),
     _gauge("server_disk_closed_bytes", _SERVER, "Size of closed namespaces on disk, in bytes"),
     _gauge(
         "quarantined_reservations",
         _SERVER,
-        "Number of frames that stay reserved until all processes of a dead engine exit",
+        "Number of frames that stay reserved until all of a dead engine's processes exit",
     ),
     _gauge(
         "quarantined_leases",
         _NONE,
-        "Number of leases of dead engines that are kept until no process can read their frames",
+        "Number of dead engines' leases kept until no process can read their frames",
     ),
 )
 

@@ -1,7 +1,7 @@
-"""Exceptions of kvloft and its Rust extension, and one exit status.
+"""Exceptions raised by kvloft and its Rust extension, and one exit status.
 
 Invalid settings raise an exception at startup. An error during a step is counted and treated as a
-miss. Every module may import this module, so this module must not import any other kvloft module.
+miss. Every kvloft module may import this module, so it must not import any of them.
 """
 
 import errno
@@ -11,7 +11,7 @@ MAY_PASS: Final = {
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EMFILE", "ENFILE", "ENOMEM")
 }
-"""System errors (errno values) that may be temporary. They do not prevent an engine from starting.
+"""errno values of errors that may be temporary, so they do not prevent an engine from starting.
 """
 
 NOT_WRITTEN: Final = 4
@@ -19,7 +19,7 @@ NOT_WRITTEN: Final = 4
 
 
 class ConfigError(ValueError):
-    """A setting or argument is invalid. The message contains its name, its value and the fix."""
+    """A setting or argument is invalid. The message gives its name, its value and the fix."""
 
 
 class UnsupportedError(ConfigError):
@@ -27,7 +27,7 @@ class UnsupportedError(ConfigError):
 
 
 class ShortageError(ConfigError):
-    """A setting requires more memory than is available now. A later attempt may succeed."""
+    """A setting requires more memory than is currently free. A later attempt may succeed."""
 
 
 class StoreError(RuntimeError):
@@ -35,7 +35,7 @@ class StoreError(RuntimeError):
 
 
 class DeniedError(StoreError):
-    """The current user has no permission to open the server's socket."""
+    """The current user lacks permission to open the server's socket."""
 
 
 class LateError(StoreError):

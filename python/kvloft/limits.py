@@ -1,6 +1,6 @@
-"""Reads tenant limits from the settings and from the YAML file that ``salt_limits`` names.
+"""Reads tenant limits from the settings and the ``salt_limits`` YAML file.
 
-Salts are secrets. The store hashes them, and messages and logs must not contain them.
+Salts are secrets: the store hashes them, and they must never appear in messages or logs.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class Limits(NamedTuple):
 
 
 class TenantLimits(NamedTuple):
-    """The default limits for salts, and the limits for individual salts and without a salt."""
+    """Limits for salts by default, for requests without a salt, and for individual salts."""
 
     salted: Limits
     unsalted: Limits
@@ -42,7 +42,7 @@ class TenantLimits(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A value in the ``salt_limits`` file, its location, and the corresponding global setting."""
+    """A value in the ``salt_limits`` file, its location, and the matching global setting."""
 
     blame: str
     setting: str
@@ -92,7 +92,7 @@ def _from_file(path: str, salted: Limits) -> dict[str | None, Limits]:
 
 
 def _entries(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (name, entry) for each entry of the file. Error messages begin with the name."""
+    """Yield (name, entry) for each entry in the file. Error messages start with the name."""
     blame = f"salt_limits = {path}"
     entries, node = read_yaml(path, blame, f"{WANTED}.")
     if not isinstance(entries, list):
@@ -112,13 +112,13 @@ def _entry(entry: Any, blame: str, folder: Path, salted: Limits) -> tuple[str | 
         )
     if unknown := [key for key in entry if key not in (*KEYS, *SALT_KEYS)]:
         raise ConfigError(
-            f"{blame}: {str(unknown[0])[:40]!r} is not known; known keys are "
+            f"{blame}: {str(unknown[0])[:40]!r} is not a known key; known keys are "
             f"{', '.join((*SALT_KEYS, *KEYS))}."
         )
     if "salt_file" in entry:
         salt: str | None = _salt_in(entry["salt_file"], blame, folder)
     elif (salt := entry["salt"]) is not None and (not isinstance(salt, str) or not salt):
-        raise ConfigError(f"{blame}: expected salt to be non-empty text; write it in quotes.")
+        raise ConfigError(f"{blame}: salt must be non-empty text; write it in quotes.")
     limits = salted if salt is not None else Limits()
     for key, (name, parse) in KEYS.items():
         if key in entry:
@@ -128,12 +128,12 @@ def _entry(entry: Any, blame: str, folder: Path, salted: Limits) -> tuple[str | 
 
 def _salt_in(name: object, blame: str, folder: Path) -> str:
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"{blame}: expected salt_file to be the path of a file.")
+        raise ConfigError(f"{blame}: salt_file must be a file path.")
     try:
         with (folder / name).open("rb") as file:
             raw = file.read(MAX_SALT_BYTES + 1)
     except (OSError, ValueError) as e:
-        reason = e.strerror if isinstance(e, OSError) else "it is not a path"
+        reason = e.strerror if isinstance(e, OSError) else "not a valid path"
         raise ConfigError(
             f"{blame}: salt_file {folder / name} cannot be read ({reason})."
         ) from None

@@ -17,18 +17,18 @@ from kvloft.errors import ConfigError, ShortageError
 from kvloft.limits import given_limits, tenant_limits
 
 SMALL: Final = 1 << 20
-"""If a size without a unit is below this value, the user probably did not mean bytes."""
+"""Sizes without a unit below this value were probably not meant in bytes."""
 SHORT_S: Final = 3600
-"""If a time without a unit is below this value, the user probably did not mean seconds."""
+"""Times without a unit below this value were probably not meant in seconds."""
 MAX_BARE_TIMEOUT_S: Final = 0.9
-"""If a server_timeout without a unit is above this value, the user probably meant milliseconds."""
+"""A server_timeout without a unit above this value was probably meant in milliseconds."""
 PROC: Final = Path("/proc")
 MAX_LOCK_BYTES: Final = 32
-"""Maximum size of the lock file in a disk directory. The file contains the owner's process id."""
+"""Maximum size of a disk directory's lock file, which holds the owner's process id."""
 
 
 def refuse_impossible(config: Config) -> None:
-    """Raise ConfigError if disk_path cannot be a directory, or salt_limits is invalid."""
+    """Raise ConfigError if disk_path cannot be a directory or salt_limits is invalid."""
     if config.server in (None, AUTO):  # otherwise the server reads the file
         tenant_limits(config)
     if config.disk_path is None:
@@ -49,10 +49,10 @@ def refuse_impossible(config: Config) -> None:
 def refuse_here(config: Config, available_bytes: int | None = None) -> None:
     """Raise ConfigError if no engine can start with these settings on this machine.
 
-    Raises ShortageError if too little memory is available now.
+    Raises ShortageError if too little memory is currently free.
 
     ``available_bytes`` is the amount of free memory, if known. An unwritable disk_path is not an
-    error: permissions, free space and mounts can change while the engine uses host memory.
+    error: permissions, free space and mounts can change while the engine runs on host memory.
     """
     refuse_impossible(config)
     if config.server not in (None, AUTO):  # the server has a separate host_size
@@ -61,9 +61,7 @@ def refuse_here(config: Config, available_bytes: int | None = None) -> None:
     left = available_bytes if config.server is None else None
     too_much = f"host_size = {format_size(config.host_size)} ({config.origin('host_size')}) is more"
     if config.host_size > (memory := _machine_bytes()):
-        raise ConfigError(
-            f"{too_much} than this machine's memory of {size_text(memory)}; lower it."
-        )
+        raise ConfigError(f"{too_much} than this machine's memory ({size_text(memory)}); lower it.")
     if left is not None and config.host_size > left:
         raise ShortageError(
             f"{too_much} than the {size_text(left)} that this machine or container has left; lower "
@@ -119,7 +117,7 @@ def _bare(config: Config) -> list[str]:
             if each.is_bare
         ]
     return [
-        f"{what} has no unit, so it is in {unit}; did you mean {_shown(number)}{meant}?"
+        f"{what} has no unit, so it is read as {unit}; did you mean {_shown(number)}{meant}?"
         for what, key, number in numbers
         for unit, meant, low, high in [_meant(key, number)]
         if low < number < high
@@ -131,9 +129,7 @@ def _shown(number: float) -> str:
 
 
 def _meant(key: str, number: float) -> tuple[str, str, float, float]:
-    """Return the unit of a bare number, the unit the user probably meant, and the range of
-    suspicious values.
-    """
+    """Return a bare number's unit, the unit the user probably meant, and the suspicious range."""
     if key == "salt_ttl":
         return "seconds", "h", 0, SHORT_S
     if key == "server_timeout":
@@ -178,8 +174,8 @@ def _in_vain(config: Config) -> Iterator[str]:
 
 
 def _nearest(path: Path) -> Path:
-    """Return the path or its closest parent that exists and is visible to this user."""
-    # Path.exists raises an exception for a path in an unreadable directory.
+    """Return the path, or its nearest ancestor that exists and is visible to this user."""
+    # Path.exists raises if the path is in an unreadable directory.
     return next((place for place in (path, *path.parents) if os.path.exists(place)), path)  # noqa: PTH110
 
 
@@ -192,8 +188,8 @@ def _memory(host_size: int) -> str | None:
     if host_size <= memory:
         return None
     return (
-        f"host_size = {format_size(host_size)} is more than this machine's memory of "
-        f"{size_text(memory)}; an engine with this setting does not start here."
+        f"host_size = {format_size(host_size)} is more than this machine's memory "
+        f"({size_text(memory)}); an engine with this setting cannot start here."
     )
 
 
@@ -261,7 +257,7 @@ def _company(path: Path) -> str | None:
         return None
     return (
         f"disk_path = {path} contains files that do not belong to kvloft; kvloft keeps them, but a "
-        "separate directory is easier to delete."
+        "dedicated directory is easier to delete."
     )
 
 

@@ -1,4 +1,4 @@
-"""Opens the store of an engine, either in this process or on a server that engines share.
+"""Opens an engine's store, either in this process or on a shared server.
 
 This module must not import vLLM.
 """
@@ -15,10 +15,10 @@ from kvloft.seam.shape import ArenaSpec, CacheShape
 def open_store(
     config: Config, shape: CacheShape, namespace: bytes, description: str, *, disk_path: str | None
 ) -> _core.Session:
-    """Open a session with the store of ``namespace``.
+    """Open a session with the store for ``namespace``.
 
-    ``description`` is one line of text that describes the namespace. ``disk_path`` is the disk
-    directory of this engine. Raises ConfigError if a setting is invalid.
+    ``description`` describes the namespace in one line of text. ``disk_path`` is this engine's
+    disk directory. Raises ConfigError if a setting is invalid.
     """
     groups = groups_of(shape)
     sizes = list(zip(shape.frame_sizes, shape.raw_frame_sizes, strict=True))
@@ -74,7 +74,7 @@ def arena_of(store: _core.Session, shape: CacheShape) -> ArenaSpec | None:
 
 
 def disk_path_of(config: Config, parallel: Any) -> str | None:
-    """Return the disk directory of this data-parallel engine.
+    """Return this data-parallel engine's disk directory.
 
     The first engine uses ``disk_path``; engine N uses its subdirectory ``dpN``. ``parallel`` is
     vLLM's ParallelConfig. For a dense model, only ``data_parallel_index`` identifies the engine,

@@ -1,4 +1,4 @@
-"""Makes the models of `tests/model` and the helpers in this directory importable, and starts a
+"""Makes the models in `tests/model` and the helpers in this directory importable, and starts a
 server for the tests.
 """
 

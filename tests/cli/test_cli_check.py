@@ -51,7 +51,7 @@ def test_a_served_model_is_a_table_and_status_0(capsys: pytest.CaptureFixture[st
     out, err = capsys.readouterr()
     assert out.splitlines()[-1].startswith("kvloft supports good with these flags")
     assert "16 of 20 prompt tokens from host memory, 16 of 20 from disk" in out
-    assert "ignored flags of the API server: --port 80" in out
+    assert "ignored API server flags: --port 80" in out
     assert "vLLM with kvloft again: disk" in err
 
 
@@ -264,13 +264,13 @@ def test_a_good_run_is_served_without_a_remark() -> None:
     [
         ({"host": {"host": 0}}, "no tokens were loaded from host memory"),
         ({"disk": {"disk": 0}}, "no tokens were loaded from disk"),
-        ({"reset": {"host": 16}}, "although the cache should be empty"),
-        ({"cold": {"disk": 16}}, "although the cache should be empty"),
+        ({"reset": {"host": 16}}, "from a cache that should be empty"),
+        ({"cold": {"disk": 16}}, "from a cache that should be empty"),
         ({"fork": {"errors": 1}}, "1 errors in kvloft"),
         ({"fork": {"damaged": 1}}, "1 errors in kvloft"),
         (
             {"host": {"host": 16, "accepted": 6}},
-            "6 draft tokens were accepted, compared with 10 for the same outputs without a hit",
+            "6 draft tokens were accepted, but 10 for the same outputs without a hit",
         ),
         ({"host": {"host": 16, "tokens": [1, 8, 3]}}, "rounding changed every output"),
         (

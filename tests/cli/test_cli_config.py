@@ -114,8 +114,8 @@ def test_a_duplicate_setting_is_named(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_warning_is_no_refusal(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--extra", '{"host_size": "32000"}']) == 0
     assert capsys.readouterr().err == (
-        "kvloft: warning: host_size = 32000 (kv_connector_extra_config) has no unit, so it is in "
-        "bytes; did you mean 32000MiB?\n"
+        "kvloft: warning: host_size = 32000 (kv_connector_extra_config) has no unit, so it is read "
+        "as bytes; did you mean 32000MiB?\n"
     )
 
 

@@ -232,7 +232,7 @@ def test_an_output_error_is_not_the_status_of_damage(folder: Path) -> None:
         done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (
         4,
-        "kvloft: the output cannot be written (No space left on device)\n",
+        "kvloft: cannot write the output (No space left on device)\n",
     )
 
 

@@ -127,7 +127,7 @@ def test_a_write_error_at_exit_is_one_sentence(argv: list[str], place: str, reas
         )
     assert (done.returncode, done.stderr) == (
         4,
-        f"kvloft: the output cannot be written ({reason})\n",
+        f"kvloft: cannot write the output ({reason})\n",
     )
 
 
@@ -141,7 +141,7 @@ def test_an_immediate_write_error_is_one_sentence(argv: list[str]) -> None:
         )
     assert (done.returncode, done.stderr) == (
         4,
-        "kvloft: the output cannot be written (No space left on device)\n",
+        "kvloft: cannot write the output (No space left on device)\n",
     )
 
 

@@ -87,9 +87,9 @@ def test_a_tenant_is_gone_after_a_kill_too(
             "evicted chunks must not be found after a restart"
         )
         assert main(["evict", "--socket", socket, "--salt", SALT]) == 0
-        assert capsys.readouterr().out == "there are no chunks with this salt\n"
+        assert capsys.readouterr().out == "no chunks have this salt\n"
         assert main(["evict", "--socket", socket, "--salt", "another", "--host-only"]) == 0
-        assert capsys.readouterr().out == "there are no chunks with this salt in host memory\n"
+        assert capsys.readouterr().out == "no chunks have this salt in host memory\n"
 
 
 @pytest.mark.parametrize(

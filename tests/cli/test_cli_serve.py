@@ -232,7 +232,7 @@ def test_an_unwritable_log_is_reported_once_and_ends_no_server(
             engine.close()
     assert _core.disk_inspect(str(folder / "disk"))[0]["chunks"] == 3
     lost = (
-        "kvloft: warning: the log cannot be written (No space left on device); the server "
+        "kvloft: warning: cannot write the log (No space left on device); the server "
         "continues without it\n"
     )
     assert said == (None if is_stderr_full else lost)
@@ -261,7 +261,7 @@ def test_a_log_continues_after_the_disk_has_space(
     assert re.fullmatch(
         r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2} three\n", "".join(out.lines)
     )
-    assert capsys.readouterr().err.count("the log cannot be written") == 1
+    assert capsys.readouterr().err.count("cannot write the log") == 1
 
 
 @pytest.mark.parametrize("is_one_place", [False, True])
@@ -383,7 +383,7 @@ def test_a_background_server_is_reported_with_process_socket_and_log(folder: Pat
     )
     assert (
         done.stderr
-        == f"kvloft: created {folder}/run for the socket, accessible to this user only\n"
+        == f"kvloft: created {folder}/run for the socket, accessible only to this user\n"
     )
     assert (folder / "run").stat().st_mode & 0o777 == 0o700
     said = re.fullmatch(
@@ -393,7 +393,7 @@ def test_a_background_server_is_reported_with_process_socket_and_log(folder: Pat
     assert said is not None and done.returncode == 0, done.stdout
     with ended(int(said[1])):
         assert "host 1 MiB, no disk" in log.read_text() and _core.server_status(str(socket))
-    assert "stopping; chunks in memory are lost, because the server has no disk" in log.read_text()
+    assert "discarding all chunks in memory, because there is no disk tier" in log.read_text()
 
 
 @contextlib.contextmanager
@@ -684,7 +684,7 @@ def test_another_user_reads_how_to_run_the_command(
     assert exit_status_as(other_uid, ["status", "--socket", socket]) == 1
     user = pwd.getpwuid(other_uid).pw_name
     assert capsys.readouterr().err == (
-        f"kvloft: {socket} cannot be opened by user {user}; run this as its owner: sudo -u root "
+        f"kvloft: user {user} cannot open {socket}; run this as the socket's owner: sudo -u root "
         "kvloft status\n"
     )
     server.close(0.0)

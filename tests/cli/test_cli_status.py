@@ -90,7 +90,7 @@ def test_a_failing_disk_is_reported_once(socket: str, capsys: pytest.CaptureFixt
     space["stats"]["disk_broken"] = 1
     said = [
         "The kvloft server at unix:/kv.sock has 1 problem:",
-        "The disk tier is paused: I/O is failing and being retried.",
+        "The disk tier is paused because I/O is failing; retrying.",
     ]
     assert shown_first(status)[:2] == said
     status["stats"]["server_disk_unused"] = 1
@@ -120,7 +120,7 @@ def test_a_disk_is_called_slow_only_if_it_works(more: dict[str, int], socket: st
     ):
         console = Console(width=200, record=True, file=io.StringIO())
         draw(console)
-        slow = "; 124 were evicted before being written, because the disk is slower than saves"
+        slow = "; 124 were evicted first, because disk writes cannot keep up with saves"
         lines = console.export_text().splitlines()
         assert f"130 chunks never written to disk{'' if more else slow}" in [
             line.rstrip() for line in lines
@@ -229,7 +229,7 @@ def test_the_only_usual_socket_is_found(
     assert f"unix:{socket}" in capsys.readouterr().out
     monkeypatch.setattr(connection, "auto_socket", lambda: socket)
     assert main(["status"]) == 2
-    assert "there are multiple servers, at " in (said := capsys.readouterr().err)
+    assert "there are multiple servers (" in (said := capsys.readouterr().err)
     assert "use --socket PATH" in said
 
 

@@ -166,7 +166,7 @@ def test_an_address_without_a_port_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["65536", "99999", "0.0.0.0:123456789"])
 def test_a_port_out_of_range_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{text}': the port must be 1 to 65535"):
+    with pytest.raises(ConfigError, match=f"'{text}': the port must be between 1 and 65535"):
         metrics.address(text)
 
 
@@ -251,7 +251,7 @@ def test_watch_reports_a_late_answer_and_continues(
     assert main(["status", "--watch", "--socket", socket, *options]) == 0
     out, late = (
         capsys.readouterr().out,
-        "The server has not responded for 0 s; its process is stopped or busy.",
+        "The server has not responded for 0 s; it is stopped or busy.",
     )
     if not is_json:
         assert [out.count(text) for text in (late, "all engines", "per second")] == [2, 2, 2], (
@@ -518,7 +518,7 @@ def test_watch_prints_looks_one_after_the_other_on_a_dumb_terminal(socket: str) 
 @pytest.mark.parametrize("option", ["--interval=1s", "--count=1"])
 def test_options_of_watch_need_it(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--socket", "/nowhere/kv.sock", option]) == 2
-    assert capsys.readouterr().err == "kvloft: --interval and --count need --watch.\n"
+    assert capsys.readouterr().err == "kvloft: --interval and --count require --watch.\n"
 
 
 def test_a_disk_that_a_server_cannot_have_is_shown(
@@ -630,7 +630,7 @@ def test_a_stopped_server_is_not_reported_as_missing(
         assert main(["status", "--socket", str(tmp_path / "stands.sock")]) == 1
     said = capsys.readouterr().err
     assert (
-        "timed out; the server's process is stopped or busy, and may still execute the command"
+        "timed out; the server process is stopped or busy, and may still execute the command"
         in said
     )
     assert "start one" not in said

@@ -1,4 +1,4 @@
-"""Makes the models of `tests/model` importable."""
+"""Makes the models in `tests/model` importable."""
 
 import sys
 from pathlib import Path

@@ -90,8 +90,8 @@ class Req:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of a request: its output tokens, and the number of external tokens at each
-    admission (the first admission and the admission after each preemption).
+    """A request's output tokens, and the number of external tokens at each admission (the first,
+    and after each preemption).
     """
 
     tokens: tuple[int, ...]
@@ -257,7 +257,7 @@ class Engine:
         return self._ask("probe", name=name, arguments=arguments)
 
     def time_hooks(self) -> None:
-        """Start measuring the time that each step spends in the scheduler-side connector."""
+        """Start measuring each step's time in the scheduler-side connector."""
         self._ask("time_hooks")
 
     def hooks_s(self) -> list[float]:
@@ -514,7 +514,7 @@ ENV = {
     "TORCHDYNAMO_DISABLE": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-"""Environment variables for all vLLM processes. num_gpu_blocks_override sets the size of the pool.
+"""Environment variables for all vLLM processes. num_gpu_blocks_override sets the pool size.
 
 Engines run eagerly. TORCHDYNAMO_DISABLE also covers the sampler's only compiled function, which
 would start a C++ compiler in each new environment. Numba, which implements ngram drafting, would

@@ -1,4 +1,4 @@
-"""Fixtures of the end-to-end tests: the model, the zygote, a function that starts engines, and the
+"""End-to-end test fixtures: the model, the zygote, a function that starts engines, and the
 reference outputs (the truth).
 
 The reference outputs come from the same vLLM without a connector and without a prefix cache.
@@ -139,7 +139,7 @@ def truth(zygote: Zygote, model: Path) -> Iterator[Truth]:
 @pytest.fixture
 def start(zygote: Zygote, model: Path) -> Iterator[Callable[..., Engine]]:
     """Yield a function that starts engines (``start(num_blocks=..., kv_transfer_config=...)``), and
-    kill the engines that are still running after the test.
+    kill any that are still running after the test.
     """
     engines: list[Engine] = []
 

@@ -38,7 +38,7 @@ class Engine:
         self.results: dict[str, dict[str, Any]] = {}
         self.admissions: list[dict[str, Any]] = []
         self.hooks_s: list[float] = []
-        """Time that each step has spent in the scheduler-side connector since `do_time_hooks`."""
+        """Each step's time in the scheduler-side connector since `do_time_hooks`."""
 
     # -- start and stop
     # -----------------------------------------------------------------------------------------
@@ -261,9 +261,7 @@ class Engine:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     def do_state(self) -> dict[str, Any]:
-        """Return the requests' statuses by id, the state of the block pool, and other state of the
-        scheduler.
-        """
+        """Return the requests' statuses by id, the block pool's state and other scheduler state."""
         scheduler = self.core.scheduler
         back = {v: k for k, v in self.internal.items()}
         pool = scheduler.kv_cache_manager.block_pool
@@ -314,7 +312,7 @@ class Engine:
         )
 
     def do_time_hooks(self) -> None:
-        """Start measuring the time that each step spends in the scheduler-side connector."""
+        """Start measuring each step's time in the scheduler-side connector."""
         connector = self.core.scheduler.connector
         names = (
             "get_num_new_matched_tokens",

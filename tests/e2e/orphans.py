@@ -31,7 +31,7 @@ from .conftest import Truth
 from .report import finish
 
 HOST_SIZE = "4MiB"
-"""Size of host memory, which is too small for the prompts below, so frames are reused."""
+"""Host memory size, too small for the prompts below, so that frames are reused."""
 NUM_DOOMED, NUM_ASKED = 6, 24
 
 

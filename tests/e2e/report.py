@@ -1,5 +1,5 @@
-"""Reports the result of a long run (for example, of soak.py): writes counters to a file, prints
-problems in red, and returns an exit status.
+"""Reports a long run's result (for example, soak.py's): writes counters to a file, prints problems
+in red, and returns an exit status.
 """
 
 import json

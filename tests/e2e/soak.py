@@ -4,7 +4,7 @@
 The first engine runs the whole time, and its memory, handles and threads are monitored. The second
 engine is repeatedly killed or stopped, and restarted. Disks are real ext4 file systems that freeze
 and fill up, or plain directories if mounting is not allowed. Bits are flipped in files and frames.
-Every token is compared with the output of vLLM without any cache. The exit status is 1 if a token
+Every token is compared with vLLM's output without any cache. The exit status is 1 if a token
 differs, a pin leaks, or resource usage grows.
 """
 

@@ -1,9 +1,9 @@
 """Kills and freezes a server at random moments under load: `python -m tests.e2e.storm --rounds 20`.
 
 A real engine runs the same prompts repeatedly, with the default `server_timeout`. The script prints
-the time that the engine's steps spend in kvloft, with and without faults, and compares every token
-with the output of vLLM without any cache. The exit status is 1 if a token differs, a request fails,
-or full hits do not return after a fault. On a busy machine, other load dominates the times.
+how long the engine's steps spend in kvloft, with and without faults, and compares every token with
+vLLM's output without any cache. The exit status is 1 if a token differs, a request fails, or full
+hits do not return after a fault. On a busy machine, other load dominates the times.
 """
 
 import argparse

@@ -55,7 +55,7 @@ def preload() -> None:
 
 
 def configure_logging() -> None:
-    """Configure logging once for all engines, because this operation visits every logger."""
+    """Configure logging once for all engines, because it visits every logger."""
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
@@ -106,8 +106,8 @@ def main(path: str, parent: int) -> None:
     end_with(parent)
     preload()
     gc.collect()
-    # Without a freeze, garbage collection in an engine would write to the shared pages and thereby
-    # copy them.
+    # Without a freeze, garbage collection in an engine would write to the shared pages and so copy
+    # them.
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     with socket.socket(socket.AF_UNIX) as server:

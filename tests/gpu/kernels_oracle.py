@@ -28,9 +28,9 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def page_sum(page: np.ndarray, number: int, first_word: int = 0) -> int:
-    """Return the sum of the tag terms of page ``number`` of a payload.
+    """Return the sum of the tag terms for page ``number`` of a payload.
 
-    ``page`` contains the page's bytes, starting at word ``first_word``.
+    ``page`` holds the page's bytes, starting at word ``first_word``.
     """
     padded = np.zeros(-(-len(page) // 8) * 8, np.uint8)
     padded[: len(page)] = page

@@ -53,7 +53,7 @@ class BusyMachine(ServedMachine):
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[Spec] = []
-        """The requests of all engines that use one disk."""
+        """All requests of the engines that share a disk."""
 
     def _ask(self, spec: Spec) -> None:
         self.asked.append(spec)

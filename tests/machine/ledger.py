@@ -1,8 +1,8 @@
 """The machine's records of all plans, saves, offers and reports, and the breaches that it detects.
 
-Breaches are collected instead of raised, because hooks detect them, and the connector converts
-exceptions in hooks to misses. The ledger uses plans and vLLM's block tables. It does not depend on
-how kvloft makes plans or how a store keeps chunks.
+Breaches are collected, not raised, because hooks detect them and the connector turns exceptions in
+hooks into misses. The ledger uses plans and vLLM's block tables. It does not depend on how kvloft
+makes plans or how a store keeps chunks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,7 +39,7 @@ class Planned:
 
 @dataclass
 class Ledger:
-    """The records of all engines that use the same disk one after another."""
+    """The records of all engines that use the same disk in succession."""
 
     num_ranks: int = 1
     groups: tuple[Group, ...] = (Group(),)
@@ -302,7 +302,7 @@ class Ledger:
     # --------------------------------------------------------------------------------------
 
     def landed(self, ticket: int, words: list[int]) -> None:
-        """Record that a rank has gathered the blocks of a save into its frame."""
+        """Record that a rank has gathered a save's blocks into its frame."""
         planned = self.tickets.get(ticket)
         self.expect(planned is not None, f"a copy for ticket {ticket}, which no step planned")
         if planned is not None:

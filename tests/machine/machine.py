@@ -41,7 +41,7 @@ FLAVOURS = ("salt", "adapter", "rows", "mixed", "item", "session", "no load", "p
 IMAGES = ("image-a", "image-b")
 
 SEVERAL = tuple(name for name, groups in GROUPS.items() if are_grouped(groups))
-"""Includes models with a single group, if the group keeps only part of a prefix."""
+"""Includes models with a single group that keeps only part of a prefix."""
 SERVED = tuple(name for name in SEVERAL if are_served(GROUPS[name]))
 DRAFTERS = tuple(name for name, groups in GROUPS.items() if not are_grouped(groups))
 """Models with a single group, which also contains all draft layers."""

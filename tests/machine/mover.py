@@ -1,8 +1,8 @@
 """Runs kvloft's real CpuMover with the timing of a GPU.
 
 A save reads its blocks when it is submitted, when the blocks are about to be rewritten, or when the
-save completes. A load completes at any time before it is reported. The ledger records the content
-of saved frames. This module does not depend on the scheduler.
+save completes. A load completes at any time before it is reported. The ledger records saved frames'
+content. This module does not depend on the scheduler.
 """
 
 import random

@@ -38,8 +38,8 @@ def hash_of(prompt: Prompt) -> bytes:
 def describe(live: Any, size: int, begin: int, end: int) -> list[Block]:
     """Describe blocks [begin, end) as vLLM does.
 
-    The hash of a block is the hash of the prefix that ends with the block, so blocks of any
-    ``size`` with the same end have the same hash.
+    A block's hash is the hash of the prefix that ends with the block, so blocks of any ``size``
+    with the same end have the same hash.
     """
     prefixes = [live.prompt[: (nth + 1) * size] for nth in range(begin, end)]
     parents = [hash_of(prefix[:-size]) if len(prefix) > size else None for prefix in prefixes]
@@ -50,7 +50,7 @@ def describe(live: Any, size: int, begin: int, end: int) -> list[Block]:
 
 
 def seal(arena: _core.Arena, chunk: ChunkCopy) -> None:
-    """Write the trailer of a chunk, as a worker does."""
+    """Write a chunk's trailer, as a worker does."""
     place = {"offset": chunk.frame * FRAME, "part_bytes": FRAME, "page_bytes": [64], "rank": 0}
     own = {"key": chunk.key, "layout": b"l" * 32, "num_blocks": chunk.num_blocks}
     arena.seal(place | own)

@@ -14,7 +14,7 @@ from typing import Any
 from chunk_batch import Chunks, InFlight, Session, chunks_to_load
 
 Content = tuple[Any, ...]
-"""The content of one position: ``("token", id)`` or ``("row", bytes, dtype)``, and its items."""
+"""A position's content: ``("token", id)`` or ``("row", bytes, dtype)``, and its items."""
 
 
 class KeyBook:

@@ -1,8 +1,8 @@
 """Symbolic paged KV: an engine's block pool and workers. Every KV entry identifies its inputs.
 
 The symbol at a position is derived from all earlier symbols that the forward pass *read*, the
-content of the position, and the version of the weights. A wrong, stale or missing block therefore
-changes every later symbol and token. This module does not depend on kvloft's plans.
+position's content, and the weights' version. A wrong, stale or missing block therefore changes
+every later symbol and token. This module does not depend on kvloft's plans.
 """
 
 from collections.abc import Sequence

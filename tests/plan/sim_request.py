@@ -1,4 +1,4 @@
-"""The settings and requests of a symbolic engine."""
+"""A symbolic engine's settings and requests."""
 
 from dataclasses import dataclass, field
 from typing import Any

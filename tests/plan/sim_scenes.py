@@ -15,7 +15,7 @@ both_modes = pytest.mark.parametrize("run_ahead", [False, True])
 
 
 def stored(engine: SymbolicEngine, request: Request, num_tokens: int | None = None) -> int:
-    """Return the number of tokens of the request's prefix that a new request would find."""
+    """Return how many tokens of the request's prefix a new request would find."""
     chain = engine.book.new_chain(request.view())
     for item in request.items:
         chain.add_item(item.identifier, item.start, item.num_tokens)
@@ -28,7 +28,7 @@ def stored(engine: SymbolicEngine, request: Request, num_tokens: int | None = No
 
 
 def tables(block_ids: Iterable[int]) -> Tables:
-    """Return the block tables of an engine with one group."""
+    """Return the block tables for an engine with one group."""
     return Tables([cast(list[BlockId], list(block_ids))])
 
 

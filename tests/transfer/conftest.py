@@ -1,4 +1,4 @@
-"""Makes the paged KV in this directory and the models of `tests/model` importable."""
+"""Makes the paged KV in this directory and the models in `tests/model` importable."""
 
 import sys
 from pathlib import Path

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from kvloft.errors import UnsupportedError
 
-STATUS = "Exit status: 0 success; 1 a copy failed or copied wrong bytes; 2 the bench cannot run."
+STATUS = "Exit status: 0 success; 1 a copy failed or copied wrong bytes; 2 cannot run here."
 
 
 def add_parser(subparsers: Any) -> None:
@@ -28,8 +28,8 @@ def add_parser(subparsers: Any) -> None:
         "bench",
         help="measure copies on this machine's GPU",
         description=(
-            "Measure copies between host memory and this machine's GPU. Print medians and, as the "
-            "ceiling, the bandwidth of one large copy in the same run."
+            "Measure copies between host memory and this machine's GPU. Print medians and, as a "
+            "ceiling, the bandwidth of one large copy from the same run."
         ),
     )
     copy = parser.add_subparsers(required=True, metavar="WHAT").add_parser(
@@ -71,15 +71,12 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def writable(text: str) -> str:
-    """An argparse type that returns ``text`` if it is a writable file path.
-
-    The path is checked before the measurements, so that no results are lost.
-    """
+    """Argparse type for a writable file path, checked up front so that no results are lost."""
     path = Path(text).absolute()
     try:
         place = path if path.exists() else path.parent
         is_file = not path.is_dir() and path.parent.is_dir()
-    except OSError:  # for example, a directory above cannot be searched
+    except OSError:  # for example, a parent directory is not searchable
         is_file = False
     if not is_file or not os.access(place, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
@@ -106,7 +103,7 @@ def gpu_bytes(needed: Sequence[str] = ("torch", "vllm")) -> int:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UnsupportedError(
-            f"{' and '.join(missing)} cannot be imported; run the bench in an environment with "
+            f"{' and '.join(missing)} cannot be imported; run the benchmark in an environment with "
             "vLLM for CUDA"
         )
     import torch
@@ -175,7 +172,7 @@ def _copy_tables(result: dict[str, Any]) -> list[Table]:
         "direction",
         "median ms",
         "max ms",
-        title="Delay of the engine's own copies (128 KiB)",
+        title="Delay of an engine's own copies (128 KiB)",
     )
     for row in result.get("waits", ()):
         waits.add_row(row["by"], row["copy"], f"{row['median_ms']:.2f}", f"{row['max_ms']:.2f}")
@@ -188,7 +185,7 @@ def _copy_tables(result: dict[str, Any]) -> list[Table]:
 
 
 def _rates(row: dict[str, Any]) -> list[str]:
-    """Return three cells per direction: GB/s, share of the ceiling, GB/s with compressed frames."""
+    """Return three cells per direction: GB/s, share of the ceiling, and compressed GB/s."""
     whats, compressed = ("save", "load", "both", "save_idle"), row.get("compressed", {})
     cells = []
     for what in whats:

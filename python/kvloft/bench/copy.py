@@ -1,9 +1,8 @@
 """Runs the measurements of `kvloft bench copy`:
 
-- Bandwidth of saves, of loads, and of both at the same time, by page size. kvloft's copies
-  alternate with one large copy, whose bandwidth is the ceiling. Raw and compressed frames are
-  measured. For compressed frames, pages contain normally distributed bf16 values, and rates refer
-  to uncompressed bytes.
+- Save, load and bidirectional bandwidth by page size. kvloft's copies alternate with one large
+  copy, whose bandwidth is the ceiling. Raw and compressed frames are measured. For compressed
+  frames, pages hold normally distributed bf16 values, and rates count uncompressed bytes.
 - Slowdown of a matmul and an HBM-bound add during a copy.
 - Delay of small copies during a large copy.
 - Cost of the tag.
@@ -33,12 +32,12 @@ DIRECTIONS = ("save", "load", "both")
 NUM_ROUNDS = 4
 """Number of consecutive copies during a computation."""
 NUM_INTERFERENCE_RUNS = 3
-"""Measurements with computation are repeated, because the duration of a matmul varies."""
+"""Measurements with computation are repeated, because matmul durations vary."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bench:
-    """The values that all measurements share."""
+    """Values shared by all measurements."""
 
     host: HostFrames
     payload_bytes: int
@@ -52,7 +51,7 @@ class Bench:
 
 
 def machine() -> dict[str, Any]:
-    """Return a description of the GPU and the versions of the driver and torch."""
+    """Return the GPU's description and the driver and torch versions."""
     properties = torch.cuda.get_device_properties(0)
     version = driver.driver_version()
     return {
@@ -115,7 +114,7 @@ def _by_page(bench: Bench, progress: Callable[[str], None]) -> Iterator[dict[str
 
 
 def _rows_of(bench: Bench, case: Case, **options: Any) -> dict[str, Any]:
-    """Verify and measure raw frames and, under the key "compressed", compressed frames if the GPU
+    """Verify and measure raw frames, and compressed frames under the key "compressed" if the GPU
     supports them.
     """
     rows: list[dict[str, Any]] = []
@@ -130,7 +129,7 @@ def _rows_of(bench: Bench, case: Case, **options: Any) -> dict[str, Any]:
 
 
 def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
-    """Return the bandwidth and ceiling of each direction in GB/s, and the host time per MiB.
+    """Return each direction's bandwidth and ceiling in GB/s, and the host time per MiB.
 
     kvloft's copies alternate with one large copy, because rates drift over time.
     """
@@ -149,7 +148,7 @@ def _by_frame_order(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def workloads() -> dict[str, Callable[[], object]]:
-    """Return a compute-bound and an HBM-bound computation that each take about a millisecond."""
+    """Return a compute-bound and an HBM-bound computation of about a millisecond each."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     c = torch.empty_like(a)
     x, y = (torch.randn(1 << 28, device="cuda", dtype=torch.float32) for _ in range(2))
@@ -184,7 +183,7 @@ def _interference(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def rig_interference(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, float, float]:
-    """Run `interference` with `NUM_ROUNDS` consecutive copies by the rig.
+    """Run `interference` with `NUM_ROUNDS` consecutive rig copies.
 
     Raises RuntimeError if a chunk was not copied.
     """

@@ -1,7 +1,7 @@
 """Measures the link between host and GPU memory, independently of kvloft's mover.
 
-This module provides the host memory for all cases, a large copy whose bandwidth is the upper limit
-for the mover, and measurements of computation during copies.
+This module provides the host memory for all cases, a large copy whose bandwidth is the mover's
+upper limit, and measurements of computation during copies.
 """
 
 import mmap
@@ -18,11 +18,11 @@ from kvloft.transfer.frames import FrameMemory
 
 SMALL_BYTES = 128 << 10
 FORWARD_CYCLES = 4_000_000
-"""Number of cycles in a simulated forward pass, which takes about 2 ms."""
+"""Cycles in a simulated forward pass, which takes about 2 ms."""
 
 
 class HostFrames:
-    """Anonymous shared memory for the frames of all cases."""
+    """Anonymous shared memory for all cases' frames."""
 
     def __init__(self, size_bytes: int) -> None:
         self._map = mmap.mmap(-1, size_bytes)
@@ -58,8 +58,8 @@ def occupy(then: driver.Event, cycles: int) -> None:
 class Ceiling:
     """One large copy-engine transfer in each direction.
 
-    The host memory is registered in one call. Like the rig's copies, 'save' and 'both' are timed
-    from the end of a kernel.
+    Host memory is registered in one call. Like the rig's copies, 'save' and 'both' are timed from
+    the end of a kernel.
     """
 
     def __init__(self, host: HostFrames, num_bytes: int) -> None:
@@ -116,7 +116,7 @@ def interference(
     streams: list[driver.Stream],
     num_reps: int,
 ) -> tuple[float, float, float]:
-    """Return the duration in seconds of ``work`` alone, of ``work`` during a copy, and of the copy.
+    """Return the duration in seconds of ``work`` alone, ``work`` during a copy, and the copy.
 
     ``wait_sent`` must block until the entire copy is queued on ``streams``. Repetitions of ``work``
     that do not run entirely during the copy are ignored.
@@ -155,9 +155,8 @@ def interference(
 def waits(start: Callable[[], None], is_over: Callable[[], bool], what: str) -> list[float]:
     """Return the duration in seconds of each small copy during the copy that ``start`` begins.
 
-    Each small copy transfers `SMALL_BYTES`, like the copies that an engine makes in each step. The
-    small copies run in sequence on the compute stream. They go to the host if ``what`` is 'save',
-    and to the GPU otherwise.
+    Each small copy transfers `SMALL_BYTES`, like an engine's copies in each step. They run in
+    sequence on the compute stream: to the host if ``what`` is 'save', otherwise to the GPU.
     """
     host = torch.empty(SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(SMALL_BYTES, dtype=torch.uint8, device="cuda")

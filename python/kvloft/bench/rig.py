@@ -1,6 +1,6 @@
-"""Provides the setup of the copy bench: paged KV with one page size, registered frames and a mover.
+"""Provides the copy benchmark's rig: paged KV with one page size, registered frames and a mover.
 
-The rig measures times with GPU events on the mover's streams, and verifies the copied bytes.
+The rig times copies with GPU events on the mover's streams, and verifies the copied bytes.
 """
 
 import gc
@@ -29,7 +29,7 @@ from kvloft.transfer.mover import Finished
 
 NUM_RUNS = 21
 GATE_CYCLES = 60_000_000
-"""Number of cycles of a kernel that runs (for about 30 ms) while both directions are queued."""
+"""Cycles of a kernel (about 30 ms) that runs while both directions are being queued."""
 
 
 FRAME_ORDERS: dict[str, Callable[[int], tuple[int, int]]] = {
@@ -38,7 +38,7 @@ FRAME_ORDERS: dict[str, Callable[[int], tuple[int, int]]] = {
     "random": lambda frame: (frame * 7919 % 10007, 0),
     "in pairs": lambda frame: (frame // 2 * 7919 % 10007, frame),
 }
-"""The frame orders that the benchmark measures. The values are sort keys."""
+"""Frame orders to measure. The values are sort keys."""
 
 
 class Rate(NamedTuple):
@@ -55,7 +55,7 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A layout of paged KV in which a block has ``num_planes`` pages of ``page_bytes``."""
+    """A paged KV layout whose blocks have ``num_planes`` pages of ``page_bytes``."""
 
     page_bytes: int
     num_planes: int
@@ -73,7 +73,7 @@ class Case:
 class Rig:
     """Paged KV on the GPU, and a mover.
 
-    Half of the blocks are saved, and the other half are the targets of loads. Each half has
+    Half of the blocks are saved, and the other half are load targets. Each half holds
     ``payload_bytes``.
     """
 
@@ -90,7 +90,7 @@ class Rig:
     ) -> None:
         """Create the pages, frames and mover. ``frame_order`` is a key of FRAME_ORDERS.
 
-        With ``encodes``, frames are compressed, and pages contain normally distributed bf16 values,
+        With ``encodes``, frames are compressed, and pages hold normally distributed bf16 values,
         similar to real KV.
         """
         self.case = case
@@ -126,8 +126,7 @@ class Rig:
         self.num_bytes = self.num_chunks * case.block_bytes
         self._begin = driver.Event(timing=True)
         gc.collect()
-        # Freeze existing objects, as vLLM does at startup, so that the garbage collector ignores
-        # them.
+        # Like vLLM at startup, exempt existing objects from garbage collection.
         gc.freeze()
 
     def save_plan(self, *, elsewhere: bool = False) -> SavePlan:
@@ -146,7 +145,7 @@ class Rig:
         self.mover.submit_loads([plan or self.load_plan()])
 
     def wait_sent(self) -> None:
-        """Wait until the mover, which submits a few pieces at a time, has submitted all copies."""
+        """Wait until the mover has submitted all copies. It submits a few pieces at a time."""
         while self.mover.is_behind:
             time.sleep(1e-4)
 
@@ -220,7 +219,7 @@ class Rig:
     def median(self, what: str, ceiling: Ceiling | None = None) -> Rate:
         """Return the medians of `NUM_RUNS` runs.
 
-        Measures ``ceiling`` before each run, so that other load on host memory affects both.
+        Measures ``ceiling`` before each run, so that other load on the host affects both.
         """
         self.seconds(what)
         runs: list[Rate] = []

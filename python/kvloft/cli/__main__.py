@@ -1,4 +1,4 @@
-"""Entry point of the `kvloft` command. Handles closed standard streams, and Ctrl-C during imports.
+"""Entry point of the `kvloft` command. Handles closed standard streams and Ctrl-C during imports.
 
 This module must not import slow modules at the top level. `kvloft.cli.commands` runs the commands.
 """

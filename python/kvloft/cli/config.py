@@ -69,12 +69,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def not_ours(config: Config) -> tuple[str, ...]:
-    """Return the settings that have no effect because the server determines their values."""
+    """Return the settings that have no effect because the server sets them."""
     return OF_STORE if config.server not in (None, AUTO) else ()
 
 
 def rows(config: Config) -> list[tuple[str, str, str]]:
-    """Return the rows of `describe`, with "(set by the server)" where a server's value applies."""
+    """Return the rows of `describe`, marking settings that the server sets."""
     void = not_ours(config)
     return [
         (key, *(("(set by the server)", "kvloft serve") if key in void else rest))
@@ -83,20 +83,17 @@ def rows(config: Config) -> list[tuple[str, str, str]]:
 
 
 def parse_extra(text: str) -> dict[str, object]:
-    """Parse ``--extra``. Raises ConfigError if the text is not a JSON object or repeats keys."""
+    """Parse ``--extra``. Raises ConfigError if it is not a JSON object or repeats a key."""
     shown = repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
     try:
         extra = json.loads(text, object_pairs_hook=_each_once)
     except ConfigError:
         raise
     except (ValueError, RecursionError) as e:
-        raise ConfigError(
-            f"--extra {shown} must be a JSON object that contains settings ({e})."
-        ) from e
+        raise ConfigError(f"--extra {shown} must be a JSON object with settings ({e}).") from e
     if not isinstance(extra, dict):
         raise ConfigError(
-            f"--extra {shown} must be a JSON object that contains settings, not "
-            f"{type(extra).__name__}."
+            f"--extra {shown} must be a JSON object with settings, not {type(extra).__name__}."
         )
     return extra
 

@@ -28,8 +28,8 @@ def add_socket(parser: argparse.ArgumentParser) -> None:
         "--socket",
         metavar="PATH",
         help=(
-            "the server's socket (default: the `server` setting, for example from KVLOFT_SERVER; "
-            "if unset, the standard socket, provided that exactly one exists)"
+            "the server's socket (default: the `server` setting, for example from KVLOFT_SERVER, "
+            "or else the standard socket, if only one exists)"
         ),
     )
 
@@ -45,15 +45,15 @@ def settings(args: argparse.Namespace) -> Config:
     config = load_config(given, extra_origin=COMMAND_LINE)
     if config.server is None:
         raise ConfigError(
-            "no socket path was given; use --socket PATH, or set KVLOFT_SERVER=unix:PATH."
+            "no socket path given; use --socket PATH, or set KVLOFT_SERVER=unix:PATH."
         )
     return config
 
 
 def socket_of(args: argparse.Namespace) -> str:
-    """Return the path of the server's socket from the arguments or the ``server`` setting.
+    """Return the server's socket path from the arguments or the ``server`` setting.
 
-    The default is the standard socket, if exactly one exists. All other settings are ignored, even
+    The default is the standard socket, if only one exists. All other settings are ignored, even
     invalid values in the environment. Raises ConfigError, or StoreError if there is no server.
     """
     if args.socket is not None:
@@ -67,14 +67,12 @@ def socket_of(args: argparse.Namespace) -> str:
     if not found:
         raise StoreError(f"there is no server at {' or '.join(usual)}; {fix}")
     if len(found) > 1:
-        raise ConfigError(f"there are multiple servers, at {' and '.join(found)}; {fix}.")
+        raise ConfigError(f"there are multiple servers ({' and '.join(found)}); {fix}.")
     return found[0]
 
 
 def _owner(path: Path) -> int:
-    """Return the uid of the owner of ``path`` or, if it is inaccessible, of its nearest accessible
-    parent.
-    """
+    """Return the uid owning ``path`` or, if it is inaccessible, its nearest accessible parent."""
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):
             return place.stat().st_uid
@@ -92,7 +90,7 @@ def _user(uid: int) -> str:
 
 
 def available_bytes() -> int | None:
-    """Return the free memory of this machine or container in bytes, or None if it is unknown."""
+    """Return this machine's or container's free memory in bytes, or None if it is unknown."""
     try:  # `kvloft config` must work even if the extension cannot be loaded
         from kvloft._core import available_bytes as available
     except ImportError:
@@ -124,16 +122,16 @@ def _path(text: str) -> str:
 
 
 def report_no_answer(error: StoreError, args: argparse.Namespace) -> int:
-    """Print why the server did not respond and how to fix this. Return the exit status."""
+    """Print why the server did not respond and how to fix it. Return the exit status."""
     fix = "start one with `kvloft serve`"
     if isinstance(error, DeniedError) and hasattr(args, "socket"):
         socket = socket_of(args)
         warn(
-            f"{socket} cannot be opened by user {_user(os.geteuid())}; run this as its owner: "
+            f"user {_user(os.geteuid())} cannot open {socket}; run this as the socket's owner: "
             f"sudo -u {_user(_owner(Path(socket)))} {args.parser.prog}"
         )
         return 1
     if isinstance(error, LateError):
-        fix = "the server's process is stopped or busy, and may still execute the command"
+        fix = "the server process is stopped or busy, and may still execute the command"
     warn(f"{error}; {fix}")
     return 1

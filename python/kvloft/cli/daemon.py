@@ -1,4 +1,4 @@
-"""Handles the output of `kvloft serve` (the log on stdout and warnings on stderr) and --background.
+"""Handles `kvloft serve` output (log on stdout, warnings on stderr) and --background.
 
 The server keeps running if a write fails. Only the first failure is reported, on stderr.
 """
@@ -15,13 +15,13 @@ from kvloft.cli import warn
 from kvloft.errors import MAY_PASS, ConfigError
 
 TIME: Final = "%Y-%m-%d %H:%M:%S"
-"""Format of the local time in log lines."""
+"""Local time format in log lines."""
 MAX_LOG_BYTES: Final = 1 << 20
-"""Maximum size of a log file at startup. Larger log files are truncated."""
+"""Maximum log file size at startup. Larger log files are truncated."""
 
 
 class Log:
-    """Writes the log of a server to stdout."""
+    """Writes a server's log to stdout."""
 
     def __init__(self) -> None:
         self._was_lost = False
@@ -35,7 +35,7 @@ class Log:
                 self._lose(e)
 
     def end(self) -> None:
-        """Flush stdout and stderr. If this fails, discard the text to preserve the exit status."""
+        """Flush stdout and stderr. On failure, discard the text to preserve the exit status."""
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
@@ -46,8 +46,7 @@ class Log:
         if not self._was_lost:
             self._was_lost = True
             warn(
-                f"warning: the log cannot be written ({error.strerror}); the server continues "
-                "without it"
+                f"warning: cannot write the log ({error.strerror}); the server continues without it"
             )
 
 
@@ -59,9 +58,8 @@ def in_background(work: Callable[[Callable[[], None]], int], log: Path, what: st
     the child exits before this call, the parent returns the child's exit status. The child returns
     the result of ``work``.
 
-    This function must be called before any thread is started. Raises ConfigError if ``log`` cannot
-    be opened or belongs to a different user. If the error may be temporary, exits with status 1
-    instead.
+    Call this function before starting any thread. Raises ConfigError if ``log`` cannot be opened or
+    belongs to a different user. If the error may be temporary, exits with status 1 instead.
     """
     to = _open(log)
     ready, ready_writer = os.pipe()

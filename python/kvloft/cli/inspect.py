@@ -1,4 +1,4 @@
-"""Implements `kvloft inspect DIR`, a read-only command that lists a disk directory's namespaces."""
+"""Implements `kvloft inspect DIR`, which lists a disk directory's namespaces. It is read-only."""
 
 import argparse
 import contextlib
@@ -25,10 +25,10 @@ def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser(
         "inspect",
-        help="list the contents of a disk directory",
+        help="list the namespaces in a disk directory",
         description=(
-            "List the namespaces in a disk directory. This command is read-only and works while an "
-            "engine uses the directory."
+            "List the namespaces in a disk directory. This command is read-only and also works "
+            "while an engine is using the directory."
         ),
     )
     add_arguments(
@@ -41,7 +41,7 @@ def add_arguments(
     parser: argparse.ArgumentParser, json_help: str = "print JSON instead of a table"
 ) -> None:
     """Add the arguments shared by all commands that read a disk directory."""
-    parser.add_argument("dir", metavar="DIR", help="the disk_path of an engine or server")
+    parser.add_argument("dir", metavar="DIR", help="an engine's or server's disk_path")
     parser.add_argument("--json", action="store_true", help=json_help)
 
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     console = Console(highlight=False, markup=False)
     if not namespaces:
-        console.print(f"{args.dir} contains no namespace yet.")
+        console.print(f"{args.dir} has no namespaces yet.")
         return 0
     console.print(namespace_table(namespaces))
     for n in namespaces:
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
                 console.print(f"{n['namespace']}: {text}", style=style)
     total = sum(n["bytes"] for n in namespaces)
     has_free = any(n["slots"] > n["chunks"] for n in namespaces)
-    free = "; slots without a chunk are free and preallocated" if has_free else ""
+    free = "; slots without a chunk are preallocated and free" if has_free else ""
     console.print(f"{size_text(total)} in {counted(len(namespaces), 'namespace')}{free}")
     return 0
 
@@ -88,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
 def _look(folder: str) -> list[dict[str, Any]]:
     """Return the namespaces.
 
-    If any of them has a problem, read the directory again, at most NUM_MORE_LOOKS times, because an
-    engine may be resizing files.
+    If any has a problem, rereads the directory up to NUM_MORE_LOOKS times, because an engine may be
+    resizing files.
     """
     from kvloft._core import disk_inspect
 
@@ -103,7 +103,7 @@ def _look(folder: str) -> list[dict[str, Any]]:
 
 
 def _warn_of_other_engines(folder: str) -> None:
-    """Print a warning if there are subdirectories of other data-parallel engines."""
+    """Print a warning if other data-parallel engines have subdirectories in ``folder``."""
     names: list[str] = []
     with contextlib.suppress(OSError, ValueError):  # `read_folder` has already reported the error
         names = sorted(
@@ -113,8 +113,8 @@ def _warn_of_other_engines(folder: str) -> None:
         )
     if names:
         warn(
-            f"{folder} also contains directories of other data-parallel engines, which were not "
-            f"read: {', '.join(names)}; run this command for each of these directories"
+            f"{folder} also holds other data-parallel engines' directories, which were not read: "
+            f"{', '.join(names)}; run this command on each of them"
         )
 
 

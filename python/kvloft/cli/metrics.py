@@ -12,16 +12,16 @@ from kvloft.errors import ConfigError
 from kvloft.version import BUILD_INFO_HELP, BUILD_LABELS
 
 IDLE_TIMEOUT_S: Final = 10.0
-"""Time in seconds after which a connection without a request is closed, to free its descriptor."""
+"""Connections without a request are closed after this time, to free their descriptors."""
 LABEL: Final = "namespace"
-INFO_HELP: Final = "Model of each namespace; the value is always 1"
+INFO_HELP: Final = "Each namespace's model; the value is always 1"
 
 
 def address(text: str) -> tuple[str, int]:
     """Parse ``PORT`` or ``HOST:PORT``. The default host is 127.0.0.1. Raises ConfigError."""
     host, _, port = text.rpartition(":")
     if re.fullmatch(r"[0-9]{1,9}", port) and int(port) > 65535:  # port 0 selects any free port
-        raise ConfigError(f"--metrics {text!r}: the port must be 1 to 65535.")
+        raise ConfigError(f"--metrics {text!r}: the port must be between 1 and 65535.")
     if not re.fullmatch(r"[0-9]{1,5}", port):
         raise ConfigError(
             f"--metrics {text!r} has no valid port; use --metrics 9180, or 0.0.0.0:9180 for access "
@@ -64,7 +64,7 @@ def serve(
 
 
 class _Collector:
-    """Collects the metrics of all namespaces and of the server for prometheus_client."""
+    """Collects server and namespace metrics for prometheus_client."""
 
     def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
         self._status = status

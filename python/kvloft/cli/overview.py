@@ -1,7 +1,7 @@
 """Formats the first lines of `kvloft status`: health, host memory, disk, engines and hit rate.
 
-All figures come from one `_core.server_status` call. The server measures the free space of the file
-system every few seconds.
+All figures come from one `_core.server_status` call. The server measures the file system's free
+space every few seconds.
 """
 
 from collections import Counter
@@ -12,15 +12,15 @@ from kvloft.cli.tables import Status, broken, disk_unused, hit_rate, rejected
 from kvloft.config.units import size_text
 
 GROWTH_BYTES: Final = 64 << 20
-"""Approximate size of the steps in which files on disk grow."""
+"""Disk files grow in steps of about this size."""
 
 
 def figures(status: Status) -> dict[str, Any]:
     """Return the figures for --json.
 
-    The figures are the size of chunks in host memory (stored and uncompressed), the size of files
-    on disk, both size limits, the disk path, the free space on its file system (None if unknown),
-    the number of engines, the total hit rate, and a sentence for each problem.
+    The figures are the stored and uncompressed size of chunks in host memory, the size of the disk
+    files, both size limits, the disk path, its file system's free space (None if unknown), the
+    number of engines, the overall hit rate, and a sentence for each problem.
     """
     stats, spaces = status["stats"], [space for space in status["namespaces"] if space["stats"]]
     path = status["settings"].get("disk_path", NONE)
@@ -81,7 +81,7 @@ def disk_full(status: Status, found: dict[str, Any] | None = None) -> list[str]:
 
 
 def disk_problems(space: Status, status: Status) -> list[str]:
-    """Return a line if the disk is not in use, if it is full, and if the disk tier is paused."""
+    """Return a line for each disk problem: not in use, full, or paused."""
     return [*disk_unused(status), *disk_full(status), *broken(space, status)]
 
 

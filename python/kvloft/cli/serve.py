@@ -1,6 +1,6 @@
 """Implements `kvloft serve`, which shares a cache among all of this user's engines on this machine.
 
-This module reads settings, waits for signals and prints the log. The server is written in Rust.
+This module reads settings, waits for signals and prints the log. The server itself is in Rust.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from kvloft.version import BUILD
 
 LOOK_EVERY_S: Final = 0.5
 FIRST_ENGINE_S: Final = 60.0
-"""Time added to --linger before the first engine connects, because it may be loading weights."""
+"""Time added to --linger until the first engine connects, because it may be loading weights."""
 CLOSE_TIMEOUT_S: Final = 60.0
 TWICE_S: Final = 1.0
 """Signals that arrive within this time after the first signal are ignored."""
@@ -46,15 +46,15 @@ OPTIONS: Final = {
     "eviction": "adaptive or lru",
     "salt_quota": "host memory limit per cache_salt in each namespace, such as 10%% or 8GiB",
     "salt_disk_quota": "disk space limit per cache_salt in each namespace",
-    "salt_ttl": "time after which saved chunks of a cache_salt expire, such as 24h or 7d",
-    "salt_limits": "a YAML file with limits for individual salts",
+    "salt_ttl": "time after which a cache_salt's chunks expire, such as 24h or 7d",
+    "salt_limits": "YAML file with limits for individual salts",
 }
 DESCRIPTION: Final = """\
-Share one cache among all of this user's engines on this machine. They connect
-through a Unix socket that only this user can open. No KV is sent through the
-socket, because engines map the server's memory. Settings that are not given as
-arguments come from environment variables such as KVLOFT_HOST_SIZE, from the
-YAML file in KVLOFT_CONFIG, or from the defaults that `kvloft config` prints.
+Share one cache among all of this user's engines on this machine. Engines
+connect through a Unix socket that only this user can open. KV never passes
+through the socket, because engines map the server's memory. Settings not given
+as arguments come from environment variables such as KVLOFT_HOST_SIZE, the YAML
+file in KVLOFT_CONFIG, or the defaults that `kvloft config` prints.
 """
 EPILOG: Final = """\
 With "server": "auto", the first engine starts a server with the engine's
@@ -67,23 +67,23 @@ kv_connector_extra_config or as KVLOFT_SERVER:
   "server": "unix:/run/user/1000/kvloft/kvloft.sock"
 
 Engines with the same model and vLLM version form a namespace and share KV. Each
-namespace has separate chunks and a separate directory on disk. Memory is
-assigned to namespaces on demand. When the memory is full, all namespaces with
-engines get equal shares, or the shares that --share sets. A restarted engine
-finds its chunks in the server's memory, unless another namespace needed the
-memory. While no server answers, engines run without the cache and reconnect in
-the background.
+namespace has separate chunks and a separate disk directory. Memory is assigned
+to namespaces on demand. Once memory is full, all namespaces with engines get
+equal shares, or the shares set with --share. A restarted engine finds its
+chunks in the server's memory, unless another namespace needed the space. While
+no server answers, engines run without the cache and reconnect in the
+background.
 
 A tenant is the set of requests with the same cache_salt. With --salt-quota, a
 tenant at its limit evicts only its own least recently used chunks. With
---salt-ttl, chunks expire in memory and on disk. --salt-limits FILE sets
-different limits for individual salts:
+--salt-ttl, chunks expire in memory and on disk. --salt-limits FILE sets limits
+for individual salts:
 
   - {salt_file: acme.salt, quota: 25%, disk_quota: 40%, ttl: 7d}
   - {salt: null, ttl: 30d}    # requests without a salt
 
-On SIGTERM, Ctrl-C or SIGHUP, a server with a disk tier writes remaining chunks
-to disk and exits. A server without a disk tier exits immediately.
+On SIGTERM, Ctrl-C or SIGHUP, a server with a disk tier writes pending chunks to
+disk and exits. A server without a disk tier exits immediately.
 
 `kvloft status --socket PATH` shows the state of a running server.
 """
@@ -105,8 +105,8 @@ def add_parser(subparsers: Any) -> None:
         "--linger",
         metavar="TIME",
         help=(
-            "exit if no engine has been connected for this time, such as 30s or 5min; wait one "
-            "minute longer for the first engine"
+            "exit after no engine has been connected for this time, such as 30s or 5min; the first "
+            "engine has a minute longer to connect"
         ),
     )
     parser.add_argument(
@@ -120,8 +120,8 @@ def add_parser(subparsers: Any) -> None:
         default=[],
         metavar="NAMESPACE=PERCENT",
         help=(
-            "reserve a fixed share of host memory for the namespace whose id starts with "
-            "NAMESPACE; repeatable"
+            "give the namespace whose id starts with NAMESPACE a fixed share of host memory; "
+            "repeatable"
         ),
     )
     parser.add_argument(
@@ -165,7 +165,7 @@ def nodes(text: str | None) -> list[int]:
 def run(args: argparse.Namespace) -> int:
     """Run the server until a signal arrives or ``--linger`` expires without an engine.
 
-    Return 0 on success, or 1 if another server uses the socket, too little memory is left or a
+    Return 0 on success, or 1 if another server uses the socket, too little memory is free or a
     system call fails. Raises ConfigError if a setting is invalid.
     """
     config = settings(args)
@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
     own = replace(config, server=None)  # the server uses this machine's memory and disk
     try:
         refuse_here(own, available_bytes())
-    except ShortageError as e:  # may be temporary: engines can still hold a killed server's memory
+    except ShortageError as e:  # may be temporary: engines may still hold a killed server's memory
         warn(str(e))
         return 1
     _raise_file_limit()
@@ -193,8 +193,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit on open files to the hard limit. The soft limit is often 1024 and includes
-    connections and disk files.
+    """Raise the open file limit to the hard limit. The soft limit, often 1024, covers connections
+    and disk files.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
@@ -204,8 +204,8 @@ def _raise_file_limit() -> None:
 def _make_folder(config: Config) -> None:
     """Create the socket's directory with access restricted to this user.
 
-    Raises ConfigError if the parent directory is missing, because the path probably has a typo or
-    its file system is not mounted yet. The server reports problems with an existing directory.
+    Raises ConfigError if the parent directory is missing: the path probably has a typo, or its file
+    system is not mounted yet. The server reports problems with an existing directory.
     """
     folder = Path(str(config.socket)).parent
     try:
@@ -216,7 +216,7 @@ def _make_folder(config: Config) -> None:
         ) from None
     except OSError:
         return
-    warn(f"created {folder} for the socket, accessible to this user only")
+    warn(f"created {folder} for the socket, accessible only to this user")
 
 
 def _given(config: Config) -> str:
@@ -277,7 +277,7 @@ def _serve(options: _Options, begun: Callable[[], None]) -> int:
     log.tell(*server.take_events(), "stopped")
     log.end()
     for number in ENDS:
-        signal.signal(number, signal.SIG_IGN)  # a late signal would kill the exiting interpreter
+        signal.signal(number, signal.SIG_IGN)  # a late signal would kill the interpreter at exit
     return 0
 
 
@@ -317,7 +317,7 @@ def _log_start(options: _Options, server: Any, log: Log, begun: Callable[[], Non
 def _stop_line(config: Config) -> str:
     """Return the line to log when stopping. Only a server with a disk tier has pending writes."""
     if config.disk_path is None:
-        return "stopping; chunks in memory are lost, because the server has no disk"
+        return "stopping; discarding all chunks in memory, because there is no disk tier"
     return (
         f"stopping; writing pending chunks to disk for up to {CLOSE_TIMEOUT_S:g} s (a second "
         "signal stops immediately)"
@@ -334,7 +334,7 @@ def _place(stream: IO[str]) -> tuple[int, int] | None:
 
 
 def _disk(config: Config, trouble: str | None, *, is_told: bool) -> str:
-    """Return the state of the disk at startup. Omit the problem if ``is_told`` is True."""
+    """Return the disk's state at startup, without the problem if ``is_told`` is True."""
     if config.disk_path is None:
         return "no disk"
     if trouble is None:
@@ -367,7 +367,7 @@ def _wait(is_over: threading.Event, server: Any, linger_s: float | None, log: Lo
         if num_joined > num_before or any(space["engines"] for space in status["namespaces"]):
             needed = time.monotonic()
         elif time.monotonic() - needed >= linger_s:
-            log.tell(f"no engine was connected for {linger_s:g} s")
+            log.tell(f"no engine has been connected for {linger_s:g} s")
             return
 
 

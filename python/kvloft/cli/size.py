@@ -1,9 +1,9 @@
-"""Implements `kvloft size MODEL`, which computes the KV size per token and how many tokens fit into
+"""Implements `kvloft size MODEL`, which computes the KV size per token and how many tokens fit in
 host memory and on disk.
 
-The command also computes the disk speed above which reading KV is faster than computing it. It
-reads only the model's config.json, from a directory or the Hugging Face Hub. This module must not
-import vLLM or torch.
+The command also computes the disk speed above which reading KV beats recomputing it. It reads only
+the model's config.json, from a directory or the Hugging Face Hub. This module must not import vLLM
+or torch.
 """
 
 import argparse
@@ -25,18 +25,18 @@ FULL: Final = frozenset({"full_attention", "attention", "global_attention"})
 REACHING: Final = frozenset({"sliding_attention", "chunked_attention", "local_attention"})
 STATES: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent"})
 STORED_SHARE: Final = COMPACT_SHARE + 8 / 4096
-"""Size of compressed KV including its table, as a fraction of the bfloat16 size."""
+"""Compressed KV size, including its table, as a fraction of the bfloat16 size."""
 DTYPE_BYTES: Final = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4} | dict.fromkeys(
     ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"), 1
 )
-"""Size of a value in bytes, by vLLM's name for the data type."""
+"""Value size in bytes, by vLLM's name for the data type."""
 HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 COMPRESSED: Final = frozenset({"auto", "bfloat16"})
 
 
 @dataclass(frozen=True, slots=True)
 class KvSize:
-    """KV size of one token in bytes, summed over all ranks, by kind of layer."""
+    """KV size of one token in bytes, summed over all ranks, by layer kind."""
 
     full_bytes: int
     reaching_bytes: int
@@ -45,7 +45,7 @@ class KvSize:
 
     @property
     def token_bytes(self) -> int:
-        """Return the KV size of a token in bytes, excluding Mamba and gated delta net states."""
+        """Return the KV size per token in bytes, excluding Mamba and gated delta net states."""
         return self.full_bytes + self.reaching_bytes
 
 
@@ -55,9 +55,9 @@ def add_parser(subparsers: Any) -> None:
         "size",
         help="compute KV bytes per token and how many tokens fit in memory and on disk",
         description=(
-            "Compute a model's KV bytes per token from its config.json, and the number of tokens "
-            "that fit into host memory and on disk. With --prefill and --disk-read, also compare "
-            "the speed of reading KV from disk with that of computing it."
+            "Compute a model's KV bytes per token from its config.json, and how many tokens fit in "
+            "host memory and on disk. With --prefill and --disk-read, also report whether reading "
+            "KV from disk is faster than computing it."
         ),
         epilog=(
             "example: kvloft size meta-llama/Llama-3.1-8B --host-size 64GiB --prefill 27000 "
@@ -67,7 +67,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a config.json, its directory, or a model name on the Hugging Face Hub",
+        help="config.json, its directory, or a model name on the Hugging Face Hub",
     )
     parser.add_argument(
         "--kv-cache-dtype",
@@ -81,9 +81,9 @@ def add_parser(subparsers: Any) -> None:
         type=_size,
         default=32 << 30,
         metavar="SIZE",
-        help="size of host memory (default: 32GiB)",
+        help="host memory size (default: 32GiB)",
     )
-    parser.add_argument("--disk-size", type=_size, metavar="SIZE", help="size of the disk tier")
+    parser.add_argument("--disk-size", type=_size, metavar="SIZE", help="disk tier size")
     parser.add_argument(
         "--prefill",
         type=_num_tokens,
@@ -94,7 +94,7 @@ def add_parser(subparsers: Any) -> None:
         "--disk-read",
         type=_rate,
         metavar="SIZE",
-        help='read bandwidth of the disk, for example "6GB/s"',
+        help='disk read bandwidth, for example "6GB/s"',
     )
     parser.add_argument(
         "--json", action="store_true", help="print JSON instead of a table (sizes in bytes)"
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
 def read_model_config(model: str) -> dict[str, Any]:
     """Return the contents of a model's config.json.
 
-    ``model`` is a directory, the path of a config.json, or a name on the Hugging Face Hub. Raises
+    ``model`` is a directory, a config.json path, or a name on the Hugging Face Hub. Raises
     ConfigError if there is no usable config.json.
     """
     try:
@@ -161,15 +161,15 @@ def read_model_config(model: str) -> dict[str, Any]:
 
 
 def _find_config(model: str) -> Path | None:
-    """Return the path of a config.json, or None if ``model`` is not a path. Raises OSError, and
-    ConfigError if ``model`` is a path without config.json.
+    """Return the config.json path, or None if ``model`` is not a path. Raises OSError, and
+    ConfigError if ``model`` is a path without a config.json.
     """
     path = Path(model)
     path = path if path.is_file() else path / "config.json"
     if path.is_file():
         return path
     if path.parent.is_dir() or not HUB_NAME.fullmatch(model):
-        raise ConfigError(f"{path} does not exist; use a directory with config.json.")
+        raise ConfigError(f"{path} does not exist; use a directory that contains config.json.")
     return None
 
 
@@ -178,9 +178,9 @@ def _from_hub(model: str) -> Path:
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(model, "config.json"))
-    except Exception as e:  # the hub client raises a dozen types of exceptions
+    except Exception as e:  # the hub client raises a dozen exception types
         raise ConfigError(
-            f"there is no {model}/config.json here, and fetching it from the hub failed: {e}"
+            f"no {model}/config.json found here, and downloading it from the hub failed: {e}"
         ) from e
 
 
@@ -196,7 +196,7 @@ def kv_size(config: dict[str, Any], value_bytes: int) -> KvSize:
 
 
 def _layer_bytes(config: dict[str, Any], value_bytes: int) -> int:
-    if "kv_lora_rank" in config:  # MLA: a shared latent for K and V, and the positional part of K
+    if "kv_lora_rank" in config:  # MLA: a latent shared by K and V, plus K's positional part
         return value_bytes * (_count(config, "kv_lora_rank") + _count(config, "qk_rope_head_dim"))
     num_heads = _count(config, "num_attention_heads")
     head_dim = config.get("head_dim") or _count(config, "hidden_size") // num_heads
@@ -211,13 +211,13 @@ def _layer_kinds(config: dict[str, Any]) -> list[str]:
         return _interleaved(config, num_layers)
     if unknown := sorted(set(kinds) - FULL - REACHING - STATES - {"mlp", "moe"}):
         raise ConfigError(
-            f"config.json has layers of the kind {unknown[0]}, which this command does not support."
+            f"config.json has {unknown[0]} layers, which this command does not support."
         )
     return list(kinds)
 
 
 def _interleaved(config: dict[str, Any], num_layers: int) -> list[str]:
-    """Return the kind of each layer for a config that does not list the kinds.
+    """Return each layer's kind for a config that does not list them.
 
     Either every n-th layer has full attention, or all layers are of the same kind.
     """
@@ -237,7 +237,7 @@ def _count(config: dict[str, Any], key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or value <= 0:
         raise ConfigError(
-            f"config.json has no usable {key} ({value!r}), so the KV size is unknown."
+            f"config.json has no usable {key} ({value!r}), so the KV size cannot be computed."
         )
     return value
 
@@ -283,7 +283,7 @@ def _rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "KV size per token, sliding-window layers", size_text(figures["window_bytes"])
     if num_states := figures["num_state_layers"]:
         where = "(one state per saved boundary, not included in these figures)"
-        yield "layers with a state", f"{num_states} {where}"
+        yield "layers with states", f"{num_states} {where}"
     if "disk_tokens" in figures:
         disk = f"tokens in {size_text(figures['disk_bytes'])} on disk"
         yield disk, _with_compressed(figures, "disk_tokens")
@@ -300,4 +300,4 @@ def _rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     elif prefill is not None and compressed is not None and compressed > prefill:
         yield "verdict", "reading is faster with compression on a GPU, slower without"
     elif "disk_is_faster" in figures:
-        yield "verdict", "computing is faster: a disk hit only helps while the GPU is busy"
+        yield "verdict", "computing is faster: disk hits help only while the GPU is busy"

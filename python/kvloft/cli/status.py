@@ -1,4 +1,4 @@
-"""Implements `kvloft status`, which prints the state of a server: once, or repeatedly (--watch)."""
+"""Implements `kvloft status`, which prints a server's state once, or repeatedly with --watch."""
 
 import argparse
 import json
@@ -33,19 +33,19 @@ def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser(
         "status",
-        help="show the state of a server",
+        help="show a server's state",
         description=(
-            "Show the state of a server: problems, use of host memory and disk, engines and hit "
-            "rate, then the tiers, engines, lookups and hits of each namespace. Tenants are "
-            "identified by tags, which do not reveal their salts. With --salt-file, the tag of the "
-            "salt is marked. With --watch, refresh until Ctrl-C, and also show chunks per second, "
-            "GB per second and hit rates since the previous refresh. Exit status: 0 success; 1 no "
-            "server answers; 2 invalid argument."
+            "Show a server's state: problems, host memory and disk usage, engines and hit rate, "
+            "then each namespace's tiers, engines, lookups and hits. Tenants are listed by tag, "
+            "which does not reveal the salt; --salt-file marks that salt's tag. With --watch, "
+            "refresh until Ctrl-C, and also show chunks per second, GB per second and hit rates "
+            "since the previous refresh. Exit status: 0 success; 1 no server answers; 2 invalid "
+            "argument."
         ),
     )
     add_socket(parser)
     add_salt(parser)
-    parser.add_argument("--watch", action="store_true", help="refresh until Ctrl-C, and show rates")
+    parser.add_argument("--watch", action="store_true", help="refresh until Ctrl-C and show rates")
     parser.add_argument(
         "--interval",
         type=interval,
@@ -58,7 +58,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="also print all properties that determine the KV of each namespace",
+        help="also print all properties that determine each namespace's KV",
     )
     parser.add_argument(
         "--json",
@@ -69,14 +69,14 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the state of the server and return 0, or 1 if the server rejects the request.
+    """Print the server's state and return 0, or 1 if the server rejects the request.
 
     Raises ConfigError for invalid arguments, and StoreError if no server answers.
     """
     from kvloft._core import server_status
 
     if not args.watch and (args.interval is not None or args.count is not None):
-        raise ConfigError("--interval and --count need --watch.")
+        raise ConfigError("--interval and --count require --watch.")
     socket, salt = socket_of(args), read_salt_argument(args)
     tag = salt_tag(salt) if salt is not None else None
     try:
@@ -115,7 +115,7 @@ def _print(
         _print_namespace(space, status, console, tag)
     if kept := status["stats"]["quarantined_reservations"]:
         console.print(
-            f"{kept} frames of dead engines are reserved until no process can write to them."
+            f"{kept} frames of dead engines stay reserved until no process can write to them."
         )
     for space in spaces if is_verbose else ():
         console.print()
@@ -132,7 +132,7 @@ def _print_namespace(
     if isinstance(fields, dict) and "model" in fields:
         console.print(f"  model {fields['model']}", soft_wrap=True)
     if not space["stats"]:
-        console.print("This namespace is being opened.")
+        console.print("This namespace is still opening.")
         return
     found = notes(space, disk_problems(space, status))
     above = (tier_table(space, status), *found, hit_table(space), engine_table(space))

@@ -13,12 +13,12 @@ from kvloft.config.units import format_ttl, size_text
 Status = Mapping[str, Any]
 """The result of `_core.server_status`, or one of its namespaces."""
 ID_DIGITS = 16
-"""Number of printed digits of a namespace id. `clear`, `evict` and `--share` accept any prefix."""
+"""Number of namespace id digits printed. `clear`, `evict` and `--share` accept any prefix."""
 Counts = Mapping[str, Any]
-"""The counters of an engine or a namespace, by name."""
+"""An engine's or namespace's counters, by name."""
 NO_ENGINE = "No engine has connected yet, so no memory is in use."
 MAX_WHOLE = 1_000_000
-"""Numbers of this size or more are printed with a unit."""
+"""Numbers of at least this size are printed with a unit."""
 
 
 def count_text(number: int) -> str:
@@ -34,7 +34,7 @@ def count_text(number: int) -> str:
 
 
 def new_table(first: str, *names: str) -> Table:
-    """Return a table with row names in column ``first``. The other columns contain numbers."""
+    """Return a table with row names in column ``first`` and numbers in the other columns."""
     numbers = (Column(name, justify="right", no_wrap=True) for name in names)
     return Table(
         Column(first, no_wrap=True),
@@ -47,7 +47,7 @@ def new_table(first: str, *names: str) -> Table:
 
 
 def title(namespace: str, space: Status, status: Status) -> str:
-    """Return the heading of a namespace: its id, assigned host memory and share."""
+    """Return a namespace's heading: its id, assigned host memory and share."""
     has = size_text(space["slabs"] * status["slab_bytes"])
     everything = size_text(status["host_bytes"])
     percent = space["stats"].get("share_percent")
@@ -108,13 +108,13 @@ def tier_table(space: Status, status: Status) -> Table:
 def broken(space: Status, status: Status) -> list[str]:
     """Return a line if the disk tier is paused, unless `disk_unused` reports the reason."""
     is_paused = space["stats"]["disk_broken"] and not disk_unused(status)
-    return ["The disk tier is paused: I/O is failing and being retried."] if is_paused else []
+    return ["The disk tier is paused because I/O is failing; retrying."] if is_paused else []
 
 
 def notes(space: Status, disk_problems: list[str]) -> list[str]:
-    """Return a line for each reason why chunks are missing, with the number of chunks.
+    """Return a line for each reason that chunks are missing, with their number.
 
-    ``disk_problems`` contains lines that explain why chunks were not written to disk.
+    ``disk_problems`` holds the lines that explain why chunks were not written to disk.
     """
     stats, found = space["stats"], []
     if num := stats.get("evicted", 0):
@@ -123,8 +123,7 @@ def notes(space: Status, disk_problems: list[str]) -> list[str]:
         line = f"{counted(num, 'chunk')} never written to disk"
         if (num_slow := stats.get("disk_unwritten", 0)) and not disk_problems:
             line += (
-                f"; {num_slow:,} were evicted before being written, because the disk is slower "
-                "than saves"
+                f"; {num_slow:,} were evicted first, because disk writes cannot keep up with saves"
             )
         found.append(line)
     if num := stats.get("late_calls", 0):
@@ -137,7 +136,7 @@ def notes(space: Status, disk_problems: list[str]) -> list[str]:
 
 
 def whose(tag: str, spaces: list[dict[str, Any]]) -> str:
-    """Return a line that says whether the tenant with this tag is listed."""
+    """Return a line that says whether the tenant with this tag is in the table."""
     if any(tenant["tag"] == tag for space in spaces for tenant in space["tenants"]):
         return f"The salt's tag is {tag}, marked * below."
     num_listed = [sum(tenant["tag"] is not None for tenant in space["tenants"]) for space in spaces]
@@ -149,7 +148,7 @@ def whose(tag: str, spaces: list[dict[str, Any]]) -> str:
 
 
 def tenant_table(space: Status, limit: int, marked: str | None = None) -> list[Table | str]:
-    """Return a table of the largest tenants, or an empty list if there are no salts or limits."""
+    """Return a table of the largest tenants, or nothing if there are no salts or limits."""
     tenants = space["tenants"][:limit]
     limits = ("max_host_bytes", "max_disk_bytes", "ttl_s")
     if not any(
@@ -180,17 +179,15 @@ def engine_table(space: Status) -> Table | str:
 
 
 def hit_rate(counts: Counts, before: Counts | None = None) -> float | None:
-    """Return the fraction of looked-up chunks that were found since ``before``, or None if there
-    were no lookups.
-    """
+    """Return the fraction of looked-up chunks found since ``before``, or None without lookups."""
     names, old = ("lookup_chunks", "lookup_chunks_found"), before or {}
     asked, found = (counts.get(name, 0) - old.get(name, 0) for name in names)
     return found / asked if asked > 0 and found >= 0 else None
 
 
 def hit_table(space: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> Table:
-    """Return a table of the hits of a namespace and its engines. If ``before`` is given, the table
-    includes the hit rates since then.
+    """Return a table of hits for a namespace and its engines, with the hit rates since ``before``
+    if given.
     """
     now = ["now"] if before is not None else []
     table = new_table(

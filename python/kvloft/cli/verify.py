@@ -20,12 +20,12 @@ def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser(
         "verify",
-        help="check every chunk of a disk directory for damage",
+        help="check every chunk in a disk directory for damage",
         description=(
             "Read every chunk in a disk directory and check its key and checksum. This command is "
             "read-only. Exit status: 0 no damage; 1 damage; 2 not checked, because DIR is invalid "
             "or in use by an engine or a server; 3 no damage, but some namespaces were written by "
-            "a different version of kvloft and cannot be checked (an engine of this version "
+            "a different kvloft version and cannot be checked (an engine running this version "
             "replaces them); 4 the output cannot be written."
         ),
     )
@@ -66,8 +66,8 @@ def _walk(folder: str, *, quiet: bool) -> tuple[int, list[dict[str, Any]]]:
     text, is_off = TextColumn("{task.description}"), quiet or not console.is_terminal
     with Progress(text, *columns, console=console, disable=is_off, transient=True) as progress:
         task = progress.add_task("chunks", total=verify.num_chunks)
-        # The first step also returns damage that was found when the directory was opened, so it is
-        # needed even if there are no chunks.
+        # The first step also returns damage found when the directory was opened, so it is needed
+        # even if there are no chunks.
         damage = verify.step(_CHUNKS_PER_STEP)
         while verify.num_checked < verify.num_chunks:
             progress.update(task, completed=verify.num_checked)

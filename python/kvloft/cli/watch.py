@@ -1,4 +1,4 @@
-"""Implements `kvloft status --watch`, which prints tables with rates, or JSON, at each refresh."""
+"""Implements `kvloft status --watch`, which prints tables with rates, or JSON, on each refresh."""
 
 import argparse
 import contextlib
@@ -34,7 +34,7 @@ from kvloft.errors import LateError
 
 INTERVAL_S: Final = 1.0
 TIMEOUT_S: Final = 5.0
-"""Timeout for the server's response in each refresh."""
+"""Timeout for the server's response on each refresh."""
 MIN_INTERVAL_S: Final = 0.1
 MAX_TENANTS: Final = 5
 RATES: Final = {
@@ -50,15 +50,15 @@ RATES: Final = {
     "expired": "expired",
     "saves without a frame": "reserve_dropped",
 }
-"""The name of each rate and the counter from which it is computed."""
+"""Maps each rate to its counter."""
 
 
 def watch(socket: str, args: argparse.Namespace, tag: str | None = None) -> int:
-    """Print the state of the server every ``args.interval`` seconds, and return 0.
+    """Print the server's state every ``args.interval`` seconds, and return 0.
 
-    The function returns after Ctrl-C or after ``args.count`` refreshes. If the server does not
-    respond in time, print a line and retry at the next refresh. Raises ConfigError if the server
-    rejects the request, and StoreError if there is no server.
+    Returns on Ctrl-C or after ``args.count`` refreshes. If the server does not respond in time,
+    prints a line and retries on the next refresh. Raises ConfigError if the server rejects the
+    request, and StoreError if there is no server.
     """
     from kvloft._core import server_status
 
@@ -96,7 +96,7 @@ class _Output:
 
     def print_late(self, seconds: float) -> None:
         """Print the time since the last response and, on a terminal, the last state below it."""
-        late = f"The server has not responded for {seconds:.0f} s; its process is stopped or busy."
+        late = f"The server has not responded for {seconds:.0f} s; it is stopped or busy."
         drawn = Group(late, self._last) if self.live is not None else Group(late)
         self._print({"problems": [late]}, drawn)
 
@@ -112,11 +112,11 @@ class _Output:
 def rates_of(
     status: dict[str, Any], seconds: float, before: dict[str, Any]
 ) -> dict[bytes, dict[str, float]]:
-    """Return the rates in chunks per second for each namespace that was open before."""
+    """Return the rates in chunks per second for each namespace that was already open."""
     olds, rates = _by_name(before), {}
     for space in status["namespaces"]:
         new, old = space["stats"], olds.get(space["namespace"])
-        if old is None or not new:  # the namespace is new or is being opened
+        if old is None or not new:  # the namespace is new or still opening
             continue
         grown = {
             shown: new.get(name, 0) - old["stats"].get(name, 0) for shown, name in RATES.items()
@@ -128,14 +128,14 @@ def rates_of(
 
 
 def chunk_bytes(space: dict[str, Any]) -> float:
-    """Return the average size of a namespace's chunks in host memory, in bytes."""
+    """Return a namespace's average chunk size in host memory, in bytes."""
     stats: dict[str, int] = space["stats"]
     num = stats["frames_total"] - stats["frames_free"]
     return stats["host_used_bytes"] / num if num else float(max(space["frame_sizes"]))
 
 
 def gb_per_s(rates: dict[str, float], space: dict[str, Any]) -> dict[str, float]:
-    """Return the rates of loads and saves in GB/s (10^9 bytes per second)."""
+    """Return the load and save rates in GB/s (10^9 bytes per second)."""
     each = chunk_bytes(space) / 1e9 if rates else 0.0
     return {name: rates[name] * each for name in ("loaded", "saved") if name in rates}
 
@@ -160,7 +160,7 @@ def _by_name(status: dict[str, Any] | None) -> dict[bytes, dict[str, Any]]:
 
 
 def fitted(drawn: RenderableType, console: Console) -> RenderableType:
-    """Return the rows that fit the screen. The last row shows the number of hidden rows."""
+    """Return the rows that fit on the screen. The last row shows the number of hidden rows."""
     lines = console.render_lines(drawn, pad=False)
     while lines and not "".join(segment.text for segment in lines[-1]).strip():
         lines.pop()
@@ -182,7 +182,7 @@ def picture(
     socket: str = "",
     tag: str | None = None,
 ) -> Group:
-    """Return the tables of one refresh. Rows with the limits and any problems come first."""
+    """Return the tables for one refresh, after rows for the limits and any problems."""
     spaces, olds = [space for space in status["namespaces"] if space["stats"]], _by_name(before)
     bounds = limits_text(status["settings"])
     limits = [Text(f"Limits: {bounds}", no_wrap=True, overflow="ellipsis")] if bounds else []
@@ -202,9 +202,7 @@ def _picture_of(
     olds: dict[bytes, dict[str, Any]],
     tag: str | None,
 ) -> RenderableType:
-    """Return the tables of a namespace. A short screen hides the last tables, so the most important
-    tables come first.
-    """
+    """Return a namespace's tables, most important first, because a short screen hides the last."""
     flow = [_flow(rates, chunk_bytes(space))] if rates else []
     tables: list[Table | str] = [
         tier_table(space, status),
@@ -220,7 +218,7 @@ def _picture_of(
 
 
 def _flow(rates: dict[str, float], frame_bytes: float) -> Table:
-    """Return a table with two rates per row, so that all rates fit on half of a 24-row screen."""
+    """Return a table with two rates per row, so that all rates fit on half a 24-row screen."""
     table = new_table("per second", "chunks", "GB")
     table.add_column("per second", no_wrap=True)
     for name in ("chunks", "GB"):

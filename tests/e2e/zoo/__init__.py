@@ -1,1 +1,1 @@
-"""Tiny random models with every type of KV cache group that vLLM supports (see README.md)."""
+"""Tiny random models with every KV cache group type that vLLM supports (see README.md)."""

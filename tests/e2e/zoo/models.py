@@ -281,7 +281,5 @@ IS_WHOLE = os.environ.get("KV_ZOO") == "all"
 
 
 def chosen() -> list[str]:
-    """Return the names of the models that the tests run: the usual models or, with KV_ZOO=all, all
-    models.
-    """
+    """Return the names of the models to test: the usual models or, with KV_ZOO=all, all models."""
     return sorted(ZOO if IS_WHOLE else USUAL)

@@ -31,7 +31,7 @@ Tensors = dict[str, NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The sizes and gains of an attention layer.
+    """An attention layer's sizes and gains.
 
     If ``gated``, the query projection also contains a gate.
     """
@@ -130,7 +130,7 @@ def config(architecture: str, model_type: str, **more: Any) -> dict[str, Any]:
 
 
 def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
-    """Write the directory of a model and return it."""
+    """Write a model's directory and return it."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,7 @@
 """Models with local attention in some layers (Gemma 3 and 4: windows; GPT-OSS: windows with sinks;
 Llama 4: chunks) or in every layer (Mistral: windows).
 
-The order of the layers determines vLLM's groups. Each group has as many layers as the rarest kind
-of layer.
+The layer order determines vLLM's groups. Each group has as many layers as the rarest layer kind.
 """
 
 from typing import Any
