@@ -3,6 +3,7 @@ dimensions and permutations. The destinations are poisoned.
 """
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -330,3 +331,18 @@ def test_copies_outside_the_arena_are_failures_not_writes() -> None:
     done = load(mover, copies_of([0], [[9]]))
     assert done.bad_blocks == {9} and len(done.loads) == 1
     mover.close()
+
+
+def test_another_thread_can_drain_and_close_a_mover() -> None:
+    """A lost server's memory is released in the background, in a thread that never used the GPU."""
+    paged = per_layer(4, 41, 4096)
+    for _ in range(2):  # memory that is still registered could not be registered again
+        frames = Frames(20, part_bytes_for(2 * paged.block_bytes))
+        mover = make_mover(paged, frames, 2)
+        copies = copies_of(range(20), [[2 * i, 2 * i + 1] for i in range(20)])
+        mover.begin_step(())
+        mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies))])
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(mover.drain).result(60)
+            thread.submit(mover.close).result(60)
+        assert len(done.saved) == 20
