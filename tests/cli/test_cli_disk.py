@@ -258,8 +258,9 @@ def test_verify_of_an_older_format_is_status_3_with_an_explanation(
     assert json.loads(capsys.readouterr().out)[0]["problem"] == shown["other_format"][0]["problem"]
     with pytest.raises(SystemExit):
         main(["verify", "--help"])
-    assert "3 no damage, but some namespaces were written by a different kvloft version" in " ".join(
-        capsys.readouterr().out.split()
+    assert (
+        "3 no damage, but some namespaces were written by a different kvloft version"
+        in " ".join(capsys.readouterr().out.split())
     )
 
 
