@@ -104,7 +104,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def keep_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests that belong to other shards."""
-    shard, num_shards = map(int, os.environ.get("KV_SHARD", "0/1").split("/"))
+    # Tests that run pytest must not pass the shard on.
+    shard, num_shards = map(int, os.environ.pop("KV_SHARD", "0/1").split("/"))
     parts: dict[object, list[pytest.Item]] = {}
     for item in items:
         is_spread = item.get_closest_marker("spread") is not None
