@@ -233,7 +233,7 @@ def test_an_engine_logs_settings_that_the_running_server_lacks(host: Host) -> No
         )
     )
     assert said == (
-        "kvloft: ignoring engine settings that differ from the settings of the server at "
+        "kvloft: ignoring engine settings that differ from the server's at "
         f"unix:{host.socket}: host_size = 2MiB (server: 1MiB), "
         f"disk_path = {disk} (server: (none)), eviction = lru (server: adaptive), "
         "server_linger = 120s (server: 1s)"

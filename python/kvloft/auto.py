@@ -156,10 +156,7 @@ def _log_differences(config: Config, logger: logging.Logger) -> None:
             and (origin != FROM_DEFAULT or (key == "disk_size" and config.disk_path is not None))
         ]
         if differences:
-            text = (
-                "kvloft: ignoring engine settings that differ from the settings of the server at "
-                "unix:%s: %s"
-            )
+            text = "kvloft: ignoring engine settings that differ from the server's at unix:%s: %s"
             logger.warning(text, _path(config), ", ".join(differences))
 
 

@@ -25,7 +25,7 @@ from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.store import arena_of
 from kvloft.transfer.frames import FrameWindow, part_bytes_for
 from kvloft.transfer.layout import LayoutError, PagedLayout
-from kvloft.transfer.mover import Finished
+from kvloft.transfer.mover import Finished, Mover
 from kvloft.transfer.worker import ALL_BYTES, WorkerCore
 
 CACHES = carve("LBHNC", Sizes())
@@ -447,30 +447,55 @@ class TestLifeline:
         os.close(read)
         os.close(write)
 
-    def test_a_slow_release_delays_no_step_and_keeps_the_lifeline(
+    def test_a_slow_release_delays_no_save_and_keeps_the_lifeline(
         self, store: _core.Session
     ) -> None:
-        may_close = threading.Event()
+        may_close, is_closing = threading.Event(), threading.Event()
 
         class Slow(IdleMover):
             def close(self) -> None:
+                is_closing.set()
                 may_close.wait(60)
 
-        (read, write, first), (_, _, second) = self.new_pipe(), self.new_pipe()
-        worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Slow())
+        movers: list[Mover] = [Slow(), IdleMover()]
+        worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: movers.pop(0))
         worker.register([CACHES], 7, "test")
+        (read, write, first), (_, _, second) = self.new_pipe(), self.new_pipe()
         self.begin(worker, store, first)
+        lost = worker._lifeline
         os.close(write)
-        plan = plan_of(store)._replace(loads=())
-        new = replace(plan.arena or pytest.fail("no arena"), lifeline=second, id=1)
-        worker.begin(plan._replace(arena=new))
-        worker.run_saves()
-        report = worker.take_report()
+        os.close(read)
+        assert is_closing.wait(60), "the server has exited"
+        report = self.begin(worker, store, second)
         assert report is not None and report.failed == (11,), "there is no second mover"
-        assert not self.is_closed(read), "the first mover may still write to frames"
-        may_close.set()
+        assert lost is not None and lost._fd is not None, (
+            "the first mover may still write to frames"
+        )
+        threading.Timer(0.2, may_close.set).start()
+        worker.begin(plan_of(store)._replace(saves=()))
+        worker.run_loads()
+        assert worker.take_finished_loads()[0] == set(), "the load waits for the second mover"
+        assert lost._fd is None and not movers
         worker.shutdown()
-        assert self.is_closed(read)
+
+    def test_the_lifeline_stays_open_if_the_mover_cannot_be_closed(
+        self, store: _core.Session
+    ) -> None:
+        class Stuck(IdleMover):
+            def close(self) -> None:
+                raise RuntimeError("a CUDA error")
+
+        read, write, lifeline = self.new_pipe()
+        worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Stuck())
+        worker.register([CACHES], 7, "test")
+        self.begin(worker, store, lifeline)
+        kept = worker._lifeline
+        os.close(write)
+        worker.shutdown()
+        assert not self.is_closed(read), "copies may still write to frames"
+        assert kept is not None
+        kept.close()
+        os.close(read)
 
     def test_another_connection_to_the_same_memory_changes_the_lifeline_and_keeps_the_mover(
         self, store: _core.Session

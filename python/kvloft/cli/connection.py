@@ -28,8 +28,8 @@ def add_socket(parser: argparse.ArgumentParser) -> None:
         "--socket",
         metavar="PATH",
         help=(
-            "the server's socket (default: the `server` setting, for example from KVLOFT_SERVER, "
-            "or else the standard socket, if only one exists)"
+            "the server's socket (default: the `server` setting, for example from KVLOFT_SERVER; "
+            "if unset, the standard socket, unless there are several)"
         ),
     )
 

@@ -105,8 +105,8 @@ def add_parser(subparsers: Any) -> None:
         "--linger",
         metavar="TIME",
         help=(
-            "exit after no engine has been connected for this time, such as 30s or 5min; the first "
-            "engine has a minute longer to connect"
+            "exit once no engine has been connected for a while, such as 30s or 5min; the first "
+            "engine gets an extra minute to connect"
         ),
     )
     parser.add_argument(

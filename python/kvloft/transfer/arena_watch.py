@@ -1,11 +1,19 @@
 """Watches the server that owns a worker's arena, and closes the arena in the background."""
 
+import logging
 import os
+import select
 import threading
 from collections.abc import Callable
+from typing import Final
 
 from kvloft.transfer.frames import Lifeline
 from kvloft.transfer.mover import Mover
+
+logger = logging.getLogger(__name__)
+
+GRACE_S: Final = 1.0
+"""Time for the engine to reconnect to the same memory, which then stays mapped."""
 
 
 class ArenaWatch:
@@ -35,7 +43,7 @@ class ArenaWatch:
     def _run(self) -> None:
         wake = self._wake
         assert wake is not None, "only this thread closes it"
-        is_gone = self._lifeline.wait_until_server_gone(wake)
+        is_gone = self._lifeline.wait_until_server_gone(wake) and not _is_readable(wake, GRACE_S)
         with self._lock:
             self._wake = None
             os.close(wake)
@@ -66,7 +74,16 @@ class ArenaRelease:
         try:
             if self._mover is not None:
                 self._mover.close()
-        finally:
-            self._mover = None  # unmaps the arena
-            if self._lifeline is not None:
-                self._lifeline.close()
+        except Exception:
+            # Copies may still write to frames, so the lifeline stays open until the process exits.
+            logger.exception("kvloft: the frames cannot be released until this worker exits")
+            return
+        self._mover = None  # unmaps the arena
+        if self._lifeline is not None:
+            self._lifeline.close()
+
+
+def _is_readable(fd: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(1000 * timeout_s))

@@ -29,7 +29,7 @@ R = TypeVar("R")
 ALL_BYTES = (1 << 63) - 1
 """Reported if the entire arena is usable. Larger than any arena."""
 RELEASE_S = 0.02
-"""Maximum delay of a step while the previous arena is released. Small arenas take less time."""
+"""Time to release the previous arena within a step, which suffices for small arenas."""
 
 
 def _locked(
@@ -139,6 +139,8 @@ class WorkerCore:
         self.drain()
         if not new.is_same_memory(self._arena) or not self._could_be_made:
             self._release_arena()
+            if self._release is not None:
+                self._release.wait(RELEASE_S)
             self._could_be_made, self._told_usable = True, None
         self._arena = new
         lifeline = None
@@ -293,13 +295,18 @@ class WorkerCore:
         if watch is not None:
             watch.join()
 
+    def _is_released(self) -> bool:
+        """Return False while the previous mover exists, because both may not fit into GPU memory.
+
+        Saves fail in the meantime. Loads wait, because a failed load can fail its request.
+        """
+        return self._release is None or self._release.wait(None if self._plan.loads else 0.0)
+
     def _ready_mover(self) -> Mover | None:
         """Return the mover for the current plan's arena, or None if copies must fail."""
         if self._is_asleep or self._is_stopped:
             return None
-        if self._release is not None and not self._release.wait(RELEASE_S):
-            return None  # two movers may not fit into GPU memory
-        if self._mover is None and self._could_be_made:
+        if self._mover is None and self._could_be_made and self._is_released():
             try:
                 if self._make is None or self._plan.arena is None:
                     raise RuntimeError("a plan arrived before the KV caches were registered")

@@ -77,7 +77,8 @@ ADD_ADAPTER = Patch(
     "EngineCore",
     "add_lora",
     "kvloft checks an adapter's files before vLLM loads them",
-    "kvloft cannot check adapter files before loads, so requests with adapters are not cached",
+    "kvloft cannot check an adapter's files before vLLM loads them, so requests with adapters are "
+    "not cached",
     Missing.LESS,
 )
 PAUSE_RESET = Patch(
@@ -118,7 +119,7 @@ FIND_CLASS = Patch(
     "vllm.distributed.kv_transfer.kv_connector.factory",
     "KVConnectorFactory",
     "get_connector_class",
-    "kvloft checks its settings before vLLM loads weights",
+    "kvloft checks its settings before vLLM loads the weights",
     "invalid settings are reported only after vLLM has loaded the weights",
     Missing.LESS,
 )

@@ -1,5 +1,5 @@
-"""The scheduler side inside vLLM. It has one method per hook, connects the settings, the namespace
-and the store to SchedulerCore, and never touches KV bytes.
+"""The vLLM-facing half of the scheduler side. It has one method per hook, connects the settings,
+the namespace and the store to SchedulerCore, and never touches KV bytes.
 
 The connector treats errors as misses. After an error, `admit` also plans a failed load; otherwise,
 vLLM would never schedule the request.

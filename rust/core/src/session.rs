@@ -143,16 +143,17 @@ impl Local {
     /// reserved.
     pub fn release_keys(&self) {
         let leases = self.leases();
-        self.store.release_keys(leases.writes.iter().map(|(_, lease)| lease));
+        self.store.release_keys(leases.writes.iter().map(|(_, lease)| lease), false);
     }
 
-    /// Like `release_keys`, but only for reservations older than the previous call of this method.
+    /// Like `release_keys`, but only for reservations that are older than the previous call of this
+    /// method and that another save has waited for.
     pub fn release_stale_keys(&self) {
         let mut leases = self.leases();
         let newest = leases.newest;
         let before = std::mem::replace(&mut leases.newest_before, newest);
         let open = leases.writes.iter().take_while(|(ticket, _)| *ticket <= before);
-        self.store.release_keys(open.map(|(_, lease)| lease));
+        self.store.release_keys(open.map(|(_, lease)| lease), true);
     }
 
     /// See [`Store::anchors`].

@@ -109,6 +109,7 @@ fn a_chunk_whose_save_hangs_is_saved_by_another_session() {
     hung.release_stale_keys();
     assert_eq!(save(&other, &whole), 0, "the save began after the previous call");
     hung.release_stale_keys();
+    assert_eq!(stat(&other, "discards"), 0, "nothing was damaged");
     store.check().expect("consistent");
     assert_eq!((save(&other, &whole), num_found(&store, &whole)), (3, 3));
     assert_eq!(stat(&other, "frames_reserved"), 1, "the hung worker may write to its frame");
@@ -117,6 +118,28 @@ fn a_chunk_whose_save_hangs_is_saved_by_another_session() {
     hung.release_stale_keys();
     assert_eq!(num_found(&store, &whole), 3, "only unfinished saves lose their keys");
     store.check().expect("consistent");
+}
+
+#[test]
+fn a_slow_save_that_nobody_waits_for_is_committed() {
+    let (store, [slow, other]) = sessions(8);
+    let whole = chain(3);
+    for _ in 0..2 {
+        let (rows, _) = slow.reserve(Prefix::from(&whole), 0..3).expect("in range");
+        slow.release_stale_keys();
+        slow.release_stale_keys();
+        let tickets: Vec<_> = rows.iter().map(|row| row.ticket).collect();
+        assert_eq!(slow.commit(&tickets), 3);
+        assert_eq!(other.discard(&whole.keys()[..1]), 3);
+    }
+    let (rows, _) = slow.reserve(Prefix::from(&whole), 0..3).expect("in range");
+    assert_eq!(save(&other, &whole), 0);
+    slow.abort(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>());
+    let (rows, _) = slow.reserve(Prefix::from(&whole), 0..3).expect("in range");
+    slow.release_stale_keys();
+    slow.release_stale_keys();
+    assert_eq!(slow.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), 3);
+    assert_eq!(num_found(&store, &whole), 3, "the wait was for an earlier save");
 }
 
 #[test]

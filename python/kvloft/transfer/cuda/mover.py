@@ -157,8 +157,9 @@ class CudaMover:
 
     def drain(self) -> Finished:
         """Block until all copies are done. Saves to unregistered frames fail."""
-        driver.use_context(self._context)  # the caller can be a thread that has not used the GPU
         with self._shared.lock:
+            with self._shared.guarded():
+                driver.use_context(self._context)  # the caller's thread may not have used the GPU
             self._saves.waits_for_registration = False
             while self._shared.broken is None and (
                 self.is_behind or self._saves.in_flight or self._loads.in_flight

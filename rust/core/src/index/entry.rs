@@ -61,6 +61,8 @@ pub(crate) struct Entry {
     /// True if the chunk ends a mostly reused prefix, or is an independent chunk of such a prefix.
     /// Reported to the disk policy when the chunk is added.
     pub(crate) reused: bool,
+    /// True if another save skipped this chunk because its save had not ended.
+    pub(crate) contended: bool,
     /// Pages in the chunk's disk slot, or 0 without a slot. Only `State::change_disk` changes this
     /// field.
     pub(crate) disk_pages: u32,

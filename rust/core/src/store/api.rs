@@ -135,11 +135,16 @@ impl Store {
         self.inner.with_state(|state| ids.into_iter().map(|id| state.commit(id)).sum()).unwrap_or(0)
     }
 
-    /// Lets other saves reserve the chunks of these unfinished saves. Until then, lookups miss every
+    /// Lets other saves reserve the chunks of these unfinished saves, or, with `if_contended`, only
+    /// of the saves that others have waited for. Until then, lookups miss every
     /// chunk below them. The frames stay reserved until the leases end.
-    pub fn release_keys<'a>(&self, leases: impl Iterator<Item = &'a WriteLease>) {
+    pub fn release_keys<'a>(
+        &self,
+        leases: impl Iterator<Item = &'a WriteLease>,
+        if_contended: bool,
+    ) {
         let ids = leases.filter(|lease| lease.is_of(&self.inner)).map(WriteLease::id);
-        self.inner.with_state(|state| state.release_keys(ids));
+        self.inner.with_state(|state| state.release_keys(ids, if_contended));
     }
 
     /// Removes chunks and their descendants from every tier. Returns how many the first slice

@@ -204,6 +204,7 @@ impl State {
                     Cause::Clear => self.stats.cleared += 1,
                     Cause::Evict => self.evicted.count(&self.index[id], &self.host),
                     Cause::Age => self.stats.expired += 1,
+                    Cause::Unfinished => {} // counted as aborted when its save ends
                 }
                 self.detach(id);
                 self.evicted.num_in_use +=

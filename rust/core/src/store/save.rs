@@ -7,7 +7,7 @@ use crate::index::{Entry, HostEvent, HostState};
 use crate::io::{FrameId, SizeClass};
 use crate::key::ChunkKey;
 use crate::store::lookup::Prefix;
-use crate::store::state::State;
+use crate::store::state::{Cause, State};
 use crate::store::tenants::quota::FrameSource;
 use crate::tier::host::FrameRequest;
 use crate::{Error, Result};
@@ -121,6 +121,7 @@ impl State {
             debug_assert_eq!(parent, self.parent_of(&new), "the previous chunk is the parent");
             let own = self.find_own(&new, parent);
             if let Some(id) = own.filter(|id| self.is_there(*id)) {
+                self.index[id].contended |= matches!(self.index[id].host, HostState::Saving(_));
                 above = Some(id).filter(|_| !is_independent);
                 continue;
             }
@@ -208,6 +209,7 @@ impl State {
         // `take_frame_under` may have evicted the entry.
         let own = own.and_then(|_| self.index.get(&new.key));
         let id = own.unwrap_or_else(|| self.add(Entry { parent, proven, saved_s, ..new }));
+        self.index[id].contended = false;
         self.change_host(id, HostEvent::Reserve(frame));
         self.stats.write_leases += 1;
         Ok((id, frame))
@@ -252,14 +254,16 @@ impl State {
         num_visible
     }
 
-    /// Lets other saves reserve the keys of unfinished saves. Removes the descendants, which no
-    /// lookup can find. The frames stay reserved until the saves end. Does nothing for a chunk on
-    /// disk, because the disk copies of its descendants would be removed too.
-    pub(crate) fn release_keys(&mut self, ids: impl Iterator<Item = ChunkId>) {
+    /// Lets other saves reserve the keys of unfinished saves, or only of the saves that others have
+    /// waited for. Removes the descendants, which no lookup can find. The frames stay reserved until
+    /// the saves end. Does nothing for a chunk on disk, because the disk copies of its descendants
+    /// would be removed too.
+    pub(crate) fn release_keys(&mut self, ids: impl Iterator<Item = ChunkId>, if_contended: bool) {
         for id in ids {
             let entry = &self.index[id];
-            if matches!(entry.host, HostState::Saving(_)) && !entry.disk.takes_slot() {
-                self.remove_tree(id);
+            let is_meant = entry.contended || !if_contended;
+            if is_meant && matches!(entry.host, HostState::Saving(_)) && !entry.disk.takes_slot() {
+                self.remove_tree_for(id, Cause::Unfinished);
             }
         }
         self.remove_slice();

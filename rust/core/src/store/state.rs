@@ -34,6 +34,8 @@ pub(crate) enum Cause {
     Clear,
     Evict,
     Age,
+    /// The save has not ended, and another save needs the key.
+    Unfinished,
 }
 
 /// Expiry times of chunk trees. A tree starts at a chunk with no parent or with an earlier expiry

@@ -35,8 +35,8 @@ pub struct ServerConfig {
     /// How long frames stay reserved after every process that could write to them has unmapped
     /// them.
     pub gpu_settle: Duration,
-    /// After one to two times this duration, other engines can save a chunk whose save has not
-    /// ended. An engine can hang in a step for minutes.
+    /// After one to two times this duration, another engine that waits for a chunk can save it. An
+    /// engine can hang in a step for minutes.
     pub save_grace: Duration,
     /// How long a namespace stays open after its last engine disconnects, even if another namespace
     /// needs its space, so that a restarted engine finds its chunks.
@@ -45,7 +45,7 @@ pub struct ServerConfig {
 
 impl ServerConfig {
     /// Returns settings with no disk, the default eviction policy, at most 16 connections, a
-    /// `gpu_settle` of 500 ms, a `save_grace` of 30 s and a `restart_grace` of 5 minutes.
+    /// `gpu_settle` of 500 ms, a `save_grace` of 1 minute and a `restart_grace` of 5 minutes.
     #[must_use]
     pub fn new(socket: PathBuf, host_bytes: u64) -> Self {
         Self {
@@ -60,7 +60,7 @@ impl ServerConfig {
             settings: Vec::new(),
             max_connections: 16,
             gpu_settle: Duration::from_millis(500),
-            save_grace: Duration::from_secs(30),
+            save_grace: Duration::from_secs(60),
             restart_grace: Duration::from_secs(300),
         }
     }

@@ -62,6 +62,10 @@ impl Namespace {
         self.hello.namespace == hello.namespace && self.hello.frame_sizes == hello.frame_sizes
     }
 
+    pub(crate) fn has_multiple_engines(&self) -> bool {
+        locked(&self.engines).num > 1
+    }
+
     pub(crate) fn has_engines(&self) -> bool {
         locked(&self.engines).num > 0
     }

@@ -122,7 +122,9 @@ impl ServerState {
     /// to its membership when it is closed.
     pub(crate) fn release_stale_keys(&self) {
         for membership in self.peers().values().filter_map(|peer| peer.membership.as_ref()) {
-            membership.local.release_stale_keys();
+            if membership.namespace.has_multiple_engines() {
+                membership.local.release_stale_keys();
+            }
         }
     }
 
