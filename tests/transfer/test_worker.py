@@ -23,6 +23,7 @@ from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan, StepPlan, StepReport
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.store import arena_of
+from kvloft.transfer.arena_watch import GRACE_S
 from kvloft.transfer.frames import FrameWindow, part_bytes_for
 from kvloft.transfer.layout import LayoutError, PagedLayout
 from kvloft.transfer.mover import Finished, Mover
@@ -430,9 +431,14 @@ class TestLifeline:
         self.begin(worker, store, lifeline)
         os.close(write)
         arena = worker._plan.arena
-        worker.begin(StepPlan(arena))
-        assert num_mappings() > num_before, "the server runs"
+        worker.begin(plan_of(store)._replace(saves=(), arena=arena))
         os.close(read)
+        time.sleep(1.5 * GRACE_S)
+        assert num_mappings() > num_before, "this step's loads can still succeed"
+        worker.run_loads()
+        worker.take_finished_loads()
+        report = worker.take_report()
+        assert report is not None and not report.loads[0].failed
         deadline = time.monotonic() + 60
         while num_mappings() > num_before:
             assert time.monotonic() < deadline, "nothing was unmapped"

@@ -21,8 +21,8 @@ class ArenaWatch:
     as the lost server, and that memory stays allocated until every worker has unmapped it.
     """
 
-    def __init__(self, lifeline: Lifeline, on_server_gone: Callable[[Lifeline], None]) -> None:
-        """Start the thread, which calls ``on_server_gone`` at most once."""
+    def __init__(self, lifeline: Lifeline, on_server_gone: Callable[[Lifeline], bool]) -> None:
+        """Start the thread, which calls ``on_server_gone`` until it returns True."""
         self._lifeline = lifeline
         self._on_server_gone = on_server_gone
         self._lock = threading.Lock()
@@ -43,12 +43,12 @@ class ArenaWatch:
     def _run(self) -> None:
         wake = self._wake
         assert wake is not None, "only this thread closes it"
-        is_gone = self._lifeline.wait_until_server_gone(wake) and not _is_readable(wake, GRACE_S)
+        if self._lifeline.wait_until_server_gone(wake):
+            while not _is_readable(wake, GRACE_S) and not self._on_server_gone(self._lifeline):
+                pass
         with self._lock:
             self._wake = None
             os.close(wake)
-        if is_gone:
-            self._on_server_gone(self._lifeline)
 
 
 class ArenaRelease:

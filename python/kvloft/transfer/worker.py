@@ -156,12 +156,17 @@ class WorkerCore:
         self._replace_lifeline(lifeline)
 
     @_locked
-    def _see_server_exit(self, lifeline: Lifeline) -> None:
-        """Release the arena of a server that has exited. Later copies that refer to it fail."""
+    def _see_server_exit(self, lifeline: Lifeline) -> bool:
+        """Release the arena of a server that has exited. Later copies that refer to it fail. Return
+        False if this step's loads, which can still succeed, have not started yet.
+        """
         if lifeline is self._lifeline:
+            if self._plan.loads and not self._loads_run:
+                return False
             self.drain()
             self._release_arena()
             self._could_be_made = False
+        return True
 
     def _release_arena(self) -> None:
         """Close the mover and the lifeline in the background."""
