@@ -3,7 +3,7 @@
 #
 # "all", which `make test` uses, runs the Rust tests, all Python tests with the newest vLLM for
 # CPUs, and the tests marked short with other releases (for 0.33.0, see env.sh). Tests with engines
-# mostly wait, so LANES phases run concurrently: 3 by default, and up to 7 if other processes keep
+# mostly wait, so LANES phases run concurrently: 3 by default, and up to 5 if other processes keep
 # the machine busy. Each phase's output is printed when the phase ends. If a phase fails, the other
 # phases still run, and the table at the end and the exit status report the failure.
 #
@@ -12,7 +12,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 NUM_BUSY=$(LC_ALL=C printf '%.0f' "$(cut -d' ' -f1 /proc/loadavg)")
-LANES=${LANES:-$((NUM_BUSY < 2 ? 3 + 2 * NUM_BUSY : 7))}
+LANES=${LANES:-$((NUM_BUSY < 2 ? 3 + NUM_BUSY : 5))}
 [[ ${MINUTES:-65} =~ ^[1-9][0-9]*$ ]] || { echo "kvloft: MINUTES=$MINUTES is not a positive integer; use, for example, make test MINUTES=65" >&2 && exit 2; }
 unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE # bytecode caching: only the first process that imports vLLM needs to compile it
 export KV_STARTED=${KV_STARTED:-$(date +%s)}

@@ -460,6 +460,29 @@ fn a_disk_that_accepts_no_writes_only_counts_errors() {
 }
 
 #[test]
+fn close_writes_queued_chunks_although_a_slot_cannot_be_freed() {
+    let disk = MemoryDisk::new(64);
+    let (store, arena, wanted) = on_disk_only(8, &disk);
+    disk.fail_frees.store(true, Ordering::SeqCst);
+    store.discard(&wanted.keys()[7..]);
+    let deadline = Instant::now() + LONG;
+    while stat(&store, "disk_write_errors") == 0 {
+        assert!(Instant::now() < deadline, "the slot was freed");
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    let gate = disk.write_gate.lock().unwrap();
+    let prompt = chain(&[31, 32, 33, 34]);
+    assert_eq!(save(&store, &arena, &prompt, 0..4), 4);
+    std::thread::scope(|threads| {
+        threads.spawn(|| store.close(LONG / 2)); // the free is retried after a minute
+        std::thread::sleep(Duration::from_millis(100));
+        drop(gate);
+    });
+    let stored = disk.chunks();
+    assert!(prompt.keys().iter().all(|key| stored.contains_key(key)), "{} stored", stored.len());
+}
+
+#[test]
 fn slow_writes_are_dropped_and_never_waited_for() {
     let disk = MemoryDisk::new(64);
     let store = open(4, Eviction::Lru, &disk, 1);

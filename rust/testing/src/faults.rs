@@ -244,7 +244,7 @@ impl FaultFile {
 
 impl FileExt for FaultFile {
     fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize> {
-        match self.files.meet(Call::Read, &self.name)? {
+        match self.files.meet_at(Call::Read, (&self.name, offset))? {
             Some(Fault::Short(most)) => {
                 let most = most.min(into.len());
                 self.file.read_at(&mut into[..most], offset)

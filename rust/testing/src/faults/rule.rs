@@ -99,13 +99,13 @@ impl Rule {
         Self { file: Some(name), ..self }
     }
 
-    /// Restricts the rule to writes at offset `from` or higher.
+    /// Restricts the rule to reads and writes at offset `from` or higher.
     #[must_use]
     pub fn from_offset(self, from: u64) -> Self {
         Self { from, ..self }
     }
 
-    /// Restricts the rule to writes at offset `at`.
+    /// Restricts the rule to reads and writes at offset `at`.
     #[must_use]
     pub fn at_offset(self, at: u64) -> Self {
         Self { from: at, to: at, ..self }

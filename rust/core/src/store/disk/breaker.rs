@@ -60,9 +60,14 @@ impl Breaker {
         self.probe = self.is_open().then_some(operation);
     }
 
+    /// Lets another operation probe the tier if `operation` is the current probe.
+    pub(crate) fn end_probe(&mut self, operation: u64) {
+        self.probe = self.probe.filter(|probe| *probe != operation);
+    }
+
     /// Records the outcome of an operation, which may have started before the current probe.
     pub(crate) fn end(&mut self, operation: u64, outcome: IoOutcome, now: Duration) {
-        self.probe = self.probe.filter(|probe| *probe != operation);
+        self.end_probe(operation);
         match outcome {
             IoOutcome::Succeeded => *self = Self { num_trips: self.num_trips, ..Self::default() },
             IoOutcome::Failed => {

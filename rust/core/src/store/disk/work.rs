@@ -169,9 +169,13 @@ impl DiskWork {
     /// are hung, or the next attempt to open the tier, write or free slots comes after the
     /// deadline.
     pub(crate) fn cannot_settle_by(&self, deadline: Duration) -> bool {
-        let is_stuck = !self.unfreed.is_empty()
-            && self.unfreed_until > deadline
+        // Slots that cannot be freed must not stop chunks from being written.
+        let is_only_unfreed = self.num_unwritten == 0
+            && self.to_free.is_empty()
+            && self.freeing == 0
+            && self.found.is_empty()
             && self.clearing == Clearing::No;
+        let is_stuck = is_only_unfreed && !self.unfreed.is_empty() && self.unfreed_until > deadline;
         let is_absent = matches!(self.opening, DiskOpening::NotBefore(time) if time > deadline);
         self.stopping
             || is_absent
@@ -273,9 +277,15 @@ impl DiskWork {
 
     /// Marks newly hung jobs. If there are any, opens both breakers and returns true.
     pub(crate) fn find_hangs(&mut self, now: Duration) -> bool {
-        let hangs =
-            |job: &&mut JobInFlight| !job.hangs && now.saturating_sub(job.started) >= HANG_AFTER;
-        let found = self.in_flight.iter_mut().filter(hangs).map(|job| job.hangs = true).count() > 0;
+        let mut found = false;
+        for job in &mut self.in_flight {
+            if !job.hangs && now.saturating_sub(job.started) >= HANG_AFTER {
+                (job.hangs, found) = (true, true);
+                // Another thread can probe the tier.
+                self.read_breaker.end_probe(job.ticket);
+                self.write_breaker.end_probe(job.ticket);
+            }
+        }
         if found {
             self.read_breaker.trip(now);
             self.write_breaker.trip(now);

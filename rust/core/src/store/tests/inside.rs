@@ -192,6 +192,21 @@ fn no_call_waits_for_a_disk_whose_threads_all_hang() {
 }
 
 #[test]
+fn a_probe_that_hangs_lets_another_thread_probe() {
+    let second = Duration::from_secs(1);
+    let mut work = DiskWork { num_threads: 3, ..DiskWork::default() };
+    work.begin(1, Direction::Read, false, Duration::ZERO);
+    assert!(work.find_hangs(5 * second));
+    let probe_at = work.read_breaker.retry_at;
+    assert!(work.read_breaker.may_begin(probe_at));
+    work.begin(2, Direction::Read, false, probe_at);
+    assert!(!work.read_breaker.may_begin(probe_at), "one probe at a time");
+    assert!(work.find_hangs(probe_at + 5 * second));
+    let retry_at = work.read_breaker.retry_at;
+    assert!(retry_at > probe_at + 5 * second && work.read_breaker.may_begin(retry_at));
+}
+
+#[test]
 fn a_check_that_hangs_pauses_the_tier_until_it_ends() {
     let second = Duration::from_secs(1);
     let mut state = State::new(

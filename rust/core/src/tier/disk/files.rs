@@ -34,6 +34,11 @@ impl OpenFiles for OsFiles {
     }
 }
 
+/// Number of index records that are lost if a sector of 4096 bytes is unreadable.
+const RECORDS_PER_PIECE: usize = 4096 / RECORD_BYTES;
+/// If more pieces are unreadable, the disk failed rather than single sectors. Opening then fails and
+/// is retried later, which loses no chunk.
+const MAX_BAD_PIECES: usize = 8;
 const DIFFERS: &str = "its checksum does not match";
 
 /// Creates an error for stored bytes that differ from the bytes written. `how` is a clause stating
@@ -233,9 +238,13 @@ impl SlotFiles {
             first = first.max(u32::try_from(at / RECORD_BYTES as u64).unwrap_or(u32::MAX));
             let count = BATCH.min(records.saturating_sub(first));
             let bytes = &mut buffer[..RECORD_BYTES * count as usize];
-            read_exact(&*self.index, bytes, index_offset(first))?;
+            let is_unreadable = self.read_records(bytes, first)?;
             for (number, chunk) in (first..).zip(bytes.as_chunks::<RECORD_BYTES>().0) {
                 let slot = SlotId::new(self.class, number);
+                if is_unreadable.get((number - first) as usize / RECORDS_PER_PIECE) == Some(&true) {
+                    show(slot, Err("its record is unreadable"));
+                    continue;
+                }
                 match record::parse(chunk, number, self.seed) {
                     Parsed::Empty => {}
                     Parsed::Valid(record) if number < frames => show(slot, Ok(record)),
@@ -246,6 +255,23 @@ impl SlotFiles {
             first = first.saturating_add(count);
         }
         Ok((records, frames))
+    }
+
+    /// Reads records from slot `first` on. If this fails, reads them in pieces, and returns which
+    /// pieces are unreadable, because one bad sector must not make all other chunks unusable.
+    fn read_records(&self, bytes: &mut [u8], first: u32) -> io::Result<Vec<bool>> {
+        const PIECE: usize = RECORDS_PER_PIECE * RECORD_BYTES;
+        let offset = index_offset(first);
+        let error = match read_exact(&*self.index, bytes, offset) {
+            Ok(()) => return Ok(Vec::new()),
+            Err(error) if is_damage(&error) => return Err(error),
+            Err(error) => error,
+        };
+        let pieces = (offset..).step_by(PIECE).zip(bytes.chunks_mut(PIECE));
+        let is_unreadable: Vec<_> =
+            pieces.map(|(at, piece)| read_exact(&*self.index, piece, at).is_err()).collect();
+        let num_bad = is_unreadable.iter().filter(|is_bad| **is_bad).count();
+        if num_bad > MAX_BAD_PIECES { Err(error) } else { Ok(is_unreadable) }
     }
 
     /// Truncates or extends both files to exactly `slots` slots. The index is truncated first, so

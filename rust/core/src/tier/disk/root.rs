@@ -209,7 +209,7 @@ impl OpenNamespace {
     }
 
     /// Claims up to `want` bytes in total. Deletes closed namespaces only if `enough` bytes would
-    /// not fit otherwise.
+    /// not fit otherwise and the deletion can help.
     pub(super) fn claim(
         &self,
         config: &DiskConfig,
@@ -221,11 +221,16 @@ impl OpenNamespace {
             let state = self.root.state();
             let (changes, open_bytes) = (state.changes, self.open_bytes(&state, config.cap_bytes));
             let open: BTreeSet<_> = state.open.keys().cloned().collect();
+            let is_first = state.open.get(&self.name).is_none_or(|claimed| *claimed == 0);
             drop(state);
             let fits =
                 |closed: u64| enough.saturating_add(closed).saturating_add(open_bytes) <= cap_bytes;
-            let closed_bytes =
-                namespaces::make_room(config, &open, fits, |path| self.remove(path), &mut note)?;
+            // When a namespace is opened, a part of its files is better than none. Later, less than
+            // `enough` is useless.
+            let may_help = fits(0) || is_first;
+            let is_enough = |closed| !may_help || fits(closed);
+            let remove = |path: &_| self.remove(path);
+            let closed_bytes = namespaces::make_room(config, &open, is_enough, remove, &mut note)?;
             let mut state = self.root.state();
             if state.changes == changes {
                 let foreign_bytes =

@@ -306,6 +306,25 @@ fn test_only_a_namespace_below_its_part_of_the_disk_lacks_space() {
 }
 
 #[test]
+fn test_a_namespace_with_its_part_of_the_disk_deletes_no_closed_namespace() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = DiskRoot::shared();
+    let config = config(dir.path(), 64);
+    let of = |number: u8| DiskConfig { namespace: [number; 32], ..config.clone() };
+    let (closed, _) = DiskTier::open_in(&of(9), &root).unwrap();
+    put(&closed, 0);
+    drop(closed);
+    let (first, _) = DiskTier::open_in(&of(1), &root).unwrap();
+    for _ in 0..40 {
+        first.reserve(SizeClass(0)).unwrap();
+    }
+    let (_second, _) = DiskTier::open_in(&of(2), &root).unwrap();
+    let num_more = (0..64).map_while(|_| first.reserve(SizeClass(0)).ok()).count();
+    assert!(num_more < 20, "{num_more}");
+    assert!(namespaces::dir_of(&of(9)).exists());
+}
+
+#[test]
 fn test_a_namespace_opens_on_a_full_file_system_with_a_closed_namespace() {
     #[derive(Debug)]
     struct Full<'a>(&'a Path);
@@ -401,6 +420,39 @@ fn test_a_slot_that_keeps_refusing_writes_is_not_retried_while_others_can_be_wri
     }
     assert!(num_written > 500, "{num_written}");
     assert_eq!((tier.stats().slots_used, tier.stats().slots_reserved), (1, 1));
+}
+
+/// Returns what a tier with 70 chunks holds if the index cannot be read at these offsets.
+fn reopened_with_unreadable_index(offsets: &[u64]) -> crate::Result<Vec<u32>> {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 1000);
+    let (tier, _) = open(&config);
+    for number in 0..70 {
+        put(&tier, number);
+    }
+    drop(tier);
+    let files = FaultFiles::new(1);
+    let unreadable = Rule::new(Fault::Refuse(EIO)).on(&[Call::Read]).in_file("index");
+    files.inject(unreadable.at_offset(0).times(1)); // the first read covers all records
+    for &offset in offsets {
+        files.inject(unreadable.at_offset(offset));
+    }
+    let found = DiskTier::open_with_files(&config, &Arc::default(), &files)?.1;
+    Ok(numbers(&found))
+}
+
+#[test]
+fn test_an_unreadable_sector_of_the_index_costs_only_its_chunks() {
+    assert_eq!(reopened_with_unreadable_index(&[]).unwrap(), (0..70).collect::<Vec<_>>());
+    let found = reopened_with_unreadable_index(&[4096]).unwrap();
+    // Chunks 32 to 63 are lost, and with them their children.
+    assert_eq!(found, (0..32).chain(64..66).collect::<Vec<_>>());
+}
+
+#[test]
+fn test_an_index_with_many_unreadable_sectors_is_read_later() {
+    let offsets: Vec<_> = (0..9).map(|piece| 4096 * piece).collect();
+    assert_eq!(reopened_with_unreadable_index(&offsets).unwrap_err().kind(), ErrorKind::Io);
 }
 
 #[test]
