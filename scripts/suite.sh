@@ -11,7 +11,7 @@
 # 1.2 times MINUTES, no tests start. The table shows how many tests were left out.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
-NUM_BUSY=$(LC_ALL=C printf '%.0f' "$(cut -d' ' -f1 /proc/loadavg)")
+NUM_BUSY=$(cut -d. -f1 /proc/loadavg)
 LANES=${LANES:-$((NUM_BUSY < 2 ? 3 + NUM_BUSY : 5))}
 [[ ${MINUTES:-65} =~ ^[1-9][0-9]*$ ]] || { echo "kvloft: MINUTES=$MINUTES is not a positive integer; use, for example, make test MINUTES=65" >&2 && exit 2; }
 unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE # bytecode caching: only the first process that imports vLLM needs to compile it
@@ -80,7 +80,7 @@ short_form() { environment "$1" && pytest_on "$1" tests/e2e tests/vllm/test_patc
 phases() {
   local part version
   echo "Rust tests|cargo test --quiet --locked --no-fail-fast --profile $PROFILE"
-  for part in {1..2}; do echo "tests without engines, part $part of 2|without_engines $part"; done
+  echo "tests without engines|pytest_on $NEWEST tests --ignore=tests/e2e"
   for part in {1..5}; do echo "tests with engines, part $part of 5|with_engines $part"; done
   for version in $OTHERS; do echo "short form on vLLM $version|short_form $version"; done
   echo "correctness machine|pytest_on $NEWEST tests/machine"
@@ -88,7 +88,6 @@ phases() {
   # This phase only type-checks the targets. scripts/fuzz.sh runs them.
   echo "fuzz targets|cargo check --quiet --locked --no-default-features --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz"
 }
-without_engines() { KV_SHARD=$(($1 - 1))/2 pytest_on "$NEWEST" tests --ignore=tests/e2e; }
 with_engines() { KV_SHARD=$(($1 - 1))/5 pytest_on "$NEWEST" tests/e2e; }
 over_a_server() { KV_STORE=server pytest_on "$NEWEST" tests/e2e -m short; }
 

@@ -198,16 +198,16 @@ def test_every_load_is_reported_after_any_error(
 
 
 def test_registering_again_ends_the_mover_of_the_old_pages(store: _core.Session) -> None:
-    closed: list[int] = []
+    closed: list[IdleMover] = []
 
     class Watched(IdleMover):
         def close(self) -> None:
-            closed.append(id(self))
+            closed.append(self)
 
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Watched())
     for num_before in range(3):
         worker.register([CACHES], 7, "test")
-        assert len(set(closed)) == num_before
+        assert len(set(map(id, closed))) == len(closed) == num_before
         worker.begin(plan_of(store))
 
 

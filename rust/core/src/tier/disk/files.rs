@@ -257,8 +257,8 @@ impl SlotFiles {
         Ok((records, frames))
     }
 
-    /// Reads records, starting at slot `first`. If this fails, reads them in pieces and returns which
-    /// pieces are unreadable, because one bad sector must not make all other chunks unusable.
+    /// Reads records, starting at slot `first`. If this fails, reads them in pieces and returns
+    /// which pieces are unreadable, because one bad sector must not make all other chunks unusable.
     fn read_records(&self, bytes: &mut [u8], first: u32) -> io::Result<Vec<bool>> {
         const PIECE: usize = RECORDS_PER_PIECE * RECORD_BYTES;
         let offset = index_offset(first);
