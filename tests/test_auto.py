@@ -233,8 +233,8 @@ def test_an_engine_logs_settings_that_the_running_server_lacks(host: Host) -> No
         )
     )
     assert said == (
-        "kvloft: ignoring engine settings that differ from the server's at "
-        f"unix:{host.socket}: host_size = 2MiB (server: 1MiB), "
+        f"kvloft: the server at unix:{host.socket} overrides these engine settings: "
+        "host_size = 2MiB (server: 1MiB), "
         f"disk_path = {disk} (server: (none)), eviction = lru (server: adaptive), "
         "server_linger = 120s (server: 1s)"
     )
@@ -250,7 +250,7 @@ def test_disk_sizes_are_compared_if_both_exist(host: Host) -> None:
     disk = str(host.folder / "disk")
     lines_until_ready(host.start(disk_path=disk, disk_size="8MiB"))
     (said,) = lines_until_ready(host.start(disk_path=disk))
-    assert said.endswith(f"unix:{host.socket}: disk_size = 64GiB (server: 8MiB)")
+    assert said.endswith("overrides these engine settings: disk_size = 64GiB (server: 8MiB)")
     assert lines_until_ready(host.start()) == [], "the engine uses no disk"
 
 

@@ -156,7 +156,7 @@ def _log_differences(config: Config, logger: logging.Logger) -> None:
             and (origin != FROM_DEFAULT or (key == "disk_size" and config.disk_path is not None))
         ]
         if differences:
-            text = "kvloft: ignoring engine settings that differ from the server's at unix:%s: %s"
+            text = "kvloft: the server at unix:%s overrides these engine settings: %s"
             logger.warning(text, _path(config), ", ".join(differences))
 
 

@@ -218,9 +218,7 @@ def wrap(patch: Patch, around: Around, owner: Any = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class IfReturned:
-    """A function to call after a wrapped method, once the method and any Future that it returned
-    have succeeded.
-    """
+    """A function to call once a wrapped method, and any Future it returned, has succeeded."""
 
     call: Callable[[], None]
 

@@ -20,9 +20,9 @@ DAMAGE = (
     "for errors, or stop the engine and run `kvloft verify`"
 )
 NO_ROOM = (
-    "kvloft: failed to write %s to disk, and no writes succeeded (namespace %s); continuing with "
-    "host memory only. disk_path may be full, read-only, hung, or in use by another process; see "
-    "the other disk log lines, or the server's log"
+    "kvloft: all recent disk writes failed (%s lost, namespace %s); continuing with host memory "
+    "only. disk_path may be full, read-only, hung, or in use by another process; see the other "
+    "disk log lines, or the server's log"
 )
 OTHER_LAYOUT = (
     "kvloft: cannot load %s saved by an engine with a different memory layout (namespace %s). "

@@ -18,8 +18,8 @@ use crate::protocol::{Keys, MAX_CHANGES, Request, Response, SentChanges};
 use crate::socket::wait;
 use crate::threads::locked;
 
-/// Minimum timeout for reservations and commits. Lookups can time out sooner, because requests wait
-/// for them, whereas a timeout of a reservation or commit delays or loses a save.
+/// Minimum timeout for reservations and commits. Lookups can time out sooner because requests wait
+/// for them. A reservation or commit that times out delays or loses a save.
 const MIN_SAVE_DEADLINE: Duration = Duration::from_millis(100);
 /// Maximum number of log lines queued for `take_events`.
 const MAX_EVENTS: usize = 64;
