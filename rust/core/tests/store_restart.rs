@@ -189,7 +189,7 @@ fn a_cleared_disk_is_used_although_a_slot_cannot_be_freed() {
         Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index").at_offset(2 * RECORD_BYTES),
     );
     assert!(!store.clear(), "a chunk is left on disk");
-    assert!(store.take_events().iter().any(|event| event.contains("clear failed")));
+    assert!(store.take_events().iter().any(|event| event.contains("could not be cleared")));
     save_all(&store, &prompts[3]);
     until("it is written", || stat(&store, "disk_writes") == 4);
     drop(store);

@@ -17,7 +17,7 @@ type Slot = (u32, u32);
 /// Number of slots in a new segment. Must be a power of two.
 const SEGMENT_SLOTS: usize = 1 << 13;
 /// The directory has at most `2^MAX_DEPTH` positions; beyond that, segments grow. The directory and
-/// a segment of `SEGMENT_SLOTS` slots together use no more than the 32 bits of a hash.
+/// a segment of `SEGMENT_SLOTS` slots together use at most the 32 bits of a hash.
 const MAX_DEPTH: u32 = 18;
 
 /// Entries with hashes that share their first `depth` bits.

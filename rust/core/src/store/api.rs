@@ -136,8 +136,8 @@ impl Store {
     }
 
     /// Lets other saves reserve the chunks of these unfinished saves, or, with `if_contended`, only
-    /// of the saves that others have waited for. Until then, lookups miss every
-    /// chunk below them. The frames stay reserved until the leases end.
+    /// of saves that others have waited for. Until then, lookups miss every chunk below them. The
+    /// frames stay reserved until the leases end.
     pub fn release_keys<'a>(
         &self,
         leases: impl Iterator<Item = &'a WriteLease>,

@@ -365,8 +365,8 @@ impl State {
         if !all_freed {
             self.stats.disk_write_errors += 1;
             self.log(Event::problem(
-                "disk tier: clear failed; retrying in the background (a restart before the retry \
-                 succeeds would bring back the old chunks)",
+                "disk tier: some chunks could not be cleared; retrying in the background (a restart \
+                 before the retry succeeds would bring them back)",
             ));
         }
         IoOutcome::of(all_freed)
