@@ -509,12 +509,16 @@ class TestLifeline:
         pipes = [self.new_pipe() for _ in range(2)]
         worker = worker_for()
         self.begin(worker, store, pipes[0][2])
-        mover = worker._mover
+        mover, lost = worker._mover, worker._lifeline
+        os.close(pipes[0][0])  # the connection is lost, but the server runs
+        time.sleep(GRACE_S / 4)
         self.begin(worker, store, pipes[1][2])
         assert worker._mover is mover is not None
+        assert lost is not None and lost._fd is None
         for _, write, _ in pipes:
             os.close(write)
-        assert [self.is_closed(read) for read, _, _ in pipes] == [True, False]
+        read = pipes[1][0]
+        assert not self.is_closed(read)
         worker.shutdown()
-        for read, _, _ in pipes:
-            os.close(read)
+        assert self.is_closed(read)
+        os.close(read)
