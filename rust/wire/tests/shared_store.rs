@@ -191,6 +191,19 @@ fn chunks_that_a_hung_engine_reserved_are_saved_by_others() {
 }
 
 #[test]
+fn slow_save_of_the_only_engine_is_committed() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let config =
+        ServerConfig { save_grace: Duration::from_millis(10), ..server_config(dir.path()) };
+    let _server = Server::open(config).expect("a server");
+    let engine = connect(dir.path());
+    let (rows, _) = engine.reserve(Prefix::from(&chain(1, 5)), 0..5).expect("in range");
+    assert_eq!(save(&engine, &chain(1, 5)), 0, "another request has the same prefix");
+    std::thread::sleep(Duration::from_millis(500)); // several rounds of housekeeping
+    assert_eq!(engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), 5);
+}
+
+#[test]
 fn each_connection_has_its_lifeline() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());

@@ -209,7 +209,6 @@ impl State {
         // `take_frame_under` may have evicted the entry.
         let own = own.and_then(|_| self.index.get(&new.key));
         let id = own.unwrap_or_else(|| self.add(Entry { parent, proven, saved_s, ..new }));
-        self.index[id].contended = false;
         self.change_host(id, HostEvent::Reserve(frame));
         self.stats.write_leases += 1;
         Ok((id, frame))

@@ -28,9 +28,6 @@ const MAX_EVICTIONS: u32 = 64;
 /// Number of attempts to write a chunk. If the file system is full, the second attempt reuses an
 /// evicted chunk's slot.
 const WRITE_TRIES: u32 = 2;
-/// If more slots than this cannot be freed, the whole clear is retried. Otherwise, only these slots
-/// are retried, and the tier is used in the meantime.
-const MAX_UNFREED: usize = 32;
 /// Maximum sleep of a thread. Threads poll because timed work, such as a probe or a reopen, is not
 /// signaled.
 const POLL_EVERY: Duration = Duration::from_millis(200);
@@ -137,15 +134,15 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
         }
         Job::Free(slots) => JobResult::Free(free(disk, slots)),
         Job::Clear(mut slots) => {
-            // `clear` skips reserved slots.
             let retain_unfreed = |slots: &mut Vec<SlotId>| {
                 slots.retain(|&slot| guarded(|| disk.free(slot)).is_err());
             };
-            retain_unfreed(&mut slots);
-            let not_freed = guarded(|| disk.clear()).ok().filter(|left| left.len() <= MAX_UNFREED);
-            let is_cleared = not_freed.is_some();
+            retain_unfreed(&mut slots); // `clear` skips reserved slots
+            let not_freed = guarded(|| disk.clear());
+            let is_cleared = not_freed.is_ok();
             slots.extend(not_freed.unwrap_or_default());
-            // A slot that is freed twice could free another chunk, written in the meantime.
+            // A slot that is listed twice, or that was freed in the meantime, would be freed later
+            // with another chunk in it.
             slots.sort_unstable();
             slots.dedup();
             retain_unfreed(&mut slots);
