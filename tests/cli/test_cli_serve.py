@@ -393,7 +393,7 @@ def test_a_background_server_is_reported_with_process_socket_and_log(folder: Pat
     assert said is not None and done.returncode == 0, done.stdout
     with ended(int(said[1])):
         assert "host 1 MiB, no disk" in log.read_text() and _core.server_status(str(socket))
-    assert "discarding all chunks in memory, because there is no disk tier" in log.read_text()
+    assert "discarding all chunks in memory because there is no disk tier" in log.read_text()
 
 
 @contextlib.contextmanager
