@@ -20,7 +20,7 @@ DAMAGE = (
     "for errors, or stop the engine and run `kvloft verify`"
 )
 NO_ROOM = (
-    "kvloft: all recent disk writes failed (%s lost, namespace %s); continuing with host memory "
+    "kvloft: no recent disk write succeeded (%s lost, namespace %s); continuing with host memory "
     "only. disk_path may be full, read-only, hung, or in use by another process; see the other "
     "disk log lines, or the server's log"
 )
