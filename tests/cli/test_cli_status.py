@@ -229,7 +229,7 @@ def test_the_only_usual_socket_is_found(
     assert f"unix:{socket}" in capsys.readouterr().out
     monkeypatch.setattr(connection, "auto_socket", lambda: socket)
     assert main(["status"]) == 2
-    assert "found multiple servers (" in (said := capsys.readouterr().err)
+    assert "found multiple server sockets (" in (said := capsys.readouterr().err)
     assert "use --socket PATH" in said
 
 

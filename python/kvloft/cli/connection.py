@@ -67,7 +67,7 @@ def socket_of(args: argparse.Namespace) -> str:
     if not found:
         raise StoreError(f"no server found at {' or '.join(usual)}; {fix}")
     if len(found) > 1:
-        raise ConfigError(f"found multiple servers ({' and '.join(found)}); {fix}.")
+        raise ConfigError(f"found multiple server sockets ({' and '.join(found)}); {fix}.")
     return found[0]
 
 
