@@ -51,10 +51,10 @@ PASSES = {
 MEANINGS = {
     "none": "plain vLLM, the reference",
     "cold": "kvloft's cache is empty; KV is saved",
-    "gpu": "hit in vLLM's own prefix cache",
-    "host": "vLLM's cache cleared: from host memory",
-    "disk": "new engine: from disk",
-    "server": "engine killed: from `kvloft serve`",
+    "gpu": "hits in vLLM's own prefix cache",
+    "host": "vLLM's cache cleared; host memory hits",
+    "disk": "new engine; disk hits",
+    "server": "engine killed; `kvloft serve` hits",
 }
 WARM_UP = [1 + 7 * i % 90 for i in range(300)]
 """A prompt that is not part of the chat."""
@@ -383,7 +383,7 @@ def verdict(passes: dict[str, list[Turn]]) -> tuple[bool, str]:
     if wrong:
         return (
             False,
-            f"FAILED: {len(wrong)} outputs differ from the reference, first {wrong[0]}.",
+            f"FAILED: {len(wrong)} outputs differ from the reference; the first is {wrong[0]}.",
         )
     found, total = disk[0].disk, disk[0].disk + disk[0].computed
     kept = sum(t.host for t in passes["server"])
@@ -393,10 +393,10 @@ def verdict(passes: dict[str, list[Turn]]) -> tuple[bool, str]:
     whole = sum(t.disk for t in disk)
     everything = sum(t.gpu + t.host + t.disk + t.computed for t in passes["server"])
     return True, (
-        f"After the restart, {found} of {total} prompt tokens of the first turn came from disk "
-        f"({whole} in all turns), and its time to first token was {disk_ms:.0f} ms (plain vLLM: "
+        f"After the restart, {found} of the first turn's {total} prompt tokens came from disk "
+        f"({whole} in all turns), with a time to first token of {disk_ms:.0f} ms (plain vLLM: "
         f"{none_ms:.0f} ms). After the kill, {kept} of {everything} tokens came from the server's "
-        "memory. All outputs equal the outputs without a cache."
+        "memory. All outputs match the outputs without a cache."
     )
 
 

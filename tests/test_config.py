@@ -477,8 +477,8 @@ def test_all_settings_of_other_caches_are_in_one_error() -> None:
         ("host_size", "32", "has no unit; did you mean 32GiB?"),
         ("host_size", "2048", "has no unit; did you mean 2048MiB?"),
         ("staging_size", "80", "has no unit; did you mean 80MiB?"),
-        ("load_timeout", "5m", "has the unit m; did you mean 5min?"),
-        ("salt_ttl", "5m", "has the unit m; did you mean 5min?"),
+        ("load_timeout", "5m", "uses the ambiguous unit m; did you mean 5min?"),
+        ("salt_ttl", "5m", "uses the ambiguous unit m; did you mean 5min?"),
     ],
 )
 def test_a_likely_mistake_is_answered_with_the_fix(key: str, value: str, said: str) -> None:

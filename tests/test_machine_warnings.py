@@ -129,12 +129,12 @@ def test_a_quota_of_more_than_there_is_limits_nothing(tmp_path: Path) -> None:
     for part in ("100%", 1.0, "1.0"):
         host, disk = said(**sizes, salt_quota=part, salt_disk_quota=part)
         assert host == (
-            "salt_quota = 100% (kv_connector_extra_config) is all of the namespace's host memory, "
-            "so it has no effect; remove the setting."
+            "salt_quota = 100% (kv_connector_extra_config) covers all of the namespace's host "
+            "memory, so it has no effect; remove the setting."
         )
         assert disk.startswith(
-            "salt_disk_quota = 100% (kv_connector_extra_config) is all of disk_size, so it has no "
-            "effect;"
+            "salt_disk_quota = 100% (kv_connector_extra_config) covers all of disk_size, so it has "
+            "no effect;"
         )
     assert said(**sizes, salt_quota="99.9%", salt_disk_quota="0.999") == []
     file = tmp_path / "limits.yaml"

@@ -82,7 +82,7 @@ METRICS: Final = (
     _counter(
         "save_misfit_chunks",
         _ENGINE,
-        "Number of chunks not saved because they did not fit into a compressed-chunk frame; the "
+        "Number of chunks not saved because they did not fit in a compressed-chunk frame; the "
         "next save uses a full-size frame",
     ),
     _counter(
@@ -204,7 +204,7 @@ METRICS: Final = (
     _gauge("share_percent", _NONE, "Fixed share of host memory in percent, if configured"),
     # Counted once per server.
     _counter("server_accepted", _SERVER, "Number of accepted connections"),
-    _counter("server_joined", _SERVER, "Number of engines that joined, including reconnections"),
+    _counter("server_joined", _SERVER, "Number of accepted engines, including reconnections"),
     _counter("server_refused", _SERVER, "Number of rejected connections"),
     _gauge("host_bytes", _SERVER, "Size of the server's host memory, in bytes"),
     _gauge("slab_bytes", _SERVER, "Slab size, in bytes"),

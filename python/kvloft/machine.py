@@ -148,7 +148,7 @@ def _in_vain(config: Config) -> Iterator[str]:
         if getattr(config, key) == 1.0 and isinstance(getattr(config, key), float):
             all_of = "the namespace's host memory" if key == "salt_quota" else "disk_size"
             yield (
-                f"{key} = 100% ({config.origin(key)}) is all of {all_of}, so it has no effect; "
+                f"{key} = 100% ({config.origin(key)}) covers all of {all_of}, so it has no effect; "
                 "remove the setting."
             )
     quotas = [

@@ -109,7 +109,7 @@ def test_vllm_that_does_not_start_alone_is_status_2(capsys: pytest.CaptureFixtur
     assert main(["check", "never-starts"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "--- end of the log (vLLM alone)" in err
+    assert "--- last lines of the log (vLLM alone)" in err
     assert err.splitlines()[-1].endswith("even without kvloft: ValueError: no such model")
 
 
@@ -270,7 +270,7 @@ def test_a_good_run_is_served_without_a_remark() -> None:
         ({"fork": {"damaged": 1}}, "1 errors in kvloft"),
         (
             {"host": {"host": 16, "accepted": 6}},
-            "6 draft tokens were accepted, but 10 for the same outputs without a hit",
+            "6 draft tokens were accepted, compared with 10 for the same outputs without a hit",
         ),
         ({"host": {"host": 16, "tokens": [1, 8, 3]}}, "rounding changed every output"),
         (

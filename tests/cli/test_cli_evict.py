@@ -77,7 +77,7 @@ def test_a_tenant_is_gone_after_a_kill_too(
         assert main(["evict", "--socket", socket, "--salt-file", str(secret)]) == 0
         assert (
             capsys.readouterr().out
-            == "6 chunks evicted in 1 namespace: 24 KiB of host memory and 24 KiB on disk\n"
+            == "6 chunks evicted from 1 namespace: 24 KiB of host memory and 24 KiB on disk\n"
         )
         assert found(engine) == [3, 0, 0, 3]
         process.kill()
@@ -89,7 +89,7 @@ def test_a_tenant_is_gone_after_a_kill_too(
         assert main(["evict", "--socket", socket, "--salt", SALT]) == 0
         assert capsys.readouterr().out == "no chunks have this salt\n"
         assert main(["evict", "--socket", socket, "--salt", "another", "--host-only"]) == 0
-        assert capsys.readouterr().out == "no chunks have this salt in host memory\n"
+        assert capsys.readouterr().out == "no chunks in host memory have this salt\n"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_empty_is_reported_only_if_it_is_known(
     }
     monkeypatch.setattr(_core, "server_evict", lambda *_, **__: nothing | found)
     assert main(["evict", "--socket", "/nowhere", "--salt", SALT, "--host-only"]) == status
-    assert "evicted in 1 namespace" in capsys.readouterr().out
+    assert "evicted from 1 namespace" in capsys.readouterr().out
 
 
 def test_models_without_engines_are_evicted_on_disk_too(
@@ -136,7 +136,7 @@ def test_models_without_engines_are_evicted_on_disk_too(
         assert (found(one, 1), found(other, 2)) == ([3, 3, 3, 3], [3, 0, 0, 3])
         assert main(["evict", "--socket", socket, "--salt", SALT, "--namespace", "3"]) == 2
         assert (
-            "no namespace begins with 3; use --namespace with one of: 0101010101010101, 02"
+            "no namespace id starts with 3; use --namespace with one of: 0101010101010101, 02"
             in capsys.readouterr().err
         )
 
@@ -157,7 +157,7 @@ def test_evict_host_only_keeps_the_disk(folder: Path, capsys: pytest.CaptureFixt
         said = capsys.readouterr().out
         assert (
             said
-            == "9 chunks evicted in 1 namespace: 36 KiB of host memory; 3 in use, not evicted\n"
+            == "9 chunks evicted from 1 namespace: 36 KiB of host memory; 3 in use, not evicted\n"
         )
         assert lease.poll() == (3, 0)
         assert main(["status", "--socket", socket]) == 0
@@ -190,7 +190,7 @@ def test_bytes_that_are_no_text_are_a_wrong_argument(
 
 def test_a_missing_server_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evict", "--socket", str(folder / "kv.sock"), "--salt", SALT]) == 1
-    assert capsys.readouterr().err.startswith("kvloft: no kvloft server answers at")
+    assert capsys.readouterr().err.startswith("kvloft: cannot connect to a kvloft server at")
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(
     assert list(socket.parent.iterdir()) == [], "the socket or its lock file was left behind"
     assert _core.disk_inspect(str(disk))[0]["chunks"] == 3
     assert main(["status", "--socket", str(socket)]) == 1
-    assert capsys.readouterr().err.startswith("kvloft: no kvloft server answers at")
+    assert capsys.readouterr().err.startswith("kvloft: cannot connect to a kvloft server at")
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
@@ -393,7 +393,7 @@ def test_a_background_server_is_reported_with_process_socket_and_log(folder: Pat
     assert said is not None and done.returncode == 0, done.stdout
     with ended(int(said[1])):
         assert "host 1 MiB, no disk" in log.read_text() and _core.server_status(str(socket))
-    assert "discarding all chunks in memory, because there is no disk tier" in log.read_text()
+    assert "discarding all chunks in memory because there is no disk tier" in log.read_text()
 
 
 @contextlib.contextmanager
@@ -542,7 +542,7 @@ def test_a_folder_of_the_log_is_not_made(folder: Path, capsys: pytest.CaptureFix
 def test_minutes_are_written_min(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(SystemExit):
         assert main([*argv, "5m", "--socket", "/tmp/x/kv.sock"]) == 2
-    assert "has the unit m; did you mean 5min?" in capsys.readouterr().err
+    assert "uses the ambiguous unit m; did you mean 5min?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["x=10", "3f", "3f=", "=10", "3f=x"])

@@ -75,7 +75,7 @@ def test_a_file_system_too_small_for_disk_size_is_reported(
         server_disk_free_bytes=free,
         server_disk_closed_bytes=0,
     )
-    said = "The file system of /a/disk is full"
+    said = "The file system holding /a/disk is full"
     told = [line for line in shown_first(status) if line.startswith(said)]
     assert len(told) == is_full
     assert shown_first(status)[0].endswith(" has 1 problem:" if is_full else " is healthy.")
@@ -120,7 +120,7 @@ def test_a_disk_is_called_slow_only_if_it_works(more: dict[str, int], socket: st
     ):
         console = Console(width=200, record=True, file=io.StringIO())
         draw(console)
-        slow = "; 124 were evicted first, because disk writes cannot keep up with saves"
+        slow = "; 124 were evicted first because disk writes cannot keep up with saves"
         lines = console.export_text().splitlines()
         assert f"130 chunks never written to disk{'' if more else slow}" in [
             line.rstrip() for line in lines
@@ -229,7 +229,7 @@ def test_the_only_usual_socket_is_found(
     assert f"unix:{socket}" in capsys.readouterr().out
     monkeypatch.setattr(connection, "auto_socket", lambda: socket)
     assert main(["status"]) == 2
-    assert "there are multiple servers (" in (said := capsys.readouterr().err)
+    assert "found multiple server sockets (" in (said := capsys.readouterr().err)
     assert "use --socket PATH" in said
 
 
@@ -240,7 +240,7 @@ def test_a_search_without_a_server_fails_like_a_socket_without_one(
     monkeypatch.setattr(connection, "auto_socket", lambda: "/nowhere/auto.sock")
     assert main(["status"]) == 1
     assert capsys.readouterr().err == (
-        "kvloft: there is no server at /nowhere/kvloft.sock or /nowhere/auto.sock; use --socket "
+        "kvloft: no server found at /nowhere/kvloft.sock or /nowhere/auto.sock; use --socket "
         "PATH, or set KVLOFT_SERVER=unix:PATH; start one with `kvloft serve`\n"
     )
 

@@ -230,7 +230,7 @@ def test_watch_shows_tiers_engines_and_rates(
         None,
     )
     assert main(["status", "--watch", "--socket", f"{socket}.none"]) == 1
-    assert "no kvloft server answers" in capsys.readouterr().err
+    assert "cannot connect to a kvloft server" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_json", [False, True])

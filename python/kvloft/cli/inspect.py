@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
                 console.print(f"{n['namespace']}: {text}", style=style)
     total = sum(n["bytes"] for n in namespaces)
     has_free = any(n["slots"] > n["chunks"] for n in namespaces)
-    free = "; slots without a chunk are preallocated and free" if has_free else ""
+    free = "; slots without a chunk are preallocated free space" if has_free else ""
     console.print(f"{size_text(total)} in {counted(len(namespaces), 'namespace')}{free}")
     return 0
 

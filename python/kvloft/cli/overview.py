@@ -76,7 +76,8 @@ def disk_full(status: Status, found: dict[str, Any] | None = None) -> list[str]:
     free, left = found["disk_free_bytes"], found["disk_size_bytes"] - found["disk_files_bytes"]
     if free is None or free >= min(left, GROWTH_BYTES):
         return []
-    what = f"The file system of {found['disk_path'] or 'the disk'} is full ({size_text(free)} free)"
+    disk = found["disk_path"] or "the disk tier"
+    what = f"The file system holding {disk} is full ({size_text(free)} free)"
     return [f"{what}: new chunks replace old chunks on disk or are dropped."]
 
 

@@ -71,7 +71,7 @@ namespace has separate chunks and a separate disk directory. Memory is assigned
 to namespaces on demand. Once memory is full, all namespaces with engines get
 equal shares, or the shares set with --share. A restarted engine finds its
 chunks in the server's memory, unless another namespace needed the space. While
-no server answers, engines run without the cache and reconnect in the
+no server responds, engines run without the cache and reconnect in the
 background.
 
 A tenant is the set of requests with the same cache_salt. With --salt-quota, a
@@ -105,7 +105,7 @@ def add_parser(subparsers: Any) -> None:
         "--linger",
         metavar="TIME",
         help=(
-            "exit once no engine has been connected for a while, such as 30s or 5min; the first "
+            "exit once no engine has been connected for TIME, such as 30s or 5min; the first "
             "engine gets an extra minute to connect"
         ),
     )
@@ -317,7 +317,7 @@ def _log_start(options: _Options, server: Any, log: Log, begun: Callable[[], Non
 def _stop_line(config: Config) -> str:
     """Return the line to log when stopping. Only a server with a disk tier has pending writes."""
     if config.disk_path is None:
-        return "stopping; discarding all chunks in memory, because there is no disk tier"
+        return "stopping; discarding all chunks in memory because there is no disk tier"
     return (
         f"stopping; writing pending chunks to disk for up to {CLOSE_TIMEOUT_S:g} s (a second "
         "signal stops immediately)"

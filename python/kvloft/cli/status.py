@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
             "then each namespace's tiers, engines, lookups and hits. Tenants are listed by tag, "
             "which does not reveal the salt; --salt-file marks that salt's tag. With --watch, "
             "refresh until Ctrl-C, and also show chunks per second, GB per second and hit rates "
-            "since the previous refresh. Exit status: 0 success; 1 no server answers; 2 invalid "
+            "since the previous refresh. Exit status: 0 success; 1 no server responds; 2 invalid "
             "argument."
         ),
     )
@@ -71,7 +71,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the server's state and return 0, or 1 if the server rejects the request.
 
-    Raises ConfigError for invalid arguments, and StoreError if no server answers.
+    Raises ConfigError for invalid arguments, and StoreError if no server responds.
     """
     from kvloft._core import server_status
 
@@ -115,7 +115,7 @@ def _print(
         _print_namespace(space, status, console, tag)
     if kept := status["stats"]["quarantined_reservations"]:
         console.print(
-            f"{kept} frames of dead engines stay reserved until no process can write to them."
+            f"Frames of dead engines, reserved until no process can write to them: {kept:,}"
         )
     for space in spaces if is_verbose else ():
         console.print()

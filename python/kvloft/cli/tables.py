@@ -123,7 +123,7 @@ def notes(space: Status, disk_problems: list[str]) -> list[str]:
         line = f"{counted(num, 'chunk')} never written to disk"
         if (num_slow := stats.get("disk_unwritten", 0)) and not disk_problems:
             line += (
-                f"; {num_slow:,} were evicted first, because disk writes cannot keep up with saves"
+                f"; {num_slow:,} were evicted first because disk writes cannot keep up with saves"
             )
         found.append(line)
     if num := stats.get("late_calls", 0):
@@ -170,7 +170,7 @@ def tenant_table(space: Status, limit: int, marked: str | None = None) -> list[T
 def engine_table(space: Status) -> Table | str:
     """Return a table of the connected engines and their reservations and leases."""
     if not space["engines"]:
-        return "No engine is connected."
+        return "No engines are connected."
     table = new_table("engine", "connected", "saving", "loading")
     for engine in space["engines"]:
         held = (count_text(engine["reservations"]), count_text(engine["leases"]))

@@ -95,4 +95,6 @@ def _print(num_chunks: int, damage: list[dict[str, Any]]) -> None:
         verdict = f"{len(damage):,} damaged"
     else:  # an entire file is damaged, so the number of damaged chunks is unknown
         verdict = f"{counted(len(damage), 'problem')} found"
-    console.print(f"{checked}: {verdict}. Damaged chunks are misses; no action is needed.")
+    console.print(
+        f"{checked}: {verdict}. Damaged chunks are treated as misses; no action is needed."
+    )

@@ -123,7 +123,7 @@ def _quantity(value: object) -> tuple[Decimal, str]:
 def _scaled(value: object, units: Mapping[str, int | Decimal]) -> Decimal:
     amount, unit = _quantity(value)
     if unit == "m" and "min" in units:
-        raise HintError(f"has the unit m; did you mean {amount}min?")
+        raise HintError(f"uses the ambiguous unit m; did you mean {amount}min?")
     if unit not in units:
         raise ValueError(value)
     return amount * units[unit]

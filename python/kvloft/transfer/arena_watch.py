@@ -76,7 +76,9 @@ class ArenaRelease:
                 self._mover.close()
         except Exception:
             # Copies may still write to frames, so the lifeline stays open until the process exits.
-            logger.exception("kvloft: the frames cannot be released until this worker exits")
+            logger.exception(
+                "kvloft: could not stop copying; frames stay reserved until this worker exits"
+            )
             return
         self._mover = None  # unmaps the arena
         if self._lifeline is not None:

@@ -46,7 +46,7 @@ def choose_mover(
         return partial(CpuMover, layouts)
     if device.type != "cuda":
         raise UnsupportedError(
-            f"kvloft supports only KV on CPUs and CUDA GPUs, not on {device.type!r} devices; run "
+            f"kvloft supports KV on CPUs and CUDA GPUs only, not on {device.type!r} devices; run "
             "this engine without kvloft"
         )
     if settings.gpu_copies == "torch":

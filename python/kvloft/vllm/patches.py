@@ -93,7 +93,7 @@ ENGINE_SLEEP = Patch(
     _CORE,
     "EngineCore",
     "sleep",
-    "only the sleep level shows if vLLM keeps the weights",
+    "only the sleep level shows whether vLLM keeps the weights",
     "pause and sleep clear the cache, including the disk tier",
     Missing.LESS,
 )
@@ -109,8 +109,8 @@ ADD_REQUEST = Patch(
     "vllm.v1.core.sched.scheduler",
     "Scheduler",
     "add_request",
-    "no hook shows if a connector is a child of MultiConnector, and none lets the connector free "
-    "blocks while a step is in flight (otherwise, vLLM 0.26 to 0.29 preempts requests)",
+    "no hook shows whether a connector is a child of MultiConnector, and none lets the connector "
+    "free blocks while a step is in flight (otherwise, vLLM 0.26 to 0.29 preempts requests)",
     "requests do not wait for chunks on disk, and vLLM preempts more requests under async "
     "scheduling",
     Missing.LESS,

@@ -20,7 +20,7 @@ DAMAGE = (
     "for errors, or stop the engine and run `kvloft verify`"
 )
 NO_ROOM = (
-    "kvloft: all recent disk writes failed (%s lost, namespace %s); continuing with host memory "
+    "kvloft: no recent disk write succeeded (%s lost, namespace %s); continuing with host memory "
     "only. disk_path may be full, read-only, hung, or in use by another process; see the other "
     "disk log lines, or the server's log"
 )
@@ -140,7 +140,9 @@ def tiers_text(
     host = f"host {size_text(config.host_size)}"
     disk = "no disk"
     if disk_path:
-        found = "not open yet" if num_found is None else f"with {_count(num_found, 'chunk')} found"
+        found = (
+            "(not open yet)" if num_found is None else f"with {_count(num_found, 'chunk')} found"
+        )
         disk = f"disk {disk_path} up to {size_text(config.disk_size)} {found}"
     return f"chunks of {chunk}, {host}, {disk}, eviction {config.eviction}"
 

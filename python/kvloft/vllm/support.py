@@ -56,8 +56,8 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) 
         yield "does not support diffusion models: they modify KV after it is computed"
     if not getattr(model, "is_prefix_caching_supported", True):
         yield (
-            "supports only models with vLLM prefix caching; this model needs every token's output "
-            "(mean or CLS pooling, or bidirectional attention)"
+            "requires a model that vLLM's prefix caching supports; this model needs every token's "
+            "output (mean or CLS pooling, or bidirectional attention)"
         )
     yield from _of_layers(vllm_config, kv_cache_config, kv_groups)
     chunked_prefill = getattr(
@@ -157,7 +157,7 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
         not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False)
         for group in groups
     ):
-        yield "does not support KV cache groups that vLLM does not keep in GPU blocks"
+        yield "does not support KV cache groups that vLLM keeps outside GPU blocks"
 
 
 def _of_block_sizes(vllm_config: Any, kv_cache_config: Any, specs: list[Any]) -> Iterator[str]:
@@ -209,8 +209,8 @@ def _of_drafts_with_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
     states = [spec for spec in specs if hasattr(spec, "mamba_cache_mode")]
     if any("GDN" not in str(getattr(spec, "mamba_type", "")) for spec in states):
         yield (
-            "only supports speculative decoding with gated delta nets: with Mamba2 or convolution "
-            "states, vLLM can keep a state that includes rejected draft tokens; remove "
+            "does not support speculative decoding with states other than gated delta nets: vLLM "
+            "can keep a Mamba2 or convolution state that includes rejected draft tokens; remove "
             "--speculative-config"
         )
     is_async = getattr(vllm_config.scheduler_config, "async_scheduling", False)
@@ -265,8 +265,8 @@ def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str
     kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs}
     if "state" in kinds and not current_platform.is_cpu():
         yield (
-            f"only supports pipeline_parallel_size={size} on CPUs for models with Mamba or gated "
-            "delta net states; set it to 1"
+            f"supports pipeline_parallel_size={size} for models with Mamba or gated delta net "
+            "states only on CPUs; set it to 1"
         )
     if vllm_config.speculative_config is not None:
         yield (

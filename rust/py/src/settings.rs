@@ -35,7 +35,7 @@ fn quota(quota: &PyQuota) -> Result<Quota> {
             Ok(Quota::Share((share * 1e6).round() as u32))
         }
         PyQuota::Share(share) => Err(Error::invalid(format!(
-            "a quota of {share} is not a fraction of a tier; use a number from 0.0 to 1.0"
+            "a quota of {share} is out of range; use a fraction from 0.0 to 1.0"
         ))),
     }
 }

@@ -68,7 +68,7 @@ fn evict_removes_one_tenant_from_every_namespace() {
     let one = engine(dir.path(), 1);
     let error = evict_tenant(&socket, "03", "a", false).expect_err("no such namespace exists");
     assert!(
-        error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("begins with 03;"),
+        error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("starts with 03;"),
         "{error}"
     );
     let said = evict_tenant(&socket, "", "a", false).expect("done");

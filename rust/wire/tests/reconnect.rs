@@ -21,7 +21,10 @@ fn lookups_are_misses_until_a_server_starts() {
     let dir = tempfile::tempdir().expect("a directory");
     let engine = connect(dir.path());
     let events = engine.take_events();
-    assert!(events.len() == 1 && events[0].contains("no kvloft server answers"), "{events:?}");
+    assert!(
+        events.len() == 1 && events[0].contains("cannot connect to a kvloft server"),
+        "{events:?}"
+    );
     let chain = chain(1, 3);
     assert!(engine.arena().is_none() && !engine.renew());
     let lease = engine.acquire(Prefix::from(&chain));
@@ -235,7 +238,7 @@ fn commands_time_out_if_a_stopped_servers_queue_is_full() {
         let _none_waits = send.send(error.err());
     });
     let error = answer.recv_timeout(LONG).expect("the command must not hang");
-    assert!(error.is_some_and(|error| error.contains("no kvloft server answers")));
+    assert!(error.is_some_and(|error| error.contains("cannot connect to a kvloft server")));
 }
 
 #[test]

@@ -84,7 +84,7 @@ class Tuning:
         slot_bytes = staging_bytes // cls().num_slots // _ALIGN * _ALIGN
         if slot_bytes < MIN_SLOT_BYTES:
             raise ValueError(
-                f"{staging_bytes} bytes is too little for the staging slots; use at least "
+                f"{staging_bytes} bytes is too small for the staging slots; use at least "
                 f"{cls().num_slots * MIN_SLOT_BYTES} bytes"
             )
         return slot_bytes

@@ -215,7 +215,8 @@ class CudaMover:
     def _break(self, reason: str) -> None:
         """Wait until no copy is running, and fail all queued and future copies."""
         logger.error(
-            "kvloft: CUDA error; this worker stopped copying KV and caching is disabled: %s", reason
+            "kvloft: a copy failed; this worker stopped copying KV and caching is disabled: %s",
+            reason,
         )
         self._shared.broken = reason
         self._saves.stop()

@@ -264,7 +264,10 @@ impl Arena {
             Error::io(message, error).with_context("path", path)
         };
         let file = File::options().read(true).write(true).open(path).map_err(|error| {
-            fail("cannot open the arena; is this user's scheduler process running?", error)
+            fail(
+                "cannot open the arena; check that this user's scheduler process is running",
+                error,
+            )
         })?;
         let seals = rustix::fs::fcntl_get_seals(&file)
             .map_err(|error| fail("the file is not an arena", error.into()))?;

@@ -47,8 +47,9 @@ impl Connection {
     /// deadline or this user cannot open the socket, and `InvalidConfig` if the server belongs to
     /// another user.
     pub(crate) fn connect(path: &Path, deadline: Instant) -> Result<Self> {
-        let fail =
-            |error| Error::io(format!("no kvloft server answers at {}", path.display()), error);
+        let fail = |error| {
+            Error::io(format!("cannot connect to a kvloft server at {}", path.display()), error)
+        };
         let me = rustix::process::geteuid().as_raw();
         let stream = connect(path, deadline).map_err(|error| match error.kind() {
             IoKind::PermissionDenied => {

@@ -73,7 +73,7 @@ impl NewConnection {
 /// Returns the path at which other processes of this user can open `fd`, and the inode of `fd`.
 fn path_and_inode(fd: &OwnedFd) -> Result<(String, u64)> {
     let stat = rustix::fs::fstat(fd).map_err(|error| {
-        Error::io("cannot inspect a descriptor from the kvloft server", error.into())
+        Error::io("cannot inspect a file descriptor from the kvloft server", error.into())
     })?;
     Ok((format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd()), stat.st_ino))
 }

@@ -128,7 +128,7 @@ impl ServerState {
                     open.iter().map(|namespace| namespace.id()).chain(closed.into_iter().flatten());
                 let ids = ids.collect::<Vec<_>>().join(", ");
                 let message = format!(
-                    "several open or closed namespaces match; set --namespace to one of {ids}"
+                    "multiple open or closed namespaces match; set --namespace to one of {ids}"
                 );
                 Err(Error::invalid(message))
             }
@@ -157,7 +157,7 @@ impl ServerState {
         if !is_cleared {
             return busy(format!(
                 "namespace {id} no longer serves its old chunks, but its disk directory is not \
-                 cleared yet, so a restart could bring them back; the server is retrying; run the \
+                 cleared yet, so a restart could bring them back. The server is retrying; run the \
                  command again to check"
             ));
         }

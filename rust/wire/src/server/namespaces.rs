@@ -203,10 +203,10 @@ impl Namespaces {
     pub(crate) fn no_such_namespace(&self, prefix: &str) -> Error {
         let ids: Vec<_> = self.all().iter().map(|namespace| namespace.id()).collect();
         let message = if ids.is_empty() {
-            format!("no namespace begins with {prefix}; retry once an engine has connected")
+            format!("no namespace id starts with {prefix}; retry once an engine has connected")
         } else {
             format!(
-                "no namespace begins with {prefix}; use --namespace with one of: {}",
+                "no namespace id starts with {prefix}; use --namespace with one of: {}",
                 ids.join(", ")
             )
         };
