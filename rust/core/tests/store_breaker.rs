@@ -138,27 +138,6 @@ fn a_tier_that_hangs_is_paused_and_probed_again() {
 }
 
 #[test]
-fn a_chunk_whose_read_hangs_is_saved_again() {
-    let disk = MemoryDisk::new(200);
-    let (store, cold, _hot) = cold_prompts(&disk);
-    let gate = disk.read_gate.lock().unwrap();
-    let lease = store.acquire(&cold[0]);
-    until("all threads read", || disk.num_reads.load(Ordering::SeqCst) == u64::from(THREADS));
-    assert_eq!(save_all(&store, &cold[0]), 0, "the first chunk is being read");
-    disk.wait(5);
-    assert_eq!(lease.poll(), Progress::default());
-    lease.release();
-    assert_eq!(save_all(&store, &cold[0]), 8);
-    assert_eq!(store.lookup(&cold[0]).host_units, 8, "a hung read must not hide a new copy");
-    drop(gate);
-    until("the hung reads end", || stat(&store, "frames_reserved") == 0);
-    assert!(store.flush(LONG));
-    let found = store.lookup(&cold[0]);
-    assert_eq!((found.host_units, found.stored_units), (8, 8));
-    store.check().unwrap();
-}
-
-#[test]
 fn failed_writes_keep_chunks_on_disk() {
     for fail_frees in [false, true] {
         let disk = MemoryDisk::new(24);

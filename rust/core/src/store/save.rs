@@ -166,15 +166,13 @@ impl State {
         if new.depth == 0 { None } else { self.index.get(&new.parent_key) }
     }
 
-    /// Returns the chunk's existing entry, if any. Removes the entry instead if its read from disk
-    /// hangs, or if it has a different position, because it is already being removed or was forged
-    /// on disk.
+    /// Returns the chunk's existing entry, if any. An entry with the same key at a different
+    /// position is already being removed or was forged on disk; this method removes that entry.
     fn find_own(&mut self, new: &Entry, parent: Option<ChunkId>) -> Option<ChunkId> {
         let id = self.index.get(&new.key)?;
         let entry = &self.index[id];
         let is_elsewhere = entry.parent != parent && (parent.is_some() || new.depth == 0);
-        let read_hangs = matches!(entry.host, HostState::Reading(_)) && self.disk.hangs_on(id);
-        if is_elsewhere || entry.depth != new.depth || read_hangs {
+        if is_elsewhere || entry.depth != new.depth {
             self.remove_tree(id);
             return None;
         }

@@ -49,15 +49,6 @@ pub(crate) enum Job {
     Clear(Vec<SlotId>),
 }
 
-impl Job {
-    fn chunk(&self) -> Option<ChunkId> {
-        match self {
-            Self::Read { id, .. } | Self::Write { id, .. } => Some(*id),
-            Self::Free(_) | Self::Clear(_) => None,
-        }
-    }
-}
-
 #[derive(Debug)]
 pub(crate) enum JobResult {
     /// A completed read. `num_errors` counts failed attempts, not counting corruption.
@@ -117,7 +108,7 @@ impl State {
             Clearing::Wanted | Clearing::Running => return None,
         };
         let ticket = self.new_ticket();
-        self.disk.begin(ticket, direction, job.chunk(), now);
+        self.disk.begin(ticket, direction, matches!(job, Job::Write { .. }), now);
         Some((ticket, job))
     }
 
@@ -220,7 +211,7 @@ impl State {
             work.to_free.append(&mut work.unfreed);
         }
         if work.to_free.is_empty()
-            || work.in_flight.iter().any(|job| job.writes_chunk() && !job.hangs)
+            || work.in_flight.iter().any(|job| job.writes_chunk && !job.hangs)
         {
             return None;
         }

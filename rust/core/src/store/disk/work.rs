@@ -81,8 +81,8 @@ pub(crate) struct JobInFlight {
     pub(crate) ticket: u64,
     /// None for a directory check, which is not charged for disk time.
     pub(crate) direction: Option<Direction>,
-    /// The chunk that the job reads or writes.
-    pub(crate) chunk: Option<ChunkId>,
+    /// True if the job writes a chunk.
+    pub(crate) writes_chunk: bool,
     pub(crate) started: Duration,
     /// Disk time that `time_shares` charged when the job started.
     pub(crate) charge: Duration,
@@ -91,14 +91,10 @@ pub(crate) struct JobInFlight {
 }
 
 impl JobInFlight {
-    pub(crate) fn writes_chunk(&self) -> bool {
-        self.direction == Some(Direction::Write) && self.chunk.is_some()
-    }
-
     /// Returns a check that starts now.
     fn new(ticket: u64, started: Duration) -> Self {
         let charge = Duration::ZERO;
-        Self { ticket, direction: None, chunk: None, started, charge, hangs: false }
+        Self { ticket, direction: None, writes_chunk: false, started, charge, hangs: false }
     }
 }
 
@@ -236,11 +232,6 @@ impl DiskWork {
             && !self.all_hang()
     }
 
-    /// Returns true if the chunk's read or write hangs.
-    pub(crate) fn hangs_on(&self, id: ChunkId) -> bool {
-        self.in_flight.iter().any(|job| job.hangs && job.chunk == Some(id))
-    }
-
     /// Returns true if all disk threads are hung, so none can probe the tier.
     fn all_hang(&self) -> bool {
         self.num_threads > 0
@@ -262,7 +253,7 @@ impl DiskWork {
         &mut self,
         ticket: u64,
         direction: Direction,
-        chunk: Option<ChunkId>,
+        writes_chunk: bool,
         now: Duration,
     ) {
         self.breaker(direction).begin(ticket);
@@ -270,7 +261,7 @@ impl DiskWork {
         let direction = Some(direction);
         self.in_flight.push(JobInFlight {
             direction,
-            chunk,
+            writes_chunk,
             charge,
             ..JobInFlight::new(ticket, now)
         });

@@ -96,7 +96,7 @@ fn check_disk(state: &State) -> Result<(), String> {
         ("chunks to read", disk.num_queued_reads, count(&Entry::is_to_read)),
         (
             "writes",
-            disk.in_flight.iter().filter(|job| job.writes_chunk()).count() as u64,
+            disk.in_flight.iter().filter(|job| job.writes_chunk).count() as u64,
             count(&|entry| entry.disk == DiskState::Writing),
         ),
     ];

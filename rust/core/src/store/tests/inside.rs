@@ -10,7 +10,7 @@ use super::super::disk::transitions::WRITE_SLICE;
 use super::super::disk::work::{Clearing, DiskOpening, DiskWork};
 use super::super::state::State;
 use super::super::{Changes, DiskSettings, Lookup, Prefix, Progress, Store, StoreConfig, Tiers};
-use crate::evict::{ChunkId, Eviction};
+use crate::evict::Eviction;
 use crate::index::{DiskEvent, DiskState};
 use crate::key::{ChunkKey, KeyChain};
 use crate::test_support::one_prefix::StoreExt;
@@ -179,8 +179,8 @@ fn too_many_discards_while_chunks_are_entered_free_the_others() {
 fn no_call_waits_for_a_disk_whose_threads_all_hang() {
     let second = Duration::from_secs(1);
     let mut work = DiskWork { num_threads: 2, clearing: Clearing::Wanted, ..DiskWork::default() };
-    work.begin(1, Direction::Read, None, Duration::ZERO);
-    work.begin(2, Direction::Write, Some(ChunkId(0)), Duration::ZERO);
+    work.begin(1, Direction::Read, false, Duration::ZERO);
+    work.begin(2, Direction::Write, true, Duration::ZERO);
     assert!(!work.cannot_settle_by(2 * second) && work.find_hangs(5 * second));
     assert!(work.cannot_settle_by(5 * second), "the tier is paused");
     assert!(
@@ -195,11 +195,11 @@ fn no_call_waits_for_a_disk_whose_threads_all_hang() {
 fn a_probe_that_hangs_lets_another_thread_probe() {
     let second = Duration::from_secs(1);
     let mut work = DiskWork { num_threads: 3, ..DiskWork::default() };
-    work.begin(1, Direction::Read, None, Duration::ZERO);
+    work.begin(1, Direction::Read, false, Duration::ZERO);
     assert!(work.find_hangs(5 * second));
     let probe_at = work.read_breaker.retry_at;
     assert!(work.read_breaker.may_begin(probe_at));
-    work.begin(2, Direction::Read, None, probe_at);
+    work.begin(2, Direction::Read, false, probe_at);
     assert!(!work.read_breaker.may_begin(probe_at), "one probe at a time");
     assert!(work.find_hangs(probe_at + 5 * second));
     let retry_at = work.read_breaker.retry_at;
