@@ -180,9 +180,10 @@ impl Store {
         is_cleared
     }
 
-    /// Returns true while a disk clear is pending or running.
-    pub fn is_clearing(&self) -> bool {
-        self.inner.with_state(|state| state.disk.clearing != Clearing::No).unwrap_or(false)
+    /// Returns true while removed chunks are still on disk. Opening the directory again would bring
+    /// them back.
+    pub fn has_removed_on_disk(&self) -> bool {
+        self.inner.with_state(|state| state.disk.has_removed()).unwrap_or(false)
     }
 
     /// Sets whether the store is entitled to a share of its pool. A store without a share keeps its

@@ -15,7 +15,7 @@ use crate::index::{Entry, TenantId};
 use crate::key::SaltTag;
 use crate::store::config::DiskSettings;
 use crate::store::disk::time_shares::Direction;
-use crate::store::disk::work::{Clearing, JobInFlight};
+use crate::store::disk::work::JobInFlight;
 use crate::store::open::Store;
 use crate::store::state::{Cause, State};
 use crate::store::stats::Evicted;
@@ -85,13 +85,10 @@ impl State {
     /// Returns true if no chunk removed before ticket `mark` was issued is still on disk.
     fn is_off_disk(&self, mark: u64) -> bool {
         let work = &self.disk;
-        let nothing_to_free =
-            work.to_free.is_empty() && work.unfreed.is_empty() && work.freeing == 0;
         let is_written =
             |job: &JobInFlight| job.direction == Some(Direction::Write) && job.ticket < mark;
-        let nothing_else =
-            work.num_detached_slots == 0 && work.clearing == Clearing::No && !work.is_recovering();
-        nothing_to_free && nothing_else && !work.in_flight.iter().any(is_written)
+        let has_removed = work.has_removed() || work.is_recovering();
+        !has_removed && !work.in_flight.iter().any(is_written)
     }
 
     /// Continues a walk. Returns true once it is complete.

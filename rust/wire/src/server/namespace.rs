@@ -70,13 +70,13 @@ impl Namespace {
         locked(&self.engines).num > 0
     }
 
-    /// Returns when the namespace became idle. Returns None if it has an engine or a clear is still
-    /// running on disk: closing the store now would bring cleared chunks back.
+    /// Returns when the namespace became idle. Returns None if it has an engine or if removed chunks
+    /// are still on disk: closing and reopening the store would bring them back.
     pub(crate) fn idle_since(&self) -> Option<Instant> {
         let changed = Some(locked(&self.engines))
             .filter(|engines| engines.num == 0)
             .map(|engines| engines.changed);
-        changed.filter(|_| !self.store().is_some_and(|store| store.is_clearing()))
+        changed.filter(|_| !self.store().is_some_and(|store| store.has_removed_on_disk()))
     }
 
     pub(crate) fn percent(&self, config: &ServerConfig) -> Option<u32> {

@@ -207,7 +207,10 @@ impl State {
 
     fn next_free(&mut self) -> Option<Job> {
         let work = &mut self.disk;
-        if self.now >= work.unfreed_until {
+        // While the breaker is open, only one job can probe the tier, and a slot that can never be
+        // freed must not keep writes from being that job.
+        let writes_first = work.write_breaker.is_open() && !work.write_queue.is_empty();
+        if self.now >= work.unfreed_until && !writes_first {
             work.to_free.append(&mut work.unfreed);
         }
         if work.to_free.is_empty()

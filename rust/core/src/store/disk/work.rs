@@ -158,11 +158,17 @@ impl DiskWork {
     /// Returns true if no chunk is waiting to be written or indexed and no removed chunk is still
     /// on disk.
     pub(crate) fn is_settled(&self) -> bool {
-        let nothing_to_free =
-            self.to_free.is_empty() && self.unfreed.is_empty() && self.freeing == 0;
         let nothing_to_index = self.found.is_empty() && self.rejected.is_empty();
-        let nothing_to_forget = self.num_detached_slots == 0 && self.clearing == Clearing::No;
-        self.num_unwritten == 0 && nothing_to_free && nothing_to_forget && nothing_to_index
+        self.num_unwritten == 0 && !self.has_removed() && nothing_to_index
+    }
+
+    /// Returns true if slots still hold removed chunks, which reopening the tier would bring back.
+    pub(crate) fn has_removed(&self) -> bool {
+        self.clearing != Clearing::No
+            || !self.to_free.is_empty()
+            || !self.unfreed.is_empty()
+            || self.freeing > 0
+            || self.num_detached_slots > 0
     }
 
     /// Returns true if the tier cannot settle by `deadline`: the store is closing, all disk threads

@@ -288,6 +288,27 @@ fn a_write_that_hangs_does_not_stop_slots_from_being_freed() {
     assert_eq!(state.disk.to_free, [SlotId(1)]);
 }
 
+#[test]
+fn a_slot_that_cannot_be_freed_does_not_keep_writes_paused() {
+    let (mut state, _) = unwritten(1);
+    state.disk.unfreed = vec![SlotId(9)];
+    while state.disk.write_breaker.retry_at < Duration::from_secs(100) {
+        state.disk.write_breaker.trip(state.disk.write_breaker.retry_at);
+    }
+    for _ in 0..2 {
+        state.set_time(state.disk.write_breaker.retry_at);
+        match state.next_job() {
+            Some((ticket, Job::Free(slots))) => state.end_job(ticket, JobResult::Free(slots)),
+            Some((ticket, Job::Write { id, frame, .. })) => {
+                let outcome = Written::In(SlotId(0));
+                state.end_job(ticket, JobResult::Write { id, frame, outcome });
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(state.stats.disk_writes, 1, "the retried free was always the probe");
+}
+
 /// Any number of chunks can wait for a chunk to be written.
 #[test]
 fn chunks_that_wait_for_a_write_are_blocked_and_dropped_in_slices() {

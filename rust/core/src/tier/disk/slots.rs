@@ -68,7 +68,8 @@ pub(super) struct Slots {
     free: VecDeque<u32>,
     /// Free slots that may lack blocks.
     holes: VecDeque<u32>,
-    /// Free slots whose last [`MAX_FAILURES`] writes failed.
+    /// Free slots whose last [`MAX_FAILURES`] writes failed, or whose record could not be cleared
+    /// when the directory was opened.
     failed: VecDeque<u32>,
     /// Number of writes since a slot entered or left `failed`.
     num_written: u32,
@@ -101,11 +102,15 @@ impl Slots {
             used += 1;
         }
         let is_clean = |&slot: &u32| states[slot as usize] == SlotState::Free(false);
-        let unsure = unsure.iter().map(|slot| slot.number());
-        let holes = (0..count.slots).filter(is_clean).chain(unsure).collect();
-        let blocks = states.iter().map(|state| Blocks::new(*state == SlotState::Used)).collect();
+        let holes = (0..count.slots).filter(is_clean).collect();
+        let failed = unsure.iter().map(|slot| slot.number()).collect();
+        let blocks_of = |state: &SlotState| match state {
+            SlotState::Free(true) => Blocks::Failed(MAX_FAILURES),
+            state => Blocks::new(*state == SlotState::Used),
+        };
+        let blocks = states.iter().map(blocks_of).collect();
         let frame_bytes = count.frame_bytes;
-        Self { class, frame_bytes, states, blocks, holes, punched, used, ..Self::default() }
+        Self { class, frame_bytes, states, blocks, holes, failed, punched, used, ..Self::default() }
     }
 
     /// Returns the slot counts from which the size on disk is computed.

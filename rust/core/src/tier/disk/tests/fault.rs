@@ -422,10 +422,13 @@ fn test_a_slot_that_keeps_refusing_writes_is_not_retried_while_others_can_be_wri
     assert_eq!((tier.stats().slots_used, tier.stats().slots_reserved), (1, 1));
 }
 
-/// Returns what a tier with 70 chunks holds if the index cannot be read at these offsets.
-fn reopened_with_unreadable_index(offsets: &[u64]) -> crate::Result<Vec<u32>> {
-    let dir = tempfile::tempdir().unwrap();
-    let config = config(dir.path(), 1000);
+/// Returns a tier that held 70 chunks before its index became unreadable at these offsets, and the
+/// chunks found.
+fn reopened_with_unreadable_index(
+    dir: &Path,
+    offsets: &[u64],
+) -> crate::Result<(DiskTier, Vec<u32>)> {
+    let config = config(dir, 1000);
     let (tier, _) = open(&config);
     for number in 0..70 {
         put(&tier, number);
@@ -436,23 +439,35 @@ fn reopened_with_unreadable_index(offsets: &[u64]) -> crate::Result<Vec<u32>> {
     files.inject(unreadable.at_offset(0).times(1)); // the first read covers all records
     for &offset in offsets {
         files.inject(unreadable.at_offset(offset));
+        let records = (offset..offset + 4096).step_by(128);
+        let unwritable = Rule::new(Fault::Refuse(EIO)).on(&[Call::Write]).in_file("index");
+        records.for_each(|at| files.inject(unwritable.at_offset(at)));
     }
-    let found = DiskTier::open_with_files(&config, &Arc::default(), &files)?.1;
-    Ok(numbers(&found))
+    let (tier, found) = DiskTier::open_with_files(&config, &Arc::default(), &files)?;
+    Ok((tier, numbers(&found)))
 }
 
 #[test]
 fn test_an_unreadable_sector_of_the_index_costs_only_its_chunks() {
-    assert_eq!(reopened_with_unreadable_index(&[]).unwrap(), (0..70).collect::<Vec<_>>());
-    let found = reopened_with_unreadable_index(&[4096]).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let (_, found) = reopened_with_unreadable_index(dir.path(), &[]).unwrap();
+    assert_eq!(found, (0..70).collect::<Vec<_>>());
+    let dir = tempfile::tempdir().unwrap();
+    let (tier, found) = reopened_with_unreadable_index(dir.path(), &[4096]).unwrap();
     // Chunks 32 to 63 are lost, and with them their children.
     assert_eq!(found, (0..32).chain(64..66).collect::<Vec<_>>());
+    let num_free = 1000 - 70;
+    for number in 70..70 + num_free {
+        try_put(&tier, number).expect("slots with a bad record must not be used first");
+    }
 }
 
 #[test]
 fn test_an_index_with_many_unreadable_sectors_is_read_later() {
     let offsets: Vec<_> = (0..9).map(|piece| 4096 * piece).collect();
-    assert_eq!(reopened_with_unreadable_index(&offsets).unwrap_err().kind(), ErrorKind::Io);
+    let dir = tempfile::tempdir().unwrap();
+    let error = reopened_with_unreadable_index(dir.path(), &offsets).err().expect("an error");
+    assert_eq!(error.kind(), ErrorKind::Io);
 }
 
 #[test]
