@@ -76,7 +76,7 @@ REFUSED = (
     ),
     (
         "`--prefix-match-unit` with states",
-        "vLLM then also keeps states within blocks, but kvloft can save only states at block ends",
+        "vLLM also keeps states within blocks; kvloft saves states only at block ends",
         "the default",
     ),
     (
