@@ -24,7 +24,8 @@ NEEDS_GROUPS = "Failed to promote local KV cache specs"
 """vLLM's error message for a model whose layers do not fit in a single KV cache group."""
 ABOUT = """\
 `scripts/models_table.py` generated this page from `kvloft check` runs on {date}. The runs used
-kvloft {kvloft} and vLLM {vllm} on {machine} CPUs, float32 and [tiny models with random weights](\
+kvloft {kvloft} and vLLM {vllm} on {machine} CPUs with float32 and [tiny models with random
+weights](\
 https://github.com/kvloft/kvloft/blob/main/tests/e2e/zoo/README.md), one for each kind of KV cache.
 For Mamba and gated delta net models, the tests replace vLLM's incomplete CPU kernels. {memory}To
 test your model, run `kvloft check MODEL -- FLAGS`.
