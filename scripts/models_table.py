@@ -16,15 +16,16 @@ ROOT = Path(__file__).resolve().parents[1]
 REPORTS, PAGE = ROOT / "build" / "models", ROOT / "docs" / "models.md"
 REASON_CHARS = 150
 REASONS = {
-    "AMX": "on CPUs without AMX, vLLM computes MLA prompts in one piece",
+    "AMX": "on CPUs without AMX, vLLM does not split MLA prompts",
     "Mamba2": "speculative decoding with Mamba2",
 }
 """Maps a substring of a reported reason to the table's text for that reason."""
 NEEDS_GROUPS = "Failed to promote local KV cache specs"
 """vLLM's error message for a model whose layers do not fit in a single KV cache group."""
 ABOUT = """\
-`scripts/models_table.py` generated this page from `kvloft check` runs on {date}, with kvloft
-{kvloft}, vLLM {vllm} on {machine} CPUs, float32 and [tiny models with random weights](\
+`scripts/models_table.py` generated this page from `kvloft check` runs on {date}. The runs used
+kvloft {kvloft} and vLLM {vllm} on {machine} CPUs with float32 and [tiny models with random
+weights](\
 https://github.com/kvloft/kvloft/blob/main/tests/e2e/zoo/README.md), one for each kind of KV cache.
 For Mamba and gated delta net models, the tests replace vLLM's incomplete CPU kernels. {memory}To
 test your model, run `kvloft check MODEL -- FLAGS`.
@@ -34,20 +35,21 @@ COLUMNS_HELP = """
 | --- | --- |
 | groups | KV cache groups: full attention, sliding window or local chunk of n tokens, \
 state (Mamba, gated delta net) |
-| tokens | cached tokens of {prompts} prompts: host memory, disk, vLLM's own prefix cache |
-| blocks | loaded from disk, by group |
+| tokens | cached tokens of {prompts} prompts: from host memory, from disk, from vLLM's own \
+prefix cache |
+| blocks | blocks loaded from disk, by group |
 
-A model is supported if all outputs are identical to plain vLLM's (cold, from host memory, from disk
-after a restart, with different endings, and after a reset) and as many draft tokens are accepted as
-in plain vLLM. With `kv_groups: one`, vLLM does not start if the model has states; other models are
-supported.
+A model is supported if all of its outputs are identical to plain vLLM's and hits do not lower the
+acceptance rate of draft tokens. The tests cover misses, hits in host memory, hits on disk after a
+restart, prompts with different endings, and prompts after a reset. With `kv_groups: one`, models
+with Mamba or gated delta net states do not start; all other models are supported.
 
 """
-MEMORY = "A request uses as much KV memory as in plain vLLM, except with `kv_groups: one`. "
+MEMORY = "Requests use as much KV memory as in plain vLLM, except with `kv_groups: one`. "
 FOOT = """
 ## Unsupported settings
 
-An engine with one of these settings or models does not start.
+An engine that uses one of these settings or models does not start.
 
 """
 REFUSED = (
@@ -55,7 +57,7 @@ REFUSED = (
     ("---", "---", "---"),
     (
         "more than one MTP layer",
-        "vLLM rewrites the last positions of later layers in the next step",
+        "in the next step, vLLM rewrites the last positions of the later layers",
         "`num_speculative_tokens` 1",
     ),
     (
@@ -65,7 +67,7 @@ REFUSED = (
     ),
     (
         "pipeline parallelism with speculative decoding",
-        "vLLM fails on CPUs",
+        "with this combination, vLLM fails on CPUs",
         "`--pipeline-parallel-size` 1, or no `--speculative-config`",
     ),
     (
@@ -75,12 +77,12 @@ REFUSED = (
     ),
     (
         "`--prefix-match-unit` with states",
-        "vLLM then saves states in the middle of blocks; kvloft can save only states at block ends",
+        "vLLM also keeps states within blocks; kvloft saves states only at block ends",
         "the default",
     ),
     (
         "speculative decoding with Mamba2 or convolutions",
-        "wrong outputs for some hits in vLLM 0.32's own cache",
+        "vLLM 0.32 computes wrong outputs after some hits in its own prefix cache",
         "no `--speculative-config`",
     ),
     (
@@ -90,7 +92,7 @@ REFUSED = (
     ),
     (
         "states and a draft model whose KV heads differ from the model's",
-        "block sizes differ between groups",
+        "the block sizes differ between groups",
         "a different draft model, or none",
     ),
 )
