@@ -20,8 +20,18 @@ SHAPES = {
     "one group": Shape(num_blocks=40),
     "drafter": Shape(GROUPS["drafter in the one group"], num_drafts=1, num_blocks=40),
 }
-SHAPES |= {"window": Shape(GROUPS["window"], num_blocks=80, kv_groups="all")} if HAS_GROUPS else {}
-PROMPT = STORIES[0][:13]
+NAMES = (
+    "window",
+    "window before full",
+    "one window",
+    "one short window",
+    "drafter in the one window",
+    "two windows",
+    "window and local",
+)
+if HAS_GROUPS:
+    SHAPES |= {name: Shape(GROUPS[name], num_blocks=80, kv_groups="all") for name in NAMES}
+PROMPT = STORIES[0][:17]
 
 
 def add(
@@ -65,8 +75,8 @@ def hit_wrongly(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, is_stored: b
     monkeypatch.setattr(Memory, "check", lambda *_: None)  # the output is wrong because of vLLM
     monkeypatch.setattr(Memory, "check_drafter", lambda *_: None)
     num_saved = engine.ledger.num_saved
-    serve(engine, "wrong", PROMPT, stale=list(hashes[:2]))
-    serve(engine, "next", PROMPT, stale=list(hashes[:2]))
+    serve(engine, "wrong", PROMPT, stale=list(hashes[:3]))
+    serve(engine, "next", PROMPT, stale=list(hashes[:3]))
     assert engine.ledger.num_saved == num_saved, "nothing after a wrong block may be saved"
 
 
@@ -99,9 +109,8 @@ def test_a_hit_is_saved_again_if_its_writer_is_known(shape: Shape) -> None:
     engine.store.discard(engine.store.keys)
     num_saved = engine.ledger.num_saved
     serve(engine, "again", PROMPT)
-    assert engine.ledger.num_saved - num_saved >= 3 * len(
-        [group for group in shape.groups if group.kind == "full"]
-    )
+    num_dense = len([group for group in shape.groups if group.kind == "full"])
+    assert engine.ledger.num_saved - num_saved >= max(1, 4 * num_dense)
     engine.store.discard(engine.store.keys)
     num_saved = engine.ledger.num_saved
     add(engine, "a", STORIES[1][:14])

@@ -26,7 +26,7 @@ def tracker(keys: str, tables: list[list[int]], num_local: int = 0) -> Any:
 
 def test_all_blocks_of_a_chunk_are_of_its_continuation() -> None:
     """The second request has the blocks of the first request but a different second chunk."""
-    known = BlockWriters(4, sees_grants=False)
+    known = BlockWriters(4)
     known.note(tracker("ab", [[1, 2], [11, 12, 13, 14]]))
     same, other = (
         tracker(keys, [[1, 2, 3], [11, 12, 13, 14, 15, 16]], num_local=2) for keys in ("abc", "axc")
@@ -40,6 +40,22 @@ def test_all_blocks_of_a_chunk_are_of_its_continuation() -> None:
     known.forget(tracker("axc", [[1, 2, 3], [0, 0, 13, 14, 15, 16]], num_local=1))
     assert known.are_of_continuation(same, [1, 11, 12])
     assert not any(known.are_of_continuation(same, [block]) for block in (2, 13, 14))
+
+
+def test_a_hit_is_wrong_if_a_block_of_any_group_is_of_another_prefix() -> None:
+    known = BlockWriters(4)
+    known.note(tracker("ab", [[1, 2], [11, 12, 13, 14]]))
+    known.note(tracker("xy", [[3, 4], [15, 16, 17, 18]]))
+
+    def knows(*tables: list[int]) -> bool:
+        return known.know_hit(tracker("abz", list(tables), num_local=2))
+
+    assert knows([1, 2, 5], [11, 12, 13, 14, 19, 20])
+    assert knows([1, 2, 5], [0, 0, 0, 14, 19, 20]), "null blocks before a window"
+    assert knows([1, 2, 5], [11, 12, 13, 99]), "vLLM replaced this block before it was recorded"
+    assert not knows([1, 2, 5], [11, 12, 13, 18])
+    assert not knows([1, 4, 5], [11, 12, 13, 14])
+    assert not knows([1, 99, 5], [11, 12, 13, 14])
 
 
 def single(req_id: str, keys: str, table: Any, num_local: int = 0, num_complete: int = 0) -> Any:
@@ -62,7 +78,7 @@ def single(req_id: str, keys: str, table: Any, num_local: int = 0, num_complete:
 
 
 def test_allocated_blocks_are_not_trusted_until_they_are_filled() -> None:
-    writers = BlockWriters(4, sees_grants=True)
+    writers = BlockWriters(4)
     writers.note(single("a", "ab", [1, 2], num_complete=2))
     assert writers.know_hit(single("b", "ab", [1, 2], num_local=2))
     given: Any = [("c", [2])]
@@ -75,7 +91,7 @@ def test_an_allocated_block_is_of_no_continuation_although_its_prefix_is_compute
     """Uses a draft model: the second request finished before the tokens after its block were
     known.
     """
-    writers = BlockWriters(4, sees_grants=True, lookahead=1)
+    writers = BlockWriters(4, lookahead=1)
     writers.note(single("a", "ab", [1, 2], num_complete=2))
     hit = single("c", "ab", [1, 2], num_local=2)
     assert writers.are_of_continuation(hit, [1, 2])
@@ -89,7 +105,7 @@ def test_an_allocated_block_is_of_no_continuation_although_its_prefix_is_compute
 
 
 def test_kv_computed_on_an_unverified_hit_is_not_trusted() -> None:
-    writers = BlockWriters(4, sees_grants=False)
+    writers = BlockWriters(4)
     writers.note(single("a", "ab", [1, 2], num_complete=2))
     hit = single("b", "axy", [1, 2, 3], num_local=2, num_complete=3)
     writers.record(hit)
@@ -102,7 +118,7 @@ def test_kv_computed_on_an_unverified_hit_is_not_trusted() -> None:
 
 
 def test_a_hit_on_blocks_that_another_hit_fills_in_the_same_step_is_known() -> None:
-    writers = BlockWriters(4, sees_grants=True)
+    writers = BlockWriters(4)
     writers.note(single("a", "a", [1], num_complete=1))
     second = single("b", "ab", [1, 2], num_local=1, num_complete=2)
     third = single("c", "abc", [1, 2, 3], num_local=2, num_complete=3)

@@ -9,7 +9,6 @@ at the last position depends on a different next token.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from operator import itemgetter
 
 from kvloft.plan.request_state import RequestState
 from kvloft.seam.ids import BlockId, ReqId
@@ -21,12 +20,12 @@ from kvloft.seam.views import StepView
 class BlockWriters:
     """Maps each block to the prefix that it was last written for.
 
-    With ``sees_grants``, `drop_given` drops the record of every block that vLLM assigns, so all
-    remaining records are valid.
+    `drop_given` drops the record of every block that vLLM assigns, so all remaining records are
+    valid.
     """
 
-    def __init__(self, unit_tokens: int, *, sees_grants: bool, lookahead: int = 0) -> None:
-        self._unit_tokens, self._sees_grants = unit_tokens, sees_grants
+    def __init__(self, unit_tokens: int, *, lookahead: int = 0) -> None:
+        self._unit_tokens = unit_tokens
         self._prefixes: dict[BlockId, bytes] = {}
         """Keys without lookahead, which depend only on tokens up to the end of the block."""
         self._keys: dict[BlockId, bytes] = {} if lookahead else self._prefixes
@@ -92,14 +91,14 @@ class BlockWriters:
         admitted: Iterable[ReqId],
     ) -> None:
         """Drop the records of blocks that vLLM assigned in this step or in its admissions."""
-        if not (self._sees_grants and self._prefixes):
+        if not self._prefixes:
             return
         for request in filter(None, map(requests.get, admitted)):
-            self.drop(request.blocks[request.num_local_units :])
-        for new in step.new:
-            if new.req_id not in requests:
-                self.drop(new.block_ids)
-        self.drop(chain.from_iterable(map(itemgetter(1), step.grown)))
+            for table, size in _tables(request):
+                self.drop(table[request.num_local_units * size :])
+        rows = [*step.grown, *((new.req_id, new.block_ids) for new in step.new)]
+        handled = {new.req_id for new in step.new} & requests.keys()
+        self.drop(chain.from_iterable(blocks for req_id, blocks in rows if req_id not in handled))
 
     def clear(self) -> None:
         for records in self._records:
@@ -149,8 +148,7 @@ class BlockWriters:
         left = list(unchecked)
         for request in left:
             request.extend_chains(request.num_local_units * self._unit_tokens)
-        if self._sees_grants:
-            left = self._without_known(left)
+        left = self._without_known(left)
         num_before = None
         # A request can hit blocks that another unchecked request fills in this step.
         while left and len(left) != num_before:
@@ -174,14 +172,25 @@ class BlockWriters:
     def know_hit(self, request: RequestState) -> bool:
         """Return True if all of the hit's blocks were written for the request's prefix.
 
+        Every block of the main group must have a record, except the null blocks before a window.
+        Blocks of other groups may lack one, because vLLM can replace them before they are recorded.
+
         The writer's next token may still differ. `are_of_continuation` keeps such blocks from being
         saved under this request's key.
         """
-        table, size = request.blocks.main_table, request.blocks.main_size
-        num_units = request.num_local_units
-        written = list(map(self._prefixes.get, table[: num_units * size]))
-        keys = map(request.prefix_chain.key, range(num_units))
-        return written == [key for key in keys for _ in repeat(None, size)]
+        keys = list(map(request.prefix_chain.key, range(request.num_local_units)))
+        for group, (table, size) in enumerate(_tables(request)):
+            wanted = [key for key in keys for _ in repeat(None, size)]
+            written = list(map(self._prefixes.get, table[: len(wanted)]))
+            if written == wanted:
+                continue
+            allowed = () if group == request.blocks.main else (None,)
+            if len(written) < len(wanted) and not allowed:
+                return False
+            for block, found, key in zip(table, written, wanted, strict=False):
+                if block and found != key and found not in allowed:
+                    return False
+        return True
 
     def find_others(
         self, saves: Iterable[SavePlan], requests: Mapping[ReqId, RequestState]

@@ -46,7 +46,7 @@ class SavePlanner:
         self._context, self._breaker, self._writers = context, context.breaker, writers
         self._unit_tokens = settings.shape.unit_tokens
         self._block_tokens = min(group.block_tokens for group in settings.shape.groups)
-        self._draft_limit = settings.draft_limit
+        self._draft_limit, self._is_dense = settings.draft_limit, settings.shape.is_dense
         self._has_drafter = bool(settings.shape.lookahead) or settings.draft_limit is not None
         self._schedule = SaveSchedule()
         self._states = StatePlanner(context)
@@ -242,6 +242,9 @@ class SavePlanner:
 
     def _reserve(self, due: list[RequestState]) -> None:
         """Reserve frames for all due requests in one call, which delays the forward pass."""
+        if not self._is_dense:
+            for request in due:  # blocks before a window are freed before the request ends
+                self._writers.record(request)
         rows = [
             (
                 each.chain,

@@ -46,9 +46,7 @@ class SchedulerCore:
         self._notes = EventNotes(announcer)
         context = PlanContext(store, settings, clock, self._breaker, self._notes)
         self._context, self._requests, self.counters = context, context.requests, context.counters
-        self._writers = BlockWriters(
-            self._unit_tokens, sees_grants=self._shape.is_divisible, lookahead=self._shape.lookahead
-        )
+        self._writers = BlockWriters(self._unit_tokens, lookahead=self._shape.lookahead)
         self._admission = Admission(store, context.requests, settings, clock)
         self._loads = LoadPlanner(context, self._admission)
         self._saves = SavePlanner(context, self._writers)
@@ -124,7 +122,7 @@ class SchedulerCore:
         is_unsafe = self._hits_may_be_outdated or self._hits_are_mixed
         if is_unsafe and request.num_local_units > 0:
             self._saves.block_saves(request)
-        request.is_hit_unchecked = request.num_local_units > 0 and self._shape.is_dense
+        request.is_hit_unchecked = request.num_local_units > 0
         self._admitted.add(live.req_id)
         self._admission.forget(live.req_id)
         if request.slow_tokens:
