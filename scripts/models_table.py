@@ -39,10 +39,9 @@ state (Mamba, gated delta net) |
 prefix cache |
 | blocks | blocks loaded from disk, by group |
 
-A model is supported if all of its outputs are identical to plain vLLM's and hits do not lower the
-acceptance rate of draft tokens. The tests cover misses, hits in host memory, hits on disk after a
-restart, prompts with different endings, and prompts after a reset. With `kv_groups: one`, models
-with Mamba or gated delta net states do not start; all other models are supported.
+A model is supported if its outputs are identical to plain vLLM's and hits do not lower the
+acceptance rate of draft tokens. With `kv_groups: one`, models with Mamba or gated delta net states
+do not start; all other models are supported.
 
 """
 MEMORY = "Requests use as much KV memory as in plain vLLM, except with `kv_groups: one`. "
@@ -74,6 +73,11 @@ REFUSED = (
         "pipeline parallelism before vLLM 0.32, or with states on GPUs",
         "not tested",
         "`--pipeline-parallel-size` 1",
+    ),
+    (
+        "`--kv-cache-dtype *_per_token_head`",
+        "vLLM can overwrite loaded scales",
+        "`fp8` or `auto`",
     ),
     (
         "`--prefix-match-unit` with states",

@@ -212,6 +212,19 @@ def test_a_load_is_behind_until_its_last_piece_is_sent(
     mover.close()
 
 
+def test_a_mark_orders_the_loads_of_one_step_only(gpu: Gpu) -> None:
+    """If a later `begin_step` fails, its loads must still wait for the work launched since then."""
+    paged = per_layer(2, 23, 37, offset=3, gap=5)
+    mover = make_mover(paged, Frames(8, part_bytes_for(paged.block_bytes)), 1)
+    mover.begin_step((), has_loads=True)
+    assert mover._loads._before is not None
+    mover.submit_loads([])
+    assert mover._loads._before is None
+    mover.drain()
+    mover.close()
+    assert not mover._shared.spare_marks, "CUDA events leak"
+
+
 def test_after_a_break_loads_say_that_they_failed(gpu: Gpu) -> None:
     """If failed loads were not reported, kvloft would repeatedly offer the same loads to vLLM.
 

@@ -4,6 +4,7 @@ then a single load is tried.
 
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from sim_engine import SymbolicEngine
@@ -151,6 +152,16 @@ def test_loads_with_nothing_to_copy_say_nothing_of_copies() -> None:
         )
     assert engine.core.counters["load_breaker_trips"] == 1
     assert offered(engine) == 0
+
+
+def test_events_are_withdrawn_if_loads_are_never_tried_again() -> None:
+    for retry_s, num_withdrawn in ((RETRY_S, 0), (math.inf, 1)):
+        engine, calls = warm(), []
+        engine.core.meet_engine(lambda: 0, retry_s)
+        engine.core._notes.announcer = Mock(withdraw=lambda calls=calls: calls.append(0))
+        for _ in range(MAX_FAILED_LOADS):
+            load(engine, broken={0})
+        assert len(calls) == num_withdrawn
 
 
 def test_only_one_load_at_a_time_is_tried() -> None:

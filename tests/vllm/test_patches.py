@@ -442,6 +442,21 @@ def test_a_child_of_another_connector_is_not_found(other: Any) -> None:
     assert len(patches._listeners[patches.ADD_REQUEST]) < num_listeners
 
 
+def test_a_listener_that_panics_does_not_stop_the_method() -> None:
+    class Panic(BaseException):
+        """Like a panic in Rust, which is not an Exception."""
+
+    class Listener:
+        def hear(self, *_: Any) -> None:
+            raise Panic
+
+    cls, listener = new_scheduler(None), Listener()
+    listen(patches.ADD_REQUEST, listener.hear, cls)
+    scheduler = cls()
+    scheduler.add_request(1)
+    assert scheduler.added == [1]
+
+
 def test_a_child_of_multi_connector_finds_its_siblings() -> None:
     child, sibling = new_connector(), object()
     scheduler = new_scheduler(SimpleNamespace(_connectors=[sibling, child]))

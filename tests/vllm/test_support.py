@@ -65,7 +65,10 @@ def settings(**changes: Any) -> Any:
             sleep_mode_backend=changes.get("sleep_mode_backend", "cumem"),
         ),
         parallel_config=SimpleNamespace(**parallel),
-        cache_config=SimpleNamespace(calculate_kv_scales=changes.get("calculate_kv_scales", False)),
+        cache_config=SimpleNamespace(
+            calculate_kv_scales=changes.get("calculate_kv_scales", False),
+            cache_dtype=changes.get("cache_dtype", "auto"),
+        ),
         speculative_config=changes.get("speculative_config"),
         num_prefill_lookahead_tokens=changes.get("num_prefill_lookahead_tokens", 1),
         scheduler_config=SimpleNamespace(
@@ -128,6 +131,10 @@ def test_one_group_of_full_attention_is_served() -> None:
         ({"world_size": 2, "distributed_executor_backend": "ray"}, (FULL,), "ray"),
         ({"nnodes": 2}, (FULL,), "nnodes"),
         ({"calculate_kv_scales": True}, (FULL,), "calculate_kv_scales"),
+        *(
+            ({"cache_dtype": f"{kind}_per_token_head"}, (FULL,), "overwrite the scales")
+            for kind in ("int4", "int8", "fp8")
+        ),
         ({"speculative_config": SimpleNamespace(method="medusa")}, (FULL,), "medusa"),
         (
             {

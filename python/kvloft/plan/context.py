@@ -37,6 +37,11 @@ class EventNotes:
             note = partial(announcer.note_states, request.live, request.chain, num_units)
             self._notes.append(note)
 
+    def withdraw(self) -> None:
+        """Stop KV events, because kvloft no longer offers tokens."""
+        if self.announcer is not None:
+            self.announcer.withdraw()
+
     def take(self) -> list[Callable[[], None]]:
         notes, self._notes = self._notes, []
         return notes

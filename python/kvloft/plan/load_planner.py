@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
+from math import isinf
 
 from kvloft.plan.admission import Admission
 from kvloft.plan.context import PlanContext
@@ -152,6 +153,8 @@ class LoadPlanner:
         if context.breaker.count(context.clock(), failed=failed):
             context.counters["load_breaker_trips"] += 1
             self._admission.release_all()
+            if isinf(context.breaker.retry_s):
+                context.notes.withdraw()
 
     def close(self) -> None:
         for load in self.in_progress.values():

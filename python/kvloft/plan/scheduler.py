@@ -366,8 +366,7 @@ class SchedulerCore:
         """Stop offers, saves and KV events. In-flight copies still settle."""
         self._loads_allowed = self._saves_allowed = False
         self._admission.release_all()
-        if self._notes.announcer is not None:
-            self._notes.announcer.withdraw()
+        self._notes.withdraw()
 
     def close(self) -> None:
         """Release all leases. Reservations last until the session closes, because workers may still

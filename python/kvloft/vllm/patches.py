@@ -265,6 +265,8 @@ def _call_on_success(patch: Patch, after: IfReturned, result: Any) -> None:
 def _logged(patch: Patch, told: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     try:
         return told(*args, **kwargs)
-    except Exception:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # a panic in Rust is not an Exception
         logger.exception("kvloft: listener for %s.%s failed; continuing", patch.owner, patch.method)
         return None

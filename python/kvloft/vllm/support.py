@@ -247,6 +247,12 @@ def _of_settings(vllm_config: Any) -> Iterator[str]:
             "and are not stored with the KV; use a checkpoint with KV scales, or disable "
             "calculate_kv_scales"
         )
+    dtype = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
+    if dtype.endswith("_per_token_head"):  # `_ensure_scale_caches` in vLLM's triton_attn.py
+        yield (
+            f"does not support kv_cache_dtype={dtype!r}, because vLLM can overwrite the scales of "
+            "loaded KV in its first forward pass; use 'fp8' or 'auto'"
+        )
     returns_experts = getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False)
     if returns_experts and vllm_config.kv_transfer_config.is_kv_consumer and not CAPS_HITS:
         yield (

@@ -179,6 +179,8 @@ class CudaMover:
         self.save_lane.close()
         self.load_lane.close()
         self._shared.registered.close()
+        while self._shared.spare_marks:
+            self._shared.spare_marks.pop().destroy()
         # Break the reference cycle, so that deleting the mover unmaps the arena immediately.
         self._shared.fail = _ignore
 
