@@ -1,8 +1,8 @@
 //! A list of chunks, stored in columns. A batch carries chunks from the store's reservation or
-//! lease to the copy kernel's table, and saved chunks on to the commit.
+//! lease to the copy kernel's table, and carries saved chunks on to the commit.
 //!
 //! Chunks are not separate objects, because a long prompt has thousands of them, and forward passes
-//! and loads must wait for their batches.
+//! and loads wait until their batches are built.
 
 mod part;
 
@@ -41,7 +41,7 @@ pub struct Chunk<'a> {
     pub key: ChunkKey,
     /// Number of blocks in the frame.
     pub num_blocks: usize,
-    /// Index of the first block to copy within the frame.
+    /// Index, within the frame, of the first block to copy.
     pub first_block: usize,
     /// Ids of the paged blocks to copy, from index `first_block` of the frame.
     pub blocks: &'a [i32],
@@ -90,10 +90,10 @@ impl ChunkBatch {
     }
 
     /// Adds reserved chunks of `group` with the blocks to gather. `table` lists `num_blocks` blocks
-    /// per unit, from `first_unit`. Returns `InvalidConfig` if a chunk is outside the table or a
-    /// block id is negative.
+    /// per unit, starting at `first_unit`. Returns `InvalidConfig` if a chunk is outside the table
+    /// or a block id is negative.
     ///
-    /// Skips chunks with a null block and returns their tickets.
+    /// Skips chunks that contain a null block and returns their tickets.
     pub fn add_saves(
         &mut self,
         group: u32,
@@ -124,9 +124,9 @@ impl ChunkBatch {
     }
 
     /// Adds leased chunks of `group` and their destination blocks. The chunks belong to consecutive
-    /// units from `first_unit`. `table` starts at the group's block `begin`; chunks outside the
-    /// table are skipped. Returns the number of chunks added, by tier, and the number of blocks
-    /// they fill. Returns `InvalidConfig` if a block id is negative.
+    /// units, starting at `first_unit`. `table` starts at the group's block `begin`, and chunks
+    /// outside the table are skipped. Returns the number of chunks added, by tier, and the number
+    /// of blocks they fill. Returns `InvalidConfig` if a block id is negative.
     pub fn add_loads(
         &mut self,
         group: u32,
@@ -187,7 +187,7 @@ impl ChunkBatch {
         &self.tickets
     }
 
-    /// Returns the part with the `nth` chunk, and the chunk's index in that part.
+    /// Returns the part that contains the `nth` chunk, and the chunk's index in that part.
     fn find(&self, nth: usize) -> (&Part, usize) {
         let mut at = nth;
         for part in &self.parts {
@@ -245,7 +245,8 @@ impl ChunkBatch {
         taken
     }
 
-    /// Sorts each group's chunks by frame, so that adjacent frames can be copied together.
+    /// Returns the batch with each group's chunks sorted by frame, so that adjacent frames can be
+    /// copied together.
     #[must_use]
     pub fn by_frame(&self) -> Self {
         let (mut order, mut start) = (Vec::with_capacity(self.len()), 0);
@@ -288,8 +289,8 @@ impl ChunkBatch {
         found
     }
 
-    /// Concatenates all `batches` into the first batch's group. All must have the same number of
-    /// blocks per chunk, and either all or none must have tickets.
+    /// Concatenates all `batches` into a single batch of the first batch's group. All must have the
+    /// same number of blocks per chunk, and either all or none must have tickets.
     pub fn concat<'a>(batches: impl IntoIterator<Item = &'a Self>) -> Self {
         let mut all = Self::default();
         for batch in batches {

@@ -9,7 +9,7 @@ pub enum ErrorKind {
     /// A setting is out of range or conflicts with another setting. The message names the setting
     /// and the fix.
     InvalidConfig,
-    /// The resource is in use, for example the disk directory by another process.
+    /// The resource is in use. For example, another process is using the disk directory.
     Busy,
     /// Bytes on disk or in a frame do not match their key.
     Corrupt,

@@ -29,7 +29,7 @@ struct Plan {
 struct Save {
     /// The store's reservation number, or None if the store has been replaced.
     reservation: Option<u64>,
-    /// Number of ranks yet to report the save. 0 once it is settled.
+    /// Number of ranks that have yet to report the save, or 0 once the save is settled.
     num_ranks_left: u32,
     failed: bool,
     /// True if the chunk did not fit its frame.
@@ -114,7 +114,7 @@ impl InFlight {
         self.saves_mut().for_each(|save| save.failed = true);
     }
 
-    /// Returns the blocks that saves in flight read. If `blocks` is given, returns only these
+    /// Returns the blocks that in-flight saves read. If `blocks` is given, checks only these
     /// blocks.
     pub(crate) fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
         let among = |blocks: &[i32]| {

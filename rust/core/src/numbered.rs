@@ -2,7 +2,7 @@
 //! reservations and saves in flight.
 //!
 //! With multiple KV cache groups, a prompt has thousands of entries. A sorted deque keeps
-//! consecutive numbers adjacent in memory; a hash map would scatter them.
+//! consecutive numbers adjacent in memory, whereas a hash map would scatter them.
 
 use std::collections::VecDeque;
 
@@ -11,11 +11,12 @@ const SPARE: usize = 64;
 
 #[derive(Debug)]
 pub(crate) struct Numbered<T> {
-    /// Sorted by number. None marks a removed value; the first entry always has a value.
+    /// Entries sorted by number. None marks a removed value, and the first entry always has a
+    /// value.
     row: VecDeque<(u64, Option<T>)>,
     /// Number of values.
     len: usize,
-    /// Index of the entry found last.
+    /// Index of the most recently found entry.
     hand: usize,
 }
 
@@ -51,7 +52,8 @@ impl<T> Numbered<T> {
         self.len += 1;
     }
 
-    /// Returns the entry with the highest number up to `number`, or None if its value was removed.
+    /// Returns the entry with the highest number that is at most `number`, or None if the entry's
+    /// value was removed.
     pub(crate) fn up_to(&mut self, number: u64) -> Option<(u64, &mut T)> {
         let at = self.find(number)?;
         let (own, value) = self.row.get_mut(at)?;
@@ -74,8 +76,8 @@ impl<T> Numbered<T> {
         self.row.iter_mut().filter_map(|(_, value)| value.as_mut())
     }
 
-    /// Returns the index of the last entry with a number up to `number`. Tries the entry found last
-    /// and its successor first.
+    /// Returns the index of the last entry whose number is at most `number`. First tries the most
+    /// recently found entry and its successor.
     fn find(&mut self, number: u64) -> Option<usize> {
         let is_there = |at: usize| {
             let is_above = |at| self.row.get(at).map(|(other, _)| *other > number);
@@ -87,7 +89,7 @@ impl<T> Numbered<T> {
         Some(self.hand)
     }
 
-    /// Drops removed entries at the front, or all of them once there are many.
+    /// Drops removed entries at the front, or all removed entries once there are many.
     fn tidy(&mut self) {
         while self.row.front().is_some_and(|(_, value)| value.is_none()) {
             self.row.pop_front();

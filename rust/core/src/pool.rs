@@ -105,7 +105,7 @@ impl Pool {
         Self::of_slabs(disk, host_bytes, slab_bytes(host_bytes, &sizes), Box::new(wake))
     }
 
-    /// Allocates a single store's memory.
+    /// Creates a pool for a single store.
     pub(crate) fn of_one(host_bytes: u64, sizes: &FrameSizes) -> Result<Arc<Self>> {
         let frame_bytes = sizes.largest();
         let host_bytes = if let [_] = sizes.all() {
@@ -148,7 +148,7 @@ impl Pool {
         self.arena.size_bytes()
     }
 
-    /// Returns the slab size, in bytes. The last slab also takes the arena's remaining bytes.
+    /// Returns the slab size, in bytes. The last slab also includes the arena's remaining bytes.
     pub fn slab_bytes(&self) -> u64 {
         self.slab_bytes
     }
@@ -232,7 +232,7 @@ impl PoolState {
         u32::try_from(own.count()).unwrap_or(u32::MAX)
     }
 
-    /// Returns the number of slabs below `end` a store can keep when other stores need slabs.
+    /// Returns the number of slabs below `end` that a store can keep when other stores need slabs.
     fn share_before(&self, end: u32, member: &MemberState) -> u32 {
         let part = u64::from(member.share) * u64::from(end.min(self.num_slabs()))
             / u64::from(self.num_slabs().max(1));
@@ -253,9 +253,9 @@ impl PoolState {
 
     /// Takes a slab from store `from` and assigns it to another hungry store: the store with the
     /// lowest limit or, among equal limits, the store furthest below its share. If no other store
-    /// is hungry, the slab becomes free. A hungry store that releases a slab does not get it back
-    /// and stays hungry; otherwise, its size classes would pass the slab around, and the store
-    /// would never get another.
+    /// is hungry, the slab becomes free. A hungry store that releases a slab does not get the slab
+    /// back and stays hungry. Otherwise, its size classes would pass the slab around, and the store
+    /// would never get another slab.
     fn reassign(&mut self, from: u32, slab: SlabId) {
         if let Some(member) = self.members.get_mut(&from) {
             member.num_slabs -= 1;
@@ -285,8 +285,8 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    /// Adds a store without slabs. Its share is `percent` of the arena; stores with None split the
-    /// rest equally.
+    /// Adds a store that has no slabs yet. Its share is `percent` of the arena. Stores with None
+    /// split the rest equally.
     pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>) -> Self {
         let mut state = pool.state();
         let id = state.next_id;
@@ -309,7 +309,7 @@ impl Member {
         state.share_out();
     }
 
-    /// Returns the slabs other stores have released to this store since the last call.
+    /// Returns the slabs that other stores have released to this store since the last call.
     pub(crate) fn collect(&self) -> Vec<SlabId> {
         self.with(|own| std::mem::take(&mut own.arrived))
     }

@@ -30,7 +30,8 @@ pub struct LeaseId(pub u64);
 ///
 /// While a session has no store, for example because the server exited, every lookup misses.
 pub trait Session: Send + Sync + fmt::Debug {
-    /// Returns the information a worker needs to map the frames, or None without a store.
+    /// Returns the information that a worker needs to map the frames, or None if the session has no
+    /// store.
     fn arena(&self) -> Option<ArenaInfo>;
     /// Switches to a new store if the old store is gone and a new store is available. Returns true
     /// if the session switched. The new store starts with empty host memory and may have a
@@ -54,22 +55,22 @@ pub trait Session: Send + Sync + fmt::Debug {
     /// Releases a lease. A second call has no effect.
     fn release(&self, lease: LeaseId);
     /// Reserves frames for each request's missing chunks. Reserves nothing if any request's units
-    /// extend past its prefix. Tickets always ascend within a store, but a new store may reuse the
-    /// old store's tickets.
+    /// extend past the end of its prefix. Tickets always ascend within a store, but a new store may
+    /// reuse the old store's tickets.
     fn reserve_many(&self, asked: &[SaveRequest<'_>]) -> Result<Vec<Reserved>>;
     /// Commits reservations. Returns how many chunks became visible.
     fn commit(&self, tickets: &[u64]) -> u32;
     /// Aborts reservations and frees their frames.
     fn abort(&self, tickets: &[u64]);
-    /// Removes chunks and their descendants from every tier. Returns how many this call removed;
-    /// the rest of a large tree follows later.
+    /// Removes chunks and their descendants from every tier. Returns how many chunks this call
+    /// removed. The rest of a large tree is removed later.
     fn discard(&self, keys: &[ChunkKey]) -> u64;
     /// Removes all chunks from every tier.
     fn clear(&self);
     /// Returns all counters and gauges by name.
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)>;
     /// Restricts new reservations to frames in the first `limit_bytes` of the arena. Called while
-    /// workers cannot copy to the rest yet.
+    /// workers cannot yet copy to the rest of the arena.
     fn limit_memory(&self, limit_bytes: u64);
     /// Returns new log lines since the last call.
     fn take_events(&self) -> Vec<Event>;
@@ -99,7 +100,8 @@ struct Leases {
     writes: Numbered<WriteLease>,
     reads: FxHashMap<LeaseId, Arc<ReadLease>>,
     next: u64,
-    /// Highest ticket of a reservation, now and at the last call of `release_stale_keys`.
+    /// Highest ticket of any reservation so far. `newest_before` is its value at the last call of
+    /// `release_stale_keys`.
     newest: u64,
     newest_before: u64,
 }
@@ -122,8 +124,8 @@ impl Local {
         Ok(Self::of(Arc::new(Store::open(config)?)))
     }
 
-    /// Opens a session with `store`, which can have several. Closing a session closes the store;
-    /// dropping a session ends only its own leases and reservations.
+    /// Opens a session with `store`, which can have multiple sessions. Closing a session closes the
+    /// store, whereas dropping it ends only the session's leases and reservations.
     pub fn of(store: Arc<Store>) -> Self {
         Self {
             leases: Mutex::default(),
@@ -133,7 +135,7 @@ impl Local {
         }
     }
 
-    /// Returns the number of open reservations and of read leases.
+    /// Returns the number of open reservations and the number of read leases.
     pub fn num_open(&self) -> (usize, usize) {
         let leases = self.leases();
         (leases.writes.len(), leases.reads.len())

@@ -1,9 +1,9 @@
 //! Compares the disk tier with `fio`, and measures the time to open a directory with a million
 //! chunks.
 //!
-//! fio runs on the same file system with the same block size, threads and `O_DIRECT`. Files are
-//! created in the target directory or in `--dir`, and removed afterwards. Targets: at least 0.90 of
-//! fio's rate, and at most 1 s to open the directory.
+//! fio uses the same file system, block size, number of threads and I/O mode (direct or buffered).
+//! Files are created in the target directory or in `--dir`, and are removed afterwards. The targets
+//! are at least 90% of fio's rate, and at most 1 s to open the directory.
 #![expect(clippy::unwrap_used, reason = "a bench that cannot run stops with the reason")]
 
 use kvloft_core::io::SizeClass;
@@ -26,7 +26,8 @@ use crate::table::title;
 
 const FILE_BYTES: u64 = 256 << 20;
 const SLICE: Duration = Duration::from_millis(350);
-/// Number of runs per median. The tier and fio alternate, so that other load affects both.
+/// Number of runs per median. The tier and fio take turns, so that other load on the machine
+/// affects both.
 const ROUNDS: usize = 5;
 const CHUNKS: u32 = 1_000_000;
 const NAMESPACE: [u8; 32] = [0x42; 32];
@@ -101,7 +102,7 @@ fn measure_frame_size(dir: &Path, frame_bytes: u64, has_fio: bool) -> Vec<f64> {
 
 /// Returns the bytes per second read from or written to random slots, summed over threads.
 ///
-/// Each thread has a share of the slots.
+/// Each thread accesses a separate share of the slots.
 fn run_tier(
     tier: &DiskTier,
     slots: &mut [SlotId],
@@ -128,9 +129,10 @@ fn run_tier(
     })
 }
 
-/// Allocates more frames than fit in the CPU caches, as in an arena.
+/// Allocates more frames than fit in the CPU caches, as an arena does.
 ///
-/// The frames are filled, because memory that was never written is backed by a single zero page.
+/// The frames are filled, because memory that has never been written is backed by a single zero
+/// page.
 fn frames(thread: usize, frame_bytes: u64) -> Vec<PageBuffer> {
     let mut frames: Vec<_> =
         (0..16).map(|_| PageBuffer::new(frame_bytes.try_into().unwrap())).collect();
@@ -152,7 +154,8 @@ fn run_share(tier: &DiskTier, share: &mut [SlotId], frames: &mut [PageBuffer], v
         match verb {
             Verb::Read => tier.read(*slot, &meta(slot.0).key, frame).unwrap(),
             Verb::Write => {
-                // Another thread may reserve the freed slot, so the share may get a different slot.
+                // Another thread may reserve the freed slot first, so the share may get a different
+                // slot in return.
                 tier.free(*slot).unwrap();
                 *slot = tier.reserve(SizeClass(0)).unwrap();
                 tier.write(*slot, &meta(slot.0), frame).unwrap();
@@ -248,13 +251,13 @@ fn measure_open(dir: &Path) {
     store.close(Duration::ZERO);
 }
 
-/// Returns this thread's CPU time, which other load does not inflate.
+/// Returns this thread's CPU time, which other load on the machine does not inflate.
 fn cpu_time() -> Duration {
     let text = fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
     Duration::from_nanos(text.split(' ').next().and_then(|ns| ns.parse().ok()).unwrap_or(0))
 }
 
-/// Returns the record of a slot: chunks are in chains of 1000, with random slots and save times.
+/// Returns the record of a slot. Chunks form chains of 1000, with random slots and save times.
 fn record(slot: u32) -> [u8; 128] {
     let n = u32::try_from(u64::from(slot) * 7_368_787 % u64::from(CHUNKS)).unwrap();
     let key = |n: u32| *blake3::hash(&n.to_le_bytes()).as_bytes();

@@ -1,7 +1,7 @@
 //! Compares the hit ratios of the eviction policies and the optimum on a trace.
 //!
 //! Each request is looked up, leased and saved in a real store. The optimum is an upper bound: it
-//! uses future requests to keep the chunks that are needed soonest.
+//! looks ahead in the trace and keeps the chunks that are needed soonest.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -15,11 +15,12 @@ use crate::states;
 use crate::table::{title, verdict};
 use crate::trace::{Trace, load, synthetic, two_sets};
 
-/// Store sizes in percent of the unique blocks, each with a target for the ratio of the default
+/// Store sizes as percentages of the unique blocks, each with the target ratio of the default
 /// policy's hits to LRU's.
 const SIZES: [(u32, f64); 5] = [(1, 0.98), (5, 1.4), (10, 0.98), (20, 0.98), (50, 0.98)];
 const SYNTHETIC_TARGET: f64 = 0.98;
-/// For two successive working sets: the store's size in percent of one set, and the target.
+/// The store size as a percentage of one working set, and the target ratio, for two successive
+/// working sets.
 const TWO_SETS: (u32, f64) = (120, 0.97);
 const FRAME_BYTES: u64 = 4096;
 
@@ -45,7 +46,7 @@ pub(crate) fn run(asked: Option<&Path>) {
     );
 }
 
-/// Prints the hit ratios of the policies. Requests before index `counted` are not included.
+/// Prints the hit ratios of the policies. Hits of requests before index `counted` are not included.
 fn table(name: &str, trace: &Trace, counted: usize, sizes: &[(u32, f64)]) {
     let unique = trace.iter().flatten().collect::<BTreeSet<_>>().len();
     let total: usize = trace[counted..].iter().map(Vec::len).sum();
@@ -71,7 +72,7 @@ fn table(name: &str, trace: &Trace, counted: usize, sizes: &[(u32, f64)]) {
     }
 }
 
-/// Returns each request's number of hits in a store of `capacity` frames.
+/// Returns the number of hits of each request in a store of `capacity` frames.
 fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> Vec<usize> {
     let config = StoreConfig {
         frame_sizes: FRAME_BYTES.into(),
@@ -99,7 +100,7 @@ fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> Vec<usize> {
     hits
 }
 
-/// Returns each request's number of hits if evictions are based on future requests.
+/// Returns the number of hits of each request if evictions are based on future requests.
 ///
 /// A use of a block is also a use of its parent. A block is therefore never needed sooner than its
 /// parent, and the cached blocks of a prompt always form a prefix.

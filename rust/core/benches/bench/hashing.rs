@@ -1,5 +1,5 @@
-//! Compares key computation for token ids and embedding rows with plain BLAKE3 over as many bytes,
-//! and a chunk's tag computation with a copy.
+//! Compares computing keys of token ids and embedding rows with plain BLAKE3 over the same number
+//! of bytes, and computing a chunk's tag with copying the chunk.
 
 use std::time::Instant;
 
@@ -10,7 +10,7 @@ use crate::table::{Times, in_turns, title, verdict};
 
 const NUM_IDS: u32 = 131_072;
 const ROOT: ChunkKey = ChunkKey([7; 32]);
-/// Width of an embedding row, in bfloat16 values.
+/// Number of bfloat16 values in an embedding row.
 const WIDTH: u32 = 4096;
 const NUM_ROWS: usize = 512;
 

@@ -1,6 +1,6 @@
 //! Measures lookups and leases of prompts with 131,072 tokens in a store of a million chunks.
 //!
-//! Lookups alternate between many prompts, so that the CPU caches do not hold the result.
+//! Lookups cycle through many prompts, so that the index entries are not in the CPU caches.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -15,13 +15,14 @@ use crate::table::{Times, title, verdict};
 pub(crate) const NUM_CHUNKS: u32 = 1_000_000;
 const PROMPT_TOKENS: u32 = 131_072;
 const FRAME_BYTES: u64 = 4096;
-/// Number of prompts that lookups alternate between.
+/// Number of prompts that lookups cycle through.
 const NUM_PROBES: u32 = 61;
 
 /// Returns a prompt of `num_blocks` blocks that shares its first `num_shared` blocks with prompt
 /// `seed`.
 ///
-/// A block has one token. Its size does not affect a lookup, because a key always has 32 bytes.
+/// Each block has one token. The block size does not affect lookups, because a key always has 32
+/// bytes.
 pub(crate) fn prompt(seed: u32, num_blocks: u32, num_shared: u32) -> KeyChain {
     let mut chain = KeyChain::new(ChunkKey([7; 32]), 1).expect("a valid chain");
     let other = |at: u32| if at < num_shared { seed } else { u32::MAX };

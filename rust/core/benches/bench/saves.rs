@@ -1,10 +1,10 @@
 //! Measures saves of one chunk in a full store of a million chunks.
 //!
-//! A save is a reserve and a commit, and evicts one chunk. Every fourth prompt has been saved
+//! Each save reserves and commits one chunk, and evicts another. Every fourth prompt has been saved
 //! before, and old prompts are looked up. Victims therefore include reused chunks, and evicted
-//! chunks are saved again. Frames are never written, because that cost is not the store's. All
-//! rounds do the same work, so the minimum over rounds is the store's cost; other processes account
-//! for the rest.
+//! chunks are saved again. Frames are never written, because writing them is not part of the
+//! store's work. All rounds do the same work, so the minimum over all rounds is the store's cost.
+//! Any additional time is caused by other processes.
 
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,8 @@ use kvloft_testing::one_prefix::StoreExt;
 use crate::lookup::{NUM_CHUNKS, full_store, prompt};
 use crate::table::{Times, title, verdict};
 
-/// Number of chunks per prompt. It divides the store's number of chunks, so that the store is full.
+/// Number of chunks per prompt. The store's capacity is a multiple of this number, so that prompts
+/// fill the store completely.
 const PROMPT_CHUNKS: u32 = 16;
 const NUM_PROMPTS: u32 = 40_000;
 const ROUNDS: u32 = 3;
@@ -24,7 +25,7 @@ const WORST_TARGET_US: f64 = 1000.0;
 /// Returns the time of each save, in order.
 fn round(eviction: Eviction) -> Vec<Duration> {
     let store = full_store(PROMPT_CHUNKS, eviction);
-    // Preallocated, so that reallocations are not measured.
+    // Preallocate the vector, so that reallocations are not measured.
     let mut times = Vec::with_capacity((NUM_PROMPTS * PROMPT_CHUNKS) as usize);
     let num_stored = NUM_CHUNKS / PROMPT_CHUNKS;
     for nth in 0..NUM_PROMPTS {

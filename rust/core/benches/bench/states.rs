@@ -15,11 +15,11 @@ use kvloft_testing::one_prefix::StoreExt;
 use crate::table::{title, verdict};
 use crate::trace::Trace;
 
-/// Number of KV cache groups with states, as in Qwen3-Next. A state takes one frame, like a block.
+/// Number of KV cache groups with states, as in Qwen3-Next. Like a block, a state takes one frame.
 const NUM_GROUPS: u32 = 3;
-/// Store sizes in percent of the unique blocks.
+/// Store sizes as percentages of the unique blocks.
 const SIZES: [u32; 4] = [3, 10, 20, 30];
-/// Target for the ratio of adaptive eviction's hits to LRU's.
+/// Target ratio of adaptive eviction's hits to LRU's.
 const TARGET: f64 = 0.98;
 
 pub(crate) fn table(name: &str, trace: &Trace) {
@@ -43,7 +43,7 @@ pub(crate) fn table(name: &str, trace: &Trace) {
     }
 }
 
-/// Replays the trace in a store of `frames` frames. Returns the number of blocks in all hits.
+/// Replays the trace in a store of `frames` frames. Returns the total number of blocks in all hits.
 fn replay(trace: &Trace, frames: usize, eviction: Eviction, has_prefix: bool) -> usize {
     let config = StoreConfig {
         frame_sizes: 4096_u64.into(),

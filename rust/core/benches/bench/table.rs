@@ -1,4 +1,4 @@
-//! Timing and table output that the sections share.
+//! Timing and table output shared by all sections.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -12,7 +12,8 @@ impl Times {
         Self(times)
     }
 
-    /// Returns a quantile in seconds: 0 is the minimum, 0.5 the median, 1 the maximum.
+    /// Returns a quantile of the times in seconds: 0 is the minimum, 0.5 the median and 1 the
+    /// maximum.
     pub(crate) fn quantile(&self, share: f64) -> f64 {
         let last = self.0.len() - 1;
         let at = (0..last).find(|&at| at as f64 >= share * last as f64).unwrap_or(last);
@@ -24,7 +25,7 @@ impl Times {
     }
 }
 
-/// Measures two functions alternately.
+/// Times two functions, alternating between them.
 pub(crate) fn in_turns<A, B>(
     turns: usize,
     mut one: impl FnMut() -> A,

@@ -11,9 +11,11 @@ const DEFAULT_TRACE: &str = "../shared/data/conversation_trace.first6000.jsonl";
 /// The block ids of each request, in order of arrival.
 pub(crate) type Trace = Vec<Vec<u32>>;
 
-/// Returns the name and the requests of the given trace, or of the default trace if it exists.
+/// Returns the name and the requests of the given trace. Without an argument, uses the default
+/// trace if it exists.
 pub(crate) fn load(asked: Option<&Path>) -> Option<(String, Trace)> {
-    // Benches run in the package's directory, but trace paths are relative to the repository.
+    // Benchmarks run in the package's directory, but trace paths are relative to the repository
+    // root.
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
     let path = root.join(asked.unwrap_or(Path::new(DEFAULT_TRACE)));
     if asked.is_none() && !path.exists() {
@@ -41,7 +43,7 @@ fn numbers() -> impl FnMut(u32) -> u32 {
     }
 }
 
-/// Returns requests of synthetic chats, a few hundred of them open at a time.
+/// Returns the requests of synthetic chats, with a few hundred chats open at a time.
 ///
 /// A request repeats the chat so far and adds up to 8 blocks. A chat has 8 turns on average.
 pub(crate) fn synthetic() -> Trace {
@@ -51,7 +53,7 @@ pub(crate) fn synthetic() -> Trace {
     let mut trace = Trace::new();
     for _ in 0..6000 {
         if chats.len() < 300 || below(4) == 0 {
-            // The product of two uniform numbers makes small numbers much more likely.
+            // Multiplying two uniform random numbers makes small results much more likely.
             let system = below(40) * below(40) / 40;
             chats.push((0..4).map(|at| system * 4 + at).collect());
         }
@@ -72,8 +74,8 @@ pub(crate) fn synthetic() -> Trace {
 
 /// Returns two sets of 64 chats with 5 turns each, in random order.
 ///
-/// The first prompt has 4,000 tokens, each later turn adds 400, and outputs have 150. A block has
-/// 64 tokens. The sets have no chat in common.
+/// The first prompt has 4,000 tokens, each later turn adds 400, and each output has 150. A block
+/// has 64 tokens. The sets have no chat in common.
 pub(crate) fn two_sets() -> [Trace; 2] {
     const CHATS: u32 = 64;
     const TURNS: u32 = 5;

@@ -1,14 +1,14 @@
-//! One KV cache group's chunks in a batch, and their conversion from and to columns.
+//! One KV cache group's chunks in a batch, and their conversion to and from columns.
 
 use std::ops::Range;
 
 use crate::io::FrameId;
 use crate::{Error, Result};
 
-/// Block id that marks a block not to copy.
+/// Sentinel block id: do not copy this block.
 pub const NOT_WANTED: i32 = -1;
 
-/// One group's chunks; at least one.
+/// One group's chunks. Never empty.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Part {
     pub(super) group: u32,
@@ -31,7 +31,7 @@ pub struct Columns<T> {
     pub frames: T,
     /// Chunk keys, 32 bytes each.
     pub keys: T,
-    /// Block ids, 4 bytes each; every chunk has the same number.
+    /// Block ids, 4 bytes each. Every chunk has the same number of block ids.
     pub blocks: T,
 }
 
@@ -50,8 +50,8 @@ pub(super) fn check_table(table: &[i32]) -> Result<()> {
     is_right.then_some(()).ok_or_else(|| Error::invalid("a block table has a negative block id"))
 }
 
-/// Returns the range of a chunk's blocks to copy, or None if there are none, they are not
-/// contiguous or an id is negative.
+/// Returns the range of a chunk's blocks to copy. Returns None if no block is to be copied, or if
+/// the blocks to copy are not contiguous or have a negative id.
 pub(super) fn wanted(blocks: &[i32]) -> Option<Range<usize>> {
     let start = blocks.iter().position(|block| *block != NOT_WANTED)?;
     let stop = blocks.iter().rposition(|block| *block != NOT_WANTED)? + 1;

@@ -9,7 +9,7 @@ use std::ops::Range;
 use crate::io::SizeClass;
 use crate::{Error, Result};
 
-/// The part of a group needed to load a prefix.
+/// The part of a group that is needed to load a prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GroupKind {
     /// A prefix needs every block.
@@ -28,7 +28,7 @@ pub struct Group {
     /// Group number hashed into the group's chunk keys, or None if the chunks use the prefix's
     /// keys.
     pub number: Option<u32>,
-    /// The part of the group a prefix needs.
+    /// The part of the group that a prefix needs.
     pub kind: GroupKind,
     /// Number of tokens per block.
     pub block_tokens: u32,
@@ -77,8 +77,8 @@ impl Group {
         self.kind == GroupKind::Full
     }
 
-    /// Returns the first block a prefix of `num_units` units needs. The prefix also needs all later
-    /// blocks.
+    /// Returns the first block that a prefix of `num_units` units needs. The prefix also needs all
+    /// later blocks.
     pub fn first_block(&self, num_units: u32) -> u32 {
         let [units, each, block, reach] =
             [num_units, self.blocks_per_unit, self.block_tokens, self.reach].map(u64::from);
@@ -92,7 +92,8 @@ impl Group {
         u32::try_from(first).unwrap_or(u32::MAX)
     }
 
-    /// Returns the units a prefix of `num_units` units needs. It may need only part of the first.
+    /// Returns the units that a prefix of `num_units` units needs. The prefix may need only part of
+    /// the first unit.
     pub fn units(&self, num_units: u32) -> Range<u32> {
         self.first_block(num_units) / self.blocks_per_unit..num_units
     }

@@ -1,4 +1,5 @@
-//! Finds the deepest hit: the longest prefix of whole units with all needed chunks in every group.
+//! Finds the deepest hit: the longest prefix of whole units that has all needed chunks in every
+//! group.
 //!
 //! Full-attention chunks depend on the chunks before them, so a single lookup finds the end of the
 //! stored prefix. Other groups' chunks are saved and evicted individually, so they are looked up
@@ -59,8 +60,8 @@ impl Column<'_> {
         tiers(&self.found[(unit - self.start) as usize]) > 0
     }
 
-    /// Returns `num_units` if all chunks needed by a prefix of this length are stored. Otherwise
-    /// returns a smaller number of units; no prefix length between the two is a hit.
+    /// Returns `num_units` if all chunks needed by a prefix of this length are stored. Otherwise,
+    /// returns a smaller number of units, and no prefix length in between is a hit.
     fn nearest(&self, num_units: u32, tiers: Tiers) -> u32 {
         let Some(missing) =
             self.group.units(num_units).rev().find(|unit| !self.is_there(*unit, tiers))
@@ -68,7 +69,7 @@ impl Column<'_> {
             return num_units;
         };
         if self.group.kind == GroupKind::Local {
-            return missing; // a prefix that ends between two local chunks needs neither
+            return missing; // a prefix that ends between two attention chunks needs neither
         }
         (self.start..missing)
             .rev()

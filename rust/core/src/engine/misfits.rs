@@ -17,14 +17,14 @@ const MANY: u64 = 64;
 const FEW_FITS: u64 = 4;
 /// Number of saves in larger frames per trial.
 const TRIAL_EVERY: u64 = 64;
-/// Once this many results have been counted, all results so far are halved in weight.
+/// Once this many results have been counted, the weight of all results so far is halved.
 const MAX_RESULTS: u64 = 1024;
 
 /// One KV cache group's misfits.
 #[derive(Debug, Default)]
 pub(super) struct Misfits {
     keys: FxHashSet<ChunkKey>,
-    /// Number of chunks that did not fit, including chunks with dropped keys.
+    /// Number of chunks that did not fit, including chunks whose keys have been dropped.
     pub(super) num_failed: u64,
     /// Recent saves in smaller frames: the number of fits and the number of misfits.
     recent: [u64; 2],
@@ -66,9 +66,9 @@ impl Misfits {
         }
     }
 
-    /// Returns the units of a request that may get a smaller frame if `may_fit` agrees. The other
-    /// units get larger frames. Only a request's last unit can be a trial, because no other chunk
-    /// of the request fails with it.
+    /// Returns the units of a request that may get a smaller frame if `may_fit` returns true. The
+    /// other units get larger frames. Only a request's last unit can be a trial, because a failure
+    /// of the last chunk does not affect the request's other chunks.
     pub(super) fn candidates(&mut self, units: &std::ops::Range<u32>) -> std::ops::Range<u32> {
         if !self.are_all {
             return units.clone();

@@ -1,5 +1,5 @@
-//! One engine's view of a store: translates prefixes, block tables and rank reports to a session's
-//! keys and tickets.
+//! One engine's view of a store: translates prefixes, block tables and rank reports to the keys and
+//! tickets of a session.
 //!
 //! A prefix has one chunk per unit and KV cache group. A ticket is settled once, by the last rank's
 //! report (I10), and committed only if no rank reported a failure (I3). A save reads its blocks
@@ -150,8 +150,8 @@ impl EngineSession {
         Ok(Lease { id, num_units, num_chunks: u32::try_from(num_chunks).unwrap_or(u32::MAX) })
     }
 
-    /// Returns the number of units ready to load, and the number of units after them still being
-    /// read from disk.
+    /// Returns the number of units ready to load, and the number of units after them that are still
+    /// being read from disk.
     ///
     /// A hit is all or nothing unless the only group uses full attention: returns (0, 0) if a chunk
     /// cannot be read.
@@ -175,8 +175,8 @@ impl EngineSession {
     }
 
     /// Returns each group's range of blocks to load for units `[begin, end)` of a prefix with `end`
-    /// units. vLLM already has the earlier blocks, or null blocks where the group does not need
-    /// them.
+    /// units. vLLM already has the earlier blocks, or has null blocks in place of blocks that the
+    /// group does not need.
     pub fn loaded_blocks(&self, begin: u32, end: u32) -> Vec<Range<u32>> {
         let blocks = |group: &Group| {
             let each = group.blocks_per_unit;
@@ -219,16 +219,16 @@ impl EngineSession {
         }
         let mut by_tier = by_tier.unwrap_or_default();
         if self.full_groups().next().is_none() {
-            by_tier.fill_up(end.saturating_sub(begin)); // units before every window need no chunks
+            by_tier.fill_up(end.saturating_sub(begin)); // units before all windows need no chunks
         }
         Ok((batch, by_tier))
     }
 
     // -- saves ----------------------------------------------------------------------------------
 
-    /// Records one rank's report. `misfits` lists the `failed` tickets with chunks that did not fit
-    /// their frames. Ignores tickets not in flight. Returns how many chunks became visible and how
-    /// many failed for reasons other than their size.
+    /// Records one rank's report. `misfits` lists the `failed` tickets whose chunks did not fit
+    /// their frames. Ignores tickets that are not in flight. Returns how many chunks became visible
+    /// and how many failed for reasons other than their size.
     pub fn settle(&self, saved: &[u64], failed: &[u64], misfits: &[u64]) -> (u32, usize) {
         let mut in_flight = self.in_flight();
         for ticket in failed {
@@ -307,7 +307,7 @@ impl EngineSession {
         self.in_flight().len()
     }
 
-    /// Returns the blocks that saves in flight read. If `blocks` is given, returns only these
+    /// Returns the blocks that in-flight saves read. If `blocks` is given, checks only these
     /// blocks.
     pub fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
         self.in_flight().being_read(blocks)

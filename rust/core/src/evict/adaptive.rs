@@ -1,14 +1,14 @@
 //! Eviction policies: adaptive LRU, in which reused chunks age more slowly, and plain LRU.
 //!
-//! Evictable chunks wait in two queues sorted by last use: chunks used once, and reused chunks. A
-//! chunk saved again after its eviction counts as reused. The victim is the older of the two heads,
-//! with the reused chunk's age divided by `credit`. The credit adapts to the workload, so there is
-//! no setting. A credit of 1, its initial value, gives plain LRU. A chunk that returns after its
-//! eviction was evicted too early. The credit then grows if the chunk had been reused and shrinks
-//! otherwise, until reused chunks and other chunks return equally often. The credit is high if most
-//! chunks are never used again, and drops after a few returns when a new working set replaces the
-//! old one. ARC (Megiddo and Modha, FAST 2003) balances queue sizes, so it would have to count
-//! chunks that are not leaves; comparing ages requires no counts.
+//! Evictable chunks wait in two queues sorted by last use: one for chunks used once, and one for
+//! reused chunks. A chunk saved again after its eviction counts as reused. The victim is the older
+//! of the two heads, with the reused chunk's age divided by `credit`. The credit adapts to the
+//! workload, so it needs no setting. A credit of 1, its initial value, gives plain LRU. A chunk
+//! that returns after its eviction was evicted too early. The credit then grows if the chunk had
+//! been reused and shrinks otherwise, until reused chunks and other chunks return equally often.
+//! The credit is high if most chunks are never used again, and drops after a few returns when a new
+//! working set replaces the old one. ARC (Megiddo and Modha, FAST 2003) balances queue sizes, so it
+//! would have to count chunks that are not leaves. Comparing ages requires no counts.
 //!
 //! A use of a chunk is also a use of its ancestors, but only the deepest chunk is updated. An
 //! ancestor cannot be a victim before its descendants are removed, and a removed chunk passes its

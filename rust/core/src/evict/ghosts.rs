@@ -26,9 +26,9 @@ pub(super) struct Ghost {
     pub(super) recent: bool,
 }
 
-/// Bit of a tag that marks its slot as used.
+/// Tag bit that marks the tag's slot as used.
 const USED: u32 = 1;
-/// Bit of a tag that holds `Ghost::reused`.
+/// Tag bit that holds `Ghost::reused`.
 const REUSED: u32 = 2;
 
 #[derive(Debug, Default)]

@@ -7,12 +7,12 @@ use super::{ChunkId, GroupId};
 
 /// Number of queues per group; see `Node::row`.
 pub(super) const NUM_ROWS: usize = 4;
-/// In order: used once; reused; unwritten and used once; unwritten and reused.
+/// The rows, in order: used once; reused; unwritten and used once; unwritten and reused.
 const ROWS: [u8; NUM_ROWS] = [0, 1, 2, 3];
 
 #[derive(Debug, Default)]
 pub(super) struct Groups {
-    /// Indexed by chunk. Chunks beyond the end have no group.
+    /// Each chunk's group, indexed by chunk. Chunks beyond the end have no group.
     of: Vec<Option<GroupId>>,
     /// Entries of the form (group, row, last use, chunk).
     queue: BTreeSet<(GroupId, u8, u64, u32)>,

@@ -1,5 +1,5 @@
 //! Compares `InFlight` with a map that has one row per ticket. Ranks report in any order. Some
-//! reports are repeats or name tickets not in flight.
+//! reports are repeated or name tickets that are not in flight.
 
 use std::collections::BTreeMap;
 

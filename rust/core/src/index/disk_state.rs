@@ -48,7 +48,7 @@ pub(crate) enum DiskEvent {
     Defer,
     /// The chunk was written to the slot.
     Written(SlotId),
-    /// The opening tier found the chunk in the slot.
+    /// The tier found the chunk in the slot when it was opened.
     Found(SlotId),
     /// A disk thread starts to free the chunk's slot.
     Evict,
@@ -91,7 +91,7 @@ impl DiskState {
         matches!(self, Self::Stored(_))
     }
 
-    /// Returns true if the chunk occupies a slot: it is being written, stored or being evicted.
+    /// Returns true if the chunk occupies a slot: it is stored, being written or being evicted.
     pub(crate) fn takes_slot(self) -> bool {
         matches!(self, Self::Writing | Self::Stored(_) | Self::Evicting(_))
     }

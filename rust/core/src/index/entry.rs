@@ -5,7 +5,7 @@ use super::host_state::HostState;
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
 
-/// `expires_s` of a chunk that never expires.
+/// Value of `expires_s` for a chunk that never expires.
 pub(crate) const NEVER: u32 = u32::MAX;
 
 /// A chunk's tenant (see `store/tenants/table.rs`). The default is the tenant of requests without a
@@ -48,8 +48,8 @@ pub(crate) struct Entry {
     pub(crate) saved_s: u32,
     /// Unix time when the chunk expires, in seconds.
     pub(crate) expires_s: u32,
-    /// Number of holds on the chunk: by read leases that end at it in host memory or wait for it,
-    /// by a disk thread writing it, and by operations that keep it in host memory.
+    /// Number of holds on the chunk. Holders are read leases that end at the chunk in host memory
+    /// or wait for it, a disk thread writing it, and operations that keep it in host memory.
     pub(crate) holds: u32,
     /// Number of children not absent from host memory, including detached children.
     pub(crate) host_children: u32,
@@ -61,15 +61,15 @@ pub(crate) struct Entry {
     /// True if the chunk ends a mostly reused prefix, or is an independent chunk of such a prefix.
     /// Reported to the disk policy when the chunk is added.
     pub(crate) reused: bool,
-    /// True if another save skipped this chunk because its save had not ended.
+    /// True if another save skipped this chunk because this chunk's save had not ended.
     pub(crate) contended: bool,
-    /// Pages in the chunk's disk slot, or 0 without a slot. Only `State::change_disk` changes this
-    /// field.
+    /// Number of pages in the chunk's disk slot, or 0 if the chunk has no slot. Only
+    /// `State::change_disk` changes this field.
     pub(crate) disk_pages: u32,
 }
 
-// At 160 bytes, the last entries of stored prompts with 128 x n chunks would share CPU cache sets,
-// and lookups alternating between such prompts would be up to 9% slower.
+// If entries had 160 bytes, the last entries of stored prompts with 128 x n chunks would share CPU
+// cache sets, and lookups alternating between such prompts would be up to 9% slower.
 const _: () = assert!(size_of::<Entry>() == 164);
 
 impl Entry {

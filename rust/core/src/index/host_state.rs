@@ -49,7 +49,7 @@ pub(crate) enum HostEvent {
     Fill,
     /// The chunk's parent is visible, or the chunk has no parent.
     Show,
-    /// The chunk's frame or an ancestor's will not be filled.
+    /// The frame of the chunk or of an ancestor will not be filled.
     Fail,
     /// The chunk leaves host memory. The policy receives the reason.
     Leave(Removal),

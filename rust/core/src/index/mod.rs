@@ -28,7 +28,7 @@ pub(crate) struct Index {
     map: Table,
     entries: Vec<Entry>,
     vacant: Vec<u32>,
-    /// The newest chunk without a parent; all others without a parent are its siblings.
+    /// The newest chunk without a parent. All other chunks without a parent are its siblings.
     first_root: Option<ChunkId>,
     /// The value of `first_root` before each [`Index::unmap_all`].
     old_roots: Vec<ChunkId>,

@@ -10,8 +10,8 @@
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
 
-/// The key's hash, and the id plus one (0 if the slot is free). A tuple, so that `vec!` requests
-/// zeroed memory.
+/// The key's hash, and the id plus one (0 if the slot is free). This is a tuple so that `vec!`
+/// requests zeroed memory.
 type Slot = (u32, u32);
 
 /// Number of slots in a new segment. Must be a power of two.
@@ -20,7 +20,7 @@ const SEGMENT_SLOTS: usize = 1 << 13;
 /// a segment of `SEGMENT_SLOTS` slots together use at most the 32 bits of a hash.
 const MAX_DEPTH: u32 = 18;
 
-/// Entries with hashes that share their first `depth` bits.
+/// Entries whose hashes share the first `depth` bits.
 #[derive(Debug)]
 struct Segment {
     slots: Vec<Slot>,
@@ -88,7 +88,7 @@ impl Segment {
         self.len += 1;
     }
 
-    /// Empties a slot and moves later entries that probing could no longer reach.
+    /// Empties a slot and moves later entries that probing could otherwise no longer reach.
     fn remove(&mut self, mut gap: usize) {
         self.len -= 1;
         let mut at = gap;
@@ -151,8 +151,8 @@ impl Table {
         }
     }
 
-    /// Splits a segment: entries with a 1 as the next hash bit move to a new segment. `hash` is any
-    /// hash in the segment.
+    /// Splits a segment: entries whose next hash bit is 1 move to a new segment. `hash` is any hash
+    /// in the segment.
     fn split(&mut self, segment: usize, hash: u32) {
         let depth = self.segments[segment].depth + 1;
         if depth > self.depth {

@@ -239,8 +239,8 @@ impl HostArena {
         Ok(stat.map_err(|error| Error::io("cannot inspect the arena", error.into()))?.st_ino)
     }
 
-    /// Returns the path where the same user's other processes can open the arena. The path is valid
-    /// while this handle is alive.
+    /// Returns the path at which other processes of the same user can open the arena. The path is
+    /// valid while this handle is alive.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", rustix::process::getpid().as_raw_nonzero(), self.fd.as_raw_fd())
     }
@@ -326,8 +326,8 @@ impl Arena {
         Ok(tag)
     }
 
-    /// Returns the part's damage, or None if the part matches `spec`. The caller must have pinned
-    /// the frame.
+    /// Returns how the part is damaged, or None if the part matches `spec`. The caller must have
+    /// pinned the frame.
     pub fn check(
         &self,
         offset: u64,

@@ -42,7 +42,7 @@ pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
 pub struct OsFile {
     buffered: File,
     direct: Option<File>,
-    /// True once a direct transfer was rejected even though `open` had accepted `O_DIRECT`.
+    /// True once a direct transfer has been rejected even though `open` accepted `O_DIRECT`.
     direct_refused: AtomicBool,
 }
 

@@ -35,7 +35,7 @@ impl Place {
     }
 }
 
-/// Returns the mask of a single node, or 0 if the mask has no bit for it.
+/// Returns a mask with only `node` set, or 0 if the mask has no bit for `node`.
 pub(super) fn bit(node: u32) -> u64 {
     1_u64.checked_shl(node).unwrap_or(0)
 }
@@ -98,8 +98,8 @@ fn bind(address: usize, num_bytes: usize, place: &Place) -> Result<()> {
     }
 }
 
-/// Sets the memory policies of ranges in a file of `size_bytes`. The ranges must be in ascending
-/// order.
+/// Sets the memory policies of ranges in a file of `size_bytes` bytes. The ranges must be in
+/// ascending order.
 pub(super) fn place(fd: impl AsFd, size_bytes: u64, places: &[Place]) -> Result<()> {
     places.chunks(PLACED_AT_ONCE).try_for_each(|some| place_some(&fd, size_bytes, some))
 }

@@ -33,7 +33,8 @@ pub struct PartSpec<'a> {
 /// Why a part must not be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Damage {
-    /// The part has no trailer of this version, for example because the copy to it never finished.
+    /// The part has no trailer of this format version, for example because the copy to the part
+    /// never finished.
     Unsealed,
     /// The bytes belong to a different chunk.
     Key,
@@ -87,7 +88,7 @@ impl PartSpec<'_> {
         Ok((self.trailer(payload.len(), tag), tag))
     }
 
-    /// Returns the damage, or None if `trailer` and `payload` match this part.
+    /// Returns the kind of damage, or None if `trailer` and `payload` match this part.
     pub fn check(&self, payload: &[u8], trailer: &[u8; TRAILER_BYTES]) -> Option<Damage> {
         let expected = self.trailer(payload.len(), 0);
         let mut fields = [

@@ -37,8 +37,8 @@ struct OfGroup {
     keys: Vec<ChunkKey>,
 }
 
-/// Number of token ids hashed per round: enough to fill all SIMD lanes, few enough for the L1
-/// cache.
+/// Number of token ids hashed per round: enough to fill all SIMD lanes, but few enough to fit in
+/// the L1 cache.
 const BATCH_IDS: usize = 4 << 10;
 /// Number of blocks hashed per round before their digests are chained.
 const BATCH_BLOCKS: usize = 64;
@@ -121,7 +121,7 @@ impl KeyChain {
         })
     }
 
-    /// Returns the key of a block's chunk in `group`, or the block's own key without a group.
+    /// Returns the key of a block's chunk in `group`, or the block's key if `group` is None.
     pub fn key_of(&self, block: u32, group: Option<u32>) -> Result<ChunkKey> {
         let own = self.key(block)?;
         Ok(group.and_then(|group| of_group(&[own], group).next()).unwrap_or(own))
@@ -141,8 +141,8 @@ impl KeyChain {
         keys.extend(of_group(&self.keys[keys.len()..], group));
     }
 
-    /// Returns the root key of `group` and the block keys computed by `extend_group`. Without a
-    /// group, returns the root key and block keys of the chain.
+    /// Returns the root key of `group` and the block keys computed by `extend_group`. If `group` is
+    /// None, returns the root key and block keys of the chain.
     pub fn kept_by(&self, group: Option<u32>) -> (ChunkKey, &[ChunkKey]) {
         let Some(group) = group else { return (self.root, &self.keys) };
         let known = self.groups.iter().find(|of| of.group == group);
@@ -270,7 +270,8 @@ impl KeyChain {
         }
     }
 
-    /// Returns the number of positions the next key adds to the last key's.
+    /// Returns the number of positions that the next key covers in addition to the last key's
+    /// positions.
     fn next_len(&self) -> u32 {
         self.block_tokens + if self.keys.is_empty() { self.lookahead } else { 0 }
     }

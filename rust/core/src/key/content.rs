@@ -75,14 +75,14 @@ impl Item {
 #[derive(Debug, Clone, Default)]
 pub(super) struct Items {
     sorted: Vec<Item>,
-    /// `reach[i]` is the largest end of any item in `sorted[..=i]`; monotone, so it can be
-    /// bisected.
+    /// `reach[i]` is the largest end of any item in `sorted[..=i]`. The values never decrease, so
+    /// they can be binary-searched.
     reach: Vec<u64>,
 }
 
 impl Items {
-    /// Adds an item unless already present. Returns `InvalidConfig` if present with a different
-    /// length.
+    /// Adds an item unless it is already present. Returns `InvalidConfig` if it is present with a
+    /// different length.
     pub(super) fn add(&mut self, item: Item) -> Result<()> {
         match self.sorted.binary_search_by(|have| {
             (have.start, &have.identifier).cmp(&(item.start, &item.identifier))

@@ -1,7 +1,8 @@
-//! Extends many chains in one call, hashing together the blocks that running requests complete in
-//! the same step.
+//! Extends many chains in one call, so that blocks completed by running requests in the same step
+//! are hashed together.
 //!
-//! Hashing one block at a time would use one SIMD lane while the forward pass waits for the keys.
+//! Hashing one block at a time would use only one SIMD lane while the forward pass waits for the
+//! keys.
 
 use super::chain::KeyChain;
 use super::mode::{CHAIN, Digest, TOKENS};

@@ -21,8 +21,8 @@ pub use content::row_bytes;
 pub use many::append_to_each;
 pub use root::{SaltTag, namespace_digest, namespace_hex, namespace_id, root_key};
 
-/// Key format version. Part of every keyed hash's key, so different versions never share a chunk
-/// key.
+/// Key format version. The version is part of the key of every keyed hash, so different versions
+/// never share a chunk key.
 pub const KEY_SCHEMA: u32 = 2;
 
 /// A chained hash of the whole prefix ending with a chunk.

@@ -78,7 +78,7 @@ impl Piece {
         }
     }
 
-    /// Appends positions `from..to` of this piece to `chain`.
+    /// Appends the piece's positions `from..to` to `chain`.
     fn append(&self, chain: &mut KeyChain, from: usize, to: usize) {
         match self {
             Piece::Tokens(ids) => chain.append_tokens(&ids[from..to]).unwrap(),
@@ -129,7 +129,8 @@ impl Prompt {
         chain
     }
 
-    /// Appends positions `from..to` in calls that append at most `step()` positions each.
+    /// Appends positions `from..to` to `chain` in multiple calls, each with at most `step()`
+    /// positions.
     fn append(
         &self,
         chain: &mut KeyChain,

@@ -12,8 +12,8 @@ enum Step {
     Enter(usize, u64),
     /// Inserts a number out of order, as if another thread had inserted a higher number first.
     EnterBelow(u64),
-    /// Removes entries, given the first index, the number of entries, and true to reverse the
-    /// order.
+    /// Removes entries. The fields are the first index, the number of entries, and true to remove
+    /// the entries in reverse order.
     Leave(usize, usize, bool),
     Ask(u64),
 }
@@ -62,7 +62,7 @@ proptest! {
                     let below = model.range(..=number).next_back().map(|(number, value)| (*number, *value));
                     let has_left = is_gone.range(..=number).next_back();
                     let hides = has_left.is_some_and(|gone| below.is_none_or(|(own, _)| own < *gone));
-                    // `up_to` returns None for a removed entry still in the deque.
+                    // `up_to` returns None for a removed entry that is still in the deque.
                     prop_assert!(found == below || (hides && found.is_none()), "{found:?} {below:?}");
                 }
             }

@@ -26,8 +26,8 @@ fn key_with_hash(number: u32, wanted: u32) -> ChunkKey {
     key
 }
 
-/// Returns a distinct key for each number. The keys have only four different hashes, with a
-/// segment's last three slots and first slot, so runs of full slots wrap around.
+/// Returns a distinct key for each number. The keys have only four different hashes, which map to a
+/// segment's last three slots and its first slot, so runs of full slots wrap around.
 fn key(number: u32) -> ChunkKey {
     key_with_hash(number, [8189, 8190, 8191, 1 << 13][number as usize % 4])
 }
@@ -81,7 +81,8 @@ fn assert_found(table: &Table, numbers: std::ops::Range<u32>, wanted: bool) {
     }
 }
 
-/// A map with tombstones would be full of them after `NUM` removals and have to rehash or grow.
+/// A map with tombstones would be full of them after `NUM` removals and would have to rehash or
+/// grow.
 #[test]
 fn replaced_entries_leave_no_tombstones() {
     const NUM: u32 = 100_000;
@@ -129,7 +130,7 @@ fn memory_follows_the_number_of_chunks() {
     assert_found(&table, 0..100, false);
 }
 
-/// An insertion moves at most one segment's entries, whatever the table size.
+/// An insertion moves at most one segment's entries, regardless of the table size.
 #[test]
 fn growing_moves_one_segment_at_a_time() {
     let mut table = Table::default();

@@ -1,4 +1,5 @@
-//! Tests that frames do not overlap, that each is inside a slab, and that frame ids round-trip.
+//! Tests that frames do not overlap, that each frame is inside a slab, and that frame ids
+//! round-trip.
 
 use proptest::prelude::*;
 
