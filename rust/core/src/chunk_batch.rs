@@ -289,8 +289,8 @@ impl ChunkBatch {
         found
     }
 
-    /// Concatenates all `batches` into a single batch of the first batch's group. All must have the
-    /// same number of blocks per chunk, and either all or none must have tickets.
+    /// Concatenates all `batches` into a single batch of the first batch's group. All batches must
+    /// have the same number of blocks per chunk, and either all or none of them must have tickets.
     pub fn concat<'a>(batches: impl IntoIterator<Item = &'a Self>) -> Self {
         let mut all = Self::default();
         for batch in batches {

@@ -15,13 +15,13 @@ pub(crate) use std::{
     thread,
 };
 
-/// Locks a mutex, even if poisoned.
+/// Locks a mutex, even if it is poisoned.
 pub fn locked<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Joins stopping threads. At the deadline, detaches threads still running, for example in a hung
-/// system call.
+/// Joins stopping threads. At the deadline, detaches threads that are still running, for example in
+/// a hung system call.
 pub fn join(threads: Vec<thread::JoinHandle<()>>, deadline: Instant) {
     for thread in threads {
         while !has_ended(&thread) && Instant::now() < deadline {

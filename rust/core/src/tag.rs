@@ -54,7 +54,7 @@ pub fn chunk_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> Result<
     Ok(tag)
 }
 
-/// Returns one page's checksum. `position` is the first word's position value.
+/// Returns one page's checksum. `position` is the position value of the page's first word.
 fn page_sum(page: &[u8], mut position: u64) -> u64 {
     // Four independent sums, so that the additions can overlap.
     let mut sums = [0u64; 4];
@@ -77,7 +77,7 @@ fn page_sum(page: &[u8], mut position: u64) -> u64 {
     sum
 }
 
-/// Mixes 64 bits with a bijection where every input bit affects all output bits.
+/// Mixes 64 bits with a bijection in which every input bit affects all output bits.
 ///
 /// Multiplication does not propagate the top bits. A change in only the top bits would therefore
 /// change the product by one of just a few values, and the changes in two words could cancel out:

@@ -20,13 +20,14 @@ use crate::store::tenants::limits::Ceiling;
 use crate::store::tenants::table::TENANTS_PER_SLICE;
 use crate::{Event, Result};
 
-/// How long `clear` waits for the disk. After this, a disk thread clears it in the background.
+/// How long `clear` waits for the disk to be cleared. After that, a disk thread clears the disk in
+/// the background.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Usage and limits of one tenant.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tenant {
-    /// None for requests without a salt.
+    /// The salt's tag, or None for requests without a salt.
     pub tag: Option<SaltTag>,
     /// Host memory used by the tenant's frames, in bytes.
     pub host_bytes: u64,
@@ -65,7 +66,7 @@ impl State {
 }
 
 impl Store {
-    /// Returns the information another process of the same user needs to map the frames.
+    /// Returns the information that another process of the same user needs to map the frames.
     pub fn arena(&self) -> &ArenaInfo {
         &self.inner.arena
     }
@@ -100,7 +101,7 @@ impl Store {
 
     /// Reserves frames for chunks that are neither in host memory nor being filled. Returns one
     /// result per request. A request for dependent chunks stops at the first chunk that gets no
-    /// frame; a request for independent chunks skips such chunks.
+    /// frame, whereas a request for independent chunks skips such chunks.
     ///
     /// If `limit_bytes` is set, restricts this and all later saves to the first `limit_bytes` of
     /// the arena. Reserves nothing and returns `InvalidConfig` if any request is invalid (see
@@ -135,9 +136,10 @@ impl Store {
         self.inner.with_state(|state| ids.into_iter().map(|id| state.commit(id)).sum()).unwrap_or(0)
     }
 
-    /// Lets other saves reserve the chunks of these unfinished saves, or, with `if_contended`, only
-    /// of saves that others have waited for. Until then, lookups miss every chunk below them. The
-    /// frames stay reserved until the leases end.
+    /// Lets other saves reserve the chunks of these unfinished saves. If `if_contended` is true,
+    /// affects only saves that other saves have waited for. Lookups miss these chunks and their
+    /// descendants until another save makes them visible. The frames stay reserved until the leases
+    /// end.
     pub fn release_keys<'a>(
         &self,
         leases: impl Iterator<Item = &'a WriteLease>,
@@ -147,8 +149,8 @@ impl Store {
         self.inner.with_state(|state| state.release_keys(ids, if_contended));
     }
 
-    /// Removes chunks and their descendants from every tier. Returns how many the first slice
-    /// removed.
+    /// Removes chunks and their descendants from every tier. Returns how many chunks the first
+    /// slice removed.
     ///
     /// Lookups miss these chunks immediately. Pinned chunks are freed when their last pin is
     /// released. Later calls remove the rest of a large tree slice by slice.
@@ -205,7 +207,8 @@ impl Store {
         self.inner.with_state(State::release_slab).unwrap_or(SlabRelease::NotNeeded)
     }
 
-    /// Returns the store's new log lines since the last call, oldest first, then the disk tier's.
+    /// Returns the log lines since the last call: first the store's lines, oldest first, then the
+    /// disk tier's lines.
     pub fn take_events(&self) -> Vec<Event> {
         let mut events =
             self.inner.with_state(|state| std::mem::take(&mut state.events)).unwrap_or_default();

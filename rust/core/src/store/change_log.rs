@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use crate::key::ChunkKey;
 
-/// The tiers where lookups find a chunk, provided they find its ancestors.
+/// The tiers in which lookups find a chunk, provided that they also find its ancestors.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Tiers {
     /// The chunk is in host memory.
@@ -82,8 +82,8 @@ impl ChangeLog {
         self.keys.clear();
     }
 
-    /// Returns up to `limit` keys from position `next`, and true if keys at or after it were
-    /// dropped. Advances `next`.
+    /// Returns up to `limit` keys, starting at position `next`, and true if keys at or after this
+    /// position were dropped. Advances `next`.
     ///
     /// Returns no keys if any were dropped, because the listener must then query all its keys
     /// anyway.

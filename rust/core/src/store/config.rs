@@ -38,10 +38,10 @@ pub struct StoreConfig {
     pub limits: TenantLimits,
 }
 
-/// The information another process of the same user needs to map the frames.
+/// The information that another process of the same user needs to map the frames.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ArenaInfo {
-    /// Path for [`crate::io::Arena::open`].
+    /// Path to pass to [`crate::io::Arena::open`].
     pub path: String,
     /// Identifies the arena even if its path is reused (see [`crate::io::Arena::id`]).
     pub id: u64,
@@ -49,8 +49,8 @@ pub struct ArenaInfo {
     pub size_bytes: u64,
     /// Slab size, in bytes (see [`crate::io::FrameGrid`]).
     pub slab_bytes: u64,
-    /// The pipe every process must keep open while it maps a server's arena. None for an embedded
-    /// store.
+    /// The pipe that every process must keep open while it maps a server's arena. None for an
+    /// embedded store.
     pub lifeline: Option<LifelineInfo>,
 }
 

@@ -1,5 +1,5 @@
-//! Adds chunks to the index, detaches chunks in no tier, frees unused entries, and removes chunk
-//! trees.
+//! Adds chunks to the index, detaches chunks that are in no tier, frees unused entries, and removes
+//! chunk trees.
 //!
 //! | method | called after | effect |
 //! |---|---|---|
@@ -25,7 +25,7 @@ use crate::store::state::{Cause, State, Subtree};
 const MAX_REJECTED: usize = 1 << 16;
 
 impl State {
-    /// Adds an entry for a chunk not in any tier yet. The caller sets `saved_s`.
+    /// Adds an entry for a chunk that is not in any tier yet. The caller sets `saved_s`.
     pub(crate) fn add(&mut self, new: Entry) -> ChunkId {
         let tenant = match new.parent {
             Some(parent) => self.index[parent].tenant,
@@ -78,7 +78,7 @@ impl State {
         }
     }
 
-    /// Frees an unused detached entry, then any detached ancestors left unused.
+    /// Frees an unused detached entry, then any detached ancestors that are no longer used.
     pub(crate) fn reap(&mut self, id: ChunkId) {
         let mut next = Some(id);
         while let Some(id) = next {
@@ -117,7 +117,8 @@ impl State {
         }
     }
 
-    /// Starts removing chunks and their descendants. Returns how many the first slice removed.
+    /// Starts removing chunks and their descendants. Returns how many chunks the first slice
+    /// removed.
     pub(crate) fn discard(&mut self, keys: &[ChunkKey]) -> u64 {
         if self.disk.is_recovering() {
             self.reject(keys);

@@ -42,7 +42,8 @@ struct Walk {
     above: Option<(ChunkId, u32)>,
     /// True if the walk may have missed on-disk chunks that were not indexed yet.
     is_blind: bool,
-    /// Position up to which in-use chunks were counted. None until all chunks have been visited.
+    /// Position up to which in-use chunks have been counted. None until the walk has visited all
+    /// chunks.
     counted: Option<u32>,
 }
 
@@ -171,7 +172,8 @@ impl State {
         end == self.index.num_places()
     }
 
-    /// Evicts a chunk from host memory if the chunk is an unused leaf. Returns true if evicted.
+    /// Evicts a chunk from host memory if the chunk is an unused leaf. Returns true if the chunk
+    /// was evicted.
     fn evict_if_unused(&mut self, id: ChunkId) -> bool {
         let entry = self.index[id];
         if !entry.is_in_host() || entry.is_in_use() {

@@ -81,10 +81,11 @@ impl Drop for Listener {
 }
 
 impl Store {
-    /// Starts logging changes. The listener must query chunks stored before this call.
+    /// Starts logging changes. The listener must query the chunks that were stored before this
+    /// call.
     ///
     /// The log keeps at least the last `capacity` keys, at 32 bytes each. With several listeners,
-    /// the largest capacity wins.
+    /// the largest capacity applies.
     pub fn watch(&self, capacity: usize) -> Listener {
         let next = self.inner.with_state(|state| state.listen(capacity)).unwrap_or_default();
         Listener { store: Arc::clone(&self.inner), next: Mutex::new(next) }

@@ -133,8 +133,8 @@ impl State {
         }
     }
 
-    /// Cuts off a lease before the first chunk with a failed or paused read. Returns the lease's
-    /// progress.
+    /// Cuts off a lease before the first chunk whose read has failed or is paused. Returns the
+    /// lease's progress.
     pub(crate) fn poll(&mut self, held: &mut Held) -> Progress {
         while held.loads.get(held.ready).is_some_and(|&id| self.index[id].host.is_visible()) {
             held.ready += 1;

@@ -35,8 +35,8 @@ pub(crate) struct Locked {
     pub(crate) idle: Condvar,
     /// Signaled when the store closes, to wake the sweeper.
     pub(crate) sweep: Condvar,
-    /// None while the tier is not open. Changes only while no job is in flight. Always the last
-    /// lock to take.
+    /// None while the tier is not open. Changes only while no job is in flight. This lock is always
+    /// taken last.
     pub(crate) disk: Mutex<Option<Arc<dyn LocalTier>>>,
     pub(crate) opener: Option<Opener>,
     pub(crate) clock: Clock,
@@ -117,7 +117,7 @@ impl Locked {
                 Some(false) => {}
                 outcome => return outcome.is_some(),
             }
-            // `idle` is signaled only when a job completes, so poll for all other changes.
+            // `idle` is signaled only when a job completes, so poll for any other change.
             if left.is_zero() || self.idle.wait_timeout(state, left.min(WAIT_SLICE)).is_err() {
                 return false;
             }
@@ -183,8 +183,8 @@ impl Drop for WriteLease {
 #[must_use = "dropping a read lease unpins its frames"]
 pub struct ReadLease {
     store: Arc<Locked>,
-    /// None if the lease was released, or if the store was already closed or failed when it was
-    /// taken.
+    /// None if the lease was released, or if the store was already closed or had failed when the
+    /// lease was taken.
     held: Mutex<Option<Vec<Held>>>,
 }
 
@@ -201,7 +201,7 @@ impl ReadLease {
     /// Returns the frames of all ready chunks, in the order of the prefixes.
     pub fn frames(&self) -> Vec<LeasedFrame> {
         self.with_held(|state, held| match held {
-            // Avoids a copy that would make this method 25% slower for a long prompt.
+            // Avoid a copy that would make this method 25% slower for a long prompt.
             [only] => state.frames(only),
             many => many.iter_mut().flat_map(|held| state.frames(held)).collect(),
         })

@@ -24,11 +24,11 @@ pub struct Lookup {
 pub struct Prefix<'a> {
     /// The key of the empty prefix.
     pub root: ChunkKey,
-    /// Unit keys, starting at unit `first`. There must be fewer than 2^32.
+    /// Unit keys, starting at unit `first`. There must be fewer than 2^32 keys.
     pub keys: &'a [ChunkKey],
-    /// Number of leading units without a key here. A save still needs the key of the unit before
-    /// its range. For lookups and leases, [`Store::anchors`] must report the first key as proven;
-    /// otherwise they find no units.
+    /// Number of leading units whose keys are omitted. A save still needs the key of the unit
+    /// before its range. Lookups and leases find units only if [`Store::anchors`] reports the first
+    /// key as proven.
     ///
     /// [`Store::anchors`]: super::Store::anchors
     pub first: u32,
@@ -80,7 +80,8 @@ pub struct Anchors {
 }
 
 impl State {
-    /// Returns the chunk that completes a prefix of `end` units, if visible in host memory.
+    /// Returns the chunk that completes a prefix of `end` units, if the chunk is visible in host
+    /// memory.
     pub(crate) fn visible(&self, prefix: &Prefix<'_>, end: u32) -> Option<ChunkId> {
         let is_here = |entry: &Entry| entry.host.is_visible();
         if end == 0 {
@@ -123,7 +124,8 @@ impl State {
         }
     }
 
-    /// Returns an anchor's chunk if stored and proven. A proven chunk's ancestors are also proven.
+    /// Returns an anchor's chunk if the chunk is stored and proven. A proven chunk's ancestors are
+    /// also proven.
     fn find_proven(&self, (end, key): (u32, ChunkKey)) -> Option<ChunkId> {
         let is_proven = |entry: &Entry| entry.proven && !entry.removing && !entry.detached;
         let is_stored = self.is_stored();
@@ -144,7 +146,7 @@ impl State {
     }
 
     /// Like [`Self::find`], but verifies that each chunk belongs to the prefix. Removes chunks that
-    /// do not, and marks the others as proven so that no chunk is verified twice.
+    /// do not belong to it, and marks the others as proven so that no chunk is verified twice.
     pub(crate) fn find_verified(&mut self, prefix: &Prefix<'_>) -> Lookup {
         if !self.has_proven_base(prefix) {
             return Lookup::default();
@@ -159,8 +161,8 @@ impl State {
         }
     }
 
-    /// Like [`Self::find`], but does not check that the first key is proven. Stops short of chunks
-    /// under removal.
+    /// Like [`Self::find`], but does not check that the first key is proven. Stops before the first
+    /// chunk under removal.
     fn find_unremoved(&self, mut prefix: Prefix<'_>) -> Lookup {
         loop {
             let stored_units = self.find_end(&prefix, prefix.num_units(), self.is_stored());
@@ -206,9 +208,9 @@ impl State {
         before + leading(most - before, is_present)
     }
 
-    /// Finds the deepest chunk among the first `units` with a wrong parent key, which comes from a
-    /// bad disk record. Removes that chunk and returns its depth. If all chunks match, marks them
-    /// as proven.
+    /// Finds the deepest of the first `units` chunks that has a wrong parent key because of a bad
+    /// disk record. Removes that chunk and returns its depth. If all chunks match, marks them as
+    /// proven.
     fn remove_foreign(&mut self, prefix: &Prefix<'_>, units: u32) -> Option<u32> {
         if units == 0 {
             return None;

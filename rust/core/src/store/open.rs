@@ -24,7 +24,7 @@ const LAST_JOB_TIMEOUT: Duration = Duration::from_millis(800);
 const FIRST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Like `FIRST_TIMEOUT`, but on a server, where the wait blocks calls for other namespaces.
 const FIRST_TIMEOUT_ON_SERVER: Duration = Duration::from_secs(1);
-/// Maximum number of on-disk chunks the index reserves memory for up front.
+/// Maximum number of on-disk chunks for which the index reserves memory up front.
 const MAX_RESERVED: usize = 1 << 24;
 
 /// The host arena, optional disk tier and index of one namespace. All methods are thread-safe.
@@ -58,8 +58,8 @@ impl Store {
         Self::with_tier(config, Some((pool, percent)), opener, Self::clock())
     }
 
-    /// Returns a clock that keeps running while the machine is suspended, so that chunks age then
-    /// too.
+    /// Returns a clock that keeps running while the machine is suspended, so that chunks keep
+    /// aging.
     fn clock() -> Clock {
         let now = || {
             let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);

@@ -99,7 +99,7 @@ impl SaveRequest<'_> {
 enum NoFrame {
     /// No frame is available, or the chunk's parent has no frame.
     Unavailable,
-    /// The chunk's tenant is at quota and has nothing to evict.
+    /// The chunk's tenant is at its quota and has nothing to evict.
     Quota,
 }
 
@@ -253,10 +253,10 @@ impl State {
         num_visible
     }
 
-    /// Lets other saves reserve the keys of unfinished saves, or only of the saves that others have
-    /// waited for. Removes the descendants, which no lookup can find. The frames stay reserved until
-    /// the saves end. Does nothing for a chunk on disk, because the disk copies of its descendants
-    /// would be removed too.
+    /// Lets other saves reserve the keys of unfinished saves. If `if_contended` is true, affects
+    /// only saves that other saves have waited for. Removes the descendants, which no lookup can
+    /// find. The frames stay reserved until the saves end. Does nothing for a chunk on disk,
+    /// because the disk copies of its descendants would be removed too.
     pub(crate) fn release_keys(&mut self, ids: impl Iterator<Item = ChunkId>, if_contended: bool) {
         for id in ids {
             let entry = &self.index[id];

@@ -14,7 +14,7 @@ use crate::store::tenants::table::TenantTable;
 use crate::tier::host::HostTier;
 use crate::units::micros;
 
-/// Default [`State::slice`]; takes about 0.2 ms.
+/// Default value of [`State::slice`]. A slice takes about 0.2 ms.
 const SLICE: usize = 256;
 /// Maximum number of log lines queued for [`super::Store::take_events`].
 const MAX_EVENTS: usize = 64;
@@ -27,7 +27,7 @@ pub(crate) struct Subtree {
     pub(crate) cause: Cause,
 }
 
-/// Why a chunk is removed; selects the counter to increment.
+/// Why a chunk is removed. The cause selects the counter to increment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cause {
     Discard,
@@ -158,7 +158,8 @@ impl State {
         }
     }
 
-    /// Logs the key of a chunk added to or removed from a tier, or no longer found by lookups.
+    /// Logs the key of a chunk that was added to or removed from a tier, or that lookups no longer
+    /// find.
     pub(crate) fn note_change(&mut self, id: ChunkId) {
         if let Some(log) = &mut self.change_log {
             log.push(self.index[id].key);

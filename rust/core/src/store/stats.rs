@@ -29,7 +29,8 @@ numbers! {
 struct Stats {
     /// Number of chunks that became visible after a save.
     commits,
-    /// Number of reservations that were aborted or dropped, or lost their chunk before the commit.
+    /// Number of reservations that were aborted or dropped, or whose chunk was removed before the
+    /// commit.
     aborts,
     /// Number of chunks not reserved because they had no free frame or no parent.
     reserve_dropped,
@@ -45,13 +46,13 @@ struct Stats {
     quota_evictions,
     /// Number of `disk_evictions` caused by a tenant's quota.
     quota_disk_evictions,
-    /// Number of times a chunk could not be saved, loaded or written because its tenant was at
+    /// Number of times a chunk could not be saved, loaded or written because its tenant was at its
     /// quota and had nothing to evict.
     quota_dropped,
     /// Number of chunks removed because they expired.
     expired,
     /// Number of chunks never written to disk because they were evicted first, their parent was not
-    /// written, their tenant was at quota, no slot could be freed, or the file system was full.
+    /// written, their tenant was at its quota, no slot could be freed, or the file system was full.
     disk_dropped,
     /// Number of `disk_dropped` chunks evicted before they were written.
     disk_unwritten,

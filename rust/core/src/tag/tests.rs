@@ -9,8 +9,8 @@ use crate::ErrorKind;
 
 const VECTORS: &str = include_str!("../../../../tests/vectors/tag.json");
 
-/// Computes the tag by definition, word by word, in 128-bit arithmetic. Derives the constants from
-/// their names.
+/// Computes the tag from its definition, word by word, in 128-bit arithmetic. Derives the constants
+/// from their names.
 fn slow_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> u64 {
     let constant = |name: &str| {
         let hash = blake3::hash(format!("kvloft tag v1 {name}").as_bytes());

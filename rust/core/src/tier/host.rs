@@ -94,7 +94,7 @@ impl HostTier {
         u32::try_from(self.frame_bytes(class) / FRAME_ALIGN).unwrap_or(u32::MAX)
     }
 
-    /// Returns this tier's frame count and free frame count.
+    /// Returns the number of frames and the number of free frames.
     pub(crate) fn num_frames(&self) -> (u64, u64) {
         let num_free: u64 = self.grids.iter().map(Grid::num_free).sum();
         (self.grids.iter().map(|grid| grid.num_taken).sum::<u64>() + num_free, num_free)
@@ -135,8 +135,8 @@ impl HostTier {
         self.limit_bytes = limit_bytes;
     }
 
-    /// Takes the class's lowest free frame if it is suitable. Low frames are the most likely to be
-    /// backed by physical memory already.
+    /// Takes the lowest free frame of the class if that frame is suitable. Low frames are the most
+    /// likely to be backed by physical memory already.
     pub(crate) fn take(&mut self, request: FrameRequest) -> Option<FrameId> {
         let FrameRequest { class, .. } = request;
         if !self.has_free(request) {
@@ -333,9 +333,9 @@ impl HostTier {
         !self.hungry.is_empty()
     }
 
-    /// Starts draining a slab. Picks `coldest`'s slab unless another slab has at most half as many
-    /// frames in use. Prefers slabs that saves cannot use. The slab is released once its last frame
-    /// is freed. Returns None if no slab is suitable.
+    /// Starts draining a slab. Picks the slab of the frame `coldest`, unless another slab has at
+    /// most half as many frames in use. Prefers slabs that saves cannot use. The slab is released
+    /// once its last frame is freed. Returns None if no slab is suitable.
     pub(crate) fn drain(&mut self, wanted: Wanted, coldest: Option<FrameId>) -> Option<SlabId> {
         let end = self.slabs.len().min(wanted.end as usize);
         let is_own = |at: &usize| {
@@ -378,7 +378,7 @@ impl HostTier {
         matches!(self.slabs[slab.0 as usize].state, SlabState::Draining(_))
     }
 
-    /// Returns the slab's first frame numbered `from` or higher that holds a chunk, and the chunk.
+    /// Returns the slab's first frame at or after `from` that holds a chunk, and the chunk.
     pub(crate) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
         match self.slabs[slab.0 as usize].state {
             SlabState::Foreign => None,

@@ -19,7 +19,8 @@ use crate::key::ChunkKey;
 pub enum NoSlot {
     /// A slot must be freed first.
     Full,
-    /// A slot of the same size must be freed first; space from other sizes is not reusable now.
+    /// A slot of the same size must be freed first. Space from slots of other sizes cannot be
+    /// reused now.
     FullExceptSameSize,
     /// Another thread is still creating slots, so a later call may succeed.
     Growing,
@@ -38,8 +39,8 @@ pub trait LocalTier: fmt::Debug + Send + Sync {
     /// Returns the frame size of `class` in bytes, or 0 if there is no such class.
     fn frame_bytes(&self, class: SizeClass) -> u64;
 
-    /// Writes a frame to a reserved slot. After an error, `read` fails; the caller still owns the
-    /// slot and must `free` it or retry `write`.
+    /// Writes a frame to a reserved slot. After an error, `read` fails, and the caller still owns
+    /// the slot and must `free` it or retry `write`.
     fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()>;
 
     /// Reads `key`'s frame. Returns `Corrupt` if the record or checksum proves damage, or `Io` if
@@ -66,7 +67,7 @@ pub trait LocalTier: fmt::Debug + Send + Sync {
     /// dropped.
     fn take_events(&self) -> Vec<String>;
 
-    /// Frees all written slots, but no reserved slots. Returns the slots that could not be freed.
+    /// Frees all written slots, but not reserved slots. Returns the slots that could not be freed.
     fn clear(&self) -> Result<Vec<SlotId>>;
 
     /// Closes the tier without blocking on I/O. Resources are released when the last

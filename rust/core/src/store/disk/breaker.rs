@@ -13,7 +13,7 @@ pub(crate) const HANG_AFTER: Duration = Duration::from_secs(5);
 const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(60);
 
-/// What an operation's outcome says about the tier's health.
+/// What the outcome of an operation says about the tier's health.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum IoOutcome {
     /// The tier works. A read of damaged bytes also counts as a success.
@@ -33,7 +33,7 @@ impl IoOutcome {
 #[derive(Debug, Default)]
 pub(crate) struct Breaker {
     num_errors: u32,
-    /// Current pause; zero while the breaker is closed.
+    /// Length of the current pause, or zero while the breaker is closed.
     backoff: Duration,
     /// Earliest start time of the next operation.
     pub(crate) retry_at: Duration,

@@ -3,8 +3,8 @@
 //!
 //! Reads and writes share disk time fairly (see `time_shares`). Slots are freed before chunks are
 //! written, and chunks are written oldest first. No slot is freed during a chunk write, because the
-//! slot may hold that chunk's parent. A hung write does not block freeing: if the written chunk
-//! loses its parent, the next recovery removes the chunk.
+//! slot may hold that chunk's parent. A hung write does not block freeing: if the chunk being
+//! written loses its parent, the next recovery removes the chunk.
 
 use std::time::Duration;
 
@@ -45,13 +45,13 @@ pub(crate) enum Job {
         frame: Frame,
     },
     Free(Vec<SlotId>),
-    /// Clears the tier and frees these slots, which were still waiting.
+    /// Clears the tier and frees these slots, which were still waiting to be freed.
     Clear(Vec<SlotId>),
 }
 
 #[derive(Debug)]
 pub(crate) enum JobResult {
-    /// A completed read. `num_errors` counts failed attempts, not counting corruption.
+    /// A completed read. `num_errors` is the number of failed attempts, excluding corruption.
     Read {
         id: ChunkId,
         frame: Frame,
@@ -63,9 +63,10 @@ pub(crate) enum JobResult {
         frame: Frame,
         outcome: Written,
     },
-    /// A completed free, with the slots that could not be freed.
+    /// A completed free job, with the slots that could not be freed.
     Free(Vec<SlotId>),
-    /// A completed clear, with the slots that could not be freed and true if the tier was cleared.
+    /// A completed clear job, with the slots that could not be freed, and true if the tier was
+    /// cleared.
     Clear(Vec<SlotId>, bool),
 }
 
@@ -77,7 +78,7 @@ pub(crate) enum Written {
     NoRoom,
     /// Another thread is still creating slots.
     NotYet,
-    /// The chunk's tenant is at quota and has nothing to evict.
+    /// The chunk's tenant is at its quota and has nothing to evict.
     NoQuota,
     /// The write failed. The slot, if given, could not be freed either and may hold the chunk's
     /// record.
@@ -112,7 +113,7 @@ impl State {
         Some((ticket, job))
     }
 
-    /// Returns a job in the direction that is next in turn, or else in the other direction.
+    /// Returns a job in the direction whose turn it is, or else a job in the other direction.
     fn next_of_both(&mut self) -> Option<(Direction, Job)> {
         let first = self.disk.time_shares.first();
         if let Some(job) = self.next_of(first) {
@@ -207,8 +208,8 @@ impl State {
 
     fn next_free(&mut self) -> Option<Job> {
         let work = &mut self.disk;
-        // While the breaker is open, only one job can probe the tier, and a slot that can never be
-        // freed must not keep writes from being that job.
+        // While the breaker is open, only one job can probe the tier. A slot that can never be
+        // freed must not prevent a write from being that job.
         let writes_first = work.write_breaker.is_open() && !work.write_queue.is_empty();
         if self.now >= work.unfreed_until && !writes_first {
             work.to_free.append(&mut work.unfreed);
@@ -266,7 +267,7 @@ impl State {
     }
 
     /// Completes a read. After an I/O error, the chunk stays on disk for a later retry. A damaged
-    /// chunk is removed with its descendants, none of them visible in host memory.
+    /// chunk is removed with its descendants, which are not visible in host memory.
     fn end_read(
         &mut self,
         id: ChunkId,
@@ -352,8 +353,8 @@ impl State {
         IoOutcome::of(all_freed)
     }
 
-    /// Schedules another attempt to free slots. A restart before it succeeds would find their
-    /// chunks.
+    /// Schedules another attempt to free slots. After a restart before that attempt, the chunks in
+    /// these slots would be found again.
     fn retry_free_later(&mut self, slots: impl IntoIterator<Item = SlotId>) {
         if self.disk.unfreed.is_empty() {
             self.disk.unfreed_until = self.now + AGAIN_AFTER;

@@ -17,7 +17,7 @@ use crate::{Error, Event};
 
 /// Maximum number of chunks to index per call, which takes about 0.2 ms.
 pub(crate) const SLICE: usize = 512;
-/// Maximum unused capacity of `found`, in entries; beyond it, the list is shrunk.
+/// Maximum unused capacity of `found`, in entries. Beyond this, the list is shrunk.
 const MAX_SPARE: usize = 1 << 16;
 /// Interval between directory checks.
 pub(crate) const CHECK_EVERY: Duration = Duration::from_secs(1);
@@ -31,7 +31,7 @@ const DROP_SLICE: usize = 256;
 pub(crate) enum Emptying {
     /// The tier was not removed, or its jobs are still running.
     No,
-    /// Some chunks remain for the next call.
+    /// Some chunks remain to be dropped by the next call.
     Working,
     /// The caller must close the tier and call `reopen`.
     Done,

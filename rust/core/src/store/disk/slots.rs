@@ -8,7 +8,7 @@ use crate::store::state::State;
 use crate::store::tenants::quota::group;
 use crate::tier::disk::SlotId;
 
-/// How to fit a chunk about to be written into its tenant's quota.
+/// How to fit a chunk that is about to be written into its tenant's quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SlotFor {
     Fits,
@@ -21,7 +21,7 @@ pub(crate) enum SlotFor {
 
 impl State {
     /// Checks the disk usage of a chunk's tenant, which already includes the chunk, against the
-    /// quota. If over quota, starts evicting another of the tenant's chunks.
+    /// quota. If the tenant is over its quota, starts evicting another of its chunks.
     pub(crate) fn slot_for(&mut self, id: ChunkId) -> SlotFor {
         let Entry { tenant, disk_pages, .. } = self.index[id];
         let quota = self.tenants.ceiling(tenant).disk;
@@ -78,7 +78,7 @@ impl State {
         self.settle(id);
     }
 
-    /// Evicts a chunk of a tenant over quota. The slot is freed later.
+    /// Evicts a chunk of a tenant that is over its quota. The chunk's slot is freed later.
     pub(crate) fn drop_for_quota(&mut self, id: ChunkId) {
         self.stats.disk_evictions += 1;
         self.stats.quota_disk_evictions += 1;

@@ -20,8 +20,8 @@ use crate::tier::disk::{DiskMeta, SlotId};
 use crate::tier::{LocalTier, NoSlot};
 use crate::{Error, ErrorKind, Result};
 
-/// A write stops evicting once it has freed room for this many slots of its size. More than one,
-/// because other threads may take the freed slots.
+/// A write stops evicting once it has freed space for this many slots of its size. One slot is not
+/// enough, because other threads may take the freed slots.
 const SLOT_TRIES: u32 = 4;
 /// Maximum number of evictions to fit one larger chunk into the tier or its tenant's quota.
 const MAX_EVICTIONS: u32 = 64;
@@ -96,7 +96,7 @@ fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
         .unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "the disk tier panicked")))
 }
 
-/// Returns false if the store is closing.
+/// Waits for work and does it. Returns false if the store is closing.
 fn do_next(inner: &Locked) -> bool {
     match wait_for_work(inner) {
         None => false,
@@ -141,7 +141,7 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
             let not_freed = guarded(|| disk.clear());
             let is_cleared = not_freed.is_ok();
             slots.extend(not_freed.unwrap_or_default());
-            // A slot that is listed twice, or that was freed in the meantime, would be freed later
+            // A slot that is listed twice, or that was freed in the meantime, would later be freed
             // with another chunk in it.
             slots.sort_unstable();
             slots.dedup();
@@ -211,7 +211,7 @@ fn wait_for_work(inner: &Locked) -> Option<Work> {
 }
 
 /// Reads a chunk, retrying once after any error except corruption. Returns the last result and the
-/// number of errors, not counting corruption.
+/// number of errors, excluding corruption.
 fn read(disk: &dyn LocalTier, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> (Result<()>, u64) {
     let is_io_error = |outcome: &Result<()>| {
         outcome.as_ref().is_err_and(|error| error.kind() != ErrorKind::Corrupt)
@@ -271,7 +271,7 @@ fn write(
 /// Evicts chunks of the same tenant until the chunk fits the tenant's quota. Returns false if the
 /// tenant has nothing to evict or `MAX_EVICTIONS` evictions are not enough.
 ///
-/// Returns an error if a slot could not be freed; its chunk is still stored.
+/// Returns an error if a slot could not be freed, in which case the slot's chunk is still stored.
 fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool> {
     for _ in 0..MAX_EVICTIONS {
         match inner.with_state(|state| state.slot_for(id)) {
@@ -295,8 +295,8 @@ fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool>
 ///
 /// - `NotYet` if another thread is still creating slots,
 /// - `NoRoom` if no chunk can be evicted, if evictions do not free a slot, or if only slots of this
-///   size can be reused and the next two victims have a different size,
-/// - `Failed` if a slot could not be freed; its chunk is still stored.
+///   size can be reused but the next two victims have a different size,
+/// - `Failed` if a slot could not be freed, in which case the slot's chunk is still stored.
 fn find_slot(inner: &Locked, disk: &dyn LocalTier, class: SizeClass) -> Result<SlotId, Written> {
     let enough = u64::from(SLOT_TRIES) * disk.frame_bytes(class);
     let (mut freed_bytes, mut has_evicted_other) = (0, false);

@@ -136,8 +136,8 @@ impl State {
         }
     }
 
-    /// Queues a newly visible chunk to be written. Does nothing without a disk tier or if the chunk
-    /// is already on disk or on its way there.
+    /// Queues a newly visible chunk to be written. Does nothing if there is no disk tier, or if the
+    /// chunk is already on disk or on its way there.
     pub(crate) fn want_on_disk(&mut self, id: ChunkId) {
         if self.disk.opening != DiskOpening::NoTier && self.index[id].disk == DiskState::Absent {
             self.change_disk(id, DiskEvent::Want);

@@ -104,14 +104,14 @@ pub(crate) struct DiskWork {
     pub(crate) opening: DiskOpening,
     /// Outcome of the first attempt to open the tier; None until it ends.
     pub(crate) first_opening: Option<Result<()>>,
-    /// The last reason logged for the tier not being open.
+    /// The last logged reason why the tier is not open.
     pub(crate) last_event: String,
     /// Chunks in the state `Queued`.
     pub(crate) write_queue: Queue,
     /// Chunks in the state `Blocked`, by parent.
     pub(crate) blocked: FxHashMap<ChunkId, Vec<ChunkId>>,
-    /// Blocked chunks with a failed parent write, and their generations. Their own writes will be
-    /// canceled.
+    /// Blocked chunks whose parent could not be written, and their generations. The writes of these
+    /// chunks will be canceled.
     pub(crate) to_drop: Vec<(ChunkId, u32)>,
     /// True if the last search for a chunk to write was cut short.
     pub(crate) is_search_cut_short: bool,
@@ -238,7 +238,7 @@ impl DiskWork {
             && !self.all_hang()
     }
 
-    /// Returns true if all disk threads are hung, so none can probe the tier.
+    /// Returns true if all disk threads are hung, so that no thread can probe the tier.
     fn all_hang(&self) -> bool {
         self.num_threads > 0
             && self.in_flight.iter().filter(|job| job.hangs).count() >= self.num_threads

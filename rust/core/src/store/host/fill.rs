@@ -58,8 +58,8 @@ impl State {
         shown
     }
 
-    /// Takes the list of children waiting for `id`. Returns the children with a state that
-    /// satisfies `wanted`.
+    /// Takes the list of children waiting for `id`. Returns the children whose state satisfies
+    /// `wanted`.
     fn take_waiters(
         &mut self,
         id: ChunkId,

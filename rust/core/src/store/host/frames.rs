@@ -7,7 +7,7 @@ use crate::store::state::State;
 use crate::store::tenants::quota::{FrameSource, group};
 use crate::tier::host::FrameRequest;
 
-/// Maximum number of evictions for one frame, which take a few milliseconds.
+/// Maximum number of evictions for one frame. This many evictions take a few milliseconds.
 const MAX_EVICTED: usize = 8192;
 /// Number of evictions allowed even for a frame size the store does not use yet.
 const MIN_EVICTED: usize = 64;
@@ -72,9 +72,9 @@ impl State {
     ///
     /// A step saves thousands of chunks group by group, and the policy evicts them in roughly that
     /// order. Before a frame of one size becomes free, all of a step's chunks of other sizes may
-    /// have to go; the next saves reuse their frames. Saves of a rare size must not evict all
-    /// chunks of other sizes, so the limit grows with the number of in-use frames of the requested
-    /// size.
+    /// have to be evicted. The next saves reuse their frames. Saves of a rare size must not evict
+    /// all chunks of other sizes, so the limit grows with the number of in-use frames of the
+    /// requested size.
     fn evict_until(
         &mut self,
         class: SizeClass,
@@ -130,7 +130,7 @@ impl State {
         None
     }
 
-    /// Takes a frame for a tenant at quota by evicting chunks of the same tenant. If that makes
+    /// Takes a frame for a tenant at its quota by evicting chunks of the same tenant. If that makes
     /// room in the quota but frees no frame of the requested class, takes any frame.
     fn take_own_frame(&mut self, tenant: TenantId, request: FrameRequest) -> Option<FrameId> {
         let quota = self.tenants.ceiling(tenant).host;

@@ -45,8 +45,8 @@ impl Waiters {
     }
 }
 
-/// The slabs being emptied, visited in rounds that span many calls. Each round visits a chunk that
-/// cannot be evicted only once.
+/// The slabs being emptied, visited in rounds that span many calls. In each round, a chunk that
+/// cannot be evicted is visited only once.
 #[derive(Debug, Default)]
 pub(crate) struct Drains {
     pub(crate) all: Vec<Drain>,

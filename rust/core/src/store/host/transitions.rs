@@ -128,8 +128,9 @@ impl State {
 
     /// Returns the next chunk to evict, either from one group or from all chunks.
     ///
-    /// Evicts unwritten chunks last if the disk accepts writes and they fill at most half of the
-    /// frames. Beyond half, sparing them would evict recently used chunks instead.
+    /// Evicts unwritten chunks last if the disk accepts writes and unwritten chunks fill at most
+    /// half of the frames. If unwritten chunks filled more than half, sparing them would evict
+    /// recently used chunks instead.
     pub(crate) fn host_victim(&mut self, group: Option<GroupId>) -> Option<ChunkId> {
         let are_few = 2 * self.disk.num_unwritten <= self.host.num_frames().0;
         self.host_policy.spare_unwritten(are_few && self.disk.accepts_writes(self.now));

@@ -48,7 +48,7 @@ pub fn remove_expired(
 }
 
 impl State {
-    /// Returns the expiry time of a chunk saved at `saved_s`, capped at the parent's.
+    /// Returns the expiry time of a chunk saved at `saved_s`, capped at the parent's expiry time.
     pub(crate) fn expiry(&self, ttl_s: Option<u32>, parent: Option<ChunkId>, saved_s: u32) -> u32 {
         let own = expiry(ttl_s, saved_s, self.unix_s);
         parent.map_or(own, |parent| own.min(self.index[parent].expires_s))

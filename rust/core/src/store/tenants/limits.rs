@@ -78,7 +78,7 @@ impl Ceiling {
     pub(crate) const NONE: u64 = u64::MAX;
 }
 
-/// Tier sizes, in pages, that relative quotas refer to.
+/// Tier sizes, in pages, to which relative quotas refer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Bases {
     pub(crate) host: u64,

@@ -1,8 +1,8 @@
-//! Quotas: a tenant at quota gets a frame or slot only by evicting its own coldest chunk.
+//! Quotas: a tenant at its quota gets a frame or slot only by evicting its own coldest chunk.
 //!
-//! A frame counts as soon as it is taken, so a tenant exceeds its quota only if the quota was
-//! lowered or the opened disk directory already held too many of its chunks. In both cases, the
-//! sweeper evicts the excess.
+//! A frame counts toward the quota as soon as it is taken, so a tenant exceeds its quota only if
+//! the quota was lowered or the opened disk directory already held too many of its chunks. In both
+//! cases, the sweeper evicts the excess.
 
 use crate::evict::{ChunkId, GroupId};
 use crate::index::{Entry, TenantId};
@@ -11,14 +11,14 @@ use crate::key::SaltTag;
 use crate::store::state::State;
 use crate::store::tenants::limits::{Bases, Ceiling};
 
-/// The frames a chunk may use.
+/// The frames that a chunk may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FrameSource {
-    /// Any frame of the tier: the tenant is below quota.
+    /// Any frame of the tier, because the tenant is below its quota.
     Any,
-    /// Only frames of this tenant's chunks: the tenant is at quota.
+    /// Only frames of this tenant's chunks, because the tenant is at its quota.
     Own(TenantId),
-    /// None: the requested frame is larger than the tenant's quota.
+    /// No frame, because the requested frame is larger than the tenant's quota.
     None,
 }
 
@@ -79,8 +79,8 @@ impl State {
         }
     }
 
-    /// Updates the tier sizes behind relative quotas. A store that has lost its pool share keeps
-    /// the previous size.
+    /// Updates the tier sizes from which relative quotas are computed. A store that has lost its
+    /// pool share keeps the previous size.
     pub(crate) fn update_bases(&mut self) {
         let host = self.host.share_bytes() / FRAME_ALIGN;
         let host = if host > 0 { host } else { self.tenants.limits.bases.host };

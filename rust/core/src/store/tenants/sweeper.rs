@@ -1,4 +1,4 @@
-//! Sweeper: once per second, removes expired chunks and evicts chunks of tenants over quota.
+//! Sweeper: once per second, removes expired chunks and evicts chunks of tenants over their quotas.
 //!
 //! Runs on its own thread, so that it depends on neither the disk nor engine calls.
 
@@ -42,7 +42,7 @@ impl State {
         false
     }
 
-    /// Evicts chunks of tenants over quota, starting at tenant `next`. Returns true once all
+    /// Evicts chunks of tenants over their quotas, starting at tenant `next`. Returns true once all
     /// tenants have been visited.
     fn trim(&mut self, next: &mut usize) -> bool {
         let mut budget = MAX_TRIMMED;

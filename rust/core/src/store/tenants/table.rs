@@ -1,5 +1,5 @@
 //! Current usage per tenant. All chunks under roots with the same `cache_salt` belong to one
-//! tenant, whatever their adapter.
+//! tenant, regardless of their adapter.
 //!
 //! An entry takes its tenant from its parent or, without a parent, from its root key, so finding a
 //! tenant needs no tree walk. A tenant without chunks is removed. Salts appear only as tags at the
@@ -19,7 +19,7 @@ pub(crate) const TENANTS_PER_SLICE: usize = 4096;
 /// One tenant's usage.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct TenantCounts {
-    /// None for vacant ids and for requests without a salt.
+    /// The salt's tag. None for vacant ids and for requests without a salt.
     tag: Option<SaltTag>,
     num_entries: u64,
     /// Number of pages in the tenant's host frames, including frames being filled.
@@ -54,7 +54,7 @@ impl TenantTable {
         self.by_tag.get(&tag).copied()
     }
 
-    /// Like [`Self::find`], but without a tag, returns the tenant of requests without a salt.
+    /// Like [`Self::find`], but returns the tenant of requests without a salt if `tag` is None.
     pub(crate) fn find_any(&self, tag: Option<SaltTag>) -> Option<TenantId> {
         tag.map_or(Some(NO_SALT), |tag| self.find(tag))
     }
@@ -87,7 +87,7 @@ impl TenantTable {
         }
     }
 
-    /// Adds or subtracts a frame's pages, whatever the chunk's state.
+    /// Adds or subtracts a frame's pages, regardless of the chunk's state.
     pub(crate) fn count_host(&mut self, id: TenantId, pages: u32, is_more: bool) {
         count(&mut self.all[id.0 as usize].host_pages, pages.into(), is_more);
     }

@@ -1,4 +1,5 @@
-//! Checks that the store's derived data matches its entries. Slow; tests call it after each step.
+//! Checks that the store's derived data matches its entries. The check is slow. Tests run it after
+//! each step.
 
 use std::collections::HashSet;
 

@@ -1,9 +1,9 @@
 //! Tests disk jobs in random order, without threads. The test takes jobs, does their I/O in memory
 //! and applies the results step by step, interleaved with scheduler and worker calls.
 //!
-//! The test covers orders that threads rarely produce, and every failure is reproducible. After
-//! each step, the test checks the invariants (`check`), the disk's contract, the bytes in leased
-//! frames and the result of `flush`. At the end, it checks that no work is left.
+//! The test covers event orders that threads rarely produce, and every failure is reproducible.
+//! After each step, the test checks the invariants (`check`), the disk's contract, the bytes in
+//! leased frames and the result of `flush`. At the end, it checks that no work is left.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -321,7 +321,7 @@ impl Run {
             WriteStep::Reserved(slot) => {
                 let freed = io == Io::Corrupts && self.free(slot, Io::Works);
                 if !freed {
-                    self.slots.insert(slot.0, Some(meta)); // may have reached the disk
+                    self.slots.insert(slot.0, Some(meta)); // the record may have reached the disk
                 }
                 WriteStep::Over(Written::Failed((!freed).then_some(slot)))
             }

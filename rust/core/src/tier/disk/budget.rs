@@ -18,7 +18,8 @@ pub(crate) struct SlotCount {
     pub(crate) frame_bytes: u64,
     /// Number of slots within the files' length.
     pub(crate) slots: u32,
-    /// Number of slots that have blocks or get them when written. All other slots are punched.
+    /// Number of slots that have blocks or get blocks when they are written. All other slots are
+    /// punched.
     pub(crate) filled: u32,
 }
 
@@ -56,7 +57,8 @@ pub(crate) fn dir_bytes(slots: u32, frame_bytes: u64, foreign_bytes: u64) -> u64
     class.bytes().saturating_add(FIXED_BYTES).saturating_add(foreign_bytes)
 }
 
-/// Returns the largest number up to `most` that fits, or 0 if none fits. `fits` must be monotone.
+/// Returns the largest number up to `most` that fits, or 0 if no number fits. `fits` must be
+/// monotone.
 pub(crate) fn largest_fit(most: u32, fits: impl Fn(u32) -> bool) -> u32 {
     let (mut low, mut high) = (0, most);
     while low < high {

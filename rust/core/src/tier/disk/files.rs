@@ -36,8 +36,8 @@ impl OpenFiles for OsFiles {
 
 /// Number of index records that are lost if a sector of 4096 bytes is unreadable.
 const RECORDS_PER_PIECE: usize = 4096 / RECORD_BYTES;
-/// If more pieces are unreadable, the disk failed rather than single sectors. Opening then fails and
-/// is retried later, which loses no chunk.
+/// If more pieces are unreadable, the whole disk has failed, not just a few sectors. Opening then
+/// fails and is retried later, so that no chunk is lost.
 const MAX_BAD_PIECES: usize = 8;
 const DIFFERS: &str = "its checksum does not match";
 
@@ -53,7 +53,7 @@ pub(super) fn is_damage(error: &io::Error) -> bool {
     error.kind() == ErrorKind::InvalidData
 }
 
-/// Fills `into`. A file that is too short is treated as damaged.
+/// Fills `into` with the bytes at `offset`. A file that is too short is treated as damaged.
 pub(super) fn read_exact(file: &dyn RawFile, into: &mut [u8], offset: u64) -> io::Result<()> {
     file.read_exact_at(into, offset).map_err(|error| match error.kind() {
         ErrorKind::UnexpectedEof => damage("the file is too short"),
@@ -216,7 +216,8 @@ impl SlotFiles {
     pub(super) fn lens(&self) -> io::Result<(u32, u32)> {
         let whole =
             |len: u64, each: u64| u32::try_from((len / each).min(MAX_FRAMES)).unwrap_or(u32::MAX);
-        // Measures the frames first, because an engine growing the files extends the index first.
+        // Measure the frames file first, because an engine that grows the files extends the index
+        // first.
         let frames = whole(self.frames.size()?, self.frame_bytes);
         let records = whole(self.index.size()?, RECORD_BYTES as u64);
         Ok((records, frames))

@@ -1,7 +1,8 @@
 //! Shrinks a namespace's files to the size limit when the namespace is opened.
 //!
-//! With a single size class, the highest slots are freed. With several, the disk space of free
-//! slots is released first; each class then frees its highest slots in proportion to its size.
+//! With a single size class, the highest slots are freed. With several size classes, the disk space
+//! of free slots is released first. Each class then frees its highest slots in proportion to its
+//! size.
 
 use std::collections::BTreeSet;
 use std::io;

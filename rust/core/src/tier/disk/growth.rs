@@ -37,8 +37,8 @@ impl Drop for Turn<'_> {
 }
 
 impl DiskTier {
-    /// Returns a slot when none is free: grows the files, or waits for the thread that is growing
-    /// them.
+    /// Returns a slot when no slot is free: grows the files, or waits for the thread that is
+    /// growing them.
     pub(super) fn reserve_more(&self, class: SizeClass) -> Result<SlotId, NoSlot> {
         let _turn = self.turn()?;
         let is_pointless = self.is_pointless();
@@ -102,7 +102,7 @@ impl DiskTier {
     }
 
     /// Creates as many free slots of a class as fit in the bytes that the namespace can claim. If
-    /// none fits, punches other classes' free slots to make room for one.
+    /// not even one slot fits, punches holes in free slots of other classes to make room for one.
     /// `is_full` means that the file system has no space for larger files.
     fn make_slots(&self, class: SizeClass, is_full: bool) {
         let (Ok(owner), counts) = (self.enter(), self.state().counts()) else { return };
@@ -129,7 +129,7 @@ impl DiskTier {
         owner.settle(self.state().num_bytes());
     }
 
-    /// Adds slots. Refills punched slots first, then grows the files.
+    /// Adds free slots. Refills punched slots first, then grows the files.
     fn add(&self, class: SizeClass, count: SlotCount, more: u32) {
         let punched = more.min(count.slots - count.filled);
         self.refill(class, punched);

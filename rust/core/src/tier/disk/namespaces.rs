@@ -26,8 +26,8 @@ pub(crate) fn frames_name(frame_bytes: u64) -> String {
     format!("{}-{frame_bytes}.dat", SLOT_FILES[1])
 }
 
-/// Returns true for index and frames files. In earlier versions, file names did not include the
-/// size.
+/// Returns true if `name` is the name of an index or frames file. In earlier versions, file names
+/// did not include the size.
 fn is_slot_file(name: &str) -> bool {
     SLOT_FILES.iter().any(|kind| {
         let rest = name.strip_prefix(kind).and_then(|rest| rest.strip_suffix(".dat"));
@@ -89,7 +89,7 @@ pub(crate) fn make_dir(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Returns true for a directory named `dpN`.
+/// Returns true if the directory is named `dpN`.
 fn is_of_data_parallel_engine(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str());
     let number = name.and_then(|name| name.strip_prefix("dp"));

@@ -154,7 +154,8 @@ pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Res
     let (is_shared, is_public) = (mode & 0o022 != 0, mode & 0o002 != 0);
     let shown = path.display();
     let problem = if path == disk_path && is_shared && (is_ours || is_public) {
-        // Does not suggest chmod, which would break other programs in a directory such as /tmp.
+        // The message does not suggest chmod, which would break other programs in a directory such
+        // as /tmp.
         format!(
             "{shown} is writable by other users (mode {mode:o}): set disk_path = {}, which kvloft creates for this user only",
             path.join("kvloft").display()

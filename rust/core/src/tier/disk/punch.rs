@@ -16,8 +16,8 @@ use crate::io::SizeClass;
 const RETRY_AFTER: Duration = Duration::from_secs(2);
 
 impl DiskTier {
-    /// Punches at least `bytes` worth of other classes' free slots. Returns false if punching
-    /// failed, or if there are too few free slots, in which case no slot is punched.
+    /// Punches holes in at least `bytes` bytes of free slots of other classes. Returns false if
+    /// punching failed, or if there are too few free slots, in which case no slot is punched.
     ///
     /// If `is_full` is set, punches only slots known to have blocks.
     pub(super) fn punch_spare(&self, class: SizeClass, bytes: u64, is_full: bool) -> bool {
@@ -35,7 +35,8 @@ impl DiskTier {
         given >= bytes
     }
 
-    /// Takes at least `bytes` worth of other classes' free slots, or none if there are too few.
+    /// Takes at least `bytes` bytes of free slots from other classes, or no slots if there are too
+    /// few.
     fn take_spare(
         &self,
         class: SizeClass,
@@ -90,7 +91,7 @@ impl DiskTier {
         self.count_refusal(is_news.then(|| format!("{what}: {error}")));
     }
 
-    /// Truncates the files to cut off punched slots at the end.
+    /// Truncates the files to remove the punched slots at the end.
     fn cut(&self, class: SizeClass) {
         let mut state = self.state();
         let (Ok(files), Some(slots)) = (self.files_of(class), state.of(class)) else { return };

@@ -1,4 +1,4 @@
-//! Removes chunks from closed namespaces. Prefixes are selected by their first chunk.
+//! Removes prefixes, selected by their first chunk, from closed namespaces.
 //!
 //! A namespace is opened only if a chunk must be removed, because opening marks it as recently
 //! used.

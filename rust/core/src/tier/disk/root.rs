@@ -225,8 +225,8 @@ impl OpenNamespace {
             drop(state);
             let fits =
                 |closed: u64| enough.saturating_add(closed).saturating_add(open_bytes) <= cap_bytes;
-            // When a namespace is opened, a part of its files is better than none. Later, less than
-            // `enough` is useless.
+            // When a namespace is opened, space for part of its files is better than no space.
+            // Later, less than `enough` bytes are useless.
             let may_help = fits(0) || is_first;
             let is_enough = |closed| !may_help || fits(closed);
             let remove = |path: &_| self.remove(path);
@@ -238,7 +238,8 @@ impl OpenNamespace {
                 let bytes = want.min(cap_bytes.saturating_sub(foreign_bytes));
                 let claimed = state.open.entry(self.name.clone()).or_default();
                 *claimed = bytes.max(*claimed);
-                // An idle namespace loses its memory and files only to a namespace below its part.
+                // An idle namespace loses its memory and files only to a namespace that is below
+                // its part.
                 let part = cap_bytes / state.open.len().max(1) as u64;
                 state.is_short |= bytes < enough && enough <= part;
                 return Ok(Claim {

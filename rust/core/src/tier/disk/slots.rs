@@ -3,9 +3,9 @@
 //! Invariant: free + punched + reserved + used = slots. Only free slots can be reserved. Free slots
 //! with blocks are reserved first, because they can be written even on a full file system. Slots
 //! that may be holes follow in the order in which they became free, so that a slot whose write
-//! failed is not retried immediately. If writes to a slot keep failing, its blocks may be damaged;
-//! the slot is set aside, and chunks in other slots are evicted instead. A punched slot has no
-//! blocks and uses no space; `refill` makes it free.
+//! failed is not retried immediately. If writes to a slot keep failing, its blocks may be damaged.
+//! The slot is then set aside, and chunks in other slots are evicted instead. A punched slot has no
+//! blocks and uses no space until `refill` makes it free again.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -74,14 +74,16 @@ pub(super) struct Slots {
     /// Number of writes since a slot entered or left `failed`.
     num_written: u32,
     pub(super) punched: BTreeSet<u32>,
-    /// True while the file system has no space to fill holes; holes are then not reserved.
+    /// True while the file system has no space to fill holes. Holes are not reserved during this
+    /// time.
     pub(super) are_holes_held: bool,
     pub(super) used: u64,
 }
 
 impl Slots {
-    /// Initializes the states when a directory is opened. The slots in `entries` hold a chunk,
-    /// `unsure` slots have a record that could not be cleared, and `punched` slots have no blocks.
+    /// Initializes the states when a directory is opened. The slots in `entries` hold chunks, the
+    /// slots in `unsure` have records that could not be cleared, and the slots in `punched` have no
+    /// blocks.
     pub(super) fn found(
         class: SizeClass,
         count: SlotCount,
@@ -151,7 +153,7 @@ impl Slots {
         self.punched.split_off(&len);
     }
 
-    /// Returns the number of slots left after cutting off the punched slots at the end.
+    /// Returns the number of slots that remain if the punched slots at the end are removed.
     pub(super) fn end(&self) -> u32 {
         let is_punched = |slot: &u32| self.punched.contains(&(slot - 1));
         (1..=self.len()).rev().find(|slot| !is_punched(slot)).unwrap_or(0)
@@ -219,7 +221,7 @@ impl Slots {
         slot
     }
 
-    /// Returns true if the slot is reserved. Only then may its owner write to it.
+    /// Returns true if the slot is reserved. Its owner may write only to a reserved slot.
     pub(super) fn may_write(&self, slot: SlotId) -> bool {
         matches!(self.states.get(slot.number() as usize), Some(SlotState::Reserved(_)))
     }

@@ -149,16 +149,16 @@ impl Superblock {
         let text = serde_json::to_string_pretty(self)? + "\n";
         let _ = fs::remove_file(&temp);
         let put = || {
-            // Always creates a new file, so it never writes through a link or to another process's
-            // file.
+            // Always create a new file, so that nothing is written through a link or to another
+            // process's file.
             open_options().write(true).create_new(true).open(&temp)?.write_all(text.as_bytes())?;
             fs::rename(&temp, dir.join(FILE_NAME))
         };
         put().inspect_err(|_| drop(fs::remove_file(&temp)))
     }
 
-    /// Returns the full namespace. Returns None if the field is not 64 hex digits; `parse` rejects
-    /// such a field.
+    /// Returns the full namespace. Returns None if the field is not 64 hex digits, but `parse`
+    /// already rejects such a field.
     pub(crate) fn namespace(&self) -> Option<[u8; 32]> {
         blake3::Hash::from_hex(&self.namespace).ok().map(Into::into)
     }

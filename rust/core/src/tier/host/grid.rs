@@ -11,7 +11,7 @@ use crate::pool::SlabId;
 const FREE: u32 = 0;
 /// Value in `holders` for a frame that is in use but not assigned to a chunk yet.
 const TAKEN: u32 = 1;
-/// Offset added to the id of a frame's chunk in `holders`.
+/// Offset that is added to a chunk's id before the id is stored in `holders`.
 const FIRST_CHUNK: u32 = 2;
 
 /// The frames of one size in the slabs of one store.
