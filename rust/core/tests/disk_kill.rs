@@ -1,6 +1,6 @@
 //! Tests a real `kill -9` (I3): a child process writes and frees chunks in a loop and is killed at
-//! a random moment. The next open must find only complete chunks, and all chunks that the child
-//! reported. Half of the children run a whole store that saves and evicts chunks.
+//! a random moment. The next open must find only complete chunks, and must find all chunks that the
+//! child reported. Half of the children run a whole store that saves and evicts chunks.
 //!
 //! `KV_KILLS` is the number of kills (default 50). A line of JSON reports the recovery times.
 
@@ -77,7 +77,7 @@ fn live(dir: &Path, life: u64) {
             if let Ok(slot) = tier.reserve(class) {
                 break slot;
             }
-            // Frees the oldest chain, deepest chunk first.
+            // Free the oldest chain, deepest chunk first.
             for (n, slot) in chains.pop_front().unwrap().into_iter().rev() {
                 writeln!(out, "f {n}").unwrap();
                 tier.free(slot).unwrap();
@@ -172,8 +172,8 @@ fn live_and_die(dir: &Path, life: u64) -> BTreeMap<u64, bool> {
 
 #[test]
 fn child() {
-    // The test below runs this test in a child process and sets these environment variables.
-    // Without the variables, this test does nothing.
+    // The test below runs this test in a child process with these environment variables set.
+    // Otherwise, this test does nothing.
     if let (Ok(dir), Ok(life)) = (std::env::var(DIR_VARIABLE), std::env::var(LIFE_VARIABLE)) {
         let (dir, life) = (Path::new(&dir), life.parse().unwrap());
         if life % 2 == 0 { live(dir, life) } else { save(dir, life) }
@@ -225,7 +225,7 @@ fn test_kill_9_at_random_times_loses_no_acknowledged_chunk() {
     }
     recoveries.sort();
     let (median, worst) = (recoveries[recoveries.len() / 2], recoveries[recoveries.len() - 1]);
-    // Bypasses the test harness, which hides the output of passing tests.
+    // Bypass the test harness, which hides the output of passing tests.
     let line = format!(
         "{{\"kills\": {lives}, \"chunks_compared\": {compared}, \"wrong_bytes\": 0, \"recovery_median_ms\": {:.2}, \
          \"recovery_worst_ms\": {:.2}}}",

@@ -1,5 +1,5 @@
-//! Tests chunks of different sizes in one arena: they fill most of it, and the memory for each size
-//! adapts to the saved chunks.
+//! Tests chunks of different sizes in one arena: the chunks fill most of the arena, and the memory
+//! for each size adapts to the saved chunks.
 #![expect(clippy::unwrap_used, clippy::cast_precision_loss, reason = "tests")]
 
 mod store_common;
@@ -95,7 +95,7 @@ fn chunks_of_several_sizes_fill_the_arena() {
     }
 }
 
-/// A long prompt is saved and evicted group by group, so the chunks of each size are in long runs.
+/// A long prompt is saved and evicted group by group, so the chunks of each size form long runs.
 #[test]
 fn long_prompts_of_several_sizes_are_saved_whole() {
     for (pages, classes) in
@@ -130,7 +130,8 @@ fn few_chunks_of_a_new_size_evict_few_others() {
     assert!(num_found.sum::<u32>() >= 10);
 }
 
-/// No slab can be drained while each holds a pinned chunk, so evicting the other chunks is useless.
+/// No slab can be drained while every slab holds a pinned chunk, so evicting the other chunks is
+/// useless.
 #[test]
 fn sizes_that_can_get_no_slab_evict_few_chunks() {
     let store = Store::open(&open(&[1, 20, 13], 1)).unwrap();

@@ -25,7 +25,7 @@ use proptest::prelude::*;
 
 const PAGE: u64 = 4096;
 const FRAMES: [u64; 3] = [2 * PAGE, 3 * PAGE, PAGE];
-/// Frame sizes of each store, in pages; the pool is sized for the first store. A slab has eight
+/// Frame sizes of each store, in pages. The pool is sized for the first store. A slab has eight
 /// pages, so some frames fill it and others leave space unused.
 const SIZES: [[&[u64]; 3]; 7] = [
     [&[2], &[3], &[1]],
@@ -274,11 +274,11 @@ fn gets_its_share(world: &mut World, nth: usize) {
     }
 }
 
-/// Like `gets_its_share`, but workers can copy only to the first `pages`, so the store gets the
-/// frames there.
+/// Like `gets_its_share`, but workers can copy only to the first `pages` pages, so the store must
+/// get the frames in these pages.
 fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, pages: u32) {
     if !world.has_one_size(nth) {
-        return; // one size may have the slab that another size needs
+        return; // one size may hold the slab that another size needs
     }
     world.reading.clear();
     world.writing.clear();

@@ -249,7 +249,7 @@ fn row(ticket: u64, unit: u32) -> Reservation {
     Reservation { ticket, frame: FrameId(9), key: ChunkKey([2; 32]), unit }
 }
 
-/// Reserves `units` of a prefix of `num_units`. `blocks` lists the blocks of all groups.
+/// Reserves `units` of a prefix of `num_units` units. `blocks` lists the blocks of all groups.
 fn reserve(
     engine: &EngineSession,
     num_units: u32,
@@ -304,7 +304,7 @@ fn a_chunk_has_as_many_blocks_as_its_group_keeps() {
 fn a_load_has_the_blocks_that_the_prefix_needs_and_vllm_lacks() {
     let window = Group { kind: GroupKind::Window, block_tokens: 4, reach: 9, ..TWO };
     let (engine, _) = odd_with(vec![TWO, window], 1, &[]);
-    // A prefix of 5 units has 10 blocks. The window needs the last 3; the first of them is the
+    // A prefix of 5 units has 10 blocks. The window needs only the last 3 blocks, starting with the
     // second block of a unit.
     assert_eq!(engine.loaded_blocks(0, 5), [0..10, 7..10]);
     assert_eq!(engine.loaded_blocks(3, 5), [6..10, 7..10]);

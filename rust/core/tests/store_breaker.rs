@@ -1,5 +1,5 @@
 //! Tests a disk that hangs, fails or is missing: lookups of its chunks miss for a while, and
-//! everything else works.
+//! everything else still works.
 //!
 //! Tests advance the clock, so nothing here depends on the speed of the machine.
 mod store_common;
@@ -48,8 +48,8 @@ fn chains(num: u32, len: u32, first: u32) -> Vec<KeyChain> {
     (0..num).map(|nth| chain(&tokens(nth))).collect()
 }
 
-/// Returns a store with ten prompts of 8 chunks only on disk, and one prompt of 16 chunks that is
-/// also in host memory.
+/// Returns a store with ten prompts of 8 chunks that are only on disk, and one prompt of 16 chunks
+/// that is also in host memory.
 fn cold_prompts(disk: &Arc<MemoryDisk>) -> (Store, Vec<KeyChain>, KeyChain) {
     let store = disk.open(&settings(16, disk), &[]);
     let cold = chains(10, 8, 0);
@@ -150,8 +150,8 @@ fn failed_writes_keep_chunks_on_disk() {
         disk.fail_writes.store(true, Ordering::SeqCst);
         disk.fail_frees.store(fail_frees, Ordering::SeqCst);
         for prompt in chains(100, 8, 1000) {
-            // The next prompt takes this prompt's frames. A chunk without a write attempt by then
-            // is never written, so wait for an attempt.
+            // The next prompt takes this prompt's frames. A chunk that has had no write attempt by
+            // then is never written, so wait for an attempt.
             let num_refused = stat(&store, "disk_write_errors");
             assert!(save_all(&store, &prompt) > 0, "host memory must still work");
             until("a write is attempted", || {
@@ -523,7 +523,7 @@ fn a_save_without_a_usable_frame_evicts_nothing() {
 
 /// Like `a_forged_record_is_a_miss`, but the forged record follows an anchor. When the forged chunk
 /// is removed, the verified units before it are not looked up. Lookups report the forged chunk as
-/// present until a lease has compared it.
+/// present until a lease verifies it.
 #[test]
 fn a_forged_record_behind_an_anchor_ends_the_prefix_there() {
     let (wanted, other) = (chain(&[1, 2, 3, 4, 5, 6]), chain(&[7, 8, 9, 10]));

@@ -53,7 +53,7 @@ fn soon() -> Instant {
     Instant::now() + LONG
 }
 
-/// Number that distinguishes a chunk from later chunks with the same key.
+/// A number that distinguishes a chunk from later chunks with the same key.
 type Life = u64;
 
 #[derive(Debug, Default)]
@@ -321,7 +321,7 @@ fn many_chunks_are_evicted_in_slices() {
             let leases = store.reserve_many(None, &[asked]).unwrap().remove(0).chunks;
             store.commit(leases);
         }
-        // Evicts the second salt's chunks, so that the walk also passes the first salt's chunks.
+        // Evict the second salt's chunks, so that the walk also passes the first salt's chunks.
         let said = store.evict(of_salt(Some(1), is_host_only), soon());
         assert_eq!(
             (said.num_chunks, said.host_bytes / FRAME as u64, said.num_in_use, said.is_cut_short),
@@ -349,7 +349,7 @@ fn a_chunk_in_use_counts_once() {
     let save = |salt, num: u32| save(&store, &arena_of(&store), &chain(salt, num), 0..num);
     assert_eq!((save(SALTS[0], 6), save(SALTS[1], 6)), (6, 6));
     for nth in [0, 1] {
-        // the second salt's entries are reused first
+        // The second salt's entries are reused first.
         store.evict(of_salt(Some(nth), false), soon());
     }
     assert_eq!(save(SALTS[0], 12), 12);

@@ -35,7 +35,7 @@ fn limits(host: u32, disk: u32, ttl_s: u32) -> Limits {
     Limits { host: Some(bytes(host)), disk: Some(bytes(disk)), ttl_s: Some(ttl_s) }
 }
 
-/// "a" has its own limits, and chunks without a salt never expire.
+/// The salt "a" has individual limits, and chunks without a salt never expire.
 fn all_limits(is_small: bool) -> TenantLimits {
     let salted = if is_small { limits(4, 5, 2000) } else { limits(8, 16, 2000) };
     let unsalted = Limits { ttl_s: None, ..salted };

@@ -22,8 +22,8 @@ enum Chunk {
     Visible,
 }
 
-/// key -> (parent key, state, number that distinguishes the chunk from later chunks with the same
-/// key)
+/// Maps each key to its parent key, its state, and a number that distinguishes the chunk from later
+/// chunks with the same key.
 #[derive(Debug, Default)]
 struct Model {
     chunks: BTreeMap<ChunkKey, (ChunkKey, Chunk, u64)>,

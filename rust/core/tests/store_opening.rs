@@ -119,5 +119,5 @@ fn a_setting_that_can_never_work_is_an_error_at_once_and_another_failure_is_not(
     disk.answers.send(Err(Error::new(ErrorKind::Io, "I/O error"))).unwrap();
     let store = disk.open().unwrap();
     assert!(told(&store).contains("retrying: I/O error"));
-    disk.answers.send(Ok(())).unwrap(); // for the next attempt, or the end
+    disk.answers.send(Ok(())).unwrap(); // for the next attempt, or for the end of the test
 }

@@ -90,8 +90,8 @@ impl Disks {
     }
 }
 
-/// Saves two prompts: a cold prompt, which is then only on disk and has more chunks than one slice
-/// drops, and a hot prompt of 8 chunks, which is then in host memory and on disk.
+/// Saves a cold prompt and a hot prompt. The cold prompt ends up only on disk and has more chunks
+/// than one slice drops. The hot prompt has 8 chunks and ends up in host memory and on disk.
 fn cold_and_hot(store: &Store) -> (KeyChain, KeyChain) {
     let (cold, hot) = (prompt(0, 700), prompt(1000, 8));
     for end in (7..=700).step_by(7) {

@@ -18,7 +18,7 @@ use kvloft_testing::one_prefix::StoreExt;
 use store_common::{FRAME, arena_of, chain, config, save, stat};
 
 const LONG: Duration = Duration::from_secs(60);
-/// Longer than the delay before a failed free is retried.
+/// A pause that is longer than the delay before a failed free is retried.
 const PAUSE_MS: u64 = 61_000;
 const RECORD_BYTES: u64 = 128;
 const WRITES: &[Call] = &[Call::Write];
@@ -165,7 +165,7 @@ fn a_slot_that_cannot_be_freed_does_not_block_a_clear() {
         save_all(&store, prompt);
     }
     assert!(store.flush(LONG));
-    // Faults for the first prompt's slot, before and during the clear.
+    // Inject faults for the first prompt's slot, before and during the clear.
     place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index").times(1));
     assert_eq!(store.discard(&prompts[0].keys()[..1]), 1);
     until("freeing the slot failed", || stat(&store, "disk_write_errors") == 1);
@@ -225,8 +225,8 @@ fn a_prefix_found_on_disk_is_an_anchor_after_its_keys_were_compared() {
     assert_eq!(store.lookup(&prompt).stored_units, 8);
     assert_eq!(store.anchors(&ends), Anchors { num_known: 0, num_stored: 8 });
 
-    // The whole prompt is read into host memory. Saving another prompt then takes frames from the
-    // end of this prompt, so the last chunks of this prompt are only on disk.
+    // Read the whole prompt into host memory. Saving another prompt then takes frames from the end
+    // of this prompt, so that its last chunks are only on disk.
     let whole = store.acquire(&prompt);
     assert_eq!(store.anchors(&ends), Anchors { num_known: 8, num_stored: 8 });
     until("the prompt is read", || whole.poll().ready_units == 8);

@@ -22,7 +22,8 @@ fn prompt(number: u32, num_blocks: u32) -> KeyChain {
     chain(&(0..num_blocks).map(|at| number * 100 + at).collect::<Vec<_>>())
 }
 
-/// Saves a prompt of `num_blocks` and the state at its end, with or without a link to the prompt.
+/// Saves a prompt of `num_blocks` blocks and the state at its end, with or without a link to the
+/// prompt.
 fn save_turn(store: &Store, number: u32, num_blocks: u32, has_prefix: bool, after: impl Fn()) {
     let own = prompt(number, num_blocks);
     let (root, mut keys) = own.independent_keys(GROUP, num_blocks - 1..num_blocks).unwrap();

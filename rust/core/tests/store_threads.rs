@@ -1,5 +1,5 @@
-//! Tests many threads on one store with a disk: no deadlocks, no wrong frames, and everything is
-//! released at the end.
+//! Tests many threads on one store with a disk: no deadlocks occur, no frame is wrong, and
+//! everything is released at the end.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 

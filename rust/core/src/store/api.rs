@@ -137,9 +137,9 @@ impl Store {
     }
 
     /// Lets other saves reserve the chunks of these unfinished saves. If `if_contended` is true,
-    /// affects only saves that other saves have waited for. Lookups miss these chunks and their
-    /// descendants until another save makes them visible. The frames stay reserved until the leases
-    /// end.
+    /// affects only saves that other saves have waited for. Lookups miss the descendants of these
+    /// chunks until another save makes the chunks visible. The frames stay reserved until the
+    /// leases end.
     pub fn release_keys<'a>(
         &self,
         leases: impl Iterator<Item = &'a WriteLease>,

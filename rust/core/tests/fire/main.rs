@@ -1,7 +1,7 @@
 //! Storage under fire: runs the real store and disk tier on files with injected faults, and checks
 //! loads against a record of acknowledged chunks.
 //!
-//! Stores open the same directory one after another, with different size limits: after a clean
+//! Stores with different size limits open the same directory one after another: after a clean
 //! close, after faults, and while calls hang. `KV_FIRE_SECONDS` sets the duration (default 20), and
 //! `KV_FIRE_SEED` seeds the random choices. The test prints its counts as a line of JSON.
 #![expect(clippy::unwrap_used, reason = "tests")]

@@ -199,8 +199,8 @@ impl Recorder {
         Ok(())
     }
 
-    /// Checks that a frame holds the bytes of a committed version of the chunk, `floor` or newer.
-    /// Returns the version. The error describes the difference.
+    /// Checks that a frame holds the bytes of a committed version of the chunk that is not older
+    /// than `floor`. Returns the version. The error describes the difference.
     pub(crate) fn check_bytes(
         &self,
         key: &ChunkKey,

@@ -1,4 +1,5 @@
-//! Fault periods. One thread starts and ends them for all stores, and checks the directory's size.
+//! Fault periods. One thread starts and ends the periods for all stores, and checks the directory's
+//! size.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -109,7 +110,7 @@ impl Disk {
             for _ in 0..=dice.below(2) {
                 self.files.inject(self.spell(&mut dice));
             }
-            // Shortens every read that no earlier rule matches.
+            // Shorten every read that no earlier rule matches.
             if dice.in_100(80) {
                 self.files.inject(Rule::new(Fault::Short(1024 + dice.below(3000))).on(READS));
             }
@@ -186,7 +187,7 @@ pub(crate) fn damage_at_rest(dir: &Path, dice: &mut Dice) -> u64 {
                 bytes[at] ^= 1 << dice.below(8);
                 num_flips += 1;
             }
-            // Overwrites bytes in place, so that the file keeps its blocks.
+            // Overwrite bytes in place, so that the file keeps its blocks.
             let file = std::fs::File::options().write(true).open(&path).unwrap();
             std::os::unix::fs::FileExt::write_all_at(&file, &bytes, 0).unwrap();
         }

@@ -48,7 +48,7 @@ const MAX_LOANS: usize = 3;
 
 impl<'a> Worker<'a> {
     pub(crate) fn new(shared: &'a Shared<'a>, seed: u64) -> Self {
-        // Reads the arena's file, not a mapping, so that checks are independent of the store's
+        // Read the arena's file, not a mapping, so that checks are independent of the store's
         // access.
         let arena =
             File::options().read(true).write(true).open(&shared.store.arena().path).unwrap();

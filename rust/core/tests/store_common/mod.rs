@@ -113,7 +113,7 @@ pub(crate) fn save(store: &Store, arena: &Arena, chain: &KeyChain, units: Range<
 pub(crate) struct MemoryDisk {
     tier: Arc<MemoryTier>,
     pub(crate) fail_opens: AtomicBool,
-    /// The store's clock, in milliseconds; tests advance it.
+    /// The store's clock, in milliseconds. Tests advance this clock.
     now_ms: AtomicU64,
 }
 

@@ -8,7 +8,7 @@ use crate::store::state::State;
 use crate::store::tenants::quota::group;
 use crate::tier::disk::SlotId;
 
-/// How to fit a chunk that is about to be written into its tenant's quota.
+/// How to make a chunk that is about to be written fit its tenant's quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SlotFor {
     Fits,

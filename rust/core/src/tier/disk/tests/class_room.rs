@@ -88,7 +88,7 @@ fn test_a_full_file_system_has_the_room_of_evicted_chunks_of_another_size() {
     let mut small = fill_up(&open(&config).0, SMALL, 0);
     config.cap_bytes = 1 << 30;
     let (tier, files) = faulty(&config);
-    // The rule must hold whenever no space is free, because growing is retried after 2 s.
+    // The rule must apply whenever no space is free, because growing is retried after 2 s.
     let full = Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Allocate]);
     files.inject(full);
     assert_eq!(tier.reserve(LARGE).ok(), None);

@@ -62,7 +62,7 @@ fn test_a_restart_finds_the_chunks_of_all_sizes_in_files_that_are_longer_than_th
     let config = sized(dir.path(), &SIZES);
     let (tier, _files) = faulty(&config);
     let mut small = fill_up(&tier, SMALL, 0);
-    // Frees every second slot, so that the end of the file remains in use.
+    // Free every second slot, so that the end of the file remains in use.
     let freed: Vec<_> = small.iter().copied().step_by(2).collect();
     small.retain(|chunk| !freed.contains(chunk));
     for (_, slot) in &freed {

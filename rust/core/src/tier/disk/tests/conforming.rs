@@ -22,7 +22,7 @@ struct OnFiles {
     sizes: Vec<u64>,
     dir: Option<tempfile::TempDir>,
     files: FaultFiles,
-    /// True if silent faults and corruption can occur as well.
+    /// True if silent faults and corruption can also occur.
     is_liar: bool,
     may_lose: AtomicBool,
 }

@@ -1,4 +1,4 @@
-//! Tests a process that dies at any system call (I3): after a restart, every chunk found is
+//! Tests that a process can die at any system call (I3). After a restart, every chunk found is
 //! complete, and every chunk reported as written is found.
 
 use crate::io::SizeClass;

@@ -176,7 +176,7 @@ fn test_an_open_that_fails_anywhere_leaves_nothing_in_the_way_of_the_next() {
             let dir = tempfile::tempdir().unwrap();
             let config = filled(dir.path());
             if call == Call::SetLen {
-                // Simulates a crash between growing the first file and the second. Opening makes
+                // Simulate a crash between growing the first file and the second. Opening makes
                 // their lengths consistent.
                 let frames = places(&config).remove(4);
                 OpenOptions::new()
@@ -301,8 +301,8 @@ fn test_files_of_holes_cost_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let config = filled(dir.path());
     let own = config.dir.join(namespace_id(&config.namespace));
-    // More records than the maximum number of slots, and a frames file of the largest size that
-    // ext4 supports.
+    // There are more records than the maximum number of slots, and the frames file has the largest
+    // size that ext4 supports.
     for (name, len) in [("index-8192.dat", 128_u64 << 32), ("frames-8192.dat", (1 << 44) - 4096)] {
         OpenOptions::new().write(true).open(own.join(name)).unwrap().set_len(len).unwrap();
     }

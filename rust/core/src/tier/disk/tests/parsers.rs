@@ -88,7 +88,7 @@ proptest! {
         let mut json = serde_json::to_vec_pretty(&block).unwrap();
         let at = at % json.len();
         json[at] = to;
-        // Whitespace between tokens is ignored; the checksum covers everything else.
+        // The checksum covers everything except whitespace between tokens.
         prop_assert!(Superblock::parse(&json).map_or(true, |parsed| parsed == block));
     }
 
