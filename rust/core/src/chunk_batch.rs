@@ -22,8 +22,8 @@ pub const NULL_BLOCK: i32 = 0;
 /// Frames with their keys and paged blocks to copy, for one or more KV cache groups.
 ///
 /// Within a group, all chunks have the same number of entries in `blocks`, one per block of the
-/// frame. Entries before and after the blocks to copy are [`NOT_WANTED`]; the others are block ids.
-/// Only saves have tickets.
+/// frame. Entries before and after the blocks to copy are [`NOT_WANTED`], and all other entries are
+/// block ids. Only saves have tickets.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ChunkBatch {
     parts: Vec<Part>,
@@ -49,7 +49,7 @@ pub struct Chunk<'a> {
     pub ticket: Option<u64>,
 }
 
-/// Number of units a load reads from each tier.
+/// Number of units that a load reads from each tier.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct UnitsByTier {
     /// Number of units in host memory.
@@ -182,7 +182,7 @@ impl ChunkBatch {
         self.parts.is_empty()
     }
 
-    /// Returns all chunks' tickets. Loads have none.
+    /// Returns the tickets of all chunks. Loads have no tickets.
     pub fn tickets(&self) -> &[u64] {
         &self.tickets
     }

@@ -2,8 +2,8 @@
 //! its outcome.
 //!
 //! One prefix's saves have consecutive tickets and share one entry, because a prompt with multiple
-//! KV cache groups has thousands of saves. The store assigns the reservation numbers; this module
-//! compares them only to detect a replaced store.
+//! KV cache groups has thousands of saves. The store assigns the reservation numbers. This module
+//! compares the numbers only to detect that the store was replaced.
 
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
@@ -50,10 +50,10 @@ pub(crate) struct Settled {
     pub(crate) misfit: Option<ChunkKey>,
 }
 
-/// Saves not yet reported by all ranks.
+/// Saves that not every rank has reported yet.
 #[derive(Debug)]
 pub(crate) struct InFlight {
-    /// Keyed by the first ticket of each plan.
+    /// All plans in flight, keyed by their first ticket.
     all: Numbered<Plan>,
     num_saves: usize,
     next_ticket: u64,

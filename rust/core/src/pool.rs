@@ -28,8 +28,8 @@ const NUM_SLABS: u64 = 64;
 const MAX_SLAB_BYTES: u64 = 256 << 20;
 /// Wasted space is compared in units of `1 / PRECISION` of a slab.
 const PRECISION: u64 = 1000;
-/// Minimum number of largest-size frames per slab, unless the arena would then have fewer than
-/// `MIN_SLABS` slabs. Fewer frames could waste too much space at the end of a slab.
+/// Minimum number of frames of the largest size per slab, unless the arena would then have fewer
+/// than `MIN_SLABS` slabs. Fewer frames could waste too much space at the end of a slab.
 const MIN_FRAMES: u64 = 4;
 const MIN_SLABS: u64 = 8;
 
@@ -47,7 +47,7 @@ struct MemberState {
     percent: Option<u32>,
     /// False if the store is not entitled to a share.
     is_active: bool,
-    /// Number of slabs the store can keep when other stores need slabs.
+    /// Number of slabs that the store can keep when other stores need slabs.
     share: u32,
     /// If set, the store needs a slab numbered below this limit.
     hungry: Option<u32>,
@@ -82,9 +82,9 @@ impl fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// Creates an arena of `host_bytes` with slabs suited to these frame sizes. Calls `wake` when a
-    /// store becomes hungry, possibly under that store's lock. The pool's owner should then call
-    /// [`crate::store::Store::release_slab`] on all other stores.
+    /// Creates an arena of `host_bytes` bytes with slabs suited to these frame sizes. Calls `wake`
+    /// when a store becomes hungry, possibly under that store's lock. The pool's owner should then
+    /// call [`crate::store::Store::release_slab`] on all other stores.
     ///
     /// Returns `InvalidConfig` if no frame fits, and `Io` if memory cannot be allocated.
     pub fn create(
@@ -158,13 +158,13 @@ impl Pool {
         u32::try_from(self.size_bytes() / self.slab_bytes).unwrap_or(u32::MAX)
     }
 
-    /// Returns true if a store is hungry, so other stores should release a slab.
+    /// Returns true if a store is hungry, in which case other stores should release a slab.
     pub fn is_wanted(&self) -> bool {
         self.state().wanting().next().is_some()
     }
 
     /// Returns `InvalidConfig` if a frame size exceeds the slab size. Without this check, a store
-    /// could own slabs too small for its largest frames.
+    /// could own slabs that are too small for its largest frames.
     pub fn check(&self, sizes: &FrameSizes) -> Result<()> {
         sizes.check()?;
         let (slab_bytes, frame_bytes) = (self.slab_bytes, sizes.largest());

@@ -21,7 +21,7 @@ use crate::store::{
 pub use crate::store::{ArenaInfo, LifelineInfo};
 use crate::{Event, Result};
 
-/// Read lease id. A session never reuses an id.
+/// Id of a read lease. A session never reuses an id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LeaseId(pub u64);
 

@@ -56,7 +56,7 @@ pub fn chunk_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> Result<
 
 /// Returns one page's checksum. `position` is the position value of the page's first word.
 fn page_sum(page: &[u8], mut position: u64) -> u64 {
-    // Four independent sums, so that the additions can overlap.
+    // Use four independent sums, so that the additions can overlap.
     let mut sums = [0u64; 4];
     let (quads, rest) = page.as_chunks::<32>();
     for quad in quads {

@@ -225,8 +225,8 @@ fn test_a_full_tmpfs_is_worth_another_try() {
     full_and_emptied_again("tmpfs", 2);
 }
 
-/// Writes frames of one size until the file system is full. Then frees some of them and writes a
-/// few frames of a different size.
+/// Writes frames of one size until the file system is full. Then frees some of these frames and
+/// writes a few frames of a different size.
 fn full_of_another_size(kind: &'static str, size_mib: u64) {
     let Some(mounted) = Mounted::new(kind, size_mib) else { return };
     let frame_sizes = vec![FRAME as u64, 4096].into();

@@ -46,7 +46,7 @@ fn key(life: u64, n: u64) -> ChunkKey {
     ChunkKey(*blake3::hash(&[life.to_le_bytes(), n.to_le_bytes()].concat()).as_bytes())
 }
 
-/// Returns the metadata of child `life`'s chunk `n`. Chunks form chains of four.
+/// Returns the metadata of chunk `n` of child `life`. Chunks form chains of four.
 fn meta(life: u64, n: u64) -> DiskMeta {
     let depth = u32::try_from(n % 4).unwrap();
     let parent = if depth == 0 { ChunkKey([0; 32]) } else { key(life, n - 1) };
@@ -201,7 +201,7 @@ fn recovered(dir: &Path, life: u64) -> Vec<ChunkKey> {
 
 #[test]
 fn test_kill_9_at_random_times_loses_no_acknowledged_chunk() {
-    // Read from an environment variable, because tests take no arguments.
+    // The number is read from an environment variable, because tests take no arguments.
     let lives: u64 = std::env::var("KV_KILLS").map_or(50, |text| text.parse().expect("a number"));
     let dir = tempfile::tempdir().unwrap();
     let (mut written, mut compared, mut recoveries) = (0, 0, Vec::new());

@@ -68,7 +68,7 @@ impl LocalTier for Yielding {
 }
 
 fn in_many_orders(model: impl Fn() + Send + Sync + 'static) {
-    // Read from an environment variable, because tests take no arguments.
+    // The number is read from an environment variable, because tests take no arguments.
     let orders = std::env::var("KV_ORDERS").map_or(2_000, |text| text.parse().expect("a number"));
     let mut config = shuttle::Config::new();
     config.stack_size = 1 << 20;

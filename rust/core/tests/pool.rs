@@ -26,7 +26,7 @@ use proptest::prelude::*;
 const PAGE: u64 = 4096;
 const FRAMES: [u64; 3] = [2 * PAGE, 3 * PAGE, PAGE];
 /// Frame sizes of each store, in pages. The pool is sized for the first store. A slab has eight
-/// pages, so some frames fill it and others leave space unused.
+/// pages, so frames of some sizes fill it and frames of other sizes leave space unused.
 const SIZES: [[&[u64]; 3]; 7] = [
     [&[2], &[3], &[1]],
     [&[2], &[8], &[1]],
@@ -123,7 +123,7 @@ impl World {
         self.frames[nth].all().len() == 1
     }
 
-    /// Saves a whole prompt. Its chunks cycle through the store's size classes.
+    /// Saves a whole prompt. The prompt's chunks cycle through the store's size classes.
     fn save(&mut self, nth: usize, chain: &KeyChain) -> u32 {
         let num_units = chain.num_blocks();
         let each = if self.has_one_size(nth) { num_units.max(1) } else { 1 };
@@ -302,8 +302,8 @@ fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, pages: u32) 
     panic!("store {nth} has {:?} slabs, not {num_frames} frames", world.stores[nth].num_slabs());
 }
 
-/// Checks that a cleared store keeps at most two slabs. A closed store keeps none, so that another
-/// store can get every frame.
+/// Checks that a cleared store keeps at most two slabs. A closed store keeps no slab, so that
+/// another store can get every frame.
 fn is_given_back(mut world: World, nth: usize) {
     for store in &world.stores {
         store.clear();

@@ -285,7 +285,7 @@ fn unread_keys_are_dropped_and_the_loss_is_reported_once() {
     );
 }
 
-/// Lookups do not find a chunk while its slot is being freed, and find it if freeing fails.
+/// Lookups do not find a chunk while its slot is being freed, but find it again if freeing fails.
 #[test]
 fn a_chunk_whose_slot_cannot_be_freed_is_reported() {
     let disk = MemoryDisk::new(1);
@@ -345,8 +345,8 @@ fn each_listener_has_a_separate_position() {
     );
 }
 
-/// A large tree is removed in slices, the root last. The log reports immediately that lookups miss
-/// its chunks.
+/// A large tree is removed in slices, with the root last. The log reports immediately that lookups
+/// miss the tree's chunks.
 #[test]
 fn a_tree_removed_in_slices_is_reported_at_once() {
     let store = Store::open(&config(2000, Eviction::Lru)).unwrap();

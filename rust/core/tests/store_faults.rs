@@ -1,4 +1,4 @@
-//! Tests the store under pressure: random operations on few frames, few slots and a failing disk.
+//! Tests the store under pressure: random operations with few frames, few slots and a failing disk.
 //!
 //! Hits depend on the policy and on timing here, so the tests check properties that always hold:
 //! only committed chunks are found (I1, I3), leased frames never change (I4), counts return to zero
@@ -374,7 +374,7 @@ fn a_save_that_fails_after_its_children_leaves_the_tree_after_them() {
     for save in &saves {
         fill(&arena, save.reservation());
     }
-    // The first and last saves are still open when the read of their ancestor fails; the save
+    // The first and last saves are still open when the read of their ancestor fails, but the save
     // between them is complete.
     let last = saves.pop().unwrap();
     let middle = saves.pop().unwrap();

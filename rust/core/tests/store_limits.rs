@@ -88,7 +88,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A prompt's keys: its prefix's keys, and the keys of another group's independent chunks.
+/// A prompt's keys: the keys of its prefix, and the keys of independent chunks of another group.
 struct Prompt {
     salt: usize,
     chain: KeyChain,

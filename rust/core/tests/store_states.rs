@@ -51,7 +51,8 @@ fn save_turn(store: &Store, number: u32, num_blocks: u32, has_prefix: bool, afte
     }
 }
 
-/// Returns true if a whole prompt and its state are found in any tier, and uses them.
+/// Returns true if a whole prompt and its state are found in any tier. In that case, also acquires
+/// both.
 fn finds(store: &Store, number: u32, num_blocks: u32) -> bool {
     let own = prompt(number, num_blocks);
     let (root, keys) = own.independent_keys(GROUP, num_blocks - 1..num_blocks).unwrap();

@@ -142,7 +142,8 @@ fn frames(thread: usize, frame_bytes: u64) -> Vec<PageBuffer> {
     frames
 }
 
-/// Reads or writes random slots of `share` for a time slice; returns the number of frames.
+/// Reads or writes random slots of `share` for one time slice. Returns the number of frames
+/// transferred.
 fn run_share(tier: &DiskTier, share: &mut [SlotId], frames: &mut [PageBuffer], verb: Verb) -> u64 {
     let mut random = 0x9e37_79b9 + u64::from(share[0].0);
     let (began, mut done) = (Instant::now(), 0);
@@ -196,7 +197,7 @@ fn run_fio(file: &Path, threads: usize, verb: Verb, frame_bytes: u64, direct: bo
 
 /// Measures the time to open a directory with a million records.
 ///
-/// This function writes the records in the on-disk format; the frames file is sparse.
+/// This function writes the records in the on-disk format. The frames file is sparse.
 fn measure_open(dir: &Path) {
     let dir = dir.join("million");
     let config = config(&dir, 4096, 16 << 30);
@@ -284,7 +285,7 @@ fn config(dir: &Path, frame_bytes: u64, cap_bytes: u64) -> DiskConfig {
     }
 }
 
-/// Returns the metadata of the chunk in a slot; its key depends only on the slot.
+/// Returns the metadata of the chunk in a slot. The chunk's key depends only on the slot.
 fn meta(slot: u32) -> DiskMeta {
     let key = ChunkKey(*blake3::hash(&slot.to_le_bytes()).as_bytes());
     DiskMeta { key, parent: ChunkKey([0; 32]), depth: 0, saved_s: 0 }

@@ -29,7 +29,7 @@ fn round(eviction: Eviction) -> Vec<Duration> {
     let mut times = Vec::with_capacity((NUM_PROMPTS * PROMPT_CHUNKS) as usize);
     let num_stored = NUM_CHUNKS / PROMPT_CHUNKS;
     for nth in 0..NUM_PROMPTS {
-        // One in four prompts is old and may have been evicted; the rest are new.
+        // One in four prompts is old and may have been evicted. All other prompts are new.
         let seed =
             if nth % 4 == 0 { nth.wrapping_mul(7919) % num_stored } else { num_stored + nth };
         let chain = prompt(seed, PROMPT_CHUNKS, PROMPT_CHUNKS);

@@ -1,7 +1,7 @@
 //! Request traces to replay.
 //!
 //! - A file of JSON lines with `hash_ids`, one id per block. Equal ids mean equal prefixes.
-//! - Synthetic multi-turn chats that share a few system prompts, some of them popular.
+//! - Synthetic multi-turn chats that share a few system prompts of different popularity.
 //! - Two sets of synthetic chats, one after the other.
 
 use std::path::Path;

@@ -34,14 +34,15 @@ pub struct Group {
     pub block_tokens: u32,
     /// Number of blocks per unit, at least one.
     pub blocks_per_unit: u32,
-    /// Number of blocks per chunk. A chunk holds its unit's last blocks. No prefix needs the
+    /// Number of blocks per chunk. A chunk holds the last blocks of its unit. No prefix needs the
     /// earlier blocks, and vLLM may already have freed them.
     pub kept_blocks: u32,
-    /// Window or attention chunk size in tokens; 0 for other kinds.
+    /// Size of the window or attention chunk in tokens, or 0 for other kinds.
     pub reach: u32,
     /// Size class for the group's frames.
     pub class: SizeClass,
-    /// Size class for smaller frames that hold compressed chunks, if any. Some chunks may not fit.
+    /// Size class for smaller frames that hold compressed chunks, if any. Some compressed chunks
+    /// may not fit.
     pub compact: Option<SizeClass>,
 }
 

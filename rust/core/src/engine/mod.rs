@@ -44,7 +44,7 @@ pub struct EngineSession {
     /// prefixes.
     order: Vec<usize>,
     in_flight: Mutex<InFlight>,
-    /// One entry per group.
+    /// The misfits of each group.
     misfits: Mutex<Vec<Misfits>>,
 }
 
@@ -187,8 +187,8 @@ impl EngineSession {
 
     /// Pairs a lease's chunks for units `[begin, end)` with blocks. `tables` holds each group's
     /// block ids for [`Self::loaded_blocks`]. Returns the chunks and the number of units by tier.
-    /// With a single full-attention group, returns all ready chunks; otherwise, returns no chunks
-    /// unless all are ready. Returns `InvalidConfig` if a block id is negative.
+    /// If the only group uses full attention, returns all ready chunks. Otherwise, returns chunks
+    /// only if all of them are ready. Returns `InvalidConfig` if a block id is negative.
     pub fn load(
         &self,
         lease: &Lease,
@@ -302,7 +302,7 @@ impl EngineSession {
         self.session.clear();
     }
 
-    /// Returns the number of saves not yet reported by every rank.
+    /// Returns the number of saves that not every rank has reported yet.
     pub fn num_in_flight(&self) -> usize {
         self.in_flight().len()
     }

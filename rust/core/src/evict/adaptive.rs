@@ -79,7 +79,7 @@ impl Node {
 #[derive(Debug)]
 pub struct Adaptive {
     nodes: Vec<Node>,
-    /// Indexed by `Node::row`.
+    /// The queues, indexed by `Node::row`.
     queues: [BTreeSet<(u64, u32)>; NUM_ROWS],
     spares_unwritten: bool,
     groups: Groups,

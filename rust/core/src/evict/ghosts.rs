@@ -7,8 +7,8 @@
 
 use crate::key::ChunkKey;
 
-/// Number of ghosts per chunk of capacity. More than one is needed because a chat may continue long
-/// after a small tier has evicted its chunks.
+/// Number of ghosts per chunk of capacity. More than one ghost per chunk is needed, because a chat
+/// may continue long after a small tier has evicted its chunks.
 const PER_CHUNK: usize = 8;
 const WAYS: usize = 16;
 /// Number of ghosts in a set, counted from the newest, that are treated as recent. The recent

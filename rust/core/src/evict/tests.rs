@@ -37,7 +37,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..150)
 }
 
-/// Number of keys in a walk, chosen so that keys recur and all fit into the ghost table.
+/// Number of keys in a walk, chosen so that keys recur and all keys fit into the ghost table.
 const NUM_KEYS: u32 = 24;
 
 fn walk<P: Policy>(

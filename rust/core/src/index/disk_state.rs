@@ -10,7 +10,7 @@
 //! | Evicting | - | - | - | - | - | - | - | - | - | Stored | Absent |
 //!
 //! A test checks this table against [`DiskState::after`]. Only `State::change_disk` changes a
-//! chunk's state; it also updates the counters and the eviction policies.
+//! chunk's state. That method also updates the counters and the eviction policies.
 
 use crate::evict::Removal;
 use crate::tier::disk::SlotId;
@@ -44,7 +44,7 @@ pub(crate) enum DiskEvent {
     Cancel,
     /// A disk thread starts to write the chunk.
     Write,
-    /// No slot is available yet; the write is requeued.
+    /// No slot is available yet, so the write is requeued.
     Defer,
     /// The chunk was written to the slot.
     Written(SlotId),

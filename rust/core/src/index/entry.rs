@@ -51,7 +51,7 @@ pub(crate) struct Entry {
     /// Number of holds on the chunk. Holders are read leases that end at the chunk in host memory
     /// or wait for it, a disk thread writing it, and operations that keep it in host memory.
     pub(crate) holds: u32,
-    /// Number of children not absent from host memory, including detached children.
+    /// Number of children that are not absent from host memory, including detached children.
     pub(crate) host_children: u32,
     /// Number of children that occupy a disk slot, including detached children.
     pub(crate) disk_children: u32,
@@ -96,13 +96,13 @@ impl Entry {
         self.host.is_visible() && !self.detached && !self.removing
     }
 
-    /// Returns true if a load, a write or a child in host memory keeps the chunk there.
+    /// Returns true if a load, a write or a child in host memory keeps the chunk in host memory.
     pub(crate) fn is_in_use(&self) -> bool {
         self.host_children > 0 || self.holds > 0 || self.disk.is_unwritten()
     }
 
-    /// Returns true if the host policy may evict the chunk: it is a complete, unused leaf. It may
-    /// not be visible yet, because the engine that saves its parent may be hung.
+    /// Returns true if the host policy may evict the chunk: it is a complete, unused leaf. The
+    /// chunk may not be visible yet, because the engine that saves its parent may be hung.
     pub(crate) fn is_host_evictable(&self) -> bool {
         self.host.is_complete() && self.host_children == 0 && self.holds == 0 && !self.detached
     }

@@ -11,8 +11,8 @@
 //! | Visible | - | - | - | - | - | - | Absent |
 //!
 //! A test checks this table against [`HostState::after`]. Only `State::change_host` changes a
-//! chunk's state; it also updates the frame, the counters, the eviction policy and the waiting
-//! chunks.
+//! chunk's state. That method also updates the frame, the counters, the eviction policy and the
+//! waiting chunks.
 
 use crate::evict::Removal;
 use crate::io::FrameId;

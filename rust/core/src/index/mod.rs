@@ -94,7 +94,7 @@ impl Index {
         self.map.remove(&key, id);
     }
 
-    /// Removes all keys in one step. Keeps the entries; `old_root` returns the roots of their
+    /// Removes all keys in one step. The entries remain, and `old_root` returns the roots of their
     /// trees.
     pub(crate) fn unmap_all(&mut self) {
         self.map.clear();

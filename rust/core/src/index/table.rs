@@ -4,8 +4,8 @@
 //! The standard `HashMap` rehashes all entries when it grows or fills up with tombstones. With a
 //! million chunks, a rehash takes tens of milliseconds under the store's lock. This table instead
 //! splits one 64 KiB segment at a time (extendible hashing). Memory use and the cost of `clear`
-//! scale with the number of keys, not the capacity. Each slot takes 8 bytes; the caller stores the
-//! keys.
+//! scale with the number of keys, not the capacity. Each slot takes 8 bytes, and the caller stores
+//! the keys.
 
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
@@ -16,7 +16,7 @@ type Slot = (u32, u32);
 
 /// Number of slots in a new segment. Must be a power of two.
 const SEGMENT_SLOTS: usize = 1 << 13;
-/// The directory has at most `2^MAX_DEPTH` positions; beyond that, segments grow. The directory and
+/// The directory has at most `2^MAX_DEPTH` positions. Beyond that, segments grow. The directory and
 /// a segment of `SEGMENT_SLOTS` slots together use at most the 32 bits of a hash.
 const MAX_DEPTH: u32 = 18;
 

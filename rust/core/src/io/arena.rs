@@ -41,8 +41,8 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `size_bytes` of `fd`. The caller guarantees that the file has at least this
-    /// size and cannot shrink.
+    /// Maps the first `size_bytes` bytes of `fd`. The caller guarantees that the file has at least
+    /// this size and cannot shrink.
     fn new(fd: impl AsFd, size_bytes: u64) -> Result<Self> {
         let size_bytes = checked_size(size_bytes)?;
         let (access, flags) =
@@ -142,7 +142,7 @@ impl Frame {
 pub struct Frames {
     mapping: Arc<Mapping>,
     grids: Vec<FrameGrid>,
-    /// Frames currently lent. Lent frames never overlap, so each `Frame` is exclusive.
+    /// Frames that are currently lent. Lent frames never overlap, so each `Frame` is exclusive.
     lent: Vec<(FrameId, Range<u64>)>,
 }
 
@@ -246,8 +246,8 @@ impl HostArena {
     }
 }
 
-/// A worker's view of the arena, possibly in another process. Checks only bounds; the caller must
-/// respect leases.
+/// A worker's view of the arena, possibly in another process. Checks only bounds, so the caller
+/// must respect leases.
 #[derive(Debug)]
 pub struct Arena {
     mapping: Mapping,
@@ -295,7 +295,8 @@ impl Arena {
         Self::open(&memory.path(), size_bytes)
     }
 
-    /// Returns a number that identifies the memory. It is unique among a machine's live arenas.
+    /// Returns a number that identifies the memory. The number is unique among all live arenas of a
+    /// machine.
     pub fn id(&self) -> u64 {
         self.id
     }

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 pub const ALIGN_BYTES: usize = 4096;
 
 /// An open file. Each method makes one system call, so that tests can make any call fail. Reads and
-/// writes can be short; use `read_exact_at` and `write_all_at` of [`FileExt`] for complete
+/// writes can be short, so use `read_exact_at` and `write_all_at` of [`FileExt`] for complete
 /// transfers.
 pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
     /// Returns the file's metadata, such as its device and number of links.

@@ -22,8 +22,8 @@ fn mem_available(meminfo: &str) -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// Returns the least memory available in any of the process's groups and their ancestors.
-/// Groups without a limit are skipped.
+/// Returns the smallest amount of memory available in any of the process's groups and their
+/// ancestors. Groups without a limit are skipped.
 fn groups_available(cgroup: &str) -> Option<u64> {
     let left_of = |line: &str| {
         let mut fields = line.splitn(3, ':').skip(1);

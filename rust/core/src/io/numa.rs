@@ -19,7 +19,7 @@ const MAX_PLACES: u64 = 1 << 18;
 /// The bytes `start..end` of an arena and their preferred NUMA nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
-    /// Offset of the first byte; page-aligned.
+    /// Page-aligned offset of the first byte.
     pub start: u64,
     /// Offset after the last byte.
     pub end: u64,
@@ -75,7 +75,7 @@ pub fn by_shard(frame_bytes: u64, num_frames: u32, nodes: &[u32]) -> Vec<Place> 
 /// and by default Linux allows 65,530 mappings per process.
 pub(super) const PLACED_AT_ONCE: usize = 1024;
 
-/// `get_mempolicy` flag that requests an address's policy. The libc crate does not define it.
+/// `get_mempolicy` flag that requests the policy of an address. The libc crate does not define it.
 pub(super) const MPOL_F_ADDR: u64 = 2;
 
 fn bind(address: usize, num_bytes: usize, place: &Place) -> Result<()> {

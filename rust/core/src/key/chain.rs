@@ -1,8 +1,8 @@
 //! The keys of a request's prefix, extended as the prefix grows.
 //!
 //! Whole blocks are hashed once, straight from the caller's memory. Positions past the last whole
-//! block are buffered until their block is complete. Only digests are chained, at one compression
-//! per block.
+//! block are buffered until their block is complete. Only digests are chained, which takes one
+//! compression per block.
 
 use rayon::prelude::*;
 
@@ -100,10 +100,10 @@ impl KeyChain {
         self.hashed() + self.pending.len()
     }
 
-    /// Returns the number of blocks with a key. A block gets its key once all positions the key
-    /// covers have been appended.
+    /// Returns the number of blocks with a key. A block gets its key once all positions that the
+    /// key covers have been appended.
     pub fn num_blocks(&self) -> u32 {
-        // Cannot overflow, because check_room limits positions to u32.
+        // This cannot overflow, because `check_room` limits positions to u32.
         u32::try_from(self.keys.len()).unwrap_or(u32::MAX)
     }
 
@@ -150,7 +150,7 @@ impl KeyChain {
     }
 
     /// Returns the root key of `group` and the keys of its independent chunks for `blocks`. The
-    /// root key is these chunks' parent key.
+    /// root key is the parent key of these chunks.
     pub fn independent_keys(
         &self,
         group: u32,

@@ -22,7 +22,7 @@ pub(super) static MIXED: LazyLock<Mode> = LazyLock::new(|| Mode::new("mixed"));
 pub(super) static CHAIN: LazyLock<Mode> = LazyLock::new(|| Mode::new("chain"));
 pub(super) static GROUP: LazyLock<Mode> = LazyLock::new(|| Mode::new("group"));
 
-/// Inputs of at least this size are hashed on rayon's threads; for smaller inputs, waking the
+/// Inputs of at least this size are hashed on rayon's threads. For smaller inputs, waking the
 /// threads costs too much. The first large input starts the thread pool, which does not survive a
 /// fork, so a forked process must not hash.
 pub(super) const PARALLEL_BYTES: usize = 512 << 10;

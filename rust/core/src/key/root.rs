@@ -1,6 +1,6 @@
 //! The key of the empty prefix: a hash of everything that affects KV bytes except the content.
 //!
-//! Strings are prefixed with their length and optional values with a presence byte, so different
+//! Strings are prefixed with their length, and optional values with a presence byte, so different
 //! inputs never have the same encoding. A root key's last bytes identify its salt, so that a store
 //! can group chunks by tenant across adapters, restarts and directories.
 
@@ -94,7 +94,7 @@ pub fn namespace_id(namespace: &[u8; 32]) -> String {
     namespace_hex(namespace)[..16].to_owned()
 }
 
-/// Returns the key of a namespace's empty prefix. `adapter` is the name of a `LoRA` adapter, and
+/// Returns the key of a namespace's empty prefix. `adapter` holds the name of a `LoRA` adapter and
 /// its path or id.
 ///
 /// A missing salt and an empty salt yield different roots. Returns `InvalidConfig` if a string is 4

@@ -202,7 +202,7 @@ impl Store {
 
     /// Releases memory beyond this store's share if another store is below its own share and needs
     /// memory. Otherwise, frees a slab for one of this store's size classes that needs frames.
-    /// Never blocks; each call does a bounded amount of work.
+    /// Never blocks, and each call does a bounded amount of work.
     pub fn release_slab(&self) -> SlabRelease {
         self.inner.with_state(State::release_slab).unwrap_or(SlabRelease::NotNeeded)
     }

@@ -25,7 +25,7 @@ pub struct StoreConfig {
     /// Available memory in bytes, if known (see [`crate::io::available_bytes`]), checked only when
     /// the store opens. Pages are allocated on first use of a frame, so stores that open
     /// concurrently see the same available memory. Allocating all pages at startup would take
-    /// seconds per 10 GiB.
+    /// seconds for every 10 GiB.
     pub available_bytes: Option<u64>,
     /// The namespace: a fingerprint of everything except content that affects KV bytes.
     pub namespace: [u8; 32],

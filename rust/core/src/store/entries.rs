@@ -11,8 +11,8 @@
 //! Lookups miss a tree as soon as its removal starts, because the root's key is removed
 //! immediately. The tree is then walked depth-first, one slice per call, children before parents as
 //! the policies require. Descendants keep their keys until the walk reaches them, so lookups check
-//! all ancestors during tree removals. A clear removes all keys in one step; the index keeps the
-//! roots of the remaining trees.
+//! all ancestors during tree removals. A clear removes all keys in one step, and the index keeps
+//! the roots of the remaining trees.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{Entry, HostEvent, HostState};
@@ -68,7 +68,7 @@ impl State {
         self.leave_failed(parent);
     }
 
-    /// Detaches the chunk if it is in no tier; otherwise reaps it.
+    /// Detaches the chunk if it is in no tier, and otherwise reaps it.
     pub(crate) fn settle(&mut self, id: ChunkId) {
         let entry = &self.index[id];
         if entry.host.is_absent() && !entry.disk.takes_slot() && !entry.detached {

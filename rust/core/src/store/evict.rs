@@ -21,7 +21,7 @@ use crate::store::state::{Cause, State};
 use crate::store::stats::Evicted;
 use crate::tier::disk::{self, DiskRoot, RemovedChunks};
 
-/// Maximum number of entries to visit per call, which takes about 0.2 ms.
+/// Maximum number of entries to visit per call. Visiting this many entries takes about 0.2 ms.
 const SLICE: u32 = 2048;
 /// Maximum number of chunks to evict from host memory per call.
 const MAX_EVICTED: u32 = 256;
@@ -29,7 +29,7 @@ const MAX_EVICTED: u32 = 256;
 /// Selects the chunks to evict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Evict {
-    /// Evicts only the tenant with this salt. None selects all chunks.
+    /// Evicts only chunks of the tenant with this salt. None selects all chunks.
     pub salt: Option<SaltTag>,
     /// Evicts only from host memory and keeps chunks not yet written to disk.
     pub is_host_only: bool,

@@ -43,7 +43,7 @@ impl State {
         let log = self.change_log.get_or_insert_default();
         log.num_listeners += 1;
         log.capacity = log.capacity.max(capacity).max(1);
-        // Allocate up front: growing the log later would stall other threads.
+        // Allocate up front, because growing the log later would stall other threads.
         log.keys.reserve(log.capacity - log.keys.len());
         log.end()
     }

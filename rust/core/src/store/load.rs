@@ -105,8 +105,8 @@ impl State {
         loads
     }
 
-    /// Holds a chunk and queues its read unless it is already on its way to host memory. The chunk
-    /// gets a frame when the read starts. Returns false if the chunk cannot be read.
+    /// Holds a chunk and queues its read, unless the chunk is already on its way to host memory.
+    /// The chunk gets a frame when the read starts. Returns false if the chunk cannot be read.
     fn want_read(&mut self, id: ChunkId) -> bool {
         let entry = self.index[id];
         let is_readable =

@@ -18,7 +18,7 @@ use crate::sync::{Condvar, Mutex, MutexGuard, locked};
 use crate::tier::LocalTier;
 use crate::tier::disk::DiskEntry;
 
-/// Polling interval for callers waiting on the disk.
+/// Polling interval for callers that wait for the disk.
 const WAIT_SLICE: Duration = Duration::from_millis(20);
 
 /// A monotonic clock that returns the time since a fixed moment.

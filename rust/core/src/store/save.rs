@@ -50,7 +50,7 @@ pub struct SaveRequest<'a> {
     pub prefix: Prefix<'a>,
     /// Units to save, one chunk each.
     pub units: Range<u32>,
-    /// The frames' size class.
+    /// The size class of the frames.
     pub class: SizeClass,
     /// True if the chunks are independent, as in sliding-window and Mamba groups: the root is every
     /// chunk's parent, and chunks that get no frame are skipped. If the prefix has a key after the
@@ -167,7 +167,7 @@ impl State {
     }
 
     /// Returns the chunk's existing entry, if any. An entry with the same key at a different
-    /// position is already being removed or was forged on disk; this method removes that entry.
+    /// position is already being removed or was forged on disk. This method removes such an entry.
     fn find_own(&mut self, new: &Entry, parent: Option<ChunkId>) -> Option<ChunkId> {
         let id = self.index.get(&new.key)?;
         let entry = &self.index[id];

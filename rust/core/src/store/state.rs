@@ -60,7 +60,7 @@ pub(crate) struct State {
     pub(crate) closed: bool,
     /// Queued log lines for the operator.
     pub(crate) events: Vec<Event>,
-    /// None while there is no listener.
+    /// The change log, or None while there is no listener.
     pub(crate) change_log: Option<ChangeLog>,
     /// Children that entered host memory while their parent was not visible.
     pub(crate) waiters: Waiters,

@@ -32,7 +32,8 @@ struct Stats {
     /// Number of reservations that were aborted or dropped, or whose chunk was removed before the
     /// commit.
     aborts,
-    /// Number of chunks not reserved because they had no free frame or no parent.
+    /// Number of chunks that were not reserved because no frame was available or their parent was
+    /// missing.
     reserve_dropped,
     host_evictions,
     /// Number of chunks removed by `discard` or because of corruption, including descendants.
@@ -73,15 +74,15 @@ struct Stats {
     disk_bytes_read,
     /// Time that disk threads spent reading, in microseconds.
     disk_read_us,
-    /// Time with at least one pending read, in microseconds. `disk_reads` divided by this time is
-    /// the read rate that loads see, including delays from writes.
+    /// Time during which at least one read was pending, in microseconds. `disk_reads` divided by
+    /// this time is the read rate that loads see, including delays from writes.
     disk_read_busy_us,
     /// Number of failed read attempts, excluding corrupt chunks. A failed read is retried once.
     disk_read_errors,
-    /// Number of on-disk chunks with content or a prefix position that does not match their key.
+    /// Number of on-disk chunks whose content or prefix position does not match their key.
     disk_verify_failures,
-    /// Host memory the store keeps when other stores need memory, in bytes. Without a pool, this is
-    /// the whole host tier.
+    /// Host memory that the store keeps when other stores need memory, in bytes. Without a pool,
+    /// this is the whole host tier.
     host_share_bytes,
     /// Total size of all frames in use, in bytes.
     host_used_bytes,
@@ -132,8 +133,8 @@ pub struct Evicted {
     pub host_bytes: u64,
     /// Disk space occupied by these chunks, in bytes.
     pub disk_bytes: u64,
-    /// Number of selected chunks in use. An eviction from every tier removes them and frees their
-    /// frames after use; an eviction from host memory keeps them.
+    /// Number of selected chunks in use. An eviction from every tier removes these chunks and frees
+    /// their frames after use, whereas an eviction from host memory keeps them.
     pub num_in_use: u64,
     /// True if the eviction is incomplete: lookups or a restart may still find some of the chunks.
     pub is_cut_short: bool,

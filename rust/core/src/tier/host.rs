@@ -1,8 +1,8 @@
 //! The host tier tracks the used and free frames of the arena and lends access to their bytes.
 //!
 //! A namespace can have multiple frame sizes, but each slab of the arena holds frames of only one
-//! size at a time. `grid` tracks the frames of one size; this file assigns slabs to sizes. The tier
-//! never accesses the contents of frames.
+//! size at a time. `grid` tracks the frames of one size, and this file assigns slabs to sizes. The
+//! tier never accesses the contents of frames.
 
 mod grid;
 mod request;
@@ -30,7 +30,7 @@ const MAX_EMPTY: u32 = 1;
 pub(crate) struct HostTier {
     pub(crate) member: Member,
     frames: Frames,
-    /// Indexed by size class.
+    /// The frames of each size class, indexed by class.
     grids: Vec<Grid>,
     slabs: Vec<Slab>,
     /// Number of `Own` slabs with no frames in use.
@@ -135,8 +135,8 @@ impl HostTier {
         self.limit_bytes = limit_bytes;
     }
 
-    /// Takes the lowest free frame of the class if that frame is suitable. Low frames are the most
-    /// likely to be backed by physical memory already.
+    /// Takes the lowest free frame of the class if that frame is suitable. Frames with low numbers
+    /// are the most likely to already be backed by physical memory.
     pub(crate) fn take(&mut self, request: FrameRequest) -> Option<FrameId> {
         let FrameRequest { class, .. } = request;
         if !self.has_free(request) {
@@ -201,7 +201,8 @@ impl HostTier {
         self.grids[frame.class().index()].assign(frame.number(), to);
     }
 
-    /// Advances to the next frame that saves can use, wrapping around. Returns its chunk, if any.
+    /// Advances to the next frame that saves can use, wrapping around. Returns the frame's chunk,
+    /// if any.
     pub(crate) fn next_below_limit(&mut self, class: SizeClass) -> Option<ChunkId> {
         self.grids[class.index()].next_holder_within(self.limit_bytes)
     }
@@ -303,8 +304,8 @@ impl HostTier {
         self.grids[class.index()].remove_slab(at);
     }
 
-    /// Moves an empty slab to a hungry class that can use it. Returns it to the pool instead if no
-    /// class can use it or another store needs a slab.
+    /// Moves an empty slab to a hungry class that can use it. Returns the slab to the pool instead
+    /// if no class can use it or another store needs a slab.
     fn release_empty_slab(&mut self, at: usize) {
         debug_assert!(
             self.slabs[at].num_used == 0 && self.slabs[at].state != SlabState::Foreign,

@@ -199,7 +199,7 @@ impl Fire {
             return;
         }
         if what < 20 {
-            // A new disk: earlier chunks must not be found.
+            // This is a new disk, so earlier chunks must not be found.
             std::fs::remove_dir_all(&self.disk.dir).unwrap();
             self.recorder.forget(&self.recorder.all());
             self.disk.has_lied.store(false, Ordering::SeqCst);
@@ -265,7 +265,7 @@ impl DirIsFree {
 }
 
 fn env(name: &str, default: u64) -> u64 {
-    // Read from the environment, because tests take no arguments.
+    // The value is read from the environment, because tests take no arguments.
     std::env::var(name).ok().map_or(default, |text| text.parse().expect("a number"))
 }
 

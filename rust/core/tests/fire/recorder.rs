@@ -17,7 +17,7 @@ pub(crate) const FRAME: usize = 4096;
 const FAMILIES: u32 = 24;
 const VARIANTS: u32 = 8;
 
-/// Reproducible random numbers: `SplitMix64`.
+/// A generator of reproducible random numbers (`SplitMix64`).
 #[derive(Debug, Clone)]
 pub(crate) struct Dice(pub(crate) u64);
 

@@ -51,7 +51,7 @@ pub(crate) fn chain(tokens: &[u32]) -> KeyChain {
     chain
 }
 
-/// Returns a prompt of a tenant, with blocks of one token each.
+/// Returns a tenant's prompt, with blocks of one token each.
 pub(crate) fn chain_of(salt: Option<&str>, prompt: u32, num_blocks: u32) -> KeyChain {
     let mut chain = KeyChain::new(root_key(&[7; 32], None, salt).unwrap(), 1).unwrap();
     chain.append_tokens(&(0..num_blocks).map(|at| prompt * 100 + at).collect::<Vec<_>>()).unwrap();

@@ -9,7 +9,7 @@ fn key(nth: u64) -> ChunkKey {
     ChunkKey(bytes)
 }
 
-/// Saves prompts of one chunk that does or does not fit, and returns the number of misfits.
+/// Saves one-chunk prompts whose chunks fit if `fits` is true, and returns the number of misfits.
 fn save(misfits: &mut Misfits, prompts: std::ops::Range<u64>, fits: bool) -> u64 {
     let before = misfits.num_failed;
     for prompt in prompts {

@@ -59,7 +59,7 @@ impl Oracle {
     }
 }
 
-/// Unpinned leaves are evictable.
+/// A forest of chunks in which unpinned leaves are evictable.
 pub(super) struct Forest<P> {
     pub(super) policy: P,
     pub(super) parents: BTreeMap<u32, Option<u32>>,

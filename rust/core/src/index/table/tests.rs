@@ -6,8 +6,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Returns a key with the given hash, distinct for each number, by solving [`hash`] for the last
-/// word.
+/// Returns a key that has the given hash and is distinct for each number, by solving [`hash`] for
+/// the last word.
 fn key_with_hash(number: u32, wanted: u32) -> ChunkKey {
     const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
     // Each step doubles the number of correct bits.

@@ -12,7 +12,7 @@ fn name(variant: impl Debug) -> String {
     format!("{variant:?}").split(['(', ' ']).next().unwrap_or_default().to_owned()
 }
 
-/// Checks that the first table in `source` has a row per state and a column per event, and that
+/// Checks that the first table in `source` has one row per state and one column per event, and that
 /// each cell holds the state after the event, or `-`.
 fn check_table<S: Copy + Debug, E: Copy + Debug>(
     source: &str,

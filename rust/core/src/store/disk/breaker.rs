@@ -1,15 +1,15 @@
 //! Circuit breaker: pauses reads or writes of a failing or hung tier, then probes the tier with one
 //! operation at a time.
 //!
-//! This module does not read a clock; callers pass in the time.
+//! This module does not read a clock. Callers pass in the time.
 
 use std::time::Duration;
 
 /// Number of consecutive errors that open the breaker.
 const MAX_ERRORS: u32 = 4;
-/// An operation running this long counts as hung.
+/// An operation that has been running this long counts as hung.
 pub(crate) const HANG_AFTER: Duration = Duration::from_secs(5);
-/// Delay before the first probe. Doubles after each failed probe.
+/// Delay before the first probe. The delay doubles after each failed probe.
 const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(60);
 

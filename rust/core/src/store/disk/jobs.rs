@@ -23,7 +23,8 @@ use crate::tier::host::FrameRequest;
 use crate::units::micros;
 use crate::{ErrorKind, Event, Result};
 
-/// Maximum number of slots one job frees. Small, to keep threads available for reads.
+/// Maximum number of slots that one job frees. The number is small, so that threads stay available
+/// for reads.
 const FREE_BATCH: usize = 32;
 /// Delay before retrying a failed read or free.
 const AGAIN_AFTER: Duration = Duration::from_secs(60);

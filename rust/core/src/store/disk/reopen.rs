@@ -1,9 +1,9 @@
 //! Indexes the chunks found when the disk tier opens, possibly while the store is serving. If the
 //! tier's directory is removed, drops the tier's chunks and reopens the tier.
 //!
-//! A check runs once per second. Once it detects a removal, no job starts until the new tier is
-//! open, so that old and new slots never mix. This file does no I/O: `threads` opens, checks and
-//! closes the tier. A hung check opens the breakers, just like a hung job.
+//! The directory is checked once per second. Once a check detects a removal, no job starts until
+//! the new tier is open, so that old and new slots never mix. This file does no I/O: `threads`
+//! opens, checks and closes the tier. A hung check opens the breakers, just like a hung job.
 
 use std::path::Path;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::store::state::State;
 use crate::tier::disk::{DiskEntry, DiskMeta, SlotId};
 use crate::{Error, Event};
 
-/// Maximum number of chunks to index per call, which takes about 0.2 ms.
+/// Maximum number of chunks to index per call. Indexing this many chunks takes about 0.2 ms.
 pub(crate) const SLICE: usize = 512;
 /// Maximum unused capacity of `found`, in entries. Beyond this, the list is shrunk.
 const MAX_SPARE: usize = 1 << 16;
@@ -23,7 +23,7 @@ const MAX_SPARE: usize = 1 << 16;
 pub(crate) const CHECK_EVERY: Duration = Duration::from_secs(1);
 /// Minimum interval between reopens, in case the directory is removed repeatedly.
 const REOPEN_EVERY: Duration = Duration::from_secs(60);
-/// Maximum number of chunks to drop per call, which takes about 0.2 ms.
+/// Maximum number of chunks to drop per call. Dropping this many chunks takes about 0.2 ms.
 const DROP_SLICE: usize = 256;
 
 /// Progress of `empty_removed`.
@@ -115,8 +115,9 @@ impl State {
         !self.disk.found.is_empty()
     }
 
-    /// Indexes a chunk. Returns None if its tree position is invalid, it was discarded, its index
-    /// entry already has a slot, or the entry can expire and is newer than the record.
+    /// Indexes a chunk. Returns None if the chunk's tree position is invalid, if the chunk was
+    /// discarded, or if its index entry already has a slot or can expire and is newer than the
+    /// record.
     fn recover(
         &mut self,
         found: DiskMeta,

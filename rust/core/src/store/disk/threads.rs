@@ -1,4 +1,4 @@
-//! Disk threads: take jobs under the lock and do the I/O without it.
+//! Disk threads take jobs under the lock and do the I/O without holding it.
 //!
 //! A panic inside the disk tier counts as a failed job. A panic under the lock poisons the lock:
 //! the threads exit, and every later lookup misses.
@@ -31,7 +31,7 @@ const WRITE_TRIES: u32 = 2;
 /// Maximum sleep of a thread. Threads poll because timed work, such as a probe or a reopen, is not
 /// signaled.
 const POLL_EVERY: Duration = Duration::from_millis(200);
-/// Delay before the first retry to open the tier. Doubles after each failed attempt.
+/// Delay before the first retry to open the tier. The delay doubles after each failed attempt.
 const FIRST_REOPEN: Duration = Duration::from_secs(1);
 const LONGEST_REOPEN: Duration = Duration::from_secs(60);
 
@@ -200,7 +200,7 @@ fn wait_for_work(inner: &Locked) -> Option<Work> {
             (state, _) = inner.work.wait_timeout(state, POLL_EVERY).ok()?;
             is_fresh = state.disk.has_jobs();
         } else {
-            // Idle: refresh the file sizes without holding the lock.
+            // There is no work, so refresh the file sizes without holding the lock.
             drop(state);
             let seen = guarded(|| Ok(disk.stats())).unwrap_or_default();
             let gauges = &mut inner.lock()?.stats;

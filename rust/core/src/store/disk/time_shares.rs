@@ -3,11 +3,11 @@
 //! Each direction is charged for its jobs: an estimate when a job starts, corrected to the measured
 //! time when it completes. The direction with the lower total goes first. An idle direction
 //! forfeits its unused time, so that it cannot save up time and later hog every thread. This module
-//! does not read a clock; callers pass in durations.
+//! does not read a clock. Callers pass in durations.
 
 use std::time::Duration;
 
-/// Job direction. Reads and writes have separate breakers.
+/// Direction of a job. Reads and writes have separate breakers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
     Read,

@@ -13,7 +13,7 @@ use crate::store::disk::work::DiskOpening;
 use crate::store::state::State;
 use crate::tier::disk::SlotId;
 
-/// Maximum number of writes to block or cancel per call, which takes about 0.1 ms.
+/// Maximum number of writes to block or cancel per call. This many writes take about 0.1 ms.
 pub(crate) const WRITE_SLICE: usize = 256;
 
 impl State {
@@ -128,7 +128,8 @@ impl State {
         self.disk.to_free.extend(slot);
     }
 
-    /// Removes a detached chunk from the disk, or leaves that to the job that still uses the chunk.
+    /// Removes a detached chunk from the disk, or leaves the removal to the job that still uses the
+    /// chunk.
     pub(crate) fn leave_slot_if_unused(&mut self, id: ChunkId) {
         let entry = &self.index[id];
         if entry.disk.is_stored() && !entry.host.awaits_read() {
@@ -193,7 +194,7 @@ impl State {
         self.disk.to_drop.extend(children.iter().map(|&child| (child, index[child].generation)));
     }
 
-    /// Cancels a slice of the writes in `to_drop`. Returns true if some remain.
+    /// Cancels a slice of the writes in `to_drop`. Returns true if some writes remain.
     pub(crate) fn drop_some_blocked(&mut self) -> bool {
         for _ in 0..WRITE_SLICE {
             let Some((id, generation)) = self.disk.to_drop.pop() else { break };

@@ -56,7 +56,7 @@ impl Queue {
 pub(crate) enum Clearing {
     #[default]
     No,
-    /// Starts once no other job is in flight and no tree is being removed.
+    /// The clear starts once no other job is in flight and no tree is being removed.
     Wanted,
     Running,
 }
@@ -102,7 +102,7 @@ impl JobInFlight {
 #[derive(Debug, Default)]
 pub(crate) struct DiskWork {
     pub(crate) opening: DiskOpening,
-    /// Outcome of the first attempt to open the tier; None until it ends.
+    /// Outcome of the first attempt to open the tier, or None until that attempt ends.
     pub(crate) first_opening: Option<Result<()>>,
     /// The last logged reason why the tier is not open.
     pub(crate) last_event: String,
@@ -122,16 +122,16 @@ pub(crate) struct DiskWork {
     /// Chunks whose host state is `Queued`.
     pub(crate) read_queue: Queue,
     pub(crate) num_queued_reads: u64,
-    /// When the first pending read was queued or the last read completed, whichever is later.
-    /// Meaningless while no reads are pending.
+    /// Time at which the first pending read was queued or the last read completed, whichever is
+    /// later. Meaningless while no reads are pending.
     pub(crate) reading_since: Duration,
     /// Slots to free next.
     pub(crate) to_free: Vec<SlotId>,
-    /// Slots that could not be freed; the next attempt is at `unfreed_until`.
+    /// Slots that could not be freed. The next attempt to free them is at `unfreed_until`.
     pub(crate) unfreed: Vec<SlotId>,
     pub(crate) unfreed_until: Duration,
     pub(crate) clearing: Clearing,
-    /// Number of disk threads; 0 if unknown.
+    /// Number of disk threads, or 0 if unknown.
     pub(crate) num_threads: usize,
     pub(crate) in_flight: Vec<JobInFlight>,
     pub(crate) time_shares: TimeShares,
@@ -140,11 +140,11 @@ pub(crate) struct DiskWork {
     /// Number of detached chunks that keep their slots until a job completes.
     pub(crate) num_detached_slots: u64,
     /// True while the store is closing. No job starts, and each lease is cut off before its first
-    /// chunk still waiting for a read.
+    /// chunk that is still waiting for a read.
     pub(crate) stopping: bool,
-    /// Chunks found when the tier opened and not indexed yet, in reverse order.
+    /// Chunks that were found when the tier opened and are not indexed yet, in reverse order.
     pub(crate) found: Vec<DiskEntry>,
-    /// Keys not to index, because they were discarded before indexing finished.
+    /// Keys of chunks not to index, because the chunks were discarded before indexing finished.
     pub(crate) rejected: HashSet<ChunkKey>,
     pub(crate) read_breaker: Breaker,
     pub(crate) write_breaker: Breaker,

@@ -2,7 +2,7 @@
 //!
 //! A slab is emptied chunk by chunk, children before parents, in at most `SLICE` steps per call.
 //! Chunks that are pinned, reserved, being read or being written cannot be evicted until that use
-//! ends. Until then, the slab takes no new chunks, and other slabs are emptied too.
+//! ends. In the meantime, the slab takes no new chunks, and other slabs are emptied too.
 
 use rustc_hash::FxHashSet;
 
@@ -12,7 +12,7 @@ use crate::store::host::{Drain, Drains, Next, Step};
 use crate::store::state::State;
 use crate::tier::host::Wanted;
 
-/// Maximum number of steps per call, which take about 0.2 ms.
+/// Maximum number of steps per call. This many steps take about 0.2 ms.
 const SLICE: usize = 256;
 /// Maximum number of slabs to empty at the same time. Emptying starts on another slab only once all
 /// remaining chunks of the current slabs are in use.

@@ -72,7 +72,7 @@ impl State {
     /// Fails a chunk that cannot be filled, along with all descendants waiting for it.
     ///
     /// If a worker or disk thread owns a descendant's frame, the descendant fails only after its
-    /// fill ends. Its ancestors stay until then.
+    /// fill ends. The descendant's ancestors stay until then.
     pub(crate) fn fail_host(&mut self, id: ChunkId) {
         let mut all = vec![id];
         let mut at = 0;

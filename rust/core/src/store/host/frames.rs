@@ -9,7 +9,7 @@ use crate::tier::host::FrameRequest;
 
 /// Maximum number of evictions for one frame. This many evictions take a few milliseconds.
 const MAX_EVICTED: usize = 8192;
-/// Number of evictions allowed even for a frame size the store does not use yet.
+/// Number of evictions allowed even for a frame size that the store does not use yet.
 const MIN_EVICTED: usize = 64;
 /// Maximum number of chunks spared for one frame.
 const MAX_SPARED: usize = 64;

@@ -24,9 +24,9 @@ use crate::pool::SlabId;
 /// the first child inline thus avoids nearly all allocations.
 #[derive(Debug, Default)]
 pub(crate) struct Waiters {
-    /// Keyed by parent.
+    /// The first waiting child, keyed by parent.
     first: FxHashMap<ChunkId, ChunkId>,
-    /// Further children, keyed by parent, in insertion order.
+    /// Further waiting children, keyed by parent, in insertion order.
     others: FxHashMap<ChunkId, Vec<ChunkId>>,
 }
 

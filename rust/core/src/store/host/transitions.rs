@@ -60,7 +60,7 @@ impl State {
         }
     }
 
-    /// Records a child that is in host memory or expected there.
+    /// Records a child that is in host memory or is expected there.
     fn enter_host(&mut self, id: ChunkId, parent: Option<ChunkId>) {
         let Some(parent) = parent else { return };
         self.index[parent].host_children += 1;

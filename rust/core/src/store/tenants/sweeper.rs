@@ -1,6 +1,6 @@
 //! Sweeper: once per second, removes expired chunks and evicts chunks of tenants over their quotas.
 //!
-//! Runs on its own thread, so that it depends on neither the disk nor engine calls.
+//! The sweeper runs on a separate thread, so that it depends on neither the disk nor engine calls.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,8 @@ use crate::{Error, Result};
 const SWEEP_EVERY: Duration = Duration::from_secs(1);
 /// Maximum number of tree removals to start per call of `State::expire_some`.
 const MAX_EXPIRED: usize = 64;
-/// Maximum number of chunks to evict per call of `State::trim`, which takes about 0.2 ms.
+/// Maximum number of chunks to evict per call of `State::trim`. Evicting this many chunks takes
+/// about 0.2 ms.
 const MAX_TRIMMED: u32 = 128;
 
 impl State {

@@ -13,7 +13,8 @@ use crate::store::tenants::limits::{Ceiling, Class, Table};
 
 /// The tenant of requests without a salt.
 const NO_SALT: TenantId = TenantId(0);
-/// Maximum number of tenants to visit per call of `State::trim`, which takes about 0.2 ms.
+/// Maximum number of tenants to visit per call of `State::trim`. Visiting this many tenants takes
+/// about 0.2 ms.
 pub(crate) const TENANTS_PER_SLICE: usize = 4096;
 
 /// One tenant's usage.

@@ -1,5 +1,5 @@
-//! Checks that the store's derived data matches its entries. The check is slow. Tests run it after
-//! each step.
+//! Checks that the store's derived data matches its entries. Tests run this slow check after each
+//! step.
 
 use std::collections::HashSet;
 

@@ -41,8 +41,8 @@ const RECORDS_PER_PIECE: usize = 4096 / RECORD_BYTES;
 const MAX_BAD_PIECES: usize = 8;
 const DIFFERS: &str = "its checksum does not match";
 
-/// Creates an error for stored bytes that differ from the bytes written. `how` is a clause stating
-/// the evidence.
+/// Creates an error for stored bytes that differ from the bytes written. `how` is a clause that
+/// states the evidence.
 fn damage(how: &'static str) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, how)
 }

@@ -17,8 +17,8 @@ use crate::error::is_no_space;
 use crate::io::{MAX_FRAMES, SizeClass};
 use crate::tier::NoSlot;
 
-/// Delay before growing is retried after a failure. The delay is shorter if many slots are
-/// requested (see `REJECTIONS_BEFORE_RETRY`).
+/// Delay before growth is retried after a failure. The delay is shorter if many slots are requested
+/// (see `REJECTIONS_BEFORE_RETRY`).
 const RETRY_AFTER: Duration = Duration::from_secs(2);
 /// Timeout for waiting for another thread to grow the files. Growing usually takes a few
 /// milliseconds. After the timeout, waiting threads read chunks instead of writing.
@@ -177,7 +177,7 @@ impl DiskTier {
         skip
     }
 
-    /// Claims disk space; `bytes` holds the arguments `enough` and `want` of
+    /// Claims disk space. `bytes` holds the arguments `enough` and `want` of
     /// [`OpenNamespace::claim`]. Returns the number of bytes that the namespace may use, or None on
     /// an I/O error.
     fn claim(&self, owner: &OpenNamespace, bytes: [u64; 2]) -> Option<u64> {

@@ -1,7 +1,7 @@
 //! Slot operations on an open directory: reserve, write, read and free.
 //!
-//! No lock is held during system calls. Callers must follow the `LocalTier` contract; the only
-//! violations detected are writes to unreserved slots.
+//! No lock is held during system calls. Callers must follow the `LocalTier` contract. The only
+//! violations that are detected are writes to unreserved slots.
 
 use std::path::PathBuf;
 

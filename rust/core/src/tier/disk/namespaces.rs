@@ -1,7 +1,7 @@
 //! Finds, measures and deletes namespace directories in a disk directory.
 //!
-//! Deletes only files that this tier creates, in directories named like namespaces. Never reads
-//! file contents.
+//! Deletes only files that this tier creates, and only in directories that are named like
+//! namespaces. Never reads file contents.
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, Metadata};

@@ -25,8 +25,8 @@ pub(crate) const EMPTY: RecordBytes = [0; RECORD_BYTES];
 
 const MAGIC: [u8; 8] = *b"KVLREC01";
 const CHECKED_BYTES: usize = 120;
-/// Number of units per chunk. Earlier versions supported more units per chunk; such records are
-/// invalid.
+/// Number of units per chunk. Earlier versions supported more units per chunk. Records with more
+/// units are invalid.
 const NUM_UNITS: u32 = 1;
 
 /// The chunk in a slot and the checksum of its frame.
@@ -131,7 +131,7 @@ enum Fate {
     Dropped,
 }
 
-/// The entries of a namespace, each with its fate.
+/// The entries of a namespace, and whether each entry is kept or dropped.
 struct Places<'a> {
     found: &'a [DiskEntry],
     fates: Vec<Fate>,
@@ -149,7 +149,7 @@ pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
     let by_key = HashMap::with_capacity(found.len());
     let mut places = Places { found, fates: vec![Fate::Unknown; found.len()], by_key };
     for &at in &order {
-        // Visits entries in write order, so that a newer copy of a chunk replaces an older copy.
+        // Visit entries in write order, so that a newer copy of a chunk replaces an older copy.
         if let Some(older) = places.by_key.insert(&found[at].meta.key, at) {
             places.fates[older] = Fate::Dropped;
             out.duplicates.push(found[older].slot);
@@ -160,7 +160,7 @@ pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
     for &at in &order {
         let fate = places.climb(at, before, &mut path);
         before = Some(at);
-        // Visits the path from the topmost ancestor without a fate down to the entry itself.
+        // Visit the path from the topmost undecided ancestor down to the entry itself.
         for at in path.drain(..).rev() {
             places.fates[at] = fate;
             match fate {
@@ -173,8 +173,7 @@ pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
 }
 
 impl Places<'_> {
-    /// Collects in `path` the entry and its ancestors that have no fate yet. Returns their common
-    /// fate.
+    /// Adds the entry and its undecided ancestors to `path`. Returns their common fate.
     ///
     /// The depth decreases with each step, so the walk terminates even if parents form a cycle in a
     /// forged index. `before` is a guess at the parent. It avoids most lookups, because a prefix's

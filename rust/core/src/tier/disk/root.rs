@@ -2,9 +2,9 @@
 //! opened in it.
 //!
 //! Each open namespace claims bytes before its files grow, so that the total never exceeds the
-//! limit. Closed namespaces are measured and can be deleted to make room; open namespaces cannot.
-//! While multiple namespaces are open, each leaves an equal part of the space to every other
-//! namespace, but keeps its earlier claims until it closes. Only the `opening` lock is held
+//! limit. Closed namespaces are measured and can be deleted to make room, but open namespaces
+//! cannot. While multiple namespaces are open, each leaves an equal part of the space to every
+//! other namespace, but keeps its earlier claims until it closes. Only the `opening` lock is held
 //! during system calls.
 
 use std::cell::Cell;

@@ -13,10 +13,10 @@ use super::budget::SlotCount;
 use super::types::SlotId;
 use crate::io::SizeClass;
 
-/// A slot is set aside after this many consecutive failed writes. This keeps evictions in search
-/// of a writable slot rare while every write fails.
+/// A slot is set aside after this many consecutive failed writes. While every write fails, this
+/// limits how often chunks are evicted in search of a writable slot.
 const MAX_FAILURES: u8 = 8;
-/// Number of writes after which one of the slots set aside can be reserved again.
+/// Number of writes after which one of the slots that were set aside can be reserved again.
 const WRITES_BEFORE_RETRY: u32 = 1000;
 
 /// The known state of a slot's blocks.

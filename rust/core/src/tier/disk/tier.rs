@@ -1,6 +1,5 @@
 //! An open namespace of a disk directory: its files and its mutable state (slots, counters, queued
-//! log lines and file growth). `open` creates the tier; `growth` and
-//! `local` use it.
+//! log lines and file growth). `open` creates the tier, and `growth` and `local` use it.
 
 use std::io;
 use std::sync::Arc;
@@ -22,7 +21,7 @@ const MAX_EVENTS: usize = 64;
 /// Mutable state of an open tier. A single lock guards the state and is never held during I/O.
 #[derive(Debug, Default)]
 pub(super) struct TierState {
-    /// Indexed by size class.
+    /// The slots of each size class, indexed by class.
     pub(super) slots: Vec<Slots>,
     /// Counters of the tier. The gauges in this struct are not maintained and stay zero.
     pub(super) stats: DiskStats,
@@ -92,7 +91,7 @@ pub(super) enum Grower {
     None,
     Busy,
     /// A thread is growing the files so slowly that callers stopped waiting for it at this time.
-    /// They get no new slots until the thread is done.
+    /// These callers get no new slots until the thread is done.
     Slow(Instant),
 }
 
@@ -121,14 +120,14 @@ const REJECTIONS_BEFORE_RETRY: u32 = 256;
 #[derive(Debug)]
 pub struct DiskTier {
     pub(super) config: DiskConfig,
-    /// Indexed by size class.
+    /// The files of each size class, indexed by class.
     pub(super) files: Vec<SlotFiles>,
     pub(super) state: Mutex<TierState>,
     pub(super) growth: Mutex<Growth>,
     pub(super) grown: Condvar,
     /// None once the tier is closed. In-flight calls share ownership, and the last call to return
     /// releases the directory. A hung call keeps the directory locked, so there are never two
-    /// owners. Declared last so that it is dropped last.
+    /// owners. This field is declared last so that it is dropped last.
     pub(super) owner: Mutex<Option<Arc<OpenNamespace>>>,
 }
 

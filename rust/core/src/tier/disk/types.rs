@@ -64,7 +64,8 @@ pub struct DiskEntry {
     pub slot: SlotId,
     /// The chunk's metadata.
     pub meta: DiskMeta,
-    /// Position in the write order across restarts. Smaller numbers were written earlier.
+    /// Position in the write order across restarts. Chunks with smaller numbers were written
+    /// earlier.
     pub sequence: u64,
 }
 
@@ -77,8 +78,8 @@ pub struct DiskStats {
     pub slots_used: u64,
     /// Number of reserved slots that have not been written or freed yet.
     pub slots_reserved: u64,
-    /// Directory size as computed by the tier, in bytes. Covers only this namespace if multiple
-    /// namespaces may be open.
+    /// Directory size as computed by the tier, in bytes. The size covers only this namespace if
+    /// multiple namespaces may be open.
     pub bytes: u64,
     /// Maximum value of `bytes`.
     pub cap_bytes: u64,

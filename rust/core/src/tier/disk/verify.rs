@@ -15,7 +15,7 @@ use crate::io::part::{MAGIC, TRAILER_BYTES};
 use crate::io::{Frame, FrameId, HostArena};
 use crate::{Error, ErrorKind, Result};
 
-/// Frames are read in pieces of this size.
+/// Size of the pieces in which frames are read.
 const PIECE_BYTES: u64 = 1024 * 1024;
 /// Maximum number of damaged records listed individually for each size class of a namespace.
 const MAX_BAD_RECORDS: u64 = 1000;

@@ -26,7 +26,7 @@ pub(super) struct Grid {
     pub(super) num_taken: u64,
     /// State of each frame, indexed by its number. See `FREE`, `TAKEN` and `FIRST_CHUNK`.
     holders: Vec<u32>,
-    /// The frame last examined by `next_holder_within`.
+    /// The frame that `next_holder_within` examined last.
     hand: u32,
 }
 
@@ -97,7 +97,7 @@ impl Grid {
     }
 
     /// Advances to the next frame within the first `bytes` of the arena, wrapping around. Returns
-    /// its chunk, if any.
+    /// the frame's chunk, if any.
     pub(super) fn next_holder_within(&mut self, bytes: u64) -> Option<ChunkId> {
         self.hand += 1;
         if self.hand >= self.frames.num_frames() || !self.frames.is_within(self.hand, bytes) {

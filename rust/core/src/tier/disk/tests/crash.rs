@@ -85,7 +85,7 @@ impl Recorder {
             }
         }
         if children.iter().any(|child| self.written.contains_key(child)) {
-            // A child could not be freed, so its parent stays too.
+            // A child could not be freed, so its parent is kept too.
             return;
         }
         let Some(&(slot, version)) = self.written.get(&chunk) else { return };

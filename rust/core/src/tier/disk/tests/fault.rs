@@ -89,7 +89,7 @@ fn test_a_record_that_landed_although_its_write_was_refused_is_forgotten_with_th
     let config = config(dir.path(), 2);
     let (tier, files) = faulty(&config);
     let slot = tier.reserve(SizeClass(0)).unwrap();
-    // The first write to the index clears the record; the second writes the new record.
+    // The first write to the index clears the record, and the second writes the new record.
     files.inject(
         Rule::new(Fault::Torn(128, Some(EIO))).on(&[Call::Write]).in_file("index").after(1),
     );
@@ -230,8 +230,8 @@ fn test_a_file_system_without_allocation_still_works() {
     assert_eq!(tier.reserve(SizeClass(0)).ok(), None);
 }
 
-/// Opens two namespaces in a directory. Returns both, and the files of the second for fault
-/// injection.
+/// Opens two namespaces in a directory. Returns both namespaces, and the files of the second
+/// namespace for fault injection.
 fn two_namespaces(dir: &Path, root: &Arc<DiskRoot>) -> (DiskTier, DiskTier, FaultFiles) {
     let (config, files) = (config(dir, 64), FaultFiles::default());
     let (first, _) = DiskTier::open_in(&config, root).unwrap();
@@ -454,7 +454,7 @@ fn test_an_unreadable_sector_of_the_index_costs_only_its_chunks() {
     assert_eq!(found, (0..70).collect::<Vec<_>>());
     let dir = tempfile::tempdir().unwrap();
     let (tier, found) = reopened_with_unreadable_index(dir.path(), &[4096]).unwrap();
-    // Chunks 32 to 63 are lost, and with them their children.
+    // Chunks 32 to 63 and their children are lost.
     assert_eq!(found, (0..32).chain(64..66).collect::<Vec<_>>());
     let num_free = 1000 - 70;
     for number in 70..70 + num_free {

@@ -111,7 +111,7 @@ fn test_a_closed_tier_with_no_caller_inside_is_given_up_at_once() {
 #[test]
 fn test_growth_that_hangs_delays_neither_reads_nor_writes_nor_stats() {
     let dir = tempfile::tempdir().unwrap();
-    // Creates files with two slots, so that the third `reserve` below grows them.
+    // Create files with two slots, so that the third `reserve` below grows them.
     let small = config(dir.path(), 2);
     let _ = open(&small).0.reserve(SizeClass(0));
     let it = Hanging { config: config(dir.path(), 8), ..Hanging::new(1) };

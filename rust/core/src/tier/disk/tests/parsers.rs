@@ -114,8 +114,8 @@ proptest! {
     fn test_recovery_keeps_what_hangs_together(
         picks in prop::collection::vec((0..40_u32, 0..1000_u64, 0..20_u32), 0..60)
     ) {
-        // Picks are (chunk, sequence, forge). The depth is wrong if `forge` is 0. Duplicates and
-        // orphans also occur.
+        // Each pick is a (chunk, sequence, forge) tuple. The depth is wrong if `forge` is 0.
+        // Duplicates and orphans also occur.
         let found: Vec<_> = (0..).map(SlotId).zip(picks).map(|(slot, (i, sequence, forge))| {
             let meta = meta_of(i);
             DiskEntry { slot, meta: DiskMeta { depth: meta.depth + u32::from(forge == 0), ..meta }, sequence }
