@@ -285,8 +285,8 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    /// Adds a store that has no slabs yet. Its share is `percent` of the arena. Stores with None
-    /// split the rest equally.
+    /// Adds a store that has no slabs yet. The store's share is `percent` of the arena. Stores with
+    /// None split the rest equally.
     pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>) -> Self {
         let mut state = pool.state();
         let id = state.next_id;

@@ -6,10 +6,10 @@
 //! words. The function mix is `x ^= rotr(x, 17) ^ rotr(x, 36); x *= M1; x ^= x >> 29; x *= M2; x ^=
 //! x >> 32`.
 //!
-//! The tag is a sum, so threads can add their words in any order. It needs only 64-bit multiplies,
-//! xors, shifts and adds, so a GPU can compute it during the copy. `mix` is a bijection, so damage
-//! within a single word is always detected. The tag catches accidental damage (torn, stale, swapped
-//! or shifted pages) but not deliberate changes.
+//! The tag is a sum, so threads can add their words in any order. Computing the tag needs only
+//! 64-bit multiplies, xors, shifts and adds, so a GPU can do it during the copy. `mix` is a
+//! bijection, so damage within a single word is always detected. The tag catches accidental damage
+//! (torn, stale, swapped or shifted pages) but not deliberate changes.
 
 use crate::{Error, Result};
 

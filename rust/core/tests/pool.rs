@@ -519,8 +519,8 @@ fn a_long_pinned_chain_is_visited_once_per_round() {
     assert_eq!(stores[1].reserve(&chain(1, 0, 1), 0..1).unwrap().num_dropped, 0);
 }
 
-/// A store with three frame sizes keeps moving its few slabs from size to size. It must still get
-/// slabs from other stores.
+/// A store with three frame sizes keeps moving its few slabs from size to size. The store must
+/// still get slabs from other stores.
 #[test]
 fn sizes_that_share_few_slabs_get_more() {
     let sizes = SIZES[6].map(|pages| pages.iter().map(|num| num * PAGE).collect::<Vec<_>>().into());

@@ -505,7 +505,7 @@ fn reads_from_disk_use_any_frame() {
         store.check().unwrap();
         drop(leases);
         for prompt in &cold[2..4] {
-            settled(&store.acquire(prompt)); // the first two are evicted
+            settled(&store.acquire(prompt)); // the first two prompts are evicted
         }
     }
 }

@@ -254,7 +254,8 @@ fn test_a_chunk_of_a_different_size_does_not_stop_writes_if_its_space_cannot_be_
     assert!(writes + dropped == 40 && dropped <= 4, "{writes} written, {dropped} dropped");
 }
 
-/// The thread that creates the first slots is slow. Other prompts' chunks must wait for it.
+/// The thread that creates the first slots is slow. Other prompts' chunks must wait for this
+/// thread.
 #[test]
 fn test_no_chunk_is_dropped_while_the_files_grow_slowly() {
     let (dir, files) = (tempfile::tempdir().unwrap(), FaultFiles::new(1));

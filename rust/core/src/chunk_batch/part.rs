@@ -8,7 +8,7 @@ use crate::{Error, Result};
 /// Sentinel block id: do not copy this block.
 pub const NOT_WANTED: i32 = -1;
 
-/// One group's chunks. Never empty.
+/// A nonempty list of one group's chunks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Part {
     pub(super) group: u32,

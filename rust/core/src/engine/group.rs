@@ -32,7 +32,7 @@ pub struct Group {
     pub kind: GroupKind,
     /// Number of tokens per block.
     pub block_tokens: u32,
-    /// Number of blocks per unit, at least one.
+    /// Number of blocks per unit, which is at least one.
     pub blocks_per_unit: u32,
     /// Number of blocks per chunk. A chunk holds the last blocks of its unit. No prefix needs the
     /// earlier blocks, and vLLM may already have freed them.

@@ -17,10 +17,10 @@
 //! chunk's depth.
 //!
 //! An independent chunk, such as a Mamba state, is new in each turn of a chat, while most of the
-//! prefix before it was reused. Without special treatment, it would be evicted first, although the
-//! prefix cannot be loaded without it. If at least half of the prefix was reused, the store
-//! therefore marks the independent chunk and the last chunk of the prefix as reused
-//! (`is_mostly_reused`, `mark_reused`).
+//! prefix before it was reused. Without special treatment, the independent chunk would be evicted
+//! first, although the prefix cannot be loaded without this chunk. If at least half of the prefix
+//! was reused, the store therefore marks the independent chunk and the last chunk of the prefix as
+//! reused (`is_mostly_reused`, `mark_reused`).
 
 use std::collections::BTreeSet;
 
@@ -46,7 +46,8 @@ const SHARE_WEIGHT: f64 = 256.0;
 const MAX_STEPS_UP: u32 = 1024;
 const MIN_SHARE: f64 = 1.0 / 50.0;
 
-/// A chunk's state. Takes 24 bytes, plus up to 32 bytes in a queue while the chunk is evictable.
+/// A chunk's state. The state takes 24 bytes, plus up to 32 bytes in a queue while the chunk is
+/// evictable.
 #[derive(Debug, Clone, Copy)]
 struct Node {
     fingerprint: u64,

@@ -35,8 +35,8 @@ pub(crate) struct Entry {
     /// True if the chunk and all its descendants were removed. The entry stays until its last user
     /// finishes.
     pub(crate) detached: bool,
-    /// True if the chunk and all its descendants are being removed. Its key no longer maps to this
-    /// entry.
+    /// True if the chunk and all its descendants are being removed. The chunk's key no longer maps
+    /// to this entry.
     pub(crate) removing: bool,
     /// Only `State::change_host` changes this field.
     pub(crate) host: HostState,

@@ -66,8 +66,8 @@ impl Segment {
         self.slots.len() - 1
     }
 
-    /// Returns the id with this hash that `is_it` accepts, and its slot. Otherwise returns None and
-    /// the free slot where the id belongs.
+    /// Returns the id with this hash that `is_it` accepts, and its slot. Otherwise, returns None
+    /// and the free slot where the id belongs.
     fn find(&self, hash: u32, is_it: impl Fn(ChunkId) -> bool) -> (Option<ChunkId>, usize) {
         let mut at = hash as usize & self.mask();
         loop {

@@ -159,7 +159,7 @@ pub(super) struct View<'a> {
     pub(super) bytes: &'a [u8],
 }
 
-/// A block being filled. Its memory is reused for the next block.
+/// A block being filled. The block's memory is reused for the next block.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Pending {
     runs: Vec<Run>,

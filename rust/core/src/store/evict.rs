@@ -49,7 +49,7 @@ struct Walk {
 
 impl Store {
     /// Evicts the selected chunks. Unless `is_host_only` is set, waits until no lookup or restart
-    /// can find them. Returns no later than the deadline.
+    /// can find these chunks. Returns no later than the deadline.
     pub fn evict(&self, what: Evict, deadline: Instant) -> Evicted {
         let (mut walk, mut before) = (Walk::default(), None);
         loop {

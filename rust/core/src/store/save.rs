@@ -66,7 +66,7 @@ impl<'a> From<(Prefix<'a>, Range<u32>)> for SaveRequest<'a> {
 
 impl SaveRequest<'_> {
     /// Returns `InvalidConfig` if the prefix lacks a key for any of the units or for the unit
-    /// before them.
+    /// before these units.
     pub fn check(&self) -> Result<()> {
         let Range { start, end } = self.units;
         let has_parent = self.prefix.first <= start.saturating_sub(1);

@@ -26,7 +26,7 @@ pub trait RemoteTier: fmt::Debug + Send + Sync {
     fn get(&self, key: &ChunkKey, into: &mut [u8], deadline: Instant) -> Result<bool>;
 
     /// Offers a frame. The remote side may drop the frame, but must never return only part of it.
-    /// It may also keep an existing frame, because all frames with the same key are identical.
-    /// After an error, the frame may or may not be present.
+    /// The remote side may also keep an existing frame, because all frames with the same key are
+    /// identical. After an error, the frame may or may not be present.
     fn put(&self, key: &ChunkKey, frame: &[u8], deadline: Instant) -> Result<()>;
 }

@@ -40,7 +40,7 @@ impl Oracle {
         }
     }
 
-    /// Removes a chunk. Its parent inherits the time of the chunk's last use or insertion, and
+    /// Removes a chunk. The chunk's parent inherits the time of the last use or insertion, and
     /// whether the chunk was reused.
     pub(super) fn remove(&mut self, id: u32, parent: Option<u32>, removal: Removal) {
         let Uses { number, last, reused } = self.chunks.remove(&id).unwrap();

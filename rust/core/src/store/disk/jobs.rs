@@ -250,7 +250,7 @@ impl State {
         None
     }
 
-    /// Returns true if a queued chunk's parent is on disk. Otherwise blocks the chunk until the
+    /// Returns true if a queued chunk's parent is on disk. Otherwise, blocks the chunk until the
     /// parent is written.
     fn parent_is_on_disk(&mut self, id: ChunkId) -> bool {
         let Some(parent) = self.index[id].parent else { return true };
@@ -260,7 +260,8 @@ impl State {
         self.change_disk(id, DiskEvent::Block);
         self.disk.blocked.entry(parent).or_default().push(id);
         if self.index[parent].disk == DiskState::Absent {
-            // The parent left the disk or could not be written. Its child keeps it in host memory.
+            // The parent left the disk or could not be written, but its child keeps it in host
+            // memory.
             self.change_disk(parent, DiskEvent::Want);
             self.disk.write_queue.push_first(&self.index, parent);
         }

@@ -226,7 +226,7 @@ fn read(disk: &dyn LocalTier, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> 
 }
 
 /// Frees slots from the end of the list and stops at the first error. Returns the remaining slots
-/// with the failed slot first, so that the next call frees the others before it.
+/// with the failed slot first, so that the next call frees the failed slot last.
 fn free(disk: &dyn LocalTier, mut slots: Vec<SlotId>) -> Vec<SlotId> {
     while let Some(slot) = slots.pop() {
         if guarded(|| disk.free(slot)).is_err() {
@@ -290,7 +290,7 @@ fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool>
     Ok(false)
 }
 
-/// Returns a slot for a write, evicting chunks if needed. Otherwise returns the outcome of the
+/// Returns a slot for a write, evicting chunks if needed. Otherwise, returns the outcome of the
 /// write:
 ///
 /// - `NotYet` if another thread is still creating slots,

@@ -3,8 +3,8 @@
 //! The states are defined in `index/disk_state.rs`. Invariants between calls:
 //!
 //! - If a chunk has a slot, its parent is stored: parents are written first and removed last.
-//! - The policy holds every attached chunk with a slot. It may evict stored leaves that no running
-//!   or queued read uses.
+//! - The policy holds every attached chunk with a slot. The policy may evict stored leaves that no
+//!   running or queued read uses.
 
 use crate::evict::{ChunkId, Removal};
 use crate::index::{DiskEvent, DiskState, Entry};

@@ -114,7 +114,7 @@ impl State {
         }
     }
 
-    /// Evicts the path's last chunk if possible. Otherwise descends to the next child in host
+    /// Evicts the path's last chunk if possible. Otherwise, descends to the next child in host
     /// memory, or drops the chunk from the path if no child is left.
     fn step(&mut self, path: &mut Vec<Step>, stuck: &mut FxHashSet<(ChunkId, u32)>) {
         let Some(Step { id, generation, next }) = path.last_mut() else { return };

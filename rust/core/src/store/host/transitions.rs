@@ -3,8 +3,9 @@
 //! The states are defined in `index/host_state.rs`. Invariants between calls:
 //!
 //! - If a chunk is not absent, its parent is not absent either, unless the chunk is detached.
-//! - If a chunk has a frame, so does its parent; if a chunk is visible, so is its parent.
-//! - The policy holds every attached chunk with a frame. It may evict complete, unused leaves.
+//! - If a chunk has a frame, so does its parent, and if a chunk is visible, so is its parent.
+//! - The policy holds every attached chunk with a frame. The policy may evict complete, unused
+//!   leaves.
 
 use crate::evict::{ChunkId, GroupId, Removal};
 use crate::index::{Entry, HostEvent, HostState};

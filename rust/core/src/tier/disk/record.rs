@@ -176,8 +176,8 @@ impl Places<'_> {
     /// Adds the entry and its undecided ancestors to `path`. Returns their common fate.
     ///
     /// The depth decreases with each step, so the walk terminates even if parents form a cycle in a
-    /// forged index. `before` is a guess at the parent. It avoids most lookups, because a prefix's
-    /// chunks are usually written in sequence.
+    /// forged index. `before` is a guess at the parent. This guess avoids most lookups, because a
+    /// prefix's chunks are usually written in sequence.
     fn climb(&self, start: usize, before: Option<usize>, path: &mut Vec<usize>) -> Fate {
         let mut at = start;
         loop {

@@ -6,8 +6,8 @@ use crate::evict::ChunkId;
 use crate::io::{FrameGrid, SizeClass};
 use crate::pool::SlabId;
 
-/// Value in `holders` for a free frame. It is zero so that `vec!` requests zeroed memory, which
-/// takes no physical pages for frames that are never used.
+/// Value in `holders` for a free frame. This value is zero so that `vec!` requests zeroed memory,
+/// which takes no physical pages for frames that are never used.
 const FREE: u32 = 0;
 /// Value in `holders` for a frame that is in use but not assigned to a chunk yet.
 const TAKEN: u32 = 1;

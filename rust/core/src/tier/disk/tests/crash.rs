@@ -49,8 +49,8 @@ impl Recorder {
             Op::Clear => {
                 self.doubtful.extend(self.written.iter().map(|(&i, &(_, version))| (i, version)));
                 self.written.clear();
-                // If this fails, some chunks may remain on disk, but they are all in `doubtful`
-                // already.
+                // If this fails, some chunks may remain on disk, but all of them are already in
+                // `doubtful`.
                 let _ = tier.clear();
             }
             Op::Reopen => {}
