@@ -382,6 +382,29 @@ def test_a_full_disk_ends_no_engines_start(
     )
 
 
+def test_a_server_survives_the_death_of_its_parent(host: Host) -> None:
+    """The engine kills a parent that takes too long, but the server can still become ready."""
+    code = (
+        "import os, pathlib, sys, time\n"
+        "from kvloft.cli.daemon import in_background\n"
+        "log, forked, ready = map(pathlib.Path, sys.argv[1:])\n"
+        "parent = os.getpid()\n"
+        "def work(begun):\n"
+        "    forked.touch()\n"
+        "    while os.getppid() == parent: time.sleep(0.01)\n"
+        "    begun()\n"
+        "    ready.touch()\n"
+        "    return 0\n"
+        "in_background(work, log, '')"
+    )
+    log, forked, ready = (host.folder / name for name in ("log", "forked", "ready"))
+    parent = subprocess.Popen([sys.executable, "-c", code, *map(str, (log, forked, ready))])
+    until(forked.exists, "the server does not start")
+    parent.kill()
+    parent.wait()
+    until(ready.exists, "the server exited with its parent")
+
+
 def test_the_default_socket_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert Config(server="auto").socket == f"{tmp_path}/kvloft/auto.sock"

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -80,7 +81,8 @@ def in_background(work: Callable[[Callable[[], None]], int], log: Path, what: st
         nothing = os.open(os.devnull, os.O_RDONLY)
         for own, standard in ((nothing, 0), (to, 1), (to, 2)):
             os.dup2(own, standard)
-        os.write(ready_writer, b"1")
+        with suppress(BrokenPipeError):  # the parent was killed, but engines may already wait
+            os.write(ready_writer, b"1")
         for own in (nothing, to, ready_writer):
             os.close(own)
 

@@ -70,6 +70,9 @@ impl ClientInner {
         match NewConnection::open(&self.config) {
             Ok(found) => {
                 let mut state = self.state();
+                if state.is_closed {
+                    return; // otherwise, the server would count this engine until the session drops
+                }
                 state.log(Event::recovery(format!("connected to {}", self.server_name())));
                 state.next = Some(found);
                 *failures = ConnectFailures::default();

@@ -36,6 +36,22 @@ fn interval_is_short_again_after_a_rejecting_server_is_gone() {
 }
 
 #[test]
+fn closed_client_keeps_no_new_connection() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let socket = dir.path().join("run").join("kvloft.sock");
+    let engine = Client::open(config(socket.clone())).expect("a client");
+    let server = Server::open(ServerConfig::new(socket, 64 * FRAME)).expect("a server");
+    engine.close(LONG);
+    engine.inner.maintain_connection(&mut ConnectFailures::default());
+    assert!(!engine.renew());
+    let start = Instant::now();
+    while server.status().engines().count() > 0 {
+        assert!(start.elapsed() < LONG, "the server still counts the engine");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
 fn new_connection_keeps_the_frame_limit() {
     let dir = tempfile::tempdir().expect("a directory");
     let socket = dir.path().join("run").join("kvloft.sock");
