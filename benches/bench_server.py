@@ -1,4 +1,4 @@
-"""Benchmarks `kvloft serve`: startup time, CPU time, and memory usage without the arena.
+"""Benchmarks `kvloft serve`: startup time, CPU time, and memory usage excluding the arena.
 
 Measures the time until the server accepts connections, its CPU time (idle, and with 8 engines
 doing lookups), its memory per chunk, and how 10,000 connections affect lookups and memory. Reads

@@ -19,7 +19,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = ("how-it-works.md", "security.md", "modes.md", "tenants.md")
 PARAGRAPHS = 6
-"""Number of paragraphs a turn quotes from a page."""
+"""Number of paragraphs that a turn quotes from a page."""
 QUESTIONS = (
     "Summarize this text in one sentence.",
     "Explain the most important point of this text.",

@@ -55,7 +55,7 @@ pytest() { "$PYTHON" -m pytest -q -p no:cacheprovider -o addopts="--import-mode=
 sanitize() {
   local tool=$1
   shift
-  # Run only a few small cases per kernel, because the tools slow programs down 100 times.
+  # Run only a few small cases per kernel, because the tools slow programs down by a factor of 100.
   local cases="(bitwise and (odd_mix or per_layer_8 or mla) and 3) or partial or ranks or faults or trailers or submitters_send"
   cases+=" or (e348 and ((content and (outliers or random)) or (width and (6k or mixed) and 0.6) or saved_raw or damage))"
   KV_NUM_FAULTS=100 compute-sanitizer --tool "$tool" "$@" --error-exitcode 9 --target-processes all \

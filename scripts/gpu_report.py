@@ -211,7 +211,7 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
 
 
 def _share(row: dict[str, Any], what: str, ceiling: dict[str, float]) -> float:
-    """Return a rate as a share of the ceiling measured immediately before the run.
+    """Return a rate as a share of the ceiling that was measured immediately before the run.
 
     Older benchmark results have one ceiling per row, or a single ceiling.
     """
@@ -562,7 +562,7 @@ def _startup(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _chats(results: dict[str, Any]) -> Iterator[str]:
-    """Compare kvloft's makespan with the fastest other engine's."""
+    """Compare kvloft's makespan with that of the fastest other engine."""
     yield from ("", "## A closed loop of chats (`benches/gpu/chats.py`), one engine at a time", "")
     yield from (
         "| | makespan, s | all runs | repeated tokens cached | preempted | |",

@@ -1,4 +1,4 @@
-"""Checks this repository's rules that no linter covers.
+"""Checks the rules of this repository that no linter covers.
 
 The rules restrict `unsafe`, environment variables, imports, file and document lengths, and
 dependency cycles. The script prints one line per violation and exits with status 1 if there are

@@ -1,6 +1,7 @@
 """Measures the TTFT of new prompts and the makespan of waves, and splits these times into parts.
 
-The garbage collector runs before each measurement, to make a full collection during it unlikely.
+The garbage collector runs before each measurement, so that a full collection during the measurement
+is unlikely.
 """
 
 from __future__ import annotations

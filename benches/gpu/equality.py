@@ -33,7 +33,7 @@ class Setup:
     """One engine's configuration.
 
     With ``exact``, the engine's tokens must equal the reference's. Otherwise, differing tokens are
-    only counted, except in the phase `kept`, which fails.
+    only counted, except in the phase `kept`, where they are a failure.
     """
 
     what: str
@@ -155,7 +155,7 @@ def _start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[by
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result of one setup run."""
+    """The result of one run of a setup."""
 
     setup: str
     run: str
@@ -372,7 +372,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare tokens and pages. Return 1 if the check fails, 2 if it cannot run."""
+    """Compare tokens and pages. Return 1 if the check fails, or 2 if it cannot run."""
     args, screen = parser().parse_args(argv), console()
     if not can_run("equality"):
         return 2

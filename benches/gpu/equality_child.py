@@ -82,7 +82,7 @@ class Subject:
             self.engine.settle()
             worker = get_kv_transfer_group()._worker
             mover = worker.core._mover
-            named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # the former name
+            named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # its former name
             getattr(mover, "wait_registered", named_before)(60.0)
             self.audit = PageAudit(mover, *groups)
 
@@ -171,7 +171,7 @@ def phase_crowd(subject: Subject) -> dict[str, Any]:
 
 
 def phase_load(subject: Subject) -> dict[str, Any]:
-    """Run 200 random requests with shared prefixes, empty HBM, then rerun them in reverse."""
+    """Run 200 random requests with shared prefixes, empty HBM, then rerun them in reverse order."""
     rng = random.Random(11)
     stems = [subject.prompt(rng, rng.randrange(500, 4000)) for _ in range(12)]
     longest = int(4000 * subject.scale)

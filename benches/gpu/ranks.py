@@ -134,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the check. Return 1 if it fails, 2 if it cannot run."""
+    """Run the check. Return 1 if the check fails, or 2 if it cannot run."""
     args, screen = parser().parse_args(argv), console()
     if not can_run("ranks"):
         return 2

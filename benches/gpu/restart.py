@@ -138,9 +138,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Return 1 if it fails, 2 if it cannot run.
+    """Run the benchmark. Return 1 if it fails, or 2 if it cannot run.
 
-    It fails if the restarted engine misses the prompt or returns a different token.
+    The benchmark fails if the restarted engine misses the prompt or returns a different token.
     """
     args, screen = parser().parse_args(argv), console()
     if not can_run("restart"):

@@ -33,7 +33,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// Returns the operation for a pair of numbers. The mix resembles a store's.
+    /// Returns the operation for a pair of numbers. The mix of operations resembles a store's.
     pub fn from_numbers(what: u8, which: u32) -> Self {
         match what % 32 {
             0..=11 => Self::Write(which),

@@ -2,8 +2,8 @@
 //! a model.
 //!
 //! A hit returns a complete frame of the requested size that was put under the requested key; all
-//! other calls return a miss or an error. Hints are in the order of the keys. Even without a
-//! response, each call returns by its deadline or shortly after.
+//! other calls return a miss or an error. Hints are returned in the order of the keys. Even without
+//! a response, each call returns by its deadline or shortly after.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

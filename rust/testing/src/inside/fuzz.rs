@@ -26,7 +26,7 @@ use crate::{ChunkKey, ErrorKind};
 const SIZES: [u64; 2] = [4096, 12288];
 const NAMESPACE: [u8; 32] = [0x5a; 32];
 
-/// Reads numbers from the input, then zeros once the input is used up.
+/// Reads numbers from the input, and returns zeros once the input is used up.
 struct Input<'a>(&'a [u8]);
 
 impl<'a> Input<'a> {
