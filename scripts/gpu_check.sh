@@ -140,8 +140,8 @@ if has peers; then # host memory holds more than one round of prompts; servers r
     --repeats 2 --timeout 500 --json "$OUT/chats_peers.json" --logs "$OUT/peers"
 fi
 if has ranks; then
-  # With 13 layers of Gemma 3, the second pipeline stage has no layers of one group. With 7 layers, the
-  # first stage has no full-attention layer.
+  # With 13 layers of Gemma 3, the second pipeline stage has no layers of one of the groups. With 7
+  # layers, the first stage has no full-attention layer.
   for ranks in "--tp 2 --layers 8" "--pp 2 --layers 8" "--pp 2 --model gemma3 --layers 13" "--pp 2 --model gemma3 --layers 7"; do
     name=ranks${ranks// /} # shellcheck disable=SC2086 # word splitting is intended
     stage "$name" "$PYTHON" -m benches.gpu.ranks $ranks --timeout 200 --json "$OUT/$name.json" --logs "$OUT/$name"

@@ -1,7 +1,7 @@
 """Prints a Markdown report of GPU results: `python scripts/gpu_report.py DIRECTORY`.
 
 DIRECTORY holds the output of `scripts/gpu_check.sh`. The report compares each figure with its
-target and ends with DIRECTORY's NOTES.md. Sections without a result file are omitted.
+target and ends with the contents of DIRECTORY/NOTES.md. Sections without a result file are omitted.
 """
 
 import json

@@ -269,7 +269,7 @@ def _kept_problems(
 
 
 def problems(results: Mapping[str, Any]) -> list[str]:
-    """Return the reasons that the check fails, or an empty list if it passes."""
+    """Return the reasons why the check fails, or an empty list if it passes."""
     found = [f"{name}: {result['error']}" for name, result in results.items() if "error" in result]
     rows = judge(results)
     found += [f"{row.setup}, {row.run}: {row.problem}" for row in rows if row.problem]

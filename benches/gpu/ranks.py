@@ -45,7 +45,7 @@ def run(*, options: dict[str, Any], log: Path, timeout_s: float) -> dict[str, An
 
 
 def problems(result: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
-    """Yield the reasons that the check fails."""
+    """Yield the reasons why the check fails."""
     if "error" in result:
         yield str(result["error"])
         return

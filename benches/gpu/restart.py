@@ -73,7 +73,7 @@ def _live(options: dict[str, Any], log: Path, deadline: float) -> dict[str, Any]
 
 
 def problems(lives: Sequence[dict[str, Any]], context: int, block_tokens: int = 16) -> list[str]:
-    """Return the reasons that the check fails, or an empty list if it passes."""
+    """Return the reasons why the check fails, or an empty list if it passes."""
     failed = [
         f"engine {nth + 1} {life['error']}" for nth, life in enumerate(lives) if "error" in life
     ]

@@ -143,7 +143,7 @@ pub(crate) fn server_evict<'py>(
     Ok(dict)
 }
 
-/// Converts a status to a Python dict through JSON, with namespace digests as `bytes`.
+/// Converts a status to a Python dict via JSON, with namespace digests as `bytes`.
 fn status_dict<'py>(py: Python<'py>, status: &Status) -> PyResult<Bound<'py, PyAny>> {
     let dict = py.import("json")?.call_method1("loads", (status.to_json().map_err(raise)?,))?;
     for (namespace, of) in dict.get_item("namespaces")?.try_iter()?.zip(&status.namespaces) {

@@ -197,7 +197,7 @@ impl Session {
         self.inner.session().is_save_late()
     }
 
-    /// Number of saves not yet reported by every rank.
+    /// Number of saves that not every rank has reported yet.
     #[getter]
     fn num_in_flight(&self) -> usize {
         self.inner.num_in_flight()
@@ -283,8 +283,8 @@ impl Session {
         Ok(self.inner.reserve_states(states).map_err(raise)?.into_iter().map(some).collect())
     }
 
-    /// Process one rank's report. Return how many chunks became visible and how many failed on a
-    /// rank.
+    /// Process one rank's report. Return the number of chunks that became visible, and the number
+    /// that failed on a rank.
     #[pyo3(signature = (saved, failed=Vec::new(), misfits=Vec::new()))]
     fn settle(&self, saved: Vec<u64>, failed: Vec<u64>, misfits: Vec<u64>) -> (u32, usize) {
         self.inner.settle(&saved, &failed, &misfits)

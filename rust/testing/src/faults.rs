@@ -1,8 +1,9 @@
 //! Fault injection: wraps the operating system's files and injects scripted or seeded random
 //! faults.
 //!
-//! `FaultFiles` is the real disk tier's file layer in tests (`DiskTier::open_with_files`), so every
-//! layer sees a failing disk as an engine would. `FaultFiles` is independent of slots and records.
+//! In tests, `FaultFiles` is the file layer of the real disk tier (`DiskTier::open_with_files`), so
+//! every layer sees a failing disk as an engine would. `FaultFiles` is independent of slots and
+//! records.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! Tests long prefixes: few keys are sent, and every stored chunk is found.
+//! Tests long prefixes: only a few keys are sent, and every stored chunk is found.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! Fault rules: the calls that a fault affects, and its effect. This module is pure data and
-//! accesses no files.
+//! Fault rules, which define the calls that a fault affects and the effect of the fault. This
+//! module does not access files.
 
 /// Input/output error.
 pub const EIO: i32 = 5;

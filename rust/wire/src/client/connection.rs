@@ -23,7 +23,8 @@ use crate::socket::{
     spin_then_wait, wait,
 };
 
-/// Maximum number of unsent bytes. If this is exceeded, the next request closes the connection.
+/// Maximum number of unsent bytes. If this limit is exceeded, the next request closes the
+/// connection.
 const MAX_UNSENT: usize = 8 << 20;
 
 #[derive(Debug)]
@@ -262,7 +263,7 @@ impl Connection {
         loop {
             self.flush();
             if let Some(answer) = self.take_answer(wanted) {
-                return Some(answer); // it arrived together with an earlier response
+                return Some(answer); // arrived together with an earlier response
             }
             if self.is_closed
                 || (must_wait && !spin_then_wait(&*self.stream, self.poll_flags(), deadline))

@@ -1,4 +1,4 @@
-//! The client for a store on a server. `session` implements `Session` for [`Client`].
+//! The client for a store on a server. The module `session` implements `Session` for [`Client`].
 //!
 //! Each call returns by its deadline. A call is a miss if there is no connection or if no response
 //! arrives by the deadline. A background thread reconnects. On a new connection, the client first

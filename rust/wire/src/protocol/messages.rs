@@ -82,8 +82,8 @@ messages! {
         10 = Discard(keys: Keys<'a>),
         /// See `Session::clear`.
         11 = Clear,
-        /// See `Session::stats`. Carries the number of calls that timed out since the previous such
-        /// request, and the number of chunks whose saves these timeouts delayed.
+        /// See `Session::stats`. Carries the number of calls that timed out since the previous
+        /// request of this kind, and the number of chunks whose saves these timeouts delayed.
         12 = Stats(num_calls: u64, num_chunks: u64),
         /// One-way request. See `Session::limit_memory`.
         13 = LimitMemory(limit_bytes: u64),

@@ -30,7 +30,7 @@ pub(crate) struct EngineHandler {
     /// Read leases by the engine's lease number, each with its number of prefixes.
     leases: HashMap<u64, (LeaseId, usize)>,
     num_leased: usize,
-    /// Keys of the last long prefix sent as the first prefix of a message.
+    /// Keys of the last long prefix that was sent as the first prefix of a message.
     prefix_cache: PrefixCache,
     /// Created when the engine first requests changes.
     listener: Option<Listener>,

@@ -1,4 +1,4 @@
-//! The server accepts engines running as its own user and owns the stores they share.
+//! The server accepts engines that run as the same user, and owns the stores that they share.
 //!
 //! Each connection has a thread, and the number of connections is limited. Other threads accept
 //! connections, claim the disk, remove expired chunks and do housekeeping. The caller handles

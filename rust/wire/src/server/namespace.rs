@@ -126,7 +126,7 @@ impl Namespace {
     }
 }
 
-/// Returns the Unix time in seconds.
+/// Returns the current Unix time in seconds.
 pub fn unix_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }

@@ -82,8 +82,8 @@ impl Quarantine {
         locked(&self.entries)
     }
 
-    /// Adds a membership if it has reservations or leases, and drops it otherwise. Its reservations
-    /// are never committed, so other engines can save their chunks.
+    /// Adds a membership if it has reservations or leases, and drops it otherwise. The reservations
+    /// are never committed, so other engines can save the same chunks.
     pub(crate) fn add(&self, membership: Membership, lifeline: Lifeline) {
         if membership.local.num_open() != (0, 0) {
             membership.local.release_keys();

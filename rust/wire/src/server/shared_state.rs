@@ -171,8 +171,8 @@ impl ServerState {
         }
     }
 
-    /// Moves slabs to namespaces that need them, and closes long-idle namespaces without memory.
-    /// Returns true if the caller should repeat the call immediately.
+    /// Moves slabs to namespaces that need them, and closes namespaces without memory that have
+    /// been idle for a long time. Returns true if the caller should repeat the call immediately.
     pub(crate) fn rebalance(&self) -> bool {
         if self.namespaces.release_slabs() {
             return true;
