@@ -167,7 +167,7 @@ def idle_and_busy() -> None:
 
 
 def ask(engine: _core.Session, prompts: list[_core.KeyChain], nth: int) -> None:
-    """Look up ``prompts`` in turn, LOOKUPS_PER_S times per second."""
+    """Look up each of ``prompts`` in turn, at LOOKUPS_PER_S lookups per second."""
     begin = time.monotonic()
     for number in range(int(LOOKUPS_PER_S * SECONDS)):
         time.sleep(max(0.0, begin + number / LOOKUPS_PER_S - time.monotonic()))

@@ -408,7 +408,7 @@ def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _attached(results: dict[str, Any]) -> Iterator[str]:
-    """Report the time a connector adds, measured with and without it in one process."""
+    """Report the time that a connector adds, from runs with and without it in one process."""
     for connector, result in results.items():
         found = result.get("attached", {})
         kinds = [found.get(what, {}) for what in ("prompts", "waves")]

@@ -71,7 +71,7 @@ def run(
 
 
 def _measure(name: str, options: dict[str, Any], log: Path) -> dict[str, Any]:
-    """Run one engine and return its results, with "error" if it failed."""
+    """Run one engine and return its results, with the key "error" if it failed."""
     if not is_installed(name):
         return {"error": f"{name} is not installed"}
     host_gib = options["host_bytes"] >> 30

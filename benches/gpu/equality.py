@@ -172,7 +172,7 @@ class Row:
     resaved: str
     problem: str
     loaded_of: tuple[int, ...] = ()
-    """Number of loaded chunks per KV cache group; empty with a single group."""
+    """Number of loaded chunks per KV cache group. Empty if there is only one group."""
 
 
 def judge(results: Mapping[str, Any]) -> list[Row]:

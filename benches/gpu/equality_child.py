@@ -101,8 +101,8 @@ class Subject:
         poison(self._tensors, self._num_poisoned)
 
     def measured(self, runs: dict[str, Callable[[], list[tuple[int, ...]]]]) -> dict[str, Any]:
-        """Perform ``runs`` and return the tokens, copied bytes, audit counts and preemptions of
-        each.
+        """Perform ``runs`` and return each run's tokens, copied bytes, audit counts and
+        preemptions.
 
         The `reference` setup (``only_first``) performs only the first run.
         """

@@ -72,8 +72,8 @@ def daemons(
 ) -> Iterator[dict[str, str]]:
     """Run the PegaFlow and LMCache servers that the connectors ``names`` require.
 
-    Yields a dict that maps each server that did not become ready to the reason. ``log_of(name)`` is
-    a server's log file.
+    Yields a dict with the reason for each server that did not become ready. ``log_of(name)`` is a
+    server's log file.
     """
     started: dict[str, subprocess.Popen[bytes]] = {}
     errors: dict[str, str] = {}

@@ -36,7 +36,7 @@ because NVLink multicast can disturb other programs on the host's GPUs.
 
 
 def run(*, options: dict[str, Any], log: Path, timeout_s: float) -> dict[str, Any]:
-    """Run the child and return its result, with "error" if it failed."""
+    """Run the child and return its result, with the key "error" if it failed."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         asked = json.dumps({**options, "model_dir": f"{folder}/model"})
