@@ -353,7 +353,7 @@ def groups_results(turns: int) -> list[Result]:
 def admitted_crowd_results(turns: int) -> list[Result]:
     """Measure the admission of many cached prompts in one step.
 
-    Covers the lookups, planning all loads, and pickling the plan for a worker.
+    Covers looking up the prompts, planning all loads, and pickling the plan for a worker.
     """
     num_chunks = CROWD_TOKENS // BLOCK_TOKENS
     engine = Engine(NUM_CROWD * num_chunks)
@@ -406,7 +406,7 @@ def admitted_crowd_results(turns: int) -> list[Result]:
 
 
 def waiting_crowd_results(num_steps: int) -> list[Result]:
-    """Measure the cost per request of matching 10,000 requests waiting for disk reads."""
+    """Measure the cost per request of matching 10,000 requests that wait for disk reads."""
     engine = Engine(1000, wrap_store=DiskThatHangs)
     random = Random(2)
     crowd = [
@@ -440,7 +440,7 @@ def waiting_crowd_results(num_steps: int) -> list[Result]:
 
 
 class DiskThatHangs:
-    """A store with every prompt on disk that never completes a disk read."""
+    """A store that has every prompt on disk but never completes a disk read."""
 
     def __init__(self, store: Any) -> None:
         self._store = store

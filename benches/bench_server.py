@@ -1,4 +1,4 @@
-"""Benchmarks `kvloft serve`: startup time, CPU time, and memory usage without the arena.
+"""Benchmarks `kvloft serve`: startup time, CPU time, and memory usage excluding the arena.
 
 Measures the time until the server accepts connections, its CPU time (idle, and with 8 engines
 doing lookups), its memory per chunk, and how 10,000 connections affect lookups and memory. Reads
@@ -167,7 +167,7 @@ def idle_and_busy() -> None:
 
 
 def ask(engine: _core.Session, prompts: list[_core.KeyChain], nth: int) -> None:
-    """Look up ``prompts`` in turn, LOOKUPS_PER_S times per second."""
+    """Look up each of ``prompts`` in turn, at LOOKUPS_PER_S lookups per second."""
     begin = time.monotonic()
     for number in range(int(LOOKUPS_PER_S * SECONDS)):
         time.sleep(max(0.0, begin + number / LOOKUPS_PER_S - time.monotonic()))

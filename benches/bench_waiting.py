@@ -48,7 +48,7 @@ MODEL = {
 
 
 class DiskThatHangs:
-    """A store with all prefixes on disk that never completes a disk read."""
+    """A store that has all prefixes on disk but never completes a disk read."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -122,7 +122,7 @@ def add(scheduler: Scheduler, name: str, ids: list[int], hasher: Any) -> None:
 
 
 def step(scheduler: Scheduler) -> tuple[float, int]:
-    """Run one step. Return how long ``schedule`` took in ms and how many requests it scheduled."""
+    """Run one step. Return how many ms ``schedule`` took and how many requests it scheduled."""
     start = time.perf_counter()
     output = scheduler.schedule()
     ids = list(output.num_scheduled_tokens)

@@ -9,8 +9,8 @@
 //
 // Expected: 2 bytes of HBM traffic per payload byte. Measured with 66 CTAs on an H200 (132 SMs):
 // 1.2 TB/s of payload for any page size (benches/results). This is 22 times the PCIe bandwidth, so
-// half of the SMs are busy for only a few percent of the copy time. Memory latency hides the tag's
-// two 64-bit multiplications per 8 bytes.
+// half of the SMs are busy for only a few percent of the copy time. The tag's two 64-bit
+// multiplications per 8 bytes are hidden by memory latency.
 #include "piece.cuh"
 
 namespace kvloft {
@@ -18,7 +18,7 @@ namespace kvloft {
 enum class Verb { kGather, kScatter };
 
 template <int kVecBytes>
-struct Item {  // the data one thread copies per step: 16 bytes if aligned, otherwise 8
+struct Item {  // the data that one thread copies per step: 16 bytes if aligned, otherwise 8
   static constexpr u32 kWords = kVecBytes == 16 ? 2 : 1;
   static constexpr u32 kBytes = 8 * kWords;
   u64 words[kWords];
@@ -73,7 +73,7 @@ template <int kVecBytes>
 __device__ __forceinline__ u64 move_tile(const u8* __restrict__ from, u8* __restrict__ to,
                                          const u32 num_bytes, u64 position) {
   using It = Item<kVecBytes>;
-  constexpr int kUnroll = kVecBytes >= 8 ? 8 : 2;  // loads in flight; 8 x 16 bytes is a whole tile
+  constexpr int kUnroll = kVecBytes >= 8 ? 8 : 2;  // loads in flight; 8 per lane cover a tile
   const u32 lane = threadIdx.x % kWarpSize;
   u64 sum = 0;
   position += lane * It::kWords * kTagB;

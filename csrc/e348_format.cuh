@@ -54,7 +54,7 @@ struct RecordLayout {
   }
 };
 
-// A chunk's table and records: their addresses in the slot and in host memory.
+// Addresses of a chunk's table and records, in the slot and in host memory.
 struct ChunkAt {
   u8* slot;
   u8* host;
@@ -71,7 +71,7 @@ struct ChunkAt {
   }
 };
 
-// Returns how many of the tile's rows hold words of this lane.
+// Returns the number of the tile's rows that contain words of this lane.
 __device__ __forceinline__ int rows_of_lane(const u32 tile_bytes, const u32 lane) {
   return tile_bytes > lane * 16 ? static_cast<int>((tile_bytes - lane * 16 + 511) / 512) : 0;
 }

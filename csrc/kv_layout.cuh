@@ -57,7 +57,7 @@ struct PieceParams {
   u64* tags_out;      // [num_segments]: final sums, in device or host memory
   u64 block_bytes;    // payload size of one block
   u64 base;           // address of the slot; segment bases are relative to it
-  // The next three fields are for e348.cu only. Record sizes are in units of 16 bytes.
+  // Only e348.cu uses the next three fields. Record sizes are in units of 16 bytes.
   u32* num_used;  // [kMaxSegments]: total record size so far; zero between launches
   u64* used_out;  // [num_segments]: final sizes, in device or host memory; null for other kernels
   u64 part_room;  // part size in bytes, excluding the trailer

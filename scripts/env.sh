@@ -25,8 +25,8 @@ die() {
   exit 1
 }
 
-# quietly NAME COMMAND...: runs a command with its output in a log file. Prints a progress line
-# every 15 s, and the end of the log if the command fails.
+# quietly NAME COMMAND...: runs a command and redirects its output to a log file. Prints a progress
+# line every 15 s, and the end of the log if the command fails.
 quietly() {
   local log="$LOGS/$1.log" ticker status=0
   shift
@@ -117,7 +117,8 @@ install_vllm() {
 
 # overlay_vllm VENV VERSION BASE: for a vLLM release without a CPU build, combines its Python files
 # with the libraries of the CPU build BASE. The CUDA wheel from PyPI (336 MB for 0.33.0) is deleted
-# afterwards. vLLM selects its CPU platform by the "+cpu" in its dist-info, which is written here.
+# afterwards. vLLM selects its CPU platform by the "+cpu" in its dist-info, which this function
+# writes.
 overlay_vllm() {
   local venv=$1 version=$2 base=$3 folder=$1/overlay wheel site
   install_vllm "$venv" "$base"

@@ -2,7 +2,7 @@
 # Runs the fuzz targets in rust/fuzz in sequence: scripts/fuzz.sh [SECONDS [TARGET...]]
 # SECONDS is the time per target (default 60). Requires the nightly toolchain, a C++ compiler and
 # cargo-fuzz (cargo install cargo-fuzz --locked). Crashing inputs are written to rust/fuzz/artifacts,
-# all others to rust/fuzz/corpus.
+# and all other inputs to rust/fuzz/corpus.
 set -euo pipefail
 cd "$(dirname "$0")/../rust/fuzz"
 seconds=${1:-60}

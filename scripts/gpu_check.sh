@@ -55,7 +55,7 @@ pytest() { "$PYTHON" -m pytest -q -p no:cacheprovider -o addopts="--import-mode=
 sanitize() {
   local tool=$1
   shift
-  # Run only a few small cases per kernel, because the tools slow programs down 100 times.
+  # Run only a few small cases per kernel, because the tools slow programs down by a factor of 100.
   local cases="(bitwise and (odd_mix or per_layer_8 or mla) and 3) or partial or ranks or faults or trailers or submitters_send"
   cases+=" or (e348 and ((content and (outliers or random)) or (width and (6k or mixed) and 0.6) or saved_raw or damage))"
   KV_NUM_FAULTS=100 compute-sanitizer --tool "$tool" "$@" --error-exitcode 9 --target-processes all \
@@ -140,8 +140,8 @@ if has peers; then # host memory holds more than one round of prompts; servers r
     --repeats 2 --timeout 500 --json "$OUT/chats_peers.json" --logs "$OUT/peers"
 fi
 if has ranks; then
-  # With 13 layers of Gemma 3, the second pipeline stage has no layers of one group. With 7 layers, the
-  # first stage has no full-attention layer.
+  # With 13 layers of Gemma 3, the second pipeline stage has no layers of one of the groups. With 7
+  # layers, the first stage has no full-attention layer.
   for ranks in "--tp 2 --layers 8" "--pp 2 --layers 8" "--pp 2 --model gemma3 --layers 13" "--pp 2 --model gemma3 --layers 7"; do
     name=ranks${ranks// /} # shellcheck disable=SC2086 # word splitting is intended
     stage "$name" "$PYTHON" -m benches.gpu.ranks $ranks --timeout 200 --json "$OUT/$name.json" --logs "$OUT/$name"

@@ -1,7 +1,7 @@
 """Prints a Markdown report of GPU results: `python scripts/gpu_report.py DIRECTORY`.
 
 DIRECTORY holds the output of `scripts/gpu_check.sh`. The report compares each figure with its
-target and ends with DIRECTORY's NOTES.md. Sections without a result file are omitted.
+target and ends with the contents of DIRECTORY/NOTES.md. Sections without a result file are omitted.
 """
 
 import json
@@ -211,7 +211,7 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
 
 
 def _share(row: dict[str, Any], what: str, ceiling: dict[str, float]) -> float:
-    """Return a rate as a share of the ceiling measured immediately before the run.
+    """Return a rate as a share of the ceiling that was measured immediately before the run.
 
     Older benchmark results have one ceiling per row, or a single ceiling.
     """
@@ -408,7 +408,7 @@ def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _attached(results: dict[str, Any]) -> Iterator[str]:
-    """Report the time a connector adds, measured with and without it in one process."""
+    """Report the time that a connector adds, from runs with and without it in one process."""
     for connector, result in results.items():
         found = result.get("attached", {})
         kinds = [found.get(what, {}) for what in ("prompts", "waves")]
@@ -562,7 +562,7 @@ def _startup(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _chats(results: dict[str, Any]) -> Iterator[str]:
-    """Compare kvloft's makespan with the fastest other engine's."""
+    """Compare kvloft's makespan with that of the fastest other engine."""
     yield from ("", "## A closed loop of chats (`benches/gpu/chats.py`), one engine at a time", "")
     yield from (
         "| | makespan, s | all runs | repeated tokens cached | preempted | |",

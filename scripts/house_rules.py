@@ -1,8 +1,8 @@
-"""Checks this repository's rules that no linter covers.
+"""Checks the rules of this repository that no linter covers.
 
-The rules restrict `unsafe`, environment variables, imports, file and document lengths, and
-dependency cycles. The script prints one line per violation and exits with status 1 if there are
-any. It checks `import kvloft` in the environment that runs it.
+The rules cover `unsafe`, environment variables, imports, file and document lengths, and dependency
+cycles. The script prints one line per violation, and exits with status 1 if it finds any. It checks
+`import kvloft` in the environment that runs it.
 """
 
 import re

@@ -58,8 +58,8 @@ def _bring_to_rest(engine: Any, core: Any) -> None:
     """Wait until no step is in flight.
 
     With async scheduling, a step is still in flight when the last request finishes. Attaching or
-    detaching the connector then would lose its output for that step. Raises RuntimeError if
-    requests are running.
+    detaching the connector at this point would lose the connector's output for that step. Raises
+    RuntimeError if requests are running.
     """
     deadline = time.monotonic() + REST_S
     while not engine.has_unfinished_requests() and (

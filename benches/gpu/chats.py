@@ -28,7 +28,7 @@ from kvloft.bench.command import console, whole, write
 
 CONNECTORS = ("none", "native", "kvloft", SERVED[0], *PEERS)
 KILL_S = 15.0
-"""Grace period after a child's time limit, after which it is killed."""
+"""Grace period after a child's time limit, after which the child is killed."""
 LEAST_S = 45.0
 """An engine starts only if at least this much time remains."""
 
@@ -71,7 +71,7 @@ def run(
 
 
 def _measure(name: str, options: dict[str, Any], log: Path) -> dict[str, Any]:
-    """Run one engine and return its results, with "error" if it failed."""
+    """Run one engine and return its results, with the key "error" if it failed."""
     if not is_installed(name):
         return {"error": f"{name} is not installed"}
     host_gib = options["host_bytes"] >> 30
@@ -180,7 +180,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Return 1 if an engine failed, 2 if it cannot run."""
+    """Run the benchmark. Return 1 if an engine failed, or 2 if the benchmark cannot run."""
     args, screen = parser().parse_args(argv), console()
     if not can_run("chats"):
         return 2

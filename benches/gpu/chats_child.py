@@ -30,7 +30,7 @@ class Load:
 
 @dataclass(slots=True)
 class Chat:
-    """A chat's tokens so far, and when its current turn was sent and got its first token."""
+    """A chat's tokens so far, and the times when its current turn began and got its first token."""
 
     said: list[int]
     turn: int = 0

@@ -63,7 +63,7 @@ def end_of(process: subprocess.Popen[bytes], timeout_s: float) -> int | str:
 def result_of(log: Path, status: int | str | None) -> dict[str, Any]:
     """Return the result in the last complete ``RESULT {...}`` line of a child's log.
 
-    Adds "error" if the child failed.
+    Adds the key "error" if the child failed.
     """
     text = log.read_text(errors="replace")
     found = [

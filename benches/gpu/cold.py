@@ -1,6 +1,7 @@
 """Measures the TTFT of new prompts and the makespan of waves, and splits these times into parts.
 
-The garbage collector runs before each measurement, to make a full collection during it unlikely.
+The garbage collector runs before each measurement, so that a full collection during the measurement
+is unlikely.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def cold_prompt(
 def cold_wave(
     engine: Engine, prompts: Sequence[list[int]], around: ForwardParts
 ) -> tuple[dict[str, Any], Parts | None]:
-    """Return the row of `wave` with the parts of the makespan as "parts_ms", and the parts."""
+    """Measure a cold wave. Return the row from `wave` with "parts_ms" added, and the parts."""
     gc.collect()
     around.start()
     row = wave(engine, prompts)
@@ -84,7 +85,7 @@ def wave(engine: Engine, prompts: Sequence[list[int]], trace: Any = None) -> dic
 
 
 def milliseconds(parts: Parts | None) -> dict[str, float]:
-    """Return the parts in milliseconds, keyed "before_ms" and so on, or {} if ``parts`` is None."""
+    """Return the parts in milliseconds by name ("before_ms" etc.), or {} if ``parts`` is None."""
     return (
         {
             name.replace("_s", "_ms"): round(seconds * 1e3, 3)

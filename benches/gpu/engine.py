@@ -405,7 +405,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Return 1 if an engine failed, 2 if it cannot run."""
+    """Run the benchmark. Return 1 if an engine failed, or 2 if the benchmark cannot run."""
     args, screen = parser().parse_args(argv), console()
     shape = options_of(args.model, args.layers)
     if args.model == "llama":

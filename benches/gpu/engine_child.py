@@ -1,7 +1,7 @@
 """Measures one engine in a separate process: `python -m benches.gpu.engine_child NAME JSON`.
 
 Each measurement runs in a turn (see `turns`), while the other engines on the GPU are idle. Prints
-`PHASE name` before and `RESULT {...}` after each phase.
+`PHASE name` before each phase and `RESULT {...}` after it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def wait_registered(engine: Engine, options: dict[str, Any]) -> None:
     if options["name"] in KVLOFT:
         engine.ttft(engine.prompt(64))
         mover = get_kv_transfer_group()._worker.core._mover
-        named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # the former name
+        named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # its former name
         getattr(mover, "wait_registered", named_before)(120.0)
 
 
@@ -148,7 +148,7 @@ def of_bound(link_ms: float, warm_ms: Sequence[float], hbm_ms: Sequence[float]) 
 
 
 def phase_shared(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Measure the TTFT of cached prompts that this engine or the server's other engine computed."""
+    """Measure the TTFT of cached prompts computed by this engine or the server's other engine."""
     name, context = options["name"], options["context"]
     of = {
         who: [prompt_of(random.Random(f"{who}-{n}"), context) for n in range(2)]
@@ -240,7 +240,7 @@ def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
 
 
 def phase_attached(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Measure, within this process, the time the connector adds to cold prompts."""
+    """Measure how much time the connector adds to cold prompts, within this process."""
     with turn(turns):
         return compare(
             engine, options["context"], options.get("colds", 12), options.get("colds", 12) // 2
@@ -334,7 +334,7 @@ def phase_decode(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[
 def _middle(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Return the median of each figure over the runs, and all runs.
 
-    The median discards runs that the host disturbed.
+    The median is not affected by a few runs that the host disturbed.
     """
     return {
         **{name: statistics.median(run[name] for run in runs) for name in runs[0]},

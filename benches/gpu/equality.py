@@ -33,7 +33,7 @@ class Setup:
     """One engine's configuration.
 
     With ``exact``, the engine's tokens must equal the reference's. Otherwise, differing tokens are
-    only counted, except in the phase `kept`, which fails.
+    only counted, except in the phase `kept`, where they are a failure.
     """
 
     what: str
@@ -155,7 +155,7 @@ def _start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[by
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result of one setup run."""
+    """The result of one run of a setup."""
 
     setup: str
     run: str
@@ -172,7 +172,7 @@ class Row:
     resaved: str
     problem: str
     loaded_of: tuple[int, ...] = ()
-    """Number of loaded chunks per KV cache group; empty with a single group."""
+    """Number of loaded chunks per KV cache group. Empty if there is only one group."""
 
 
 def judge(results: Mapping[str, Any]) -> list[Row]:
@@ -269,7 +269,7 @@ def _kept_problems(
 
 
 def problems(results: Mapping[str, Any]) -> list[str]:
-    """Return the reasons that the check fails, or an empty list if it passes."""
+    """Return the reasons why the check fails, or an empty list if it passes."""
     found = [f"{name}: {result['error']}" for name, result in results.items() if "error" in result]
     rows = judge(results)
     found += [f"{row.setup}, {row.run}: {row.problem}" for row in rows if row.problem]
@@ -372,7 +372,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare tokens and pages. Return 1 if the check fails, 2 if it cannot run."""
+    """Compare tokens and pages. Return 1 if the check fails, or 2 if it cannot run."""
     args, screen = parser().parse_args(argv), console()
     if not can_run("equality"):
         return 2

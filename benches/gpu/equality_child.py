@@ -82,7 +82,7 @@ class Subject:
             self.engine.settle()
             worker = get_kv_transfer_group()._worker
             mover = worker.core._mover
-            named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # the former name
+            named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # its former name
             getattr(mover, "wait_registered", named_before)(60.0)
             self.audit = PageAudit(mover, *groups)
 
@@ -101,8 +101,8 @@ class Subject:
         poison(self._tensors, self._num_poisoned)
 
     def measured(self, runs: dict[str, Callable[[], list[tuple[int, ...]]]]) -> dict[str, Any]:
-        """Perform ``runs`` and return the tokens, copied bytes, audit counts and preemptions of
-        each.
+        """Perform ``runs`` and return each run's tokens, copied bytes, audit counts and
+        preemptions.
 
         The `reference` setup (``only_first``) performs only the first run.
         """
@@ -171,7 +171,7 @@ def phase_crowd(subject: Subject) -> dict[str, Any]:
 
 
 def phase_load(subject: Subject) -> dict[str, Any]:
-    """Run 200 random requests with shared prefixes, empty HBM, then rerun them in reverse."""
+    """Run 200 random requests with shared prefixes, empty HBM, then rerun them in reverse order."""
     rng = random.Random(11)
     stems = [subject.prompt(rng, rng.randrange(500, 4000)) for _ in range(12)]
     longest = int(4000 * subject.scale)

@@ -29,7 +29,7 @@ class KeptBlocks:
         self._clones: dict[bytes, torch.Tensor] = {}
 
     def note(self) -> int:
-        """Clone cached blocks without a clone, and return the total number of clones."""
+        """Clone all cached blocks that have no clone yet, and return the total number of clones."""
         for block in self._pool.blocks:
             name = block.block_hash
             if name is not None and name not in self._clones:

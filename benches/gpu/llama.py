@@ -169,7 +169,7 @@ class Engine:
     def answers(
         self, prompts: Sequence[list[int]], max_tokens: int
     ) -> list[tuple[tuple[int, ...], int]]:
-        """Run all prompts together. For each, return (tokens, number of cached prompt tokens)."""
+        """Run all prompts together. Return (tokens, number of cached prompt tokens) per prompt."""
         outputs = self.llm.generate(
             [{"prompt_token_ids": p} for p in prompts], self.params(max_tokens), use_tqdm=False
         )

@@ -14,7 +14,7 @@ from kvloft.transfer.cuda import driver
 
 
 class Parts(NamedTuple):
-    """Time spent in each part in seconds, for one request or for requests sent together."""
+    """Time in seconds spent in each part, for one request or for requests sent together."""
 
     before_s: float
     """Time from `ForwardParts.start` until the first forward pass is launched on an idle GPU."""
@@ -57,7 +57,8 @@ class ForwardParts:
     def take(self, seconds: float) -> Parts | None:
         """Return the parts of a request that took ``seconds`` since `start`.
 
-        Returns None if the hooks recorded no forward pass, as in a CUDA graph replay, or too many.
+        Returns None if the hooks recorded no forward pass, as in a CUDA graph replay, or too many
+        forward passes.
         """
         if self._first_s is None or self._num > MAX_FORWARDS:
             return None

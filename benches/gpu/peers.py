@@ -72,8 +72,8 @@ def daemons(
 ) -> Iterator[dict[str, str]]:
     """Run the PegaFlow and LMCache servers that the connectors ``names`` require.
 
-    Yields a dict that maps each server that did not become ready to the reason. ``log_of(name)`` is
-    a server's log file.
+    Yields a dict with the reason for each server that did not become ready. ``log_of(name)`` is a
+    server's log file.
     """
     started: dict[str, subprocess.Popen[bytes]] = {}
     errors: dict[str, str] = {}
@@ -218,7 +218,7 @@ def kvloft_server(names: Iterable[str], host_bytes: int, log: Path) -> Iterator[
 
 
 def _wait_ready(server: subprocess.Popen[bytes], log: Path, http: str | None) -> None:
-    """Wait until the server's health endpoint or, without ``http``, its log reports readiness."""
+    """Wait until the server is ready, according to ``http`` or, if that is None, its log."""
     deadline = time.monotonic() + READY_S
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while server.poll() is None and time.monotonic() < deadline:

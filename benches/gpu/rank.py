@@ -39,7 +39,7 @@ def begin_audit(worker: Any) -> int:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     mover = get_kv_transfer_group()._worker.core._mover
-    named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # the former name
+    named_before = getattr(mover, "wait_pinned", lambda timeout: None)  # its former name
     getattr(mover, "wait_registered", named_before)(60.0)
     worker_totals()  # the first call starts the counters
     groups = _paged_kv(worker)

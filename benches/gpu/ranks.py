@@ -36,7 +36,7 @@ because NVLink multicast can disturb other programs on the host's GPUs.
 
 
 def run(*, options: dict[str, Any], log: Path, timeout_s: float) -> dict[str, Any]:
-    """Run the child and return its result, with "error" if it failed."""
+    """Run the child and return its result, with the key "error" if it failed."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         asked = json.dumps({**options, "model_dir": f"{folder}/model"})
@@ -45,7 +45,7 @@ def run(*, options: dict[str, Any], log: Path, timeout_s: float) -> dict[str, An
 
 
 def problems(result: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
-    """Yield the reasons that the check fails."""
+    """Yield the reasons why the check fails."""
     if "error" in result:
         yield str(result["error"])
         return
@@ -134,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the check. Return 1 if it fails, 2 if it cannot run."""
+    """Run the check. Return 1 if the check fails, or 2 if it cannot run."""
     args, screen = parser().parse_args(argv), console()
     if not can_run("ranks"):
         return 2

@@ -22,7 +22,7 @@ from benches.gpu.rank import begin_audit, counts, overwrite, skip_loads
 
 LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
 NUM_NEW = 4
-"""Number of new prompts in the crowd, with the first lengths in LENGTHS."""
+"""Number of new prompts in the crowd. Their lengths are the first NUM_NEW entries of LENGTHS."""
 NUM_TOKENS = 24
 Answer = tuple[tuple[int, ...], int]
 """The output tokens and the number of cached prompt tokens."""

@@ -73,7 +73,7 @@ def _live(options: dict[str, Any], log: Path, deadline: float) -> dict[str, Any]
 
 
 def problems(lives: Sequence[dict[str, Any]], context: int, block_tokens: int = 16) -> list[str]:
-    """Return the reasons that the check fails, or an empty list if it passes."""
+    """Return the reasons why the check fails, or an empty list if it passes."""
     failed = [
         f"engine {nth + 1} {life['error']}" for nth, life in enumerate(lives) if "error" in life
     ]
@@ -138,9 +138,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Return 1 if it fails, 2 if it cannot run.
+    """Run the benchmark. Return 1 if it fails, or 2 if it cannot run.
 
-    It fails if the restarted engine misses the prompt or returns a different token.
+    The benchmark fails if the restarted engine misses the prompt or returns a different token.
     """
     args, screen = parser().parse_args(argv), console()
     if not can_run("restart"):

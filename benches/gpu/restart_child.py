@@ -22,7 +22,7 @@ WRITE_S = 120.0
 def main(options: dict[str, Any]) -> None:
     """Run the prompt and print the results.
 
-    ``started_s`` and ``answered_s`` count from when the parent started this process.
+    ``started_s`` and ``answered_s`` are measured from the time the parent started this process.
     """
     engine = Engine(options["name"], options)
     started_s = time.monotonic() - options["begin_s"]

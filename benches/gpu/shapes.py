@@ -1,4 +1,4 @@
-"""Model architectures for the engine benchmarks, most with the dimensions of published models.
+"""Model architectures for the engine benchmarks. Most have the dimensions of published models.
 
 This module does not import torch or vLLM.
 """
@@ -162,7 +162,8 @@ class Shape:
     """A model architecture.
 
     ``changes`` returns the config values that differ from `LLAMA`. ``llm`` holds vLLM's settings
-    for the model, and ``drafts`` the speculative decoding method and number of draft tokens.
+    for the model, and ``drafts`` holds the speculative decoding method and the number of draft
+    tokens.
     """
 
     num_layers: int
@@ -174,7 +175,7 @@ class Shape:
 TRITON_GDN = {"additional_config": {"gdn_prefill_backend": "triton"}}
 """Settings for the Triton prefill backend, because flashinfer is not always installed."""
 NO_GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
-"""Disables CUDA graphs, which would keep the weights that `sharpen` replaces."""
+"""Disables CUDA graphs, which would keep using the weights that `sharpen` replaces."""
 SHAPES = {
     "llama": Shape(32, lambda num_layers: {"num_hidden_layers": num_layers}),
     "eagle": Shape(

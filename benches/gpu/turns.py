@@ -63,7 +63,7 @@ class Turns:
         return [name for name in self._names if not (self._folder / f"left-{name}").exists()]
 
     def _num_done(self, name: str) -> int:
-        """Return the number of finished turns, which equals the process's file size."""
+        """Return the number of finished turns, which equals the size of the process's file."""
         path = self._folder / f"done-{name}"
         return path.stat().st_size if path.exists() else 0
 

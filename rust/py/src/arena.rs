@@ -9,7 +9,7 @@ use crate::key::KeyBytes;
 /// Frames in shared memory, mapped by a worker that can run in a separate process.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct Arena {
-    /// None only while the arena is dropped.
+    /// None only while the arena is being dropped.
     inner: Option<io::Arena>,
     #[pyo3(get)]
     address: usize,
@@ -59,8 +59,8 @@ impl Drop for Arena {
     }
 }
 
-/// Place unallocated pages on NUMA node `node`. Return False if they already have a NUMA policy or
-/// the system call fails.
+/// Place unallocated pages on NUMA node `node`. Return False if the pages already have a NUMA
+/// policy or the system call fails.
 #[pyfunction]
 pub(crate) fn prefer_numa_node(address: usize, num_bytes: usize, node: u32) -> bool {
     io::prefer_numa_node(address, num_bytes, node)

@@ -50,8 +50,8 @@ impl ChunkBatch {
 
 #[pymethods]
 impl ChunkBatch {
-    /// Create a batch from each group's columns and the tickets. Raise `ConfigError` if they are
-    /// inconsistent.
+    /// Create a batch from each group's columns and the tickets. Raise `ConfigError` if the columns
+    /// are inconsistent.
     #[new]
     fn new(parts: Vec<PyColumns<'_>>, tickets: &[u8]) -> PyResult<Self> {
         let parts: Vec<_> = parts.iter().map(columns_of).collect();
@@ -93,12 +93,12 @@ impl ChunkBatch {
         Ok((slf.get_type(), slf.get().columns(slf.py()).into_pyobject(slf.py())?))
     }
 
-    /// Return the reservation tickets. Loads have none.
+    /// Return the reservation tickets. Loads have no tickets.
     pub(crate) fn tickets(&self) -> &[u64] {
         self.inner.tickets()
     }
 
-    /// Return the ids of all paged blocks the batch copies.
+    /// Return the ids of all paged blocks that the batch copies.
     fn block_ids(&self) -> Vec<i32> {
         self.inner.wanted_blocks().collect()
     }

@@ -30,8 +30,8 @@ fn namespace_dict<'py>(py: Python<'py>, info: &NamespaceInfo) -> PyResult<Bound<
     Ok(dict)
 }
 
-/// Verifies the key and checksum of every chunk in a disk directory, in steps so that the caller
-/// can report progress.
+/// Verifies the key and checksum of every chunk in a disk directory, one step at a time, so that
+/// the caller can report progress.
 #[pyclass(frozen, module = "kvloft._core", name = "DiskVerify")]
 pub(crate) struct DiskVerify {
     verifier: Mutex<Verifier>,

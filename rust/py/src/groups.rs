@@ -44,8 +44,8 @@ impl<'py> FromPyObject<'_, 'py> for PyGroup {
     }
 }
 
-/// Appends each saved group's blocks for `units`. Fills in null blocks for missing blocks, because
-/// a group that needs only part of a prefix can have fewer.
+/// Appends the blocks of `units` for each saved group. Missing blocks become null blocks, because a
+/// group that needs only part of a prefix can have fewer blocks.
 pub(crate) fn append_saved_blocks(
     session: &EngineSession,
     tables: &Bound<'_, PyAny>,

@@ -9,9 +9,11 @@ use pyo3::types::PyBytes;
 use crate::error::{ConfigError, StoreError, raise};
 use crate::tokens::{RowBytes, token_ids};
 
-/// Calls that hash at least this many token ids (about 10 us) detach from the interpreter.
+/// Calls that hash at least this many token ids (which takes about 10 us) detach from the
+/// interpreter.
 const DETACH_TOKENS: usize = 4096;
-/// Calls that hash at least this many row bytes (about 20 us) detach from the interpreter.
+/// Calls that hash at least this many row bytes (which takes about 20 us) detach from the
+/// interpreter.
 const DETACH_BYTES: usize = 64 << 10;
 
 /// The keys of a request's prefix, one per block, extended as tokens arrive.
@@ -44,8 +46,8 @@ impl KeyChain {
             .ok_or_else(|| StoreError::new_err("this KeyChain is in use by another thread"))
     }
 
-    /// Appends the tokens in `token_ids[:stop]` that the chain lacks, if they number at least
-    /// `DETACH_TOKENS`. Returns the chain's token count.
+    /// Appends the tokens in `token_ids[:stop]` that the chain lacks, if there are at least
+    /// `DETACH_TOKENS` of them. Returns the chain's token count.
     pub(crate) fn extend_if_long(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<u32> {
         let start = self.num_tokens()?;
         if (stop.saturating_sub(start) as usize) < DETACH_TOKENS {
@@ -76,8 +78,8 @@ impl KeyChain {
         Ok(self.lock()?.num_blocks())
     }
 
-    /// Declare a multimodal item at positions `[start, start + num_tokens)`, before they are
-    /// appended.
+    /// Declare a multimodal item at positions `[start, start + num_tokens)`. Call this before
+    /// appending these positions.
     fn add_item(&self, identifier: &str, start: u32, num_tokens: u32) -> PyResult<()> {
         self.lock()?.add_item(identifier, start, num_tokens).map_err(raise)
     }
@@ -105,8 +107,8 @@ impl KeyChain {
         if rows.bytes().len() < DETACH_BYTES { append() } else { rows_py.detach(append) }
     }
 
-    /// Return the key of the prefix ending with block `block`, or with `group`, the key of that
-    /// group's chunk ending there.
+    /// Return the key of the prefix that ends with block `block`. If `group` is given, return the
+    /// key of that group's chunk that ends with the same block.
     #[pyo3(signature = (block, group = None))]
     fn key<'py>(
         &self,

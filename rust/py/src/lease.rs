@@ -19,7 +19,8 @@ fn by_tier(py: Python<'_>, from: UnitsByTier) -> PyResult<Bound<'_, PyDict>> {
         .into_py_dict(py)
 }
 
-/// Pins chunks in host memory while more are read from disk. Dropping the lease unpins them all.
+/// Pins chunks in host memory while more chunks are read from disk. Dropping the lease unpins all
+/// chunks.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct ReadLease {
     pub(crate) session: Arc<EngineSession>,

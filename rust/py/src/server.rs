@@ -61,7 +61,8 @@ impl Server {
         status_dict(py, &self.inner.status())
     }
 
-    /// Return the reason the server cannot use its disk directory, or None if it can or has none.
+    /// Return the reason the server cannot use its disk directory. Return None if the directory is
+    /// usable or the server has no disk tier.
     fn disk_trouble(&self) -> Option<String> {
         self.inner.disk_trouble()
     }
@@ -100,7 +101,8 @@ pub(crate) fn server_status(
     status_dict(py, &found)
 }
 
-/// Remove all of a namespace's chunks on the server at `socket`. Return the number removed.
+/// Remove all of a namespace's chunks on the server at `socket`. Return the number of removed
+/// chunks.
 #[pyfunction]
 #[pyo3(signature = (socket, *, namespace="", timeout_s=30.0))]
 pub(crate) fn server_clear(
@@ -112,7 +114,7 @@ pub(crate) fn server_clear(
     py.detach(|| clear(&socket, namespace, timeout(timeout_s))).map_err(raise)
 }
 
-/// Evict one salt's chunks, or all chunks, from all tiers or only from host memory.
+/// Evict one salt's chunks or all chunks, either from every tier or only from host memory.
 #[pyfunction]
 #[pyo3(signature = (socket, *, namespace="", salt=None, host_only=false, timeout_s=60.0))]
 pub(crate) fn server_evict<'py>(
@@ -141,7 +143,7 @@ pub(crate) fn server_evict<'py>(
     Ok(dict)
 }
 
-/// Converts a status to a Python dict through JSON, with namespace digests as `bytes`.
+/// Converts a status to a Python dict via JSON, with namespace digests as `bytes`.
 fn status_dict<'py>(py: Python<'py>, status: &Status) -> PyResult<Bound<'py, PyAny>> {
     let dict = py.import("json")?.call_method1("loads", (status.to_json().map_err(raise)?,))?;
     for (namespace, of) in dict.get_item("namespaces")?.try_iter()?.zip(&status.namespaces) {

@@ -80,7 +80,7 @@ impl<'py> FromPyObject<'_, 'py> for Due<'py> {
     }
 }
 
-/// Returns the batch, or None if empty.
+/// Returns the batch, or None if it is empty.
 fn some(inner: Arc<chunk_batch::ChunkBatch>) -> Option<ChunkBatch> {
     (!inner.is_empty()).then_some(ChunkBatch { inner })
 }
@@ -153,20 +153,20 @@ impl Session {
         Self::over(Box::new(remote), num_ranks, groups, sizes)
     }
 
-    /// Path where this user's other processes can open the arena. Empty without a store.
+    /// Path where this user's other processes can open the arena. Empty if there is no store.
     #[getter]
     fn arena_path(&self) -> String {
         self.inner.session().arena().map(|arena| arena.path).unwrap_or_default()
     }
 
-    /// Number that identifies the arena's memory. 0 without a store.
+    /// Number that identifies the arena's memory, or 0 if there is no store.
     #[getter]
     fn arena_id(&self) -> u64 {
         self.inner.session().arena().map_or(0, |arena| arena.id)
     }
 
-    /// Path where workers open the lifeline, and its inode. None for an embedded store or without a
-    /// store.
+    /// Path where workers open the lifeline, and its inode. None if the store is embedded or there
+    /// is no store.
     #[getter]
     fn lifeline(&self) -> Option<(String, u64)> {
         self.inner.session().arena()?.lifeline.map(|lifeline| (lifeline.path, lifeline.id))
@@ -178,7 +178,7 @@ impl Session {
         self.sizes.all().to_vec()
     }
 
-    /// Arena size and slab size, in bytes. Both are 0 without a store.
+    /// Arena size and slab size, in bytes. Both are 0 if there is no store.
     #[getter]
     fn arena_sizes(&self) -> (u64, u64) {
         let arena = self.inner.session().arena();
@@ -197,7 +197,7 @@ impl Session {
         self.inner.session().is_save_late()
     }
 
-    /// Number of saves not yet reported by every rank.
+    /// Number of saves that not every rank has reported yet.
     #[getter]
     fn num_in_flight(&self) -> usize {
         self.inner.num_in_flight()
@@ -223,8 +223,8 @@ impl Session {
         Ok((found.host_units, found.stored_units))
     }
 
-    /// Pin the chunks that a prefix of `num_units` units needs, and start reading the chunks not in
-    /// host memory from disk.
+    /// Pin the chunks that a prefix of `num_units` units needs, and start reading from disk the
+    /// chunks that are not in host memory.
     #[pyo3(signature = (chain, num_units=u32::MAX))]
     fn acquire(&self, chain: &KeyChain, num_units: u32) -> PyResult<ReadLease> {
         let lease = self.inner.acquire(&mut *chain.lock()?, num_units).map_err(raise)?;
@@ -266,8 +266,8 @@ impl Session {
         Ok(reserved.into_iter().map(|(chunks, num_dropped)| (some(chunks), num_dropped)).unzip())
     }
 
-    /// Reserve frames for Mamba or gated delta net states. Each row is (chain, group, last unit the
-    /// state covers, block that holds the state). On error, reserve nothing.
+    /// Reserve frames for Mamba or gated delta net states. Each row is (chain, group, last unit
+    /// that the state covers, block that holds the state). On error, reserve nothing.
     fn reserve_states(
         &self,
         rows: Vec<(Bound<'_, KeyChain>, usize, u32, i32)>,
@@ -283,15 +283,15 @@ impl Session {
         Ok(self.inner.reserve_states(states).map_err(raise)?.into_iter().map(some).collect())
     }
 
-    /// Process one rank's report. Return how many chunks became visible and how many failed on a
-    /// rank.
+    /// Process one rank's report. Return the number of chunks that became visible, and the number
+    /// that failed on a rank.
     #[pyo3(signature = (saved, failed=Vec::new(), misfits=Vec::new()))]
     fn settle(&self, saved: Vec<u64>, failed: Vec<u64>, misfits: Vec<u64>) -> (u32, usize) {
         self.inner.settle(&saved, &failed, &misfits)
     }
 
-    /// Release the frames of reservations no rank will report, or all reserved frames if `tickets`
-    /// is None.
+    /// Release the frames of reservations that no rank will report, or all reserved frames if
+    /// `tickets` is None.
     #[pyo3(signature = (tickets=None))]
     fn abort(&self, tickets: Option<Vec<u64>>) {
         tickets.map_or_else(|| self.inner.abort_all(), |tickets| self.inner.abort(&tickets));
@@ -304,7 +304,8 @@ impl Session {
         Ok(self.inner.being_read(blocks.as_deref()))
     }
 
-    /// Remove chunks and their descendants from every tier. Return the number removed so far.
+    /// Remove chunks and their descendants from every tier. Return the number of chunks removed so
+    /// far.
     fn discard(&self, keys: Vec<KeyBytes>) -> u64 {
         let keys: Vec<_> = keys.into_iter().map(|key| key.0).collect();
         self.inner.session().discard(&keys)
@@ -323,7 +324,7 @@ impl Session {
     }
 
     /// Restrict new saves to frames in the first `limit_bytes` of the arena. Called while workers
-    /// cannot copy to the rest yet.
+    /// cannot yet copy to the rest of the arena.
     fn limit_memory(&self, limit_bytes: u64) {
         self.inner.session().limit_memory(limit_bytes);
     }

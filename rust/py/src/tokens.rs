@@ -169,7 +169,7 @@ fn slow_id(name: &str, item: &Bound<'_, PyAny>, index: usize) -> PyResult<u32> {
 /// Return `(key, value[0])` for each value that is neither None nor empty. Both lists must have the
 /// same length.
 ///
-/// The scheduler passes lists for hundreds of requests, only a few of them with a value.
+/// The scheduler passes lists for hundreds of requests, but only a few requests have a value.
 #[pyfunction]
 pub(crate) fn first_of_each<'py>(
     keys: &Bound<'py, PyList>,
@@ -206,8 +206,8 @@ pub(crate) fn first_of_each<'py>(
 pub(crate) struct RowBytes(PyUntypedBuffer);
 
 impl RowBytes {
-    /// Exports `rows`. Raises `ConfigError` unless `rows` is C-contiguous, or if it is
-    /// two-dimensional with a row size other than `row_bytes`.
+    /// Exports `rows`. Raises `ConfigError` if `rows` is not C-contiguous, or if it is
+    /// two-dimensional and its row size is not `row_bytes`.
     pub(crate) fn new(rows: &Bound<'_, PyAny>, row_bytes: usize) -> PyResult<Self> {
         let buffer = PyUntypedBuffer::get(rows)?;
         if !buffer.is_c_contiguous() {

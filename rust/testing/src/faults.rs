@@ -1,8 +1,9 @@
 //! Fault injection: wraps the operating system's files and injects scripted or seeded random
 //! faults.
 //!
-//! `FaultFiles` is the real disk tier's file layer in tests (`DiskTier::open_with_files`), so every
-//! layer sees a failing disk as an engine would. `FaultFiles` is independent of slots and records.
+//! In tests, `FaultFiles` is the file layer of the real disk tier (`DiskTier::open_with_files`), so
+//! every layer sees a failing disk as an engine would. `FaultFiles` is independent of slots and
+//! records.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -24,7 +25,7 @@ thread_local! {
     static FAULTS_HERE: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Returns the number of calls on this thread hit by a fault.
+/// Returns the number of calls on this thread that were hit by a fault.
 pub fn faults_here() -> u64 {
     FAULTS_HERE.get()
 }
@@ -55,14 +56,14 @@ struct Shared {
 pub struct FaultFiles(Arc<Shared>);
 
 impl FaultFiles {
-    /// Creates files without faults. `seed` is used for rules with a probability.
+    /// Creates a file layer without faults. `seed` is used for rules with a probability.
     pub fn new(seed: u64) -> Self {
         let files = Self::default();
         files.script().random = seed;
         files
     }
 
-    /// Adds a rule. If several rules match a call, the first wins.
+    /// Adds a rule. If several rules match a call, the first rule applies.
     pub fn inject(&self, rule: Rule) {
         self.script().rules.push(rule);
     }
@@ -195,7 +196,7 @@ fn dead() -> io::Error {
     io::Error::other("the process crashed")
 }
 
-/// Returns a directory's size in bytes. A file counts with its length or its allocated size,
+/// Returns a directory's size in bytes. Each file counts as its length or its allocated size,
 /// whichever is larger.
 pub fn du(dir: &Path) -> u64 {
     measure(dir, &|meta| (meta.blocks() * 512).max(meta.len()))
@@ -306,7 +307,7 @@ impl RawFile for FaultFile {
         let result = self.files.change(Call::Allocate, &self.name, || self.file.allocate(from, to));
         let has_part = !self.files.has_crashed() && !result.as_ref().is_err_and(is_unsupported);
         if result.is_err() && has_part {
-            // A real file can keep part of the allocation.
+            // After a failed call, a real file can keep part of the allocation.
             self.file.allocate(from, from.midpoint(to))?;
         }
         result

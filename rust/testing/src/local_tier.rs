@@ -28,12 +28,12 @@ pub enum Op {
     Clear,
     /// Closes and reopens the tier.
     Reopen,
-    /// Starts or ends a period of faults, if the place supports faults.
+    /// Starts or ends a period of faults, if the [`Place`] supports faults.
     Fault(u32),
 }
 
 impl Op {
-    /// Returns the operation for a pair of numbers. The mix resembles a store's.
+    /// Returns the operation for a pair of numbers. The mix of operations resembles a store's.
     pub fn from_numbers(what: u8, which: u32) -> Self {
         match what % 32 {
             0..=11 => Self::Write(which),
@@ -46,7 +46,7 @@ impl Op {
     }
 }
 
-/// An open tier, and the chunks it found on open.
+/// An open tier, and the chunks that it found when it was opened.
 pub type Opened = (Arc<dyn LocalTier>, Vec<DiskEntry>);
 
 /// An environment for opening tiers of one implementation.
@@ -55,7 +55,7 @@ pub trait Place {
     fn frame_sizes(&self) -> Vec<usize>;
     /// Returns the total slot capacity, in bytes.
     fn capacity(&self) -> usize;
-    /// Opens a tier. No other tier of this place may be open, and no fault may be active.
+    /// Opens a tier. No other tier of this [`Place`] may be open, and no fault may be active.
     fn open(&self) -> Opened;
     /// Starts (Some) or ends (None) a period of faults.
     fn fault(&self, _which: Option<u32>) {}
@@ -132,7 +132,7 @@ pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
     (0..NUM_CHUNKS).try_for_each(|chunk| walk.read(chunk))
 }
 
-/// The model of the tier.
+/// The model of the tier under test.
 struct Walk<'a> {
     place: &'a dyn Place,
     tier: Arc<dyn LocalTier>,
@@ -304,7 +304,7 @@ impl Walk<'_> {
             hold!(kept || self.place.may_lose(), "chunk {chunk} was acknowledged but was lost");
         }
         if !self.place.may_lose() {
-            // Each chunk in `maybe` was either found or is gone.
+            // Each chunk in `maybe` has now either been found or is gone.
             self.maybe.clear();
         }
         Ok(())

@@ -93,7 +93,7 @@ impl MemoryTier {
         self.slots().violations.clone()
     }
 
-    /// Returns the chunks found on open, in write order.
+    /// Returns the chunks that the tier finds when it is opened, in write order.
     pub fn entries(&self) -> Vec<DiskEntry> {
         let slots = self.slots();
         let entry = |(sequence, &slot): (u64, &u32)| DiskEntry {

@@ -2,8 +2,8 @@
 //! a model.
 //!
 //! A hit returns a complete frame of the requested size that was put under the requested key; all
-//! other calls return a miss or an error. Hints are in the order of the keys. Even without a
-//! response, each call returns by its deadline or shortly after.
+//! other calls return a miss or an error. Hints are returned in the order of the keys. Even without
+//! a response, each call returns by its deadline or shortly after.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ pub enum Op {
     Misread(u32),
     /// Queries some of the keys.
     Look(u32),
-    /// Evicts a frame as another client would, if the place supports it.
+    /// Evicts a frame as another client would, if the [`Place`] supports this.
     Evict(u32),
     /// Makes a call while the remote side is not responding.
     Hang(u32),
@@ -68,7 +68,7 @@ const NUM_KEYS: u32 = 8;
 const LONG: Duration = Duration::from_secs(600);
 /// Deadline for calls that get no response.
 const SHORT: Duration = Duration::from_millis(20);
-/// Additional time for calls that get no response, because the machine may be busy.
+/// Additional time allowed for calls that get no response, because the machine may be busy.
 const GRACE: Duration = Duration::from_secs(10);
 
 fn key_of(chunk: u32) -> ChunkKey {
@@ -156,7 +156,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Requests a frame of a different size than the frame that was put.
+    /// Requests a frame with a different size than the stored frame.
     fn misread(&mut self, chunk: u32, is_less: bool) -> Result<(), String> {
         let mut frame = vec![0xee; if is_less { FRAME / 2 } else { FRAME * 2 }];
         let got = self.tier.get(&key_of(chunk), &mut frame, later());

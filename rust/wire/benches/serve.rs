@@ -19,7 +19,7 @@ const PROMPT_TOKENS: u32 = 131_072;
 const NUM_PROMPTS: u32 = 16;
 const NUM_ROUNDS: u32 = 100;
 const FRAME_BYTES: u64 = 4096;
-/// Median and 99th percentile targets for a lookup and a lease, in microseconds.
+/// Targets for the median and the 99th percentile of a lookup plus a lease, in microseconds.
 const TARGETS_US: (u128, u128) = (150, 400);
 
 /// Returns a prompt with one token per block. A key's size does not depend on the block size.

@@ -196,7 +196,7 @@ impl ReceiveBuffer {
         }
     }
 
-    /// Reads once and returns the received descriptors.
+    /// Reads from the stream once and returns the received descriptors.
     pub(crate) fn fill_with_fds(&mut self, stream: &UnixStream) -> io::Result<Vec<OwnedFd>> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut control = RecvAncillaryBuffer::new(&mut space);

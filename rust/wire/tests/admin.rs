@@ -117,8 +117,8 @@ fn evict_without_engines_finds_nothing() {
     );
 }
 
-/// Saves and loads until `is_over`, and checks every loaded byte. Returns the number of loaded
-/// chunks.
+/// Saves and loads chunks until `is_over` is set, and checks every loaded byte. Returns the number
+/// of loaded chunks.
 fn work(session: &Client, salt: &str, is_over: &AtomicBool) -> u64 {
     let memory = File::options()
         .read(true)

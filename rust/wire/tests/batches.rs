@@ -63,7 +63,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Keys of a part: each is derived from the previous key, or from the root key.
+/// Keys of a part. Each key is derived from the previous key or from the root key.
 struct Asked {
     root: ChunkKey,
     keys: Vec<ChunkKey>,
@@ -284,9 +284,9 @@ fn both_ends_cache_the_same_prefix() {
     }
 }
 
-/// Interleaves chats with prompts that never repeat, and returns the number of blocks that the
-/// chats find. The store has space for half of the chats' blocks. Each turn saves a state for the
-/// next turn, with or without the key of the state's chunk.
+/// Interleaves chats with prompts that never repeat, and returns the number of blocks found by the
+/// chats. The store has space for half of the chats' blocks. Each turn saves a state for the next
+/// turn, with or without the key of the state's chunk.
 fn found_by_chats(session: &dyn Session, has_prefix: bool) -> u32 {
     const TURN: u32 = 3;
     let state = |prompt, end: u32| {

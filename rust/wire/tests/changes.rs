@@ -19,7 +19,8 @@ use proptest::sample::Index;
 const NUM_PROMPTS: u32 = 6;
 const NUM_BLOCKS: u32 = 4;
 
-/// An engine with a change feed, and the tiers of each chunk according to the changes so far.
+/// An engine with a change feed, and the tiers of each chunk according to the changes applied so
+/// far.
 struct Engine {
     remote: Client,
     known: HashMap<ChunkKey, Tiers>,
@@ -151,7 +152,7 @@ impl World {
         self.engines.iter().for_each(|engine| until("found", || engine.remote.renew()));
     }
 
-    /// Waits until the store is idle, applies all changes, and compares them with lookups.
+    /// Waits until the store is idle, applies all changes, and compares the result with lookups.
     fn rest(&mut self) {
         assert!(self.engines[0].remote.flush(LONG));
         for engine in &mut self.engines {

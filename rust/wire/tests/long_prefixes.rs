@@ -1,4 +1,4 @@
-//! Tests long prefixes: few keys are sent, and every stored chunk is found.
+//! Tests long prefixes: only a few keys are sent, and every stored chunk is found.
 
 mod common;
 
@@ -70,7 +70,7 @@ proptest! {
     }
 }
 
-/// Keys are compared in full.
+/// All bytes of a key must be compared.
 #[test]
 fn keys_that_differ_in_the_last_byte_are_misses() {
     let dir = tempfile::tempdir().expect("a directory");

@@ -195,7 +195,7 @@ fn status(parts: &Parts) -> Status {
     }
 }
 
-/// Checks a message's length and returns the rest.
+/// Checks a message's length prefix and returns the bytes after it.
 fn body(bytes: &[u8]) -> &[u8] {
     let (length, body) = bytes.split_first_chunk::<LENGTH_BYTES>().expect("a length");
     assert_eq!(u32::from_le_bytes(*length) as usize, body.len());

@@ -62,7 +62,7 @@ fn mark(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> u32 {
     session.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>())
 }
 
-/// Checks every byte of the chunks found, and returns the number of chunks.
+/// Checks every byte of the chunks found, and returns the number of chunks found.
 fn compare(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> usize {
     let lease = session.acquire(Prefix::from(&chain(seed, num_blocks)));
     let frames = session.frames(lease);
@@ -431,7 +431,7 @@ fn idle_namespace_stays_open_while_its_engine_restarts() {
     let server = Server::open(config).expect("a server");
     drop(engine(dir.path(), 1, 1));
     until("gone", || space(&server, 1).engines.is_empty());
-    std::thread::sleep(Duration::from_millis(300)); // some rounds of housekeeping
+    std::thread::sleep(Duration::from_millis(300)); // several rounds of housekeeping
     assert_eq!(space(&server, 1).namespace, [1; 32], "it is closed although it has no memory");
 }
 
@@ -482,7 +482,7 @@ fn idle_namespace_stays_open_until_its_clear_is_on_disk() {
     assert!(error.to_string().contains("a restart could bring them back"), "{error}");
     one.close(Duration::ZERO);
     until("gone", || server.status().engines().count() == 0);
-    // a namespace without memory stays open while its disk is being cleared
+    // A namespace without memory stays open while its chunks are being removed from disk.
     std::thread::sleep(Duration::from_millis(300));
     let said = refusal(ClientConfig {
         namespace: [2; 32],

@@ -195,8 +195,8 @@ fn stopped_server_costs_one_deadline() {
         engine.abort(&[u64::from(seed)]);
         assert_eq!(engine.commit(&[u64::from(seed)]), 0);
     }
-    // Of 6000 calls, only one lookup and one save waited. If every call waited, the test would take
-    // 20 minutes.
+    // Only one lookup and one save out of 6,000 calls waited. If every call waited, the test would
+    // take 20 minutes.
     let all = start.elapsed();
     assert!(first >= Duration::from_millis(200) && all < LONG, "{first:?}, then {all:?}");
     assert_eq!(num_late(&engine), Some(num_late_before + 2));
@@ -411,7 +411,7 @@ fn served_by_a_child(dir: &std::path::Path) -> std::process::Child {
         .expect("a child")
 }
 
-/// Returns true if every thread has stopped. A signal takes a moment to reach each thread.
+/// Returns true if every thread has stopped. A signal takes a moment to reach every thread.
 fn all_stopped(pid: u32) -> bool {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("the child is running");
     let state = |task: std::fs::DirEntry| {

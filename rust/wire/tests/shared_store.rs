@@ -510,7 +510,7 @@ fn batched_reservations_equal_single_ones() {
     let chains: Vec<_> = (0..5).map(|seed| chain(seed, 8)).collect();
     save(&engine, &chains[2]);
     let part = |start, stop| start..stop;
-    // Covers stored chunks, more chunks than frames (64), and the same chunks twice.
+    // Covers stored chunks, more chunks than there are frames (64), and repeated chunks.
     let long = chain(9, 60);
     let ranges =
         [(0, part(0, 8)), (1, part(0, 3)), (2, part(0, 8)), (1, part(3, 8)), (0, part(0, 8))];

@@ -75,7 +75,7 @@ fn save(engine: &Client, memory: &File, nth: usize, chain: &KeyChain) -> u32 {
     engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>())
 }
 
-/// Runs some steps of one engine. The engine may exit with open leases and reservations.
+/// Runs several steps of one engine. The engine may exit with open leases and reservations.
 fn live(dir: &Path, nth: usize, pick: &mut Pick) -> (u32, usize) {
     let engine = engine(dir, nth);
     let memory = File::options()
@@ -90,7 +90,7 @@ fn live(dir: &Path, nth: usize, pick: &mut Pick) -> (u32, usize) {
         match pick.below(12) {
             0..5 => num_saved += save(&engine, &memory, nth, &chain),
             5..9 => held.push(engine.acquire(Prefix::from(&chain))),
-            // stays reserved
+            // The chunk stays reserved.
             9 => drop(engine.reserve(Prefix::from(&chain), 0..1).expect("in range")),
             10 => engine.clear(),
             _ => held.drain(..).for_each(|lease| engine.release(lease)),
@@ -159,7 +159,7 @@ fn random_engines_of_three_models_corrupt_and_leak_nothing() {
     }
 }
 
-/// Checks that a single engine gets every frame of every slab.
+/// Checks that a single engine can use every frame of every slab.
 fn has_it_all(server: &Server, dir: &Path, nth: usize) {
     let engine = engine(dir, nth);
     let num_frames = grid(&engine, nth).num_frames();

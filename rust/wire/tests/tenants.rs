@@ -179,7 +179,7 @@ fn quota_follows_the_share_of_the_namespace() {
     );
 }
 
-/// Longer than a busy machine needs to lease or write freshly saved chunks.
+/// A TTL that gives a busy machine enough time to lease or write newly saved chunks.
 const TTL_S: u32 = 6;
 
 #[test]

@@ -1,5 +1,5 @@
-//! Fault rules: the calls that a fault affects, and its effect. This module is pure data and
-//! accesses no files.
+//! Fault rules, which define the calls that a fault affects and the effect of the fault. This
+//! module does not access files.
 
 /// Input/output error.
 pub const EIO: i32 = 5;
@@ -40,13 +40,13 @@ pub enum Fault {
     /// At most this many bytes are transferred.
     Short(usize),
     /// This many bytes are written. The call then fails with the error number, or succeeds if there
-    /// is none.
+    /// is no error number.
     Torn(usize, Option<i32>),
     /// A change is reported as successful but has no effect.
     Lost,
     /// This bit of the transferred bytes (modulo the number of bits) is flipped.
     Flip(usize),
-    /// The process dies: this many 255ths of a write are completed, and later calls fail.
+    /// The process dies after completing this many 255ths of a write. All later calls fail.
     Crash(u8),
 }
 

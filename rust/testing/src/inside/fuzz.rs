@@ -26,7 +26,7 @@ use crate::{ChunkKey, ErrorKind};
 const SIZES: [u64; 2] = [4096, 12288];
 const NAMESPACE: [u8; 32] = [0x5a; 32];
 
-/// Reads numbers from the input, then zeros once the input is used up.
+/// Reads numbers from the input, and returns zeros once the input is used up.
 struct Input<'a>(&'a [u8]);
 
 impl<'a> Input<'a> {
@@ -92,14 +92,14 @@ impl<'a> Input<'a> {
     }
 }
 
-/// Adds the magic and the checksum of a valid record to arbitrary bytes.
+/// Adds the magic number and the checksum of a valid record to arbitrary bytes.
 fn forge_record(bytes: &mut RecordBytes, seed: u64) {
     bytes[..8].copy_from_slice(b"KVLREC01");
     let checksum = XxHash3_64::oneshot_with_seed(seed, &bytes[..120]);
     bytes[120..].copy_from_slice(&checksum.to_le_bytes());
 }
 
-/// Adds the format version and checksum of a valid superblock to JSON of the right shape.
+/// Adds the format version and checksum of a valid superblock to JSON with the right structure.
 fn forge_superblock(bytes: &[u8]) -> Option<Vec<u8>> {
     let mut forged: Superblock = serde_json::from_slice(bytes).ok()?;
     forged.format = superblock::FORMAT;

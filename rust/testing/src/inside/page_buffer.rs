@@ -1,6 +1,6 @@
 //! Page-aligned memory for direct I/O in tests and benches that have no arena.
 
-/// Alignment required of memory, offsets and lengths for direct I/O.
+/// Alignment that direct I/O requires for memory, offsets and lengths.
 const PAGE_BYTES: usize = 4096;
 
 /// A zeroed buffer that starts at a page boundary.

@@ -32,7 +32,7 @@ pub fn clear(socket: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
 /// Evicts the chunks of one tenant or of all tenants, either from every tier or only from host
 /// memory.
 ///
-/// `namespace` is a prefix of the namespaces' hex digests. If it is empty, all namespaces match.
+/// `namespace` is a prefix of the hex digests to match. An empty prefix matches all namespaces.
 /// Returns the same errors as [`status`]. Also returns `InvalidConfig` with a list of the server's
 /// namespaces if no namespace matches.
 pub fn evict(

@@ -1,8 +1,8 @@
 //! The client side of a connection. Sends requests and waits for responses until a deadline.
 //!
-//! Responses arrive in request order. While a response is overdue, lookups miss
-//! without sending a request, so an engine waits for a stopped server once, not in every call.
-//! Commits, aborts and clears are still sent. Late responses are processed when they arrive.
+//! Responses arrive in request order. While a response is overdue, lookups miss without sending a
+//! request, so an engine waits for a stopped server only once, not in every call. Commits, aborts
+//! and clears are still sent. Late responses are processed when they arrive.
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind as IoKind};
@@ -23,7 +23,8 @@ use crate::socket::{
     spin_then_wait, wait,
 };
 
-/// If more bytes than this are unsent, the next request closes the connection.
+/// Maximum number of unsent bytes. If this limit is exceeded, the next request closes the
+/// connection.
 const MAX_UNSENT: usize = 8 << 20;
 
 #[derive(Debug)]
@@ -32,7 +33,7 @@ pub(crate) struct Connection {
     received: ReceiveBuffer,
     unsent: SendBuffer,
     next_number: u32,
-    /// Numbers of the requests that have no response yet, in the order sent.
+    /// Numbers of the requests that have not been answered yet, in the order they were sent.
     unanswered: VecDeque<u32>,
     /// Keys of the last long prefix. The server caches the same keys.
     pub(crate) prefix_cache: PrefixCache,
@@ -166,7 +167,7 @@ impl Connection {
                 answers.push(self.exchange(Some(numbers[answers.len()]), deadline));
             }
             numbers.push(self.enqueue(request));
-            self.flush(); // lets the server handle this request while the next is encoded
+            self.flush(); // the server handles this request while the next is encoded
         }
         let rest = &numbers[answers.len()..];
         answers.extend(rest.iter().map(|number| self.exchange(Some(*number), deadline)));
@@ -206,9 +207,9 @@ impl Connection {
         }
     }
 
-    /// Sends a long prefix's anchors in one request, and truncates the prefix to the part that the
-    /// server might have. Does nothing if the prefix is short or its keys are already cached. If
-    /// the request gets no response, the next lookup is a miss.
+    /// Sends a long prefix's anchors in one request, and truncates the prefix to the part that
+    /// might be stored on the server. Does nothing if the prefix is short or its keys are already
+    /// cached. If the request gets no response, the next lookup is a miss.
     pub(crate) fn trim_prefix(&mut self, prefix: &mut Prefix<'_>, deadline: Instant) {
         if !self.prefix_cache.needs_anchors(prefix.keys) {
             return;
@@ -255,14 +256,14 @@ impl Connection {
         self.close_on_error(&sent);
     }
 
-    /// Sends and receives until the response to request `wanted` arrives or the deadline passes.
-    /// Does not wait if `wanted` is None.
+    /// Sends and receives messages until the response to request `wanted` arrives or the deadline
+    /// passes. Does not wait if `wanted` is None.
     fn exchange(&mut self, wanted: Option<u32>, deadline: Instant) -> Option<Response> {
         let mut must_wait = wanted.is_some();
         loop {
             self.flush();
             if let Some(answer) = self.take_answer(wanted) {
-                return Some(answer); // received together with an earlier response
+                return Some(answer); // arrived together with an earlier response
             }
             if self.is_closed
                 || (must_wait && !spin_then_wait(&*self.stream, self.poll_flags(), deadline))
@@ -281,7 +282,7 @@ impl Connection {
     }
 
     /// Processes received responses up to the response to `wanted`, and returns that response.
-    /// Aborts reservations in late responses.
+    /// Aborts the reservations made by late responses.
     fn take_answer(&mut self, wanted: Option<u32>) -> Option<Response> {
         loop {
             let next = self.received.next(MAX_MESSAGE).map(|bytes| bytes.map(Response::decode));

@@ -35,7 +35,8 @@ pub struct ClientConfig {
 pub(crate) struct NewConnection {
     pub(crate) connection: Connection,
     pub(crate) arena: ArenaInfo,
-    /// Descriptors of the arena and the lifeline. Open descriptors keep the paths in `arena` valid.
+    /// Descriptors of the arena and the lifeline. The paths in `arena` are valid only while these
+    /// descriptors are open.
     pub(crate) fds: [OwnedFd; 2],
 }
 

@@ -5,18 +5,18 @@ use std::time::{Duration, Instant};
 /// Minimum interval between log lines about missed calls.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Counters of missed calls and of the chunks whose saves they delayed. The first missed call is
-/// logged immediately, and later missed calls at most once per [`LOG_INTERVAL`].
+/// Counts missed calls and the chunks whose saves they delayed. The first missed call is logged
+/// immediately; later missed calls are logged at most once per [`LOG_INTERVAL`].
 #[derive(Debug, Default)]
 pub(crate) struct MissedCalls {
     pub(crate) num: u64,
     /// Number of chunks that got no frame because the reservation timed out. The engine retries the
-    /// reservation in the next step; each attempt counts.
+    /// reservation in the next step, and each attempt is counted.
     pub(crate) num_chunks: u64,
     num_logged: u64,
     num_chunks_logged: u64,
     last_logged: Option<Instant>,
-    /// Number of calls and number of chunks already reported to the server.
+    /// Numbers of missed calls and delayed chunks that were already reported to the server.
     reported: [u64; 2],
 }
 

@@ -1,4 +1,4 @@
-//! The client for a store on a server. `session` implements `Session` for [`Client`].
+//! The client for a store on a server. The module `session` implements `Session` for [`Client`].
 //!
 //! Each call returns by its deadline. A call is a miss if there is no connection or if no response
 //! arrives by the deadline. A background thread reconnects. On a new connection, the client first
@@ -68,8 +68,8 @@ impl Client {
         self.inner.state()
     }
 
-    /// Switches to a new connection if there is one, and processes received responses. Returns true
-    /// if a clear has not been confirmed yet.
+    /// Switches to a new connection if one is available, and processes received responses. Returns
+    /// true if a clear has not been confirmed yet.
     pub(crate) fn is_clear_pending(&self) -> bool {
         let deadline = self.inner.deadline();
         let mut state = self.state();
@@ -167,10 +167,10 @@ fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
 fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
     asked.check()?;
     let SaveRequest { prefix, units, class, is_independent } = asked.clone();
-    // The server needs only one key before the range: the first chunk's parent's key.
+    // The server needs only one key before the range: the key of the first chunk's parent.
     let first = units.start.saturating_sub(1);
-    // Independent chunks also need the key after the range, which identifies the full-attention
-    // chunk at the end of the prefix.
+    // For independent chunks, the server also needs the key after the range, which identifies the
+    // full-attention chunk at the end of the prefix.
     let end = prefix.num_units().min(units.end.saturating_add(is_independent.into()));
     let at = |unit: u32| unit.saturating_sub(prefix.first) as usize;
     let (root, keys) = (prefix.root, Keys::Own(&prefix.keys[at(first.min(end))..at(end)]));
@@ -178,12 +178,12 @@ fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
     Ok((end as usize <= MAX_KEYS).then_some(range))
 }
 
-/// Splits items into messages of at most `KEYS_PER_MESSAGE` keys. A larger item gets a separate
-/// message.
+/// Splits items into messages of at most `KEYS_PER_MESSAGE` keys. An item with more keys gets a
+/// separate message.
 fn split_batches<T>(asked: &[T], num_keys: impl Fn(&T) -> usize) -> Vec<&[T]> {
     let (mut parts, mut start, mut total) = (Vec::new(), 0, 0);
     for (at, item) in asked.iter().enumerate() {
-        let num = num_keys(item) + 1; // plus one, so that items without keys are limited too
+        let num = num_keys(item) + 1; // plus one, so that items without keys also count
         if at > start && total + num > KEYS_PER_MESSAGE {
             parts.push(&asked[start..at]);
             (start, total) = (at, 0);

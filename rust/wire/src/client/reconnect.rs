@@ -20,7 +20,7 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum interval between connection attempts to a server that rejects this engine.
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Failed connection attempts since the last connection.
+/// Tracks the connection attempts that have failed since the last successful attempt.
 #[derive(Debug, Default)]
 pub(crate) struct ConnectFailures {
     num_refused: u32,
@@ -37,8 +37,8 @@ impl ConnectFailures {
             .then(|| format!("{reason}; running without the cache and retrying in the background"))
     }
 
-    /// Returns the delay until the next attempt. The delay doubles with each rejection. If no
-    /// server is running, the next server may accept this engine.
+    /// Returns the delay until the next attempt. The delay doubles with each rejection. It is reset
+    /// if no server is running, because the next server may accept this engine.
     fn retry_interval(&mut self, error: &Error) -> Duration {
         if error.kind() != ErrorKind::Io {
             self.num_refused += 1;

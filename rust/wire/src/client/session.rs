@@ -11,7 +11,7 @@ use crate::client::state::ClientState;
 use crate::client::{Client, clamp_prefix, join_responses, sent_range, split_batches};
 use crate::protocol::{Keys, MAX_KEYS, MAX_PREFIXES, Request, Response};
 
-/// Interval between checks while a flush or close waits.
+/// Interval between checks while a flush or close is waiting.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 impl Session for Client {

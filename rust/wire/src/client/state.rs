@@ -37,7 +37,7 @@ pub(crate) struct ClientState {
     pub(crate) leases: HashMap<LeaseId, Option<Progress>>,
     pub(crate) next_lease: u64,
     pub(crate) limit_bytes: Option<u64>,
-    /// The last key of each prefix from which the most recent reservation dropped chunks.
+    /// The last key of each prefix for which the most recent reservation dropped chunks.
     pub(crate) dropped: Vec<ChunkKey>,
     pub(crate) change_feed: ChangeFeed,
     /// True while the server has not confirmed a clear.
@@ -64,7 +64,7 @@ pub(crate) struct ChangeFeed {
 #[derive(Debug, Default, Clone, Copy, PartialEq)]
 enum FeedState {
     Answered,
-    /// Since this instant, no request has been answered in time.
+    /// No request has been answered in time since this instant.
     Late(Instant),
     /// All previously reported chunks are treated as lost.
     #[default]
@@ -118,8 +118,8 @@ impl ClientState {
         self.call(deadline, |connection| connection.call(request, deadline))
     }
 
-    /// Truncates the first prefix to the part that the server might have. Other prefixes are sent
-    /// in full, because the server caches only the keys of the first prefix in a message.
+    /// Truncates the first prefix to the part that might be stored on the server. Other prefixes
+    /// are sent in full, because the server caches only the keys of the first prefix in a message.
     pub(crate) fn trim_prefix(&mut self, prefixes: &mut [Prefix<'_>], inner: &ClientInner) {
         let deadline = inner.deadline();
         if let Some(first) = prefixes.first_mut()
@@ -134,7 +134,7 @@ impl ClientState {
         }
     }
 
-    /// Returns true for the first lookup of each prefix from which the most recent reservation
+    /// Returns true for the first lookup of each prefix for which the most recent reservation
     /// dropped chunks. The lookup of such a prefix is part of the save, not of a new request.
     pub(crate) fn is_save_lookup(&mut self, prefixes: &[Prefix<'_>]) -> bool {
         let [Prefix { keys: [.., end], .. }] = prefixes else { return false };
@@ -149,8 +149,8 @@ impl ClientState {
         }
     }
 
-    /// Switches to a new connection. Resends any pending clear and, if the arena's memory is the
-    /// same, its size limit.
+    /// Switches to a new connection. Resends any pending clear. If the arena's memory is still the
+    /// same, also resends the memory limit.
     pub(crate) fn adopt(&mut self, new: NewConnection, deadline: Instant) {
         let NewConnection { connection, arena, fds } = new;
         self.connection = Some(connection);

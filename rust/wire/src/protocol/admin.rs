@@ -33,7 +33,7 @@ pub enum AdminRequest {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EvictRequest {
-    /// First hex digits of the namespaces. Empty for all namespaces.
+    /// First hex digits of the namespaces to match. If empty, all namespaces match.
     pub namespace: String,
     /// Tag of the tenant's salt, or None to evict the chunks of all tenants.
     pub tenant: Option<SaltTag>,

@@ -9,8 +9,8 @@ use crate::protocol::prefixes::{Keys, SentPrefixes, SentRange};
 
 /// Protocol version. Servers reject clients with a different version.
 pub const VERSION: u32 = 14;
-/// Maximum number of changes queued for a listener. Also limits the keys in a request for changes,
-/// and the unrequested chunks in its response.
+/// Maximum number of changes queued for a listener. Also limits the number of keys in a request for
+/// changes, and the number of unrequested chunks in the response.
 pub const MAX_CHANGES: u32 = 1 << 16;
 
 /// The first request of an engine.
@@ -18,7 +18,7 @@ pub const MAX_CHANGES: u32 = 1 << 16;
 pub struct Hello {
     /// Protocol version of the client.
     pub version: u32,
-    /// Digest of everything other than content that affects KV bytes.
+    /// Digest of everything that affects KV bytes, except the content.
     pub namespace: [u8; 32],
     /// See `StoreConfig::frame_sizes`.
     pub frame_sizes: FrameSizes,
@@ -82,8 +82,8 @@ messages! {
         10 = Discard(keys: Keys<'a>),
         /// See `Session::clear`.
         11 = Clear,
-        /// See `Session::stats`. Carries the number of calls that timed out since the previous such
-        /// request, and the number of chunks whose saves these timeouts delayed.
+        /// See `Session::stats`. Carries the number of calls that timed out since the previous
+        /// request of this kind, and the number of chunks whose saves these timeouts delayed.
         12 = Stats(num_calls: u64, num_chunks: u64),
         /// One-way request. See `Session::limit_memory`.
         13 = LimitMemory(limit_bytes: u64),
@@ -91,14 +91,15 @@ messages! {
         14 = IsSettled,
         /// One-way request: the engine is shutting down.
         15 = Bye,
-        /// An admin request: the protocol version and an `AdminRequest` as JSON. Needs no hello.
+        /// An admin request: the protocol version and an `AdminRequest` as JSON. Does not require a
+        /// hello.
         16 = Admin(version: u32, json: &'a [u8]),
         /// See `Store::anchors`. The next prefix can omit its keys up to the last known anchor.
         18 = Anchors(anchors: SentAnchors<'a>),
         /// See `Session::changes`. The server starts recording changes at the first such request on
         /// a connection.
         19 = Changes(asked: SentChanges<'a>),
-        /// Like [`Self::Lookup`], but for prefixes from which a reservation dropped chunks. These
+        /// Like [`Self::Lookup`], but for prefixes for which a reservation dropped chunks. These
         /// lookups are not counted.
         20 = LookupForSave(prefixes: SentPrefixes<'a>),
     }

@@ -102,9 +102,9 @@ impl PrefixCache {
         self.keys.extend(anchor.map(|(_, key)| key));
     }
 
-    /// Caches the first prefix. Returns the prefixes to send, without the first prefix's keys that
-    /// were already cached. The caller must send the result, because both ends must cache the same
-    /// keys.
+    /// Caches the first prefix. Returns the prefixes to send, omitting keys of the first prefix
+    /// that were already cached. The caller must send the result, because both ends must cache the
+    /// same keys.
     pub(crate) fn prefixes_to_send<'a>(&mut self, prefixes: &[Prefix<'a>]) -> SentPrefixes<'a> {
         let mut all: Vec<_> = prefixes.iter().map(|prefix| (prefix.root, prefix.keys)).collect();
         let num_same = all.first_mut().map_or(0, |(_, keys)| self.strip_cached(keys));

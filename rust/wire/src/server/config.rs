@@ -21,10 +21,10 @@ pub struct ServerConfig {
     /// Settings of the disk tier, if any. Each engine's description replaces `description`.
     pub disk: Option<DiskSettings>,
     /// Host memory shares in percent, keyed by a namespace's first hex digits. All other namespaces
-    /// with engines share the rest equally.
+    /// with engines share the remaining memory equally.
     pub shares: Vec<(String, u32)>,
     /// NUMA node of each shard, in order, or a single node for all shards. If empty, the kernel
-    /// chooses.
+    /// chooses the nodes.
     pub numa: Vec<u32>,
     /// Limits of each tenant within each namespace.
     pub limits: TenantLimits,
@@ -35,8 +35,8 @@ pub struct ServerConfig {
     /// How long frames stay reserved after every process that could write to them has unmapped
     /// them.
     pub gpu_settle: Duration,
-    /// After one to two times this duration, another engine that waits for a chunk can save it. An
-    /// engine can hang in a step for minutes.
+    /// If an engine reserves a chunk but does not save it, other engines can save the chunk after
+    /// one to two times this duration. An engine can hang in a step for minutes.
     pub save_grace: Duration,
     /// How long a namespace stays open after its last engine disconnects, even if another namespace
     /// needs its space, so that a restarted engine finds its chunks.

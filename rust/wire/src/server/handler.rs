@@ -30,7 +30,7 @@ pub(crate) struct EngineHandler {
     /// Read leases by the engine's lease number, each with its number of prefixes.
     leases: HashMap<u64, (LeaseId, usize)>,
     num_leased: usize,
-    /// Keys of the last long prefix sent as the first prefix of a message.
+    /// Keys of the last long prefix that was sent as the first prefix of a message.
     prefix_cache: PrefixCache,
     /// Created when the engine first requests changes.
     listener: Option<Listener>,
@@ -196,7 +196,7 @@ impl EngineHandler {
         Ok(Response::Anchors(found))
     }
 
-    /// Returns a message's prefixes, and completes the first prefix from the prefix cache.
+    /// Returns the prefixes in a message, after completing the first prefix from the prefix cache.
     fn prefixes(&mut self, sent: &SentPrefixes<'_>) -> Result<Vec<Prefix<'_>>, Disconnect> {
         let num_same = usize::try_from(sent.num_same).unwrap_or(usize::MAX);
         let num_sent: usize = sent.all.iter().map(|(_, keys)| keys.iter().len()).sum();
@@ -243,8 +243,8 @@ impl EngineHandler {
     }
 }
 
-/// Returns the changes for `listener`, which the first request creates. Returns None if the request
-/// has too many keys.
+/// Returns the changes for `listener`, which is created by the first request. Returns None if the
+/// request has too many keys.
 ///
 /// The first response on a connection sets `lost`, because reports on an earlier connection may be
 /// stale.

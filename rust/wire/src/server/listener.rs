@@ -58,8 +58,8 @@ impl Drop for SocketListener {
     }
 }
 
-/// Returns true if another process is still listening at `path` after [`STALE_TIMEOUT`]. A dying
-/// server may lose its lock before its socket.
+/// Returns true if another process is still listening at `path` after [`STALE_TIMEOUT`]. When a
+/// server dies, its lock may be released before its socket is closed.
 fn keeps_listening(path: &Path) -> bool {
     let deadline = Instant::now() + STALE_TIMEOUT;
     while is_listening(path) {
@@ -108,7 +108,7 @@ fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 return Err(fail("cannot remove the stale socket", error));
             }
-            _ => {} // another server may have just removed it
+            _ => {} // another server may have just removed the file
         }
     }
     let socket = UnixListener::bind(path).map_err(|error| fail("cannot listen on", error))?;
@@ -131,8 +131,7 @@ fn lock_path(socket: &Path) -> PathBuf {
 }
 
 /// Removes the lock file while holding its lock, unless the file has been replaced. A process that
-/// has already opened the file but locks it later detects that the path no longer refers to the
-/// file.
+/// opened the file earlier but locks it later detects that the path no longer refers to that file.
 fn remove_lock(lock: &File, socket: &Path) {
     if is_same_file(lock, &lock_path(socket)).unwrap_or(false) {
         let _gone = std::fs::remove_file(lock_path(socket));

@@ -1,4 +1,4 @@
-//! The server accepts engines running as its own user and owns the stores they share.
+//! The server accepts engines that run as the same user, and owns the stores that they share.
 //!
 //! Each connection has a thread, and the number of connections is limited. Other threads accept
 //! connections, claim the disk, remove expired chunks and do housekeeping. The caller handles
@@ -87,7 +87,8 @@ impl Server {
         self.state.status()
     }
 
-    /// Returns why the server cannot use its disk directory, or None if it can or has no disk.
+    /// Returns the reason the server cannot use its disk directory. Returns None if the directory
+    /// is usable or the server has no disk tier.
     pub fn disk_trouble(&self) -> Option<String> {
         self.state.disk_trouble()
     }
@@ -162,7 +163,8 @@ fn accept(state: &Arc<ServerState>, listener: &SocketListener) {
 
 /// Removes expired chunks from closed namespaces. Open namespaces remove their own expired chunks.
 fn run_expiry(state: &ServerState, interval: Duration) {
-    // Delay the first search, because an engine starting during it would find its namespace busy.
+    // Delay the first search, because an engine that starts during a search would find its
+    // namespace busy.
     let mut next = Instant::now() + FIRST_EXPIRY;
     while !state.is_stopping.load(Ordering::SeqCst) {
         let left = next.saturating_duration_since(Instant::now());

@@ -27,7 +27,7 @@ pub(crate) struct Namespace {
     pub(crate) counters: Counters,
 }
 
-/// Number of engines in a namespace, and the time of the last change.
+/// Number of engines in a namespace, and the time at which this number last changed.
 #[derive(Debug)]
 struct EngineCount {
     num: usize,
@@ -70,8 +70,9 @@ impl Namespace {
         locked(&self.engines).num > 0
     }
 
-    /// Returns when the namespace became idle. Returns None if it has an engine or if removed chunks
-    /// are still on disk: closing and reopening the store would bring them back.
+    /// Returns when the namespace became idle. Returns None if the namespace has an engine, or if
+    /// removed chunks are still on disk, because closing and reopening the store would bring these
+    /// chunks back.
     pub(crate) fn idle_since(&self) -> Option<Instant> {
         let changed = Some(locked(&self.engines))
             .filter(|engines| engines.num == 0)
@@ -125,7 +126,7 @@ impl Namespace {
     }
 }
 
-/// Returns the Unix time in seconds.
+/// Returns the current Unix time in seconds.
 pub fn unix_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }

@@ -69,7 +69,7 @@ pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
 }
 
 impl OpenNamespaces {
-    /// Returns the namespaces that have been idle for at least `min`, the longest idle first.
+    /// Returns the namespaces that have been idle for at least `min`, longest idle first.
     fn idle(&self, min: Duration) -> Vec<Arc<Namespace>> {
         let since = |namespace: &Arc<Namespace>| {
             let since = namespace.idle_since().filter(|since| since.elapsed() >= min)?;
@@ -126,8 +126,8 @@ impl OpenNamespaces {
 
 impl Namespaces {
     /// Adds an engine to its namespace. Returns `Busy` or `InvalidConfig` if the engine's frame
-    /// sizes do not fit or the server has too many namespaces. The pool calls `wake` when a
-    /// namespace needs slabs.
+    /// sizes do not fit the arena or the server has too many namespaces. The pool calls `wake` when
+    /// a namespace needs slabs.
     pub(crate) fn join(
         &self,
         hello: &Hello,
@@ -199,7 +199,7 @@ impl Namespaces {
         locked(&self.open).pool.as_ref().map(|pool| (pool.size_bytes(), pool.slab_bytes()))
     }
 
-    /// Returns the error for a namespace prefix without a match.
+    /// Returns the error for a prefix that matches no namespace.
     pub(crate) fn no_such_namespace(&self, prefix: &str) -> Error {
         let ids: Vec<_> = self.all().iter().map(|namespace| namespace.id()).collect();
         let message = if ids.is_empty() {
@@ -225,8 +225,8 @@ impl Namespaces {
     }
 
     /// Removes and returns namespaces without memory that have been idle for at least `grace`. If a
-    /// namespace needs disk space, also removes one with memory, because its files can be deleted
-    /// once it is closed.
+    /// namespace needs disk space, also removes an idle namespace that has memory, because the
+    /// files of a closed namespace can be deleted.
     pub(crate) fn remove_idle(&self, grace: Duration) -> Vec<Arc<Namespace>> {
         let mut open = locked(&self.open);
         let mut is_short = self.disk.take_short();

@@ -67,8 +67,8 @@ struct Quarantined {
 /// Memberships of disconnected engines.
 #[derive(Debug)]
 pub(crate) struct Quarantine {
-    /// How long to wait after a lifeline closes before releasing its membership: the driver stops a
-    /// dead process's GPU copies only shortly after the process's descriptors close.
+    /// How long to wait after a lifeline closes before releasing its membership. A dead process's
+    /// GPU copies can continue briefly after its descriptors are closed.
     gpu_settle: Duration,
     entries: Mutex<Vec<Quarantined>>,
 }
@@ -82,8 +82,8 @@ impl Quarantine {
         locked(&self.entries)
     }
 
-    /// Adds a membership if it has reservations or leases, and drops it otherwise. Its reservations
-    /// are never committed, so other engines can save their chunks.
+    /// Adds a membership if it has reservations or leases, and drops it otherwise. The reservations
+    /// are never committed, so other engines can save the same chunks.
     pub(crate) fn add(&self, membership: Membership, lifeline: Lifeline) {
         if membership.local.num_open() != (0, 0) {
             membership.local.release_keys();
@@ -101,7 +101,7 @@ impl Quarantine {
             each.closed.is_some_and(|closed| now.duration_since(closed) >= self.gpu_settle)
         };
         let released: Vec<_> = self.entries().extract_if(.., is_released).collect();
-        drop(released); // without holding the lock
+        drop(released); // after the lock is released
     }
 
     pub(crate) fn num_open(&self) -> (usize, usize) {

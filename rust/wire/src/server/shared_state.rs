@@ -38,7 +38,8 @@ pub(crate) struct Peer {
 pub(crate) struct DiskSpace {
     /// File system space available to this user, in bytes.
     pub(crate) free_bytes: u64,
-    /// Size in bytes of each namespace closed at the time of the measurement, by directory name.
+    /// Size in bytes of each namespace that was closed at the time of the measurement, keyed by
+    /// directory name.
     pub(crate) closed: BTreeMap<String, u64>,
 }
 
@@ -49,7 +50,7 @@ pub(crate) struct ServerState {
     pub(crate) quarantine: Quarantine,
     /// Held during an eviction, so that each eviction counts only its own chunks.
     pub(crate) evict_lock: Arc<TimedLock>,
-    /// Held during disk I/O on closed namespaces, so that at most one thread hangs.
+    /// Held during disk I/O on closed namespaces, so that at most one thread can hang.
     pub(crate) closed_lock: Arc<TimedLock>,
     peers: Mutex<HashMap<u64, Peer>>,
     pub(crate) peer_left: Condvar,
@@ -119,7 +120,7 @@ impl ServerState {
 
     /// Lets other engines save chunks that an engine reserved before the previous call and has not
     /// saved yet. The memberships are not cloned, because a connection must own the last reference
-    /// to its membership when it is closed.
+    /// to its membership when the connection closes.
     pub(crate) fn release_stale_keys(&self) {
         for membership in self.peers().values().filter_map(|peer| peer.membership.as_ref()) {
             if membership.namespace.has_multiple_engines() {
@@ -150,7 +151,8 @@ impl ServerState {
         Ok(membership)
     }
 
-    /// Returns why the server cannot use its disk directory, or None if it can or has no disk.
+    /// Returns the reason the server cannot use its disk directory. Returns None if the directory
+    /// is usable or the server has no disk tier.
     pub(crate) fn disk_trouble(&self) -> Option<String> {
         locked(&self.disk_trouble).clone()
     }
@@ -169,8 +171,8 @@ impl ServerState {
         }
     }
 
-    /// Moves slabs to namespaces that need them, and closes long-idle namespaces without memory.
-    /// Returns true if the caller should repeat the call immediately.
+    /// Moves slabs to namespaces that need them, and closes namespaces without memory that have
+    /// been idle for a long time. Returns true if the caller should repeat the call immediately.
     pub(crate) fn rebalance(&self) -> bool {
         if self.namespaces.release_slabs() {
             return true;

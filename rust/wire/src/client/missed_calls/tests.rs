@@ -1,4 +1,5 @@
-//! Tests that the first missed call is logged immediately, and later calls at most once a minute.
+//! Tests that the first missed call is logged immediately, and that later missed calls are logged
+//! at most once a minute.
 
 use super::*;
 

@@ -72,8 +72,8 @@ fn new_connection_keeps_the_frame_limit() {
     assert_eq!((rows.len(), num_dropped), (2, 3), "workers can only copy to two frames");
 }
 
-/// An idle engine does not call `renew`, and its open descriptors would keep the memory of every
-/// server that exited in the meantime.
+/// An idle engine does not call `renew`, so its unused connections must be dropped in the
+/// background. Otherwise, their descriptors would keep the memory of exited servers allocated.
 #[test]
 fn connection_lost_before_its_first_use_is_dropped() {
     let dir = tempfile::tempdir().expect("a directory");
