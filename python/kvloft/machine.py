@@ -70,7 +70,7 @@ def refuse_here(config: Config, available_bytes: int | None = None) -> None:
 
 
 def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status")) -> None:
-    """Raise ConfigError if ``status`` excludes one of ``nodes`` for this process."""
+    """Raise ConfigError if, according to ``status``, this process must not use one of ``nodes``."""
     try:
         lines = status.read_text().splitlines()
         lists = [line.split()[1] for line in lines if line.startswith("Mems_allowed_list:")]
@@ -104,7 +104,7 @@ def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
 
 
 def _bare(config: Config) -> list[str]:
-    """Return a warning for each number that probably lacks a unit by mistake."""
+    """Return a warning for each number whose unit is probably missing by mistake."""
     numbers = [
         (f"{key} = {_shown(number)} ({config.origin(key)})", key, number)
         for key, number in config.bare_numbers.items()

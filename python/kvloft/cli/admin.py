@@ -190,7 +190,7 @@ def salt_tag(salt: str) -> str:
 
 
 def _confirm(question: str) -> bool:
-    """Ask for confirmation. Return False at the end of input or if stdin is not a terminal."""
+    """Ask the user to confirm. Return False at the end of input or if stdin is not a terminal."""
     if not sys.stdin.isatty():
         return False
     try:

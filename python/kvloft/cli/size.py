@@ -36,7 +36,7 @@ COMPRESSED: Final = frozenset({"auto", "bfloat16"})
 
 @dataclass(frozen=True, slots=True)
 class KvSize:
-    """KV size of one token in bytes, summed over all ranks, by layer kind."""
+    """KV size of one token in bytes for each kind of layer, summed over all ranks."""
 
     full_bytes: int
     reaching_bytes: int

@@ -112,7 +112,7 @@ class _Output:
 def rates_of(
     status: dict[str, Any], seconds: float, before: dict[str, Any]
 ) -> dict[bytes, dict[str, float]]:
-    """Return the rates in chunks per second for each namespace that was already open."""
+    """Return the rates, in chunks per second, of each namespace that was already open."""
     olds, rates = _by_name(before), {}
     for space in status["namespaces"]:
         new, old = space["stats"], olds.get(space["namespace"])

@@ -45,7 +45,7 @@ class BlockWriters:
             return
         if not (request.save_blocked or request.kv_outdated):
             request.extend_chains(request.num_complete * self._unit_tokens)
-        if request.save_blocked or request.kv_outdated:  # `extend_chains` can set kv_outdated
+        if request.save_blocked or request.kv_outdated:  # `extend_chains` can set ``kv_outdated``
             self.forget(request)
         else:
             self.note(request)
@@ -67,12 +67,12 @@ class BlockWriters:
         request.num_noted = max(request.num_noted, units.stop)
 
     def forget(self, request: RequestState) -> None:
-        """Drop the records of blocks that a request writes: its KV must not be saved."""
+        """Drop the records of blocks that a request writes, because its KV must not be saved."""
         self._drop_unknown(request)
         request.num_noted = max(request.num_noted, len(request.blocks))
 
     def drop_written(self, request: RequestState) -> None:
-        """Drop the records of all blocks that the request wrote: its hit may be wrong."""
+        """Drop the records of all blocks that the request wrote, because its hit may be wrong."""
         request.num_noted = 0
         self._drop_unknown(request)
 
@@ -117,7 +117,7 @@ class BlockWriters:
         admitted: Collection[ReqId],
         step: StepView,
     ) -> list[RequestState]:
-        """Check the unchecked hits of ``due`` and ``admitted`` requests.
+        """Check the hits of ``due`` and ``admitted`` requests that are not checked yet.
 
         Returns the requests whose hit contains a block of a different prefix. All KV that such a
         request computes depends on that block, so none may be saved.
@@ -163,7 +163,7 @@ class BlockWriters:
         return left
 
     def _without_known(self, unchecked: list[RequestState]) -> list[RequestState]:
-        """Mark requests as checked if `know_hit` returns True. Return the others."""
+        """Mark requests as checked if `know_hit` returns True. Return the other requests."""
         known = [request for request in unchecked if self.know_hit(request)]
         for request in known:
             request.is_hit_unchecked = False
@@ -195,7 +195,7 @@ class BlockWriters:
     def find_others(
         self, saves: Iterable[SavePlan], requests: Mapping[ReqId, RequestState]
     ) -> list[SavePlan]:
-        """Return the saves with hit blocks written for a different continuation."""
+        """Return the saves that contain hit blocks written for a different continuation."""
         found = []
         for save in saves:
             request = requests[save.req_id]
@@ -233,6 +233,6 @@ def _update(
 
 
 def _tables(request: RequestState) -> Iterator[tuple[Sequence[BlockId], int]]:
-    """Yield each group's block table and number of blocks per unit."""
+    """Yield each group's block table and the group's number of blocks per unit."""
     blocks = request.blocks
     return ((table, blocks.size_of(group)) for group, table in enumerate(blocks.tables))

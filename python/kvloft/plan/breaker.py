@@ -19,7 +19,7 @@ class CircuitBreaker:
 
     def __init__(self) -> None:
         self.retry_s = RETRY_S
-        """Pause in seconds after too many failed loads."""
+        """Duration of the pause after too many failed loads, in seconds."""
         self._failed_in_a_row = 0
         self._open_until_s = 0.0
 

@@ -1,4 +1,4 @@
-"""Objects that all parts of the scheduler side share.
+"""Objects shared by all parts of the scheduler side.
 
 Calls to the KV event announcer are queued until the plan is complete, so that an error in KV events
 cannot fail a plan or an admission.

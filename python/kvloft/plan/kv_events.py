@@ -22,9 +22,9 @@ class Block(NamedTuple):
     parent: bytes | None
     token_ids: array[int]
     adapter: Any = None
-    """Hash inputs for the entire prefix."""
+    """The engine's additional hash inputs for the entire prefix."""
     extra: Any = None
-    """Hash inputs, other than tokens, for this block only."""
+    """The engine's additional hash inputs for this block only."""
 
 
 class Stored(NamedTuple):

@@ -22,9 +22,10 @@ class ReadTurns:
         self.loading = PinnedFrames(self.num_units)
         """Frames pinned by loads in progress, which waiting requests cannot use."""
         self._first: ReqId | None = None
-        """This step's first request that waits for its turn or with pinned frames."""
+        """The first request in this step that waits for its turn or holds pinned frames."""
         self._blocked: ReqId | None = None
-        """This step's first request that must wait for its turn. Later requests must wait too."""
+        """The first request in this step that must wait for its turn. Later requests must wait too.
+        """
         self._paused_until_s = float("-inf")
 
     def set_memory(self, num_bytes: int) -> None:

@@ -30,7 +30,7 @@ class SaveSchedule:
         """Positions of due requests by step. None while steps are unpredictable."""
         self._step = self._num_steady = 0
         self._next_sum: int | None = None
-        """Next step's sum of ``computed`` if each request advances by one token."""
+        """The next step's sum of ``computed`` if each request advances by one token."""
 
     def line_up(self, running: Iterable[ReqId], due_at: Iterable[int]) -> None:
         self.running, self._before = [], []

@@ -151,7 +151,9 @@ class SchedulerCore:
         self._loads.plan_failure(live.req_id, num_tokens, tables)
 
     def hit_tokens(self, req_id: ReqId) -> Mapping[str, int]:
-        """Return the token counts by tier of a request's last planned load, without lost blocks."""
+        """Return a request's number of tokens per tier in its last planned load, excluding lost
+        blocks.
+        """
         request = self._requests.get(req_id)
         return request.loaded_tokens if request is not None else {}
 
@@ -231,7 +233,7 @@ class SchedulerCore:
     def _end_plan(self, plan: StepPlan) -> StepPlan:
         """Return ``plan`` with the arena and all queued loads, and begin the next step.
 
-        Call this last, because a failed plan is retried without saves.
+        This must be the last call in planning, because a failed plan is retried without saves.
         """
         self._admission.begin_step()
         self._admitted.clear()
@@ -339,7 +341,7 @@ class SchedulerCore:
             self._mark_kv_outdated()
 
     def count_on(self, num_bytes: int) -> None:
-        """Set how many bytes of a shared arena this store may use."""
+        """Set the number of bytes that this store may use in a shared arena."""
         if self._arena is not None:
             self._admission.turns.set_memory(min(self._arena.size_bytes, num_bytes))
 

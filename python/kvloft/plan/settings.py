@@ -35,7 +35,7 @@ class PlanSettings:
     shares_blocks: bool = False
     """True if vLLM's prefix cache is enabled, so requests can share the blocks of a load."""
     save_prompts_only: bool = False
-    """True if generated tokens are not saved. A request can override this setting."""
+    """True if generated tokens are not saved by default. A request can override this setting."""
     max_running: int | None = None
     """Maximum number of requests that vLLM runs concurrently; None if unknown."""
     draft_limit: int | None = None

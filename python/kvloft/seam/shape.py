@@ -96,7 +96,9 @@ class CacheShape:
         return kinds.index("full" if "full" in kinds else "window")
 
     def number_of(self, group: int) -> int | None:
-        """Return the number hashed into the group's keys; None if the group uses prefix keys."""
+        """Return the number that is hashed into the group's keys, or None if the group uses prefix
+        keys.
+        """
         return None if group == self.main and self.groups[group].kind == "full" else group + 1
 
     @property
@@ -174,10 +176,11 @@ class ArenaSpec:
     groups: tuple[GroupShape, ...]
     """The scheduler side's KV cache groups, whose sizes take all ranks into account."""
     id: int = 0
-    """Identifies the memory, because a path can be reused; 0 if unknown."""
+    """Identifies the memory, because a path can be reused. The id is 0 if it is unknown."""
     lifeline: tuple[str, int] | None = None
-    """Path and inode of the pipe that workers hold open (see `Lifeline`); None without a server."""
+    """Path and inode of the pipe that workers keep open (see `Lifeline`), or None without a server.
+    """
 
     def is_same_memory(self, other: Self | None) -> bool:
-        """Return True if ``other`` describes the same memory; the lifelines may differ."""
+        """Return True if ``other`` describes the same memory. The lifelines may differ."""
         return other is not None and replace(other, lifeline=self.lifeline) == self and self.id != 0

@@ -78,7 +78,7 @@ class LiveRequest(Protocol):
 
     @property
     def saves(self) -> Literal["all", "prompt"] | None:
-        """Return which tokens to save, or None if the request does not specify."""
+        """Return which tokens to save, or None if the request does not specify this."""
         ...
 
     def view(self) -> RequestView: ...
@@ -108,7 +108,7 @@ class BoundaryState(NamedTuple):
 
 
 class StepView(NamedTuple):
-    """The decisions of one ``schedule()`` call, independent of vLLM's two output formats.
+    """The decisions of a ``schedule()`` call, independent of vLLM's two output formats.
 
     ``running`` and ``num_computed_tokens`` are vLLM's own parallel lists, because copying the lists
     in every step would be slow. ``grown`` lists the blocks added to each request whose block table

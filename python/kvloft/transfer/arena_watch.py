@@ -13,7 +13,7 @@ from kvloft.transfer.mover import Mover
 logger = logging.getLogger(__name__)
 
 GRACE_S: Final = 1.0
-"""Time for the engine to reconnect to the same memory, which then stays mapped."""
+"""Time in which the engine can reconnect to the same memory, which then stays mapped."""
 
 
 class ArenaWatch:

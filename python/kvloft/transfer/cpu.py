@@ -23,7 +23,7 @@ class CpuMover:
     usable_bytes = None
 
     def __init__(self, layouts: Sequence[PagedLayout], frames: Sequence[GroupFrames]) -> None:
-        """``layouts`` and ``frames`` have one entry per KV cache group.
+        """Create the mover. ``layouts`` and ``frames`` have one entry per KV cache group.
 
         This mover does not support compressed chunks.
         """
@@ -101,7 +101,7 @@ class CpuMover:
             page[:] = saved
 
     def _pages(self, group: int, copy: ChunkCopy, first: int) -> Iterator[tuple[Any, Any]]:
-        """Yield pairs of pages: a page in the private part and the matching page in paged KV.
+        """Yield each page in the private part together with the matching page in paged KV.
 
         Block ``first`` of the part matches the first block of ``copy``.
         """

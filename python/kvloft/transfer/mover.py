@@ -1,6 +1,6 @@
 """The interface of movers, which copy chunks between paged KV and frames.
 
-`cpu.CpuMover` copies synchronously. A CUDA mover's copies can take more than one step.
+`cpu.CpuMover` copies synchronously. The copies of a CUDA mover can take more than one step.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,9 @@ class Mover(Protocol):
 
     @property
     def usable_bytes(self) -> int | None:
-        """Return the number of writable bytes at the start of the arena, or None if all are."""
+        """Return the number of writable bytes at the start of the arena, or None if all bytes are
+        writable.
+        """
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
         """Make the next forward pass, which can write to ``rewritten``, wait for saves that still

@@ -27,7 +27,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ALL_BYTES = (1 << 63) - 1
-"""Reported if the entire arena is usable. Larger than any arena."""
+"""Value reported if the entire arena is usable. It is larger than any arena."""
 RELEASE_S = 0.02
 """Time to release the previous arena within a step, which suffices for small arenas."""
 
@@ -56,7 +56,7 @@ class WorkerCore:
         settings: MoverSettings | None = None,
         make_mover: MakeMover | None = None,
     ) -> None:
-        """By default, the device of the KV cache determines the mover."""
+        """Create the worker side. By default, the device of the KV cache determines the mover."""
         self._settings = settings or MoverSettings()
         self._shape = shape
         self._rank = rank
@@ -72,7 +72,7 @@ class WorkerCore:
         self._is_asleep = self._is_stopped = False
         self._plan = StepPlan()
         self._arena: ArenaSpec | None = None
-        """The most recent arena specified by a plan. It may have no mover."""
+        """The arena that the most recent plan with an arena specified. It may have no mover."""
         self._lifeline: Lifeline | None = None
         """Open while the mover can write to a server's frames."""
         self._watch: ArenaWatch | None = None
@@ -223,8 +223,8 @@ class WorkerCore:
 
     @_locked
     def take_report(self) -> StepReport | None:
-        """Return new results and the prompt step number, or None if there is nothing to report.
-        Exclude loads that `take_finished_loads` has not returned yet.
+        """Return new results and the prompt step number, or None if there is nothing to report. The
+        results exclude loads that `take_finished_loads` has not returned yet.
         """
         self._collect()
         done = self._pending
@@ -255,7 +255,7 @@ class WorkerCore:
 
     @_locked
     def take_totals(self) -> Finished:
-        """Return the bytes copied and the copy time since the last call."""
+        """Return the number of bytes copied and the copy time since the last call."""
         totals, self._totals = self._totals, Finished()
         return totals
 
@@ -332,7 +332,7 @@ class WorkerCore:
             if mover is not None:
                 submit(mover)
                 is_taken = True
-        finally:  # also for a panic in Rust, which is not an Exception
+        finally:  # a panic in Rust is not an Exception
             if not is_taken:
                 if mover is not None:
                     self._note(mover.drain())

@@ -72,7 +72,7 @@ def _clear_prompt(engine: Engine, head: list[int], length: int) -> Chosen:
 
 
 def _random_ids(llm: Any, nth: int, count: int) -> list[int]:
-    """Return token ids of random words, or random ids without a tokenizer."""
+    """Return the token ids of random words or, without a tokenizer, random token ids."""
     chance = random.Random(f"{count} {nth}")
     if not llm.vllm_config.model_config.skip_tokenizer_init:
         text = " ".join(chance.choices(WORDS.split(), k=count + 1))

@@ -229,6 +229,6 @@ def num_replicas(vllm_config: Any, kv_cache_config: Any) -> int:
     reported: int | None = getattr(kv_cache_config, "kv_tp_replicas", None)
     if reported is not None:
         return reported
-    specs = layer_specs(kv_cache_config).values()  # vLLM 0.30; may omit the draft model's layers
+    specs = layer_specs(kv_cache_config).values()  # vLLM 0.30 may omit draft layers
     is_mla = not has_draft and all(isinstance(spec, MLAAttentionSpec) for spec in specs)
     return int(parallel.tensor_parallel_size) if is_mla else 1

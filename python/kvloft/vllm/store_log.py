@@ -57,7 +57,7 @@ class StoreLog:
         self._next_warning_s: dict[str, float] = {}
         self._last_event = ""
         self._pause_text = "for a minute"
-        """How long too many failures pause loads."""
+        """Text that says how long loads are paused after too many failures."""
 
     def warn_of_failing_requests(self) -> None:
         """Warn that a failed load fails its request, and log later pauses as permanent."""

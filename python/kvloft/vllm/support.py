@@ -21,7 +21,7 @@ from kvloft.vllm.shape import KIND_OF_SPEC, group_specs, has_draft_kv, layer_spe
 
 try:
     from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
-except ImportError:  # older releases
+except ImportError:  # older vLLM releases
     AuxOutputSchedulerConnector = None
 
 HAS_GROUPS = hasattr(base, "KVConnectorTransferResults") and hasattr(

@@ -25,7 +25,7 @@ from kvloft.vllm.identity.adapters import AdapterNames
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # before vLLM 0.32, hits have no source
+except ImportError:  # before vLLM 0.32, hits have no source label
     CacheHitSource = None
 
 
@@ -194,7 +194,7 @@ def _flatten(tables: Sequence[Sequence[int]]) -> Sequence[int]:
 
 
 _first_of: Callable[[Any], Sequence[int]] = itemgetter(0)
-"""Returns the only group's table."""
+"""Returns the table of the only group."""
 
 
 def hit_sources(by_tier: Mapping[str, int], num_tokens: int) -> dict[Any, int]:

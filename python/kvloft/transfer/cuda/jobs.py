@@ -27,7 +27,7 @@ LAST_PIECE_DIVISOR = 4
 while the last piece is scattered.
 """
 SORTED_PIECES = 4
-"""Number of consecutive pieces in a load whose chunks are sorted together."""
+"""Number of consecutive pieces of a load whose chunks are sorted together."""
 
 
 def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class WaitingSave(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class WaitingLoad:
-    """Chunks of one load and one page kind. The first ``num_sent`` chunks have been taken."""
+    """Chunks of one load and one page kind. The first ``num_sent`` chunks are already taken."""
 
     load: Load
     kind: int
@@ -91,7 +91,7 @@ class WaitingLoad:
     after: Mark | None
     num_sent: int = 0
     window: ChunkBatch | tuple[()] = ()
-    """Chunks sorted by frame. The first ``num_window_sent`` chunks have been taken."""
+    """Chunks sorted by frame. The first ``num_window_sent`` chunks are already taken."""
     num_window_sent: int = 0
 
     @property

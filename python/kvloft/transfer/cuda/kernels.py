@@ -123,7 +123,7 @@ def _fields_of(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
 
 
 class PieceParams(ctypes.Structure):
-    """Kernel launch parameters. kv_layout.cuh documents the fields."""
+    """The parameters of a kernel launch. kv_layout.cuh documents the fields."""
 
     _fields_ = (
         *_fields_of(ctypes.c_uint64, "tiles sums num_done tags_out block_bytes base"),

@@ -90,7 +90,9 @@ class Shared:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Fail all copies instead of raising an exception, so that submitter threads survive."""
+        """Make a method fail all copies instead of raising an exception, so that submitter threads
+        survive.
+        """
         try:
             yield
         except Exception as error:
@@ -135,7 +137,7 @@ class Shared:
         """
         limits, memory = self.kinds[kind].loads, self.kinds[kind].memory
         if not self.kinds[kind].fits:
-            return LAYOUT  # a different engine may be able to load these chunks
+            return LAYOUT  # another engine may be able to load these chunks
         try:
             chunks.check(
                 num_frames=memory.num_frames,
@@ -210,7 +212,9 @@ class Direction(ABC, Generic[_WaitingItem]):
         return bool(self.waiting or self.queued)
 
     def awaited(self) -> driver.Event | None:
-        """Return the event after which waiting copies can be submitted, or None if none wait."""
+        """Return the event after which waiting copies can be submitted, or None if no copy is
+        waiting.
+        """
         return self.in_flight[0].sent.done if self.in_flight and self.is_behind else None
 
     def feed(self) -> None:

@@ -36,7 +36,7 @@ RENAME = "to cache these requests, load the adapter under a new name"
 
 
 class _NotSharedError(Exception):
-    """Why requests with an adapter must not be cached."""
+    """The reason why requests with an adapter must not be cached."""
 
 
 class AdapterNames:
@@ -68,8 +68,8 @@ class AdapterNames:
         self._are_seen = are_seen
         self._on_replace = on_replace
         self._seen: dict[tuple[str, str], tuple[tuple[Look | None, str | None], str | None]] = {}
-        """The files and hub commit at the first check, and the identity, which is None once either
-        has changed.
+        """The files and hub commit at the first check, and the identity. The identity is None once
+        the files or the commit have changed.
         """
         self._first_of: dict[int, tuple[str, str]] = {}
         self._replaced: set[int] = set()
@@ -95,7 +95,7 @@ class AdapterNames:
             return lora.lora_name, None
 
     def check_again(self, lora: LoRARequest) -> None:
-        """Recheck an adapter's files for a resumed request: workers may reload the adapter."""
+        """Recheck an adapter's files for a resumed request, because workers may reload them."""
         _name, identity = self.identify(lora) or ("", "")
         if identity is None:
             self._on_replace(lora.lora_int_id)
@@ -130,7 +130,7 @@ class AdapterNames:
         if slot not in self._seen:
             self._seen[slot] = now, self._state(lora, *now)
         first, state = self._seen[slot]
-        if first == (None, None) and state is not None:  # possibly downloaded since
+        if first == (None, None) and state is not None:  # perhaps downloaded since then
             first = now
             self._seen[slot] = first, state
         if state is not None and first != now:
