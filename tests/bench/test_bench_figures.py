@@ -552,7 +552,7 @@ def test_the_report_names_engines_with_tokens_left_in_hbm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """If tokens remain in HBM, the measured time is not that of a full load from the server. The
-    prompts between rounds should have evicted them.
+    prompts between rounds should have evicted these tokens.
     """
     both = {
         name: {"warm_ms": 70.0, "cached_tokens": [96, 96], "from_connector": [96, 96]}

@@ -193,7 +193,7 @@ def test_a_signal_ends_the_engines_and_removes_the_files(
 def assert_gone(pid: int) -> None:
     stat = Path(f"/proc/{pid}/stat")
     while stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z":
-        time.sleep(0.05)  # if the test hangs, pytest's own timeout fails it
+        time.sleep(0.05)  # if this loop never ends, pytest's timeout fails the test
 
 
 TRUE = {

@@ -493,7 +493,7 @@ def drawn_on_terminal(socket: str, term: str) -> bytes:
     ):
         os.close(its)
         drawn = b""
-        with contextlib.suppress(OSError):  # after the other end is closed
+        with contextlib.suppress(OSError):  # reading fails once the other end is closed
             while part := screen.read(1 << 16):
                 drawn += part
         assert process.wait(timeout=120) == 0

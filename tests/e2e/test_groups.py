@@ -30,7 +30,7 @@ REFUSED = {
     "deepseek-v2": "kvloft rejects latent attention on CPUs without AMX: vLLM does not split "
     "prompts there",
 }
-"""Unsupported models with the reason. Remove a row when kvloft supports the model."""
+"""Maps each unsupported model to the reason. Remove a row when kvloft supports the model."""
 VLLM_DIFFERS = {"lfm2": {65}}
 """Prompt lengths for which vLLM's CPU build gives a different output with its own prefix cache,
 even without kvloft, because vLLM splits these prompts at token 64.
@@ -39,7 +39,7 @@ even without kvloft, because vLLM splits these prompts at token 64.
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A model with its files and reference outputs."""
+    """A model, its files and its reference outputs."""
 
     model: ZooModel
     folder: Path

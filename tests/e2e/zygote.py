@@ -74,7 +74,7 @@ def always_wait_for_disk() -> None:
     """Make requests wait for the disk even if computing is faster.
 
     Tests count the tokens that are loaded, on machines of any speed. With KV_DISK_PACING=1,
-    requests only wait for the disk if it is faster.
+    requests wait for the disk only if it is faster.
     """
     from kvloft.plan.disk_pacing import DiskPacing
 
@@ -106,8 +106,8 @@ def main(path: str, parent: int) -> None:
     end_with(parent)
     preload()
     gc.collect()
-    # Without a freeze, garbage collection in an engine would write to the shared pages and so copy
-    # them.
+    # Without a freeze, garbage collection in an engine would write to the shared pages and thereby
+    # copy them.
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     with socket.socket(socket.AF_UNIX) as server:

@@ -79,8 +79,8 @@ def test_an_adapter_that_changed_since_the_start_is_this_runs_own(
 
 
 def test_an_adapter_that_changed_and_changed_back_is_not_shared(adapter: Path) -> None:
-    """The files are restored with their times, but workers may have loaded the other version in the
-    meantime.
+    """The files are restored with their original times, but workers may have loaded the other
+    version in the meantime.
     """
     names, lora = AdapterNames(), LoRARequest("a", 1, str(adapter))
     first, seen = names.identify(lora), names._looks.look(str(adapter))
@@ -110,7 +110,7 @@ def test_an_adapter_loaded_in_place_is_not_shared(adapter: Path) -> None:
 
 
 def test_another_adapter_under_a_known_number_is_not_shared(adapter: Path) -> None:
-    """Workers have loaded either adapter under this number."""
+    """Workers may have loaded either adapter under this number."""
     names = AdapterNames()
     assert names.identify(LoRARequest("a", 1, str(adapter))) != UNCACHED
     other = LoRARequest("b", 1, str(adapter))

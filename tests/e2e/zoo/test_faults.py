@@ -97,8 +97,9 @@ def test_a_last_token_with_a_short_rest_is_wrong_with_mamba2_only(
     """vLLM pads a prompt's last token with draft tokens that will be rejected. If the padded row
     follows a row with the rest of another prompt, vLLM treats both rows as prompts.
 
-    Of the padded row's states, vLLM then keeps only the state after the padding. Gated delta nets
-    are not affected, because they check whether a row has draft tokens and ignore its position.
+    vLLM then keeps only one of the padded row's states: the state after the padding. Gated delta
+    nets are not affected, because they check whether a row has draft tokens and ignore its
+    position.
     """
     engine, truth = start(ZOO[name], max_num_seqs=5)
     assert bool(num_wrong_hits(engine, truth, ZOO[name].hit_tokens)) is is_wrong
