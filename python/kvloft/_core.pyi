@@ -20,7 +20,9 @@ def namespace_digest(fields: Sequence[tuple[str, str]]) -> bytes:
     """Return an order-independent 32-byte digest of (name, value) pairs. Names must be unique."""
 
 def root_key(namespace: bytes, adapter: tuple[str, str] | None, cache_salt: str | None) -> bytes:
-    """Return the 32-byte key of the empty prefix. ``adapter`` is a LoRA's (name, path or id)."""
+    """Return the 32-byte key of the empty prefix. ``adapter`` is the (name, path or id) of a LoRA
+    adapter.
+    """
 
 def first_of_each(keys: list[Any], values: list[Any]) -> list[tuple[Any, Any]]:
     """Return (key, value[0]) for each value that is neither None nor empty, in order."""
@@ -44,7 +46,7 @@ class KeyChain:
     def append_tokens(
         self, token_ids: Sequence[int], start: int = 0, stop: int | None = None, /
     ) -> None:
-        """Append ``token_ids[start:stop]``. Reads a list in place."""
+        """Append ``token_ids[start:stop]``. A list is read in place, without copying it."""
     def append_embeds(self, rows: Any, *, dtype: str, width: int) -> None:
         """Append ``rows``, a C-contiguous buffer of n x ``width`` elements of type ``dtype``."""
     def key(self, block: int, group: int | None = None) -> bytes:
@@ -130,8 +132,9 @@ class ReadLease:
     """Pins chunks in host memory while later chunks are read from disk."""
 
     def poll(self) -> tuple[int, int]:
-        """Return the number of units ready to load and the number still being read. Never blocks on
-        I/O. Returns (0, 0) if a chunk of an all-or-nothing hit is unavailable.
+        """Return the number of units that are ready to load and the number that are still being
+        read. Never blocks on I/O. Returns (0, 0) if a chunk of an all-or-nothing hit is
+        unavailable.
         """
     def batch(
         self, tables: Sequence[Sequence[int]], begin: int, end: int
@@ -266,7 +269,9 @@ class Session:
         read.
         """
     def discard(self, keys: Sequence[bytes]) -> int:
-        """Remove damaged chunks and their descendants from all tiers. Return the number removed."""
+        """Remove damaged chunks and their descendants from all tiers. Return the number of removed
+        chunks.
+        """
     def clear(self) -> None:
         """Remove all chunks and pending saves. Pinned and reserved frames are freed later."""
     def stats(self) -> dict[str, int]:
@@ -343,7 +348,7 @@ def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """
 
 def server_clear(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:
-    """Remove all of a namespace's chunks from all tiers. Return the number removed.
+    """Remove all of a namespace's chunks from all tiers. Return the number of removed chunks.
 
     ``namespace`` is a prefix of the namespace's hex digits, or empty if the server has only one
     namespace. Raises the same exceptions as `server_status`. Unless exactly one namespace matches,
@@ -375,7 +380,7 @@ def disk_inspect(path: str) -> list[dict[str, Any]]:
 
 @final
 class DiskVerify:
-    """Checks the key and checksum of every chunk in a disk directory, in steps.
+    """Checks the key and checksum of every chunk in a disk directory, step by step.
 
     Raises BusyError if an engine uses the directory, and ConfigError if it is not a disk directory.
     """

@@ -202,7 +202,7 @@ METRICS: Final = (
     ),
     _gauge("slabs", _SPACE, "Number of slabs assigned to the namespace"),
     _gauge("share_percent", _NONE, "Fixed share of host memory in percent, if configured"),
-    # Metrics that a server counts once.
+    # Metrics of the server as a whole.
     _counter("server_accepted", _SERVER, "Number of accepted connections"),
     _counter("server_joined", _SERVER, "Number of accepted engines, including reconnections"),
     _counter("server_refused", _SERVER, "Number of rejected connections"),

@@ -17,11 +17,11 @@ from kvloft.errors import ConfigError, ShortageError
 from kvloft.limits import given_limits, tenant_limits
 
 SMALL: Final = 1 << 20
-"""Sizes without a unit below this value were probably not meant in bytes."""
+"""Sizes below this value that have no unit were probably not meant in bytes."""
 SHORT_S: Final = 3600
-"""Times without a unit below this value were probably not meant in seconds."""
+"""Times below this value that have no unit were probably not meant in seconds."""
 MAX_BARE_TIMEOUT_S: Final = 0.9
-"""A server_timeout without a unit above this value was probably meant in milliseconds."""
+"""A server_timeout above this value that has no unit was probably meant in milliseconds."""
 PROC: Final = Path("/proc")
 MAX_LOCK_BYTES: Final = 32
 """Maximum size of a disk directory's lock file, which holds the owner's process id."""
@@ -29,7 +29,7 @@ MAX_LOCK_BYTES: Final = 32
 
 def refuse_impossible(config: Config) -> None:
     """Raise ConfigError if disk_path cannot be a directory or salt_limits is invalid."""
-    if config.server in (None, AUTO):  # otherwise the server reads the file
+    if config.server in (None, AUTO):  # otherwise, the server reads the file
         tenant_limits(config)
     if config.disk_path is None:
         return

@@ -18,7 +18,7 @@ from kvloft.errors import ConfigError
 from kvloft.limits import read_salt
 
 NONE: Final = "(none)"
-"""The text a server reports for an unset setting."""
+"""The text that a server reports for a setting that is not set."""
 CLEAR_DESCRIPTION: Final = """\
 Remove all chunks in a namespace from memory and disk. Engines keep running
 and save new chunks. A namespace can be cleared even if it has no engines.
@@ -195,7 +195,7 @@ def _confirm(question: str) -> bool:
         return False
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:  # Ctrl-D
+    except EOFError:  # the user pressed Ctrl-D
         print()
         return False
 

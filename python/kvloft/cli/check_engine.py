@@ -35,7 +35,7 @@ CONSEQUENCES = ("Engine core initialization failed", "WorkerProc initialization 
 
 @dataclass(slots=True)
 class Ran:
-    """One engine's events.
+    """The events of one engine.
 
     If the engine failed, ``error`` is the reason and ``tail`` holds the end of the engine's log.
     """

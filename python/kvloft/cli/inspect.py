@@ -1,4 +1,6 @@
-"""Implements `kvloft inspect DIR`, which lists a disk directory's namespaces. It is read-only."""
+"""Implements `kvloft inspect DIR`, which lists a disk directory's namespaces. The command is
+read-only.
+"""
 
 import argparse
 import contextlib

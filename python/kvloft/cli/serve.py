@@ -177,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
     own = replace(config, server=None)  # the server uses this machine's memory and disk
     try:
         refuse_here(own, available_bytes())
-    except ShortageError as e:  # may be temporary: engines may still hold a killed server's memory
+    except ShortageError as e:  # temporary if engines still hold a killed server's memory
         warn(str(e))
         return 1
     _raise_file_limit()
@@ -317,7 +317,9 @@ def _log_start(options: _Options, server: Any, log: Log, begun: Callable[[], Non
 
 
 def _stop_line(config: Config) -> str:
-    """Return the line to log when stopping. Only a server with a disk tier has pending writes."""
+    """Return the line to log when the server stops. Only a server with a disk tier has pending
+    writes.
+    """
     if config.disk_path is None:
         return "stopping; discarding all chunks in memory because there is no disk tier"
     return (
@@ -336,9 +338,7 @@ def _place(stream: IO[str]) -> tuple[int, int] | None:
 
 
 def _disk(config: Config, trouble: str | None, *, is_told: bool) -> str:
-    """Return a description of the disk at startup. Omit the problem, if any, if ``is_told`` is
-    True.
-    """
+    """Return a description of the disk at startup. Omit any problem if ``is_told`` is True."""
     if config.disk_path is None:
         return "no disk"
     if trouble is None:

@@ -93,7 +93,7 @@ def tier_table(space: Status, status: Status) -> Table:
     table = new_table(
         "tier", "chunks", "bytes", "of size", "reading", "writing", "in use", "evicted"
     )
-    tiers = {  # counters of the columns chunks, reading, writing, in use, evicted
+    tiers = {  # counters for the columns chunks, reading, writing, in use, evicted
         "host": ("frames_visible", "", "frames_reserved", "pins", "host_evictions"),
         "disk": ("disk_used", "reads_pending", "disk_pending", "", "disk_evictions"),
     }
@@ -189,7 +189,7 @@ def hit_rate(counts: Counts, before: Counts | None = None) -> float | None:
 
 def hit_table(space: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> Table:
     """Return a table of hits for a namespace and its engines, with the hit rates since ``before``
-    if given.
+    if it is given.
     """
     now = ["now"] if before is not None else []
     table = new_table(

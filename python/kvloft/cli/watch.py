@@ -202,7 +202,9 @@ def _picture_of(
     olds: dict[bytes, dict[str, Any]],
     tag: str | None,
 ) -> RenderableType:
-    """Return a namespace's tables, most important first, because a short screen hides the last."""
+    """Return a namespace's tables, most important first, because a short screen hides the last
+    tables.
+    """
     flow = [_flow(rates, chunk_bytes(space))] if rates else []
     tables: list[Table | str] = [
         tier_table(space, status),

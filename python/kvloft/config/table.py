@@ -23,7 +23,7 @@ FROM_DEFAULT: Final = "default"
 """The origin of a setting that no source sets."""
 MIB: Final = 1 << 20
 GIB_BELOW: Final = 1024
-"""A size without a unit that is below this value was probably meant in GiB."""
+"""A size below this value that has no unit was probably meant in GiB."""
 AUTO: Final = "auto"
 """``server`` value that makes the first engine start a server."""
 
@@ -156,7 +156,7 @@ _TIMEOUT: Final = _TIME._replace(
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The effective settings and their origins. Sizes are in bytes, times in seconds."""
+    """The effective settings and their origins. Sizes are in bytes, and times are in seconds."""
 
     host_size: int = _set(4 << 30, _SIZE)
     disk_path: str | None = _set(None, _PATH)

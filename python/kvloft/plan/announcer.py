@@ -136,7 +136,9 @@ class Announcer:
         units: range,
         num_above: int,
     ) -> dict[bytes, _Chunk]:
-        """Return the chunks of ``units`` before the first whose blocks cannot be described."""
+        """Return the chunks of ``units``, up to but excluding the first chunk whose blocks cannot
+        be described.
+        """
         found: dict[bytes, _Chunk] = {}
         above = chain.key(num_above - 1, self._numbers[self._main]) if num_above else None
         for unit, nth in product(units, groups):

@@ -54,8 +54,8 @@ class BlockWriters:
         """Record the request's complete units that were not in vLLM's cache, and drop the records
         of all later blocks.
 
-        vLLM caches a block before its next tokens are known. After an abort, they stay unknown, but
-        other requests can still hit the block.
+        vLLM caches a block before its next tokens are known. After an abort, these tokens stay
+        unknown, but other requests can still hit the block.
         """
         self._drop_unknown(request)
         first = max(request.num_local_units, request.num_noted)
@@ -117,10 +117,10 @@ class BlockWriters:
         admitted: Collection[ReqId],
         step: StepView,
     ) -> list[RequestState]:
-        """Check the hits of ``due`` and ``admitted`` requests that are not checked yet.
+        """Check all hits of ``due`` and ``admitted`` requests that have not been checked yet.
 
         Returns the requests whose hit contains a block of a different prefix. All KV that such a
-        request computes depends on that block, so none may be saved.
+        request computes depends on that block, so none of the KV may be saved.
         """
         unchecked = {request: None for request in due if request.is_hit_unchecked}
         for request in filter(None, map(requests.get, admitted)):
@@ -173,7 +173,8 @@ class BlockWriters:
         """Return True if all of the hit's blocks were written for the request's prefix.
 
         Every block of the main group must have a record, except the null blocks before a window.
-        Blocks of other groups may lack one, because vLLM can replace them before they are recorded.
+        Blocks of other groups may lack a record, because vLLM can replace them before they are
+        recorded.
 
         The writer's next token may still differ. `are_of_continuation` keeps such blocks from being
         saved under this request's key.

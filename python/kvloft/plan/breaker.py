@@ -14,7 +14,7 @@ RETRY_S = 60.0
 class CircuitBreaker:
     """Counts consecutive failed loads.
 
-    If a failed load fails its request, ``retry_s`` is infinite and the breaker never retries.
+    If a failed load makes its request fail, ``retry_s`` is infinite and the breaker never retries.
     """
 
     def __init__(self) -> None:

@@ -66,7 +66,7 @@ def num_complete_units(
 def refresh_tables(request: RequestState, step: StepView) -> bool:
     """Read the request's current block tables. Return False if vLLM does not report them.
 
-    Models for which vLLM frees running requests' blocks need this.
+    This is needed for models for which vLLM frees blocks of running requests.
     """
     if step.tables is None or not (tables := step.tables(request.req_id)):
         return False

@@ -49,7 +49,7 @@ class EventNotes:
 
 @dataclass(slots=True, eq=False)
 class PlanContext:
-    """One scheduler side's store, settings, requests and counters."""
+    """The store, settings, requests and counters of a scheduler side."""
 
     store: Session
     settings: PlanSettings

@@ -1,7 +1,7 @@
 """Events for blocks that enter or leave the store's tiers.
 
 Routers use these events to send a prompt to an engine that holds the prompt's KV.
-`kvloft.vllm.events` converts them to vLLM's KV events.
+`kvloft.vllm.events` converts these events to vLLM's KV events.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class BlockBudget:
 
 
 class LoadGates:
-    """Tracks the loads in progress, and the slots and blocks they leave for other requests.
+    """Tracks the loads in progress, and the slots and blocks that they leave for other requests.
 
     A load that takes longer than ``wait_s`` counts as hung and no longer delays other requests.
     """
@@ -109,7 +109,7 @@ class LoadGates:
         self._budget_changed_s = float("-inf")
         self.count_running: Callable[[], int] = lambda: 0
         self.incoming: dict[ReqId, IncomingUnits] = {}
-        """Loads in progress that should load all their units."""
+        """Loads in progress that are expected to load all of their units."""
         self.slots_were_taken = False
         """Result of this step's last `check_slots_taken` call."""
         self.first_without_blocks: ReqId | None = None

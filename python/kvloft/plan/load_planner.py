@@ -16,7 +16,7 @@ from kvloft.seam.plan import LAYOUT, LoadPlan, LoadResult
 
 @dataclass(frozen=True, slots=True)
 class PlannedLoad:
-    """A load, the lease to hold until it completes, and the token counts by tier."""
+    """A load, the lease to hold until the load completes, and the number of tokens per tier."""
 
     plan: LoadPlan
     lease: Lease | None

@@ -15,7 +15,8 @@ from kvloft.seam.store import KeyChain
 from kvloft.seam.views import EmbedRows, LiveRequest, RequestView
 
 NEVER = (1 << 30) - 2
-"""Longer than any request, but small enough for fast int comparisons in CPython."""
+"""A number of tokens that no request reaches, but small enough for fast int comparisons in CPython.
+"""
 
 
 class IncomingUnits(NamedTuple):
@@ -88,7 +89,7 @@ class RequestState:
     save_blocked: bool = False
     """True if saves are blocked until the next admission, for example after a wrong hit."""
     kv_outdated: bool = False
-    """True if ``blocks`` holds outdated KV, for example after a reset. Saves are blocked."""
+    """True if ``blocks`` holds outdated KV, for example after a reset. Saves are then blocked."""
 
     # Waiting for admission.
     lease: Lease | None = None
@@ -141,7 +142,7 @@ class RequestState:
                 chain.add_item(item.identifier, item.start, item.num_tokens)
 
     def restart_keys(self) -> None:
-        """Recompute the keys after tokens or the adapter's identity have changed."""
+        """Recompute the keys after a change to the tokens or to the adapter's identity."""
         self._restart_chain()
         self.drop_lease()
         self.forget_saves()

@@ -51,7 +51,7 @@ class SaveSchedule:
             self._next_sum = None
             return list(compress(count(), map(gt, map(add, computed, scheduled), self._before)))
         total = sum(computed)
-        # No request advances by more than one token, so equal sums mean that all advanced.
+        # No request advances by more than one token, so equal sums mean that all requests advanced.
         is_steady, self._next_sum = total == self._next_sum, total + len(computed)
         self._num_steady = self._num_steady + 1 if is_steady else 0
         self._step += 1

@@ -207,7 +207,8 @@ class SchedulerCore:
 
     def _note_prompts(self, step: StepView) -> int | None:
         """Record how many prompt tokens the step computes and how many remain. Return the step's
-        number among steps that compute prompt tokens, or None if it computes none.
+        number among steps that compute prompt tokens, or None if the step computes no prompt
+        tokens.
         """
         disk, requests = self._admission.disk, self._requests
         for new in step.new:
@@ -347,7 +348,7 @@ class SchedulerCore:
 
     @property
     def has_queued_loads(self) -> bool:
-        """True if loads are queued. They use the current arena, so do not replace it."""
+        """True if loads are queued. Queued loads use the current arena, so do not replace it."""
         return bool(self._loads.queued)
 
     def meet_store(self, arena: ArenaSpec | None) -> None:

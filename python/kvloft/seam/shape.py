@@ -1,7 +1,7 @@
 """Describes KV cache groups, shards and the arena, with their sizes.
 
-Both sides and the store use these values. `kvloft.vllm.shape` builds them at startup from vLLM's
-configuration.
+Both sides and the store use these values. `kvloft.vllm.shape` derives the values from vLLM's
+configuration at startup.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,8 @@ class GroupShape:
     part_bytes: int = 4096
     """Size of a shard's part in a frame, in bytes."""
     compact_bytes: int = 0
-    """Size of a shard's part in a frame for compressed chunks, in bytes; 0 without compression."""
+    """Size of a shard's part in a frame for compressed chunks, in bytes, or 0 without compression.
+    """
 
     @property
     def unit_tokens(self) -> int:
@@ -103,7 +104,7 @@ class CacheShape:
 
     @property
     def unit_tokens(self) -> int:
-        """Return the number of tokens per unit. A unit is whole blocks in every group."""
+        """Return the number of tokens per unit. A unit consists of whole blocks in every group."""
         return self.groups[0].unit_tokens
 
     @property

@@ -25,7 +25,7 @@ class EmbedRows:
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """The identifier of a multimodal item and the positions it covers."""
+    """The identifier of a multimodal item and the positions that it covers."""
 
     identifier: str
     start: int
@@ -83,7 +83,7 @@ class LiveRequest(Protocol):
 
     def view(self) -> RequestView: ...
     def uses_adapter(self, number: int) -> bool:
-        """Return True if the request uses the LoRA adapter with vLLM's ``number``."""
+        """Return True if the request uses the LoRA adapter whose number in vLLM is ``number``."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The CPU mover copies synchronously. CUDA kernel tests use it as the reference.
+"""The CPU mover copies synchronously. Tests of the CUDA kernels use this mover as the reference.
 
 A failed copy is reported as a failed ticket or a failed load, never as an exception.
 """
@@ -79,7 +79,7 @@ class CpuMover:
         """Do nothing, because no copy is in flight between calls."""
 
     def _load(self, group: int, copy: ChunkCopy) -> str | None:
-        """Verify and scatter one chunk. Return the reason if the load failed, or None."""
+        """Verify and scatter one chunk. Return why the load failed, or None if it succeeded."""
         layout, _ = self._groups[group]
         try:
             problem = self._parts[group].fetch(copy, layout.digest, layout.page_bytes)

@@ -173,7 +173,7 @@ def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class BlockTiles:
-    """Sizes for splitting chunks at tile boundaries.
+    """The sizes needed to split chunks at tile boundaries.
 
     ``tile_offsets`` holds the payload offsets of a block's tiles.
     """
