@@ -52,7 +52,9 @@ class Mover(Protocol):
         """Block until no save reads ``blocks``, because another connector may write them."""
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
-        """Gather chunks after the current forward pass, before a later one overwrites them (I2)."""
+        """Gather chunks after the current forward pass and before a later pass overwrites them
+        (I2).
+        """
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
         """Verify and scatter chunks into blocks of requests that are waiting for the load."""

@@ -72,13 +72,15 @@ class WorkerCore:
         self._is_asleep = self._is_stopped = False
         self._plan = StepPlan()
         self._arena: ArenaSpec | None = None
-        """The arena that the most recent plan with an arena specified. It may have no mover."""
+        """The arena in the most recent plan that specified an arena. This arena may have no mover.
+        """
         self._lifeline: Lifeline | None = None
-        """Open while the mover can write to a server's frames."""
+        """The lifeline, which stays open while the mover can write to a server's frames."""
         self._watch: ArenaWatch | None = None
         self._release: ArenaRelease | None = None
         self._lock = threading.RLock()
-        """Held by each method, because the watch thread can release the arena at any time."""
+        """Each method holds this lock, because the watch thread can release the arena at any time.
+        """
         self._loads_run = self._saves_run = True
         self._pending = Finished()
         self._num_announced = 0
@@ -114,8 +116,8 @@ class WorkerCore:
 
     @_locked
     def begin(self, plan: StepPlan) -> None:
-        """Begin a step before its forward pass. Report saves of the previous plan that never
-        started as failed.
+        """Begin a step before its forward pass. Saves of the previous plan that never started are
+        reported as failed.
         """
         if not self._saves_run:
             self._fail_saves()
@@ -247,7 +249,9 @@ class WorkerCore:
         return report
 
     def _usable_bytes(self) -> tuple[int, int] | None:
-        """Return the rank and its number of usable arena bytes, or None if unchanged."""
+        """Return the rank and its number of usable arena bytes, or None if the number has not
+        changed.
+        """
         if self._mover is None or (usable := self._mover.usable_bytes) == self._told_usable:
             return None
         self._told_usable = usable
@@ -324,7 +328,9 @@ class WorkerCore:
         return self._mover
 
     def _hand_over(self, submit: Callable[[Mover], None], fail: Callable[[], None]) -> None:
-        """Submit copies. If this fails, wait for the accepted copies and ``fail`` the others."""
+        """Submit copies. If this fails, wait for the accepted copies and ``fail`` the rejected
+        copies.
+        """
         mover: Mover | None = None
         is_taken = False
         try:
@@ -339,7 +345,7 @@ class WorkerCore:
                 fail()
 
     def _fail_loads(self) -> None:
-        """Report the loads that were not accepted as failed, so that their requests do not hang."""
+        """Report loads as failed if they were not accepted, so that their requests do not hang."""
         done = {result.load_id for result in self._pending.loads}
         plans = [plan for plan in self._plan.loads if plan.load_id not in done]
         results = [LoadResult(plan.req_id, plan.load_id, failed=True) for plan in plans]
@@ -348,7 +354,7 @@ class WorkerCore:
         )
 
     def _fail_saves(self) -> None:
-        """Report the saves that were not accepted as failed, so that their frames are released."""
+        """Report saves as failed if they were not accepted, so that their frames are released."""
         done = {*self._pending.saved, *self._pending.failed}
         self._note(Finished(failed=[ticket for ticket in self._tickets() if ticket not in done]))
 

@@ -240,7 +240,7 @@ class KVLoftConnector(KVConnectorBase_V1):
         """Detect whether this is the only connector or a child of MultiConnector. vLLM calls this
         method before adding a request.
 
-        For an only connector, make vLLM free the blocks of preempted and finished requests
+        If this is the only connector, make vLLM free the blocks of preempted and finished requests
         immediately, as it does without a connector. By default, vLLM waits for in-flight steps that
         can still write to the blocks, because a connector could load into the blocks before these
         writes land. While vLLM 0.26 to 0.29 waits, it preempts one request after another.

@@ -88,7 +88,7 @@ class SchedulerHalf:
         config: Config,
     ) -> None:
         """Open the store. ``ranks`` holds the KV cache config of every rank, or only this process's
-        config if the others are unknown. The first config belongs to this process.
+        config if the other configs are unknown. The first config belongs to this process.
         """
         for warning in warnings(config):  # this check must precede opening the store
             logger.warning("kvloft: %s", warning)

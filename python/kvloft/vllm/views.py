@@ -1,6 +1,6 @@
 """Converts vLLM's requests and steps to kvloft's views.
 
-A field missing from some supported vLLM release is read with a default value.
+Fields that some supported vLLM releases lack are read with default values.
 """
 
 from collections import Counter
@@ -84,7 +84,7 @@ class VllmRequest:
         )
 
     def uses_adapter(self, number: int) -> bool:
-        """Return True if the request uses the LoRA adapter that vLLM numbers ``number``."""
+        """Return True if the request uses the LoRA adapter whose number in vLLM is ``number``."""
         lora = self.request.lora_request
         return lora is not None and lora.lora_int_id == number
 

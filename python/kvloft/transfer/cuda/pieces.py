@@ -30,7 +30,7 @@ def block_ids_of(chunks: ChunkBatch) -> npt.NDArray[np.int32]:
 
 
 def _columns_of(chunks: ChunkBatch) -> tuple[bytes, bytes, bytes]:
-    """Return the frames, keys and blocks of a batch of one group."""
+    """Return the frames, keys and blocks of a batch with a single group."""
     ((_, *columns),) = chunks.columns()[0] or [(0, b"", b"", b"")]
     frames, keys, blocks = columns
     return frames, keys, blocks
@@ -76,7 +76,7 @@ class Piece:
 
     Segment s belongs to chunk ``begin + s``. Segment bases are relative to the slot, where chunks
     are ``slot_stride`` bytes apart. Only the first ``num_segments`` entries of ``segments`` belong
-    to the piece. ``parts`` describes the encoded parts in host memory; it is None if parts are raw.
+    to the piece. ``parts`` describes the encoded parts in host memory, or is None if parts are raw.
     """
 
     begin: int

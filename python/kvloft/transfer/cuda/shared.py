@@ -38,7 +38,7 @@ waiting, which is rare.
 class PageKind(NamedTuple):
     """Pages of one layout in frames of one size. KV cache groups can share a kind.
 
-    ``saves`` and ``loads`` are the limits for pieces. ``unregistered`` is the limits for pieces
+    ``saves`` and ``loads`` hold the limits for pieces. ``unregistered`` holds the limits for pieces
     loaded from frames that are not registered yet.
     """
 
@@ -197,7 +197,9 @@ class Direction(ABC, Generic[_WaitingItem]):
     """
 
     def __init__(self, shared: Shared, lane: Lane, ramp_sizes: tuple[int, ...]) -> None:
-        """``ramp_sizes`` holds the sizes of the first pieces on an idle link, in chunks."""
+        """Create an idle direction. ``ramp_sizes`` holds the sizes, in chunks, of the first pieces
+        on an idle link.
+        """
         self._shared, self.lane, self._ramp_sizes = shared, lane, ramp_sizes
         self.waiting: deque[_WaitingItem] = deque()
         self.queued: deque[tuple[Job, Piece]] = deque()

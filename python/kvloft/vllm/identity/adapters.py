@@ -146,7 +146,7 @@ class AdapterNames:
         if getattr(lora, "tensorizer_config_dict", None):
             return uuid4().hex  # the weights are not at the path
         if files is None:
-            # Either a trainer passed tensors, or the adapter is on the hub. Unless offline, vLLM
-            # loads the latest files from the hub.
+            # Either a trainer passed tensors, or the adapter is on the hub. Unless vLLM is offline,
+            # it loads the latest files from the hub.
             return (commit if hub.HF_HUB_OFFLINE else None) or uuid4().hex
         return files.fingerprint() if files.latest_s <= self._start_s else uuid4().hex
