@@ -237,8 +237,8 @@ def left_behind(before: dict[object, str], since_s: float) -> list[str]:
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check for leftovers.
 
-    Set up before all other fixtures, including `monkeypatch`, so that the check runs after their
-    teardown.
+    This fixture is set up before all other fixtures, including `monkeypatch`, so that the check
+    runs after their teardown.
     """
     since_s, before, num_failed = (
         time.clock_gettime(time.CLOCK_BOOTTIME),

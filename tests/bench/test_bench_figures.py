@@ -195,7 +195,7 @@ def test_the_report_pools_every_cold_prompt(
     last_ms: float, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Plain vLLM takes 2 s for two prompts of 1,000 tokens and 2 s for a wave of 4,000 tokens. With
-    kvloft, it takes 0.26% or 0.51% longer.
+    kvloft, these requests take 0.26% or 0.51% longer.
     """
 
     def engine(*times_ms: float) -> dict[str, Any]:

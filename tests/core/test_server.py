@@ -1,5 +1,5 @@
-"""Tests the Python bindings of the server and its client. The tests in rust/wire cover their
-behavior.
+"""Tests the Python bindings of the server and its client. The tests in rust/wire cover the behavior
+of the server and the client.
 """
 
 import os

@@ -203,7 +203,7 @@ class Engine:
         return [results[r.id] for r in requests]
 
     def ask_each(self, *requests: Req) -> list[Result]:
-        """Like `ask`, but run the requests one after another."""
+        """Do the same as `ask`, but run the requests one after another."""
         return [self.ask(r)[0] for r in requests]
 
     def abort(self, *ids: str) -> None:

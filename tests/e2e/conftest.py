@@ -139,7 +139,7 @@ def truth(zygote: Zygote, model: Path) -> Iterator[Truth]:
 @pytest.fixture
 def start(zygote: Zygote, model: Path) -> Iterator[Callable[..., Engine]]:
     """Yield a function that starts engines (``start(num_blocks=..., kv_transfer_config=...)``), and
-    kill any that are still running after the test.
+    kill any engines that are still running after the test.
     """
     engines: list[Engine] = []
 

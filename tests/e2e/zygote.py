@@ -55,7 +55,7 @@ def preload() -> None:
 
 
 def configure_logging() -> None:
-    """Configure logging once for all engines, because it visits every logger."""
+    """Configure logging once for all engines, because this visits every logger."""
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
@@ -93,7 +93,7 @@ def replace_kernels() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent exits; exit if the parent has already
+    """Make the kernel kill this process when its parent exits. Exit if the parent has already
     exited.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -225,9 +225,8 @@ class Queues(RuleBasedStateMachine):
         )
         self.check_awaited(self.compute, set(rewritten))
         num_forwards = sum(entry[0] == "forward" for entry in self.clock.log)
-        forward_is_first = (
-            seed.random() < 0.5
-        )  # vLLM up to 0.29 submits loads before the forward pass, newer releases after it
+        # vLLM 0.29 and older submit loads before the forward pass, and newer releases after it.
+        forward_is_first = seed.random() < 0.5
         if forward_is_first:
             self.clock.log.append(("forward",))
         if num_loads:

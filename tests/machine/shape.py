@@ -127,7 +127,7 @@ class Shape:
 
     @property
     def drafter(self) -> str | None:
-        """The kind of draft model that has layers in a group, or None if there is none."""
+        """The kind of draft model that has layers in a group, or None without draft layers."""
         return next((group.drafter for group in self.groups if group.is_draft), None)
 
 

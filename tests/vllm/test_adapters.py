@@ -179,7 +179,9 @@ def test_an_adapter_downloaded_after_the_first_look_is_cached_in_this_run(
 def test_a_resumed_request_keeps_its_keys_only_if_the_files_are_the_same(
     adapter: Path, files: str
 ) -> None:
-    """While a request is preempted, workers can evict its adapter. They load it again later."""
+    """While a request is preempted, workers can evict its adapter. The workers load the adapter
+    again later.
+    """
     replaced: list[int] = []
     names, lora = AdapterNames(on_replace=replaced.append), LoRARequest("a", 1, str(adapter))
     assert names.identify(lora) != UNCACHED

@@ -50,7 +50,9 @@ def prompt(truth: Truth, seed: int, num_tokens: int, max_tokens: int) -> Req:
 
 
 ORDERS = ((2, 1, 4, 0, 3), (3, 0, 2, 1, 4), (4, 1, 3, 2, 0))
-"""Orders in which the other prompts start. The requests with a hit reuse their batch rows."""
+"""Orders in which the other prompts start. The requests with a hit reuse the batch rows of these
+prompts.
+"""
 
 
 def num_wrong_hits(engine: Engine, truth: Truth, size: int) -> int:
