@@ -67,7 +67,9 @@ class Arena:
     def size_bytes(self) -> int: ...
     @property
     def id(self) -> int:
-        """Identifier of the memory. Unlike a path, it is not reused while the memory exists."""
+        """Identifier of the memory. Unlike a path, the identifier is not reused while the memory
+        exists.
+        """
     def seal(self, part: dict[str, Any]) -> int:
         """Compute the tag of ``part``, write the trailer, and return the tag.
 
@@ -94,9 +96,7 @@ class ChunkBatch:
     def __new__(
         cls, parts: Sequence[tuple[int, bytes, bytes, bytes]], tickets: bytes
     ) -> ChunkBatch:
-        """Create a batch from the result of `columns`. Raises ConfigError if the columns are
-        inconsistent.
-        """
+        """Create a batch from the result of `columns`. Raises ConfigError for invalid columns."""
     @staticmethod
     def concat(batches: Sequence[Any]) -> ChunkBatch:
         """Return a single batch with all chunks, assigned to the first batch's group. All chunks
@@ -143,8 +143,7 @@ class ReadLease:
         group).
 
         Returns the chunks, and the number of units that each tier ('host' or 'disk') held when the
-        lease was acquired. Returns either all chunks or none, except with a single full-attention
-        group.
+        lease was acquired. Returns all chunks or none, except with a single full-attention group.
         """
     def release(self) -> None: ...
 
@@ -343,8 +342,8 @@ def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     Each namespace has namespace (32 bytes), description, frame_sizes, slabs, stats, tenants (tag or
     None, host_bytes, disk_bytes, max_host_bytes, max_disk_bytes, ttl_s; largest first) and engines
     (pid, connected_ms, reservations, leases). Raises LateError after the timeout, StoreError if no
-    server is running, DeniedError if its socket is not accessible, and ConfigError if the server
-    rejects the request.
+    server is running, DeniedError if the server's socket is not accessible, and ConfigError if the
+    server rejects the request.
     """
 
 def server_clear(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:
@@ -389,8 +388,8 @@ class DiskVerify:
     @property
     def num_chunks(self) -> int: ...
     def step(self, max_chunks: int) -> list[dict[str, Any]]:
-        """Check up to ``max_chunks`` more chunks and return a dict for each problem. Must be called
-        at least once.
+        """Check up to ``max_chunks`` more chunks and return a dict for each problem. Call this at
+        least once.
 
         The keys are namespace, slot (numbered among the slots of the same size), frame_bytes, key
         (hex), problem and is_other_format. slot, frame_bytes and key can be None. Namespaces in

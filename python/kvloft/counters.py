@@ -10,7 +10,9 @@ from typing import Final
 
 
 class Scope(Flag):
-    """Where a metric is exported. `kvloft status --json` also prints metrics without a scope."""
+    """Determines where a metric is exported. `kvloft status --json` also prints metrics without a
+    scope.
+    """
 
     ENGINE = auto()
     """Exported by vLLM's `/metrics` as `vllm:kvloft_NAME`."""

@@ -175,7 +175,7 @@ def _in_vain(config: Config) -> Iterator[str]:
 
 def _nearest(path: Path) -> Path:
     """Return the path, or its nearest ancestor that exists and is visible to this user."""
-    # Path.exists raises if the path is in an unreadable directory.
+    # Path.exists raises an exception if the path is in an unreadable directory.
     return next((place for place in (path, *path.parents) if os.path.exists(place)), path)  # noqa: PTH110
 
 

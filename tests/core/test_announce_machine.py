@@ -126,7 +126,7 @@ def blocks_of(key: Key) -> set[tuple[int, bytes]]:
 class Subscriber:
     """A subscriber to KV events.
 
-    If ``is_first``, it has received every event, so a contradictory event is an error.
+    If ``is_first``, the subscriber has received every event, so a contradictory event is an error.
     """
 
     def __init__(self, *, is_first: bool) -> None:

@@ -13,7 +13,9 @@ from kvloft.config.units import format_ttl, size_text
 Status = Mapping[str, Any]
 """The result of `_core.server_status`, or one of its namespaces."""
 ID_DIGITS = 16
-"""Number of namespace id digits printed. `clear`, `evict` and `--share` accept any prefix."""
+"""Number of digits of a namespace id that are printed. `clear`, `evict` and `--share` accept any
+prefix.
+"""
 Counts = Mapping[str, Any]
 """An engine's or namespace's counters, by name."""
 NO_ENGINE = "No engine has connected yet, so no memory is in use."

@@ -116,7 +116,7 @@ def rates_of(
     olds, rates = _by_name(before), {}
     for space in status["namespaces"]:
         new, old = space["stats"], olds.get(space["namespace"])
-        if old is None or not new:  # the namespace is new or still opening
+        if old is None or not new:  # the namespace is new or still being opened
             continue
         grown = {
             shown: new.get(name, 0) - old["stats"].get(name, 0) for shown, name in RATES.items()

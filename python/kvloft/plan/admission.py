@@ -46,7 +46,7 @@ first reads complete.
 """
 
 LEASE_S = 60.0
-"""Seconds until a lease expires if vLLM does not call `match` for its request."""
+"""Time in seconds after which a lease expires if vLLM does not call `match` for its request."""
 
 
 class Admission:
@@ -80,7 +80,7 @@ class Admission:
     def still_waits(self, req_id: ReqId, local_tokens: int) -> bool:
         """Return True if the last result was Wait and `match` would return Wait again.
 
-        Must be cheap: vLLM may call this for thousands of requests per step.
+        This must be cheap, because vLLM may call it for thousands of requests per step.
         """
         request = self.waiting.get(req_id)
         if request is None:

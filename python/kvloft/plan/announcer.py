@@ -93,7 +93,7 @@ class Announcer:
     # -- requests -------------------------------------------------------------------------------
 
     def note(self, live: LiveRequest, chain: KeyChain, units: range) -> None:
-        """Record that the chunks of ``units`` belong to ``live``. Saving them may still fail."""
+        """Record that the chunks of ``units`` belong to ``live``. Their saves may still fail."""
         self._note(live, chain, self._others, units, units.start)
 
     def note_states(self, live: LiveRequest, chain: KeyChain, num_units: int) -> None:
@@ -210,7 +210,8 @@ class Announcer:
         self._must_look_up_all, self._round = False, self._all()
 
     def withdraw(self, lost: Sequence[Event] = ()) -> None:
-        """Announce the removal of every block and stop. Called when kvloft stops offering tokens.
+        """Announce the removal of every block and stop. This is called when kvloft stops offering
+        tokens.
 
         ``lost`` holds events that were taken but possibly never published.
         """

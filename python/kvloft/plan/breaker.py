@@ -8,7 +8,7 @@ MAX_FAILED_LOADS = 8
 """Number of consecutive failed loads that trip the breaker."""
 
 RETRY_S = 60.0
-"""Seconds until the first retry after the breaker trips."""
+"""Time in seconds from the breaker's trip to the first retry."""
 
 
 class CircuitBreaker:

@@ -18,7 +18,9 @@ from kvloft.seam.store import Session
 
 
 class EventNotes:
-    """Queues calls to the announcer until `take` returns them. A no-op without an announcer."""
+    """Queues calls to the announcer until `take` returns them. Without an announcer, drops the
+    calls.
+    """
 
     def __init__(self, announcer: Announcer | None) -> None:
         self.announcer = announcer

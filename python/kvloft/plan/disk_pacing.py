@@ -16,7 +16,7 @@ from kvloft.seam.ids import ReqId
 DISK_HALF_LIFE_S = 5.0
 ENGINE_HALF_LIFE_S = 30.0
 WINDOW_S = 1.0
-"""Seconds of reads or steps that halve the weight of older measurements."""
+"""Duration of reads or steps, in seconds, that halves the weight of older measurements."""
 PRIOR_READS = 4
 """Number of chunks added to the measured reads as if they took no time, so that a few slow reads do
 not make the disk look too slow.

@@ -55,7 +55,8 @@ class ReadTurns:
     def take(self, request: RequestState, stored_units: int) -> bool:
         """Return True if ``request`` may pin its units.
 
-        The first request may always pin; otherwise, all requests could wait for each other.
+        The first request may always pin its units. Otherwise, all requests could wait for each
+        other.
         """
         if self.is_behind(request):
             return False
@@ -78,8 +79,8 @@ class ReadTurns:
     def pause(self, until_s: float) -> None:
         """Suspend turns until ``until_s``, so that no request waits for its turn.
 
-        Called when the disk is too slow; otherwise, each request would wait for all requests ahead
-        of it.
+        This is called when the disk is too slow. Otherwise, each request would wait for all
+        requests ahead of it.
         """
         self._paused_until_s = until_s
 

@@ -78,7 +78,7 @@ class RequestState:
     was_examined: bool = False
     """True if the request has been examined for complete units since its admission."""
     next_save: int = NEVER
-    """Frontier that completes the next unit; `NEVER` if no further unit can be saved."""
+    """Frontier that completes the next unit, or `NEVER` if no further unit can be saved."""
     saved_units: int = 0
     """Number of leading units that are stored or being saved."""
     save_start: int = 0

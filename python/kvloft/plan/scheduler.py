@@ -147,7 +147,7 @@ class SchedulerCore:
         return not is_dense or list(request.blocks.main_table[:1]) == list(tables.main_table[:1])
 
     def fail_load(self, live: LiveRequest, num_tokens: int, tables: Tables) -> None:
-        """Plan a load that fails. Called if `admit` failed for a request that vLLM admits."""
+        """Plan a load that fails. Call this if `admit` failed for a request that vLLM admits."""
         self._loads.plan_failure(live.req_id, num_tokens, tables)
 
     def hit_tokens(self, req_id: ReqId) -> Mapping[str, int]:

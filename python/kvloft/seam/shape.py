@@ -71,8 +71,8 @@ class CacheShape:
     A shard is ``num_replicas`` consecutive ranks that hold the same bytes (MLA). The first rank of
     a shard writes the shard's part of each frame, and all ranks of the shard read that part.
     ``lookahead`` is the number of tokens after a block that affect the draft model's KV in the
-    block. ``encoding`` is the encoding of compressed parts, as defined in `kvloft.transfer.frames`;
-    0 means that all parts are raw. Raises ValueError if ``num_ranks`` is not a multiple of
+    block. ``encoding`` is the encoding of compressed parts, as defined in `kvloft.transfer.frames`,
+    or 0 if all parts are raw. Raises ValueError if ``num_ranks`` is not a multiple of
     ``num_replicas``.
     """
 

@@ -36,7 +36,7 @@ class MediaItem:
 class RequestView:
     """The inputs to a request's keys, other than token ids.
 
-    ``embeds`` lists the positions whose input is an embedding; token ids at these positions are
+    ``embeds`` lists the positions whose input is an embedding. Token ids at these positions are
     ignored. ``savable_tokens`` is the number of leading tokens that may be saved. No later request
     can match the keys of the remaining tokens.
     """

@@ -62,7 +62,9 @@ class Mover(Protocol):
     def poll(self) -> Finished: ...
 
     def drain(self) -> Finished:
-        """Wait for all in-flight copies and return the results. Used before sleep and shutdown."""
+        """Wait for all in-flight copies and return the results. This is used before sleep and
+        shutdown.
+        """
 
     def close(self) -> None:
         """Wait for all in-flight copies and release all resources."""

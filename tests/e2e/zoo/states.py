@@ -49,7 +49,7 @@ def qwen3_next_config(layers: tuple[str, ...] = LAYERS, experts_in: int = -1) ->
 
 
 def delta_net(made: Weights, at: str) -> None:
-    """Add the tensors of a gated delta net. Their names start with ``at``."""
+    """Add the tensors of a gated delta net, with names that start with ``at``."""
     keys, values = GDN_KEY_HEADS * GDN_DIM, GDN_VALUE_HEADS * GDN_DIM
     made.dense(at + "in_proj_qkvz", 2 * keys + 2 * values, HIDDEN)
     made.dense(at + "in_proj_ba", 2 * GDN_VALUE_HEADS, HIDDEN)
@@ -61,8 +61,8 @@ def delta_net(made: Weights, at: str) -> None:
 
 
 def qwen_experts(made: Weights, at: str) -> None:
-    """Add the tensors of experts. Their names start with ``at``. One expert is selected per token,
-    and one expert is shared.
+    """Add the tensors of experts, with names that start with ``at``. One expert is selected per
+    token, and one expert is shared.
     """
     made.dense(at + "gate", QWEN_EXPERTS, HIDDEN)
     made.dense(at + "shared_expert_gate", 1, HIDDEN)

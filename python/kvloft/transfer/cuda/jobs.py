@@ -18,8 +18,8 @@ from kvloft.transfer.cuda.pieces import ChunkTable, Piece
 SAVE_PREPARE_US, LOAD_PREPARE_US, PREPARE_CHUNK_US = 100.0, 150.0, 1.5
 """Time to prepare and submit one of the first pieces, and the additional time per chunk.
 
-Measured on the host of an H200 with cold caches. The time for a load includes launching the kernel
-of the previous piece.
+The times were measured on the host of an H200 with cold caches. The time for a load includes
+launching the kernel of the previous piece.
 """
 LINK_BYTES_PER_US = 55_000.0
 LAST_PIECE_DIVISOR = 4

@@ -81,7 +81,7 @@ class AdapterNames:
 
     def identify(self, lora: LoRARequest | None) -> tuple[str, str | None] | None:
         """Return the name and identity of ``lora``, or None for the base model. The identity is
-        None if the request must not be cached; each reason is logged once per adapter.
+        None if the request must not be cached. Each reason is logged once per adapter.
         """
         if lora is None:
             return None
