@@ -73,8 +73,8 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def writable(text: str) -> str:
-    """Return ``text`` if it is the path of a writable file. This argparse type is checked before
-    the measurements, so that no results are lost.
+    """Return ``text`` if it is the path of a writable file. argparse runs this check before the
+    measurements, so that no results are lost.
     """
     path = Path(text).absolute()
     try:
