@@ -40,13 +40,15 @@ TICKS = os.sysconf("SC_CLK_TCK")
 END_S = 60.0
 """Timeout, at the usual pace, for a test's threads, processes and files to disappear."""
 COLLECT_S = 0.1
-"""Delay before collecting objects kept alive only by a reference cycle. Doubles after each
-collection.
+"""Delay before the collection of objects that only a reference cycle keeps alive. The delay doubles
+after each collection.
 """
 
 
 def measured_pace() -> float:
-    """Return how many times slower than usual this machine starts a process, from 1 to 20."""
+    """Return the factor, from 1 to 20, by which this machine starts a process more slowly than
+    usual.
+    """
     begin = time.monotonic()
     subprocess.run(
         [sys.executable, "-I", "-c", "import asyncio, http.client, unittest.mock, decimal"],
@@ -180,7 +182,8 @@ def running(since_s: float = 0.0) -> dict[object, str]:
 def children(since_s: float) -> dict[object, str]:
     """Return the running child processes that started later than ``since_s`` after boot.
 
-    Some can be missing, because the list in /proc is incomplete while other processes exit.
+    Some child processes can be missing, because the list in /proc is incomplete while other
+    processes exit.
     """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -213,8 +216,8 @@ def read(path: Path) -> str:
 
 
 def left_behind(before: dict[object, str], since_s: float) -> list[str]:
-    """Wait until everything the test created is gone. Return the names of leftovers after a
-    timeout.
+    """Wait until everything that the test created is gone. After a timeout, return the names of the
+    leftovers.
     """
     begin, collect_s = time.monotonic(), COLLECT_S
     while left := [name for key, name in running(since_s).items() if key not in before]:
@@ -234,8 +237,8 @@ def left_behind(before: dict[object, str], since_s: float) -> list[str]:
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check for leftovers.
 
-    Set up before all other fixtures, including `monkeypatch`, so that the check runs after their
-    teardown.
+    This fixture is set up before all other fixtures, including `monkeypatch`, so that the check
+    runs after their teardown.
     """
     since_s, before, num_failed = (
         time.clock_gettime(time.CLOCK_BOOTTIME),

@@ -56,8 +56,8 @@ def test_the_zygote_ends_with_the_tests_that_started_it(tmp_path: Path, number: 
 
 @pytest.mark.parametrize("first", ["env.sh", "cargo", "python"])
 def test_make_test_that_is_ended_ends_all_its_processes(tmp_path: Path, first: str) -> None:
-    """``first`` is the command that is running when `make test` is terminated. It belongs to the
-    first phase or to one of two parallel phases.
+    """``first`` is the command that is running when `make test` is terminated. This command belongs
+    to the first phase or to one of two parallel phases.
     """
     for name in ("scripts/env.sh", "bin/cargo", ".venv-0.32.0/bin/python"):
         path = tmp_path / name

@@ -144,8 +144,8 @@ def _command(config: Config, log: Path) -> list[str]:
 def _log_differences(config: Config, logger: logging.Logger) -> None:
     """Log this engine's settings that differ from the running server's.
 
-    Logs nothing if the server rejects the request, for example because it runs a different version.
-    The engine's connection attempt then logs the reason.
+    Logs nothing if the server rejects the request, for example because the server runs a different
+    version. The engine's connection attempt then logs the reason.
     """
     with contextlib.suppress(StoreError, ConfigError):
         settings = _core.server_status(_path(config))["settings"]

@@ -10,7 +10,9 @@ from typing import Final
 
 
 class Scope(Flag):
-    """Where a metric is exported. `kvloft status --json` also prints metrics without a scope."""
+    """Determines where a metric is exported. `kvloft status --json` also prints metrics without a
+    scope.
+    """
 
     ENGINE = auto()
     """Exported by vLLM's `/metrics` as `vllm:kvloft_NAME`."""
@@ -46,7 +48,7 @@ def _gauge(name: str, scope: Scope, text: str) -> Metric:
 
 
 METRICS: Final = (
-    # Counted by engines.
+    # Metrics that each engine counts.
     _counter("load_tokens_host", _ENGINE, "Number of prompt tokens loaded from host memory"),
     _counter("load_tokens_disk", _ENGINE, "Number of prompt tokens loaded from disk"),
     _counter(
@@ -109,7 +111,7 @@ METRICS: Final = (
     ),
     _counter("server_lost", _ENGINE, "Number of lost connections to the server"),
     _gauge("server_connected", _ENGINE, "1 while the engine is connected to the server"),
-    # Counted by each store: one per engine, or one per namespace on a server.
+    # Metrics that each store counts. There is one store per engine or, on a server, per namespace.
     _counter("commits", _SPACE, "Number of chunks saved and published"),
     _counter("aborts", _SPACE, "Number of failed saves"),
     _counter("reserve_dropped", _SPACE, "Number of saves dropped because no frame was free"),
@@ -186,7 +188,7 @@ METRICS: Final = (
         _BOTH,
         "1 while the disk tier's circuit breaker is open or the disk tier is closed",
     ),
-    # Counted by a server for each namespace.
+    # Metrics that a server counts for each namespace.
     _counter("lookups", _SPACE, "Number of prefix lookups from engines"),
     _counter("lookup_chunks", _SPACE, "Number of chunks looked up"),
     _counter("lookup_chunks_found", _SPACE, "Number of chunks that lookups found in any tier"),
@@ -202,7 +204,7 @@ METRICS: Final = (
     ),
     _gauge("slabs", _SPACE, "Number of slabs assigned to the namespace"),
     _gauge("share_percent", _NONE, "Fixed share of host memory in percent, if configured"),
-    # Counted once per server.
+    # Metrics of the server as a whole.
     _counter("server_accepted", _SERVER, "Number of accepted connections"),
     _counter("server_joined", _SERVER, "Number of accepted engines, including reconnections"),
     _counter("server_refused", _SERVER, "Number of rejected connections"),

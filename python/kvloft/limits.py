@@ -34,7 +34,9 @@ class Limits(NamedTuple):
 
 
 class TenantLimits(NamedTuple):
-    """Limits for salts by default, for requests without a salt, and for individual salts."""
+    """Default limits for salts, limits for requests without a salt, and limits for individual
+    salts.
+    """
 
     salted: Limits
     unsalted: Limits
@@ -52,7 +54,7 @@ class Given(NamedTuple):
 
 
 def tenant_limits(config: Config) -> TenantLimits | None:
-    """Return the limits, or None if there are none. Raises ConfigError if the file is invalid."""
+    """Return the limits, or None if no limit is set. Raises ConfigError if the file is invalid."""
     salted = Limits(config.salt_quota, config.salt_disk_quota, config.salt_ttl)
     own = _from_file(config.salt_limits, salted) if config.salt_limits is not None else {}
     by_salt = tuple((salt, each) for salt, each in own.items() if salt is not None)

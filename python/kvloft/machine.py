@@ -17,11 +17,11 @@ from kvloft.errors import ConfigError, ShortageError
 from kvloft.limits import given_limits, tenant_limits
 
 SMALL: Final = 1 << 20
-"""Sizes without a unit below this value were probably not meant in bytes."""
+"""Sizes below this value that have no unit were probably not meant in bytes."""
 SHORT_S: Final = 3600
-"""Times without a unit below this value were probably not meant in seconds."""
+"""Times below this value that have no unit were probably not meant in seconds."""
 MAX_BARE_TIMEOUT_S: Final = 0.9
-"""A server_timeout without a unit above this value was probably meant in milliseconds."""
+"""A server_timeout above this value that has no unit was probably meant in milliseconds."""
 PROC: Final = Path("/proc")
 MAX_LOCK_BYTES: Final = 32
 """Maximum size of a disk directory's lock file, which holds the owner's process id."""
@@ -29,7 +29,7 @@ MAX_LOCK_BYTES: Final = 32
 
 def refuse_impossible(config: Config) -> None:
     """Raise ConfigError if disk_path cannot be a directory or salt_limits is invalid."""
-    if config.server in (None, AUTO):  # otherwise the server reads the file
+    if config.server in (None, AUTO):  # otherwise, the server reads the file
         tenant_limits(config)
     if config.disk_path is None:
         return
@@ -70,7 +70,7 @@ def refuse_here(config: Config, available_bytes: int | None = None) -> None:
 
 
 def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status")) -> None:
-    """Raise ConfigError if ``status`` excludes one of ``nodes`` for this process."""
+    """Raise ConfigError if, according to ``status``, this process must not use one of ``nodes``."""
     try:
         lines = status.read_text().splitlines()
         lists = [line.split()[1] for line in lines if line.startswith("Mems_allowed_list:")]
@@ -104,7 +104,7 @@ def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
 
 
 def _bare(config: Config) -> list[str]:
-    """Return a warning for each number that probably lacks a unit by mistake."""
+    """Return a warning for each number whose unit is probably missing by mistake."""
     numbers = [
         (f"{key} = {_shown(number)} ({config.origin(key)})", key, number)
         for key, number in config.bare_numbers.items()
@@ -175,7 +175,7 @@ def _in_vain(config: Config) -> Iterator[str]:
 
 def _nearest(path: Path) -> Path:
     """Return the path, or its nearest ancestor that exists and is visible to this user."""
-    # Path.exists raises if the path is in an unreadable directory.
+    # Path.exists raises an exception if the path is in an unreadable directory.
     return next((place for place in (path, *path.parents) if os.path.exists(place)), path)  # noqa: PTH110
 
 

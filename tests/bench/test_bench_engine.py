@@ -48,7 +48,7 @@ print("RESULT", json.dumps(result), flush=True)
 
 @pytest.fixture
 def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the engines with child processes that take turns but do not measure. The child
+    """Replace the engines with child processes that take turns but measure nothing. The child
     "native" exits before its first turn.
     """
 

@@ -195,7 +195,7 @@ def test_the_report_pools_every_cold_prompt(
     last_ms: float, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Plain vLLM takes 2 s for two prompts of 1,000 tokens and 2 s for a wave of 4,000 tokens. With
-    kvloft, it takes 0.26% or 0.51% longer.
+    kvloft, these requests take 0.26% or 0.51% longer.
     """
 
     def engine(*times_ms: float) -> dict[str, Any]:
@@ -552,7 +552,7 @@ def test_the_report_names_engines_with_tokens_left_in_hbm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """If tokens remain in HBM, the measured time is not that of a full load from the server. The
-    prompts between rounds should have evicted them.
+    prompts between rounds should have evicted these tokens.
     """
     both = {
         name: {"warm_ms": 70.0, "cached_tokens": [96, 96], "from_connector": [96, 96]}

@@ -63,11 +63,11 @@ def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(
         model = Model(gpu)
         around = ForwardParts(model, lambda: gpu.compute)
         assert around.take(1.0) is None, "there was no forward pass"
-        for _ in range(2):  # two requests
+        for _ in range(2):  # one iteration per request
             around.start()
             for _ in range(3):
                 model()
-                gpu.compute.enqueue(lambda: None)  # sampling
+                gpu.compute.enqueue(lambda: None)  # the sampling command
             found = around.take(100.0)
             assert found is not None
             # An event completes after all earlier work. After the first event, the GPU runs 3

@@ -30,13 +30,13 @@ GATE_COMMANDS = 40
 
 
 class Link:
-    """Executes copies and records the copies between host frames and the device."""
+    """Executes all copies, and records the copies between host frames and the device."""
 
     def __init__(self, gpu: Gpu, host: HostFrames) -> None:
         self.gpu, self.begin = gpu, host.bytes.ctypes.data
         self.end = self.begin + host.size_bytes
         self.copies: list[tuple[int, int]] = []
-        """Time of each copy, and its size in bytes."""
+        """The time and the size in bytes of each copy."""
         self.touched: dict[str, set[int]] = {"read": set(), "written": set()}
         """Addresses of the host frames read or written."""
 
@@ -134,7 +134,7 @@ def test_saves_during_loads_use_frames_that_are_not_read(order: str, gpu: Gpu) -
 
 def test_a_run_that_moved_less_is_no_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mover without free slots drops copies, so the rate would include bytes that were never
-    moved.
+    copied.
     """
     rig = make_rig(HostFrames(2 * CHUNKS * PART), slot_parts=1)
     rig.verify()

@@ -1,5 +1,5 @@
 """Tests the closed-loop chat bench without a GPU: the content of each turn, the counters, and the
-results of other engines after one engine fails.
+results of the other engines after an engine fails.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Tests how engines take turns on a shared GPU. Turns alternate strictly, pass to the next engine
-after a failure, and time out.
+"""Tests how engines take turns on a shared GPU. Engines alternate strictly. After a failure or a
+timeout, the turn passes to the next engine.
 """
 
 import threading

@@ -171,7 +171,7 @@ def test_a_signal_ends_the_engines_and_removes_the_files(
     tmp_path: Path, sent: signal.Signals
 ) -> None:
     program = (
-        # Background jobs of a shell ignore SIGINT, and this process may be one.
+        # Background jobs of a shell ignore SIGINT, and this process may be such a job.
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from kvloft.cli import check, check_engine; from kvloft.cli.__main__ import main; "
         "check_engine.MODULE = 'fake_engine'; check.vllm_version = lambda: '0'; "
@@ -193,7 +193,7 @@ def test_a_signal_ends_the_engines_and_removes_the_files(
 def assert_gone(pid: int) -> None:
     stat = Path(f"/proc/{pid}/stat")
     while stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z":
-        time.sleep(0.05)  # if the test hangs, pytest's own timeout fails it
+        time.sleep(0.05)  # if this loop never ends, pytest's timeout fails the test
 
 
 TRUE = {

@@ -132,7 +132,7 @@ def test_models_without_engines_are_evicted_on_disk_too(
             "in_use": 0,
             "complete": True,
         }
-        one, other = connect(socket, 1), connect(socket, 2)  # their namespaces remain open
+        one, other = connect(socket, 1), connect(socket, 2)  # keeps both namespaces open
         assert (found(one, 1), found(other, 2)) == ([3, 3, 3, 3], [3, 0, 0, 3])
         assert main(["evict", "--socket", socket, "--salt", SALT, "--namespace", "3"]) == 2
         assert (

@@ -617,8 +617,8 @@ def test_an_engine_that_came_and_went_between_two_looks_was_the_first(
 
 
 def looks_left(looks: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run a server without a linger time until it exits. ``looks`` contains its successive statuses
-    (engines, number of joins). Return the number of statuses that were not read.
+    """Run a server without a linger time until it exits. ``looks`` contains the server's successive
+    statuses (engines, number of joins). Return the number of statuses that were not read.
     """
 
     class Watched:

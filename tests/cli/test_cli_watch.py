@@ -493,7 +493,7 @@ def drawn_on_terminal(socket: str, term: str) -> bytes:
     ):
         os.close(its)
         drawn = b""
-        with contextlib.suppress(OSError):  # after the other end is closed
+        with contextlib.suppress(OSError):  # reading fails once the other end is closed
             while part := screen.read(1 << 16):
                 drawn += part
         assert process.wait(timeout=120) == 0
@@ -609,7 +609,7 @@ def test_ctrl_c_ends_watch_with_status_0(socket: str) -> None:
     def heed() -> None:
         signal.signal(
             signal.SIGINT, signal.SIG_DFL
-        )  # background jobs of a shell ignore SIGINT, and this process may be one
+        )  # background jobs of a shell ignore SIGINT, and this process may be such a job
 
     argv = [sys.executable, "-m", "kvloft.cli", "status", "--watch", "--json", "--socket", socket]
     with subprocess.Popen(

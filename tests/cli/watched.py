@@ -14,7 +14,7 @@ def save(engine: _core.Session, prompt: list[int]) -> None:
 
 
 def stats_of(socket: str) -> dict[str, int]:
-    """Return the only namespace's statistics."""
+    """Return the statistics of the only namespace."""
     (space,) = _core.server_status(socket)["namespaces"]
     stats: dict[str, int] = space["stats"]
     return stats

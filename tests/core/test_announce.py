@@ -228,7 +228,7 @@ def test_of_a_prompt_the_end_is_taken_back_first(requests: str, kept: str, tmp_p
 
 
 def test_an_error_about_a_requests_blocks_costs_only_their_events(tmp_path: Path) -> None:
-    """A request field that a newer vLLM has added could cause such an error, for example.
+    """For example, a request field that a newer vLLM release adds could cause such an error.
 
     The error must leave the records intact for the next call.
     """

@@ -187,7 +187,7 @@ def test_the_replayed_index_matches_the_store_for_each_group(
         "too few blocks removed, or none in some group"
     )
     one = world.chain((1,) * world.size)
-    for num_chunks in (0, 2):  # no chunk was loaded, or more chunks than are known
+    for num_chunks in (0, 2):  # no chunks, or more chunks than are known
         world.announcer.note_states(SimpleNamespace(prompt=(1,) * world.size), one, num_chunks)  # type: ignore[arg-type]
     world.announcer.withdraw()
     world.hear()

@@ -1,9 +1,9 @@
 """Property test: checks which blocks subscribers to KV events have recorded after any sequence of
 requests, added and removed chunks, lost keys, resets and late subscriptions.
 
-The store is a model, so a tier can change between any two lookups. One subscriber listens from
-the start. Other subscribers join later and trust every event. The oracle: once the announcer is
-idle, subscribers have recorded exactly the stored chunks that fit into the book (`Book`). The
+The store is a model, so a chunk's tiers can change between any two lookups. One subscriber listens
+from the start. Other subscribers join later and trust every event. The oracle: once the announcer
+is idle, subscribers have recorded exactly the stored chunks that fit into the book (`Book`). The
 announcer must become idle even while requests continue (`calm`), and after any number of lost keys.
 """
 
@@ -58,7 +58,7 @@ class Chain:
 
 
 class Store:
-    """The tiers of each key, and the most recent changes."""
+    """Records the tiers of each key, and the most recent changes."""
 
     def __init__(self, capacity: int) -> None:
         self.where: dict[Any, int] = {}
@@ -116,7 +116,7 @@ def parent(key: Key) -> Key | None:
 
 
 def blocks_of(key: Key) -> set[tuple[int, bytes]]:
-    """Return the group and hash of each block of a chunk, without blocks that no hit needs."""
+    """Return the group and hash of each block of a chunk, excluding blocks that no hit needs."""
     nth, prefix = key
     group = SHAPE.groups[nth]
     first = len(prefix) - (min(group.reach, SIZE) if group.kind == "window" else SIZE)
@@ -126,7 +126,7 @@ def blocks_of(key: Key) -> set[tuple[int, bytes]]:
 class Subscriber:
     """A subscriber to KV events.
 
-    If ``is_first``, it has received every event, so a contradictory event is an error.
+    If ``is_first``, the subscriber has received every event, so a contradictory event is an error.
     """
 
     def __init__(self, *, is_first: bool) -> None:
@@ -191,9 +191,8 @@ class Machine(RuleBasedStateMachine):
             for key in keys:
                 self.noted[key] = None
                 self.noted.move_to_end(key)
-                if (
-                    not self.store.where.get(key, 0) & HOST
-                ):  # including chunks on disk, which can be evicted in the meantime
+                # Includes chunks on disk, which can be evicted in the meantime.
+                if not self.store.where.get(key, 0) & HOST:
                     self.store.pending.add(key)
 
     @rule(prompt=st.sampled_from(PROMPTS), bounds=st.tuples(st.integers(0, 3), st.integers(1, 4)))
@@ -269,7 +268,7 @@ class Machine(RuleBasedStateMachine):
                 self.note(prompt, len(prompt) // SIZE - 1, len(prompt) // SIZE)
                 self.store.pending = pending
             self.step()
-        # After removals, the announcer has more space for records than the model.
+        # After removals, the announcer has more space for records than the model has.
         last = (
             []
             if self.is_over

@@ -1,4 +1,4 @@
-"""Tests which input from Python a KeyChain accepts and rejects.
+"""Tests which Python inputs a KeyChain accepts and which inputs it rejects.
 
 A rejected call does not change the chain.
 """

@@ -1,4 +1,6 @@
-"""Tests the Python bindings of the server and its client. Their behavior is tested in rust/wire."""
+"""Tests the Python bindings of the server and its client. The tests in rust/wire cover the behavior
+of the server and the client.
+"""
 
 import os
 import signal

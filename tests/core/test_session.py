@@ -1,5 +1,5 @@
-"""Tests that `_core.Session` produces the same batches and ticket counts as the models of
-`tests/model`, in any order of events.
+"""Tests that `_core.Session` produces the same batches and ticket counts as the models in
+`tests/model`, for any order of events.
 """
 
 from typing import Any

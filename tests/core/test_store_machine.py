@@ -65,7 +65,7 @@ def spec(key: bytes) -> dict[str, Any]:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Runs a store, and a model with all chunks that were committed and not removed."""
+    """Runs a store, and a model that contains all chunks that were committed and not removed."""
 
     tickets: Bundle[int] = Bundle("tickets")
     leases: Bundle[Any] = Bundle("leases")

@@ -180,7 +180,7 @@ def end(servers: list[CacheServer], number: int) -> None:
 
 
 def argv_instead(argv: list[str], servers: list[CacheServer]) -> list[str]:
-    """Like `instead`, but for a vLLM command line."""
+    """Do the same as `instead`, but for a vLLM command line."""
     if "--kv-transfer-config" not in argv:
         return argv
     at = argv.index("--kv-transfer-config") + 1

@@ -30,7 +30,7 @@ BLOCK = 32
 """Number of tokens per block in vLLM's CPU backend in these tests."""
 
 PACE = float(os.environ.get("TEST_PACE", "1"))
-"""Factor by which this machine is slower than usual. All timeouts are multiplied by it."""
+"""Factor by which this machine is slower than usual. All timeouts are multiplied by this factor."""
 
 _ids = itertools.count()
 
@@ -90,8 +90,8 @@ class Req:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A request's output tokens, and the number of external tokens at each admission (the first,
-    and after each preemption).
+    """A request's output tokens, and the number of external tokens at each admission (the first
+    admission, and one after each preemption).
     """
 
     tokens: tuple[int, ...]
@@ -203,7 +203,7 @@ class Engine:
         return [results[r.id] for r in requests]
 
     def ask_each(self, *requests: Req) -> list[Result]:
-        """Like `ask`, but run the requests one after another."""
+        """Do the same as `ask`, but run the requests one after another."""
         return [self.ask(r)[0] for r in requests]
 
     def abort(self, *ids: str) -> None:
@@ -525,7 +525,7 @@ use one OpenMP thread per core. On a busy machine, these threads would mostly wa
 def engine_kwargs(
     model: Path, *, num_blocks: int = 64, max_model_len: int | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Return the arguments of a small fp32 engine on the CPU."""
+    """Return the arguments for a small fp32 engine on the CPU."""
     fits = (num_blocks - 1) * BLOCK
     return {
         "model": str(model),

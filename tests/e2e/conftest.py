@@ -66,7 +66,9 @@ class Truth:
     """The outputs of an engine without any cache, memoized by request content."""
 
     def __init__(self, engine: Callable[[], Engine], book: Path | None = None) -> None:
-        """Also append outputs to the file ``book``, if given, for zoo/draft_kernels.py to read."""
+        """Start without outputs. If ``book`` is given, also append outputs to this file, which
+        zoo/draft_kernels.py reads.
+        """
         self._book = book
         if book is not None:
             book.touch()
@@ -139,7 +141,7 @@ def truth(zygote: Zygote, model: Path) -> Iterator[Truth]:
 @pytest.fixture
 def start(zygote: Zygote, model: Path) -> Iterator[Callable[..., Engine]]:
     """Yield a function that starts engines (``start(num_blocks=..., kv_transfer_config=...)``), and
-    kill any that are still running after the test.
+    kill any engines that are still running after the test.
     """
     engines: list[Engine] = []
 

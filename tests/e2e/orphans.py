@@ -31,7 +31,7 @@ from .conftest import Truth
 from .report import finish
 
 HOST_SIZE = "4MiB"
-"""Host memory size, too small for the prompts below, so that frames are reused."""
+"""Host memory size. It is too small for the prompts below, so frames are reused."""
 NUM_DOOMED, NUM_ASKED = 6, 24
 
 
@@ -109,7 +109,7 @@ def scene(zygote: Zygote, folder: Path, ranks: int) -> Iterator[Scene]:
         hold = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-hold-")))
         stack.callback(
             lambda: (hold / "hold").unlink(missing_ok=True)
-        )  # otherwise a waiting worker would not exit
+        )  # otherwise, a waiting worker would never exit
         yield Scene(start, server, truth, hold, ranks, asked)
 
 

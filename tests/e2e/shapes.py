@@ -64,7 +64,8 @@ def _to_v1_shape(scheduler: Any, output: Any, started: set[str], previous: set[s
 
 def preempt_as_0_26(scheduler: Any) -> None:
     """Make ``scheduler`` preempt like vLLM 0.26 to 0.29, which continue to preempt requests even if
-    the blocks of the last preempted request cannot be freed yet. vLLM 0.30 and newer then stop.
+    the blocks of the last preempted request cannot be freed yet. vLLM 0.30 and newer stop in this
+    case.
     """
     import sys
 

@@ -38,7 +38,7 @@ from .ext4 import mounted, throttled
 from .report import finish
 
 NUM_HEADS = 8
-"""Number of query heads and KV heads, which determines ``TOKEN_BYTES``."""
+"""Number of query heads and of KV heads, which determines ``TOKEN_BYTES``."""
 TOKEN_BYTES = 2 * tiny.NUM_LAYERS * NUM_HEADS * tiny.HEAD_DIM * 4
 FILL_BATCH = 20
 NUM_GENERATING, GENERATED_TOKENS = 8, 96

@@ -64,7 +64,7 @@ def storm(
     seed: int,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Inject ``rounds`` faults at random times, and run all prompts without a fault after each.
+    """Inject ``rounds`` faults at random times. After each fault, run all prompts without a fault.
 
     Returns the time in seconds that each step spent in kvloft, and the problems.
     """

@@ -1,5 +1,5 @@
 """Checks that the cache survives calls that cannot change the weights (introspection, pauses,
-sleep), and that kvloft does not use it after other calls.
+sleep), and that kvloft does not use the cache after other calls.
 """
 
 from collections.abc import Callable

@@ -91,7 +91,7 @@ def damage_some_frames(folder: Path) -> None:
 
 
 def swap_frames(folder: Path) -> None:
-    """Rotate the contents of all used frames, so that each holds another frame's chunk and
+    """Rotate the contents of all used frames, so that each frame holds another frame's chunk and
     checksum.
     """
     (frame_bytes,) = json.loads(the_file(folder, "superblock.json").read_text())["frame_sizes"]

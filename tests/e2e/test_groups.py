@@ -30,7 +30,7 @@ REFUSED = {
     "deepseek-v2": "kvloft rejects latent attention on CPUs without AMX: vLLM does not split "
     "prompts there",
 }
-"""Unsupported models with the reason. Remove a row when kvloft supports the model."""
+"""Maps each unsupported model to the reason. Remove a row when kvloft supports the model."""
 VLLM_DIFFERS = {"lfm2": {65}}
 """Prompt lengths for which vLLM's CPU build gives a different output with its own prefix cache,
 even without kvloft, because vLLM splits these prompts at token 64.
@@ -39,7 +39,7 @@ even without kvloft, because vLLM splits these prompts at token 64.
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A model with its files and reference outputs."""
+    """A model, its files and its reference outputs."""
 
     model: ZooModel
     folder: Path
@@ -103,7 +103,7 @@ def serve(place: Place, zygote: Zygote) -> Iterator[Callable[..., Engine]]:
 
 def ask(place: Place, engine: Engine, *requests: Req) -> list[int]:
     """Run all prompts (together if the model allows it), check their tokens, and return the number
-    of external tokens of each.
+    of external tokens of each prompt.
     """
     results = (engine.ask_each if place.model.alone else engine.ask)(*(r.again() for r in requests))
     assert [r.tokens for r in results] == [place.truth.tokens(r) for r in requests]
@@ -383,7 +383,7 @@ def test_aborts_and_resets_under_way_say_the_truth(
     """Requests are aborted while they load, wait or run.
 
     vLLM's cache is reset while the other requests run. In every second turn, the reset preempts
-    them.
+    these requests.
     """
     require_batches(place)
     engine = serve(

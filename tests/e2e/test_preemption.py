@@ -56,7 +56,7 @@ def test_two_requests_in_seven_blocks(
 
 
 def shared_prefix_requests(seed: int, count: int = 30) -> list[Req]:
-    """Return requests of different lengths. Each starts with one of three system prompts.
+    """Return requests of different lengths. Each request starts with one of three system prompts.
 
     The pool can hold the largest request if no other request runs.
     """

@@ -81,7 +81,7 @@ def test_a_disk_that_turns_read_only_keeps_good_chunks(
     engine = filled(truth, start, disk.path / "cache")
     disk.read_only()
     still_works(truth, engine)
-    for i in range(10):  # more saves than fit into the tier
+    for i in range(10):  # saves more than the tier can hold
         ask(truth, engine, [Req(random_ids(7200 + i, 300), max_tokens=2)])
     engine.stop()
     disk.mount_again()

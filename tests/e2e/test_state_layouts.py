@@ -1,5 +1,5 @@
 """Tests engines that store their Mamba states with different dtypes or layouts but share a server
-and a disk. They must get the same hits as engines that run alone.
+and a disk. These engines must get the same hits as engines that run alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,8 +40,8 @@ def start(folder: Path, zygote: Zygote) -> Iterator[Callable[..., Engine]]:
 
 
 def found(*engines: Engine) -> list[list[int]]:
-    """Run every prompt on each engine in turn. Return a list per engine with the number of external
-    tokens of each prompt. vLLM's own cache is cleared before each prompt.
+    """Run every prompt on each engine in turn. For each engine, return a list with the number of
+    external tokens of each prompt. vLLM's own cache is cleared before each prompt.
     """
     rounds = []
     for prompt in PROMPTS:

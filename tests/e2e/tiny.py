@@ -168,8 +168,8 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def write_lora(folder: Path, *, seed: int, rank: int = 8) -> Path:
-    """Write a random adapter for q, k, v and o of every layer. It is strong enough to change the
-    output.
+    """Write a random adapter for q, k, v and o of every layer. The adapter is strong enough to
+    change the output.
     """
     from safetensors.numpy import save_file
 

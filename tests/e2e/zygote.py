@@ -55,7 +55,7 @@ def preload() -> None:
 
 
 def configure_logging() -> None:
-    """Configure logging once for all engines, because it visits every logger."""
+    """Configure logging once for all engines, because this visits every logger."""
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
@@ -74,7 +74,7 @@ def always_wait_for_disk() -> None:
     """Make requests wait for the disk even if computing is faster.
 
     Tests count the tokens that are loaded, on machines of any speed. With KV_DISK_PACING=1,
-    requests only wait for the disk if it is faster.
+    requests wait for the disk only if it is faster.
     """
     from kvloft.plan.disk_pacing import DiskPacing
 
@@ -93,7 +93,7 @@ def replace_kernels() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Make the kernel kill this process when its parent exits; exit if the parent has already
+    """Make the kernel kill this process when its parent exits. Exit if the parent has already
     exited.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -106,8 +106,8 @@ def main(path: str, parent: int) -> None:
     end_with(parent)
     preload()
     gc.collect()
-    # Without a freeze, garbage collection in an engine would write to the shared pages and so copy
-    # them.
+    # Without a freeze, garbage collection in an engine would write to the shared pages and thereby
+    # copy them.
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     with socket.socket(socket.AF_UNIX) as server:

@@ -31,7 +31,7 @@ NEVER_WRITTEN = 0xFEED_FACE_DEAD_BEEF
 
 
 class Record:
-    """A record of an event, done once the stream has reached it."""
+    """A record of an event. The record is done once the stream has reached it."""
 
     def __init__(self) -> None:
         self.is_done = False

@@ -76,7 +76,9 @@ def test_nothing_is_written_behind_a_payload(
 
 
 def test_a_closed_mover_is_deleted_without_garbage_collection() -> None:
-    """It holds the host memory of a server, which must be unmapped soon after the server exits."""
+    """A mover holds the host memory of a server, which must be unmapped soon after the server
+    exits.
+    """
     paged = per_layer(2, 8, 4096)
     mover = make_mover(paged, Frames(8, part_bytes_for(paged.block_bytes)), 1)
     assert len(save(mover, copies_of(range(4), [[i] for i in range(4)])).saved) == 4

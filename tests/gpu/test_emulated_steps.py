@@ -132,7 +132,9 @@ class Steps(RuleBasedStateMachine):
         few_pieces: bool,
         more_bytes: int,
     ) -> None:
-        """Each shard has ``more_bytes`` additional bytes, for the layers of another stage."""
+        """Start a mover. Each shard has ``more_bytes`` additional bytes, for the layers of another
+        stage.
+        """
         self.zeroes, self.num_groups = zeroes, num_groups
         self.context = emulated(seed)
         self.gpu = self.context.__enter__()

@@ -114,7 +114,7 @@ class Rig:
         ]
 
     def used(self, group: int, block: int) -> list[slice]:
-        """Return the locations of a group's bytes in a block, without the padding after a state."""
+        """Return the locations of a group's bytes in a block, excluding padding after a state."""
         num_bytes = PAGE if GROUPS[group] == "full" else prod(CONV) * 2 + prod(SSM) * 4
         begins = [slot * self.of_slot + block * self.of_block for slot in range(NUM_SLOTS)]
         return [slice(begin, begin + num_bytes) for begin in begins]

@@ -32,7 +32,7 @@ LOADED = 64
 
 
 class Clock:
-    """Records the commands that are enqueued on the GPU, in order: the marks and waits of the
+    """Records, in order, the commands that are enqueued on the GPU: the marks and waits of the
     compute stream, and the pieces of both lanes.
     """
 
@@ -157,16 +157,15 @@ class Queues(RuleBasedStateMachine):
             frames, keys, frames.astype(np.uint64) + np.uint64(1), frames * 0 + 1
         )
         self.next_frame, self.next_load = LOADED, 0
-        self.loaded_after: list[
-            int
-            # for each chunk to load, in order: number of forward passes launched before its step
-        ] = []
+        # For each chunk to load, in order: number of forward passes launched before its step.
+        self.loaded_after: list[int] = []
         self.waiting_loads: set[int] = set()
-        self.unsaved: dict[int, int] = {}  # ticket -> block
-        self.dropped: set[int] = set()  # frames
-        self.saved_after: dict[
-            int, int
-        ] = {}  # frame -> length of the log when the save was submitted
+        # Maps the ticket of each unfinished save to its block.
+        self.unsaved: dict[int, int] = {}
+        # Frames of dropped saves.
+        self.dropped: set[int] = set()
+        # Maps each frame to the length of the log when its save was submitted.
+        self.saved_after: dict[int, int] = {}
 
     def teardown(self) -> None:
         try:
@@ -226,9 +225,8 @@ class Queues(RuleBasedStateMachine):
         )
         self.check_awaited(self.compute, set(rewritten))
         num_forwards = sum(entry[0] == "forward" for entry in self.clock.log)
-        forward_is_first = (
-            seed.random() < 0.5
-        )  # vLLM up to 0.29 submits loads before the forward pass, newer releases after it
+        # vLLM 0.29 and older submit loads before the forward pass, and newer releases after it.
+        forward_is_first = seed.random() < 0.5
         if forward_is_first:
             self.clock.log.append(("forward",))
         if num_loads:

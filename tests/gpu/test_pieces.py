@@ -144,7 +144,9 @@ def test_a_slot_smaller_than_a_tile_is_refused() -> None:
 
 
 def test_segments_that_pieces_share_cannot_be_changed() -> None:
-    """Launches reuse the segments without writing them again, so a change would affect them all."""
+    """Launches reuse the segments without writing them again, so a change would affect all
+    launches.
+    """
     shape = PieceLimits(tiles_of([4096]), 1 << 20, 8192, 1, 1000)
     with pytest.raises(ValueError, match="read-only"):
         shape.full_segments["base"][0] = 1

@@ -73,7 +73,7 @@ class BusyMachine(ServedMachine):
     def forget_and_ask_again(self, patience: int, **how: Any) -> None:
         """Clear vLLM's own cache, either in an idle engine or while requests run.
 
-        In the second case, vLLM preempts the running requests, so they also have hits.
+        In the second case, vLLM preempts the running requests, so these requests also have hits.
         """
         while patience and self.engine.unfinished:
             self._run(1)

@@ -53,7 +53,7 @@ from .worker import Worker
 
 @dataclass
 class Outcome:
-    """A request's output and finish reason (None while it runs)."""
+    """A request's output and finish reason (None while the request runs)."""
 
     tokens: list[int] = field(default_factory=list)
     reason: str | None = None

@@ -14,8 +14,8 @@ class Group:
     """One KV cache group.
 
     ``size`` is the number of tokens in a window or a local chunk. ``layers`` contains layers of the
-    target model, of a draft model, or of both. Draft layers are "draft" for EAGLE and MTP,
-    "dflash", or "model" for a separate draft model.
+    target model, of a draft model, or of both. Draft layers are "draft" (EAGLE and MTP), "dflash"
+    (DFlash) or "model" (a separate draft model).
     """
 
     kind: Literal["full", "window", "local", "state"] = "full"

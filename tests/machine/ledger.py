@@ -190,8 +190,8 @@ class Ledger:
 
     @staticmethod
     def _offered(number: int, blocks: list[int], states: Iterable[State]) -> int:
-        """Return the number of tokens in the state that vLLM offers in ``blocks``, or 0 if there is
-        none.
+        """Return the number of tokens before the state that vLLM offers in ``blocks``, or 0 if vLLM
+        offers no state.
         """
         return next(
             (

@@ -215,7 +215,7 @@ class Machine(RuleBasedStateMachine):
     shapes_of: ClassVar[Any]
     """Returns a strategy for shapes with one of the named group sets.
 
-    Only machines with multiple groups use it.
+    Only machines with multiple groups use this strategy.
     """
     engine: Engine | None = None
     seen: ClassVar[Counter[str]] = Counter()
@@ -226,7 +226,9 @@ class Machine(RuleBasedStateMachine):
         self.disk: tempfile.TemporaryDirectory[str] | None = None
         self.num_arrived = 0
         self.menu: list[str] = []
-        """Flavors of this engine's requests. The number is small, so requests share flavors."""
+        """Flavors of this engine's requests. The number of flavors is small, so requests share
+        them.
+        """
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:

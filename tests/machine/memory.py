@@ -129,7 +129,7 @@ class Memory:
                 )
 
     def check_drafter(self, work: Work) -> None:
-        """Like `check`, but for the draft model's layers, which run after sampling.
+        """Do the same as `check`, but for the draft model's layers, which run after sampling.
 
         With EAGLE, the KV of a position depends on the next token.
         """

@@ -1,8 +1,8 @@
 """Runs kvloft's real CpuMover with the timing of a GPU.
 
 A save reads its blocks when it is submitted, when the blocks are about to be rewritten, or when the
-save completes. A load completes at any time before it is reported. The ledger records saved frames'
-content. This module does not depend on the scheduler.
+save completes. A load completes at any time before it is reported. The ledger records the content
+of saved frames. This module does not depend on the scheduler.
 """
 
 import random
@@ -23,7 +23,7 @@ from .ledger import Ledger
 
 @dataclass
 class Trouble:
-    """Rates of faults in copies and the maximum delay of copies."""
+    """Rates of copy faults, and the maximum delay of copies."""
 
     random: random.Random
     max_delay: int = 0
@@ -35,8 +35,8 @@ class Trouble:
     damaged: set[bytes] = field(default_factory=set)
     """Keys of deliberately damaged frames."""
     strangers: float = 0.0
-    """Probability that a dead engine's worker writes to a frame before its seal or after
-    its check.
+    """Probability that a dead engine's worker writes to a frame before the frame is sealed or after
+    it is checked.
     """
 
     def delay(self) -> int:
@@ -80,7 +80,7 @@ class Haunted:
         return problem
 
     def _write(self, key: bytes) -> bool:
-        frame = self._frame_of.get(key)  # None if the mover of a different group has the frame
+        frame = self._frame_of.get(key)  # None if a different group's mover has the frame
         if frame is None or not self._trouble.happens(self._trouble.strangers):
             return False
         self._frames.part(frame)[:8] ^= 1

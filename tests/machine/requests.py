@@ -43,7 +43,7 @@ def make_request(spec: Spec, hasher: Callable[..., Any], turn: Turn | None = Non
 
 @lru_cache
 def _adapter(name: str) -> LoRARequest:
-    """Return an adapter with a unique number and directory. It is never loaded."""
+    """Return an adapter with a unique number and directory. The adapter is never loaded."""
     folder = Path(tempfile.mkdtemp(prefix=f"machine-{name}-"))
     (folder / "adapter_config.json").write_text(f'{{"name": "{name}"}}')
     (folder / "adapter_model.safetensors").write_bytes(name.encode())

@@ -118,7 +118,7 @@ class Shape:
 
     def may_leave_drafter_out(self, num_tokens: int) -> bool:
         """Return True if steps of a request with ``num_tokens`` tokens might skip the draft model.
-        kvloft may also assume a skip for requests that are a few tokens too short for it.
+        kvloft may also assume this for requests that are a few tokens shorter.
         """
         return (
             self.drafter_tokens is not None
@@ -127,7 +127,7 @@ class Shape:
 
     @property
     def drafter(self) -> str | None:
-        """The kind of draft model that has layers in a group, or None if there is none."""
+        """The kind of draft model that has layers in a group, or None without draft layers."""
         return next((group.drafter for group in self.groups if group.is_draft), None)
 
 

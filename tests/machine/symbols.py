@@ -41,7 +41,7 @@ def extend(symbol: int, content: int) -> int:
 
 
 def next_token(symbol: int) -> int:
-    """Return the token that greedy decoding gives after a prefix. It does not depend on the
+    """Return the token that greedy decoding gives after a prefix. The token does not depend on the
     weights.
     """
     return 3 + (symbol >> 7) % (VOCAB - 3)

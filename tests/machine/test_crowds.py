@@ -102,8 +102,8 @@ def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(
     ]
     places = [int(req_id[1:]) for req_id, _ in served]
     assert sorted(places) == list(range(num_prompts))
-    # Of the requests that wait at the same time, the request whose reads complete first runs first.
-    # Requests further back do not overtake these requests.
+    # Among the requests that wait at the same time, the request whose reads complete first runs
+    # first. Requests further back in the queue do not overtake these requests.
     at_once = frames // 2 // num_blocks
     assert all(abs(place - nth) < at_once for nth, place in enumerate(places)), places
     assert all(tokens == num_blocks * BLOCK for _, tokens in served)

@@ -1,8 +1,8 @@
 """Tests that vLLM's real scheduler does not deadlock when loads of multiple groups fill the pool.
 
 With sliding windows and chunked local attention, vLLM 0.32 keeps too few blocks free for requests
-with finished loads. It frees the blocks of a failed load only when the load's request is first in a
-queue, and it does not schedule later requests if the tokens of the first request do not fit in one
+with finished loads. vLLM frees the blocks of a failed load only when the load's request is first in
+a queue, and does not schedule later requests if the tokens of the first request do not fit in one
 step. In both cases, the later requests keep the blocks of their loads and are never scheduled.
 """
 

@@ -17,7 +17,7 @@ from .shape import HAS_GROUPS
 
 HOURS = float(os.environ.get("MODEL_HOURS", "0"))
 EXAMPLES = 40
-"""Number of engine lifetimes per machine. Together, they take about ten CPU seconds."""
+"""Number of engine lifetimes per machine. Together, these lifetimes take about ten CPU seconds."""
 KINDS: dict[str, type[Machine]] = {
     "one group": Machine,
     "drafter": DraftMachine,
@@ -39,7 +39,7 @@ WANTED = {
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Yield the name of each machine. Its event counters start at zero."""
+    """Yield the name of each machine. The machine's event counters start at zero."""
     name: str = request.param
     if name in ("several groups", "asked again") and not HAS_GROUPS:
         pytest.skip(

@@ -1,5 +1,5 @@
-"""A worker of the correctness machine. It implements vLLM's model runner contract with paged memory
-that holds symbols.
+"""A worker of the correctness machine. The worker implements vLLM's model runner contract with
+paged memory that holds symbols.
 
 The worker supports both forms of scheduler output, verifies draft tokens, and calls the real
 connector's worker-side hooks in the model runner's order. In each group, it checks the content of
@@ -36,7 +36,7 @@ class Running:
 
 
 class Worker:
-    """One rank. ``connector`` is None for an engine without a connector."""
+    """One rank of the engine. ``connector`` is None for an engine without a connector."""
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ def seal(arena: _core.Arena, chunk: ChunkCopy) -> None:
 
 
 class Index:
-    """A subscriber. Fails on events that contradict earlier events or the prompts."""
+    """A subscriber. It fails on events that contradict earlier events or the prompts."""
 
     def __init__(self, prompts: set[Prompt]) -> None:
         self.tiers: dict[int, set[bytes]] = {HOST: set(), DISK: set()}

@@ -92,7 +92,7 @@ class InFlight:
             self.blocks[chunk.ticket] = chunk.blocks
 
     def settle(self, saved: Sequence[int], failed: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return (committed, aborted)."""
+        """Return the committed tickets and the aborted tickets."""
         self.failed |= set(failed) & self.left.keys()
         committed: list[int] = []
         aborted: list[int] = []

@@ -59,7 +59,7 @@ class StoreModel:
             self.forget(prefix)
 
     def forget(self, prefix: Prefix) -> int:
-        """Remove a chunk and its descendants. Return the number removed."""
+        """Remove a chunk and its descendants. Return the number of removed chunks."""
         if prefix not in self.state:
             return 0
         gone = [other for other in self.state if other[: len(prefix)] == prefix]

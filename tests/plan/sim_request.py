@@ -57,7 +57,7 @@ class Request:
     num_outputs: int = 0
     blocks: list[int] = field(default_factory=list)
     load: tuple[int, int] | None = None
-    """(local, external) tokens of the load that the request waits for."""
+    """The numbers of (local, external) tokens of the load that the request waits for."""
     history: list[Any] = field(default_factory=list)
     tainted: bool = False
     """True if the output cannot be compared, for example because the weights changed."""

@@ -11,7 +11,7 @@ from kvloft.seam.views import StepView
 def tracker(keys: str, tables: list[list[int]], num_local: int = 0) -> Any:
     """Return a request with these keys.
 
-    Chunks have one block in the first group and two in the second.
+    Chunks have one block in the first group and two blocks in the second group.
     """
     chain = SimpleNamespace(key=keys.__getitem__, num_blocks=len(keys))
     return SimpleNamespace(

@@ -19,7 +19,7 @@ from kvloft.seam.views import StepView
 
 BLOCK = 4
 WHOLE = 16
-"""Number of tokens in full blocks of PROMPT."""
+"""Number of tokens in the full blocks of PROMPT."""
 
 
 def warm(**setup: Any) -> SymbolicEngine:

@@ -124,7 +124,9 @@ def test_steps_that_overlap_are_measured_one_after_the_other() -> None:
 
 
 def test_empty_steps_whose_ends_are_not_reported_do_not_change_the_rate() -> None:
-    """While a single request waits for the disk, vLLM runs empty steps and reports no end."""
+    """While a single request waits for the disk, vLLM runs empty steps and does not report their
+    end.
+    """
     made, now = DiskPacing(), 0.0
     for nth in range(40):
         for _ in range(5):

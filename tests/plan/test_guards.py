@@ -204,7 +204,7 @@ def saved(engine: SymbolicEngine, plan: StepPlan) -> None:
 
 def test_a_new_store_gets_all_saves_again() -> None:
     engine, _, first = started([5, 6, 7, 8, 9, 10], 8)
-    engine.store.check_visible = lambda *_: None  # the frames were never written
+    engine.store.check_visible = lambda *_: None  # the frames have no valid content
     saved(engine, first)
     assert saved_blocks(first) == [(5,), (6,), (7,), (8,)]
     again = engine.core.plan_step(view_of_running(8, 2))

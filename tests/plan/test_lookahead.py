@@ -43,7 +43,7 @@ def test_a_prompts_end_is_saved_after_its_next_token_is_known() -> None:
 
 
 def test_a_pending_load_waits_only_for_blocks_that_vllm_keeps() -> None:
-    """vLLM drops the last block of a hit in its own cache, so waiting for it is pointless."""
+    """vLLM drops the last block of a hit in its own cache. Waiting for this block is pointless."""
     engine = SymbolicEngine(Setup(lookahead=1))
     serve(engine, Request("before", list(PROMPT), 3))
     engine.reset_prefix_cache(with_connector=False)
@@ -136,7 +136,8 @@ def test_a_block_that_a_request_wrote_which_saves_nothing_is_not_known_as_what_i
 
 
 def saves_of_a_hit(prompt: list[int], local: int) -> Any:
-    """Plan the first step of a request. All of its chunks except the last are stored.
+    """Plan the first step of a request. All of the request's chunks except the last chunk are
+    stored.
 
     vLLM's cache has ``local`` of the tokens [1, 2, 3, 4] from a request that was aborted before its
     fifth token was known.

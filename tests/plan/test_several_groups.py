@@ -293,9 +293,9 @@ def test_a_hit_on_window_blocks_from_before_a_reset_is_not_saved() -> None:
     bench.core.admit(request, 0, windows(21, 22, 23, 24, 25))
     bench.finish(bench.step(request, 17, windows(21, 22, 23, 24, 25)))
     bench.core.finish(ReqId("a"))
-    bench.core.note_pool_reset()  # an earlier reset of vLLM's own prefix cache
+    bench.core.note_pool_reset()  # simulates an earlier reset of vLLM's own prefix cache
     bench.core.plan_step(StepView())
-    bench.core.reset()  # vLLM's own prefix cache is kept
+    bench.core.reset()  # vLLM keeps its own prefix cache
     other = request_of("b", [*PROMPT, 9, 9, 9, 9])
     bench.match(other, 16)
     other.num_computed_tokens = 16

@@ -129,7 +129,7 @@ def test_rejected_drafts_are_not_saved_when_a_step_leaves_the_request_out(run_ah
 
 def running_alone(num_tokens: int, num_computed: int) -> tuple[SymbolicEngine, Request]:
     """Return an engine and a request in the middle of its prefill, with blocks 1, 2, 3, ... and no
-    saves. The tests plan its steps by hand.
+    saves. The tests plan the request's steps by hand.
     """
     engine = SymbolicEngine(Setup(block_tokens=2))
     request = Request("a", PROMPT[:num_tokens], 9)

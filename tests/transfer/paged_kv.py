@@ -1,8 +1,8 @@
 """Paged KV in the layouts of vLLM's releases. The location of a block's bytes is computed only from
 element addresses.
 
-This module is the oracle for layouts and movers. It does not use planes: the bytes of a block are
-the bytes of its elements in address order. This module must not import kvloft.
+This module is the oracle for layouts and movers. The oracle does not use planes: the bytes of a
+block are the bytes of its elements in address order. This module must not import kvloft.
 """
 
 import math

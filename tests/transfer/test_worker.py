@@ -241,7 +241,7 @@ def test_another_mover_can_be_plugged_in(store: _core.Session) -> None:
 
 
 def test_a_mover_is_told_of_loads_before_the_forward_pass(store: _core.Session) -> None:
-    """vLLM submits loads only after the forward pass, but loads should not wait for it."""
+    """vLLM submits loads only after the forward pass, but loads should not wait for this pass."""
     heard: list[bool] = []
 
     class Listening(IdleMover):

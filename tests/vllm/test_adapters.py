@@ -79,8 +79,8 @@ def test_an_adapter_that_changed_since_the_start_is_this_runs_own(
 
 
 def test_an_adapter_that_changed_and_changed_back_is_not_shared(adapter: Path) -> None:
-    """The files are restored with their times, but workers may have loaded the other version in the
-    meantime.
+    """The files are restored with their original times, but workers may have loaded the other
+    version in the meantime.
     """
     names, lora = AdapterNames(), LoRARequest("a", 1, str(adapter))
     first, seen = names.identify(lora), names._looks.look(str(adapter))
@@ -110,7 +110,7 @@ def test_an_adapter_loaded_in_place_is_not_shared(adapter: Path) -> None:
 
 
 def test_another_adapter_under_a_known_number_is_not_shared(adapter: Path) -> None:
-    """Workers have loaded either adapter under this number."""
+    """Workers may have loaded either adapter under this number."""
     names = AdapterNames()
     assert names.identify(LoRARequest("a", 1, str(adapter))) != UNCACHED
     other = LoRARequest("b", 1, str(adapter))
@@ -179,7 +179,9 @@ def test_an_adapter_downloaded_after_the_first_look_is_cached_in_this_run(
 def test_a_resumed_request_keeps_its_keys_only_if_the_files_are_the_same(
     adapter: Path, files: str
 ) -> None:
-    """While a request is preempted, workers can evict its adapter. They load it again later."""
+    """While a request is preempted, workers can evict its adapter. The workers load the adapter
+    again later.
+    """
     replaced: list[int] = []
     names, lora = AdapterNames(on_replace=replaced.append), LoRARequest("a", 1, str(adapter))
     assert names.identify(lora) != UNCACHED

@@ -3,8 +3,8 @@ steps pass through vLLM's own publisher, with occasional gaps.
 
 The store belongs to the engine or to a `kvloft serve` that is killed and restarted while another
 engine saves, evicts and clears. The subscriber reads the wire format from a SUB socket,
-occasionally loses messages, and requests them from the publisher's replay socket. KV_EVENT_STEPS
-sets the number of steps (acceptance: 100000).
+occasionally loses messages, and requests the lost messages from the publisher's replay socket.
+KV_EVENT_STEPS sets the number of steps (acceptance: 100000).
 """
 
 import os

@@ -218,7 +218,7 @@ def test_saves_wait_for_work_after_the_results(
     drafter: str | None, groups: tuple[GroupShape, ...], saves_late: bool
 ) -> None:
     """vLLM processes results before a draft model runs, and before it copies the states of accepted
-    draft tokens. It calls `wait_for_save` after both.
+    draft tokens. vLLM calls `wait_for_save` after both.
     """
     half = half_of(drafter=drafter, groups=groups)
     half.core.run_saves = lambda: log.append("saves")  # type: ignore[method-assign]

@@ -73,7 +73,9 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def writable(text: str) -> str:
-    """Argparse type for a writable file path, checked up front so that no results are lost."""
+    """Return ``text`` if it is the path of a writable file. argparse runs this check before the
+    measurements, so that no results are lost.
+    """
     path = Path(text).absolute()
     try:
         place = path if path.exists() else path.parent
@@ -187,7 +189,9 @@ def _copy_tables(result: dict[str, Any]) -> list[Table]:
 
 
 def _rates(row: dict[str, Any]) -> list[str]:
-    """Return three cells per direction: GB/s, share of the ceiling, and compressed GB/s."""
+    """Return three table cells for each direction: the rate in GB/s, the rate's share of the
+    ceiling, and the rate in GB/s with compressed frames.
+    """
     whats, compressed = ("save", "load", "both", "save_idle"), row.get("compressed", {})
     cells = []
     for what in whats:

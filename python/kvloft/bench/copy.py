@@ -1,11 +1,11 @@
 """Runs the measurements of `kvloft bench copy`:
 
-- Save, load and bidirectional bandwidth by page size. kvloft's copies alternate with one large
+- Save, load and bidirectional bandwidth by page size. kvloft's copies alternate with a single large
   copy, whose bandwidth is the ceiling. Raw and compressed frames are measured. For compressed
   frames, pages hold normally distributed bf16 values, and rates count uncompressed bytes.
 - Slowdown of a matmul and an HBM-bound add during a copy.
 - Delay of small copies during a large copy.
-- Cost of the tag.
+- Cost of computing the tag.
 
 Each case is verified bit for bit before it is measured.
 """
@@ -32,7 +32,9 @@ DIRECTIONS = ("save", "load", "both")
 NUM_ROUNDS = 4
 """Number of consecutive copies during a computation."""
 NUM_INTERFERENCE_RUNS = 3
-"""Measurements with computation are repeated, because matmul durations vary."""
+"""Number of runs of each measurement with computation. Runs are repeated, because matmul durations
+vary.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Bench:
     tuning: Tuning
     ceiling: Ceiling
     encodings: tuple[bool, ...]
-    """False for raw frames, and True for compressed frames if the GPU supports them."""
+    """Contains False for raw frames and, if the GPU supports it, True for compressed frames."""
 
     def rig(self, case: Case, **options: Any) -> Rig:
         return Rig(case, self.host, self.payload_bytes, self.tuning, **options)
@@ -114,8 +116,8 @@ def _by_page(bench: Bench, progress: Callable[[str], None]) -> Iterator[dict[str
 
 
 def _rows_of(bench: Bench, case: Case, **options: Any) -> dict[str, Any]:
-    """Verify and measure raw frames, and compressed frames under the key "compressed" if the GPU
-    supports them.
+    """Verify and measure raw frames. If the GPU supports compression, do the same for compressed
+    frames, and return the results under the key "compressed".
     """
     rows: list[dict[str, Any]] = []
     for encodes in bench.encodings:
@@ -123,7 +125,7 @@ def _rows_of(bench: Bench, case: Case, **options: Any) -> dict[str, Any]:
         rig.verify()
         rows.append(_row_of(rig, bench.ceiling))
         rig.close()
-        del rig  # free the pages before the next rig allocates new pages
+        del rig  # free these pages before the next rig allocates its pages
     raw, *compressed = rows
     return {**raw, "compressed": compressed[0]} if compressed else raw
 
@@ -131,7 +133,7 @@ def _rows_of(bench: Bench, case: Case, **options: Any) -> dict[str, Any]:
 def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
     """Return each direction's bandwidth and ceiling in GB/s, and the host time per MiB.
 
-    kvloft's copies alternate with one large copy, because rates drift over time.
+    kvloft's copies alternate with a single large copy, because rates drift over time.
     """
     row: dict[str, float] = {}
     for what in (*DIRECTIONS, "save_idle"):
@@ -142,7 +144,7 @@ def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
 
 
 def _by_frame_order(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Measure copies of consecutive chunks in non-contiguous frames, as after evictions."""
+    """Measure copies of consecutive chunks whose frames are not contiguous, as after evictions."""
     for order in [name for name in FRAME_ORDERS if name != "ascending"]:
         yield {"order": order, **_rows_of(bench, Case.of(64 * KIB), frame_order=order)}
 
@@ -183,7 +185,7 @@ def _interference(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def rig_interference(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, float, float]:
-    """Run `interference` with `NUM_ROUNDS` consecutive rig copies.
+    """Run `interference` with `NUM_ROUNDS` consecutive copies by the rig.
 
     Raises RuntimeError if a chunk was not copied.
     """

@@ -18,11 +18,11 @@ from kvloft.transfer.frames import FrameMemory
 
 SMALL_BYTES = 128 << 10
 FORWARD_CYCLES = 4_000_000
-"""Cycles in a simulated forward pass, which takes about 2 ms."""
+"""Number of clock cycles in a simulated forward pass (about 2 ms)."""
 
 
 class HostFrames:
-    """Anonymous shared memory for all cases' frames."""
+    """Anonymous shared memory that holds the frames of all cases."""
 
     def __init__(self, size_bytes: int) -> None:
         self._map = mmap.mmap(-1, size_bytes)
@@ -50,7 +50,7 @@ def current_stream() -> driver.Stream:
 
 
 def occupy(then: driver.Event, cycles: int) -> None:
-    """Run a kernel of ``cycles`` clock cycles on the current stream, followed by event ``then``."""
+    """Run a kernel for ``cycles`` clock cycles on the current stream, then record ``then``."""
     torch.cuda._sleep(cycles)  # noqa: SLF001 - the only way to keep a stream busy
     then.record(current_stream())
 
@@ -101,7 +101,7 @@ class Ceiling:
         return max(end.seconds_since(begin) for end in ends)
 
     def gbps(self, what: str) -> float:
-        """Run the copies once and return the bandwidth per direction in GB/s."""
+        """Run the copies once and return the bandwidth in each direction, in GB/s."""
         return self._num_bytes / self.seconds(what) / 1e9
 
     def close(self) -> None:
@@ -116,7 +116,8 @@ def interference(
     streams: list[driver.Stream],
     num_reps: int,
 ) -> tuple[float, float, float]:
-    """Return the duration in seconds of ``work`` alone, ``work`` during a copy, and the copy.
+    """Return the durations of ``work`` alone, of ``work`` during a copy, and of the copy, in
+    seconds.
 
     ``wait_sent`` must block until the entire copy is queued on ``streams``. Repetitions of ``work``
     that do not run entirely during the copy are ignored.
@@ -153,10 +154,10 @@ def interference(
 
 
 def waits(start: Callable[[], None], is_over: Callable[[], bool], what: str) -> list[float]:
-    """Return the duration in seconds of each small copy during the copy that ``start`` begins.
+    """Return the duration, in seconds, of each small copy during the copy that ``start`` begins.
 
-    Each small copy transfers `SMALL_BYTES`, like an engine's copies in each step. They run in
-    sequence on the compute stream: to the host if ``what`` is 'save', otherwise to the GPU.
+    Each small copy transfers `SMALL_BYTES`, like an engine's copies in each step. The small copies
+    run in sequence on the compute stream: to the host if ``what`` is 'save', otherwise to the GPU.
     """
     host = torch.empty(SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(SMALL_BYTES, dtype=torch.uint8, device="cuda")

@@ -29,7 +29,9 @@ from kvloft.transfer.mover import Finished
 
 NUM_RUNS = 21
 GATE_CYCLES = 60_000_000
-"""Cycles of a kernel (about 30 ms) that runs while both directions are being queued."""
+"""Number of clock cycles (about 30 ms) of the kernel that runs while copies in both directions are
+being queued.
+"""
 
 
 FRAME_ORDERS: dict[str, Callable[[int], tuple[int, int]]] = {
@@ -38,13 +40,13 @@ FRAME_ORDERS: dict[str, Callable[[int], tuple[int, int]]] = {
     "random": lambda frame: (frame * 7919 % 10007, 0),
     "in pairs": lambda frame: (frame // 2 * 7919 % 10007, frame),
 }
-"""Frame orders to measure. The values are sort keys."""
+"""Frame orders to measure. Each value is a function that returns a frame's sort key."""
 
 
 class Rate(NamedTuple):
     """The rates of one direction in a single run, or their medians over multiple runs.
 
-    ``share`` is the fraction of the ceiling.
+    ``share`` is the bandwidth as a fraction of the ceiling.
     """
 
     gbps: float
@@ -130,7 +132,9 @@ class Rig:
         gc.freeze()
 
     def save_plan(self, *, elsewhere: bool = False) -> SavePlan:
-        """Return a plan that saves all chunks. With ``elsewhere``, loads do not read its frames."""
+        """Return a plan that saves all chunks. With ``elsewhere``, the plan uses frames that no
+        load reads.
+        """
         first = self.num_chunks if elsewhere else 0
         frames = [first + frame for frame in self._frames]
         return SavePlan(ReqId("bench"), _batch(frames, self._from, range(self.num_chunks)))
@@ -145,7 +149,9 @@ class Rig:
         self.mover.submit_loads([plan or self.load_plan()])
 
     def wait_sent(self) -> None:
-        """Wait until the mover has submitted all copies. It submits a few pieces at a time."""
+        """Wait until the mover has submitted all copies. The mover submits only a few pieces at a
+        time.
+        """
         while self.mover.is_behind:
             time.sleep(1e-4)
 

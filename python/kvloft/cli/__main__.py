@@ -20,12 +20,12 @@ def main(argv: list[str] | None = None) -> int:
         import signal
 
         is_ours = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if is_ours:  # exit, because the import system can swallow an exception from a handler
+        if is_ours:  # exit here: the import system can swallow an exception
             signal.signal(signal.SIGINT, lambda number, _frame: os._exit(128 + number))
         from kvloft.cli.commands import parse, run
 
         args = parse(argv)
-        if is_ours and sys.argv[1:2] != ["serve"]:  # serve installs its own handler
+        if is_ours and sys.argv[1:2] != ["serve"]:  # `serve` has its own handler
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return run(args)
     except KeyboardInterrupt:
@@ -36,7 +36,7 @@ def _prepare_streams() -> bool:
     """Replace a closed stdin or stderr with /dev/null, and escape characters that stdout cannot
     encode. Return False if stdout is closed.
     """
-    if sys.__stdout__ is None:  # print would silently discard all output
+    if sys.__stdout__ is None:  # otherwise, print would silently discard all output
         return False
     sys.__stdout__.reconfigure(errors="backslashreplace")
     for name, original, mode in (("stdin", sys.__stdin__, "r"), ("stderr", sys.__stderr__, "w")):

@@ -18,7 +18,7 @@ from kvloft.errors import ConfigError
 from kvloft.limits import read_salt
 
 NONE: Final = "(none)"
-"""The text a server reports for an unset setting."""
+"""The text that a server reports for a setting that is not set."""
 CLEAR_DESCRIPTION: Final = """\
 Remove all chunks in a namespace from memory and disk. Engines keep running
 and save new chunks. A namespace can be cleared even if it has no engines.
@@ -190,12 +190,12 @@ def salt_tag(salt: str) -> str:
 
 
 def _confirm(question: str) -> bool:
-    """Ask for confirmation. Return False at the end of input or if stdin is not a terminal."""
+    """Ask the user to confirm. Return False at the end of input or if stdin is not a terminal."""
     if not sys.stdin.isatty():
         return False
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:  # Ctrl-D
+    except EOFError:  # the user pressed Ctrl-D
         print()
         return False
 

@@ -35,7 +35,7 @@ CONSEQUENCES = ("Engine core initialization failed", "WorkerProc initialization 
 
 @dataclass(slots=True)
 class Ran:
-    """One engine's events.
+    """The events of one engine.
 
     If the engine failed, ``error`` is the reason and ``tail`` holds the end of the engine's log.
     """
@@ -126,8 +126,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _cause(log: str, error: str) -> str:
     """Return the cause of a failure.
 
-    An error in the log from kvloft or vLLM's argument parser is the cause. Otherwise the cause is
-    ``error``, or the log's first exception if ``error`` merely follows from it.
+    An error in the log from kvloft or vLLM's argument parser is the cause. Otherwise, the cause is
+    ``error``, or the log's first exception if ``error`` merely results from it.
     """
     if error.startswith(LATE):
         return error

@@ -15,10 +15,11 @@ NEAR = {"float32": 1e-3, "float64": 1e-3}
 NEAR_ELSE = 0.3
 """Difference in log probability below which rounding can change the chosen token."""
 MANY_TIMES = 10
-"""Maximum difference in log probability, relative to the difference with vLLM's own cache."""
+"""Maximum difference in log probability, as a multiple of the difference with vLLM's own cache."""
 LEAST_ACCEPTED, FEW_DRAFTS = 0.9, 2
-"""With hits, at least this fraction of the draft tokens accepted without hits must be accepted,
-minus a margin."""
+"""Minimum number of draft tokens accepted with hits: this fraction of the number accepted without
+hits, minus this number of tokens.
+"""
 MORE_MEMORY = 1.02
 """The report adds a note if kvloft increases GPU memory per request by more than this factor."""
 TITLES = {
@@ -46,9 +47,9 @@ class Pass:
         answers: number of outputs. Each output is ``equal``, ``near`` or ``wrong``.
         near: number of outputs that differ only because of rounding: at the first token that
             differs, the two best candidates were nearly equally likely.
-        difference: maximum difference in log probability across equal tokens.
-        prompt, cached, host, disk: number of prompt tokens in total, found in vLLM's prefix cache
-            or kvloft, loaded from host memory, and loaded from disk.
+        difference: maximum difference in log probability across equal tokens. prompt, cached, host,
+        disk: numbers of prompt tokens: all tokens, tokens found in vLLM's prefix cache
+            or kvloft, tokens loaded from host memory, and tokens loaded from disk.
         blocks: number of loaded blocks per KV cache group.
         drafted, accepted: number of proposed and accepted draft tokens.
         errors: number of kvloft errors plus chunks that failed verification.
@@ -219,7 +220,7 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
     if passes:
         yield table
     for name, facts in report["engines"].items():
-        if name == "with kvloft again":  # same facts as "with kvloft"
+        if name == "with kvloft again":  # the facts are the same as "with kvloft"
             continue
         fits = ""
         if facts["full_requests"]:
@@ -237,7 +238,7 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
 
 
 def groups_text(groups: list[dict[str, Any]]) -> str:
-    """Return the groups' number, kind and reach as text, such as "3 window 63, 1 full"."""
+    """Return the number of groups of each kind and reach as text, such as "3 window 63, 1 full"."""
     names = [f"{g['kind']} {g['reach']}" if g["reach"] else g["kind"] for g in groups]
     return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
 

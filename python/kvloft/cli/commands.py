@@ -39,7 +39,9 @@ def _again(error: OSError, _: argparse.Namespace) -> NoReturn:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error if it cannot print its help. argparse ignores the error."""
+    """A parser that reports an error if it cannot print its help. By default, argparse ignores the
+    error.
+    """
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if file is sys.stdout:
@@ -113,7 +115,7 @@ def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
 def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
     """Split the arguments of `kvloft check` at the first ``--``, which precedes vLLM's flags.
 
-    argparse would take the first vLLM flag for a kvloft argument.
+    Otherwise, argparse would mistake the first vLLM flag for a kvloft argument.
     """
     if argv[:1] != ["check"] or "--" not in argv:
         return argv, []

@@ -103,7 +103,7 @@ def _is_hidden(socket: Path) -> bool:
     folder = socket.parent
     try:
         return folder.is_dir() and not os.access(folder, os.X_OK)
-    except PermissionError:  # a directory above
+    except PermissionError:  # an inaccessible parent directory
         return True
 
 

@@ -16,9 +16,9 @@ from kvloft.cli import warn
 from kvloft.errors import MAY_PASS, ConfigError
 
 TIME: Final = "%Y-%m-%d %H:%M:%S"
-"""Local time format in log lines."""
+"""Format of the local time in log lines."""
 MAX_LOG_BYTES: Final = 1 << 20
-"""Maximum log file size at startup. Larger log files are truncated."""
+"""Maximum size of an existing log file. At startup, a larger log file is truncated."""
 
 
 class Log:
@@ -54,10 +54,10 @@ class Log:
 def in_background(work: Callable[[Callable[[], None]], int], log: Path, what: str) -> int:
     """Run ``work`` in a child process. This function returns in both processes.
 
-    ``work`` must call its argument when startup is complete. This call redirects the child's output
-    to ``log``; the parent then prints a line with the process id and ``what``, and returns 0. If
-    the child exits before this call, the parent returns the child's exit status. The child returns
-    the result of ``work``.
+    ``work`` must call its argument when startup is complete. Calling this argument redirects the
+    child's output to ``log``. The parent then prints a line with the process id and ``what``, and
+    returns 0. If the child exits before startup is complete, the parent returns the child's exit
+    status. The child returns the result of ``work``.
 
     Call this function before starting any thread. Raises ConfigError if ``log`` cannot be opened or
     belongs to a different user. If the error may be temporary, exits with status 1 instead.

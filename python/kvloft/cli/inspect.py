@@ -1,4 +1,6 @@
-"""Implements `kvloft inspect DIR`, which lists a disk directory's namespaces. It is read-only."""
+"""Implements `kvloft inspect DIR`, which lists a disk directory's namespaces. The command is
+read-only.
+"""
 
 import argparse
 import contextlib
@@ -86,10 +88,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _look(folder: str) -> list[dict[str, Any]]:
-    """Return the namespaces.
+    """Return the namespaces in the disk directory.
 
-    If any has a problem, rereads the directory up to NUM_MORE_LOOKS times, because an engine may be
-    resizing files.
+    If any namespace has a problem, rereads the directory up to NUM_MORE_LOOKS times, because an
+    engine may be resizing files.
     """
     from kvloft._core import disk_inspect
 

@@ -18,8 +18,8 @@ GROWTH_BYTES: Final = 64 << 20
 def figures(status: Status) -> dict[str, Any]:
     """Return the figures for --json.
 
-    The figures are the stored and uncompressed size of chunks in host memory, the size of the disk
-    files, both size limits, the disk path, its file system's free space (None if unknown), the
+    The figures are the stored and uncompressed sizes of the chunks in host memory, the size of the
+    disk files, both size limits, the disk path, its file system's free space (None if unknown), the
     number of engines, the overall hit rate, and a sentence for each problem.
     """
     stats, spaces = status["stats"], [space for space in status["namespaces"] if space["stats"]]
@@ -82,7 +82,7 @@ def disk_full(status: Status, found: dict[str, Any] | None = None) -> list[str]:
 
 
 def disk_problems(space: Status, status: Status) -> list[str]:
-    """Return a line for each disk problem: not in use, full, or paused."""
+    """Return a line for each problem with the disk: not in use, full, or paused."""
     return [*disk_unused(status), *disk_full(status), *broken(space, status)]
 
 

@@ -32,7 +32,9 @@ from kvloft.version import BUILD
 
 LOOK_EVERY_S: Final = 0.5
 FIRST_ENGINE_S: Final = 60.0
-"""Time added to --linger until the first engine connects, because it may be loading weights."""
+"""Time added to --linger until the first engine connects, because the engine may still be loading
+weights.
+"""
 CLOSE_TIMEOUT_S: Final = 60.0
 TWICE_S: Final = 1.0
 """Signals that arrive within this time after the first signal are ignored."""
@@ -138,7 +140,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def shares(texts: list[str]) -> list[tuple[str, int]]:
-    """Parse ``NAMESPACE=PERCENT`` texts. Raises ConfigError."""
+    """Parse ``NAMESPACE=PERCENT`` arguments. Raises ConfigError."""
     found = []
     for text in texts:
         match = re.fullmatch(r"([0-9a-f]{1,64})=([0-9]{1,3})%?", text.lower())
@@ -175,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
     own = replace(config, server=None)  # the server uses this machine's memory and disk
     try:
         refuse_here(own, available_bytes())
-    except ShortageError as e:  # may be temporary: engines may still hold a killed server's memory
+    except ShortageError as e:  # temporary if engines still hold a killed server's memory
         warn(str(e))
         return 1
     _raise_file_limit()
@@ -193,8 +195,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _raise_file_limit() -> None:
-    """Raise the open file limit to the hard limit. The soft limit, often 1024, covers connections
-    and disk files.
+    """Raise the limit on open files to the hard limit. Connections and disk files count toward the
+    soft limit, which is often only 1024.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
@@ -315,7 +317,9 @@ def _log_start(options: _Options, server: Any, log: Log, begun: Callable[[], Non
 
 
 def _stop_line(config: Config) -> str:
-    """Return the line to log when stopping. Only a server with a disk tier has pending writes."""
+    """Return the line to log when the server stops. Only a server with a disk tier has pending
+    writes.
+    """
     if config.disk_path is None:
         return "stopping; discarding all chunks in memory because there is no disk tier"
     return (
@@ -325,7 +329,7 @@ def _stop_line(config: Config) -> str:
 
 
 def _place(stream: IO[str]) -> tuple[int, int] | None:
-    """Return the device and inode of a stream's file, or None if unknown."""
+    """Return the device and inode of a stream's file, or None if they are unknown."""
     try:
         found = os.fstat(stream.fileno())
     except (OSError, ValueError):
@@ -334,7 +338,7 @@ def _place(stream: IO[str]) -> tuple[int, int] | None:
 
 
 def _disk(config: Config, trouble: str | None, *, is_told: bool) -> str:
-    """Return the disk's state at startup, without the problem if ``is_told`` is True."""
+    """Return a description of the disk at startup. Omit any problem if ``is_told`` is True."""
     if config.disk_path is None:
         return "no disk"
     if trouble is None:
@@ -374,7 +378,7 @@ def _wait(is_over: threading.Event, server: Any, linger_s: float | None, log: Lo
 def _stop(is_over: threading.Event, begun_s: list[float], number: int) -> None:
     """Stop the server on the first signal and exit immediately on a second signal.
 
-    A signal within ``TWICE_S`` is ignored, because timeout(1) sends each signal twice.
+    A second signal within ``TWICE_S`` is ignored, because timeout(1) sends each signal twice.
     """
     if not begun_s:
         begun_s.append(time.monotonic())

@@ -29,14 +29,14 @@ STORED_SHARE: Final = COMPACT_SHARE + 8 / 4096
 DTYPE_BYTES: Final = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4} | dict.fromkeys(
     ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"), 1
 )
-"""Value size in bytes, by vLLM's name for the data type."""
+"""Size of a value in bytes, by vLLM's name for the data type."""
 HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 COMPRESSED: Final = frozenset({"auto", "bfloat16"})
 
 
 @dataclass(frozen=True, slots=True)
 class KvSize:
-    """KV size of one token in bytes, summed over all ranks, by layer kind."""
+    """KV size of one token in bytes for each kind of layer, summed over all ranks."""
 
     full_bytes: int
     reaching_bytes: int
@@ -217,7 +217,7 @@ def _layer_kinds(config: dict[str, Any]) -> list[str]:
 
 
 def _interleaved(config: dict[str, Any], num_layers: int) -> list[str]:
-    """Return each layer's kind for a config that does not list them.
+    """Return each layer's kind for a config that does not list the layer kinds.
 
     Either every n-th layer has full attention, or all layers are of the same kind.
     """

@@ -13,7 +13,9 @@ from kvloft.config.units import format_ttl, size_text
 Status = Mapping[str, Any]
 """The result of `_core.server_status`, or one of its namespaces."""
 ID_DIGITS = 16
-"""Number of namespace id digits printed. `clear`, `evict` and `--share` accept any prefix."""
+"""Number of digits of a namespace id that are printed. `clear`, `evict` and `--share` accept any
+prefix.
+"""
 Counts = Mapping[str, Any]
 """An engine's or namespace's counters, by name."""
 NO_ENGINE = "No engine has connected yet, so no memory is in use."
@@ -88,12 +90,12 @@ def rejected(status: Status) -> list[str]:
 
 
 def tier_table(space: Status, status: Status) -> Table:
-    """Return a table with each tier's chunks, share of the size limit and queued I/O."""
+    """Return a table with each tier's chunks, used share of the size limit, and queued I/O."""
     stats = space["stats"]
     table = new_table(
         "tier", "chunks", "bytes", "of size", "reading", "writing", "in use", "evicted"
     )
-    tiers = {  # counters for chunks, reading, writing, in use and evicted
+    tiers = {  # counters for the columns chunks, reading, writing, in use, evicted
         "host": ("frames_visible", "", "frames_reserved", "pins", "host_evictions"),
         "disk": ("disk_used", "reads_pending", "disk_pending", "", "disk_evictions"),
     }
@@ -112,7 +114,7 @@ def broken(space: Status, status: Status) -> list[str]:
 
 
 def notes(space: Status, disk_problems: list[str]) -> list[str]:
-    """Return a line for each reason that chunks are missing, with their number.
+    """Return a line for each reason that chunks are missing, with the number of missing chunks.
 
     ``disk_problems`` holds the lines that explain why chunks were not written to disk.
     """
@@ -179,7 +181,9 @@ def engine_table(space: Status) -> Table | str:
 
 
 def hit_rate(counts: Counts, before: Counts | None = None) -> float | None:
-    """Return the fraction of looked-up chunks found since ``before``, or None without lookups."""
+    """Return the fraction of looked-up chunks that were found since ``before``, or None without
+    lookups.
+    """
     names, old = ("lookup_chunks", "lookup_chunks_found"), before or {}
     asked, found = (counts.get(name, 0) - old.get(name, 0) for name in names)
     return found / asked if asked > 0 and found >= 0 else None
@@ -187,7 +191,7 @@ def hit_rate(counts: Counts, before: Counts | None = None) -> float | None:
 
 def hit_table(space: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> Table:
     """Return a table of hits for a namespace and its engines, with the hit rates since ``before``
-    if given.
+    if it is given.
     """
     now = ["now"] if before is not None else []
     table = new_table(

@@ -66,8 +66,8 @@ def _walk(folder: str, *, quiet: bool) -> tuple[int, list[dict[str, Any]]]:
     text, is_off = TextColumn("{task.description}"), quiet or not console.is_terminal
     with Progress(text, *columns, console=console, disable=is_off, transient=True) as progress:
         task = progress.add_task("chunks", total=verify.num_chunks)
-        # The first step also returns damage found when the directory was opened, so it is needed
-        # even if there are no chunks.
+        # The first step also reports damage found when the directory was opened, so run it even if
+        # there are no chunks.
         damage = verify.step(_CHUNKS_PER_STEP)
         while verify.num_checked < verify.num_chunks:
             progress.update(task, completed=verify.num_checked)

@@ -112,11 +112,11 @@ class _Output:
 def rates_of(
     status: dict[str, Any], seconds: float, before: dict[str, Any]
 ) -> dict[bytes, dict[str, float]]:
-    """Return the rates in chunks per second for each namespace that was already open."""
+    """Return the rates, in chunks per second, of each namespace that was already open."""
     olds, rates = _by_name(before), {}
     for space in status["namespaces"]:
         new, old = space["stats"], olds.get(space["namespace"])
-        if old is None or not new:  # the namespace is new or still opening
+        if old is None or not new:  # the namespace is new or still being opened
             continue
         grown = {
             shown: new.get(name, 0) - old["stats"].get(name, 0) for shown, name in RATES.items()
@@ -202,7 +202,9 @@ def _picture_of(
     olds: dict[bytes, dict[str, Any]],
     tag: str | None,
 ) -> RenderableType:
-    """Return a namespace's tables, most important first, because a short screen hides the last."""
+    """Return a namespace's tables, most important first, because a short screen hides the last
+    tables.
+    """
     flow = [_flow(rates, chunk_bytes(space))] if rates else []
     tables: list[Table | str] = [
         tier_table(space, status),

@@ -13,8 +13,7 @@ MAX_SOCKET_BYTES: Final = 107
 _KUBERNETES: Final = re.compile(
     r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$"
 )
-"""Matches the variables that Kubernetes injects for a Service named "kvloft..."; these are not
-settings.
+"""Matches variables that are not settings: Kubernetes injects them for a Service named "kvloft...".
 """
 
 

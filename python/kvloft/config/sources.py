@@ -18,7 +18,7 @@ FROM_EXTRA: Final = "kv_connector_extra_config"
 MAX_SHOWN: Final = 80
 """Maximum number of characters that an error message quotes from an invalid value."""
 _Layer = dict[str, tuple[object, str]]
-"""One source's settings: maps each key to its value and origin."""
+"""Maps each key that a source sets to its value and origin."""
 
 _NOT_NEEDED: Final = "kvloft does not need this setting; remove it"
 _ONE_HOST: Final = "kvloft runs on a single host and does not support this setting; remove it"
@@ -95,7 +95,7 @@ def load_config(
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     bare_numbers: dict[str, float] = {}
-    for layer, may_be_null in layers:  # also check overridden values
+    for layer, may_be_null in layers:  # overridden values must also be valid
         for key, (raw, origin) in layer.items():
             values[key] = value = _parse(key, raw, origin, may_be_null)
             origins[key] = origin
@@ -285,7 +285,7 @@ _VALUES: Final[dict[str, tuple[str, Callable[[object], str]]]] = {
     "blocking_timeout_secs": ("load_timeout", lambda value: f"{float(str(value)):g}s"),
     "save_decode_cache": ("save", _save),
 }
-"""The kvloft setting and conversion function for each key with a convertible value."""
+"""Maps each key whose value can be converted to the kvloft setting and the conversion function."""
 
 
 def _parse(key: str, raw: object, origin: str, may_be_null: bool) -> object:
@@ -305,7 +305,7 @@ def _shown(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
-        return str(value).lower()  # as spelled in YAML and JSON
+        return str(value).lower()  # "true" or "false", as in YAML and JSON
     is_plain = isinstance(value, str) and value.isprintable() and '"' not in value
     text = f'"{value}"' if is_plain else repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

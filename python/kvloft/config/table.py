@@ -23,7 +23,7 @@ FROM_DEFAULT: Final = "default"
 """The origin of a setting that no source sets."""
 MIB: Final = 1 << 20
 GIB_BELOW: Final = 1024
-"""A size without a unit is probably in GiB if it is below this value."""
+"""A size below this value that has no unit was probably meant in GiB."""
 AUTO: Final = "auto"
 """``server`` value that makes the first engine start a server."""
 
@@ -156,7 +156,7 @@ _TIMEOUT: Final = _TIME._replace(
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The effective settings and their origins. Sizes are in bytes, times in seconds."""
+    """The effective settings and their origins. Sizes are in bytes, and times are in seconds."""
 
     host_size: int = _set(4 << 30, _SIZE)
     disk_path: str | None = _set(None, _PATH)
@@ -180,7 +180,7 @@ class Config:
     server_linger: float = _set(300.0, _TIME)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     bare_numbers: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
-    """Values without a unit, in settings where that may be a mistake."""
+    """Values without a unit in settings where a missing unit may be a mistake."""
     socket: str | None = field(init=False, compare=False, repr=False)
     """The server's socket path, or None if no server is configured."""
 
@@ -200,7 +200,7 @@ class Config:
 
 
 OF_LIMITS: Final = ("salt_quota", "salt_disk_quota", "salt_ttl", "salt_limits")
-"""Settings that define tenant limits; see `kvloft.limits`."""
+"""Settings that define tenant limits (see `kvloft.limits`)."""
 OF_STORE: Final = ("host_size", "disk_path", "disk_size", "eviction", "disk_threads", *OF_LIMITS)
 """Store settings. An engine that uses a server ignores them."""
 KEYS: Final[Mapping[str, Setting]] = {

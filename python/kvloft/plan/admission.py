@@ -46,7 +46,7 @@ first reads complete.
 """
 
 LEASE_S = 60.0
-"""Seconds until a lease expires if vLLM does not call `match` for its request."""
+"""Time in seconds after which a lease expires if vLLM does not call `match` for its request."""
 
 
 class Admission:
@@ -70,7 +70,7 @@ class Admission:
         self.waiting: dict[ReqId, RequestState] = {}
         """Requests for which `match` last returned Wait."""
         self._num_waited = 0
-        """Number of requests in ``waiting`` when this step began."""
+        """Number of requests that were in ``waiting`` when this step began."""
         self._waited_now: set[ReqId] = set()
         """Requests for which `match` returned Wait or `still_waits` returned True in this step."""
         self._next_expiry_s = float("-inf")
@@ -80,7 +80,7 @@ class Admission:
     def still_waits(self, req_id: ReqId, local_tokens: int) -> bool:
         """Return True if the last result was Wait and `match` would return Wait again.
 
-        Must be cheap: vLLM may call this for thousands of requests per step.
+        This must be cheap, because vLLM may call it for thousands of requests per step.
         """
         request = self.waiting.get(req_id)
         if request is None:
@@ -109,9 +109,9 @@ class Admission:
         return has_reason and since is not None and now - since < self._wait_s
 
     def _record_call(self, request: RequestState) -> float:
-        """Record a call for the request, and return the current time.
+        """Record a `match` call for the request, and return the current time.
 
-        Waiting time excludes steps without a call, in which vLLM had no free slot.
+        The waiting time excludes steps without such a call, in which vLLM had no free slot.
         """
         now = self._clock()
         if request.waiting_since is not None and request.asked_step < self.step - 1:
@@ -120,7 +120,7 @@ class Admission:
         return now
 
     def _is_crowded(self, request: RequestState) -> bool:
-        """Return True if too many requests are waiting for this request to wait too."""
+        """Return True if this request must not wait, because too many requests already do."""
         if self._max_running is None:
             return False
         limit = min(max(MIN_WAITING, self._max_running), self._num_waited + MAX_NEW_WAITING)
@@ -194,7 +194,7 @@ class Admission:
         """Return True if the request may start reading its chunks from disk."""
         if pays:
             return self.turns.take(request, stored_units)
-        # If waiting does not pay, read only to measure the rate of an idle disk.
+        # If waiting does not pay off, read only to measure the rate of an idle disk.
         return may_wait and not self._is_crowded(request) and self.disk.pacing.is_disk_idle
 
     def _pin(self, request: RequestState, stored_units: int) -> Lease:
@@ -272,7 +272,7 @@ class Admission:
     def begin_load(
         self, request: RequestState, lease: Lease, num_tokens: int, *, is_whole: bool
     ) -> None:
-        """Start a load with an offer's lease.
+        """Start a load that takes over an offer's lease.
 
         If ``is_whole``, other requests with the same prefix wait for the load.
         """
@@ -282,7 +282,7 @@ class Admission:
 
     def begin_step(self) -> None:
         """Begin a step, in which vLLM walks its queue from the front. Release outdated leases."""
-        if self.turns.is_over_limit:  # release leases without a call in the last step
+        if self.turns.is_over_limit:  # drop leases without a `match` call in the last step
             self._drop_leases(lambda request: request.asked_step < self.step)
         self.step += 1
         self.turns.begin_step()

@@ -70,7 +70,7 @@ class Announcer:
         self._states = [nth for nth, group in enumerate(shape.groups) if group.kind == "state"]
         others = [nth for nth, group in enumerate(shape.groups) if group.kind != "state"]
         self._others = sorted(others, key=lambda nth: nth != shape.main)
-        """Groups other than state groups. The main group is first."""
+        """All groups except state groups. The main group is first."""
         self._known: dict[bytes, _Chunk] = {}
         """Chunks by key. Parents precede children, because some routers drop blocks announced
         before their parent.
@@ -78,14 +78,14 @@ class Announcer:
         self._children: dict[bytes, int] = {}
         """Number of known chunks that depend on each parent, by the parent's key."""
         self._recent: OrderedDict[bytes, None] = OrderedDict()
-        """Known keys without children, or recorded again as the end of a prefix. The least recent
-        key is first.
+        """Known keys that have no children or were recorded again as the end of a prefix. The least
+        recent key is first.
         """
         self._to_look_up: OrderedDict[bytes, None] = OrderedDict()
         """Known keys from recent requests, in order and without duplicates."""
         self._round: list[bytes] = []
-        """Remaining keys of a full comparison, in reverse order. Some may no longer be known. These
-        keys are looked up before ``_to_look_up``.
+        """Keys that a full comparison still has to look up, in reverse order. Some keys may no
+        longer be known. These keys are looked up before ``_to_look_up``.
         """
         self._must_look_up_all = self._is_over = False
         self._log = EventLog()
@@ -93,7 +93,7 @@ class Announcer:
     # -- requests -------------------------------------------------------------------------------
 
     def note(self, live: LiveRequest, chain: KeyChain, units: range) -> None:
-        """Record that the chunks of ``units`` belong to ``live``. Saving them may still fail."""
+        """Record that the chunks of ``units`` belong to ``live``. Their saves may still fail."""
         self._note(live, chain, self._others, units, units.start)
 
     def note_states(self, live: LiveRequest, chain: KeyChain, num_units: int) -> None:
@@ -125,7 +125,7 @@ class Announcer:
         self._note_recent(found)
         while len(self._known) > self._max_chunks:
             key, _ = self._recent.popitem(last=False)
-            if key not in self._children:  # otherwise, it is removed after its last child
+            if key not in self._children:  # otherwise, the key is removed after its last child
                 self._move(self._forget(key), 0)
 
     def _find_chunks(
@@ -136,7 +136,9 @@ class Announcer:
         units: range,
         num_above: int,
     ) -> dict[bytes, _Chunk]:
-        """Return the chunks of ``units`` before the first whose blocks cannot be described."""
+        """Return the chunks of ``units``, up to but excluding the first chunk whose blocks cannot
+        be described.
+        """
         found: dict[bytes, _Chunk] = {}
         above = chain.key(num_above - 1, self._numbers[self._main]) if num_above else None
         for unit, nth in product(units, groups):
@@ -208,7 +210,8 @@ class Announcer:
         self._must_look_up_all, self._round = False, self._all()
 
     def withdraw(self, lost: Sequence[Event] = ()) -> None:
-        """Announce the removal of every block and stop. Called when kvloft stops offering tokens.
+        """Announce the removal of every block and stop. This is called when kvloft stops offering
+        tokens.
 
         ``lost`` holds events that were taken but possibly never published.
         """
@@ -225,12 +228,12 @@ class Announcer:
     def _all(self) -> list[bytes]:
         """Return all known keys in reverse order.
 
-        A list, because building a dict with 2^18 keys would delay a step by 0.1 s.
+        Returns a list, because building a dict with 2^18 keys would delay a step by 0.1 s.
         """
         return list(reversed(self._known))
 
     def _move(self, chunk: _Chunk, where: int) -> None:
-        """Log the events for ``chunk``, which is now in the tiers ``where``."""
+        """Add the events for ``chunk``, which is now in the tiers ``where``, to the log."""
         for tier in TIERS:
             if (chunk.where ^ where) & tier:
                 change = self._log.enter if where & tier else self._log.leave

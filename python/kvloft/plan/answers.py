@@ -17,7 +17,7 @@ class WaitReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The next ``num_tokens`` after the local tokens can be loaded now."""
+    """The ``num_tokens`` tokens after the local tokens can be loaded now."""
 
     num_tokens: int
 

@@ -45,7 +45,7 @@ class BlockWriters:
             return
         if not (request.save_blocked or request.kv_outdated):
             request.extend_chains(request.num_complete * self._unit_tokens)
-        if request.save_blocked or request.kv_outdated:  # `extend_chains` can set kv_outdated
+        if request.save_blocked or request.kv_outdated:  # `extend_chains` can set ``kv_outdated``
             self.forget(request)
         else:
             self.note(request)
@@ -54,8 +54,8 @@ class BlockWriters:
         """Record the request's complete units that were not in vLLM's cache, and drop the records
         of all later blocks.
 
-        vLLM caches a block before its next tokens are known. After an abort, they stay unknown, but
-        other requests can still hit the block.
+        vLLM caches a block before its next tokens are known. After an abort, these tokens stay
+        unknown, but other requests can still hit the block.
         """
         self._drop_unknown(request)
         first = max(request.num_local_units, request.num_noted)
@@ -67,12 +67,12 @@ class BlockWriters:
         request.num_noted = max(request.num_noted, units.stop)
 
     def forget(self, request: RequestState) -> None:
-        """Drop the records of blocks that a request writes: its KV must not be saved."""
+        """Drop the records of blocks that a request writes, because its KV must not be saved."""
         self._drop_unknown(request)
         request.num_noted = max(request.num_noted, len(request.blocks))
 
     def drop_written(self, request: RequestState) -> None:
-        """Drop the records of all blocks that the request wrote: its hit may be wrong."""
+        """Drop the records of all blocks that the request wrote, because its hit may be wrong."""
         request.num_noted = 0
         self._drop_unknown(request)
 
@@ -117,10 +117,10 @@ class BlockWriters:
         admitted: Collection[ReqId],
         step: StepView,
     ) -> list[RequestState]:
-        """Check the unchecked hits of ``due`` and ``admitted`` requests.
+        """Check all hits of ``due`` and ``admitted`` requests that have not been checked yet.
 
         Returns the requests whose hit contains a block of a different prefix. All KV that such a
-        request computes depends on that block, so none may be saved.
+        request computes depends on that block, so none of the KV may be saved.
         """
         unchecked = {request: None for request in due if request.is_hit_unchecked}
         for request in filter(None, map(requests.get, admitted)):
@@ -163,7 +163,7 @@ class BlockWriters:
         return left
 
     def _without_known(self, unchecked: list[RequestState]) -> list[RequestState]:
-        """Mark requests as checked if `know_hit` returns True. Return the others."""
+        """Mark requests as checked if `know_hit` returns True. Return the other requests."""
         known = [request for request in unchecked if self.know_hit(request)]
         for request in known:
             request.is_hit_unchecked = False
@@ -173,7 +173,8 @@ class BlockWriters:
         """Return True if all of the hit's blocks were written for the request's prefix.
 
         Every block of the main group must have a record, except the null blocks before a window.
-        Blocks of other groups may lack one, because vLLM can replace them before they are recorded.
+        Blocks of other groups may lack a record, because vLLM can replace them before they are
+        recorded.
 
         The writer's next token may still differ. `are_of_continuation` keeps such blocks from being
         saved under this request's key.
@@ -195,7 +196,7 @@ class BlockWriters:
     def find_others(
         self, saves: Iterable[SavePlan], requests: Mapping[ReqId, RequestState]
     ) -> list[SavePlan]:
-        """Return the saves with hit blocks written for a different continuation."""
+        """Return the saves that contain hit blocks written for a different continuation."""
         found = []
         for save in saves:
             request = requests[save.req_id]
@@ -233,6 +234,6 @@ def _update(
 
 
 def _tables(request: RequestState) -> Iterator[tuple[Sequence[BlockId], int]]:
-    """Yield each group's block table and number of blocks per unit."""
+    """Yield each group's block table and the group's number of blocks per unit."""
     blocks = request.blocks
     return ((table, blocks.size_of(group)) for group, table in enumerate(blocks.tables))

@@ -8,18 +8,18 @@ MAX_FAILED_LOADS = 8
 """Number of consecutive failed loads that trip the breaker."""
 
 RETRY_S = 60.0
-"""Seconds until the first retry after the breaker trips."""
+"""Time in seconds from the breaker's trip to the first retry."""
 
 
 class CircuitBreaker:
     """Counts consecutive failed loads.
 
-    If a failed load fails its request, ``retry_s`` is infinite and the breaker never retries.
+    If a failed load makes its request fail, ``retry_s`` is infinite and the breaker never retries.
     """
 
     def __init__(self) -> None:
         self.retry_s = RETRY_S
-        """Pause in seconds after too many failed loads."""
+        """Duration of the pause after too many failed loads, in seconds."""
         self._failed_in_a_row = 0
         self._open_until_s = 0.0
 

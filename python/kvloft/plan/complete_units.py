@@ -42,7 +42,7 @@ def take_complete_units(request: RequestState, unit_tokens: int, frontier: int) 
     # frontier advances. Rejected draft tokens make the frontier unpredictable.
     request.next_save = (num_units + 1) * unit_tokens + (0 if request.had_drafts else lag)
     request.num_complete = num_units
-    if is_limited:  # a later request whose prompt contains the rest can save it
+    if is_limited:  # later requests with longer prompts can save the rest
         request.num_complete = num_complete_units(request, len(token_ids), frontier, unit_tokens)
         request.next_save = frontier + unit_tokens
     start = request.saved_units
@@ -66,7 +66,7 @@ def num_complete_units(
 def refresh_tables(request: RequestState, step: StepView) -> bool:
     """Read the request's current block tables. Return False if vLLM does not report them.
 
-    Models for which vLLM frees running requests' blocks need this.
+    This is needed for models for which vLLM frees blocks of running requests.
     """
     if step.tables is None or not (tables := step.tables(request.req_id)):
         return False

@@ -1,4 +1,4 @@
-"""Objects that all parts of the scheduler side share.
+"""Objects shared by all parts of the scheduler side.
 
 Calls to the KV event announcer are queued until the plan is complete, so that an error in KV events
 cannot fail a plan or an admission.
@@ -18,7 +18,9 @@ from kvloft.seam.store import Session
 
 
 class EventNotes:
-    """Queues calls to the announcer until `take` returns them. A no-op without an announcer."""
+    """Queues calls to the announcer until `take` returns them. Without an announcer, drops the
+    calls.
+    """
 
     def __init__(self, announcer: Announcer | None) -> None:
         self.announcer = announcer
@@ -49,7 +51,7 @@ class EventNotes:
 
 @dataclass(slots=True, eq=False)
 class PlanContext:
-    """One scheduler side's store, settings, requests and counters."""
+    """The store, settings, requests and counters of a scheduler side."""
 
     store: Session
     settings: PlanSettings

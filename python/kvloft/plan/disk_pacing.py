@@ -1,9 +1,9 @@
-"""Estimates if waiting for chunks from disk is faster than computing their tokens.
+"""Estimates whether waiting for chunks from disk is faster than computing their tokens.
 
-It measures two rates: chunks read from disk per second (concurrent writes lower this rate), and
-prompt tokens computed per second. Disk measurements lose their weight within about a minute. An
-unmeasured disk is assumed to be fast, so the first requests use it. A disk that was too slow is
-measured again with reads that no request waits for. The caller passes in the clock and all
+The estimate uses two measured rates: chunks read from disk per second (concurrent writes lower this
+rate), and prompt tokens computed per second. Disk measurements lose their weight within about a
+minute. An unmeasured disk is assumed to be fast, so the first requests use it. A disk that was too
+slow is measured again with reads that no request waits for. The caller passes in the clock and all
 measurements.
 """
 
@@ -16,26 +16,27 @@ from kvloft.seam.ids import ReqId
 DISK_HALF_LIFE_S = 5.0
 ENGINE_HALF_LIFE_S = 30.0
 WINDOW_S = 1.0
-"""Seconds of reads or steps that halve the weight of older measurements."""
+"""Duration of reads or steps, in seconds, that halves the weight of older measurements."""
 PRIOR_READS = 4
 """Number of chunks added to the measured reads as if they took no time, so that a few slow reads do
 not make the disk look too slow.
 """
 PROBE_S = 0.5
-"""Maximum seconds to wait for the disk while the engine's rate is unknown."""
+"""Maximum time, in seconds, to wait for the disk while the engine's rate is unknown."""
 GRACE_S = 0.005
-"""Maximum seconds by which waiting may be slower than computing. The limit is above zero, because
-short times are hard to estimate.
+"""Maximum time, in seconds, by which waiting may be slower than computing. The limit is above zero,
+because short times are hard to estimate.
 """
 MAX_STEPS = 64
-"""Maximum number of in-flight steps. Older steps are dropped: their end was never reported."""
+"""Maximum number of in-flight steps. Older steps are dropped, because their end was never reported.
+"""
 MAX_SIZE_RATIO = 8
-"""Maximum ratio of a prompt's length to the most prompt tokens in any measured step. The engine's
-rate counts as unknown for longer prompts, because small steps do not predict how long such prompts
-take.
+"""Maximum ratio of a prompt's length to the largest number of prompt tokens in a measured step. The
+engine's rate counts as unknown for longer prompts, because small steps do not predict how long such
+prompts take.
 """
 SAMPLE_S = 0.01
-"""Minimum interval in seconds between reads of the store's counters. With a server, each read is a
+"""Minimum interval between reads of the store's counters, in seconds. With a server, each read is a
 round trip.
 """
 
@@ -141,8 +142,8 @@ class DiskPacing:
         return num_chunks * self._disk.seconds / (self._disk.amount + PRIOR_READS)
 
     def expected_compute_s(self, num_tokens: int) -> float | None:
-        """Return the expected seconds to compute ``num_tokens`` prompt tokens, or None if the
-        engine's rate is unknown.
+        """Return the expected time, in seconds, to compute ``num_tokens`` prompt tokens, or None if
+        the engine's rate is unknown.
         """
         if self._engine.seconds <= 0 or num_tokens > MAX_SIZE_RATIO * self._longest_step:
             return None
@@ -154,9 +155,9 @@ class DiskPacing:
         """Return True if a request should wait for ``num_chunks`` chunks (``num_tokens`` tokens)
         behind ``num_ahead`` queued chunks.
 
-        ``backlog_s`` is the time until the engine would start computing the tokens. Waiting pays if
-        the first chunk arrives before the engine would start, or if all chunks arrive before it
-        would finish.
+        ``backlog_s`` is the time until the engine would start computing the tokens. Waiting pays
+        off if the first chunk arrives before the engine would start, or if all chunks arrive before
+        it would finish.
         """
         if self.always_pays or not self._is_measured or num_chunks <= 0:
             return True

@@ -1,7 +1,7 @@
 """Events for blocks that enter or leave the store's tiers.
 
 Routers use these events to send a prompt to an engine that holds the prompt's KV.
-`kvloft.vllm.events` converts them to vLLM's KV events.
+`kvloft.vllm.events` converts these events to vLLM's KV events.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Block(NamedTuple):
     parent: bytes | None
     token_ids: array[int]
     adapter: Any = None
-    """Hash inputs for the entire prefix."""
+    """The engine's additional hash inputs for the entire prefix."""
     extra: Any = None
-    """Hash inputs, other than tokens, for this block only."""
+    """The engine's additional hash inputs for this block only."""
 
 
 class Stored(NamedTuple):

@@ -1,4 +1,4 @@
-"""Leases of requests, and the number of units they pin.
+"""Leases of requests, and the number of units that the leases pin.
 
 A shared prefix counts once. Units are counted in strides, because the key at the end of a stride
 identifies the entire prefix. `ReadTurns` sets the limits.
@@ -29,7 +29,7 @@ class StrideCounts:
         self._stride = max(1, min(MAX_STRIDE, max_units // 64))
         self._used: set[bytes] = set()
         self._more_users: Counter[bytes] = Counter()
-        """Number of users minus one for each shared stride."""
+        """Number of users of each shared stride, minus one."""
         self.total = 0
 
     def strides(self, chain: KeyChain, num_units: int) -> Strides:
@@ -39,7 +39,7 @@ class StrideCounts:
         return {chain.key(end - 1): end - start for start, end in zip(starts, ends, strict=True)}
 
     def total_with(self, strides: Strides) -> int:
-        """Return the ``total`` that adding ``strides`` would give."""
+        """Return the value that ``total`` would have if ``strides`` were added."""
         return self.total + _total(strides) - _total(strides, strides.keys() & self._used)
 
     def add(self, strides: Strides) -> None:
@@ -64,7 +64,7 @@ def _total(strides: Strides, keys: Collection[bytes] | None = None) -> int:
 
 
 class PinnedFrames:
-    """A set of leases, and the number of distinct units they pin."""
+    """A set of leases, and the number of distinct units that the leases pin."""
 
     def __init__(self, max_units: int) -> None:
         self.counts = StrideCounts(max_units)

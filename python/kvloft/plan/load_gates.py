@@ -69,7 +69,7 @@ class BlockBudget:
                 return min(num_blocks, 3) + self._pool.num_drafts
 
     def fits(self, need: BlockNeed) -> bool:
-        """Return True if ``need`` and all counted needs fit into the pool.
+        """Return True if ``need`` and the needs of all counted requests fit into the pool.
 
         A request always fits if no other request is counted: vLLM ensures that the pool can hold
         any single request.
@@ -93,7 +93,7 @@ class BlockBudget:
 
 
 class LoadGates:
-    """Tracks the loads in progress, and the slots and blocks they leave for other requests.
+    """Tracks the loads in progress, and the slots and blocks that they leave for other requests.
 
     A load that takes longer than ``wait_s`` counts as hung and no longer delays other requests.
     """
@@ -109,11 +109,13 @@ class LoadGates:
         self._budget_changed_s = float("-inf")
         self.count_running: Callable[[], int] = lambda: 0
         self.incoming: dict[ReqId, IncomingUnits] = {}
-        """Loads in progress that should load all their units."""
+        """Loads in progress that are expected to load all of their units."""
         self.slots_were_taken = False
         """Result of this step's last `check_slots_taken` call."""
         self.first_without_blocks: ReqId | None = None
-        """The first request in this step that lacks blocks. Later requests get no blocks."""
+        """The first request in this step that lacks blocks. Loads of later requests are postponed
+        too.
+        """
 
     def begin_step(self) -> None:
         self.first_without_blocks = None

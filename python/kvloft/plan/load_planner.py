@@ -16,7 +16,7 @@ from kvloft.seam.plan import LAYOUT, LoadPlan, LoadResult
 
 @dataclass(frozen=True, slots=True)
 class PlannedLoad:
-    """A load, the lease to hold until it completes, and the token counts by tier."""
+    """A load, the lease to hold until the load completes, and the number of tokens per tier."""
 
     plan: LoadPlan
     lease: Lease | None
@@ -33,7 +33,7 @@ class LoadProgress:
     has_failed: bool = False
     """True if the load failed on a rank or a chunk failed verification."""
     is_other_layout: bool = False
-    """True if a chunk has a different memory layout than the worker. It is not damaged."""
+    """True if a chunk's memory layout differs from the worker's. Such a chunk is not damaged."""
 
     def add(self, result: LoadResult) -> bool:
         """Add one rank's result. Return True if all ranks have reported."""

@@ -5,9 +5,9 @@ from kvloft.seam.shape import CacheShape
 from kvloft.seam.store import Session
 
 FIRST_LOOKUP_TOKENS, LOOKUP_GROWTH = 512, 4
-"""Tokens to hash for the first lookup, and the growth factor for each later lookup. The first
-lookup is small, because the forward pass waits for the hashes and an uncached prompt needs only the
-first chunk's hash.
+"""Number of tokens to hash for the first lookup, and the factor by which it grows for each later
+lookup. The first lookup is small, because the forward pass waits for the hashes and an uncached
+prompt needs only the first chunk's hash.
 """
 
 

@@ -22,9 +22,10 @@ class ReadTurns:
         self.loading = PinnedFrames(self.num_units)
         """Frames pinned by loads in progress, which waiting requests cannot use."""
         self._first: ReqId | None = None
-        """This step's first request that waits for its turn or with pinned frames."""
+        """The first request in this step that waits for its turn or holds pinned frames."""
         self._blocked: ReqId | None = None
-        """This step's first request that must wait for its turn. Later requests must wait too."""
+        """The first request in this step that must wait for its turn. Later requests must wait too.
+        """
         self._paused_until_s = float("-inf")
 
     def set_memory(self, num_bytes: int) -> None:
@@ -54,7 +55,8 @@ class ReadTurns:
     def take(self, request: RequestState, stored_units: int) -> bool:
         """Return True if ``request`` may pin its units.
 
-        The first request may always pin; otherwise, all requests could wait for each other.
+        The first request may always pin its units. Otherwise, all requests could wait for each
+        other.
         """
         if self.is_behind(request):
             return False
@@ -77,8 +79,8 @@ class ReadTurns:
     def pause(self, until_s: float) -> None:
         """Suspend turns until ``until_s``, so that no request waits for its turn.
 
-        Called when the disk is too slow; otherwise, each request would wait for all requests ahead
-        of it.
+        This is called when the disk is too slow. Otherwise, each request would wait for all
+        requests ahead of it.
         """
         self._paused_until_s = until_s
 

@@ -15,7 +15,8 @@ from kvloft.seam.store import KeyChain
 from kvloft.seam.views import EmbedRows, LiveRequest, RequestView
 
 NEVER = (1 << 30) - 2
-"""Longer than any request, but small enough for fast int comparisons in CPython."""
+"""A number of tokens that no request reaches, but small enough for fast int comparisons in CPython.
+"""
 
 
 class IncomingUnits(NamedTuple):
@@ -43,13 +44,15 @@ class RequestState:
     req_id: ReqId = field(init=False)
     chain: KeyChain = field(init=False)
     prefix_chain: KeyChain = field(init=False)
-    """The same tokens' chain without lookahead. It is ``chain`` itself if ``lookahead`` is 0."""
+    """The chain of the same tokens without lookahead. If ``lookahead`` is 0, this is ``chain``
+    itself.
+    """
     _chains: tuple[KeyChain, ...] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     save_limit: int = field(init=False)
     """Maximum number of leading tokens to save."""
     num_confirmed: int = 0
-    """Token list length at the last read."""
+    """Length of the token list when it was last read."""
     had_drafts: bool = False
     """True if a step has verified this request's draft tokens."""
     _embeds: tuple[EmbedRows, ...] = field(init=False)
@@ -73,9 +76,9 @@ class RequestState:
 
     # Saves.
     was_examined: bool = False
-    """True if the request was examined for complete units since its admission."""
+    """True if the request has been examined for complete units since its admission."""
     next_save: int = NEVER
-    """Frontier that completes the next unit; `NEVER` if no further unit can be saved."""
+    """Frontier that completes the next unit, or `NEVER` if no further unit can be saved."""
     saved_units: int = 0
     """Number of leading units that are stored or being saved."""
     save_start: int = 0
@@ -86,7 +89,7 @@ class RequestState:
     save_blocked: bool = False
     """True if saves are blocked until the next admission, for example after a wrong hit."""
     kv_outdated: bool = False
-    """True if ``blocks`` holds outdated KV, for example after a reset. Saves are blocked."""
+    """True if ``blocks`` holds outdated KV, for example after a reset. Saves are then blocked."""
 
     # Waiting for admission.
     lease: Lease | None = None
@@ -98,21 +101,24 @@ class RequestState:
     waited_out: bool = False
     """True if the request has waited for the maximum time."""
     turn_at_s: float | None = None
-    """Time at which the engine would start this prompt without waiting for the disk."""
+    """Time at which the engine would start computing this prompt if it did not wait for the disk.
+    """
     reads_end: int = 0
     """The `DiskPacing.num_done` value once all of the request's chunks are read."""
     num_on_disk: int = 0
     """Upper bound on the number of chunks outside host memory at the lookup."""
     slow_tokens: int = 0
-    """Number of tokens to compute although their chunks are on disk, because reading should be
-    slower.
+    """Number of tokens to compute although their chunks are on disk, because reading the chunks is
+    expected to be slower.
     """
 
     # Loads.
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Tokens in the last planned load, by tier."""
+    """Number of tokens in the last planned load, by tier."""
     load_failed: bool = False
-    """True if a load returned fewer tokens than offered, which ends offers for the request."""
+    """True if a load returned fewer tokens than offered. kvloft then stops offering tokens for the
+    request.
+    """
     yields_once: bool = False
     """True if a load has failed and vLLM has not called `match` for the request since then."""
 
@@ -136,7 +142,7 @@ class RequestState:
                 chain.add_item(item.identifier, item.start, item.num_tokens)
 
     def restart_keys(self) -> None:
-        """Recompute the keys after tokens or the adapter's identity have changed."""
+        """Recompute the keys after a change to the tokens or to the adapter's identity."""
         self._restart_chain()
         self.drop_lease()
         self.forget_saves()

@@ -33,7 +33,9 @@ memory can stay full for a long time.
 """
 
 _new_save: Callable[[tuple[ReqId, Chunks]], SavePlan] = partial(tuple.__new__, SavePlan)
-"""Creates a `SavePlan` from a tuple of its fields, three times as fast as the constructor."""
+"""Creates a `SavePlan` from a tuple of its fields. This is three times as fast as calling the
+constructor.
+"""
 _req_id: Callable[[RequestState], ReqId] = attrgetter("req_id")
 
 
@@ -53,7 +55,7 @@ class SavePlanner:
         self._unsent: list[SavePlan] = []
         """Saves with reserved frames that are not in a step plan yet."""
         self._owed: dict[RequestState, int] = {}
-        """Number of units without a frame, by request in retry order."""
+        """Number of units without a frame for each request, in retry order."""
 
     def plan(self, step: StepView, admitted: Collection[ReqId]) -> list[SavePlan]:
         """Reserve frames for the units that ``step`` completes, and return their saves.
@@ -196,7 +198,7 @@ class SavePlanner:
         scheduling, their last tokens were unknown in the previous step.
 
         Since then, draft tokens may have been rejected, or a streaming session may have replaced
-        the last sampled token. vLLM's number of computed tokens reflects both.
+        the last sampled token. vLLM's number of computed tokens reflects both changes.
         """
         due: list[RequestState] = []
         for req_id in self._schedule.running:
@@ -287,7 +289,8 @@ class SavePlanner:
     def _retry_in_next_step(self) -> None:
         """Schedule retries in the next step for the first requests in retry order.
 
-        These move to the end of the order, so that non-running requests do not delay others.
+        These requests move to the end of the order, so that requests that are not running do not
+        delay the other requests.
         """
         for request in list(islice(self._owed, MAX_RETRIES)):
             self._owed[request] = self._owed.pop(request)

@@ -30,7 +30,7 @@ class SaveSchedule:
         """Positions of due requests by step. None while steps are unpredictable."""
         self._step = self._num_steady = 0
         self._next_sum: int | None = None
-        """Next step's sum of ``computed`` if each request advances by one token."""
+        """The next step's sum of ``computed`` if each request advances by one token."""
 
     def line_up(self, running: Iterable[ReqId], due_at: Iterable[int]) -> None:
         self.running, self._before = [], []
@@ -51,7 +51,7 @@ class SaveSchedule:
             self._next_sum = None
             return list(compress(count(), map(gt, map(add, computed, scheduled), self._before)))
         total = sum(computed)
-        # No request advances by more than one token, so equal sums mean that all advanced.
+        # No request advances by more than one token, so equal sums mean that all requests advanced.
         is_steady, self._next_sum = total == self._next_sum, total + len(computed)
         self._num_steady = self._num_steady + 1 if is_steady else 0
         self._step += 1

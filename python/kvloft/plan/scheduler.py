@@ -147,11 +147,13 @@ class SchedulerCore:
         return not is_dense or list(request.blocks.main_table[:1]) == list(tables.main_table[:1])
 
     def fail_load(self, live: LiveRequest, num_tokens: int, tables: Tables) -> None:
-        """Plan a load that fails. Called if `admit` failed for a request that vLLM admits."""
+        """Plan a load that fails. Call this if `admit` failed for a request that vLLM admits."""
         self._loads.plan_failure(live.req_id, num_tokens, tables)
 
     def hit_tokens(self, req_id: ReqId) -> Mapping[str, int]:
-        """Return the token counts by tier of a request's last planned load, without lost blocks."""
+        """Return a request's number of tokens per tier in its last planned load, excluding lost
+        blocks.
+        """
         request = self._requests.get(req_id)
         return request.loaded_tokens if request is not None else {}
 
@@ -205,7 +207,8 @@ class SchedulerCore:
 
     def _note_prompts(self, step: StepView) -> int | None:
         """Record how many prompt tokens the step computes and how many remain. Return the step's
-        number among steps that compute prompt tokens, or None if it computes none.
+        number among steps that compute prompt tokens, or None if the step computes no prompt
+        tokens.
         """
         disk, requests = self._admission.disk, self._requests
         for new in step.new:
@@ -231,7 +234,7 @@ class SchedulerCore:
     def _end_plan(self, plan: StepPlan) -> StepPlan:
         """Return ``plan`` with the arena and all queued loads, and begin the next step.
 
-        Call this last, because a failed plan is retried without saves.
+        This must be the last call in planning, because a failed plan is retried without saves.
         """
         self._admission.begin_step()
         self._admitted.clear()
@@ -339,13 +342,13 @@ class SchedulerCore:
             self._mark_kv_outdated()
 
     def count_on(self, num_bytes: int) -> None:
-        """Set how many bytes of a shared arena this store may use."""
+        """Set the number of bytes that this store may use in a shared arena."""
         if self._arena is not None:
             self._admission.turns.set_memory(min(self._arena.size_bytes, num_bytes))
 
     @property
     def has_queued_loads(self) -> bool:
-        """True if loads are queued. They use the current arena, so do not replace it."""
+        """True if loads are queued. Queued loads use the current arena, so do not replace it."""
         return bool(self._loads.queued)
 
     def meet_store(self, arena: ArenaSpec | None) -> None:

@@ -35,9 +35,9 @@ class PlanSettings:
     shares_blocks: bool = False
     """True if vLLM's prefix cache is enabled, so requests can share the blocks of a load."""
     save_prompts_only: bool = False
-    """True if generated tokens are not saved. A request can override this setting."""
+    """True if generated tokens are not saved by default. A request can override this setting."""
     max_running: int | None = None
-    """Maximum number of requests that vLLM runs concurrently; None if unknown."""
+    """Maximum number of requests that vLLM runs concurrently, or None if it is unknown."""
     draft_limit: int | None = None
     """Maximum request length, in tokens, at which the engine runs the draft model in every step.
     None without a draft model or a limit.

@@ -19,7 +19,7 @@ class StatePlanner:
         self._unit_tokens = context.settings.shape.unit_tokens
 
     def plan(self, step: StepView) -> list[SavePlan]:
-        """Reserve frames for the savable states in ``step``, and return their saves."""
+        """Reserve frames for the states in ``step`` that can be saved, and return their saves."""
         states = [state for state in step.states if self.can_save(state, step)]
         if not states:
             return []

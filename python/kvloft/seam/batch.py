@@ -60,7 +60,7 @@ class Tables:
         return self.of(self.main, units)
 
     def size_of(self, group: int) -> int:
-        """Return the number of blocks per unit in a group."""
+        """Return the number of blocks per unit in the given group."""
         return self.per_unit[group] if self.per_unit else 1
 
     def of(self, group: int, units: slice) -> Sequence[BlockId]:

@@ -36,7 +36,7 @@ class SavePlan(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """The work for one step.
+    """The workers' tasks in one step.
 
     ``rewritten`` lists blocks that this step's forward pass may write while an earlier step's save
     still reads them. ``sibling_blocks`` lists blocks that another MultiConnector child may write
@@ -60,10 +60,10 @@ worker's.
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """The result of one LoadPlan on one rank.
+    """The result of a LoadPlan on one rank.
 
-    ``bad_keys`` holds the key of each chunk that failed verification, and the reason. ``failed`` is
-    True if nothing was copied. The store then keeps the chunks, because they may be valid.
+    ``bad_keys`` holds the key of each chunk that failed verification, with the reason. ``failed``
+    is True if nothing was copied. The store then keeps the chunks, because they may be valid.
     """
 
     req_id: ReqId

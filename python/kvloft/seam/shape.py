@@ -1,7 +1,7 @@
 """Describes KV cache groups, shards and the arena, with their sizes.
 
-Both sides and the store use these values. `kvloft.vllm.shape` builds them at startup from vLLM's
-configuration.
+Both sides and the store use these values. `kvloft.vllm.shape` derives the values from vLLM's
+configuration at startup.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,8 @@ class GroupShape:
     part_bytes: int = 4096
     """Size of a shard's part in a frame, in bytes."""
     compact_bytes: int = 0
-    """Size of a shard's part in a frame for compressed chunks, in bytes; 0 without compression."""
+    """Size of a shard's part in a frame for compressed chunks, in bytes, or 0 without compression.
+    """
 
     @property
     def unit_tokens(self) -> int:
@@ -70,8 +71,8 @@ class CacheShape:
     A shard is ``num_replicas`` consecutive ranks that hold the same bytes (MLA). The first rank of
     a shard writes the shard's part of each frame, and all ranks of the shard read that part.
     ``lookahead`` is the number of tokens after a block that affect the draft model's KV in the
-    block. ``encoding`` is the encoding of compressed parts, as defined in `kvloft.transfer.frames`;
-    0 means that all parts are raw. Raises ValueError if ``num_ranks`` is not a multiple of
+    block. ``encoding`` is the encoding of compressed parts, as defined in `kvloft.transfer.frames`,
+    or 0 if all parts are raw. Raises ValueError if ``num_ranks`` is not a multiple of
     ``num_replicas``.
     """
 
@@ -96,12 +97,14 @@ class CacheShape:
         return kinds.index("full" if "full" in kinds else "window")
 
     def number_of(self, group: int) -> int | None:
-        """Return the number hashed into the group's keys; None if the group uses prefix keys."""
+        """Return the number that is hashed into the group's keys, or None if the group uses prefix
+        keys.
+        """
         return None if group == self.main and self.groups[group].kind == "full" else group + 1
 
     @property
     def unit_tokens(self) -> int:
-        """Return the number of tokens per unit. A unit is whole blocks in every group."""
+        """Return the number of tokens per unit. A unit consists of whole blocks in every group."""
         return self.groups[0].unit_tokens
 
     @property
@@ -174,10 +177,11 @@ class ArenaSpec:
     groups: tuple[GroupShape, ...]
     """The scheduler side's KV cache groups, whose sizes take all ranks into account."""
     id: int = 0
-    """Identifies the memory, because a path can be reused; 0 if unknown."""
+    """Identifies the memory, because a path can be reused. The id is 0 if it is unknown."""
     lifeline: tuple[str, int] | None = None
-    """Path and inode of the pipe that workers hold open (see `Lifeline`); None without a server."""
+    """Path and inode of the pipe that workers keep open (see `Lifeline`), or None without a server.
+    """
 
     def is_same_memory(self, other: Self | None) -> bool:
-        """Return True if ``other`` describes the same memory; the lifelines may differ."""
+        """Return True if ``other`` describes the same memory. The lifelines may differ."""
         return other is not None and replace(other, lifeline=self.lifeline) == self and self.id != 0

@@ -25,7 +25,7 @@ class EmbedRows:
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """The identifier of a multimodal item and the positions it covers."""
+    """The identifier of a multimodal item and the positions that it covers."""
 
     identifier: str
     start: int
@@ -36,7 +36,7 @@ class MediaItem:
 class RequestView:
     """The inputs to a request's keys, other than token ids.
 
-    ``embeds`` lists the positions whose input is an embedding; token ids at these positions are
+    ``embeds`` lists the positions whose input is an embedding. Token ids at these positions are
     ignored. ``savable_tokens`` is the number of leading tokens that may be saved. No later request
     can match the keys of the remaining tokens.
     """
@@ -78,12 +78,12 @@ class LiveRequest(Protocol):
 
     @property
     def saves(self) -> Literal["all", "prompt"] | None:
-        """Return which tokens to save, or None if the request does not specify."""
+        """Return which tokens to save, or None if the request does not specify this."""
         ...
 
     def view(self) -> RequestView: ...
     def uses_adapter(self, number: int) -> bool:
-        """Return True if the request uses the LoRA adapter with vLLM's ``number``."""
+        """Return True if the request uses the LoRA adapter whose number in vLLM is ``number``."""
         ...
 
 
@@ -108,7 +108,7 @@ class BoundaryState(NamedTuple):
 
 
 class StepView(NamedTuple):
-    """The decisions of one ``schedule()`` call, independent of vLLM's two output formats.
+    """The decisions of a ``schedule()`` call, independent of vLLM's two output formats.
 
     ``running`` and ``num_computed_tokens`` are vLLM's own parallel lists, because copying the lists
     in every step would be slow. ``grown`` lists the blocks added to each request whose block table

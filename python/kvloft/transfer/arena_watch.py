@@ -13,7 +13,7 @@ from kvloft.transfer.mover import Mover
 logger = logging.getLogger(__name__)
 
 GRACE_S: Final = 1.0
-"""Time for the engine to reconnect to the same memory, which then stays mapped."""
+"""Time in which the engine can reconnect to the same memory, which then stays mapped."""
 
 
 class ArenaWatch:
@@ -22,7 +22,7 @@ class ArenaWatch:
     """
 
     def __init__(self, lifeline: Lifeline, on_server_gone: Callable[[Lifeline], bool]) -> None:
-        """Start the thread, which calls ``on_server_gone`` until it returns True."""
+        """Start the thread, which calls ``on_server_gone`` repeatedly until a call returns True."""
         self._lifeline = lifeline
         self._on_server_gone = on_server_gone
         self._lock = threading.Lock()

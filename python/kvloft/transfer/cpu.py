@@ -1,4 +1,4 @@
-"""The CPU mover copies synchronously. CUDA kernel tests use it as the reference.
+"""The CPU mover copies synchronously. Tests of the CUDA kernels use this mover as the reference.
 
 A failed copy is reported as a failed ticket or a failed load, never as an exception.
 """
@@ -23,7 +23,7 @@ class CpuMover:
     usable_bytes = None
 
     def __init__(self, layouts: Sequence[PagedLayout], frames: Sequence[GroupFrames]) -> None:
-        """``layouts`` and ``frames`` have one entry per KV cache group.
+        """Create the mover. ``layouts`` and ``frames`` have one entry per KV cache group.
 
         This mover does not support compressed chunks.
         """
@@ -79,7 +79,7 @@ class CpuMover:
         """Do nothing, because no copy is in flight between calls."""
 
     def _load(self, group: int, copy: ChunkCopy) -> str | None:
-        """Verify and scatter one chunk. Return the reason if the load failed, or None."""
+        """Verify and scatter one chunk. Return why the load failed, or None if it succeeded."""
         layout, _ = self._groups[group]
         try:
             problem = self._parts[group].fetch(copy, layout.digest, layout.page_bytes)
@@ -101,7 +101,7 @@ class CpuMover:
             page[:] = saved
 
     def _pages(self, group: int, copy: ChunkCopy, first: int) -> Iterator[tuple[Any, Any]]:
-        """Yield pairs of pages: a page in the private part and the matching page in paged KV.
+        """Yield each page in the private part together with the matching page in paged KV.
 
         Block ``first`` of the part matches the first block of ``copy``.
         """

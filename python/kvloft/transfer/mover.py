@@ -1,6 +1,6 @@
 """The interface of movers, which copy chunks between paged KV and frames.
 
-`cpu.CpuMover` copies synchronously. A CUDA mover's copies can take more than one step.
+`cpu.CpuMover` copies synchronously. The copies of a CUDA mover can take more than one step.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,9 @@ class Mover(Protocol):
 
     @property
     def usable_bytes(self) -> int | None:
-        """Return the number of writable bytes at the start of the arena, or None if all are."""
+        """Return the number of writable bytes at the start of the arena, or None if all bytes are
+        writable.
+        """
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
         """Make the next forward pass, which can write to ``rewritten``, wait for saves that still
@@ -50,7 +52,9 @@ class Mover(Protocol):
         """Block until no save reads ``blocks``, because another connector may write them."""
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
-        """Gather chunks after the current forward pass, before a later one overwrites them (I2)."""
+        """Gather chunks after the current forward pass and before a later pass overwrites them
+        (I2).
+        """
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
         """Verify and scatter chunks into blocks of requests that are waiting for the load."""
@@ -58,7 +62,9 @@ class Mover(Protocol):
     def poll(self) -> Finished: ...
 
     def drain(self) -> Finished:
-        """Wait for all in-flight copies and return the results. Used before sleep and shutdown."""
+        """Wait for all in-flight copies and return the results. This is used before sleep and
+        shutdown.
+        """
 
     def close(self) -> None:
         """Wait for all in-flight copies and release all resources."""

@@ -30,7 +30,7 @@ class MoverSettings:
     gathers_first: bool = False
     """True if the engine writes to new blocks before passing them to `begin_step`."""
     encodes: bool = False
-    """True to encode parts if the layout and the device support it."""
+    """True if parts are encoded when the layout and the device support it."""
 
 
 def choose_mover(

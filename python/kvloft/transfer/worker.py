@@ -27,7 +27,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ALL_BYTES = (1 << 63) - 1
-"""Reported if the entire arena is usable. Larger than any arena."""
+"""Value reported if the entire arena is usable. It is larger than any arena."""
 RELEASE_S = 0.02
 """Time to release the previous arena within a step, which suffices for small arenas."""
 
@@ -56,7 +56,7 @@ class WorkerCore:
         settings: MoverSettings | None = None,
         make_mover: MakeMover | None = None,
     ) -> None:
-        """By default, the device of the KV cache determines the mover."""
+        """Create the worker side. By default, the device of the KV cache determines the mover."""
         self._settings = settings or MoverSettings()
         self._shape = shape
         self._rank = rank
@@ -72,13 +72,15 @@ class WorkerCore:
         self._is_asleep = self._is_stopped = False
         self._plan = StepPlan()
         self._arena: ArenaSpec | None = None
-        """The most recent arena specified by a plan. It may have no mover."""
+        """The arena in the most recent plan that specified an arena. This arena may have no mover.
+        """
         self._lifeline: Lifeline | None = None
-        """Open while the mover can write to a server's frames."""
+        """The lifeline, which stays open while the mover can write to a server's frames."""
         self._watch: ArenaWatch | None = None
         self._release: ArenaRelease | None = None
         self._lock = threading.RLock()
-        """Held by each method, because the watch thread can release the arena at any time."""
+        """Each method holds this lock, because the watch thread can release the arena at any time.
+        """
         self._loads_run = self._saves_run = True
         self._pending = Finished()
         self._num_announced = 0
@@ -114,8 +116,8 @@ class WorkerCore:
 
     @_locked
     def begin(self, plan: StepPlan) -> None:
-        """Begin a step before its forward pass. Report saves of the previous plan that never
-        started as failed.
+        """Begin a step before its forward pass. Saves of the previous plan that never started are
+        reported as failed.
         """
         if not self._saves_run:
             self._fail_saves()
@@ -223,8 +225,8 @@ class WorkerCore:
 
     @_locked
     def take_report(self) -> StepReport | None:
-        """Return new results and the prompt step number, or None if there is nothing to report.
-        Exclude loads that `take_finished_loads` has not returned yet.
+        """Return new results and the prompt step number, or None if there is nothing to report. The
+        results exclude loads that `take_finished_loads` has not returned yet.
         """
         self._collect()
         done = self._pending
@@ -247,7 +249,9 @@ class WorkerCore:
         return report
 
     def _usable_bytes(self) -> tuple[int, int] | None:
-        """Return the rank and its number of usable arena bytes, or None if unchanged."""
+        """Return the rank and its number of usable arena bytes, or None if the number has not
+        changed.
+        """
         if self._mover is None or (usable := self._mover.usable_bytes) == self._told_usable:
             return None
         self._told_usable = usable
@@ -255,7 +259,7 @@ class WorkerCore:
 
     @_locked
     def take_totals(self) -> Finished:
-        """Return the bytes copied and the copy time since the last call."""
+        """Return the number of bytes copied and the copy time since the last call."""
         totals, self._totals = self._totals, Finished()
         return totals
 
@@ -324,7 +328,9 @@ class WorkerCore:
         return self._mover
 
     def _hand_over(self, submit: Callable[[Mover], None], fail: Callable[[], None]) -> None:
-        """Submit copies. If this fails, wait for the accepted copies and ``fail`` the others."""
+        """Submit copies. If this fails, wait for the accepted copies and ``fail`` the rejected
+        copies.
+        """
         mover: Mover | None = None
         is_taken = False
         try:
@@ -332,14 +338,14 @@ class WorkerCore:
             if mover is not None:
                 submit(mover)
                 is_taken = True
-        finally:  # also for a panic in Rust, which is not an Exception
+        finally:  # a panic in Rust is not an Exception
             if not is_taken:
                 if mover is not None:
                     self._note(mover.drain())
                 fail()
 
     def _fail_loads(self) -> None:
-        """Report the loads that were not accepted as failed, so that their requests do not hang."""
+        """Report loads as failed if they were not accepted, so that their requests do not hang."""
         done = {result.load_id for result in self._pending.loads}
         plans = [plan for plan in self._plan.loads if plan.load_id not in done]
         results = [LoadResult(plan.req_id, plan.load_id, failed=True) for plan in plans]
@@ -348,7 +354,7 @@ class WorkerCore:
         )
 
     def _fail_saves(self) -> None:
-        """Report the saves that were not accepted as failed, so that their frames are released."""
+        """Report saves as failed if they were not accepted, so that their frames are released."""
         done = {*self._pending.saved, *self._pending.failed}
         self._note(Finished(failed=[ticket for ticket in self._tickets() if ticket not in done]))
 

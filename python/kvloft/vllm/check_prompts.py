@@ -1,7 +1,7 @@
-"""Chooses prompts for `kvloft check`. Their lengths expose cache errors, and rounding does not
-change their outputs.
+"""Chooses prompts for `kvloft check`. The prompts' lengths expose cache errors, and rounding does
+not change the outputs.
 
-The choice runs in an engine without kvloft's connector.
+The prompts are chosen in an engine without kvloft's connector.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def choose_prompts(engine: Engine, num_output_tokens: int) -> dict[str, Chosen]:
 
 
 def _clear_prompt(engine: Engine, head: list[int], length: int) -> Chosen:
-    """Try prompts that start with ``head``, and return the one least sensitive to rounding."""
+    """Try prompts that start with ``head``, and return the prompt that is least sensitive to
+    rounding.
+    """
     enough = CLEAR if engine.facts()["dtype"] == "float32" else CLEAR_ELSE
     best: Chosen = ([], {})
     clearest = -1.0
@@ -72,7 +74,7 @@ def _clear_prompt(engine: Engine, head: list[int], length: int) -> Chosen:
 
 
 def _random_ids(llm: Any, nth: int, count: int) -> list[int]:
-    """Return token ids of random words, or random ids without a tokenizer."""
+    """Return the token ids of random words or, without a tokenizer, random token ids."""
     chance = random.Random(f"{count} {nth}")
     if not llm.vllm_config.model_config.skip_tokenizer_init:
         text = " ".join(chance.choices(WORDS.split(), k=count + 1))

@@ -121,7 +121,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False, because a lost save only causes a later miss."""
+        """Return False, because a lost save only causes a later miss."""
         return False
 
     # -- worker side ------------------------------------------------------------------------------
@@ -237,10 +237,10 @@ class KVLoftConnector(KVConnectorBase_V1):
         return True
 
     def meet_scheduler(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Detect if this is the only connector or a child of MultiConnector. vLLM calls this method
-        before adding a request.
+        """Detect whether this is the only connector or a child of MultiConnector. vLLM calls this
+        method before adding a request.
 
-        For an only connector, make vLLM free the blocks of preempted and finished requests
+        If this is the only connector, make vLLM free the blocks of preempted and finished requests
         immediately, as it does without a connector. By default, vLLM waits for in-flight steps that
         can still write to the blocks, because a connector could load into the blocks before these
         writes land. While vLLM 0.26 to 0.29 waits, it preempts one request after another.
@@ -312,7 +312,7 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Like `request_finished`, but with all groups' blocks."""
+        """Do the same as `request_finished`, but with the blocks of all groups."""
         finished: tuple[bool, dict[str, Any] | None] = self.request_finished(request, [])
         return finished
 

@@ -38,7 +38,7 @@ def announcer_of(
     """Return the announcer for ``store``, which other engines also use if ``is_shared``.
 
     Returns None if vLLM's ``kv_events_config`` disables KV events. Logs a warning and returns None
-    if the engine's ``kv_role`` does not support them.
+    if the engine's ``kv_role`` does not support KV events.
     """
     events = getattr(vllm_config, "kv_events_config", None)
     if events is None or not events.enable_kv_cache_events:

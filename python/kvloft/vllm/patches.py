@@ -218,7 +218,7 @@ def wrap(patch: Patch, around: Around, owner: Any = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class IfReturned:
-    """A function to call once a wrapped method, and any Future it returned, has succeeded."""
+    """A function to call once a wrapped method and any Future that it returned have succeeded."""
 
     call: Callable[[], None]
 
@@ -226,9 +226,9 @@ class IfReturned:
 def listen(patch: Patch, listener: Callable[..., Any], owner: Any = None) -> None:
     """Call ``listener`` before each call to the method, with the same arguments.
 
-    ``listener`` is a bound method; its calls stop once its object is deleted. If ``listener``
-    returns a function or an `IfReturned`, that runs after the method. Exceptions are logged and
-    suppressed. ``owner`` has the same meaning as in `wrap`.
+    ``listener`` is a bound method, which is no longer called once its object is deleted. If
+    ``listener`` returns a function or an `IfReturned`, that function runs after the method.
+    Exceptions are logged and suppressed. ``owner`` has the same meaning as in `wrap`.
     """
     _listeners[patch][listener.__self__] = listener.__func__  # type: ignore[attr-defined]
 

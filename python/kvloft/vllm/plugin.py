@@ -84,7 +84,7 @@ def check_settings_early(factory: Any) -> None:
                 try:
                     config = load_config(extra)
                     refuse_here(config)
-                except ConfigError as error:  # vLLM may wrap it, for example in ValidationError
+                except ConfigError as error:  # vLLM may wrap the error (ValidationError)
                     raise ConfigError(f"kvloft: {error}") from error
                 right[repr(extra)] = config.kv_groups
             return sys.modules[MODULE].class_of(right[repr(extra)])

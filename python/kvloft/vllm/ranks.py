@@ -36,9 +36,9 @@ def watch() -> None:
 
 def configs_of_ranks(vllm_config: Any, kv_cache_config: Any) -> Sequence[Any]:
     """Return the KV cache config of every rank in the scheduler's engine, or only
-    ``kv_cache_config`` if the others are unknown.
+    ``kv_cache_config`` if the other ranks' configs are unknown.
 
-    Raises UnsupportedError if the others are unknown and pipeline parallelism is enabled.
+    Raises UnsupportedError if these configs are unknown and pipeline parallelism is enabled.
     """
     parallel, found = vllm_config.parallel_config, _RANKS.configs
     if len(found) == parallel.world_size and _outline(found[0]) == _outline(kv_cache_config):

@@ -69,7 +69,7 @@ _pausing: ContextVar[bool] = ContextVar("kvloft_pausing", default=False)
 """True while vLLM resets caches to pause or sleep."""
 
 STATS_STEPS = 32
-"""Steps between reads of the store's counters when there is nothing else to report."""
+"""Number of steps between reads of the store's counters when there is nothing else to report."""
 REPLACEABLE_WEIGHTS = (
     "server = unix:{} ({}) is not supported if a trainer can replace a running engine's weights "
     "(weight_transfer_config, worker_extension_cls): other engines would load KV computed with "
@@ -88,9 +88,9 @@ class SchedulerHalf:
         config: Config,
     ) -> None:
         """Open the store. ``ranks`` holds the KV cache config of every rank, or only this process's
-        config if the others are unknown. The first config belongs to this process.
+        config if the other configs are unknown. The first config belongs to this process.
         """
-        for warning in warnings(config):  # must precede opening the store
+        for warning in warnings(config):  # this check must precede opening the store
             logger.warning("kvloft: %s", warning)
         self._unit_tokens, self._new_tables = shape.unit_tokens, tables_of(shape)
         self._are_resolved = not shape.is_divisible

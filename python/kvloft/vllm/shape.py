@@ -79,8 +79,8 @@ def _with_sizes(group: GroupShape, of_ranks: Sequence[_PayloadSize]) -> GroupSha
 
 
 def in_units(groups: Sequence[GroupShape]) -> tuple[GroupShape, ...]:
-    """Return ``groups`` with the smallest unit that is whole blocks in every group. vLLM's own
-    prefix-cache hits also end at multiples of this unit.
+    """Return ``groups`` with the smallest unit that consists of whole blocks in every group. vLLM's
+    own prefix-cache hits also end at multiples of this unit.
     """
     tokens = lcm(*(group.block_tokens for group in groups))
     return tuple(replace(group, blocks_per_unit=tokens // group.block_tokens) for group in groups)
@@ -219,8 +219,9 @@ def stage_layers(vllm_config: Any) -> list[int]:
 def num_replicas(vllm_config: Any, kv_cache_config: Any) -> int:
     """Return how many consecutive tensor-parallel ranks hold the same KV in every layer.
 
-    Trusts only what vLLM reports for each layer. KV heads are not counted, because layers and draft
-    models can differ in their number of heads. Ranks that replicate heads therefore store copies.
+    The result relies only on what vLLM reports for each layer. KV heads are not counted, because
+    layers and draft models can differ in their number of heads. Ranks that replicate heads
+    therefore store copies.
     """
     parallel = vllm_config.parallel_config
     has_draft = has_draft_kv(vllm_config)
@@ -229,6 +230,6 @@ def num_replicas(vllm_config: Any, kv_cache_config: Any) -> int:
     reported: int | None = getattr(kv_cache_config, "kv_tp_replicas", None)
     if reported is not None:
         return reported
-    specs = layer_specs(kv_cache_config).values()  # vLLM 0.30; may omit the draft model's layers
+    specs = layer_specs(kv_cache_config).values()  # vLLM 0.30 may omit draft layers
     is_mla = not has_draft and all(isinstance(spec, MLAAttentionSpec) for spec in specs)
     return int(parallel.tensor_parallel_size) if is_mla else 1

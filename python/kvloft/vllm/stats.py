@@ -18,7 +18,8 @@ from kvloft.version import BUILD_INFO_HELP, BUILD_LABELS
 COUNTERS: Final = tuple(metric.name for metric in exported(Scope.ENGINE) if not metric.is_gauge)
 GAUGES: Final = tuple(metric.name for metric in exported(Scope.ENGINE) if metric.is_gauge)
 CONNECTED: Final = "server_connected"
-"""A gauge without a sample in embedded mode, because 0 means a lost server connection."""
+"""A gauge that has no sample in embedded mode, because 0 means that the server connection is lost.
+"""
 
 
 @dataclass

@@ -57,10 +57,10 @@ class StoreLog:
         self._next_warning_s: dict[str, float] = {}
         self._last_event = ""
         self._pause_text = "for a minute"
-        """How long too many failures pause loads."""
+        """Text that says how long loads are paused after too many failures."""
 
     def warn_of_failing_requests(self) -> None:
-        """Warn that a failed load fails its request, and log later pauses as permanent."""
+        """Warn that a failed load makes its request fail, and log later pauses as permanent."""
         self._pause_text = "until the engine restarts"
         logger.warning(LOADS_FAIL_REQUESTS)
 
@@ -76,7 +76,7 @@ class StoreLog:
             self._last_event = event
 
     def warn(self, counts: Counter[str]) -> None:
-        """Log the problems in an interval's counts."""
+        """Log the problems that an interval's counts show."""
         self._warn(counts["disk_verify_failures"], DAMAGE)
         self._warn(counts["layout_mismatches"], OTHER_LAYOUT)
         self._warn(counts["disk_slow_tokens"], SLOW_DISK, unit="token", level=logging.INFO)
@@ -98,7 +98,8 @@ class StoreLog:
 class EventPoller:
     """A thread that calls ``log_events`` every second until `close` is called.
 
-    vLLM calls no hooks while an engine is idle, but the server connection can still change.
+    vLLM calls no hooks while an engine is idle, but the state of the server connection can still
+    change.
     """
 
     def __init__(self, log_events: Callable[[], None], *, every_s: float = POLL_EVERY_S) -> None:
@@ -107,7 +108,9 @@ class EventPoller:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread. Once this returns, ``log_events`` is not called. Idempotent."""
+        """Stop the thread. Once this method returns, ``log_events`` is no longer called.
+        Idempotent.
+        """
         self._is_over.set()
         self._thread.join()
 

@@ -1,7 +1,7 @@
 """Rejects models and settings that kvloft does not support.
 
-All checks run at startup. If one fails, the engine does not start, and the error message gives the
-reason.
+All checks run at startup. If a check fails, the engine does not start, and the error message gives
+the reason.
 """
 
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ from kvloft.vllm.shape import KIND_OF_SPEC, group_specs, has_draft_kv, layer_spe
 
 try:
     from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
-except ImportError:  # older releases
+except ImportError:  # older vLLM releases
     AuxOutputSchedulerConnector = None
 
 HAS_GROUPS = hasattr(base, "KVConnectorTransferResults") and hasattr(
     output, "KVConnectorBlockState"
 )
-"""True if this vLLM release gives connectors the KV cache group data they need."""
+"""True if this vLLM release gives connectors the KV cache group data that they need."""
 CAPS_HITS = hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
 """True if this vLLM release limits loads to tokens with stored auxiliary output."""
 IN_ONE = ' (or set kv_groups to "one", so that vLLM keeps every token in every layer)'

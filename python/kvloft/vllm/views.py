@@ -1,6 +1,6 @@
 """Converts vLLM's requests and steps to kvloft's views.
 
-A field missing from some supported vLLM release is read with a default value.
+Fields that some supported vLLM releases lack are read with default values.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from kvloft.vllm.identity.adapters import AdapterNames
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # before vLLM 0.32, hits have no source
+except ImportError:  # before vLLM 0.32, hits have no source label
     CacheHitSource = None
 
 
@@ -84,7 +84,7 @@ class VllmRequest:
         )
 
     def uses_adapter(self, number: int) -> bool:
-        """Return True if the request uses the LoRA adapter that vLLM numbers ``number``."""
+        """Return True if the request uses the LoRA adapter whose number in vLLM is ``number``."""
         lora = self.request.lora_request
         return lora is not None and lora.lora_int_id == number
 
@@ -194,7 +194,7 @@ def _flatten(tables: Sequence[Sequence[int]]) -> Sequence[int]:
 
 
 _first_of: Callable[[Any], Sequence[int]] = itemgetter(0)
-"""Returns the only group's table."""
+"""Returns the table of the only group."""
 
 
 def hit_sources(by_tier: Mapping[str, int], num_tokens: int) -> dict[Any, int]:

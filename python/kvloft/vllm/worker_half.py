@@ -1,5 +1,5 @@
-"""The vLLM-facing half of the worker side. Creates the WorkerCore and implements every hook that
-does more than forward a call to it.
+"""The vLLM-facing half of the worker side. It creates the WorkerCore and implements every hook that
+does more than forward a call to the WorkerCore.
 
 vLLM releases call hooks in different orders. vLLM 0.30 and older skip ``wait_for_save`` in empty
 steps, and with speculative decoding, vLLM collects results before ``wait_for_save``. Saves

@@ -1,1 +1,1 @@
-"""Tiny random models with every KV cache group type that vLLM supports (see README.md)."""
+"""Tiny random models that cover every KV cache group type in vLLM (see README.md)."""

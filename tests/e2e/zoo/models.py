@@ -110,7 +110,7 @@ class ZooModel:
     def is_cached_by_vllm(self) -> bool:
         """True if vLLM's own prefix cache supports the model.
 
-        On CPUs, vLLM disables it for latent attention.
+        On CPUs, vLLM disables its prefix cache for latent attention.
         """
         return "latent" not in self.kinds
 

@@ -70,7 +70,7 @@ class Weights:
             self.fill(f"{at}{name}.weight", width, value=value)
 
     def attention(self, at: str, heads: Heads | None = None) -> None:
-        """Add the q, k, v and o projections. Their names start with ``at``."""
+        """Add the q, k, v and o projections, with names that start with ``at``."""
         h = heads or Heads()
         self.dense(at + "q_proj", h.num * h.dim * (2 if h.gated else 1), h.width, h.qk_gain)
         self.dense(at + "k_proj", h.num_kv * h.dim, h.width, h.qk_gain)
@@ -78,7 +78,7 @@ class Weights:
         self.dense(at + "o_proj", h.width, h.num * h.dim, h.out_gain)
 
     def mlp(self, at: str, ffn: int = FFN, width: int = HIDDEN) -> None:
-        """Add the gate, up and down projections. Their names start with ``at``."""
+        """Add the gate, up and down projections, with names that start with ``at``."""
         self.dense(at + "gate_proj", ffn, width)
         self.dense(at + "up_proj", ffn, width)
         self.dense(at + "down_proj", width, ffn)

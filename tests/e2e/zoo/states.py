@@ -49,7 +49,7 @@ def qwen3_next_config(layers: tuple[str, ...] = LAYERS, experts_in: int = -1) ->
 
 
 def delta_net(made: Weights, at: str) -> None:
-    """Add a gated delta net under ``at``."""
+    """Add the tensors of a gated delta net, with names that start with ``at``."""
     keys, values = GDN_KEY_HEADS * GDN_DIM, GDN_VALUE_HEADS * GDN_DIM
     made.dense(at + "in_proj_qkvz", 2 * keys + 2 * values, HIDDEN)
     made.dense(at + "in_proj_ba", 2 * GDN_VALUE_HEADS, HIDDEN)
@@ -61,7 +61,9 @@ def delta_net(made: Weights, at: str) -> None:
 
 
 def qwen_experts(made: Weights, at: str) -> None:
-    """Add experts under ``at``. One expert is selected per token, and one expert is shared."""
+    """Add the tensors of experts, with names that start with ``at``. One expert is selected per
+    token, and one expert is shared.
+    """
     made.dense(at + "gate", QWEN_EXPERTS, HIDDEN)
     made.dense(at + "shared_expert_gate", 1, HIDDEN)
     made.mlp(at + "shared_expert.")
@@ -72,7 +74,7 @@ def qwen_experts(made: Weights, at: str) -> None:
 def qwen3_next_weights(
     seed: int = 31, layers: tuple[str, ...] = LAYERS, *, all_have_experts: bool = False
 ) -> Tensors:
-    """Norms multiply by 1 + weight, and query projections contain a gate."""
+    """Return the weights. Norms multiply by 1 + weight, and query projections contain a gate."""
     made = weights(seed)
     made.ends(one=0.0)
     for layer, kind in enumerate(layers):

@@ -50,7 +50,9 @@ def prompt(truth: Truth, seed: int, num_tokens: int, max_tokens: int) -> Req:
 
 
 ORDERS = ((2, 1, 4, 0, 3), (3, 0, 2, 1, 4), (4, 1, 3, 2, 0))
-"""Orders in which the other prompts start. The requests with a hit reuse their batch rows."""
+"""Orders in which the other prompts start. The requests with a hit reuse the batch rows of these
+prompts.
+"""
 
 
 def num_wrong_hits(engine: Engine, truth: Truth, size: int) -> int:
@@ -97,8 +99,9 @@ def test_a_last_token_with_a_short_rest_is_wrong_with_mamba2_only(
     """vLLM pads a prompt's last token with draft tokens that will be rejected. If the padded row
     follows a row with the rest of another prompt, vLLM treats both rows as prompts.
 
-    Of the padded row's states, vLLM then keeps only the state after the padding. Gated delta nets
-    are not affected, because they check whether a row has draft tokens and ignore its position.
+    vLLM then keeps only one of the padded row's states: the state after the padding. Gated delta
+    nets are not affected, because they check whether a row has draft tokens and ignore its
+    position.
     """
     engine, truth = start(ZOO[name], max_num_seqs=5)
     assert bool(num_wrong_hits(engine, truth, ZOO[name].hit_tokens)) is is_wrong

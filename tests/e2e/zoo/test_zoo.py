@@ -31,7 +31,7 @@ PROMPTS_OF_A_DRAFTER = 4
 
 @dataclass(frozen=True, slots=True)
 class Cage:
-    """A model with an engine that uses vLLM's own prefix cache, and its reference outputs."""
+    """A model, its reference outputs, and an engine that uses vLLM's own prefix cache."""
 
     model: ZooModel
     engine: Engine

@@ -206,7 +206,9 @@ def gemma4_config(
 
 
 def gemma4_weights(seed: int = 25, head: int = HEAD_DIM, full_head: int = 2 * HEAD_DIM) -> Tensors:
-    """Like the weights of Gemma 3, but norms multiply by their weight and scores are not scaled."""
+    """Return weights like those of Gemma 3, except that norms multiply by their weight and scores
+    are not scaled.
+    """
     made = weights(seed)
     made.normal("model.embed_tokens.weight", VOCAB, HIDDEN, std=1 / float(np.sqrt(HIDDEN)))
     made.norms("model.", "norm")

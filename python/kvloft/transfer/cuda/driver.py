@@ -19,7 +19,7 @@ NOT_READY: Final = 600
 """CUDA_ERROR_NOT_READY, a normal result of a query."""
 _HOST, _DEVICE = 1, 2
 _BATCH_ATTRIBUTES, _BATCH_FIRST = (c_int * 6)(1), c_size_t(0)
-"""CUmemcpyAttributes of a batch: sources are read in stream order; no hints or flags are set."""
+"""CUmemcpyAttributes of a batch: sources are read in stream order, without hints or flags."""
 _NON_BLOCKING = 1
 _QUIET_EVENT = 1 | 2
 """CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING."""
@@ -61,7 +61,7 @@ def _library() -> Any:
 
 
 class _Driver:
-    """The driver's functions, resolved on first use.
+    """The driver's functions, each resolved on first use.
 
     The functions release the GIL and raise CudaError on failure.
     """
@@ -263,7 +263,9 @@ def host_free(address: int) -> None:
 
 
 def synchronize() -> None:
-    """Wait for all work on the device. Only for tests and benchmarks: a step must not wait."""
+    """Wait for all work on the device. Only tests and benchmarks may call this: a step must not
+    wait.
+    """
     _cu.cuCtxSynchronize()
 
 

@@ -1,4 +1,4 @@
-"""Computes encoded part sizes, and determines if a layout can be encoded.
+"""Computes encoded part sizes, and determines whether a layout can be encoded.
 
 docs/design/compression.md describes the e348 format, and csrc/e348.cu contains its kernels. Encoded
 sizes vary, so the copy engine copies a constant number of bytes per part (its width), and kernels
@@ -17,8 +17,8 @@ from kvloft.transfer.frames import TABLE_ENTRY_BYTES, TILE_BYTES, FrameMemory
 from kvloft.transfer.layout import PagedLayout
 
 SHARE: Final = 0.70
-"""Number of bytes that the copy engine copies, as a fraction of the bf16 pages' size. Enough for
-99.75% of real KV.
+"""Number of bytes that the copy engine copies, as a fraction of the bf16 pages' size. This fraction
+covers 99.75% of real KV.
 """
 MAX_PART_BYTES: Final = 1 << 28
 """Maximum encoded part size: a table entry has a 24-bit offset in units of 16 bytes."""
@@ -46,7 +46,7 @@ def can_encode(layout: PagedLayout, num_blocks: int, slot_bytes: int) -> bool:
 
 
 def slot_stride(width: int) -> int:
-    """Return the distance between chunks in a slot.
+    """Return the distance in bytes between chunks in a slot.
 
     A chunk's last record can extend past ``width``.
     """

@@ -18,8 +18,8 @@ from kvloft.transfer.cuda.pieces import ChunkTable, Piece
 SAVE_PREPARE_US, LOAD_PREPARE_US, PREPARE_CHUNK_US = 100.0, 150.0, 1.5
 """Time to prepare and submit one of the first pieces, and the additional time per chunk.
 
-Measured on the host of an H200 with cold caches. The time for a load includes launching the kernel
-of the previous piece.
+The times were measured on the host of an H200 with cold caches. The time for a load includes
+launching the kernel of the previous piece.
 """
 LINK_BYTES_PER_US = 55_000.0
 LAST_PIECE_DIVISOR = 4
@@ -27,7 +27,7 @@ LAST_PIECE_DIVISOR = 4
 while the last piece is scattered.
 """
 SORTED_PIECES = 4
-"""Number of consecutive pieces in a load whose chunks are sorted together."""
+"""Number of consecutive pieces of a load whose chunks are sorted together."""
 
 
 def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class WaitingSave(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class WaitingLoad:
-    """Chunks of one load and one page kind. The first ``num_sent`` chunks have been taken."""
+    """Chunks of one load and one page kind. The first ``num_sent`` chunks are already taken."""
 
     load: Load
     kind: int
@@ -91,7 +91,7 @@ class WaitingLoad:
     after: Mark | None
     num_sent: int = 0
     window: ChunkBatch | tuple[()] = ()
-    """Chunks sorted by frame. The first ``num_window_sent`` chunks have been taken."""
+    """Chunks sorted by frame. The first ``num_window_sent`` chunks are already taken."""
     num_window_sent: int = 0
 
     @property

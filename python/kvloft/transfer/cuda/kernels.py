@@ -123,7 +123,7 @@ def _fields_of(kind: Any, names: str) -> Iterator[tuple[str, Any]]:
 
 
 class PieceParams(ctypes.Structure):
-    """Kernel launch parameters. kv_layout.cuh documents the fields."""
+    """The parameters of a kernel launch. kv_layout.cuh documents the fields."""
 
     _fields_ = (
         *_fields_of(ctypes.c_uint64, "tiles sums num_done tags_out block_bytes base"),
@@ -173,7 +173,7 @@ def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class BlockTiles:
-    """Sizes for splitting chunks at tile boundaries.
+    """The sizes needed to split chunks at tile boundaries.
 
     ``tile_offsets`` holds the payload offsets of a block's tiles.
     """

@@ -72,7 +72,7 @@ class Tuning:
 
     @classmethod
     def of(cls, staging_bytes: int, num_sms: int) -> Tuning:
-        """Return the tuning for ``staging_bytes`` per direction.
+        """Return the per-direction tuning for ``staging_bytes``.
 
         Raises ValueError if a slot would be smaller than MIN_SLOT_BYTES.
         """
@@ -114,7 +114,8 @@ class Tuning:
 
 @dataclass(slots=True)
 class _Slot:
-    """Device memory for one piece at a time. The slot is free after the event ``freed``.
+    """Device memory for one piece at a time. The slot is free once the event ``freed`` has
+    occurred.
 
     Each slot has a separate stream for copies. A copy engine keeps serving a stream that has a copy
     ready to start. A slot's next copy cannot start before the slot's kernel is done, so copies on
@@ -131,17 +132,17 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A submitted piece. The source is no longer read after the event ``read``. The copy and
-    ``tags`` are complete after the event ``done``.
+    """A submitted piece. Once the event ``read`` has occurred, the source is no longer read. Once
+    the event ``done`` has occurred, the copy and ``tags`` are complete.
     """
 
     read: driver.Event
     done: driver.Event
     tags: npt.NDArray[np.uint64]
-    """The sum of each segment, with shape [MAX_SEGMENTS]."""
+    """The sum of each segment, as an array of shape [MAX_SEGMENTS]."""
     record_units: npt.NDArray[np.uint64]
-    """For saves that encode, each segment's total record size in units of 16 bytes, with shape
-    [MAX_SEGMENTS].
+    """For saves that encode, each segment's total record size in units of 16 bytes, as an array of
+    shape [MAX_SEGMENTS].
     """
     tags_address: int
 
@@ -219,7 +220,8 @@ class Lane:
         return self._slots[0].kernel_stream if self._encodes[kind] else self.kernel_streams[0]
 
     def submit(self, piece: Piece, *, kind: int = 0, is_registered: bool = True) -> Sent:
-        """Queue a piece with pages of ``kind``. It runs after the previous piece in its slot.
+        """Queue a piece with pages of ``kind``. The piece runs after the previous piece in its
+        slot.
 
         The returned `Sent` is reused after MAX_PIECES pieces. If the frames are not registered, a
         save copies nothing.
@@ -308,7 +310,7 @@ class _Params:
     """
 
     def __init__(self, kernels: Kernels, tiles: torch.Tensor, part_capacity: int) -> None:
-        """``tiles`` is the tile table on the device."""
+        """Create the parameters. ``tiles`` is the tile table on the device."""
         self._sums = torch.zeros(2 * MAX_SEGMENTS + 1, dtype=torch.int64, device=kernels.device)
         # The sums must be zero before the first launch. Blocking is acceptable at startup.
         torch.cuda.current_stream(kernels.device).synchronize()

@@ -49,7 +49,7 @@ class Loads(Direction[WaitingLoad]):
     def submit(self, plans: Sequence[LoadPlan]) -> None:
         """Queue loads. Loads without chunks are reported immediately."""
         after = self._mark_before()
-        self._before = None  # must not order the loads of a later step whose `begin_step` fails
+        self._before = None  # a later step whose `begin_step` fails must not use this mark
         for plan in plans:
             self._shared.done.bad_blocks.update(plan.lost)
             load = Load(plan, len(plan.chunks))

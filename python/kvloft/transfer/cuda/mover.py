@@ -159,7 +159,7 @@ class CudaMover:
         """Block until all copies are done. Saves to unregistered frames fail."""
         with self._shared.lock:
             with self._shared.guarded():
-                driver.use_context(self._context)  # the caller's thread may not have used the GPU
+                driver.use_context(self._context)  # the calling thread may never have used the GPU
             self._saves.waits_for_registration = False
             while self._shared.broken is None and (
                 self.is_behind or self._saves.in_flight or self._loads.in_flight
@@ -226,7 +226,7 @@ class CudaMover:
 
 
 def _ignore(_reason: str) -> None:
-    """Ignore an error of a closed mover."""
+    """Ignore an error that a closed mover reports."""
 
 
 def _compute_stream(device: torch.device) -> driver.Stream:

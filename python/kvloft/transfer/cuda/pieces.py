@@ -25,12 +25,12 @@ _SLOT_ALIGN = 4096
 
 
 def block_ids_of(chunks: ChunkBatch) -> npt.NDArray[np.int32]:
-    """Return the block ids of all chunks, including NOT_WANTED, in order."""
+    """Return the block ids of all chunks in order, including NOT_WANTED."""
     return np.frombuffer(_columns_of(chunks)[2], dtype=np.int32)
 
 
 def _columns_of(chunks: ChunkBatch) -> tuple[bytes, bytes, bytes]:
-    """Return the frames, keys and blocks of a batch of one group."""
+    """Return the frames, keys and blocks of a batch with a single group."""
     ((_, *columns),) = chunks.columns()[0] or [(0, b"", b"", b"")]
     frames, keys, blocks = columns
     return frames, keys, blocks
@@ -72,11 +72,11 @@ class Run(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """The work of one launch: chunks [begin, end), or consecutive tiles of one chunk.
+    """The work of one kernel launch: chunks [begin, end), or consecutive tiles of one chunk.
 
     Segment s belongs to chunk ``begin + s``. Segment bases are relative to the slot, where chunks
     are ``slot_stride`` bytes apart. Only the first ``num_segments`` entries of ``segments`` belong
-    to the piece. ``parts`` describes the encoded parts in host memory; it is None if parts are raw.
+    to the piece. ``parts`` describes the encoded parts in host memory, or is None if parts are raw.
     """
 
     begin: int
@@ -248,7 +248,7 @@ def _parts_of_chunk(table: ChunkTable, chunk: int, limits: PieceLimits) -> Itera
     while tile < num_tiles:
         stop = _last_tile(tile, num_tiles, limits)
         begin_byte, end_byte = tiles.payload_offset(tile), tiles.payload_offset(stop)
-        head = begin_byte % _SLOT_ALIGN  # preserve the alignment of the payload
+        head = begin_byte % _SLOT_ALIGN  # preserves the alignment of the payload
         first_block, last_block = tile // tiles.tiles_per_block, (stop - 1) // tiles.tiles_per_block
         segments: npt.NDArray[Any] = np.zeros(1, SEGMENT)
         segments["base"] = np.uint64((head - begin_byte) % (1 << 64))

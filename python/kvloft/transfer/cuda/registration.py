@@ -78,7 +78,7 @@ class RegisteredRange:
             except driver.CudaError as error:
                 logger.warning("kvloft: could not unregister host memory: %s", error)
         self._pieces.clear()
-        self._on_progress = lambda: None  # drop the reference to this object's owner
+        self._on_progress = lambda: None  # drops the reference to this object's owner
 
     def _run(self) -> None:
         try:
@@ -120,7 +120,7 @@ def pieces_of(size_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _touch(address: int, num_bytes: int, numa_node: int | None, pool: ThreadPoolExecutor) -> None:
-    """Populate the pages in parallel. If this fails, registration populates them, but slowly."""
+    """Populate the pages in parallel. If this fails, registration populates them more slowly."""
     libc = ctypes.CDLL(None, use_errno=True)
     begin, end = address & -_PAGE, -(-(address + num_bytes) // _PAGE) * _PAGE
     libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)

@@ -85,8 +85,8 @@ class Saves(Direction[WaitingSave]):
         self._is_full = is_full
 
     def _divide(self, kind: int, chunks: ChunkBatch) -> int:
-        """Divide ``chunks`` into jobs, up to MAX_PIECES. Return the number of chunks in these jobs,
-        including jobs dropped because of an invalid chunk.
+        """Divide ``chunks`` into jobs until MAX_PIECES is reached. Return the number of chunks in
+        these jobs, including jobs dropped because of an invalid chunk.
         """
         block_ids = block_ids_of(chunks).reshape(len(chunks), -1)
         mark, begin, per_job = self._shared.mark(), 0, self._shared.chunks_per_save

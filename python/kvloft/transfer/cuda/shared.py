@@ -38,7 +38,7 @@ waiting, which is rare.
 class PageKind(NamedTuple):
     """Pages of one layout in frames of one size. KV cache groups can share a kind.
 
-    ``saves`` and ``loads`` are the limits for pieces. ``unregistered`` is the limits for pieces
+    ``saves`` and ``loads`` hold the limits for pieces. ``unregistered`` holds the limits for pieces
     loaded from frames that are not registered yet.
     """
 
@@ -90,7 +90,9 @@ class Shared:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Fail all copies instead of raising an exception, so that submitter threads survive."""
+        """Make a method fail all copies instead of raising an exception, so that submitter threads
+        survive.
+        """
         try:
             yield
         except Exception as error:
@@ -135,7 +137,7 @@ class Shared:
         """
         limits, memory = self.kinds[kind].loads, self.kinds[kind].memory
         if not self.kinds[kind].fits:
-            return LAYOUT  # a different engine may be able to load these chunks
+            return LAYOUT  # another engine may be able to load these chunks
         try:
             chunks.check(
                 num_frames=memory.num_frames,
@@ -195,7 +197,9 @@ class Direction(ABC, Generic[_WaitingItem]):
     """
 
     def __init__(self, shared: Shared, lane: Lane, ramp_sizes: tuple[int, ...]) -> None:
-        """``ramp_sizes`` holds the sizes of the first pieces on an idle link, in chunks."""
+        """Create an idle direction. ``ramp_sizes`` holds the sizes, in chunks, of the first pieces
+        on an idle link.
+        """
         self._shared, self.lane, self._ramp_sizes = shared, lane, ramp_sizes
         self.waiting: deque[_WaitingItem] = deque()
         self.queued: deque[tuple[Job, Piece]] = deque()
@@ -210,7 +214,9 @@ class Direction(ABC, Generic[_WaitingItem]):
         return bool(self.waiting or self.queued)
 
     def awaited(self) -> driver.Event | None:
-        """Return the event after which waiting copies can be submitted, or None if none wait."""
+        """Return the event after which waiting copies can be submitted, or None if no copy is
+        waiting.
+        """
         return self.in_flight[0].sent.done if self.in_flight and self.is_behind else None
 
     def feed(self) -> None:

@@ -15,7 +15,7 @@ from kvloft.transfer.cuda.shared import Direction
 
 
 class Submitter:
-    """Calls ``direction.feed`` when an awaited event occurs; sleeps while no event is awaited."""
+    """Calls ``direction.feed`` when an awaited event occurs. Sleeps while no event is awaited."""
 
     def __init__(self, name: str, lock: threading.RLock, direction: Direction[Any]) -> None:
         """Start the thread, which uses the caller's current CUDA context."""

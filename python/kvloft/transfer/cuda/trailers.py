@@ -61,8 +61,8 @@ class Trailers:
         block_tiles: int | None = None,
         holds_raw: bool = True,
     ) -> None:
-        """``block_tiles`` is the number of tiles per block, or None if all parts are raw.
-        ``holds_raw`` is False if raw chunks do not fit into the parts.
+        """Set the properties of the parts. ``block_tiles`` is the number of tiles per block, or
+        None if all parts are raw. ``holds_raw`` is False if raw chunks do not fit into the parts.
         """
         self._column, self._holds_raw = TrailerColumn(memory), holds_raw
         self._block_bytes, self._block_tiles = block_bytes, block_tiles
@@ -102,7 +102,7 @@ class Trailers:
         return [int(i) for i in np.flatnonzero(~fits)]
 
     def are_raw(self, frames: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Return True for each frame whose trailer marks the part as raw.
+        """Return an array that is True for each frame whose trailer marks the part as raw.
 
         The trailers are not verified, so the result might be wrong until `read` verifies them.
         """
@@ -114,8 +114,9 @@ class Trailers:
     ) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
         """Return the tags of all chunks, and the problem with each invalid trailer by chunk index.
 
-        The problem is 'unsealed', 'key', 'layout', 'shape' or 'tag'. 'layout' also covers encoded
-        parts that this reader cannot decode; 'tag' means that the trailer has the tag of no bytes.
+        The problem is 'unsealed', 'key', 'layout', 'shape' or 'tag'. The problem 'layout' also
+        covers encoded parts that this reader cannot decode. The problem 'tag' means that the
+        trailer has the tag of no bytes.
         """
         rows = self._column.pages[self._column.at(frames)]
         tags = rows["tag"].astype(np.uint64)

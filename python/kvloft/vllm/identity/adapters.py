@@ -36,7 +36,7 @@ RENAME = "to cache these requests, load the adapter under a new name"
 
 
 class _NotSharedError(Exception):
-    """Why requests with an adapter must not be cached."""
+    """The reason why requests with an adapter must not be cached."""
 
 
 class AdapterNames:
@@ -68,8 +68,8 @@ class AdapterNames:
         self._are_seen = are_seen
         self._on_replace = on_replace
         self._seen: dict[tuple[str, str], tuple[tuple[Look | None, str | None], str | None]] = {}
-        """The files and hub commit at the first check, and the identity, which is None once either
-        has changed.
+        """The files and hub commit at the first check, and the identity. The identity is None once
+        the files or the commit have changed.
         """
         self._first_of: dict[int, tuple[str, str]] = {}
         self._replaced: set[int] = set()
@@ -81,7 +81,7 @@ class AdapterNames:
 
     def identify(self, lora: LoRARequest | None) -> tuple[str, str | None] | None:
         """Return the name and identity of ``lora``, or None for the base model. The identity is
-        None if the request must not be cached; each reason is logged once per adapter.
+        None if the request must not be cached. Each reason is logged once per adapter.
         """
         if lora is None:
             return None
@@ -95,7 +95,7 @@ class AdapterNames:
             return lora.lora_name, None
 
     def check_again(self, lora: LoRARequest) -> None:
-        """Recheck an adapter's files for a resumed request: workers may reload the adapter."""
+        """Recheck an adapter's files for a resumed request, because workers may reload them."""
         _name, identity = self.identify(lora) or ("", "")
         if identity is None:
             self._on_replace(lora.lora_int_id)
@@ -130,7 +130,7 @@ class AdapterNames:
         if slot not in self._seen:
             self._seen[slot] = now, self._state(lora, *now)
         first, state = self._seen[slot]
-        if first == (None, None) and state is not None:  # possibly downloaded since
+        if first == (None, None) and state is not None:  # perhaps downloaded since then
             first = now
             self._seen[slot] = first, state
         if state is not None and first != now:
@@ -146,7 +146,7 @@ class AdapterNames:
         if getattr(lora, "tensorizer_config_dict", None):
             return uuid4().hex  # the weights are not at the path
         if files is None:
-            # Either a trainer passed tensors, or the adapter is on the hub. Unless offline, vLLM
-            # loads the latest files from the hub.
+            # Either a trainer passed tensors, or the adapter is on the hub. Unless vLLM is offline,
+            # it loads the latest files from the hub.
             return (commit if hub.HF_HUB_OFFLINE else None) or uuid4().hex
         return files.fingerprint() if files.latest_s <= self._start_s else uuid4().hex

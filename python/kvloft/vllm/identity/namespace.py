@@ -27,7 +27,7 @@ from kvloft.vllm.shape import has_draft_kv, layer_specs, stage_layers
 
 try:
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
-except ImportError:  # older releases have only one layout
+except ImportError:  # older vLLM releases have only one layout
     get_conv_state_layout = None
 
 MAX_DESCRIPTION_CHARS = 1000
@@ -61,7 +61,7 @@ LORA_CAPACITY = frozenset({"max_loras", "max_cpu_loras", "specialize_active_lora
 def namespace_fields(
     vllm_config: VllmConfig, ranks: Sequence[KVCacheConfig], shape: CacheShape, user_namespace: str
 ) -> list[tuple[str, str]]:
-    """Return the namespace fields. Engines with equal fields can share KV."""
+    """Return the namespace's fields. Engines with equal fields can share KV."""
     model, load = vllm_config.model_config, vllm_config.load_config
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     specs = {(name, repr(spec)) for rank in ranks for name, spec in layer_specs(rank).items()}
@@ -85,8 +85,8 @@ def namespace_fields(
             getattr(model, "model_impl", None),
             getattr(model, "model_class_overrides", None),
         ),
-        # Image, video and audio settings. vLLM's media identifiers depend only on the request's
-        # input and parameters, not on these settings.
+        # Include image, video and audio settings, because vLLM's media identifiers depend only on
+        # the request's input and parameters.
         "media": _settings(
             (media := getattr(model, "multimodal_config", None)),
             "mm_processor_kwargs",
@@ -103,7 +103,8 @@ def namespace_fields(
         "max_model_len": -1
         if getattr(model, "original_max_model_len", None) == -1
         else model.max_model_len,
-        # Some model constructors read these, such as Llama 4's for temperature tuning.
+        # Some model constructors read these settings. For example, Llama 4 uses them to tune
+        # attention temperature.
         "model_settings": _settings(
             model, "override_generation_config", "disable_sliding_window", "disable_cascade_attn"
         ),
@@ -140,7 +141,7 @@ def namespace_fields(
             "linear_backend",
             "linear_backend_per_quant",
         ),
-        "transformers": transformers.__version__,  # affects image sizes and model code
+        "transformers": transformers.__version__,  # the release affects image sizes and model code
         "vllm": vllm.__version__,
     }
     if has_draft_kv(vllm_config):

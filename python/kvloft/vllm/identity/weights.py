@@ -31,7 +31,9 @@ from vllm import envs
 logger = logging.getLogger("vllm.kvloft")
 
 MAX_ENTRIES: Final = 10_000
-"""Maximum number of files and directories to check. Beyond it, the weights are unknown."""
+"""Maximum number of files and directories to check. Beyond this limit, the weights count as
+unknown.
+"""
 MAX_LINKS: Final = 64
 LOOK_TIMEOUT_S: Final = 0.5
 FILE_FORMATS: Final = {
@@ -52,7 +54,7 @@ def note_start() -> None:
 def engine_start_s() -> float:
     """Return the start time of this process's engine as Unix time.
 
-    If a file has not changed since then, the engine has loaded its current content.
+    If a file has not changed since then, the engine has loaded the file's current content.
     """
     try:
         started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
