@@ -236,10 +236,13 @@ class Queues(RuleBasedStateMachine):
                 for i, f in enumerate(frames)
             ]
             self.loaded_after += [num_forwards] * num_loads
-            for part in (copies[: num_loads // 2], copies[num_loads // 2 :]):
-                self.waiting_loads.add(self.next_load)
-                self.mover.submit_loads([LoadPlan(ReqId("l"), self.next_load, batch_of(part))])
-                self.next_load += 1
+            plans = [
+                LoadPlan(ReqId("l"), self.next_load + nth, batch_of(part))
+                for nth, part in enumerate((copies[: num_loads // 2], copies[num_loads // 2 :]))
+            ]
+            self.waiting_loads.update(plan.load_id for plan in plans)
+            self.next_load += len(plans)
+            self.mover.submit_loads(plans)
         if not forward_is_first:
             self.clock.log.append(("forward",))
         if num_saves:
