@@ -90,10 +90,10 @@ def parse_extra(text: str) -> dict[str, object]:
     except ConfigError:
         raise
     except (ValueError, RecursionError) as e:
-        raise ConfigError(f"--extra {shown} must be a JSON object with settings ({e}).") from e
+        raise ConfigError(f"--extra {shown} must be a JSON object of settings ({e}).") from e
     if not isinstance(extra, dict):
         raise ConfigError(
-            f"--extra {shown} must be a JSON object with settings, not {type(extra).__name__}."
+            f"--extra {shown} must be a JSON object of settings, not {type(extra).__name__}."
         )
     return extra
 
