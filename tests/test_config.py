@@ -407,8 +407,19 @@ def test_a_typo_is_answered_with_the_nearest_key(key: str, data: st.DataObject) 
     ("key", "value", "wanted"),
     [
         ("max_local_cpu_size", None, 'an LMCache setting; use host_size, for example "32GiB".'),
-        ("max_local_cpu_size", 5, 'an LMCache setting; use host_size = "5GiB".'),
-        ("LMCACHE_MAX_LOCAL_CPU_SIZE", "2.5", 'an LMCache setting; use host_size = "2.5GiB".'),
+        (
+            "max_local_cpu_size",
+            5,
+            'an LMCache setting; use host_size = "5GiB" for each GPU, because',
+        ),
+        ("LMCACHE_MAX_LOCAL_CPU_SIZE", "2.5", 'LMCache setting; use host_size = "2.5GiB" for each'),
+        ("l1_size_gb", 60, 'an LMCache setting; use host_size = "60GiB".'),
+        ("LMCACHE_CONFIG_FILE", "/x.yaml", "set the environment variable KVLOFT_CONFIG to a YAML"),
+        ("gds_path", "/mnt/gds", "an LMCache setting; kvloft does not use GPUDirect Storage"),
+        ("enable_async_loading", True, "an LMCache setting; kvloft copies in the background"),
+        ("cache_policy", "LRU", 'an LMCache setting; use eviction = "lru".'),
+        ("cache_policy", "LFU", 'an LMCache setting; use eviction = "adaptive" or "lru".'),
+        ("local_disk", "/a,/b", 'an LMCache setting; use disk_path, for example "/var'),
         (
             "lmcache.chunk_size",
             1,
@@ -461,8 +472,9 @@ def test_all_settings_of_other_caches_are_in_one_error() -> None:
         load_config({"max_local_cpu_size": 5, "host_size": "1GiB", "chunk_size": 256}, {})
     assert one_sentence(error) == (
         '"max_local_cpu_size" (kv_connector_extra_config) is an LMCache setting; use host_size = '
-        '"5GiB"; "chunk_size" (kv_connector_extra_config) is an LMCache setting; kvloft does not '
-        "need this setting; remove it."
+        '"5GiB" for each GPU, because host_size is per engine; "chunk_size" '
+        "(kv_connector_extra_config) is an LMCache setting; kvloft does not need this setting; "
+        "remove it."
     )
     with pytest.raises(ConfigError, match=r'^KVLOFT_L1_SIZE_GB .* use host_size = "60GiB"\.$'):
         load_config({}, {"KVLOFT_L1_SIZE_GB": "60"})

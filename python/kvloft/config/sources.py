@@ -21,6 +21,9 @@ _Layer = dict[str, tuple[object, str]]
 """Maps each key that a source sets to its value and origin."""
 
 _NOT_NEEDED: Final = "kvloft does not need this setting; remove it"
+_NO_EQUIVALENT: Final = "kvloft has no equivalent; remove it"
+_IN_BACKGROUND: Final = "kvloft copies in the background and does not need this setting; remove it"
+_NO_GDS: Final = "kvloft does not use GPUDirect Storage; remove this setting"
 _ONE_HOST: Final = "kvloft runs on a single host and does not support this setting; remove it"
 _PREFIXES: Final = "kvloft reuses only prefixes and does not support this setting; remove it"
 _HOST_SIZE: Final = 'use host_size, for example "32GiB"'
@@ -31,6 +34,7 @@ _DISK_SIZE: Final = 'use disk_size, for example "500GiB"'
 _SAVE: Final = 'use save = "prompt" to skip generated tokens'
 
 _LMCACHE: Final = {
+    "config_file": "set the environment variable KVLOFT_CONFIG to a YAML file of kvloft's settings",
     "local_cpu": _HOST_SIZE,
     "max_local_cpu_size": _HOST_SIZE,
     "l1_size_gb": _HOST_SIZE,
@@ -45,7 +49,12 @@ _LMCACHE: Final = {
     "save_decode_cache": _SAVE,
     "min_retrieve_tokens": _NOT_NEEDED,
     "save_unfull_chunk": _NOT_NEEDED,
-    "use_layerwise": "kvloft copies in the background and does not need this setting; remove it",
+    "use_layerwise": _IN_BACKGROUND,
+    "enable_async_loading": _IN_BACKGROUND,
+    "gds_path": _NO_GDS,
+    "gds_buffer_size": _NO_GDS,
+    "cufile_buffer_size": _NO_GDS,
+    "extra_config": _NO_EQUIVALENT,
     "pre_caching_hash_algorithm": _NOT_NEEDED,
     "cache_policy": 'use eviction = "adaptive" or "lru"',
     "instance_id": "kvloft does not need this setting; use namespace to separate engines",
@@ -240,7 +249,7 @@ def _equivalent(key: str, value: object = None) -> str | None:
     if name in _OFFLOADING:
         cache, fixes = "an OffloadingConnector setting", _OFFLOADING
     elif key.lower().startswith("lmcache"):
-        fixes = {name: "kvloft has no equivalent; remove it"} | _LMCACHE
+        fixes = {name: _NO_EQUIVALENT} | _LMCACHE
     if name not in fixes:
         return None
     return f"is {cache}; {_converted(name, value) or fixes[name]}"
@@ -250,8 +259,9 @@ def _converted(name: str, value: object) -> str | None:
     if value is None or name not in _VALUES:
         return None
     setting, convert = _VALUES[name]
+    note = " for each GPU, because host_size is per engine" if name == "max_local_cpu_size" else ""
     try:
-        return f'use {setting} = "{convert(value)}"'
+        return f'use {setting} = "{convert(value)}"{note}'
     except (ValueError, ArithmeticError):
         return None
 
@@ -262,9 +272,15 @@ def _gib(value: object) -> str:
 
 def _path(value: object) -> str:
     text = str(value).removeprefix("file:")
-    if not text.startswith("/"):
+    if not text.startswith("/") or "," in text:
         raise ValueError(value)
     return f"/{text.lstrip('/')}"
+
+
+def _policy(value: object) -> str:
+    if str(value).lower() != "lru":
+        raise ValueError(value)
+    return "lru"
 
 
 def _bytes(value: object) -> str:
@@ -284,6 +300,7 @@ _VALUES: Final[dict[str, tuple[str, Callable[[object], str]]]] = {
     "max_local_disk_size": ("disk_size", _gib),
     "blocking_timeout_secs": ("load_timeout", lambda value: f"{float(str(value)):g}s"),
     "save_decode_cache": ("save", _save),
+    "cache_policy": ("eviction", _policy),
 }
 """Maps each key whose value can be converted to the kvloft setting and the conversion function."""
 

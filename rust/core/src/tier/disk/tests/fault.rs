@@ -466,7 +466,7 @@ fn test_an_unreadable_sector_of_the_index_costs_only_its_chunks() {
 fn test_an_index_with_many_unreadable_sectors_is_read_later() {
     let offsets: Vec<_> = (0..9).map(|piece| 4096 * piece).collect();
     let dir = tempfile::tempdir().unwrap();
-    let error = reopened_with_unreadable_index(dir.path(), &offsets).err().expect("an error");
+    let Err(error) = reopened_with_unreadable_index(dir.path(), &offsets) else { panic!("opened") };
     assert_eq!(error.kind(), ErrorKind::Io);
 }
 
