@@ -68,7 +68,7 @@ impl State {
         self.leave_failed(parent);
     }
 
-    /// Detaches the chunk if it is in no tier, and otherwise reaps it.
+    /// Detaches the chunk if it is in no tier; otherwise, reaps it.
     pub(crate) fn settle(&mut self, id: ChunkId) {
         let entry = &self.index[id];
         if entry.host.is_absent() && !entry.disk.takes_slot() && !entry.detached {

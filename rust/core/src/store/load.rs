@@ -34,7 +34,7 @@ pub struct LeasedFrame {
 pub struct Progress {
     /// Number of leading units that are ready and pinned.
     pub ready_units: u32,
-    /// Number of units after the ready units that are still being read.
+    /// Number of units that follow the ready units and are still being read.
     pub pending_units: u32,
 }
 
@@ -164,8 +164,8 @@ impl State {
         frames
     }
 
-    /// Keeps the first `keep` reads and releases the others, deepest first. A queued read is
-    /// canceled once no lease needs it.
+    /// Keeps the first `keep` reads and releases the rest, deepest first. A queued read is canceled
+    /// once no lease needs it.
     fn release_loads(&mut self, held: &mut Held, keep: usize) {
         let before = held.num_pins();
         for id in held.loads.split_off(keep).into_iter().rev() {

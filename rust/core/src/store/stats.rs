@@ -64,8 +64,8 @@ struct Stats {
     disk_bytes_written,
     /// Time that disk threads spent writing, in microseconds.
     disk_write_us,
-    /// Number of failed writes (except when the file system was full), failed clears, and free jobs
-    /// that left slots unfreed.
+    /// Number of failed writes (except when the file system was full), failed clears, and attempts
+    /// to free slots that left some of them unfreed.
     disk_write_errors,
     /// Number of times the disk directory was removed or moved while in use.
     disk_removals,
@@ -81,8 +81,8 @@ struct Stats {
     disk_read_errors,
     /// Number of on-disk chunks whose content or prefix position does not match their key.
     disk_verify_failures,
-    /// Host memory that the store keeps when other stores need memory, in bytes. Without a pool,
-    /// this is the whole host tier.
+    /// Host memory that the store keeps even when other stores need memory, in bytes. Without a
+    /// pool, this is the whole host tier.
     host_share_bytes,
     /// Total size of all frames in use, in bytes.
     host_used_bytes,
@@ -90,7 +90,7 @@ struct Stats {
     host_raw_bytes,
     /// Number of frames in the store's slabs.
     frames_total,
-    /// Number of frames being filled, or filled and waiting for the parent chunk.
+    /// Number of frames that are being filled, or are filled but waiting for the parent chunk.
     frames_reserved,
     /// Number of frames with visible chunks, including removed chunks that are still pinned.
     frames_visible,
@@ -111,7 +111,7 @@ struct Stats {
     disk_pending,
     /// Number of slots in the tier's files, as of a disk thread's last check.
     disk_slots,
-    /// Accounted size of the disk directory as of a disk thread's last check, in bytes.
+    /// Accounted size of the disk directory, in bytes, as of a disk thread's last check.
     disk_bytes,
     /// 1 while disk tier reads or writes are paused because the tier is failing, hung or not open.
     disk_broken,
@@ -133,8 +133,8 @@ pub struct Evicted {
     pub host_bytes: u64,
     /// Disk space occupied by these chunks, in bytes.
     pub disk_bytes: u64,
-    /// Number of selected chunks in use. An eviction from every tier removes these chunks and frees
-    /// their frames after use, whereas an eviction from host memory keeps them.
+    /// Number of selected chunks that were in use. An eviction from every tier removes these chunks
+    /// and frees their frames after use, whereas an eviction from host memory keeps them.
     pub num_in_use: u64,
     /// True if the eviction is incomplete: lookups or a restart may still find some of the chunks.
     pub is_cut_short: bool,

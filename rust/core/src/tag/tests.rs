@@ -141,8 +141,8 @@ fn golden_vectors() {
     }
 }
 
-/// Returns, for 2^18 words, how much a word's term changes when the bits in `mask` flip. Omits the
-/// sign, which is opposite for a word and its flipped counterpart.
+/// Returns, for 2^18 words, how much a word's term changes when the bits in `mask` are flipped.
+/// Omits the sign, which is opposite for a word and its flipped counterpart.
 fn changes(mix: fn(u64) -> u64, mask: u64) -> Vec<u64> {
     let noise = noise(8 << 18, mask);
     let words = noise.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word));

@@ -14,8 +14,8 @@ use crate::tier::host::Wanted;
 
 /// Maximum number of steps per call. This many steps take about 0.2 ms.
 const SLICE: usize = 256;
-/// Maximum number of slabs to empty at the same time. Emptying starts on another slab only once all
-/// remaining chunks of the current slabs are in use.
+/// Maximum number of slabs to empty at the same time. The store starts emptying another slab only
+/// once all remaining chunks of the current slabs are in use.
 const MAX_DRAINS: usize = 4;
 
 /// Outcome of `Store::release_slab`.

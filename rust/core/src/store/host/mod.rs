@@ -50,7 +50,8 @@ impl Waiters {
 #[derive(Debug, Default)]
 pub(crate) struct Drains {
     pub(crate) all: Vec<Drain>,
-    /// Chunks that could not be evicted in this round because they or their descendants are in use.
+    /// Chunks that could not be evicted in this round because they or their descendants were in
+    /// use.
     pub(crate) stuck: FxHashSet<(ChunkId, u32)>,
 }
 
@@ -61,7 +62,7 @@ pub(crate) struct Drain {
     pub(crate) next: u32,
     /// Path from a chunk in the slab down to the next chunk to evict.
     pub(crate) path: Vec<Step>,
-    /// True if no further chunk can be evicted in this round.
+    /// True if no more chunks can be evicted in this round.
     pub(crate) is_done: bool,
 }
 

@@ -18,8 +18,7 @@ pub(crate) struct SlotCount {
     pub(crate) frame_bytes: u64,
     /// Number of slots within the files' length.
     pub(crate) slots: u32,
-    /// Number of slots that have blocks or get blocks when they are written. All other slots are
-    /// punched.
+    /// Number of slots that have blocks or will get them when written. All other slots are punched.
     pub(crate) filled: u32,
 }
 
