@@ -20,8 +20,8 @@ use crate::key::{ChunkKey, SaltTag};
 use crate::store::disk::work::{Clearing, DiskOpening};
 use crate::store::state::{Cause, State, Subtree};
 
-/// Maximum number of discarded keys remembered until the on-disk chunks are indexed. Beyond this,
-/// all chunks not yet indexed are removed from the disk.
+/// Maximum number of discarded keys remembered until the on-disk chunks are indexed. If there are
+/// more, all chunks not yet indexed are removed from the disk.
 const MAX_REJECTED: usize = 1 << 16;
 
 impl State {

@@ -38,7 +38,7 @@ pub struct Evict {
 #[derive(Debug, Default)]
 struct Walk {
     next: u32,
-    /// Parent of the last evicted chunk, visited next unless its entry was freed.
+    /// Parent of the last evicted chunk, to be visited next unless its entry was freed.
     above: Option<(ChunkId, u32)>,
     /// True if the walk may have missed on-disk chunks that were not indexed yet.
     is_blind: bool,
@@ -129,7 +129,7 @@ impl State {
         end == self.index.num_places() && !self.is_removing()
     }
 
-    /// Evicts chunks from host memory. Returns true at the end of the walk.
+    /// Evicts chunks from host memory. Returns true once the walk has reached its end.
     fn evict_from_host(&mut self, tenant: Option<TenantId>, walk: &mut Walk) -> bool {
         let mut budget = MAX_EVICTED;
         let end = walk.next.saturating_add(SLICE).min(self.index.num_places());

@@ -51,7 +51,8 @@ impl Sum for Progress {
 /// were only on disk.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
-    /// The last chunk that was in host memory. A hold on it pins the first `num_host` chunks.
+    /// The last chunk that was in host memory. A hold on this chunk pins the first `num_host`
+    /// chunks.
     host_end: Option<ChunkId>,
     num_host: u32,
     /// The chunks after `host_end`, in order, each held separately. The first `ready` chunks are

@@ -24,7 +24,7 @@ const WAIT_SLICE: Duration = Duration::from_millis(20);
 /// A monotonic clock that returns the time since a fixed moment.
 pub type Clock = Box<dyn Fn() -> Duration + Send + Sync>;
 
-/// Opens the disk tier and returns it with its chunks. The store retries after a failure.
+/// Opens the disk tier and returns it along with its chunks. The store retries after a failure.
 pub type Opener = Box<dyn Fn() -> Result<(Arc<dyn LocalTier>, Vec<DiskEntry>)> + Send + Sync>;
 
 pub(crate) struct Locked {

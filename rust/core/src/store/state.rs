@@ -27,7 +27,7 @@ pub(crate) struct Subtree {
     pub(crate) cause: Cause,
 }
 
-/// Why a chunk is removed. The cause selects the counter to increment.
+/// Why a chunk is being removed. The cause selects the counter to increment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cause {
     Discard,

@@ -79,7 +79,7 @@ struct Stats {
     disk_read_busy_us,
     /// Number of failed read attempts, excluding corrupt chunks. A failed read is retried once.
     disk_read_errors,
-    /// Number of on-disk chunks whose content or prefix position does not match their key.
+    /// Number of on-disk chunks whose content or position in the prefix did not match their key.
     disk_verify_failures,
     /// Host memory that the store keeps even when other stores need memory, in bytes. Without a
     /// pool, this is the whole host tier.
@@ -113,7 +113,8 @@ struct Stats {
     disk_slots,
     /// Accounted size of the disk directory, in bytes, as of a disk thread's last check.
     disk_bytes,
-    /// 1 while disk tier reads or writes are paused because the tier is failing, hung or not open.
+    /// 1 while reads from or writes to the disk tier are paused because the tier is failing, hung
+    /// or not open.
     disk_broken,
     /// Number of times reads or writes were paused.
     disk_trips,
@@ -129,9 +130,9 @@ struct Stats {
 pub struct Evicted {
     /// Number of chunks removed, or evicted from host memory.
     pub num_chunks: u64,
-    /// Host memory occupied by these chunks, in bytes.
+    /// Host memory that these chunks occupied, in bytes.
     pub host_bytes: u64,
-    /// Disk space occupied by these chunks, in bytes.
+    /// Disk space that these chunks occupied, in bytes.
     pub disk_bytes: u64,
     /// Number of selected chunks that were in use. An eviction from every tier removes these chunks
     /// and frees their frames after use, whereas an eviction from host memory keeps them.

@@ -46,7 +46,7 @@ fn noise(len: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// Generates a payload of at least one byte, and its shape.
+/// Generates a payload of at least one byte, along with its shape.
 fn chunk() -> impl Strategy<Value = (Vec<u8>, Vec<u32>, u32)> {
     (prop::collection::vec(1u32..90, 1..5), 1u32..5, any::<u64>()).prop_map(
         |(pages, blocks, seed)| {

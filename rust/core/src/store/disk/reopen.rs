@@ -17,7 +17,8 @@ use crate::{Error, Event};
 
 /// Maximum number of chunks to index per call. Indexing this many chunks takes about 0.2 ms.
 pub(crate) const SLICE: usize = 512;
-/// Maximum unused capacity of `found`, in entries. Beyond this, the list is shrunk.
+/// Maximum unused capacity of `found`, in entries. A list with more unused capacity than this is
+/// shrunk.
 const MAX_SPARE: usize = 1 << 16;
 /// Interval between directory checks.
 pub(crate) const CHECK_EVERY: Duration = Duration::from_secs(1);

@@ -38,7 +38,7 @@ const LONGEST_REOPEN: Duration = Duration::from_secs(60);
 
 enum Work {
     Open,
-    /// Close a tier after its directory was removed and its chunks were dropped.
+    /// Close a tier whose directory was removed and whose chunks have been dropped.
     Close,
     /// Check that the tier's directory still exists.
     Check(u64, Arc<dyn LocalTier>),

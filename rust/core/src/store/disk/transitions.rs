@@ -1,6 +1,6 @@
 //! Changes a chunk's disk state and updates everything derived from it. Does no I/O.
 //!
-//! The states are defined in `index/disk_state.rs`. Invariants between calls:
+//! The states are defined in `index/disk_state.rs`. Invariants that hold between calls:
 //!
 //! - If a chunk has a slot, its parent is stored: parents are written first and removed last.
 //! - The policy holds every attached chunk with a slot. The policy may evict stored leaves that no

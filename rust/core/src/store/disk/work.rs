@@ -110,8 +110,8 @@ pub(crate) struct DiskWork {
     pub(crate) write_queue: Queue,
     /// Chunks in the `Blocked` state, by parent.
     pub(crate) blocked: FxHashMap<ChunkId, Vec<ChunkId>>,
-    /// Blocked chunks whose parent could not be written, and their generations. The writes of these
-    /// chunks will be canceled.
+    /// Blocked chunks whose parents could not be written, along with their generations. The writes
+    /// of these chunks will be canceled.
     pub(crate) to_drop: Vec<(ChunkId, u32)>,
     /// True if the last search for a chunk to write was cut short.
     pub(crate) is_search_cut_short: bool,
@@ -127,7 +127,8 @@ pub(crate) struct DiskWork {
     pub(crate) reading_since: Duration,
     /// Slots to free next.
     pub(crate) to_free: Vec<SlotId>,
-    /// Slots that could not be freed. The next attempt to free them is at `unfreed_until`.
+    /// Slots that could not be freed. The next attempt to free them will be made at
+    /// `unfreed_until`.
     pub(crate) unfreed: Vec<SlotId>,
     pub(crate) unfreed_until: Duration,
     pub(crate) clearing: Clearing,
@@ -144,7 +145,8 @@ pub(crate) struct DiskWork {
     pub(crate) stopping: bool,
     /// Chunks found when the tier opened but not indexed yet, in reverse order.
     pub(crate) found: Vec<DiskEntry>,
-    /// Keys of chunks not to index, because the chunks were discarded before indexing finished.
+    /// Keys of chunks that must not be indexed, because they were discarded before indexing
+    /// finished.
     pub(crate) rejected: HashSet<ChunkKey>,
     pub(crate) read_breaker: Breaker,
     pub(crate) write_breaker: Breaker,
@@ -155,7 +157,7 @@ pub(crate) struct DiskWork {
 }
 
 impl DiskWork {
-    /// Returns true if no chunk is waiting to be written or indexed and no removed chunk is still
+    /// Returns true if no chunks are waiting to be written or indexed and no removed chunks remain
     /// on disk.
     pub(crate) fn is_settled(&self) -> bool {
         let nothing_to_index = self.found.is_empty() && self.rejected.is_empty();
@@ -208,7 +210,8 @@ impl DiskWork {
         matches!(self.opening, DiskOpening::NotBefore(_) | DiskOpening::Opening)
     }
 
-    /// Returns true if the tier takes no jobs because it is not open or its directory was removed.
+    /// Returns true if the tier accepts no jobs because it is not open or its directory was
+    /// removed.
     fn is_away(&self) -> bool {
         self.is_closed() || self.opening == DiskOpening::Removed
     }

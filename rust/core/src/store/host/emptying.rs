@@ -1,7 +1,7 @@
 //! Empties slabs for other stores in the pool and for the store's other size classes.
 //!
-//! A slab is emptied chunk by chunk, children before parents, in at most `SLICE` steps per call.
-//! Chunks that are pinned, reserved, being read or being written cannot be evicted until that use
+//! A slab is emptied chunk by chunk, children before parents, with at most `SLICE` steps per call.
+//! A chunk that is pinned, reserved, being read or being written cannot be evicted until that use
 //! ends. In the meantime, the slab takes no new chunks, and other slabs are emptied too.
 
 use rustc_hash::FxHashSet;

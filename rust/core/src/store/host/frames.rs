@@ -117,8 +117,8 @@ impl State {
         frame.is_none_or(|frame| self.host.is_fit(frame, request))
     }
 
-    /// Takes a frame for a save by evicting any chunk from a frame that saves can use, because the
-    /// policy would return too many chunks in unsuitable frames first.
+    /// Takes a frame for a save by evicting any chunk whose frame saves can use, because the policy
+    /// would return too many chunks in unsuitable frames first.
     fn take_frame_below_limit(&mut self, request: FrameRequest) -> Option<FrameId> {
         for _ in 0..MAX_SPARED {
             if let Some(id) = self.host.next_below_limit(request.class)
@@ -132,7 +132,8 @@ impl State {
     }
 
     /// Takes a frame for a tenant at its quota by evicting the tenant's own chunks. If that makes
-    /// room in the quota but frees no frame of the requested class, takes any frame.
+    /// room in the quota but frees no frame of the requested class, takes any frame of that class,
+    /// even another tenant's.
     fn take_own_frame(&mut self, tenant: TenantId, request: FrameRequest) -> Option<FrameId> {
         let quota = self.tenants.ceiling(tenant).host;
         if self.tenants.host_pages(tenant) > quota {

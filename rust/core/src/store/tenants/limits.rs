@@ -97,7 +97,7 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// Creates the table, which is empty if no limit is set.
+    /// Creates the table, which is empty if no limits are set.
     pub(crate) fn new(of: &TenantLimits, frame_pages: u64, bases: Bases) -> Self {
         if !of.is_set() {
             return Self::default();

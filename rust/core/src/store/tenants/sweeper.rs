@@ -1,7 +1,7 @@
 //! Sweeper: once per second, removes expired chunks and evicts chunks of tenants that are over
 //! their quotas.
 //!
-//! The sweeper runs on a separate thread, so that it depends on neither the disk nor engine calls.
+//! The sweeper runs on its own thread, so that it depends on neither the disk nor engine calls.
 
 use std::sync::Arc;
 use std::time::Duration;
