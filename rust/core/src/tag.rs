@@ -17,7 +17,7 @@ use crate::{Error, Result};
 // name), made odd.
 /// Page index multiplier.
 pub const A: u64 = 0xb0a1_2ec3_a5fe_637d;
-/// Multiplier for a word's index in its page.
+/// Multiplier for a word's index within its page.
 pub const B: u64 = 0xf7c7_770c_c179_0db7;
 /// Offset added to all positions, so that leading zero words also affect the tag.
 pub const C: u64 = 0x8ced_aa81_95c7_5ecd;
@@ -54,7 +54,7 @@ pub fn chunk_tag(payload: &[u8], page_bytes: &[u32], num_blocks: u32) -> Result<
     Ok(tag)
 }
 
-/// Returns one page's checksum. `position` is the position value of the page's first word.
+/// Returns one page's checksum. `position` is `p * A + C`, where `p` is the page's index.
 fn page_sum(page: &[u8], mut position: u64) -> u64 {
     // Use four independent sums, so that the additions can overlap.
     let mut sums = [0u64; 4];

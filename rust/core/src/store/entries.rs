@@ -20,8 +20,8 @@ use crate::key::{ChunkKey, SaltTag};
 use crate::store::disk::work::{Clearing, DiskOpening};
 use crate::store::state::{Cause, State, Subtree};
 
-/// Maximum number of discarded keys remembered until the on-disk chunks are indexed. Beyond this,
-/// all chunks not yet indexed are removed from the disk.
+/// Maximum number of discarded keys remembered until the on-disk chunks are indexed. If there are
+/// more, all chunks not yet indexed are removed from the disk.
 const MAX_REJECTED: usize = 1 << 16;
 
 impl State {
@@ -68,7 +68,7 @@ impl State {
         self.leave_failed(parent);
     }
 
-    /// Detaches the chunk if it is in no tier, and otherwise reaps it.
+    /// Detaches the chunk if it is in no tier; otherwise, reaps it.
     pub(crate) fn settle(&mut self, id: ChunkId) {
         let entry = &self.index[id];
         if entry.host.is_absent() && !entry.disk.takes_slot() && !entry.detached {

@@ -3,7 +3,7 @@
 //!
 //! A walk visits the index slice by slice and releases the lock between slices. Chunks saved during
 //! the walk may survive it. An eviction from host memory evicts children before parents. An
-//! eviction from every tier starts the removal of chunks without parents, and `entries` removes
+//! eviction from every tier starts removing the chunks that have no parent, and `entries` removes
 //! their trees.
 
 use std::sync::Arc;
@@ -38,7 +38,7 @@ pub struct Evict {
 #[derive(Debug, Default)]
 struct Walk {
     next: u32,
-    /// Parent of the last evicted chunk, visited next unless its entry was freed.
+    /// Parent of the last evicted chunk, to be visited next unless its entry was freed.
     above: Option<(ChunkId, u32)>,
     /// True if the walk may have missed on-disk chunks that were not indexed yet.
     is_blind: bool,
@@ -49,7 +49,7 @@ struct Walk {
 
 impl Store {
     /// Evicts the selected chunks. Unless `is_host_only` is set, waits until no lookup or restart
-    /// can find these chunks. Returns no later than the deadline.
+    /// can find the evicted chunks. Returns no later than the deadline.
     pub fn evict(&self, what: Evict, deadline: Instant) -> Evicted {
         let (mut walk, mut before) = (Walk::default(), None);
         loop {
@@ -83,7 +83,7 @@ impl Store {
 }
 
 impl State {
-    /// Returns true if no chunk removed before ticket `mark` was issued is still on disk.
+    /// Returns true if no chunks removed before ticket `mark` was issued remain on disk.
     fn is_off_disk(&self, mark: u64) -> bool {
         let work = &self.disk;
         let is_written =
@@ -92,7 +92,7 @@ impl State {
         !has_removed && !work.in_flight.iter().any(is_written)
     }
 
-    /// Continues a walk. Returns true once it is complete.
+    /// Continues a walk. Returns true once the walk is complete.
     fn evict_slice(&mut self, what: Evict, walk: &mut Walk) -> bool {
         if self.is_removing() || (!self.disk.found.is_empty() && self.recover_some()) {
             return false;
@@ -113,8 +113,8 @@ impl State {
         walk.counted.is_some_and(|from| self.count_in_use(tenant, from, walk))
     }
 
-    /// Starts removing chunks without parents. Each slice's trees are removed before the next slice
-    /// starts.
+    /// Starts removing the chunks that have no parent. Each slice's trees are removed before the
+    /// next slice starts.
     fn remove_trees_slice(&mut self, tenant: Option<TenantId>, walk: &mut Walk) -> bool {
         let end = walk.next.saturating_add(SLICE).min(self.index.num_places());
         for place in walk.next..end {
@@ -129,7 +129,7 @@ impl State {
         end == self.index.num_places() && !self.is_removing()
     }
 
-    /// Evicts chunks from host memory. Returns true at the end of the walk.
+    /// Evicts chunks from host memory. Returns true once the walk has reached its end.
     fn evict_from_host(&mut self, tenant: Option<TenantId>, walk: &mut Walk) -> bool {
         let mut budget = MAX_EVICTED;
         let end = walk.next.saturating_add(SLICE).min(self.index.num_places());
@@ -187,8 +187,8 @@ impl State {
     }
 }
 
-/// Removes one tenant's chunks, or all chunks, from a disk directory's closed namespaces whose hex
-/// names start with `prefix`.
+/// In a disk directory, removes one tenant's chunks, or all chunks, from every closed namespace
+/// whose hex name starts with `prefix`.
 ///
 /// `root` must be the [`DiskRoot`] of the open stores. Returns `Io` if the directory cannot be
 /// read.

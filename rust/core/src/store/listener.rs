@@ -1,11 +1,11 @@
 //! [`Listener`] reports the chunks added to or removed from a tier. These reports feed KV events.
 //!
-//! The change log holds keys, not events. A listener receives each key with the tiers that hold the
-//! chunk at the time of the `changes` call. The latest report for a key is therefore always
-//! correct, even if the chunk was removed and re-added or a tree removal is in progress. A full log
-//! drops its oldest keys. A listener that missed keys receives `lost` and must query every key it
-//! has recorded. All listeners share one log and keep only a position in it, so extra listeners
-//! cost almost no memory.
+//! The change log holds keys, not events. A listener receives each key along with the tiers that
+//! hold the chunk at the time of the `changes` call. The latest report for a key is therefore
+//! always correct, even if the chunk was removed and re-added or a tree removal is in progress. A
+//! full log drops its oldest keys. A listener that missed keys receives `lost` and must query every
+//! key it has recorded. All listeners share one log and keep only a position in it, so extra
+//! listeners cost almost no memory.
 
 use std::sync::Arc;
 
@@ -38,7 +38,7 @@ impl State {
         Changes { rows, lost }
     }
 
-    /// Adds a listener. Returns its position in the log.
+    /// Adds a listener. Returns the listener's position in the log.
     fn listen(&mut self, capacity: usize) -> u64 {
         let log = self.change_log.get_or_insert_default();
         log.num_listeners += 1;
@@ -65,8 +65,8 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Returns the tiers of the `asked` chunks and of up to `limit` chunks changed since the last
-    /// call.
+    /// Returns the tiers of the `asked` chunks and of up to `limit` chunks that have changed since
+    /// the last call.
     pub fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes {
         let mut next = locked(&self.next);
         let last_event = self.store.with_state(|state| state.changes(asked, &mut next, limit));

@@ -34,7 +34,7 @@ pub struct LeasedFrame {
 pub struct Progress {
     /// Number of leading units that are ready and pinned.
     pub ready_units: u32,
-    /// Number of units after the ready units that are still being read.
+    /// Number of units that follow the ready units and are still being read.
     pub pending_units: u32,
 }
 
@@ -51,7 +51,8 @@ impl Sum for Progress {
 /// were only on disk.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
-    /// The last chunk that was in host memory. A hold on it pins the first `num_host` chunks.
+    /// The last chunk that was in host memory. A hold on this chunk pins the first `num_host`
+    /// chunks.
     host_end: Option<ChunkId>,
     num_host: u32,
     /// The chunks after `host_end`, in order, each held separately. The first `ready` chunks are
@@ -164,8 +165,8 @@ impl State {
         frames
     }
 
-    /// Keeps the first `keep` reads and releases the others, deepest first. A queued read is
-    /// canceled once no lease needs it.
+    /// Keeps the first `keep` reads and releases the rest, deepest first. A queued read is canceled
+    /// once no lease needs it.
     fn release_loads(&mut self, held: &mut Held, keep: usize) {
         let before = held.num_pins();
         for id in held.loads.split_off(keep).into_iter().rev() {

@@ -24,7 +24,7 @@ const WAIT_SLICE: Duration = Duration::from_millis(20);
 /// A monotonic clock that returns the time since a fixed moment.
 pub type Clock = Box<dyn Fn() -> Duration + Send + Sync>;
 
-/// Opens the disk tier and returns it with its chunks. The store retries after a failure.
+/// Opens the disk tier and returns it along with its chunks. The store retries after a failure.
 pub type Opener = Box<dyn Fn() -> Result<(Arc<dyn LocalTier>, Vec<DiskEntry>)> + Send + Sync>;
 
 pub(crate) struct Locked {
@@ -35,8 +35,8 @@ pub(crate) struct Locked {
     pub(crate) idle: Condvar,
     /// Signaled when the store closes, to wake the sweeper.
     pub(crate) sweep: Condvar,
-    /// None while the tier is not open. Changes only while no job is in flight. This lock is always
-    /// taken last.
+    /// None while the tier is not open. Set and cleared only while no job is in flight. This lock
+    /// is always taken last.
     pub(crate) disk: Mutex<Option<Arc<dyn LocalTier>>>,
     pub(crate) opener: Option<Opener>,
     pub(crate) clock: Clock,
@@ -75,9 +75,9 @@ impl Locked {
         Some(state)
     }
 
-    /// Calls `work` under the lock, then removes a slice of pending trees, works on emptying a slab
-    /// if one of the store's size classes needs one, and wakes the disk threads if there are jobs.
-    /// Returns None if a thread has panicked under the lock.
+    /// Calls `work` under the lock, then removes a slice of pending trees, empties part of a slab
+    /// if one of the store's size classes needs a slab, and wakes the disk threads if there are
+    /// jobs. Returns None if a thread has panicked under the lock.
     pub(crate) fn with_state<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
         let _wake = WakeOnPanic(&self.work);
         let mut state = self.lock()?;
@@ -214,7 +214,7 @@ impl ReadLease {
             .unwrap_or_default()
     }
 
-    /// Unpins the frames, like dropping the lease. A second call has no effect.
+    /// Unpins the frames, just as dropping the lease does. A second call has no effect.
     pub fn release(&self) {
         let held = locked(&self.held).take();
         if let Some(held) = held {

@@ -10,7 +10,7 @@ use crate::index::Entry;
 use crate::key::{ChunkKey, KeyChain};
 use crate::store::state::State;
 
-/// Number of a prefix's leading units that are stored, by tier.
+/// How many of a prefix's leading units are stored, by tier.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Lookup {
     /// Number of units in host memory.
@@ -41,7 +41,7 @@ impl<'a> From<&'a KeyChain> for Prefix<'a> {
 }
 
 impl<'a> Prefix<'a> {
-    /// Creates a prefix with all its keys.
+    /// Creates a prefix that omits no keys.
     pub fn new(root: ChunkKey, keys: &'a [ChunkKey]) -> Self {
         Self { root, keys, first: 0 }
     }
@@ -63,7 +63,8 @@ impl<'a> Prefix<'a> {
         Self { keys: &self.keys[..(num_units - self.first) as usize], ..self }
     }
 
-    /// If keys are omitted, returns the number of units the first key covers, and that key.
+    /// If keys are omitted, returns the number of units that the first key covers, along with that
+    /// key.
     fn base(&self) -> Option<(u32, ChunkKey)> {
         let key = self.keys.first().filter(|_| self.first > 0)?;
         Some((self.first.saturating_add(1), *key))
@@ -146,7 +147,8 @@ impl State {
     }
 
     /// Like [`Self::find`], but verifies that each chunk belongs to the prefix. Removes chunks that
-    /// do not belong to it, and marks the others as proven so that no chunk is verified twice.
+    /// do not belong to the prefix and marks the others as proven, so that no chunk is verified
+    /// twice.
     pub(crate) fn find_verified(&mut self, prefix: &Prefix<'_>) -> Lookup {
         if !self.has_proven_base(prefix) {
             return Lookup::default();
@@ -162,7 +164,7 @@ impl State {
     }
 
     /// Like [`Self::find`], but does not check that the first key is proven. Stops before the first
-    /// chunk under removal.
+    /// chunk that is being removed.
     fn find_unremoved(&self, mut prefix: Prefix<'_>) -> Lookup {
         loop {
             let stored_units = self.find_end(&prefix, prefix.num_units(), self.is_stored());
@@ -176,7 +178,7 @@ impl State {
         }
     }
 
-    /// Returns the depth of the topmost chunk under removal among the first `units` chunks.
+    /// Returns the depth of the topmost chunk being removed among the first `units` chunks.
     fn first_removed(&self, prefix: &Prefix<'_>, units: u32) -> Option<u32> {
         if units == 0 || !self.is_removing() {
             return None;
@@ -186,7 +188,7 @@ impl State {
         ancestors.filter(|entry| entry.removing || entry.detached).last().map(|entry| entry.depth)
     }
 
-    /// Returns how many leading units, among the first `most`, satisfy `present`.
+    /// Returns the number of leading units that satisfy `present`, at most `most`.
     fn find_end(
         &self,
         prefix: &Prefix<'_>,
@@ -208,7 +210,7 @@ impl State {
         before + leading(most - before, is_present)
     }
 
-    /// Finds the deepest of the first `units` chunks that has a wrong parent key because of a bad
+    /// Finds the deepest chunk, among the first `units`, whose parent key is wrong because of a bad
     /// disk record. Removes that chunk and returns its depth. If all chunks match, marks them as
     /// proven.
     fn remove_foreign(&mut self, prefix: &Prefix<'_>, units: u32) -> Option<u32> {

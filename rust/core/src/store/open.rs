@@ -22,7 +22,8 @@ use crate::{ErrorKind, Result};
 const LAST_JOB_TIMEOUT: Duration = Duration::from_millis(800);
 /// How long an embedded store waits for the disk to open before it starts without a disk tier.
 const FIRST_TIMEOUT: Duration = Duration::from_secs(10);
-/// Like `FIRST_TIMEOUT`, but on a server, where the wait blocks calls for other namespaces.
+/// Like `FIRST_TIMEOUT`, but for a store on a server, where the wait blocks calls for other
+/// namespaces.
 const FIRST_TIMEOUT_ON_SERVER: Duration = Duration::from_secs(1);
 /// Maximum number of on-disk chunks for which the index reserves memory up front.
 const MAX_RESERVED: usize = 1 << 24;
@@ -134,7 +135,7 @@ impl Store {
     }
 
     /// Waits up to `timeout` for the first attempt to open the tier, then indexes the chunks it
-    /// found. Returns `InvalidConfig` if these settings can never open the tier.
+    /// found. Returns `InvalidConfig` if the tier can never open with these settings.
     fn await_disk(&self, timeout: Duration) -> Result<()> {
         let is_over = |state: &State| Some(state.disk.first_opening.is_some());
         self.inner.wait(Instant::now() + timeout, is_over);
@@ -167,8 +168,8 @@ impl Store {
         )
     }
 
-    /// Stops serving (lookups miss, saves get no frames), writes remaining chunks to disk until the
-    /// timeout, and stops the threads.
+    /// Stops serving (lookups miss, saves get no frames), writes the remaining chunks to disk until
+    /// the timeout, and stops the threads.
     ///
     /// A hung disk thread is detached and exits once its system call returns. Leases remain valid.
     /// A second call has no effect.

@@ -65,8 +65,8 @@ impl<'a> From<(Prefix<'a>, Range<u32>)> for SaveRequest<'a> {
 }
 
 impl SaveRequest<'_> {
-    /// Returns `InvalidConfig` if the prefix lacks a key for any of the units or for the unit
-    /// before these units.
+    /// Returns `InvalidConfig` if the prefix lacks a key for any of the units or for the unit just
+    /// before them.
     pub fn check(&self) -> Result<()> {
         let Range { start, end } = self.units;
         let has_parent = self.prefix.first <= start.saturating_sub(1);
@@ -87,7 +87,7 @@ impl SaveRequest<'_> {
         Err(error.with_context("class", self.class.0).with_context("num_classes", num_classes))
     }
 
-    /// Returns the result of a request that gets no frames.
+    /// Returns the result for a request that gets no frames.
     pub fn dropped<T>(&self) -> Reserved<T> {
         let num_dropped = self.units.end.saturating_sub(self.units.start);
         Reserved { chunks: Vec::new(), num_dropped }

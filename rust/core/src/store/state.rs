@@ -27,7 +27,7 @@ pub(crate) struct Subtree {
     pub(crate) cause: Cause,
 }
 
-/// Why a chunk is removed. The cause selects the counter to increment.
+/// Why a chunk is being removed. The cause selects the counter to increment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cause {
     Discard,
@@ -38,8 +38,8 @@ pub(crate) enum Cause {
     Unfinished,
 }
 
-/// Expiry times of chunk trees. A tree starts at a chunk with no parent or with an earlier expiry
-/// than its parent.
+/// Expiry times of chunk trees. A tree starts at a chunk that has no parent or expires before its
+/// parent.
 #[derive(Debug, Default)]
 pub(crate) struct Expiries(pub(crate) BTreeSet<(u32, ChunkId)>);
 
@@ -51,9 +51,9 @@ pub(crate) struct State {
     pub(crate) disk: DiskWork,
     pub(crate) disk_policy: Box<dyn Policy>,
     pub(crate) stats: Stats,
-    /// Time since the store was opened, as of the last [`Self::set_time`].
+    /// Time since the store was opened, as of the last call to [`Self::set_time`].
     pub(crate) now: Duration,
-    /// Unix time as of the last [`Self::set_time`], in seconds.
+    /// Unix time in seconds, as of the last call to [`Self::set_time`].
     pub(crate) unix_s: u32,
     /// Unix time when the store opened, in seconds.
     pub(crate) opened_s: u32,
@@ -66,9 +66,9 @@ pub(crate) struct State {
     pub(crate) waiters: Waiters,
     /// Stack of trees to remove, processed slice by slice.
     pub(crate) removals: Vec<Subtree>,
-    /// Number of removal steps per call.
+    /// Maximum number of removal steps per call.
     pub(crate) slice: usize,
-    /// Total of all operator-requested evictions.
+    /// Totals for all operator-requested evictions.
     pub(crate) evicted: Evicted,
     pub(crate) tenants: TenantTable,
     pub(crate) expiries: Expiries,

@@ -64,8 +64,8 @@ struct Stats {
     disk_bytes_written,
     /// Time that disk threads spent writing, in microseconds.
     disk_write_us,
-    /// Number of failed writes (except when the file system was full), failed clears, and free jobs
-    /// that left slots unfreed.
+    /// Number of failed writes (except when the file system was full), failed clears, and attempts
+    /// to free slots that left some of them unfreed.
     disk_write_errors,
     /// Number of times the disk directory was removed or moved while in use.
     disk_removals,
@@ -79,10 +79,10 @@ struct Stats {
     disk_read_busy_us,
     /// Number of failed read attempts, excluding corrupt chunks. A failed read is retried once.
     disk_read_errors,
-    /// Number of on-disk chunks whose content or prefix position does not match their key.
+    /// Number of on-disk chunks whose content or position in the prefix did not match their key.
     disk_verify_failures,
-    /// Host memory that the store keeps when other stores need memory, in bytes. Without a pool,
-    /// this is the whole host tier.
+    /// Host memory that the store keeps even when other stores need memory, in bytes. Without a
+    /// pool, this is the whole host tier.
     host_share_bytes,
     /// Total size of all frames in use, in bytes.
     host_used_bytes,
@@ -90,7 +90,7 @@ struct Stats {
     host_raw_bytes,
     /// Number of frames in the store's slabs.
     frames_total,
-    /// Number of frames being filled, or filled and waiting for the parent chunk.
+    /// Number of frames that are being filled, or are filled but waiting for the parent chunk.
     frames_reserved,
     /// Number of frames with visible chunks, including removed chunks that are still pinned.
     frames_visible,
@@ -111,9 +111,10 @@ struct Stats {
     disk_pending,
     /// Number of slots in the tier's files, as of a disk thread's last check.
     disk_slots,
-    /// Accounted size of the disk directory as of a disk thread's last check, in bytes.
+    /// Accounted size of the disk directory, in bytes, as of a disk thread's last check.
     disk_bytes,
-    /// 1 while disk tier reads or writes are paused because the tier is failing, hung or not open.
+    /// 1 while reads from or writes to the disk tier are paused because the tier is failing, hung
+    /// or not open.
     disk_broken,
     /// Number of times reads or writes were paused.
     disk_trips,
@@ -129,12 +130,12 @@ struct Stats {
 pub struct Evicted {
     /// Number of chunks removed, or evicted from host memory.
     pub num_chunks: u64,
-    /// Host memory occupied by these chunks, in bytes.
+    /// Host memory that these chunks occupied, in bytes.
     pub host_bytes: u64,
-    /// Disk space occupied by these chunks, in bytes.
+    /// Disk space that these chunks occupied, in bytes.
     pub disk_bytes: u64,
-    /// Number of selected chunks in use. An eviction from every tier removes these chunks and frees
-    /// their frames after use, whereas an eviction from host memory keeps them.
+    /// Number of selected chunks that were in use. An eviction from every tier removes these chunks
+    /// and frees their frames after use, whereas an eviction from host memory keeps them.
     pub num_in_use: u64,
     /// True if the eviction is incomplete: lookups or a restart may still find some of the chunks.
     pub is_cut_short: bool,

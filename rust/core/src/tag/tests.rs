@@ -46,7 +46,7 @@ fn noise(len: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// Generates a payload of at least one byte, and its shape.
+/// Generates a payload of at least one byte, along with its shape.
 fn chunk() -> impl Strategy<Value = (Vec<u8>, Vec<u32>, u32)> {
     (prop::collection::vec(1u32..90, 1..5), 1u32..5, any::<u64>()).prop_map(
         |(pages, blocks, seed)| {
@@ -141,8 +141,8 @@ fn golden_vectors() {
     }
 }
 
-/// Returns, for 2^18 words, how much a word's term changes when the bits in `mask` flip. Omits the
-/// sign, which is opposite for a word and its flipped counterpart.
+/// Returns, for 2^18 words, how much a word's term changes when the bits in `mask` are flipped.
+/// Omits the sign, which is opposite for a word and its flipped counterpart.
 fn changes(mix: fn(u64) -> u64, mask: u64) -> Vec<u64> {
     let noise = noise(8 << 18, mask);
     let words = noise.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word));

@@ -3,7 +3,7 @@
 //!
 //! The directory is checked once per second. Once a check detects a removal, no job starts until
 //! the new tier is open, so that old and new slots never mix. This file does no I/O: `threads`
-//! opens, checks and closes the tier. A hung check opens the breakers, just like a hung job.
+//! opens, checks and closes the tier. A hung check opens the breakers, just as a hung job does.
 
 use std::path::Path;
 use std::time::Duration;
@@ -17,7 +17,8 @@ use crate::{Error, Event};
 
 /// Maximum number of chunks to index per call. Indexing this many chunks takes about 0.2 ms.
 pub(crate) const SLICE: usize = 512;
-/// Maximum unused capacity of `found`, in entries. Beyond this, the list is shrunk.
+/// Maximum unused capacity of `found`, in entries. A list with more unused capacity than this is
+/// shrunk.
 const MAX_SPARE: usize = 1 << 16;
 /// Interval between directory checks.
 pub(crate) const CHECK_EVERY: Duration = Duration::from_secs(1);
@@ -31,15 +32,15 @@ const DROP_SLICE: usize = 256;
 pub(crate) enum Emptying {
     /// The tier was not removed, or its jobs are still running.
     No,
-    /// Some chunks remain to be dropped by the next call.
+    /// Some chunks remain for the next call to drop.
     Working,
     /// The caller must close the tier and call `reopen`.
     Done,
 }
 
 impl State {
-    /// Records that the tier is open and holds the chunks in `found`, children before parents.
-    /// Returns false if the store is closing.
+    /// Records that the tier is open and holds the chunks in `found`, which lists children before
+    /// parents. Returns false if the store is closing.
     pub(crate) fn end_opening(&mut self, found: Vec<DiskEntry>) -> bool {
         self.disk.opening = DiskOpening::Open;
         self.disk.first_opening.get_or_insert(Ok(()));
@@ -85,8 +86,8 @@ impl State {
         is_due
     }
 
-    /// Indexes a batch of the found chunks and frees the slots of chunks it cannot index. Returns
-    /// false once no chunks remain.
+    /// Indexes a batch of the chunks found on disk and frees the slots of chunks that cannot be
+    /// indexed. Returns false once no chunks remain.
     pub(crate) fn recover_some(&mut self) -> bool {
         let mut ids: Vec<ChunkId> = Vec::new();
         for _ in 0..SLICE {
@@ -138,7 +139,7 @@ impl State {
         }
         let id = if let Some(id) = self.index.get(&key) {
             let entry = &self.index[id];
-            // An older record would make the descendants younger than their parent.
+            // An older record would make this chunk's descendants younger than the chunk itself.
             let is_older = entry.expires_s != NEVER && saved_s < entry.saved_s;
             if entry.parent != parent || entry.disk.takes_slot() || is_older {
                 return None;
@@ -184,8 +185,8 @@ impl State {
         self.log(Event::problem(self.disk.last_event.clone()));
     }
 
-    /// Drops a batch of a removed tier's chunks once no job is running. Drops children before
-    /// parents, as the policies require.
+    /// Once no job is running, drops a batch of the removed tier's chunks, children before parents
+    /// as the policies require.
     pub(crate) fn empty_removed(&mut self) -> Emptying {
         if self.disk.opening != DiskOpening::Removed || !self.disk.in_flight.is_empty() {
             return Emptying::No;
@@ -203,7 +204,8 @@ impl State {
         Emptying::Working
     }
 
-    /// Drops a chunk from the removed tier, and requeues it for writing if it is in host memory.
+    /// Drops a chunk from the removed tier and, if the chunk is in host memory, queues it to be
+    /// written again.
     fn drop_removed(&mut self, id: ChunkId) {
         self.change_disk(id, DiskEvent::Leave(Removal::Dropped));
         self.unblock_children(id);
@@ -226,8 +228,8 @@ impl State {
         (self.stats.disk_slots, self.stats.disk_bytes) = (0, 0);
     }
 
-    /// Schedules a closed, removed tier to reopen now, but no sooner than `REOPEN_EVERY` after the
-    /// previous reopen.
+    /// Schedules a removed tier, which must be closed, to be reopened now or `REOPEN_EVERY` after
+    /// the previous reopen, whichever is later.
     pub(crate) fn reopen(&mut self) {
         let at = self.now.max(self.disk.reopen_at);
         self.disk.reopen_at = at + REOPEN_EVERY;

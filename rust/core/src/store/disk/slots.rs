@@ -8,20 +8,20 @@ use crate::store::state::State;
 use crate::store::tenants::quota::group;
 use crate::tier::disk::SlotId;
 
-/// How to make a chunk that is about to be written fit its tenant's quota.
+/// What it takes for a chunk that is about to be written to fit its tenant's quota.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SlotFor {
     Fits,
-    /// This chunk of the same tenant must be evicted first: the caller must free the slot, then
-    /// call `end_disk_eviction`.
+    /// This chunk, which belongs to the same tenant, must be evicted first: the caller must free
+    /// the slot, then call `end_disk_eviction`.
     After(ChunkId, SlotId),
     /// The chunk does not fit, and the tenant has nothing to evict.
     None,
 }
 
 impl State {
-    /// Checks the disk usage of a chunk's tenant, which already includes the chunk, against the
-    /// quota. If the tenant is over its quota, starts evicting another of its chunks.
+    /// Checks a tenant's disk usage, which already includes the given chunk, against the tenant's
+    /// quota. If the tenant is over its quota, starts evicting another of the tenant's chunks.
     pub(crate) fn slot_for(&mut self, id: ChunkId) -> SlotFor {
         let Entry { tenant, disk_pages, .. } = self.index[id];
         let quota = self.tenants.ceiling(tenant).disk;
@@ -39,7 +39,7 @@ impl State {
     }
 
     /// Starts evicting the next chunk. Returns the chunk and its slot, or None if all chunks are in
-    /// use. If `only` is given, also returns None if the slot has a different size.
+    /// use. Also returns None if `only` is given and the slot belongs to a different size class.
     pub(crate) fn begin_disk_eviction(
         &mut self,
         only: Option<SizeClass>,
@@ -78,7 +78,7 @@ impl State {
         self.settle(id);
     }
 
-    /// Evicts a chunk of a tenant that is over its quota. The chunk's slot is freed later.
+    /// Evicts a chunk whose tenant is over its quota. The chunk's slot is freed later.
     pub(crate) fn drop_for_quota(&mut self, id: ChunkId) {
         self.stats.disk_evictions += 1;
         self.stats.quota_disk_evictions += 1;

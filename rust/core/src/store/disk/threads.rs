@@ -23,21 +23,22 @@ use crate::{Error, ErrorKind, Result};
 /// A write stops evicting once it has freed space for this many slots of its size. One slot is not
 /// enough, because other threads may take the freed slots.
 const SLOT_TRIES: u32 = 4;
-/// Maximum number of evictions to fit one larger chunk into the tier or its tenant's quota.
+/// Maximum number of chunks to evict to make one larger chunk fit the tier or its tenant's quota.
 const MAX_EVICTIONS: u32 = 64;
 /// Number of attempts to write a chunk. If the file system is full, the second attempt reuses an
 /// evicted chunk's slot.
 const WRITE_TRIES: u32 = 2;
-/// Maximum sleep of a thread. Threads poll because timed work, such as a probe or a reopen, is not
-/// signaled.
+/// Maximum time a thread sleeps. Threads poll because timed work, such as a probe or a reopen, is
+/// not signaled.
 const POLL_EVERY: Duration = Duration::from_millis(200);
-/// Delay before the first retry to open the tier. The delay doubles after each failed attempt.
+/// Delay before the first retry after the tier fails to open. The delay doubles after each failed
+/// attempt.
 const FIRST_REOPEN: Duration = Duration::from_secs(1);
 const LONGEST_REOPEN: Duration = Duration::from_secs(60);
 
 enum Work {
     Open,
-    /// Close a tier after its directory was removed and its chunks were dropped.
+    /// Close a tier whose directory was removed and whose chunks have been dropped.
     Close,
     /// Check that the tier's directory still exists.
     Check(u64, Arc<dyn LocalTier>),
@@ -142,7 +143,7 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
             let is_cleared = not_freed.is_ok();
             slots.extend(not_freed.unwrap_or_default());
             // A slot that is listed twice, or that was freed in the meantime, would later be freed
-            // with another chunk in it.
+            // while it holds another chunk.
             slots.sort_unstable();
             slots.dedup();
             retain_unfreed(&mut slots);
@@ -154,8 +155,8 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
     entered.is_some()
 }
 
-/// Waits for work, and removes, indexes and drops chunks in the meantime. Returns None if the store
-/// is closing.
+/// Waits for work, removing, indexing and dropping chunks in the meantime. Returns None if the
+/// store is closing.
 fn wait_for_work(inner: &Locked) -> Option<Work> {
     let mut is_fresh = false;
     loop {
@@ -226,7 +227,7 @@ fn read(disk: &dyn LocalTier, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> 
 }
 
 /// Frees slots from the end of the list and stops at the first error. Returns the remaining slots
-/// with the failed slot first, so that the next call frees the failed slot last.
+/// with the failed slot first, so that the next call tries the failed slot last.
 fn free(disk: &dyn LocalTier, mut slots: Vec<SlotId>) -> Vec<SlotId> {
     while let Some(slot) = slots.pop() {
         if guarded(|| disk.free(slot)).is_err() {
@@ -268,8 +269,8 @@ fn write(
     Written::NoRoom
 }
 
-/// Evicts chunks of the same tenant until the chunk fits the tenant's quota. Returns false if the
-/// tenant has nothing to evict or `MAX_EVICTIONS` evictions are not enough.
+/// Evicts a tenant's other chunks until the given chunk fits the tenant's quota. Returns false if
+/// the tenant has nothing left to evict or if `MAX_EVICTIONS` evictions are not enough.
 ///
 /// Returns an error if a slot could not be freed, in which case the slot's chunk is still stored.
 fn keep_quota(inner: &Locked, disk: &dyn LocalTier, id: ChunkId) -> Result<bool> {
@@ -305,7 +306,7 @@ fn find_slot(inner: &Locked, disk: &dyn LocalTier, class: SizeClass) -> Result<S
             Ok(Ok(slot)) => return Ok(slot),
             Ok(Err(NoSlot::Growing)) => return Err(Written::NotYet),
             Ok(Err(NoSlot::Full)) => None,
-            // One victim of a different size must not stop all writes.
+            // A single victim of a different size must not stop all writes.
             Ok(Err(NoSlot::FullExceptSameSize)) => Some(class).filter(|_| has_evicted_other),
             Err(_) => return Err(Written::Failed(None)),
         };

@@ -20,7 +20,8 @@ impl Direction {
     }
 }
 
-/// Initial estimate of a job's duration. The estimate is nonzero so that the first jobs alternate.
+/// Initial estimate of a job's duration. The estimate is nonzero so that the first jobs alternate
+/// between reads and writes.
 const FIRST_CHARGE: Duration = Duration::from_millis(1);
 /// Number of jobs over which the estimate adapts to a new duration.
 const JOBS_TO_FOLLOW: u32 = 8;
@@ -45,7 +46,7 @@ impl TimeShares {
         if write < read { Direction::Write } else { Direction::Read }
     }
 
-    /// Drops an idle direction's unused time.
+    /// Discards an idle direction's unused time.
     pub(crate) fn forfeit(&mut self, direction: Direction) {
         let other = self.used[direction.other() as usize];
         let used = &mut self.used[direction as usize];

@@ -1,6 +1,6 @@
 //! Changes a chunk's disk state and updates everything derived from it. Does no I/O.
 //!
-//! The states are defined in `index/disk_state.rs`. Invariants between calls:
+//! The states are defined in `index/disk_state.rs`. Invariants that hold between calls:
 //!
 //! - If a chunk has a slot, its parent is stored: parents are written first and removed last.
 //! - The policy holds every attached chunk with a slot. The policy may evict stored leaves that no
@@ -13,7 +13,8 @@ use crate::store::disk::work::DiskOpening;
 use crate::store::state::State;
 use crate::tier::disk::SlotId;
 
-/// Maximum number of writes to block or cancel per call. This many writes take about 0.1 ms.
+/// Maximum number of writes to block or cancel per call. Blocking or canceling this many writes
+/// takes about 0.1 ms.
 pub(crate) const WRITE_SLICE: usize = 256;
 
 impl State {
@@ -128,8 +129,8 @@ impl State {
         self.disk.to_free.extend(slot);
     }
 
-    /// Removes a detached chunk from the disk, or leaves the removal to the job that still uses the
-    /// chunk.
+    /// Removes a detached chunk from the disk, or leaves the removal to the job that is still using
+    /// the chunk.
     pub(crate) fn leave_slot_if_unused(&mut self, id: ChunkId) {
         let entry = &self.index[id];
         if entry.disk.is_stored() && !entry.host.awaits_read() {
@@ -172,7 +173,7 @@ impl State {
         children
     }
 
-    /// Moves the children that waited for a chunk's write to the front of the write queue.
+    /// Moves the children that a chunk's write was blocking to the front of the write queue.
     pub(crate) fn unblock_children(&mut self, id: ChunkId) {
         for child in self.take_blocked(id) {
             self.change_disk(child, DiskEvent::Unblock);
@@ -180,8 +181,8 @@ impl State {
         }
     }
 
-    /// Cancels the writes of all descendants waiting for a failed write. If there are many, the
-    /// disk threads cancel the rest.
+    /// Cancels the writes of all descendants that were waiting for a failed write. If there are too
+    /// many for one call, the disk threads cancel the remaining writes.
     pub(crate) fn drop_blocked(&mut self, id: ChunkId) {
         self.queue_blocked_children(id);
         self.drop_some_blocked();
@@ -194,7 +195,7 @@ impl State {
         self.disk.to_drop.extend(children.iter().map(|&child| (child, index[child].generation)));
     }
 
-    /// Cancels a slice of the writes in `to_drop`. Returns true if some writes remain.
+    /// Cancels a slice of the writes in `to_drop`. Returns true if any writes remain.
     pub(crate) fn drop_some_blocked(&mut self) -> bool {
         for _ in 0..WRITE_SLICE {
             let Some((id, generation)) = self.disk.to_drop.pop() else { break };

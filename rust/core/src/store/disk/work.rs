@@ -15,12 +15,12 @@ use crate::store::disk::time_shares::{Direction, TimeShares};
 use crate::tier::disk::{DiskEntry, SlotId};
 
 /// A queue of chunks to read or write, with their generations. `pop` skips stale entries: chunks
-/// that no longer need the read or write.
+/// that no longer need to be read or written.
 #[derive(Debug, Default)]
 pub(crate) struct Queue(VecDeque<(ChunkId, u32)>);
 
 impl Queue {
-    /// Appends a chunk. Drops stale entries once the queue far exceeds `num_wanted`.
+    /// Appends a chunk. Drops stale entries once the queue has grown far beyond `num_wanted`.
     pub(crate) fn push(
         &mut self,
         index: &Index,
@@ -67,8 +67,8 @@ pub(crate) enum DiskOpening {
     #[default]
     NoTier,
     Open,
-    /// The tier's directory was removed. No new job starts. Once in-flight jobs have completed, the
-    /// tier's chunks are dropped and the tier is reopened.
+    /// The tier's directory was removed. No new job starts. Once all in-flight jobs have completed,
+    /// the tier's chunks are dropped and the tier is reopened.
     Removed,
     /// A disk thread opens the tier no earlier than this time.
     NotBefore(Duration),
@@ -98,7 +98,7 @@ impl JobInFlight {
     }
 }
 
-/// Disk tier state. Empty if the store has no disk tier.
+/// Disk tier state, which is empty if the store has no disk tier.
 #[derive(Debug, Default)]
 pub(crate) struct DiskWork {
     pub(crate) opening: DiskOpening,
@@ -106,16 +106,16 @@ pub(crate) struct DiskWork {
     pub(crate) first_opening: Option<Result<()>>,
     /// The last logged reason why the tier is not open.
     pub(crate) last_event: String,
-    /// Chunks in the state `Queued`.
+    /// Chunks in the `Queued` state.
     pub(crate) write_queue: Queue,
-    /// Chunks in the state `Blocked`, by parent.
+    /// Chunks in the `Blocked` state, by parent.
     pub(crate) blocked: FxHashMap<ChunkId, Vec<ChunkId>>,
-    /// Blocked chunks whose parent could not be written, and their generations. The writes of these
-    /// chunks will be canceled.
+    /// Blocked chunks whose parents could not be written, along with their generations. The writes
+    /// of these chunks will be canceled.
     pub(crate) to_drop: Vec<(ChunkId, u32)>,
     /// True if the last search for a chunk to write was cut short.
     pub(crate) is_search_cut_short: bool,
-    /// Number of chunks in the states `Queued`, `Blocked` and `Writing`.
+    /// Number of chunks in the `Queued`, `Blocked` and `Writing` states.
     pub(crate) num_unwritten: u64,
     /// No write starts before this time, because another thread is still creating slots.
     pub(crate) writes_deferred_until: Duration,
@@ -127,7 +127,8 @@ pub(crate) struct DiskWork {
     pub(crate) reading_since: Duration,
     /// Slots to free next.
     pub(crate) to_free: Vec<SlotId>,
-    /// Slots that could not be freed. The next attempt to free them is at `unfreed_until`.
+    /// Slots that could not be freed. The next attempt to free them will be made at
+    /// `unfreed_until`.
     pub(crate) unfreed: Vec<SlotId>,
     pub(crate) unfreed_until: Duration,
     pub(crate) clearing: Clearing,
@@ -135,16 +136,17 @@ pub(crate) struct DiskWork {
     pub(crate) num_threads: usize,
     pub(crate) in_flight: Vec<JobInFlight>,
     pub(crate) time_shares: TimeShares,
-    /// Number of running free jobs.
+    /// Number of running jobs that free slots.
     pub(crate) freeing: u32,
     /// Number of detached chunks that keep their slots until a job completes.
     pub(crate) num_detached_slots: u64,
     /// True while the store is closing. No job starts, and each lease is cut off before its first
-    /// chunk that is still waiting for a read.
+    /// chunk that is still waiting to be read.
     pub(crate) stopping: bool,
-    /// Chunks that were found when the tier opened and are not indexed yet, in reverse order.
+    /// Chunks found when the tier opened but not indexed yet, in reverse order.
     pub(crate) found: Vec<DiskEntry>,
-    /// Keys of chunks not to index, because the chunks were discarded before indexing finished.
+    /// Keys of chunks that must not be indexed, because they were discarded before indexing
+    /// finished.
     pub(crate) rejected: HashSet<ChunkKey>,
     pub(crate) read_breaker: Breaker,
     pub(crate) write_breaker: Breaker,
@@ -155,14 +157,15 @@ pub(crate) struct DiskWork {
 }
 
 impl DiskWork {
-    /// Returns true if no chunk is waiting to be written or indexed and no removed chunk is still
+    /// Returns true if no chunks are waiting to be written or indexed and no removed chunks remain
     /// on disk.
     pub(crate) fn is_settled(&self) -> bool {
         let nothing_to_index = self.found.is_empty() && self.rejected.is_empty();
         self.num_unwritten == 0 && !self.has_removed() && nothing_to_index
     }
 
-    /// Returns true if slots still hold removed chunks, which reopening the tier would bring back.
+    /// Returns true if any slots still hold removed chunks, which reopening the tier would bring
+    /// back.
     pub(crate) fn has_removed(&self) -> bool {
         self.clearing != Clearing::No
             || !self.to_free.is_empty()
@@ -207,7 +210,8 @@ impl DiskWork {
         matches!(self.opening, DiskOpening::NotBefore(_) | DiskOpening::Opening)
     }
 
-    /// Returns true if the tier takes no jobs because it is not open or its directory was removed.
+    /// Returns true if the tier accepts no jobs because it is not open or its directory was
+    /// removed.
     fn is_away(&self) -> bool {
         self.is_closed() || self.opening == DiskOpening::Removed
     }
@@ -221,7 +225,7 @@ impl DiskWork {
         self.accepts(&self.read_breaker, now)
     }
 
-    /// Returns true if chunks are queued to be read or are being read.
+    /// Returns true if any chunks are queued to be read or are being read.
     pub(crate) fn wants_reads(&self) -> bool {
         self.num_queued_reads > 0
             || self.in_flight.iter().any(|job| job.direction == Some(Direction::Read))
@@ -281,13 +285,13 @@ impl DiskWork {
         self.in_flight.iter().any(|job| job.direction.is_none())
     }
 
-    /// Marks newly hung jobs. If there are any, opens both breakers and returns true.
+    /// Marks newly hung jobs. If it finds any, opens both breakers and returns true.
     pub(crate) fn find_hangs(&mut self, now: Duration) -> bool {
         let mut found = false;
         for job in &mut self.in_flight {
             if !job.hangs && now.saturating_sub(job.started) >= HANG_AFTER {
                 (job.hangs, found) = (true, true);
-                // Another thread can probe the tier.
+                // End the hung job's probe so that another thread can probe the tier.
                 self.read_breaker.end_probe(job.ticket);
                 self.write_breaker.end_probe(job.ticket);
             }

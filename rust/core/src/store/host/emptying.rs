@@ -1,7 +1,7 @@
 //! Empties slabs for other stores in the pool and for the store's other size classes.
 //!
-//! A slab is emptied chunk by chunk, children before parents, in at most `SLICE` steps per call.
-//! Chunks that are pinned, reserved, being read or being written cannot be evicted until that use
+//! A slab is emptied chunk by chunk, children before parents, with at most `SLICE` steps per call.
+//! A chunk that is pinned, reserved, being read or being written cannot be evicted until that use
 //! ends. In the meantime, the slab takes no new chunks, and other slabs are emptied too.
 
 use rustc_hash::FxHashSet;
@@ -14,8 +14,8 @@ use crate::tier::host::Wanted;
 
 /// Maximum number of steps per call. This many steps take about 0.2 ms.
 const SLICE: usize = 256;
-/// Maximum number of slabs to empty at the same time. Emptying starts on another slab only once all
-/// remaining chunks of the current slabs are in use.
+/// Maximum number of slabs to empty at the same time. The store starts emptying another slab only
+/// once all remaining chunks of the current slabs are in use.
 const MAX_DRAINS: usize = 4;
 
 /// Outcome of `Store::release_slab`.

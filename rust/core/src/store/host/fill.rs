@@ -38,8 +38,8 @@ impl State {
         self.show(id)
     }
 
-    /// Makes a filled chunk visible if its parent is visible, then does the same for its filled
-    /// waiting children. Returns how many chunks became visible.
+    /// Makes a filled chunk visible if its parent is visible, then does the same for the filled
+    /// children waiting for it. Returns how many chunks became visible.
     fn show(&mut self, id: ChunkId) -> u32 {
         let mut shown = 0;
         let (mut next, mut ready) = (Some(id), Vec::new());
@@ -72,7 +72,7 @@ impl State {
     /// Fails a chunk that cannot be filled, along with all descendants waiting for it.
     ///
     /// If a worker or disk thread owns a descendant's frame, the descendant fails only after its
-    /// fill ends. The descendant's ancestors stay until then.
+    /// fill ends. Until then, the descendant's ancestors stay in the index.
     pub(crate) fn fail_host(&mut self, id: ChunkId) {
         let mut all = vec![id];
         let mut at = 0;

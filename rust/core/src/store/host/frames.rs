@@ -7,11 +7,11 @@ use crate::store::state::State;
 use crate::store::tenants::quota::{FrameSource, group};
 use crate::tier::host::FrameRequest;
 
-/// Maximum number of evictions for one frame. This many evictions take a few milliseconds.
+/// Maximum number of chunks to evict for one frame. This many evictions take a few milliseconds.
 const MAX_EVICTED: usize = 8192;
 /// Number of evictions allowed even for a frame size that the store does not use yet.
 const MIN_EVICTED: usize = 64;
-/// Maximum number of chunks spared for one frame.
+/// Maximum number of chunks to spare while searching for one frame.
 const MAX_SPARED: usize = 64;
 
 /// The search stopped after sparing too many chunks with unsuitable frames.
@@ -68,13 +68,14 @@ impl State {
     }
 
     /// Evicts chunks of one tenant, or of all tenants, until `take` returns a frame. Spares chunks
-    /// that are not useful to evict. Returns `TooManySpared` once `MAX_SPARED` chunks are spared.
+    /// whose eviction would not help. Returns `TooManySpared` once `MAX_SPARED` chunks have been
+    /// spared.
     ///
     /// A step saves thousands of chunks group by group, and the policy evicts them in roughly that
-    /// order. Before a frame of one size becomes free, all of a step's chunks of other sizes may
-    /// have to be evicted. The next saves reuse their frames. Saves of a rare size must not evict
-    /// all chunks of other sizes, so the limit grows with the number of in-use frames of the
-    /// requested size.
+    /// order. Before a frame of one size becomes free, a step's chunks of every other size may have
+    /// to be evicted. The next saves reuse their frames. Saves of a rare size must not evict all
+    /// chunks of other sizes, so the limit grows with the number of in-use frames of the requested
+    /// size.
     fn evict_until(
         &mut self,
         class: SizeClass,
@@ -116,8 +117,8 @@ impl State {
         frame.is_none_or(|frame| self.host.is_fit(frame, request))
     }
 
-    /// Takes a frame for a save by evicting any chunk from a frame that saves can use, because the
-    /// policy would return too many chunks in unsuitable frames first.
+    /// Takes a frame for a save by evicting any chunk whose frame saves can use, because the policy
+    /// would return too many chunks in unsuitable frames first.
     fn take_frame_below_limit(&mut self, request: FrameRequest) -> Option<FrameId> {
         for _ in 0..MAX_SPARED {
             if let Some(id) = self.host.next_below_limit(request.class)
@@ -130,8 +131,9 @@ impl State {
         None
     }
 
-    /// Takes a frame for a tenant at its quota by evicting chunks of the same tenant. If that makes
-    /// room in the quota but frees no frame of the requested class, takes any frame.
+    /// Takes a frame for a tenant at its quota by evicting the tenant's own chunks. If that makes
+    /// room in the quota but frees no frame of the requested class, takes any frame of that class,
+    /// even another tenant's.
     fn take_own_frame(&mut self, tenant: TenantId, request: FrameRequest) -> Option<FrameId> {
         let quota = self.tenants.ceiling(tenant).host;
         if self.tenants.host_pages(tenant) > quota {

@@ -31,7 +31,7 @@ pub(crate) struct Waiters {
 }
 
 impl Waiters {
-    /// Records that `child` waits for `parent`. The same child may be recorded more than once.
+    /// Records that `child` is waiting for `parent`. The same child may be recorded more than once.
     pub(crate) fn push(&mut self, parent: ChunkId, child: ChunkId) {
         if *self.first.entry(parent).or_insert(child) != child {
             self.others.entry(parent).or_default().push(child);
@@ -50,7 +50,8 @@ impl Waiters {
 #[derive(Debug, Default)]
 pub(crate) struct Drains {
     pub(crate) all: Vec<Drain>,
-    /// Chunks that could not be evicted in this round because they or their descendants are in use.
+    /// Chunks that could not be evicted in this round because they or their descendants were in
+    /// use.
     pub(crate) stuck: FxHashSet<(ChunkId, u32)>,
 }
 
@@ -61,11 +62,11 @@ pub(crate) struct Drain {
     pub(crate) next: u32,
     /// Path from a chunk in the slab down to the next chunk to evict.
     pub(crate) path: Vec<Step>,
-    /// True if no further chunk can be evicted in this round.
+    /// True if no further chunks can be evicted in this round.
     pub(crate) is_done: bool,
 }
 
-/// A chunk on the path, with the child to visit next.
+/// A chunk on the path, along with the child to visit next.
 #[derive(Debug)]
 pub(crate) struct Step {
     pub(crate) id: ChunkId,

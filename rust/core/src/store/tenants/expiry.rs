@@ -1,9 +1,9 @@
-//! Expiry: lookups miss a chunk once its TTL has passed, and the sweeper removes it soon after.
+//! Expiry: lookups miss a chunk once its TTL has elapsed, and the sweeper removes it soon after.
 //!
 //! The TTL starts when a chunk is reserved and keeps running across restarts, because disk records
-//! hold the start time. Use does not extend the TTL. A child never expires after its parent, so
-//! every visible chunk has a visible parent. Times are Unix times in seconds: the time the store
-//! was opened plus the elapsed time on the store's clock.
+//! hold the start time. Using a chunk does not extend its TTL. A child never expires after its
+//! parent, so every visible chunk has a visible parent. Times are Unix times in seconds: the time
+//! the store was opened plus the elapsed time on the store's clock.
 
 use std::sync::Arc;
 
@@ -16,8 +16,8 @@ use crate::store::state::State;
 use crate::store::tenants::limits::{Bases, Table, TenantLimits};
 use crate::tier::disk::{self, DiskRoot, RemovedChunks};
 
-/// Tolerance for save times in the future. Beyond it, a chunk's age is unknown and the chunk counts
-/// as expired.
+/// How far in the future a save time may lie. Beyond this, a chunk's age is unknown and the chunk
+/// counts as expired.
 const MAX_SKEW_S: u32 = 60;
 
 /// Returns the expiry time, computed at `now_s`, of a chunk saved at `saved_s`.

@@ -14,7 +14,7 @@ use crate::key::SaltTag;
 pub enum Quota {
     /// Absolute size, in bytes.
     Bytes(u64),
-    /// Share of the tier in millionths. A nonzero share always covers at least the largest frame.
+    /// Share of the tier, in millionths. A nonzero share always covers at least the largest frame.
     Share(u32),
 }
 
@@ -29,12 +29,12 @@ pub struct Limits {
     pub ttl_s: Option<u32>,
 }
 
-/// The limits of all of a store's tenants.
+/// The limits of a store's tenants.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TenantLimits {
-    /// Combined limits of all requests without a salt.
+    /// Limits shared by all requests without a salt.
     pub unsalted: Limits,
-    /// Limits of each salt that has no individual limits.
+    /// Limits for each salt that has no individual limits.
     pub salted: Limits,
     /// Limits of individual salts.
     pub by_salt: Vec<(SaltTag, Limits)>,
@@ -78,7 +78,7 @@ impl Ceiling {
     pub(crate) const NONE: u64 = u64::MAX;
 }
 
-/// Tier sizes, in pages, to which relative quotas refer.
+/// Tier sizes, in pages, that relative quotas are based on.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Bases {
     pub(crate) host: u64,
@@ -97,7 +97,7 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// Creates the table, which is empty if no limit is set.
+    /// Creates the table, which is empty if no limits are set.
     pub(crate) fn new(of: &TenantLimits, frame_pages: u64, bases: Bases) -> Self {
         if !of.is_set() {
             return Self::default();

@@ -1,8 +1,8 @@
 //! Quotas: a tenant at its quota gets a frame or slot only by evicting its own coldest chunk.
 //!
 //! A frame counts toward the quota as soon as it is taken, so a tenant exceeds its quota only if
-//! the quota was lowered or the opened disk directory already held too many of its chunks. In both
-//! cases, the sweeper evicts the excess.
+//! the quota was lowered or the opened disk directory already held too many of its chunks. In
+//! either case, the sweeper evicts the excess.
 
 use crate::evict::{ChunkId, GroupId};
 use crate::index::{Entry, TenantId};
@@ -63,7 +63,7 @@ impl State {
         }
     }
 
-    /// Puts the chunk in its tenant's group in the host policy if the tenant has a host quota.
+    /// Adds the chunk to its tenant's group in the host policy if the tenant has a host quota.
     pub(crate) fn group_in_host(&mut self, id: ChunkId) {
         let tenant = self.index[id].tenant;
         if self.tenants.limits.has_quotas && self.tenants.ceiling(tenant).host != Ceiling::NONE {
@@ -71,7 +71,7 @@ impl State {
         }
     }
 
-    /// Puts the chunk in its tenant's group in the disk policy if the tenant has a disk quota.
+    /// Adds the chunk to its tenant's group in the disk policy if the tenant has a disk quota.
     pub(crate) fn group_on_disk(&mut self, id: ChunkId) {
         let tenant = self.index[id].tenant;
         if self.tenants.limits.has_quotas && self.tenants.ceiling(tenant).disk != Ceiling::NONE {
@@ -79,8 +79,8 @@ impl State {
         }
     }
 
-    /// Updates the tier sizes from which relative quotas are computed. A store that has lost its
-    /// pool share keeps the previous size.
+    /// Updates the tier sizes that relative quotas are based on. A store that has lost its pool
+    /// share keeps the previous size.
     pub(crate) fn update_bases(&mut self) {
         let host = self.host.share_bytes() / FRAME_ALIGN;
         let host = if host > 0 { host } else { self.tenants.limits.bases.host };

@@ -1,6 +1,7 @@
-//! Sweeper: once per second, removes expired chunks and evicts chunks of tenants over their quotas.
+//! Sweeper: once per second, removes expired chunks and evicts chunks of tenants that are over
+//! their quotas.
 //!
-//! The sweeper runs on a separate thread, so that it depends on neither the disk nor engine calls.
+//! The sweeper runs on its own thread, so that it depends on neither the disk nor engine calls.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -43,8 +44,8 @@ impl State {
         false
     }
 
-    /// Evicts chunks of tenants over their quotas, starting at tenant `next`. Returns true once all
-    /// tenants have been visited.
+    /// Evicts chunks of tenants that are over their quotas, starting at tenant `next`. Returns true
+    /// once all tenants have been visited.
     fn trim(&mut self, next: &mut usize) -> bool {
         let mut budget = MAX_TRIMMED;
         for _ in 0..TENANTS_PER_SLICE {
@@ -78,8 +79,8 @@ impl State {
 }
 
 impl Locked {
-    /// Runs one round slice by slice, releasing the lock in between. Returns false if the store is
-    /// closing.
+    /// Runs one round slice by slice, releasing the lock between slices. Returns false if the store
+    /// is closing.
     pub(crate) fn sweep(&self) -> bool {
         let mut next = 0;
         loop {

@@ -1,9 +1,9 @@
 //! Current usage per tenant. All chunks under roots with the same `cache_salt` belong to one
 //! tenant, regardless of their adapter.
 //!
-//! An entry takes its tenant from its parent or, without a parent, from its root key, so finding a
-//! tenant needs no tree walk. A tenant without chunks is removed. Salts appear only as tags at the
-//! end of root keys.
+//! An entry takes its tenant from its parent or, if it has no parent, from its root key, so finding
+//! a tenant needs no tree walk. A tenant is removed once it has no chunks left. Salts appear only
+//! as tags at the end of root keys.
 
 use rustc_hash::FxHashMap;
 

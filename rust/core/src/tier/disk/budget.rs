@@ -16,10 +16,9 @@ const SLOT_OVERHEAD_BYTES: u64 = super::record::RECORD_BYTES as u64 + 32;
 pub(crate) struct SlotCount {
     /// Frame size, in bytes.
     pub(crate) frame_bytes: u64,
-    /// Number of slots within the files' length.
+    /// Number of slots that the files are long enough to hold.
     pub(crate) slots: u32,
-    /// Number of slots that have blocks or get blocks when they are written. All other slots are
-    /// punched.
+    /// Number of slots that have blocks or will get them when written. All other slots are punched.
     pub(crate) filled: u32,
 }
 

@@ -34,10 +34,10 @@ impl OpenFiles for OsFiles {
     }
 }
 
-/// Number of index records that are lost if a sector of 4096 bytes is unreadable.
+/// Number of index records that are lost if one 4096-byte sector is unreadable.
 const RECORDS_PER_PIECE: usize = 4096 / RECORD_BYTES;
-/// If more pieces are unreadable, the whole disk has failed, not just a few sectors. Opening then
-/// fails and is retried later, so that no chunk is lost.
+/// If more pieces than this are unreadable, the whole disk has failed, not just a few sectors.
+/// Opening then fails and is retried later, so that no chunk is lost.
 const MAX_BAD_PIECES: usize = 8;
 const DIFFERS: &str = "its checksum does not match";
 
@@ -85,7 +85,7 @@ impl SlotFiles {
         Ok(Self { frames, index, class, frame_bytes, seed })
     }
 
-    /// Opens both files of an existing namespace read-only. Returns None if the files never
+    /// Opens both files of an existing namespace read-only. Returns None if the files have never
     /// held a chunk. The error describes the damage.
     pub(super) fn open_read(
         dir: &Path,

@@ -7,7 +7,7 @@ use crate::index::{Entry, TenantId};
 use crate::io::SizeClass;
 
 impl TenantTable {
-    /// Returns true if the table equals the usage recounted from the entries.
+    /// Returns true if the table matches the usage recounted from the entries.
     pub(crate) fn check<'a>(
         &self,
         entries: impl Iterator<Item = (TenantId, &'a Entry)>,
