@@ -2,8 +2,8 @@
 //!
 //! Data flow: `key` (content -> `ChunkKey`) -> `index` (key -> entry) -> `store` (lookup, lease,
 //! reserve, commit) -> `tier` (host frames, disk slots). `evict` chooses victims and `tag` verifies
-//! bytes. An engine accesses a store through a `session`, and `engine` collects its ranks' reports.
-//! This crate does not depend on Python, CUDA, vLLM or the environment.
+//! bytes. An engine accesses a store through a `session`, and `engine` collects reports from its
+//! ranks. This crate does not depend on Python, CUDA, vLLM or the environment.
 
 pub mod chunk_batch;
 pub mod engine;

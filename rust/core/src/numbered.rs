@@ -1,4 +1,4 @@
-//! A map from ascending numbers to values that are mostly removed in insertion order. Stores
+//! A map from ascending numbers to values that are mostly removed in insertion order. It holds
 //! reservations and saves in flight.
 //!
 //! With multiple KV cache groups, a prompt has thousands of entries. A sorted deque keeps
@@ -35,7 +35,7 @@ impl<T> Numbered<T> {
         self.row.reserve(num);
     }
 
-    /// Inserts or replaces a value. Takes constant time if `number` is the highest number.
+    /// Inserts or replaces a value. Takes constant time if `number` is the highest so far.
     pub(crate) fn insert(&mut self, number: u64, value: T) {
         let value = Some(value);
         if self.row.back().is_none_or(|(last, _)| *last < number) {
@@ -52,7 +52,7 @@ impl<T> Numbered<T> {
         self.len += 1;
     }
 
-    /// Returns the entry with the highest number that is at most `number`, or None if the entry's
+    /// Returns the entry with the highest number that is at most `number`, or None if that entry's
     /// value was removed.
     pub(crate) fn up_to(&mut self, number: u64) -> Option<(u64, &mut T)> {
         let at = self.find(number)?;
@@ -89,7 +89,7 @@ impl<T> Numbered<T> {
         Some(self.hand)
     }
 
-    /// Drops removed entries at the front, or all removed entries once there are many.
+    /// Drops removed entries from the front, or all removed entries once there are many.
     fn tidy(&mut self) {
         while self.row.front().is_some_and(|(_, value)| value.is_none()) {
             self.row.pop_front();

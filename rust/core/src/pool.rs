@@ -1,7 +1,7 @@
 //! Memory shared by one or more stores. Tracks which store owns each arena slab and which store
 //! should release a slab.
 //!
-//! A store divides a slab into frames of one of its frame sizes. A free slab goes to the first
+//! A store divides each of its slabs into frames of a single size. A free slab goes to the first
 //! store that requests it. If no slab is free, a requesting store below its share becomes *hungry*,
 //! and stores above their share should release a slab. No call waits for a release. If a store's
 //! workers can copy only to the first part of the arena, the store is also entitled to its share of
@@ -29,7 +29,7 @@ const MAX_SLAB_BYTES: u64 = 256 << 20;
 /// Wasted space is compared in units of `1 / PRECISION` of a slab.
 const PRECISION: u64 = 1000;
 /// Minimum number of frames of the largest size per slab, unless the arena would then have fewer
-/// than `MIN_SLABS` slabs. Fewer frames could waste too much space at the end of a slab.
+/// than `MIN_SLABS` slabs. With fewer frames, too much space could be wasted at the end of a slab.
 const MIN_FRAMES: u64 = 4;
 const MIN_SLABS: u64 = 8;
 
@@ -41,15 +41,15 @@ pub(crate) struct SlabId(pub(crate) u32);
 struct MemberState {
     /// Number of slabs owned by the store, including `arrived`.
     num_slabs: u32,
-    /// Slabs assigned to the store but not collected yet.
+    /// Slabs that have been assigned to the store but not yet collected.
     arrived: Vec<SlabId>,
-    /// Share of the arena, in percent. Stores with None split the rest equally.
+    /// Share of the arena, in percent. Stores whose share is None split the rest equally.
     percent: Option<u32>,
-    /// False if the store is not entitled to a share.
+    /// True if the store is entitled to a share.
     is_active: bool,
-    /// Number of slabs that the store can keep when other stores need slabs.
+    /// Number of slabs that the store may keep when other stores need slabs.
     share: u32,
-    /// If set, the store needs a slab numbered below this limit.
+    /// If set, the store needs a slab whose number is below this limit.
     hungry: Option<u32>,
 }
 
@@ -83,8 +83,8 @@ impl fmt::Debug for Pool {
 
 impl Pool {
     /// Creates an arena of `host_bytes` bytes with slabs suited to these frame sizes. Calls `wake`
-    /// when a store becomes hungry, possibly under that store's lock. The pool's owner should then
-    /// call [`crate::store::Store::release_slab`] on all other stores.
+    /// when a store becomes hungry, possibly while that store's lock is held. The pool's owner
+    /// should then call [`crate::store::Store::release_slab`] on all other stores.
     ///
     /// Returns `InvalidConfig` if no frame fits, and `Io` if memory cannot be allocated.
     pub fn create(
@@ -133,8 +133,8 @@ impl Pool {
         Ok(Arc::new(Self { arena, slab_bytes, disk, state: Mutex::new(state), wake }))
     }
 
-    /// Places unallocated memory so that shard i of each `frame_bytes` frame is on NUMA node
-    /// `nodes[i]`. Returns the number of ranges placed, or `Io` if the kernel rejects the
+    /// Places unallocated memory so that shard i of each frame of `frame_bytes` bytes is on NUMA
+    /// node `nodes[i]`. Returns the number of ranges placed, or `Io` if the kernel rejects the
     /// placement.
     pub fn place(&self, frame_bytes: u64, nodes: &[u32]) -> Result<usize> {
         let num_frames = u32::try_from(self.size_bytes() / frame_bytes.max(1)).unwrap_or(u32::MAX);
@@ -158,12 +158,12 @@ impl Pool {
         u32::try_from(self.size_bytes() / self.slab_bytes).unwrap_or(u32::MAX)
     }
 
-    /// Returns true if a store is hungry, in which case other stores should release a slab.
+    /// Returns true if any store is hungry, in which case other stores should release a slab.
     pub fn is_wanted(&self) -> bool {
         self.state().wanting().next().is_some()
     }
 
-    /// Returns `InvalidConfig` if a frame size exceeds the slab size. Without this check, a store
+    /// Returns `InvalidConfig` if any frame size exceeds the slab size. Without this check, a store
     /// could own slabs that are too small for its largest frames.
     pub fn check(&self, sizes: &FrameSizes) -> Result<()> {
         sizes.check()?;
@@ -203,7 +203,7 @@ fn slab_bytes(host_bytes: u64, sizes: &FrameSizes) -> u64 {
 }
 
 impl PoolState {
-    /// Recomputes all stores' shares from the set of active stores.
+    /// Recomputes the share of each store from the set of active stores.
     fn share_out(&mut self) {
         let num_slabs = self.slabs.len() as u64;
         let of = |percent: u32| (num_slabs * u64::from(percent) / 100).max(1);
@@ -223,7 +223,7 @@ impl PoolState {
         u32::try_from(self.slabs.len()).unwrap_or(u32::MAX)
     }
 
-    /// Returns the number of a store's slabs below `end`.
+    /// Returns how many of a store's slabs are numbered below `end`.
     fn num_before(&self, end: u32, id: u32, member: &MemberState) -> u32 {
         if end >= self.num_slabs() {
             return member.num_slabs;
@@ -232,7 +232,7 @@ impl PoolState {
         u32::try_from(own.count()).unwrap_or(u32::MAX)
     }
 
-    /// Returns the number of slabs below `end` that a store can keep when other stores need slabs.
+    /// Returns the number of slabs below `end` that a store may keep when other stores need slabs.
     fn share_before(&self, end: u32, member: &MemberState) -> u32 {
         let part = u64::from(member.share) * u64::from(end.min(self.num_slabs()))
             / u64::from(self.num_slabs().max(1));
@@ -243,7 +243,8 @@ impl PoolState {
         self.num_before(end, id, member) < self.share_before(end, member)
     }
 
-    /// Returns the stores that need a slab, each with its limit for the slab number.
+    /// Returns the stores that need a slab, each with the limit that the slab's number must be
+    /// below.
     fn wanting(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
         let end = |(id, member): (&u32, &MemberState)| {
             member.hungry.filter(|end| self.wants(*end, *id, member)).map(|end| (*id, end))
@@ -252,10 +253,10 @@ impl PoolState {
     }
 
     /// Takes a slab from store `from` and assigns it to another hungry store: the store with the
-    /// lowest limit or, among equal limits, the store furthest below its share. If no other store
+    /// lowest limit or, if limits are equal, the store furthest below its share. If no other store
     /// is hungry, the slab becomes free. A hungry store that releases a slab does not get the slab
-    /// back and stays hungry. Otherwise, its size classes would pass the slab around, and the store
-    /// would never get another slab.
+    /// back and remains hungry. Otherwise, its size classes would pass the slab around, and the
+    /// store would never get another slab.
     fn reassign(&mut self, from: u32, slab: SlabId) {
         if let Some(member) = self.members.get_mut(&from) {
             member.num_slabs -= 1;
@@ -277,7 +278,7 @@ impl PoolState {
     }
 }
 
-/// A store's pool membership. Dropping it releases all of the store's slabs.
+/// A store's membership in a pool. Dropping it releases every slab that the store owns.
 #[derive(Debug)]
 pub(crate) struct Member {
     pub(crate) pool: Arc<Pool>,
@@ -285,8 +286,8 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    /// Adds a store that has no slabs yet. The store's share is `percent` of the arena. Stores with
-    /// None split the rest equally.
+    /// Adds a store that has no slabs yet. The store's share is `percent` of the arena. Stores
+    /// whose share is None split the rest equally.
     pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>) -> Self {
         let mut state = pool.state();
         let id = state.next_id;
@@ -314,8 +315,8 @@ impl Member {
         self.with(|own| std::mem::take(&mut own.arrived))
     }
 
-    /// Takes the lowest free slab below `end`. If no slab is free and the store owns less than its
-    /// share below `end`, the store becomes hungry.
+    /// Takes the lowest-numbered free slab below `end`. If no slab is free and the store owns less
+    /// than its share below `end`, the store becomes hungry.
     pub(crate) fn take(&self, end: u32) -> Option<SlabId> {
         let mut state = self.pool.state();
         let PoolState { slabs, num_free, members, .. } = &mut *state;
@@ -355,7 +356,8 @@ impl Member {
         self.with(|own| (own.num_slabs, own.num_slabs.saturating_sub(own.share)))
     }
 
-    /// Returns the limit for the slab number if this store should release a slab to another store.
+    /// If this store should release a slab to another store, returns the limit that the slab's
+    /// number must be below.
     pub(crate) fn asked(&self) -> Option<u32> {
         let state = self.pool.state();
         let own = state.members.get(&self.id)?;

@@ -1,6 +1,6 @@
-//! The scheduler side's interface to a store, in this process or on a server.
+//! The scheduler-side interface to a store in this process or on a server.
 //!
-//! A session takes keys and returns numbers, so that calls can cross a socket. Leases and
+//! A session takes keys and returns numbers, so that calls can be sent over a socket. Leases and
 //! reservations belong to the session and end with it. `engine` tracks paged blocks and rank
 //! reports.
 
@@ -21,7 +21,7 @@ use crate::store::{
 pub use crate::store::{ArenaInfo, LifelineInfo};
 use crate::{Event, Result};
 
-/// Id of a read lease. A session never reuses an id.
+/// The id of a read lease. A session never reuses an id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LeaseId(pub u64);
 
@@ -34,7 +34,7 @@ pub trait Session: Send + Sync + fmt::Debug {
     /// store.
     fn arena(&self) -> Option<ArenaInfo>;
     /// Switches to a new store if the old store is gone and a new store is available. Returns true
-    /// if the session switched. The new store starts with empty host memory and may have a
+    /// if the session switched stores. The new store starts with empty host memory and may have a
     /// different `arena`.
     ///
     /// Only this method switches stores, and it is called between plans, so a plan never mixes two
@@ -42,10 +42,10 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn renew(&self) -> bool {
         false
     }
-    /// Returns the number of leading units stored for each prefix. Has no side effects (I9).
+    /// Returns how many leading units of each prefix are stored. Has no side effects (I9).
     fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup>;
-    /// Pins the prefixes' chunks in host memory and queues reads for chunks that are only on disk.
-    /// Returns one lease that covers all prefixes.
+    /// Pins the chunks of these prefixes that are in host memory, and queues reads for the chunks
+    /// that are only on disk. Returns one lease that covers all prefixes.
     fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> LeaseId;
     /// Returns how many of a lease's chunks are ready and how many are still being read, across all
     /// its prefixes. Returns zeros if the lease has ended.
@@ -55,8 +55,8 @@ pub trait Session: Send + Sync + fmt::Debug {
     /// Releases a lease. A second call has no effect.
     fn release(&self, lease: LeaseId);
     /// Reserves frames for each request's missing chunks. Reserves nothing if any request's units
-    /// extend past the end of its prefix. Tickets always ascend within a store, but a new store may
-    /// reuse the old store's tickets.
+    /// extend past the end of its prefix. Within a store, tickets always increase, but a new store
+    /// may reuse the old store's tickets.
     fn reserve_many(&self, asked: &[SaveRequest<'_>]) -> Result<Vec<Reserved>>;
     /// Commits reservations. Returns how many chunks became visible.
     fn commit(&self, tickets: &[u64]) -> u32;
@@ -69,25 +69,26 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn clear(&self);
     /// Returns all counters and gauges by name.
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)>;
-    /// Restricts new reservations to frames in the first `limit_bytes` of the arena. Called while
-    /// workers cannot yet copy to the rest of the arena.
+    /// Restricts new reservations to frames in the first `limit_bytes` bytes of the arena. Called
+    /// while workers cannot yet copy to the rest of the arena.
     fn limit_memory(&self, limit_bytes: u64);
-    /// Returns new log lines since the last call.
+    /// Returns the log lines added since the last call.
     fn take_events(&self) -> Vec<Event>;
     /// Starts recording added and removed chunks; see [`Store::watch`]. A second call has no
     /// effect.
     fn watch(&self, capacity: usize);
     /// Returns the recorded changes; see [`Listener::changes`]. While the store does not respond,
     /// returns no rows at first and, after one second, reports all requested chunks as removed.
-    /// That report and the next report from a store set `lost`, because all earlier reports may be
-    /// outdated.
+    /// That report and the next report from a store both set `lost`, because all earlier reports
+    /// may be outdated.
     fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes;
     /// Waits until all visible chunks are written to disk or dropped. Returns false on timeout.
     fn flush(&self, timeout: Duration) -> bool;
-    /// Aborts all reservations and stops the store. Read leases stay valid until released.
+    /// Aborts all reservations and stops the store. Read leases remain valid until they are
+    /// released.
     fn close(&self, timeout: Duration);
 
-    /// Returns true if the last reservation timed out, so that its chunks can be retried
+    /// Returns true if the last reservation timed out, in which case its chunks can be retried
     /// immediately.
     fn is_save_late(&self) -> bool {
         false
@@ -100,7 +101,7 @@ struct Leases {
     writes: Numbered<WriteLease>,
     reads: FxHashMap<LeaseId, Arc<ReadLease>>,
     next: u64,
-    /// Highest ticket of any reservation so far. `newest_before` is its value at the last call of
+    /// Highest ticket of any reservation so far. `newest_before` is its value at the last call to
     /// `release_stale_keys`.
     newest: u64,
     newest_before: u64,
@@ -111,8 +112,8 @@ struct Leases {
 pub struct Local {
     // Declared before the store so that open leases are dropped first.
     leases: Mutex<Leases>,
-    /// This engine's workers can copy only to the first `limit_bytes` of the arena. Other sessions
-    /// may have different limits.
+    /// This engine's workers can copy only to the first `limit_bytes` bytes of the arena. Other
+    /// sessions may have different limits.
     limit_bytes: AtomicU64,
     listener: OnceLock<Listener>,
     store: Arc<Store>,
@@ -125,7 +126,7 @@ impl Local {
     }
 
     /// Opens a session with `store`, which can have multiple sessions. Closing a session closes the
-    /// store, whereas dropping it ends only the session's leases and reservations.
+    /// store, whereas dropping a session ends only its leases and reservations.
     pub fn of(store: Arc<Store>) -> Self {
         Self {
             leases: Mutex::default(),
@@ -148,7 +149,7 @@ impl Local {
         self.store.release_keys(leases.writes.iter().map(|(_, lease)| lease), false);
     }
 
-    /// Like `release_keys`, but only for reservations that are older than the previous call of this
+    /// Like `release_keys`, but only for reservations that are older than the previous call to this
     /// method and that another save has waited for.
     pub fn release_stale_keys(&self) {
         let mut leases = self.leases();
@@ -172,7 +173,7 @@ impl Local {
     }
 
     /// Removes and returns the open reservations with these tickets. The caller must not hold the
-    /// lock when dropping a reservation, because the drop aborts the save.
+    /// lock when dropping a reservation, because dropping it aborts the save.
     fn take(&self, tickets: &[u64]) -> Vec<WriteLease> {
         let mut leases = self.leases();
         let mut taken = Vec::with_capacity(tickets.len());

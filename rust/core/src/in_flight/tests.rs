@@ -1,4 +1,4 @@
-//! Compares `InFlight` with a map that has one row per ticket. Ranks report in any order. Some
+//! Compares `InFlight` with a map that has one entry per ticket. Ranks report in any order. Some
 //! reports are repeated or name tickets that are not in flight.
 
 use std::collections::BTreeMap;
@@ -18,7 +18,7 @@ const KEY: ChunkKey = ChunkKey([7; 32]);
 enum Step {
     /// Plans saves for this many chunks. If the flag is true, replaces the store first.
     Plan(u32, bool),
-    /// One rank reports a range of tickets, given as the first ticket and the number of tickets.
+    /// One rank reports a range of tickets, given by its first ticket and its length.
     Report(u64, u64),
     Fail(u64),
     Misfit(u64),
@@ -52,7 +52,7 @@ fn planned(first: u64, num: u32) -> ChunkBatch {
         key: KEY,
         unit: nth,
     };
-    // Reuse the same blocks, because more than one save can read a block.
+    // Reuse the same blocks, because multiple saves can read the same block.
     let table: Vec<_> = (1..).take(num as usize).collect();
     let reserved = Reserved { chunks: (0..num).map(reservation).collect(), num_dropped: 0 };
     let mut batch = ChunkBatch::default();

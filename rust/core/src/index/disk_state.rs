@@ -34,27 +34,28 @@ pub(crate) enum DiskState {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DiskEvent {
-    /// The chunk became visible in host memory, or a descendant must be written.
+    /// The chunk became visible in host memory, or one of its descendants must be written.
     Want,
     /// The chunk's parent is not on disk.
     Block,
-    /// The chunk's parent is on disk, or left the disk and can be rewritten.
+    /// The chunk's parent is now on disk, or has left the disk and can be rewritten.
     Unblock,
     /// The chunk no longer needs to be written.
     Cancel,
-    /// A disk thread starts to write the chunk.
+    /// A disk thread starts writing the chunk.
     Write,
     /// No slot is available yet, so the write is requeued.
     Defer,
     /// The chunk was written to the slot.
     Written(SlotId),
-    /// The tier found the chunk in the slot when it was opened.
+    /// The chunk was found in the slot when the tier was opened.
     Found(SlotId),
-    /// A disk thread starts to free the chunk's slot.
+    /// A disk thread starts freeing the chunk's slot.
     Evict,
     /// The chunk's slot could not be freed.
     Keep,
-    /// The chunk's write failed, or the chunk leaves the disk. The policy receives the reason.
+    /// The chunk could not be written or is leaving the disk. The reason is passed to the eviction
+    /// policy.
     Leave(Removal),
 }
 

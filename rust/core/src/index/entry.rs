@@ -8,7 +8,7 @@ use crate::key::ChunkKey;
 /// Value of `expires_s` for a chunk that never expires.
 pub(crate) const NEVER: u32 = u32::MAX;
 
-/// A chunk's tenant (see `store/tenants/table.rs`). The default is the tenant of requests without a
+/// A chunk's tenant (see `store/tenants/table.rs`). The default is the tenant for requests with no
 /// salt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) struct TenantId(pub(crate) u32);
@@ -32,8 +32,8 @@ pub(crate) struct Entry {
     pub(crate) num_detached: u32,
     pub(crate) generation: u32,
     pub(crate) live: bool,
-    /// True if the chunk and all its descendants were removed. The entry stays until its last user
-    /// finishes.
+    /// True if the chunk and all its descendants have been removed. The entry is kept until its
+    /// last user finishes.
     pub(crate) detached: bool,
     /// True if the chunk and all its descendants are being removed. The chunk's key no longer maps
     /// to this entry.
@@ -44,32 +44,34 @@ pub(crate) struct Entry {
     pub(crate) disk: DiskState,
     /// Earliest time to retry a failed read, in seconds since the store opened.
     pub(crate) unreadable_until_s: u32,
-    /// Unix time when the chunk was reserved, in seconds.
+    /// Unix time at which the chunk was reserved, in seconds.
     pub(crate) saved_s: u32,
-    /// Unix time when the chunk expires, in seconds.
+    /// Unix time at which the chunk expires, in seconds.
     pub(crate) expires_s: u32,
-    /// Number of holds on the chunk. Holders are read leases that end at the chunk in host memory
-    /// or wait for it, a disk thread writing it, and operations that keep it in host memory.
+    /// Number of holds on the chunk. A chunk is held by read leases that end at it in host memory
+    /// or are waiting for it, by a disk thread writing it, and by operations that keep it in host
+    /// memory.
     pub(crate) holds: u32,
-    /// Number of children that are not absent from host memory, including detached children.
+    /// Number of children whose host state is not `Absent`, including detached children.
     pub(crate) host_children: u32,
-    /// Number of children that occupy a disk slot, including detached children.
+    /// Number of children that occupy disk slots, including detached children.
     pub(crate) disk_children: u32,
-    /// Evictability as last reported to each policy. None if the policy does not hold the chunk.
+    /// The evictability last reported to each tier's policy, or None if that policy is not tracking
+    /// the chunk.
     pub(crate) host_evictable: Option<bool>,
     pub(crate) disk_evictable: Option<bool>,
-    /// True if the chunk ends a mostly reused prefix, or is an independent chunk of such a prefix.
-    /// Reported to the disk policy when the chunk is added.
+    /// True if the chunk is at the end of a mostly reused prefix, or is an independent chunk in
+    /// such a prefix. The disk policy receives this flag when the chunk is added.
     pub(crate) reused: bool,
-    /// True if another save skipped this chunk because this chunk's save had not ended.
+    /// True if another save skipped this chunk because the chunk was still being saved.
     pub(crate) contended: bool,
     /// Number of pages in the chunk's disk slot, or 0 if the chunk has no slot. Only
     /// `State::change_disk` changes this field.
     pub(crate) disk_pages: u32,
 }
 
-// If entries had 160 bytes, the last entries of stored prompts with 128 x n chunks would share CPU
-// cache sets, and lookups alternating between such prompts would be up to 9% slower.
+// If entries were 160 bytes long, the last entries of stored prompts with 128 x n chunks would
+// share CPU cache sets, and lookups alternating between such prompts would be up to 9% slower.
 const _: () = assert!(size_of::<Entry>() == 164);
 
 impl Entry {
@@ -91,7 +93,8 @@ impl Entry {
         self.host.is_pending() && !is_failed && !self.detached && !self.removing
     }
 
-    /// Returns true if lookups find the chunk in host memory, unless an ancestor is being removed.
+    /// Returns true if lookups find the chunk in host memory, provided that no ancestor is being
+    /// removed.
     pub(crate) fn is_in_host(&self) -> bool {
         self.host.is_visible() && !self.detached && !self.removing
     }
@@ -101,14 +104,14 @@ impl Entry {
         self.host_children > 0 || self.holds > 0 || self.disk.is_unwritten()
     }
 
-    /// Returns true if the host policy may evict the chunk: it is a complete, unused leaf. The
-    /// chunk may not be visible yet, because the engine that saves its parent may be hung.
+    /// Returns true if the chunk is a complete, unused leaf, which the host policy may evict. The
+    /// chunk might not be visible yet, because the engine saving its parent might be hung.
     pub(crate) fn is_host_evictable(&self) -> bool {
         self.host.is_complete() && self.host_children == 0 && self.holds == 0 && !self.detached
     }
 
-    /// Returns true if the disk policy may evict the chunk: it is a stored leaf that no running or
-    /// queued read needs.
+    /// Returns true if the chunk is a stored leaf that no running or queued read needs, so the disk
+    /// policy may evict it.
     pub(crate) fn is_disk_evictable(&self) -> bool {
         self.disk.is_stored() && self.disk_children == 0 && !self.host.awaits_read()
     }

@@ -19,16 +19,16 @@ use crate::io::FrameId;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum HostState {
-    /// The chunk is not in host memory and no load is waiting for it.
+    /// The chunk is not in host memory, and no load is waiting for it.
     #[default]
     Absent,
     /// A load is waiting for the chunk to be read from disk. The chunk has no frame yet.
     Queued,
     /// A disk thread is reading the chunk into the frame.
     Reading(FrameId),
-    /// A worker is copying the chunk to the frame under a `WriteLease`.
+    /// A worker is copying the chunk into the frame under a `WriteLease`.
     Saving(FrameId),
-    /// The frame holds the complete chunk, which becomes visible after its parent.
+    /// The frame holds the complete chunk, which becomes visible once its parent is visible.
     Filled(FrameId),
     /// The chunk or an ancestor could not be read or saved. The chunk is removed after its last
     /// child.
@@ -39,9 +39,9 @@ pub(crate) enum HostState {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum HostEvent {
-    /// A load needs the chunk from disk.
+    /// A load needs the chunk to be read from disk.
     Want,
-    /// A disk thread starts to read the chunk into the frame.
+    /// A disk thread starts reading the chunk into the frame.
     Read(FrameId),
     /// A save reserves the frame for the chunk.
     Reserve(FrameId),
@@ -51,7 +51,7 @@ pub(crate) enum HostEvent {
     Show,
     /// The frame of the chunk or of an ancestor will not be filled.
     Fail,
-    /// The chunk leaves host memory. The policy receives the reason.
+    /// The chunk is leaving host memory. The reason is passed to the eviction policy.
     Leave(Removal),
 }
 
@@ -96,7 +96,7 @@ impl HostState {
         matches!(self, Self::Visible(_))
     }
 
-    /// Returns true if the frame contains all bytes of the chunk.
+    /// Returns true if the frame contains the entire chunk.
     pub(crate) fn is_complete(self) -> bool {
         matches!(self, Self::Filled(_) | Self::Visible(_))
     }
@@ -110,12 +110,13 @@ impl HostState {
         matches!(self, Self::Reading(_) | Self::Saving(_))
     }
 
-    /// Returns true if the chunk was requested or reserved and is neither visible nor removed.
+    /// Returns true if the chunk was requested or reserved but has neither become visible nor been
+    /// removed.
     pub(crate) fn is_pending(self) -> bool {
         !matches!(self, Self::Absent | Self::Visible(_))
     }
 
-    /// Returns true if children can get a frame because the chunk's own frame is filled or being
+    /// Returns true if the chunk's children can get frames because its own frame is filled or being
     /// filled.
     pub(crate) fn may_have_children(self) -> bool {
         self.frame().is_some() && !matches!(self, Self::Failed(_))

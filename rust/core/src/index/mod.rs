@@ -28,9 +28,9 @@ pub(crate) struct Index {
     map: Table,
     entries: Vec<Entry>,
     vacant: Vec<u32>,
-    /// The newest chunk without a parent. All other chunks without a parent are its siblings.
+    /// The newest chunk that has no parent. All other chunks with no parent are its siblings.
     first_root: Option<ChunkId>,
-    /// The value of `first_root` before each [`Index::unmap_all`].
+    /// The value of `first_root` before each call to [`Index::unmap_all`].
     old_roots: Vec<ChunkId>,
 }
 
@@ -94,8 +94,8 @@ impl Index {
         self.map.remove(&key, id);
     }
 
-    /// Removes all keys in one step. The entries remain, and `old_root` returns the roots of their
-    /// trees.
+    /// Removes all keys in one step. The entries remain in their trees, whose roots `old_root`
+    /// returns one by one.
     pub(crate) fn unmap_all(&mut self) {
         self.map.clear();
         self.old_roots.extend(self.first_root.take());
@@ -106,8 +106,8 @@ impl Index {
         self.old_roots.last().copied()
     }
 
-    /// Detaches an entry without attached children, so that a new entry can use its key. The parent
-    /// still counts the entry but no longer lists it.
+    /// Detaches an entry that has no attached children, so that a new entry can use its key. The
+    /// parent still counts the entry but no longer lists it.
     pub(crate) fn detach(&mut self, id: ChunkId) {
         self.unmap(id);
         let Entry { parent, first_child, prev_sibling, next_sibling, .. } = self[id];
@@ -131,7 +131,7 @@ impl Index {
         (entry.detached, entry.prev_sibling, entry.next_sibling) = (true, None, None);
     }
 
-    /// Frees a childless detached entry.
+    /// Frees a detached entry that has no children.
     pub(crate) fn remove(&mut self, id: ChunkId) {
         debug_assert!(
             self[id].detached && !self[id].has_children(),
@@ -144,7 +144,7 @@ impl Index {
         self.vacant.push(id.0);
     }
 
-    /// Returns true if `id` is a child of `parent` and not detached.
+    /// Returns true if `id` is a child of `parent` and is not detached.
     pub(crate) fn is_child(&self, id: ChunkId, parent: ChunkId) -> bool {
         let entry = &self[id];
         entry.live && !entry.detached && entry.parent == Some(parent)
@@ -162,8 +162,8 @@ impl Index {
         std::iter::successors(Some(id), |&id| self[id].parent)
     }
 
-    /// Returns the number of positions in the vector, vacant or not. Entries never move, so a walk
-    /// over all positions visits every entry.
+    /// Returns the number of positions in the vector, including vacant positions. Entries never
+    /// move, so a walk over all positions visits every entry.
     pub(crate) fn num_places(&self) -> u32 {
         u32::try_from(self.entries.len()).unwrap_or(u32::MAX)
     }

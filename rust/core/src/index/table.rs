@@ -1,5 +1,5 @@
-//! A hash table from keys to ids that never rehashes all entries in one step: a directory of small
-//! open-addressing tables without tombstones.
+//! A hash table that maps keys to ids and never rehashes all entries in one step: a directory of
+//! small open-addressing tables without tombstones.
 //!
 //! The standard `HashMap` rehashes all entries when it grows or fills up with tombstones. With a
 //! million chunks, a rehash takes tens of milliseconds under the store's lock. This table instead
@@ -10,14 +10,14 @@
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
 
-/// The key's hash, and the id plus one (0 if the slot is free). This is a tuple so that `vec!`
+/// A key's hash, and its id plus one (0 if the slot is free). This is a tuple so that `vec!`
 /// requests zeroed memory.
 type Slot = (u32, u32);
 
 /// Number of slots in a new segment. Must be a power of two.
 const SEGMENT_SLOTS: usize = 1 << 13;
 /// The directory has at most `2^MAX_DEPTH` positions. Beyond that, segments grow. The directory and
-/// a segment of `SEGMENT_SLOTS` slots together use at most the 32 bits of a hash.
+/// a segment of `SEGMENT_SLOTS` slots together use no more than the 32 bits of a hash.
 const MAX_DEPTH: u32 = 18;
 
 /// Entries whose hashes share the first `depth` bits.
@@ -38,7 +38,7 @@ pub(super) struct Table {
     len: usize,
 }
 
-/// Hashes all of a key's bytes. Keys are digests, but forged keys in a record file can share a
+/// Hashes every byte of a key. Keys are digests, but forged keys in a record file can share a
 /// prefix.
 fn hash(key: &ChunkKey) -> u32 {
     let (words, _) = key.0.as_chunks::<8>();
@@ -66,8 +66,8 @@ impl Segment {
         self.slots.len() - 1
     }
 
-    /// Returns the id with this hash that `is_it` accepts, and its slot. Otherwise, returns None
-    /// and the free slot where the id belongs.
+    /// Returns the id with this hash that `is_it` accepts, and its slot. If there is no such id,
+    /// returns None and the free slot where the id belongs.
     fn find(&self, hash: u32, is_it: impl Fn(ChunkId) -> bool) -> (Option<ChunkId>, usize) {
         let mut at = hash as usize & self.mask();
         loop {
@@ -172,7 +172,8 @@ impl Table {
         self.directory[first..first + num_places].fill(new);
     }
 
-    /// Doubles a segment that cannot be split because the directory is at its maximum size.
+    /// Doubles the size of a segment that cannot be split because the directory is at its maximum
+    /// size.
     fn enlarge(&mut self, segment: usize) {
         let old = &self.segments[segment];
         let mut new = Segment::new(2 * old.slots.len(), old.depth);

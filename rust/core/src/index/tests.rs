@@ -1,4 +1,4 @@
-//! Access to the index for checks in other tests.
+//! Methods that let other tests inspect the index.
 
 use super::{Entry, Index};
 use crate::evict::ChunkId;

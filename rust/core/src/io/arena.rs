@@ -24,7 +24,7 @@ use super::numa::{self, Place};
 use super::part::{Damage, PartSpec, TRAILER_BYTES};
 use crate::{Error, Result};
 
-/// Number of bytes unmapped per call, so that other threads can change mappings in between.
+/// Number of bytes to unmap per call. Other threads can change mappings between calls.
 const UNMAP_BYTES: usize = 64 << 20;
 
 /// A shared mapping of the whole arena.
@@ -41,8 +41,8 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first `size_bytes` bytes of `fd`. The caller guarantees that the file has at least
-    /// this size and cannot shrink.
+    /// Maps the first `size_bytes` bytes of `fd`. The caller guarantees that the file is at least
+    /// this large and cannot shrink.
     fn new(fd: impl AsFd, size_bytes: u64) -> Result<Self> {
         let size_bytes = checked_size(size_bytes)?;
         let (access, flags) =
@@ -57,8 +57,8 @@ impl Mapping {
         Ok(Self { start, size_bytes })
     }
 
-    /// Returns the address of `bytes` bytes at `offset`. Returns `InvalidConfig` if any of them are
-    /// outside the mapping.
+    /// Returns the address of `bytes` bytes at `offset`. Returns `InvalidConfig` if any of these
+    /// bytes are outside the mapping.
     fn at(&self, offset: u64, bytes: usize) -> Result<NonNull<u8>> {
         let offset_in = usize::try_from(offset).ok();
         let end = offset_in.and_then(|offset| offset.checked_add(bytes));
@@ -80,7 +80,7 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         for at in (0..self.size_bytes).step_by(UNMAP_BYTES) {
             let bytes = UNMAP_BYTES.min(self.size_bytes - at);
-            // SAFETY: start and size are the values from mmap in `new`, and there is no reference
+            // SAFETY: start and size are the values from mmap in `new`, and there are no references
             // into the mapping: Frames and Arenas own this Mapping, and slices borrow from them.
             let _unmapped =
                 unsafe { rustix::mm::munmap(self.start.add(at).as_ptr().cast(), bytes) };
@@ -97,8 +97,8 @@ fn checked_size(size_bytes: u64) -> Result<usize> {
     }
 }
 
-/// Exclusive access to a frame's bytes, in the process that owns the arena. At any time, at
-/// most one `Frame` exists for the same bytes, so `&mut Frame` is unique.
+/// Exclusive access to a frame's bytes in the process that owns the arena. At most one `Frame`
+/// exists for any given bytes at a time, so `&mut Frame` is unique.
 #[derive(Debug)]
 pub struct Frame {
     mapping: Arc<Mapping>,
@@ -137,12 +137,12 @@ impl Frame {
     }
 }
 
-/// A store's frames of all size classes. Each disk thread borrows at most one frame at a time.
+/// A store's frames in all size classes. Each disk thread borrows at most one frame at a time.
 #[derive(Debug)]
 pub struct Frames {
     mapping: Arc<Mapping>,
     grids: Vec<FrameGrid>,
-    /// Frames that are currently lent. Lent frames never overlap, so each `Frame` is exclusive.
+    /// Frames that are currently lent out. Lent frames never overlap, so each `Frame` is exclusive.
     lent: Vec<(FrameId, Range<u64>)>,
 }
 
@@ -152,13 +152,13 @@ impl Frames {
         &self.grids
     }
 
-    /// Returns true if the frame is lent.
+    /// Returns true if the frame is lent out.
     pub fn is_lent(&self, id: FrameId) -> bool {
         self.lent.iter().any(|(lent, _)| *lent == id)
     }
 
-    /// Lends a frame's bytes. Returns None if any of the bytes are already lent or there is no such
-    /// frame. A frame stays lent if its `Frame` is dropped without a call to `take_back`.
+    /// Lends a frame's bytes. Returns None if any of the bytes are already lent out or if there is
+    /// no such frame. A frame stays lent if its `Frame` is dropped without a call to `take_back`.
     pub fn lend(&mut self, id: FrameId) -> Option<Frame> {
         let grid = self.grids.get(id.class().index())?;
         if id.number() >= grid.num_frames() {
@@ -173,7 +173,7 @@ impl Frames {
         Some(Frame { mapping: Arc::clone(&self.mapping), id, offset, len })
     }
 
-    /// Takes back a lent frame. Drops a frame lent by a different `Frames`.
+    /// Takes back a lent frame. A frame that was lent by a different `Frames` is simply dropped.
     pub fn take_back(&mut self, frame: Frame) {
         let Frame { mapping, id, .. } = frame;
         let is_own = Arc::ptr_eq(&self.mapping, &mapping);
@@ -192,8 +192,8 @@ pub struct HostArena {
 }
 
 impl HostArena {
-    /// Allocates zeroed memory without any frames. Returns `InvalidConfig` if the size is not a
-    /// positive multiple of 4096, and `Io` if a system call fails.
+    /// Allocates zeroed memory that contains no frames yet. Returns `InvalidConfig` if the size is
+    /// not a positive multiple of 4096, and `Io` if a system call fails.
     pub fn of_bytes(size_bytes: u64) -> Result<Self> {
         checked_size(size_bytes)?;
         let fail = |error: rustix::io::Errno| {
@@ -203,8 +203,8 @@ impl HostArena {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = rustix::fs::memfd_create("kvloft-arena", flags).map_err(fail)?;
         rustix::fs::ftruncate(&fd, size_bytes).map_err(fail)?;
-        // Prevents truncation of the file. Access beyond the end of the file would kill any process
-        // that has mapped it.
+        // Prevents the file from being truncated. A process that accessed its mapping beyond the
+        // end of the file would be killed.
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
             .map_err(fail)?;
         Ok(Self { fd, size_bytes })
@@ -213,7 +213,7 @@ impl HostArena {
     /// Maps the arena again and returns its frames of the given sizes. If multiple stores share the
     /// arena, each store must lend only frames in its own slabs.
     ///
-    /// Returns `InvalidConfig` if a slab is too small for a frame of any of the sizes.
+    /// Returns `InvalidConfig` if any of the sizes exceeds the slab size.
     pub fn frames(&self, slab_bytes: u64, sizes: &FrameSizes) -> Result<Frames> {
         let grid = |size: &u64| FrameGrid::new(self.size_bytes, slab_bytes, *size);
         let grids = sizes.all().iter().map(grid).collect::<Result<Vec<_>>>()?;
@@ -226,8 +226,8 @@ impl HostArena {
         self.size_bytes
     }
 
-    /// Sets the NUMA nodes of unallocated pages, for all mappings. `places` must be in ascending
-    /// order. Returns `Io` if the kernel rejects the placement.
+    /// Sets the preferred NUMA nodes of unallocated pages in all mappings. `places` must be in
+    /// ascending order. Returns `Io` if the kernel rejects the placement.
     pub fn place(&self, places: &[Place]) -> Result<()> {
         numa::place(&self.fd, self.size_bytes, places)
             .map_err(|error| Error::io("cannot place memory on the requested NUMA nodes", error))
@@ -239,14 +239,14 @@ impl HostArena {
         Ok(stat.map_err(|error| Error::io("cannot inspect the arena", error.into()))?.st_ino)
     }
 
-    /// Returns the path at which other processes of the same user can open the arena. The path is
-    /// valid while this handle is alive.
+    /// Returns the path at which other processes run by the same user can open the arena. The path
+    /// is valid as long as this handle is alive.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", rustix::process::getpid().as_raw_nonzero(), self.fd.as_raw_fd())
     }
 }
 
-/// A worker's view of the arena, possibly in another process. Checks only bounds, so the caller
+/// A worker's view of the arena, possibly in another process. It checks only bounds, so the caller
 /// must respect leases.
 #[derive(Debug)]
 pub struct Arena {
@@ -295,7 +295,7 @@ impl Arena {
         Self::open(&memory.path(), size_bytes)
     }
 
-    /// Returns a number that identifies the memory. The number is unique among all live arenas of a
+    /// Returns a number that identifies the memory. The number is unique among all live arenas on a
     /// machine.
     pub fn id(&self) -> u64 {
         self.id

@@ -10,15 +10,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
 use rustix::io::Errno;
 
-/// Required alignment of the address, offset and length for direct I/O. 4096 bytes is sufficient on
-/// all common file systems.
+/// Alignment that direct I/O requires of the address, offset and length. 4096 bytes is sufficient
+/// on all common file systems.
 pub const ALIGN_BYTES: usize = 4096;
 
 /// An open file. Each method makes one system call, so that tests can make any call fail. Reads and
 /// writes can be short, so use `read_exact_at` and `write_all_at` of [`FileExt`] for complete
 /// transfers.
 pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
-    /// Returns the file's metadata, such as its device and number of links.
+    /// Returns the file's metadata, such as its device and link count.
     fn metadata(&self) -> Result<Metadata>;
     /// Returns the file's length.
     fn size(&self) -> Result<u64>;
@@ -29,8 +29,8 @@ pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
     /// Allocates zeroed blocks for all holes between `from` and `to`, and extends the file if
     /// needed. Returns `Unsupported` if the file system cannot preallocate.
     fn allocate(&self, from: u64, to: u64) -> Result<()>;
-    /// Frees the blocks between `from` and `to`, which then read as zeros. The file's length is
-    /// unchanged. Returns `Unsupported` if the file system cannot punch holes.
+    /// Frees the blocks between `from` and `to`, so that this range reads as zeros. The file's
+    /// length is unchanged. Returns `Unsupported` if the file system cannot punch holes.
     fn punch(&self, from: u64, to: u64) -> Result<()>;
     /// Returns true if aligned transfers bypass the page cache.
     fn is_direct(&self) -> bool;
@@ -67,8 +67,8 @@ impl OsFile {
         if !buffered.metadata()?.is_file() {
             return Err(Error::new(ErrorKind::InvalidInput, "not a regular file"));
         }
-        // A file system without O_DIRECT returns EINVAL here. On any failure, the file is accessed
-        // through the page cache.
+        // A file system that does not support O_DIRECT returns EINVAL here. On any failure, the
+        // file is accessed through the page cache.
         let direct = direct
             .then(|| options.clone().custom_flags(flags(OFlags::DIRECT)).open(path).ok())
             .flatten();

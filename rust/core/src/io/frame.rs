@@ -25,7 +25,7 @@ impl SizeClass {
     }
 }
 
-/// Id of a frame in the arena: its size class, and its number among the frames of this size.
+/// Id of a frame in the arena: its size class and its number among the frames of that size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FrameId(pub u32);
 
@@ -66,7 +66,7 @@ impl From<Vec<u64>> for FrameSizes {
     }
 }
 
-/// Creates sizes from pairs of (frame size, uncompressed chunk size), one per class, in bytes.
+/// Creates the sizes from one (frame size, uncompressed chunk size) pair per class, in bytes.
 impl From<Vec<(u64, u64)>> for FrameSizes {
     fn from(sizes: Vec<(u64, u64)>) -> Self {
         let (bytes, raw_bytes) = sizes.into_iter().unzip();
@@ -75,8 +75,8 @@ impl From<Vec<(u64, u64)>> for FrameSizes {
 }
 
 impl FrameSizes {
-    /// Checks that there are 1 to [`MAX_SIZES`] distinct sizes, all of them positive multiples of
-    /// 4096. Returns `InvalidConfig` otherwise.
+    /// Checks that there are 1 to [`MAX_SIZES`] distinct sizes and that all of them are positive
+    /// multiples of 4096. Returns `InvalidConfig` otherwise.
     pub fn check(&self) -> Result<()> {
         let are_pages = self.bytes.iter().all(|size| *size > 0 && size.is_multiple_of(FRAME_ALIGN));
         let are_different =
@@ -101,7 +101,7 @@ impl FrameSizes {
         &self.raw_bytes
     }
 
-    /// Returns pairs of (frame size, uncompressed chunk size), one per class, in bytes.
+    /// Returns one (frame size, uncompressed chunk size) pair per class, in bytes.
     pub fn with_raw(&self) -> Vec<(u64, u64)> {
         self.bytes.iter().copied().zip(self.raw_bytes.iter().copied()).collect()
     }

@@ -1,14 +1,14 @@
-//! Memory available to this process, limited by the machine and the process's control groups.
+//! Memory available to this process, as limited by the machine and the process's control groups.
 //!
 //! Callers pass the result when they open a store, so that the store never reads the environment.
 
 use std::fs;
 use std::path::Path;
 
-/// Returns the available memory in bytes: the minimum over the machine and all enclosing memory
+/// Returns the available memory in bytes: the minimum across the machine and all enclosing memory
 /// control groups.
 ///
-/// Returns None if no limit can be read, for example without /proc.
+/// Returns None if no limit can be read, for example because /proc is not mounted.
 pub fn available_bytes() -> Option<u64> {
     let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| mem_available(&text));
     let groups =
@@ -23,7 +23,7 @@ fn mem_available(meminfo: &str) -> Option<u64> {
 }
 
 /// Returns the smallest amount of memory available in any of the process's groups and their
-/// ancestors. Groups without a limit are skipped.
+/// ancestors. Groups that have no limit are skipped.
 fn groups_available(cgroup: &str) -> Option<u64> {
     let left_of = |line: &str| {
         let mut fields = line.splitn(3, ':').skip(1);

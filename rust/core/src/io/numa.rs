@@ -23,8 +23,8 @@ pub struct Place {
     pub start: u64,
     /// Offset after the last byte.
     pub end: u64,
-    /// Mask of nodes. If one bit is set, all pages prefer that node. If more bits are set, pages
-    /// are interleaved across these nodes.
+    /// Mask of nodes. If only one bit is set, all pages prefer that node. If several bits are set,
+    /// pages are interleaved across the corresponding nodes.
     pub nodes: u64,
 }
 
@@ -43,7 +43,7 @@ pub(super) fn bit(node: u32) -> u64 {
 /// Returns the ranges for `num_frames` frames of `frame_bytes` bytes each, in ascending order.
 ///
 /// Shard i of each frame is on `nodes[i]`, which must be less than `MAX_NODES`. Adjacent ranges on
-/// the same node are merged, so the result is a single range if all nodes are equal. Returns a
+/// the same node are merged, so the result is a single range if all nodes are the same. Returns a
 /// single range with interleaved pages if shards are not whole pages or if there would be more than
 /// `MAX_PLACES` ranges.
 pub fn by_shard(frame_bytes: u64, num_frames: u32, nodes: &[u32]) -> Vec<Place> {
@@ -75,13 +75,13 @@ pub fn by_shard(frame_bytes: u64, num_frames: u32, nodes: &[u32]) -> Vec<Place> 
 /// and by default Linux allows 65,530 mappings per process.
 pub(super) const PLACED_AT_ONCE: usize = 1024;
 
-/// `get_mempolicy` flag that requests the policy of an address. The libc crate does not define it.
+/// `get_mempolicy` flag that requests the policy for an address. The libc crate does not define it.
 pub(super) const MPOL_F_ADDR: u64 = 2;
 
 fn bind(address: usize, num_bytes: usize, place: &Place) -> Result<()> {
     let num_bits = u64::from(MAX_NODES) + 1;
-    // SAFETY: the call changes no bytes, and the kernel rejects addresses that are not mapped. The
-    // mask is one word, and the kernel reads one bit fewer than `num_bits`.
+    // SAFETY: the call does not modify any bytes, and the kernel rejects addresses that are not
+    // mapped. The mask is one word, and the kernel reads one bit fewer than `num_bits`.
     match unsafe {
         libc::syscall(
             libc::SYS_mbind,

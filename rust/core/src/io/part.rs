@@ -1,7 +1,7 @@
 //! A part of a frame: a payload, padding, and a 128-byte trailer that identifies the payload.
 //!
-//! The format is defined in `docs/design/frames.md`. A part is sealed after its bytes have been
-//! gathered, and checked before they are used. A mismatch is reported as [`Damage`], and the part
+//! The format is defined in `docs/design/frames.md`. A part is sealed once its bytes have been
+//! gathered, and is checked before it is used. A mismatch is reported as [`Damage`], and the part
 //! must not be used.
 
 use crate::key::ChunkKey;
@@ -38,8 +38,7 @@ pub enum Damage {
     Unsealed,
     /// The bytes belong to a different chunk.
     Key,
-    /// The part belongs to the expected chunk, but its page layout differs from the reader's
-    /// layout.
+    /// The part belongs to the expected chunk, but its page layout differs from the reader's.
     Layout,
     /// The number of blocks, the payload size or the rank does not match, or the payload is
     /// encoded. Only the GPU kernels can read an encoded payload.
@@ -62,8 +61,8 @@ impl Damage {
 }
 
 impl PartSpec<'_> {
-    /// Returns the payload size, in bytes. Returns `InvalidConfig` if a part of `part_bytes`
-    /// is too small for the payload and trailer.
+    /// Returns the payload size, in bytes. Returns `InvalidConfig` if `part_bytes` is too small for
+    /// the payload and the trailer.
     pub fn payload_bytes(&self, part_bytes: usize) -> Result<usize> {
         let block_bytes: u64 = self.page_bytes.iter().map(|&bytes| u64::from(bytes)).sum();
         let payload = block_bytes
@@ -82,7 +81,7 @@ impl PartSpec<'_> {
         }
     }
 
-    /// Returns the trailer and tag of `payload`.
+    /// Returns the trailer and tag for `payload`.
     pub fn seal(&self, payload: &[u8]) -> Result<([u8; TRAILER_BYTES], u64)> {
         let tag = chunk_tag(payload, self.page_bytes, self.num_blocks)?;
         Ok((self.trailer(payload.len(), tag), tag))

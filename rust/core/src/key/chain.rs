@@ -11,8 +11,8 @@ use super::content::{Item, Items, Kind, Pending, Row, Run, View};
 use super::mode::{CHAIN, Digest, GROUP, PARALLEL_BYTES, TOKENS};
 use crate::{Error, Result};
 
-/// Returns the `group` keys of the prefixes identified by `keys`: `keyed(K("group"), key | group as
-/// u32 | zeros)` with a 64-byte input.
+/// Returns the keys in `group` of the prefixes identified by `keys`: `keyed(K("group"), key | group
+/// as u32 | zeros)` with a 64-byte input.
 fn of_group(keys: &[ChunkKey], group: u32) -> impl Iterator<Item = ChunkKey> + use<> {
     let mut inputs = vec![[0; 64]; keys.len()];
     for (input, key) in inputs.iter_mut().zip(keys) {
@@ -24,7 +24,7 @@ fn of_group(keys: &[ChunkKey], group: u32) -> impl Iterator<Item = ChunkKey> + u
     digests.into_iter().map(ChunkKey)
 }
 
-/// Returns a group's root key, with `root`'s salt tag.
+/// Returns a group's root key, which carries the salt tag of `root`.
 fn root_of_group(root: ChunkKey, group: u32) -> ChunkKey {
     of_group(&[root], group).next().unwrap_or_default().with_salt_of(&root)
 }
@@ -64,8 +64,8 @@ pub struct KeyChain {
 
 impl KeyChain {
     /// Creates an empty prefix under `root`. `block_tokens` is the number of positions per block,
-    /// at least 1. `lookahead` is the number of positions after a block that its key also covers,
-    /// at most `block_tokens`.
+    /// which must be at least 1. `lookahead` is the number of positions after a block that its key
+    /// also covers, which must not exceed `block_tokens`.
     pub fn with_lookahead(root: ChunkKey, block_tokens: u32, lookahead: u32) -> Result<Self> {
         if block_tokens == 0 {
             return Err(Error::invalid("block_tokens must be at least 1"));
@@ -100,8 +100,8 @@ impl KeyChain {
         self.hashed() + self.pending.len()
     }
 
-    /// Returns the number of blocks with a key. A block gets its key once all positions that the
-    /// key covers have been appended.
+    /// Returns the number of blocks that have a key. A block gets its key once all positions that
+    /// the key covers have been appended.
     pub fn num_blocks(&self) -> u32 {
         // This cannot overflow, because `check_room` limits positions to u32.
         u32::try_from(self.keys.len()).unwrap_or(u32::MAX)
@@ -160,8 +160,8 @@ impl KeyChain {
         Ok((root_of_group(self.root, group), of_group(&own, group).collect()))
     }
 
-    /// Declares a multimodal item at positions [`start`, `start + num_tokens`), before they are
-    /// appended.
+    /// Declares a multimodal item at positions [`start`, `start + num_tokens`), which must not have
+    /// been appended yet.
     ///
     /// Declaring the same item twice has no effect.
     pub fn add_item(&mut self, identifier: &str, start: u32, num_tokens: u32) -> Result<()> {
@@ -197,8 +197,8 @@ impl KeyChain {
         Ok(())
     }
 
-    /// Appends embedding rows with `width` elements of type `dtype` (a torch name such as
-    /// `bfloat16`). `rows` holds the raw row bytes without gaps.
+    /// Appends embedding rows, each with `width` elements of type `dtype` (a torch name such as
+    /// `bfloat16`). `rows` holds the raw bytes of the rows, with no gaps.
     pub fn append_embeds(&mut self, dtype: &str, width: u32, rows: &[u8]) -> Result<()> {
         let row = Row::new(dtype, width)?;
         if !rows.len().is_multiple_of(row.size_bytes) {
@@ -239,8 +239,8 @@ impl KeyChain {
         self.push_pending(kind, rest);
     }
 
-    /// Returns true if the next key adds exactly the next `num` positions, which form one whole
-    /// block without items.
+    /// Returns true if the next key adds exactly the next `num` positions and they form one whole
+    /// block with no items.
     pub(super) fn is_next_block(&self, num: usize) -> bool {
         let (start, len) = (self.block_start(), self.block_tokens);
         let is_whole = num == len as usize && self.pending.len() == 0 && self.next_len() == len;
@@ -270,8 +270,7 @@ impl KeyChain {
         }
     }
 
-    /// Returns the number of positions that the next key covers in addition to the last key's
-    /// positions.
+    /// Returns the number of positions that the next key covers but the last key does not.
     fn next_len(&self) -> u32 {
         self.block_tokens + if self.keys.is_empty() { self.lookahead } else { 0 }
     }
@@ -281,7 +280,7 @@ impl KeyChain {
     }
 
     /// Returns the content digest of the positions in `view`, which start at `start` and belong to
-    /// the next key or a later key.
+    /// the next key or to a later key.
     fn digest(&self, view: &View<'_>, start: u64) -> Digest {
         view.digest(start, self.items.overlapping(start..start + u64::from(self.next_len())))
     }

@@ -1,9 +1,10 @@
 //! A block's content (tokens, embedding rows and multimodal items) and its digest.
 //!
 //! A block is a list of runs, and a run is a sequence of positions of the same kind. Run bytes are
-//! contiguous and in order, so hashing a block needs no copy. Items can overlap each other, for
-//! example a video and its audio, so a block's digest includes every item that overlaps the block.
-//! Unknown element types are rejected, because two names for one type would yield two keys.
+//! contiguous and in order, so hashing a block requires no copying. Items can overlap each other,
+//! for example a video and its audio, so a block's digest includes every item that overlaps the
+//! block. Unknown element types are rejected, because two names for the same type would yield
+//! different keys.
 
 use std::ops::Range;
 
@@ -11,7 +12,7 @@ use super::mode::{Digest, EMBEDS, MIXED, TOKENS};
 use super::root::put_str;
 use crate::{Error, Result};
 
-/// Supported element types: names (without `torch.`) and sizes in bytes.
+/// Supported element types: names (without the `torch.` prefix) and sizes in bytes.
 const DTYPES: [(&str, u32); 9] = [
     ("bfloat16", 2),
     ("float16", 2),
@@ -27,7 +28,7 @@ const DTYPES: [(&str, u32); 9] = [
 /// The shape of an embedding row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Row {
-    /// Canonical element type name, hashed into keys.
+    /// Canonical name of the element type, which is hashed into keys.
     pub(super) dtype: &'static str,
     /// Number of elements.
     pub(super) width: u32,
@@ -35,8 +36,8 @@ pub(super) struct Row {
 }
 
 impl Row {
-    /// Creates a row of `width` elements of `dtype`. Returns `InvalidConfig` if `dtype` is unknown
-    /// or `width` is 0 or too large.
+    /// Creates the shape of a row with `width` elements of type `dtype`. Returns `InvalidConfig` if
+    /// `dtype` is unknown or `width` is 0 or too large.
     pub(super) fn new(dtype: &str, width: u32) -> Result<Self> {
         let bad = |message| Error::invalid(message);
         let (dtype, bytes) =
@@ -51,13 +52,13 @@ impl Row {
     }
 }
 
-/// Returns the size in bytes of an embedding row with `width` elements of `dtype` (a torch name).
-/// Returns `InvalidConfig` if `dtype` is unknown or `width` is 0 or too large.
+/// Returns the size in bytes of an embedding row with `width` elements of type `dtype` (a torch
+/// name). Returns `InvalidConfig` if `dtype` is unknown or `width` is 0 or too large.
 pub fn row_bytes(dtype: &str, width: u32) -> Result<usize> {
     Row::new(dtype, width).map(|row| row.size_bytes)
 }
 
-/// A multimodal item covering `num_tokens` placeholder positions from `start`.
+/// A multimodal item covering `num_tokens` placeholder positions, starting at `start`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Item {
     pub(super) identifier: Box<str>,
@@ -81,8 +82,8 @@ pub(super) struct Items {
 }
 
 impl Items {
-    /// Adds an item unless it is already present. Returns `InvalidConfig` if it is present with a
-    /// different length.
+    /// Adds an item unless it is already present. Returns `InvalidConfig` if the item is already
+    /// present with a different length.
     pub(super) fn add(&mut self, item: Item) -> Result<()> {
         match self.sorted.binary_search_by(|have| {
             (have.start, &have.identifier).cmp(&(item.start, &item.identifier))
@@ -131,7 +132,7 @@ impl Items {
 /// Kind of model input at a position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// A token id, as little-endian u32.
+    /// A token id, as a little-endian u32.
     Tokens,
     Embeds(Row),
 }
@@ -152,7 +153,7 @@ pub(super) struct Run {
     pub(super) num: u32,
 }
 
-/// A borrowed view of a block's content. `bytes` holds all run bytes, in order.
+/// A borrowed view of a block's content. `bytes` holds the bytes of all runs, in order.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct View<'a> {
     pub(super) runs: &'a [Run],

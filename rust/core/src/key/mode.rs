@@ -23,8 +23,8 @@ pub(super) static CHAIN: LazyLock<Mode> = LazyLock::new(|| Mode::new("chain"));
 pub(super) static GROUP: LazyLock<Mode> = LazyLock::new(|| Mode::new("group"));
 
 /// Inputs of at least this size are hashed on rayon's threads. For smaller inputs, waking the
-/// threads costs too much. The first large input starts the thread pool, which does not survive a
-/// fork, so a forked process must not hash.
+/// threads would cost too much. The first large input starts the thread pool, which does not
+/// survive a fork, so a forked process must not hash.
 pub(super) const PARALLEL_BYTES: usize = 512 << 10;
 
 // Domain flags, from table 3 in section 2.2 of the BLAKE3 paper.
@@ -33,7 +33,7 @@ const FLAG_CHUNK_END: u8 = 1 << 1;
 const FLAG_ROOT: u8 = 1 << 3;
 const FLAG_KEYED_HASH: u8 = 1 << 4;
 
-/// Number of inputs per SIMD call: the number of AVX-512 lanes, and twice the number of AVX2 lanes.
+/// Number of inputs per SIMD call: one for each AVX-512 lane, or two for each AVX2 lane.
 const LANES: usize = 16;
 
 /// A keyed hash with a fixed key.

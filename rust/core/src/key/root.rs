@@ -1,4 +1,4 @@
-//! The key of the empty prefix: a hash of everything that affects KV bytes except the content.
+//! The key of the empty prefix: a hash of everything that affects KV bytes, except the content.
 //!
 //! Strings are prefixed with their length, and optional values with a presence byte, so different
 //! inputs never have the same encoding. A root key's last bytes identify its salt, so that a store
@@ -59,14 +59,14 @@ impl<'de> Deserialize<'de> for SaltTag {
 }
 
 impl ChunkKey {
-    /// Replaces the salt tag of this key with the salt tag of `root`.
+    /// Replaces the salt tag of this key with the tag of `root`.
     pub(super) fn with_salt_of(mut self, root: &Self) -> Self {
         self.0[32 - TAG_BYTES..].copy_from_slice(&root.0[32 - TAG_BYTES..]);
         self
     }
 }
 
-/// Returns an order-independent fingerprint of (name, value) pairs. Returns `InvalidConfig` if a
+/// Returns an order-independent fingerprint of (name, value) pairs. Returns `InvalidConfig` if any
 /// name appears more than once.
 pub fn namespace_digest(fields: &[(&str, &str)]) -> Result<[u8; 32]> {
     let mut sorted = fields.to_vec();
@@ -97,8 +97,8 @@ pub fn namespace_id(namespace: &[u8; 32]) -> String {
 /// Returns the key of a namespace's empty prefix. `adapter` holds the name of a `LoRA` adapter and
 /// its path or id.
 ///
-/// A missing salt and an empty salt yield different roots. Returns `InvalidConfig` if a string is 4
-/// GiB or longer.
+/// A missing salt and an empty salt yield different root keys. Returns `InvalidConfig` if any
+/// string is 4 GiB or longer.
 pub fn root_key(
     namespace: &[u8; 32],
     adapter: Option<(&str, &str)>,

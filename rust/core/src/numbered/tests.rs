@@ -8,12 +8,12 @@ use super::{Numbered, SPARE};
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// Adds this many entries with this gap between their numbers.
+    /// Adds this many entries, with this gap between consecutive numbers.
     Enter(usize, u64),
     /// Inserts a number out of order, as if another thread had inserted a higher number first.
     EnterBelow(u64),
-    /// Removes entries. The fields are the first index, the number of entries, and true to remove
-    /// the entries in reverse order.
+    /// Removes entries. The fields are the first index, the number of entries, and whether to
+    /// remove them in reverse order.
     Leave(usize, usize, bool),
     Ask(u64),
 }

@@ -66,20 +66,21 @@ impl State {
 }
 
 impl Store {
-    /// Returns the information that another process of the same user needs to map the frames.
+    /// Returns the information that another process run by the same user needs to map the frames.
     pub fn arena(&self) -> &ArenaInfo {
         &self.inner.arena
     }
 
-    /// Returns the number of leading units stored for each prefix, as one consistent snapshot.
-    /// Treats the disk as empty while reads are paused. Has no side effects (I9).
+    /// Returns how many leading units of each prefix are stored, as one consistent snapshot. Treats
+    /// the disk as empty while reads are paused. Has no side effects (I9).
     pub fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
         let find = |state: &mut State| prefixes.iter().map(|prefix| state.find(prefix)).collect();
         let found = self.inner.with_open_state(find);
         found.unwrap_or_else(|| vec![Lookup::default(); prefixes.len()])
     }
 
-    /// Returns how many leading `anchors` of a prefix are stored, and how many of them are proven.
+    /// Returns how many of a prefix's leading `anchors` are stored, and how many of these are
+    /// proven.
     ///
     /// An anchor pairs a unit count with the key of the last counted unit. Anchors must be in
     /// ascending order. A prefix that starts at a proven anchor needs no earlier keys (see
@@ -91,8 +92,8 @@ impl Store {
     /// Pins the parts of the prefixes that are in host memory and queues reads for the parts that
     /// are only on disk. Returns one lease that covers all prefixes.
     ///
-    /// A read takes its frame when it starts. Each prefix is leased up to the first chunk that gets
-    /// no frame or cannot be read.
+    /// A read takes its frame when the read starts. Each prefix is leased up to the first chunk
+    /// that gets no frame or cannot be read.
     pub fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> ReadLease {
         let hold =
             |state: &mut State| prefixes.iter().map(|prefix| state.acquire(prefix)).collect();
@@ -103,8 +104,8 @@ impl Store {
     /// result per request. A request for dependent chunks stops at the first chunk that gets no
     /// frame, whereas a request for independent chunks skips such chunks.
     ///
-    /// If `limit_bytes` is set, restricts this and all later saves to the first `limit_bytes` of
-    /// the arena. Reserves nothing and returns `InvalidConfig` if any request is invalid (see
+    /// If `limit_bytes` is set, restricts this and all later saves to the first `limit_bytes` bytes
+    /// of the arena. Reserves nothing and returns `InvalidConfig` if any request is invalid (see
     /// [`SaveRequest::check`]).
     pub fn reserve_many(
         &self,
@@ -127,7 +128,7 @@ impl Store {
 
     /// Makes filled chunks visible. Returns how many became visible.
     ///
-    /// A chunk becomes visible only after its parent. A save is aborted if the chunk's parent is
+    /// A chunk becomes visible only after its parent. A save is aborted if its chunk's parent is
     /// gone or if the lease belongs to a different store.
     pub fn commit(&self, leases: impl IntoIterator<Item = WriteLease>) -> u32 {
         let leases = leases.into_iter();
@@ -162,8 +163,8 @@ impl Store {
     /// end.
     ///
     /// Lookups miss immediately. Waits up to five seconds for the disk to be cleared, so that a
-    /// restart finds no chunks either. If the disk takes longer, logs an event and leaves the clear
-    /// to a disk thread. Returns true if no chunk is left on disk.
+    /// restart finds no chunks either. If the disk takes longer, logs an event and leaves the work
+    /// to a disk thread. Returns true if no chunks are left on disk.
     pub fn clear(&self) -> bool {
         self.inner.with_state(State::clear);
         let cleared = |state: &State| {
@@ -182,7 +183,7 @@ impl Store {
         is_cleared
     }
 
-    /// Returns true while removed chunks are still on disk. Opening the directory again would bring
+    /// Returns true while removed chunks are still on disk. Reopening the directory would bring
     /// them back.
     pub fn has_removed_on_disk(&self) -> bool {
         self.inner.with_state(|state| state.disk.has_removed()).unwrap_or(false)
@@ -207,8 +208,8 @@ impl Store {
         self.inner.with_state(State::release_slab).unwrap_or(SlabRelease::NotNeeded)
     }
 
-    /// Returns the log lines since the last call: first the store's lines, oldest first, then the
-    /// disk tier's lines.
+    /// Returns the log lines added since the last call: the store's lines, oldest first, followed
+    /// by the disk tier's lines.
     pub fn take_events(&self) -> Vec<Event> {
         let mut events =
             self.inner.with_state(|state| std::mem::take(&mut state.events)).unwrap_or_default();
@@ -222,8 +223,8 @@ impl Store {
         self.inner.lock().map(|state| state.stats()).unwrap_or_default().named()
     }
 
-    /// Returns the `limit` tenants that use the most host memory (disk usage breaks ties), and the
-    /// number of salts with chunks.
+    /// Returns the `limit` tenants that use the most host memory (ties are broken by disk usage),
+    /// and the number of salts that have chunks.
     pub fn tenants(&self, limit: usize) -> (Vec<Tenant>, u64) {
         let (mut all, mut next, mut num) = (Vec::new(), 0, 0);
         while let Some((some, num_salts)) = self.inner.with_state(|state| state.tenants(&mut next))

@@ -1,4 +1,5 @@
-//! A log of the keys of chunks recently added to or removed from a tier, read by `listener`.
+//! A log of the keys of chunks that were recently added to or removed from a tier. `listener` reads
+//! the log.
 
 use std::collections::VecDeque;
 
@@ -11,13 +12,13 @@ pub struct Tiers {
     pub host: bool,
     /// The chunk is on disk.
     pub disk: bool,
-    /// The chunk is being saved, read from disk or queued for a read, and is not in host memory
-    /// yet.
+    /// The chunk is being saved, read from disk or queued for a read, and is not yet in host
+    /// memory.
     pub pending: bool,
 }
 
 impl Tiers {
-    /// Returns the tiers as a bit set: 1 for host memory, 2 for disk, 4 for pending.
+    /// Returns the tiers as a bit set: 1 for host memory, 2 for disk, and 4 for pending.
     #[must_use]
     pub fn bits(self) -> u8 {
         u8::from(self.host) + 2 * u8::from(self.disk) + 4 * u8::from(self.pending)
@@ -40,7 +41,8 @@ pub struct Changes {
     /// Chunks and their tiers: the requested chunks, then the changed chunks, oldest change first.
     /// A key may appear more than once.
     pub rows: Vec<(ChunkKey, Tiers)>,
-    /// True if the log dropped keys, so chunks missing from `rows` may have changed too.
+    /// True if the log dropped any keys, in which case chunks missing from `rows` may have changed
+    /// too.
     pub lost: bool,
 }
 
@@ -53,7 +55,7 @@ impl Changes {
     }
 }
 
-/// A log of numbered keys. A listener's position is the number of the next key to read.
+/// A log of numbered keys. A listener's position is the number of the next key that it will read.
 #[derive(Debug, Default)]
 pub(crate) struct ChangeLog {
     pub(crate) keys: VecDeque<ChunkKey>,
@@ -82,8 +84,8 @@ impl ChangeLog {
         self.keys.clear();
     }
 
-    /// Returns up to `limit` keys, starting at position `next`, and true if keys at or after this
-    /// position were dropped. Advances `next`.
+    /// Returns up to `limit` keys, starting at position `next`, and true if any keys at or after
+    /// this position were dropped. Advances `next`.
     ///
     /// Returns no keys if any were dropped, because the listener must then query all its keys
     /// anyway.

@@ -20,14 +20,14 @@ pub struct StoreConfig {
     pub frame_sizes: FrameSizes,
     /// Host memory for frames, in bytes (`host_size`), rounded down to whole pages or frames.
     pub host_bytes: u64,
-    /// Eviction policy, used in each tier.
+    /// Eviction policy for every tier.
     pub eviction: Eviction,
-    /// Available memory in bytes, if known (see [`crate::io::available_bytes`]), checked only when
-    /// the store opens. Pages are allocated on first use of a frame, so stores that open
-    /// concurrently see the same available memory. Allocating all pages at startup would take
-    /// seconds for every 10 GiB.
+    /// Available memory in bytes, if known (see [`crate::io::available_bytes`]). This is checked
+    /// only when the store is opened. Pages are allocated when a frame is first used, so stores
+    /// that open concurrently see the same available memory. Allocating all pages at startup would
+    /// take seconds for every 10 GiB.
     pub available_bytes: Option<u64>,
-    /// The namespace: a fingerprint of everything except content that affects KV bytes.
+    /// The namespace: a fingerprint of everything that affects KV bytes, except the content.
     pub namespace: [u8; 32],
     /// Disk tier settings, if any.
     pub disk: Option<DiskSettings>,
@@ -38,7 +38,7 @@ pub struct StoreConfig {
     pub limits: TenantLimits,
 }
 
-/// The information that another process of the same user needs to map the frames.
+/// The information that another process run by the same user needs to map the frames.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ArenaInfo {
     /// Path to pass to [`crate::io::Arena::open`].
@@ -49,7 +49,7 @@ pub struct ArenaInfo {
     pub size_bytes: u64,
     /// Slab size, in bytes (see [`crate::io::FrameGrid`]).
     pub slab_bytes: u64,
-    /// The pipe that every process must keep open while it maps a server's arena. None for an
+    /// The pipe that every process must keep open while it has a server's arena mapped. None for an
     /// embedded store.
     pub lifeline: Option<LifelineInfo>,
 }
@@ -78,7 +78,7 @@ pub struct DiskSettings {
 
 impl DiskSettings {
     /// Returns the disk tier's settings, or `InvalidConfig` with a message that names the invalid
-    /// setting and the fix.
+    /// setting and explains how to fix it.
     pub(crate) fn tier(&self, store: &StoreConfig) -> Result<DiskConfig> {
         if !(1..=MAX_DISK_THREADS).contains(&self.num_threads) {
             let message = format!(
@@ -99,7 +99,8 @@ impl DiskSettings {
 
 impl StoreConfig {
     /// Validates the settings. Returns `InvalidConfig` with a message that names the invalid
-    /// setting and the fix. `host_size` names the memory setting in messages.
+    /// setting and explains how to fix it. `host_size` is the name of the memory setting to show in
+    /// messages.
     pub fn check(&self, host_size: &str) -> Result<()> {
         self.num_frames(host_size).map(drop)
     }

@@ -6,8 +6,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Returns a key that has the given hash and is distinct for each number, by solving [`hash`] for
-/// the last word.
+/// Returns a different key with the given hash for each number, by solving [`hash`] for the key's
+/// last word.
 fn key_with_hash(number: u32, wanted: u32) -> ChunkKey {
     const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
     // Each step doubles the number of correct bits.
@@ -26,8 +26,8 @@ fn key_with_hash(number: u32, wanted: u32) -> ChunkKey {
     key
 }
 
-/// Returns a distinct key for each number. The keys have only four different hashes, which map to a
-/// segment's last three slots and its first slot, so runs of full slots wrap around.
+/// Returns a different key for each number. The keys have only four different hashes, which map to
+/// a segment's last three slots and its first slot, so runs of full slots wrap around.
 fn key(number: u32) -> ChunkKey {
     key_with_hash(number, [8189, 8190, 8191, 1 << 13][number as usize % 4])
 }

@@ -51,7 +51,7 @@ fn system_places_memory() -> bool {
     done == 0
 }
 
-/// Places every second page on the first node, which exists on every machine. The test uses more
+/// Places every other page on the first node, which exists on every machine. The test uses more
 /// ranges than can be placed through one temporary mapping.
 #[test]
 fn ranges_are_placed_for_every_mapping_and_no_other_page() {

@@ -32,7 +32,7 @@ impl Case {
 }
 
 prop_compose! {
-    /// Generates mostly typical steps, which append exactly one block to a chain of whole blocks.
+    /// Mostly generates typical steps, which append exactly one block to a chain of whole blocks.
     fn case()(
         block_tokens in prop_oneof![4 => Just(16_u32), 1 => 1_u32..40],
         blocks in 0_usize..3,

@@ -1,4 +1,4 @@
-//! Tests that all shortcuts into BLAKE3 produce regular keyed hashes.
+//! Tests that all shortcuts through BLAKE3 internals produce regular keyed hashes.
 
 use super::*;
 

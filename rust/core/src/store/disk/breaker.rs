@@ -1,5 +1,5 @@
-//! Circuit breaker: pauses reads or writes of a failing or hung tier, then probes the tier with one
-//! operation at a time.
+//! A circuit breaker that pauses reads from or writes to a failing or hung tier, then probes the
+//! tier with one operation at a time.
 //!
 //! This module does not read a clock. Callers pass in the time.
 
@@ -35,7 +35,7 @@ pub(crate) struct Breaker {
     num_errors: u32,
     /// Length of the current pause, or zero while the breaker is closed.
     backoff: Duration,
-    /// Earliest start time of the next operation.
+    /// Earliest time at which the next operation can start.
     pub(crate) retry_at: Duration,
     /// Ticket of the operation probing the tier.
     probe: Option<u64>,
@@ -81,7 +81,7 @@ impl Breaker {
     }
 
     /// Opens the breaker or extends the pause. Does nothing before the next probe is due, so that
-    /// operations from before the breaker opened do not extend the pause.
+    /// operations that started before the breaker opened do not extend the pause.
     pub(crate) fn trip(&mut self, now: Duration) {
         if self.accepts(now) {
             self.num_trips += u64::from(!self.is_open());

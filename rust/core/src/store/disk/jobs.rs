@@ -2,9 +2,9 @@
 //! I/O.
 //!
 //! Reads and writes share disk time fairly (see `time_shares`). Slots are freed before chunks are
-//! written, and chunks are written oldest first. No slot is freed during a chunk write, because the
-//! slot may hold that chunk's parent. A hung write does not block freeing: if the chunk being
-//! written loses its parent, the next recovery removes the chunk.
+//! written, and chunks are written oldest first. No slot is freed while a chunk is being written,
+//! because the slot may hold that chunk's parent. A hung write does not prevent slots from being
+//! freed: if the chunk being written loses its parent, the next recovery removes the chunk.
 
 use std::time::Duration;
 
@@ -23,15 +23,15 @@ use crate::tier::host::FrameRequest;
 use crate::units::micros;
 use crate::{ErrorKind, Event, Result};
 
-/// Maximum number of slots that one job frees. The number is small, so that threads stay available
-/// for reads.
+/// Maximum number of slots that one job frees. This number is small so that threads remain
+/// available for reads.
 const FREE_BATCH: usize = 32;
 /// Delay before retrying a failed read or free.
 const AGAIN_AFTER: Duration = Duration::from_secs(60);
 /// Delay before the next write while another thread is still creating slots.
 const DEFER_FOR: Duration = Duration::from_millis(100);
 
-/// An I/O job. The job owns its frame until it completes.
+/// An I/O job, which owns its frame until the job completes.
 #[derive(Debug)]
 pub(crate) enum Job {
     Read {
@@ -66,8 +66,8 @@ pub(crate) enum JobResult {
     },
     /// A completed free job, with the slots that could not be freed.
     Free(Vec<SlotId>),
-    /// A completed clear job, with the slots that could not be freed, and true if the tier was
-    /// cleared.
+    /// A completed clear job, with the slots that could not be freed and a flag that is true if the
+    /// tier was cleared.
     Clear(Vec<SlotId>, bool),
 }
 
@@ -81,14 +81,14 @@ pub(crate) enum Written {
     NotYet,
     /// The chunk's tenant is at its quota and has nothing to evict.
     NoQuota,
-    /// The write failed. The slot, if given, could not be freed either and may hold the chunk's
-    /// record.
+    /// The write failed. The slot, if given, could not be freed either and may still hold the
+    /// chunk's record.
     Failed(Option<SlotId>),
 }
 
 impl State {
-    /// Returns the next job that can run now and its ticket. The caller must pass the result to
-    /// `end_job`.
+    /// Returns the next job that can run now, along with its ticket. The caller must pass the
+    /// result to `end_job`.
     pub(crate) fn next_job(&mut self) -> Option<(u64, Job)> {
         let now = self.now;
         if self.disk.opening != DiskOpening::Open || self.disk.stopping {
@@ -96,7 +96,7 @@ impl State {
         }
         let (direction, job) = match self.disk.clearing {
             Clearing::No => self.next_of_both()?,
-            // Chunks under removal must release their slots first.
+            // Chunks that are being removed must release their slots first.
             Clearing::Wanted
                 if self.disk.write_breaker.may_begin(now)
                     && self.disk.in_flight.is_empty()
@@ -114,7 +114,8 @@ impl State {
         Some((ticket, job))
     }
 
-    /// Returns a job in the direction whose turn it is, or else a job in the other direction.
+    /// Returns a job in the direction whose turn it is, or, failing that, a job in the other
+    /// direction.
     fn next_of_both(&mut self) -> Option<(Direction, Job)> {
         let first = self.disk.time_shares.first();
         if let Some(job) = self.next_of(first) {
@@ -200,7 +201,7 @@ impl State {
                 let frame = self.host.lend(place).expect("a free frame is not lent (I4)");
                 return Some(Job::Read { id, slot, key: entry.key, frame });
             }
-            // The chunk cannot be read, so waiting leases are cut off before it.
+            // The chunk cannot be read, so leases waiting for it are cut off just before it.
             self.stats.quota_dropped += u64::from(has_parent && source != FrameSource::Any);
             self.fail_host(id);
         }
@@ -269,7 +270,7 @@ impl State {
     }
 
     /// Completes a read. After an I/O error, the chunk stays on disk for a later retry. A damaged
-    /// chunk is removed with its descendants, which are not visible in host memory.
+    /// chunk is removed along with its descendants, which are not visible in host memory.
     fn end_read(
         &mut self,
         id: ChunkId,
@@ -355,8 +356,8 @@ impl State {
         IoOutcome::of(all_freed)
     }
 
-    /// Schedules another attempt to free slots. After a restart before that attempt, the chunks in
-    /// these slots would be found again.
+    /// Schedules another attempt to free slots. If the store restarted before that attempt, the
+    /// chunks in these slots would be found again.
     fn retry_free_later(&mut self, slots: impl IntoIterator<Item = SlotId>) {
         if self.disk.unfreed.is_empty() {
             self.disk.unfreed_until = self.now + AGAIN_AFTER;
