@@ -15,7 +15,7 @@ from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
 class Finished:
     """The results of copies that finished since the last poll.
 
-    ``bad_blocks`` holds the blocks whose load failed. ``misfits`` lists the tickets in ``failed``
+    ``bad_blocks`` holds the blocks that failed to load. ``misfits`` lists the tickets in ``failed``
     whose chunks did not fit into frames for compressed chunks.
     """
 
@@ -35,12 +35,10 @@ class Mover(Protocol):
 
     @property
     def usable_bytes(self) -> int | None:
-        """Return the number of writable bytes at the start of the arena, or None if all bytes are
-        writable.
-        """
+        """Return how many bytes at the start of the arena are writable, or None if all are."""
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
-        """Make the next forward pass, which can write to ``rewritten``, wait for saves that still
+        """Make the next forward pass, which may write to ``rewritten``, wait for saves that still
         read these blocks (I2).
 
         ``has_loads`` is True if loads will be submitted in this step. vLLM 0.30 and newer can
@@ -57,16 +55,14 @@ class Mover(Protocol):
         """
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
-        """Verify and scatter chunks into blocks of requests that are waiting for the load. Call this
-        method once per step.
+        """Verify chunks and scatter them into blocks of requests that are waiting for the load.
+        Call this method once per step.
         """
 
     def poll(self) -> Finished: ...
 
     def drain(self) -> Finished:
-        """Wait for all in-flight copies and return the results. This is used before sleep and
-        shutdown.
-        """
+        """Wait for all in-flight copies and return the results. Used before sleep and shutdown."""
 
     def close(self) -> None:
         """Wait for all in-flight copies and release all resources."""

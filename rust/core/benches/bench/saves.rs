@@ -1,4 +1,4 @@
-//! Measures saves of one chunk in a full store of a million chunks.
+//! Measures saves of single chunks in a full store of a million chunks.
 //!
 //! Each save reserves and commits one chunk, and evicts another. Every fourth prompt has been saved
 //! before, and old prompts are looked up. Victims therefore include reused chunks, and evicted
