@@ -47,7 +47,7 @@ class Mover(Protocol):
         """
 
     def wait_for_saves(self, blocks: Sequence[BlockId]) -> None:
-        """Block until no save reads ``blocks``, because another connector may write them."""
+        """Block until no save reads ``blocks``, because another connector may write to them."""
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         """Gather chunks after the current forward pass and before a later pass overwrites them

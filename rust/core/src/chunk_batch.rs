@@ -43,7 +43,7 @@ pub struct Chunk<'a> {
     pub num_blocks: usize,
     /// Index, within the frame, of the first block to copy.
     pub first_block: usize,
-    /// Ids of the paged blocks to copy, from index `first_block` of the frame.
+    /// Ids of the paged blocks to copy, starting at index `first_block` of the frame.
     pub blocks: &'a [i32],
     /// The save's ticket, or None for loads.
     pub ticket: Option<u64>,

@@ -132,7 +132,7 @@ impl InFlight {
         self.all.iter().flat_map(of).collect()
     }
 
-    /// Records that a save failed because the chunk did not fit its frame on some rank.
+    /// Records that a save failed because the chunk did not fit its frame on at least one rank.
     pub(crate) fn mark_misfit(&mut self, ticket: u64) {
         if let Some((_, plan, nth)) = find(&mut self.all, ticket) {
             (plan.saves[nth].failed, plan.saves[nth].is_misfit) = (true, true);

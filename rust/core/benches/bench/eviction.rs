@@ -15,8 +15,8 @@ use crate::states;
 use crate::table::{title, verdict};
 use crate::trace::{Trace, load, synthetic, two_sets};
 
-/// Store sizes as percentages of the unique blocks, each with the target ratio of the default
-/// policy's hits to LRU's.
+/// Store sizes as percentages of the number of unique blocks, each with the target ratio of the
+/// default policy's hits to LRU's.
 const SIZES: [(u32, f64); 5] = [(1, 0.98), (5, 1.4), (10, 0.98), (20, 0.98), (50, 0.98)];
 const SYNTHETIC_TARGET: f64 = 0.98;
 /// The store size as a percentage of one working set, and the target ratio, for two successive

@@ -1,18 +1,18 @@
 //! Eviction policies: adaptive LRU, in which reused chunks age more slowly, and plain LRU.
 //!
 //! Evictable chunks wait in two queues sorted by last use: one for chunks used once, and one for
-//! reused chunks. A chunk saved again after its eviction counts as reused. The victim is the older
-//! of the two heads, with the reused chunk's age divided by `credit`. The credit adapts to the
-//! workload, so it needs no setting. A credit of 1, the initial value, gives plain LRU. A chunk
-//! that returns after its eviction was evicted too early. The credit then grows if the chunk had
-//! been reused and shrinks otherwise, until reused chunks and other chunks return equally often.
-//! The credit is high if most chunks are never used again, and drops after a few returns when a new
-//! working set replaces the old one. ARC (Megiddo and Modha, FAST 2003) balances queue sizes, so it
-//! would have to count chunks that are not leaves. Comparing ages requires no counts.
+//! reused chunks. A chunk that is saved again after being evicted counts as reused. The victim is
+//! the older of the two heads, with the reused chunk's age divided by `credit`. The credit adapts
+//! to the workload, so it needs no setting. A credit of 1, the initial value, gives plain LRU. A
+//! chunk that returns after being evicted was evicted too early. The credit then grows if the chunk
+//! had been reused and shrinks otherwise, until reused chunks and other chunks return equally
+//! often. The credit is high if most chunks are never used again, and drops after a few returns
+//! when a new working set replaces the old one. ARC (Megiddo and Modha, FAST 2003) balances queue
+//! sizes, so it would have to count chunks that are not leaves. Comparing ages requires no counts.
 //!
 //! Each use of a chunk also counts as a use of its ancestors, but only the deepest chunk is
-//! updated. An ancestor cannot be a victim before its descendants are removed, and a removed chunk
-//! passes its last use to its parent. Once a chunk becomes a leaf, it therefore has the same
+//! updated. An ancestor cannot be a victim until its descendants have been removed, and a removed
+//! chunk passes its last use to its parent. Once a chunk becomes a leaf, it therefore has the same
 //! position in its queue as if each use had updated the whole prefix. The cost of a touch does not
 //! depend on the chunk's depth.
 //!
