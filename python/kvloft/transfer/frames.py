@@ -39,14 +39,14 @@ def compact_bytes_for(payload_bytes: int, encoded_bytes: int, num_tiles: int) ->
 
 
 def part_bytes_for(payload_bytes: int, num_tiles: int = 0) -> int:
-    """Return the part size: a table of ``num_tiles`` entries, payload, padding and trailer."""
+    """Return the size of a part: table of ``num_tiles`` entries, payload, padding and trailer."""
     table_bytes = num_tiles * TABLE_ENTRY_BYTES
     return -(-(table_bytes + payload_bytes + _core.TRAILER_BYTES) // PART_ALIGN) * PART_ALIGN
 
 
 @dataclass(frozen=True, slots=True)
 class FrameMemory:
-    """Addresses of all frames of one size, and of this rank's part in each frame.
+    """The addresses of all frames of one size, and of this rank's part in each frame.
 
     The part is ``part_bytes`` long and starts at ``part_offset`` in the frame. Frames are
     consecutive in a slab and never span two slabs, as in `rust/core/src/io/frame.rs`.
@@ -247,8 +247,9 @@ class Lifeline:
             raise OSError(f"{path} is no longer this engine's lifeline: the scheduler has exited")
 
     def wait_until_server_gone(self, wake: int) -> bool:
-        """Block until no process can read the pipe, because the server has exited or has released
-        all frames of this engine after a lost connection. Return False if ``wake`` is readable.
+        """Block until no process can read the pipe, because the server has exited, or has lost the
+        connection and released all of this engine's frames. Return False if ``wake`` becomes
+        readable first.
         """
         fd, poll = self._fd, select.poll()
         if fd is None:

@@ -35,7 +35,7 @@ RELEASE_S = 0.02
 def _locked(
     method: Callable[Concatenate[WorkerCore, P], R],
 ) -> Callable[Concatenate[WorkerCore, P], R]:
-    """Hold the worker's lock during ``method``."""
+    """Hold the worker's lock while ``method`` runs."""
 
     @wraps(method)
     def call(self: WorkerCore, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -116,7 +116,7 @@ class WorkerCore:
 
     @_locked
     def begin(self, plan: StepPlan) -> None:
-        """Begin a step before its forward pass. Saves of the previous plan that never started are
+        """Begin a step before its forward pass. Saves from the previous plan that never started are
         reported as failed.
         """
         if not self._saves_run:
@@ -159,8 +159,8 @@ class WorkerCore:
 
     @_locked
     def _see_server_exit(self, lifeline: Lifeline) -> bool:
-        """Release the arena of a server that has exited. Later copies that refer to it fail. Return
-        False if this step's loads, which can still succeed, have not started yet.
+        """Release the arena of a server that has exited. Later copies that refer to this arena
+        fail. Return False if this step's loads have not started yet but can still succeed.
         """
         if lifeline is self._lifeline:
             if self._plan.loads and not self._loads_run:
@@ -189,7 +189,7 @@ class WorkerCore:
 
     @_locked
     def run_loads(self) -> None:
-        """Start this step's loads. Their requests do not run until the loads finish."""
+        """Start this step's loads. The requests do not run until their loads finish."""
         if not self._loads_run:
             self._loads_run = True
             if plans := self._plan.loads:
@@ -198,7 +198,7 @@ class WorkerCore:
 
     @_locked
     def run_saves(self) -> None:
-        """Start this step's saves, after the launch of the forward pass that writes the blocks."""
+        """Start this step's saves after vLLM launches the forward pass that writes the blocks."""
         if not self._saves_run:
             self._saves_run = True
             if not self._is_writer:
@@ -210,7 +210,7 @@ class WorkerCore:
 
     @_locked
     def take_finished_loads(self) -> tuple[set[ReqId], set[BlockId]]:
-        """Return the requests whose load finished, and the blocks that were not loaded."""
+        """Return the requests whose loads have finished, and the blocks that were not loaded."""
         self._collect()
         results = self._pending.loads[self._num_announced :]
         self.failed_loads = {
@@ -249,9 +249,7 @@ class WorkerCore:
         return report
 
     def _usable_bytes(self) -> tuple[int, int] | None:
-        """Return the rank and its number of usable arena bytes, or None if the number has not
-        changed.
-        """
+        """Return the rank and its usable arena size in bytes, or None if the size is unchanged."""
         if self._mover is None or (usable := self._mover.usable_bytes) == self._told_usable:
             return None
         self._told_usable = usable
@@ -259,7 +257,7 @@ class WorkerCore:
 
     @_locked
     def take_totals(self) -> Finished:
-        """Return the number of bytes copied and the copy time since the last call."""
+        """Return the bytes copied and the time spent copying since the last call."""
         totals, self._totals = self._totals, Finished()
         return totals
 
@@ -292,8 +290,8 @@ class WorkerCore:
         self._release_arena()
 
     def shutdown(self) -> None:
-        """Wait for in-flight copies and unmap the arena. Write no frame until a later plan
-        specifies an arena.
+        """Wait for in-flight copies and unmap the arena. Do not write to any frame until a later
+        plan specifies an arena.
         """
         with self._lock:
             watch = self._watch
@@ -305,7 +303,8 @@ class WorkerCore:
             watch.join()
 
     def _is_released(self) -> bool:
-        """Return False while the previous mover exists, because both may not fit into GPU memory.
+        """Return False while the previous mover exists, because GPU memory may be too small for two
+        movers.
 
         Saves fail in the meantime. Loads wait, because a failed load can fail its request.
         """
@@ -328,8 +327,8 @@ class WorkerCore:
         return self._mover
 
     def _hand_over(self, submit: Callable[[Mover], None], fail: Callable[[], None]) -> None:
-        """Submit copies. If this fails, wait for the accepted copies and ``fail`` the rejected
-        copies.
+        """Submit copies. If this fails, wait for the copies that were accepted and call ``fail`` to
+        report the others as failed.
         """
         mover: Mover | None = None
         is_taken = False

@@ -186,8 +186,8 @@ class Engine:
 
 
 def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
-    """Start the engine, and return it with the ignored flags. Raises ConfigError if the flags set
-    a different connector.
+    """Start the engine, and return the engine and the ignored flags. Raises ConfigError if the
+    flags set a different connector.
     """
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs

@@ -1,5 +1,5 @@
-"""Chooses prompts for `kvloft check`. The prompts' lengths expose cache errors, and rounding does
-not change the outputs.
+"""Chooses prompts for `kvloft check`. Prompt lengths are chosen to expose cache errors, and
+rounding does not affect the outputs.
 
 The prompts are chosen in an engine without kvloft's connector.
 """

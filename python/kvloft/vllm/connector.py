@@ -56,7 +56,7 @@ class KVLoftWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 def _miss_on_error(default: Callable[..., Any] = lambda _: None) -> Callable[[_F], _F]:
-    """Make a hook count its errors, log the first error, and return ``default(self)``."""
+    """Make a hook return ``default(self)`` on error, count its errors, and log the first error."""
 
     def wrap(hook: _F) -> _F:
         @wraps(hook)
@@ -200,7 +200,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @_miss_on_error()
     def _note_for_events(self, note: Callable[[], None]) -> None:
-        """Pass chunks to the announcer. An error loses only their KV events, not the plan."""
+        """Pass chunks to the announcer. An error affects only their KV events, not the plan."""
         note()
 
     @_miss_on_error(lambda self: self._scheduler.core.plan_loads_only())

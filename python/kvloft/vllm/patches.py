@@ -1,4 +1,4 @@
-"""Wraps vLLM methods that lack a connector hook, so that calls to them reach kvloft's listeners.
+"""Wraps vLLM methods that have no connector hook, so that kvloft's listeners see calls to them.
 
 A vLLM release without such a method loses a guarantee. Each table entry names the lost guarantee
 and the reaction: the engine does not start, the cache lasts only for this run, or support is
@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm.kvloft")
 
 
 class Missing(Enum):
-    """The reaction to a missing method."""
+    """How kvloft reacts to a missing method."""
 
     REFUSE = "the engine does not start"
     THIS_RUN = "the cache will not be reused after the engine restarts"
@@ -33,7 +33,7 @@ class Missing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A vLLM method that kvloft wraps, the reason, and the consequence if the method is missing."""
+    """A vLLM method that kvloft wraps, with the reason and the consequence if it is missing."""
 
     module: str
     owner: str
@@ -176,7 +176,7 @@ _listeners: defaultdict[Patch, WeakKeyDictionary[Any, Callable[..., Any]]] = def
 
 
 def settle(patches: Iterable[Patch]) -> bool:
-    """Log each missing method once. Return True if the cache may serve only this run.
+    """Log each missing method once. Return True if the cache may be used only for this run.
 
     Raises UnsupportedError if the engine must not start.
     """

@@ -1,4 +1,4 @@
-"""Records all ranks' KV cache configs.
+"""Records the KV cache configs of all ranks.
 
 vLLM passes only the first rank's layers, and one size per group, to the scheduler's connector.
 However, pipeline stages have different layers, and layers can differ in size. kvloft therefore
@@ -30,7 +30,7 @@ _RANKS = Ranks()
 
 
 def watch() -> None:
-    """Start recording all ranks' configs. Idempotent."""
+    """Start recording the configs of all ranks. Idempotent."""
     listen(RANK_CONFIGS, _RANKS.hear)
 
 

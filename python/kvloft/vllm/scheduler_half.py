@@ -202,8 +202,8 @@ class SchedulerHalf:
             self.core.meet_store(arena_of(self._store, self._shape))
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return a waiting request's number of loadable tokens, or None while it must wait. The
-        second value is True if there are tokens to load.
+        """Return the number of tokens that a waiting request can load, or None while it must wait.
+        The second value is True if there are tokens to load.
 
         MultiConnector ignores all children while any child returns None, so a child waits only if
         no sibling offers tokens.
@@ -245,7 +245,7 @@ class SchedulerHalf:
     def admit(
         self, request: Request, tables: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
-        """Admit a request. If planning its load fails, plan a failed load, because the request
+        """Admit a request. If the load cannot be planned, plan a failed load, because the request
         waits for a result.
         """
         live, own = VllmRequest(request, self._adapters), self._new_tables(tables)
@@ -275,7 +275,7 @@ class SchedulerHalf:
         self.core.reset()
 
     def take_stats(self) -> KVLoftStats | None:
-        """Return the statistics since the last call, or None if there is nothing to report.
+        """Return the statistics collected since the last call, or None if there are none.
 
         Reads the store's counters if a local counter has changed or `STATS_STEPS` steps have
         passed.
@@ -334,7 +334,7 @@ class SchedulerHalf:
         return IfReturned(partial(self._lose_weights, executor, level))
 
     def _is_of(self, engine: Any) -> bool:
-        """Return False if ``engine`` is another engine in this process."""
+        """Return False if ``engine`` is a different engine in this process."""
         connector = getattr(getattr(engine, "scheduler", None), "connector", None)
         children = getattr(connector, "_connectors", (connector,))
         return connector is None or any(getattr(each, "_half", None) is self for each in children)

@@ -111,7 +111,7 @@ of these tokens.
 
 
 def has_draft_kv(vllm_config: Any) -> bool:
-    """Return True if a draft model's KV is in the engine's blocks."""
+    """Return True if a draft model's KV is stored in the engine's blocks."""
     speculative = getattr(vllm_config, "speculative_config", None)
     return speculative is not None and speculative.method in (*HIDDEN_DRAFTERS, *PREFIX_DRAFTERS)
 
@@ -136,7 +136,7 @@ def draft_limit(vllm_config: Any) -> int | None:
 
 
 def pool_size(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> PoolSize | None:
-    """Return vLLM's block pool size, or None if the only group has full attention."""
+    """Return vLLM's block pool size, or None if the only group uses full attention."""
     if shape.is_divisible:
         return None
     speculative = getattr(vllm_config, "speculative_config", None)

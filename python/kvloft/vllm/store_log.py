@@ -1,4 +1,4 @@
-"""Logs the store's events and any problems in its counters, and describes its tiers."""
+"""Logs the store's events and any problems that its counters reveal, and describes its tiers."""
 
 import logging
 import threading
@@ -76,7 +76,7 @@ class StoreLog:
             self._last_event = event
 
     def warn(self, counts: Counter[str]) -> None:
-        """Log the problems that an interval's counts show."""
+        """Log the problems that an interval's counts reveal."""
         self._warn(counts["disk_verify_failures"], DAMAGE)
         self._warn(counts["layout_mismatches"], OTHER_LAYOUT)
         self._warn(counts["disk_slow_tokens"], SLOW_DISK, unit="token", level=logging.INFO)
@@ -89,7 +89,9 @@ class StoreLog:
     def _warn(
         self, num: int, text: str, *, unit: str = "chunk", level: int = logging.WARNING
     ) -> None:
-        """Log a problem at most once per `WARN_EVERY_S`. The metrics count every occurrence."""
+        """Log a problem at most once every `WARN_EVERY_S` seconds. The metrics count every
+        occurrence.
+        """
         if num and time.monotonic() >= self._next_warning_s.get(text, 0.0):
             self._next_warning_s[text] = time.monotonic() + WARN_EVERY_S
             logger.log(level, text, f"{num} {unit}{'s' if num != 1 else ''}", self._namespace)
@@ -127,7 +129,7 @@ def tiers_text(
     size_bytes: int,
     num_found: int | None,
 ) -> str:
-    """Return the first log line's description of chunks and tiers.
+    """Return the description of chunks and tiers for the first log line.
 
     ``num_found`` is the number of chunks found in ``disk_path``, or None if the disk tier is not
     open yet.

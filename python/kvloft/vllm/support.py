@@ -284,7 +284,7 @@ def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str
 
 
 def transfer_warnings(transfer: Any) -> list[str]:
-    """Return warnings about probable mistakes in vLLM's KVTransferConfig."""
+    """Return warnings about likely mistakes in vLLM's KVTransferConfig."""
     if transfer is None:
         return []
     found = []

@@ -111,7 +111,7 @@ NewTables = Callable[[Any], Tables]
 
 
 def tables_of(shape: CacheShape) -> NewTables:
-    """Return a function that converts vLLM's block tables of all groups to `Tables`."""
+    """Return a function that converts vLLM's block tables for all groups to `Tables`."""
     per_unit = [group.blocks_per_unit for group in shape.groups]
     return partial(Tables, main=shape.main, per_unit=per_unit if max(per_unit) > 1 else None)
 
@@ -198,7 +198,7 @@ _first_of: Callable[[Any], Sequence[int]] = itemgetter(0)
 
 
 def hit_sources(by_tier: Mapping[str, int], num_tokens: int) -> dict[Any, int]:
-    """Return the token count per vLLM source label. The counts sum to ``num_tokens``."""
+    """Return the number of tokens for each vLLM source label. The counts sum to ``num_tokens``."""
     if CacheHitSource is None:
         return {}
     tiers = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}

@@ -86,7 +86,9 @@ class WorkerHalf:
         self.core.register(groups, self._num_blocks, self._fingerprint)
 
     def take_finished(self) -> set[str]:
-        """Start any copies that no hook has started yet. Return requests with completed loads."""
+        """Start any copies that no hook has started yet. Return the requests whose loads have
+        completed.
+        """
         self.core.run_loads()
         if not self._saves_late:
             self.core.run_saves()

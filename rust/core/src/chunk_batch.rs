@@ -19,7 +19,7 @@ use crate::{Error, Result};
 /// vLLM's null block, which no request owns and no save includes.
 pub const NULL_BLOCK: i32 = 0;
 
-/// Frames with their keys and paged blocks to copy, for one or more KV cache groups.
+/// Frames to copy, with their keys and paged blocks, for one or more KV cache groups.
 ///
 /// Within a group, all chunks have the same number of entries in `blocks`, one per block of the
 /// frame. Entries before and after the blocks to copy are [`NOT_WANTED`], and all other entries are
@@ -43,7 +43,7 @@ pub struct Chunk<'a> {
     pub num_blocks: usize,
     /// Index, within the frame, of the first block to copy.
     pub first_block: usize,
-    /// Ids of the paged blocks to copy, from index `first_block` of the frame.
+    /// Ids of the paged blocks to copy, starting at index `first_block` of the frame.
     pub blocks: &'a [i32],
     /// The save's ticket, or None for loads.
     pub ticket: Option<u64>,
@@ -66,8 +66,8 @@ impl UnitsByTier {
         } += num;
     }
 
-    /// Raises the total to `num_units` by adding units that need no chunk. Counts them as disk
-    /// units if any unit is on disk, and as host units otherwise.
+    /// Raises the total to `num_units` by adding units that need no chunk. Counts the added units
+    /// as disk units if any unit is on disk, and as host units otherwise.
     pub(crate) fn fill_up(&mut self, num_units: u32) {
         let missing = num_units.saturating_sub(self.host + self.disk);
         *if self.disk > 0 { &mut self.disk } else { &mut self.host } += missing;
@@ -289,8 +289,9 @@ impl ChunkBatch {
         found
     }
 
-    /// Concatenates all `batches` into a single batch of the first batch's group. All batches must
-    /// have the same number of blocks per chunk, and either all or none of them must have tickets.
+    /// Concatenates all `batches` into a single batch for the group of the first batch. All batches
+    /// must have the same number of blocks per chunk, and either all or none of them must have
+    /// tickets.
     pub fn concat<'a>(batches: impl IntoIterator<Item = &'a Self>) -> Self {
         let mut all = Self::default();
         for batch in batches {

@@ -98,5 +98,5 @@ impl std::error::Error for Error {
     }
 }
 
-/// A result whose error is [`Error`] by default.
+/// A result whose error type defaults to [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;

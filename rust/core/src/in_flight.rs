@@ -40,7 +40,7 @@ struct Save {
 pub(crate) struct Settled {
     /// The store's reservation number, or None if the store has been replaced.
     pub(crate) reservation: Option<u64>,
-    /// True if a rank failed to save the chunk or the store was cleared.
+    /// True if any rank failed to save the chunk or the store was cleared.
     pub(crate) failed: bool,
     /// Index of the chunk's KV cache group.
     pub(crate) group: usize,
@@ -50,10 +50,10 @@ pub(crate) struct Settled {
     pub(crate) misfit: Option<ChunkKey>,
 }
 
-/// Saves that not every rank has reported yet.
+/// Saves that at least one rank has yet to report.
 #[derive(Debug)]
 pub(crate) struct InFlight {
-    /// All plans in flight, keyed by their first ticket.
+    /// All plans in flight, keyed by first ticket.
     all: Numbered<Plan>,
     num_saves: usize,
     next_ticket: u64,
@@ -73,7 +73,8 @@ impl InFlight {
         self.num_saves
     }
 
-    /// Assigns tickets to planned saves. Each of `num_ranks` ranks must report each ticket once.
+    /// Assigns tickets to planned saves. Each of the `num_ranks` ranks must report every ticket
+    /// once.
     pub(crate) fn add(&mut self, mut batch: ChunkBatch, num_ranks: u32) -> Arc<ChunkBatch> {
         let first = self.next_ticket;
         let reservations = batch.number(first);
@@ -131,7 +132,7 @@ impl InFlight {
         self.all.iter().flat_map(of).collect()
     }
 
-    /// Records that a save failed because the chunk did not fit its frame on some rank.
+    /// Records that a save failed because the chunk did not fit its frame on at least one rank.
     pub(crate) fn mark_misfit(&mut self, ticket: u64) {
         if let Some((_, plan, nth)) = find(&mut self.all, ticket) {
             (plan.saves[nth].failed, plan.saves[nth].is_misfit) = (true, true);

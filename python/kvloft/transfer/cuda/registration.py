@@ -28,7 +28,9 @@ _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 
 
 class RegisteredRange:
-    """Memory that a thread registers in address order. `num_registered_bytes` tracks progress."""
+    """A memory range that a background thread registers in address order. `num_registered_bytes`
+    tracks progress.
+    """
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class RegisteredRange:
         return self.num_registered_bytes >= self.size_bytes
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until registration is over. Return False if ``timeout_s`` expires."""
+        """Wait until registration ends. Return False if ``timeout_s`` elapses first."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -120,7 +122,9 @@ def pieces_of(size_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _touch(address: int, num_bytes: int, numa_node: int | None, pool: ThreadPoolExecutor) -> None:
-    """Populate the pages in parallel. If this fails, registration populates them more slowly."""
+    """Populate the pages in parallel. If this fails, registration itself populates the pages, but
+    more slowly.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     begin, end = address & -_PAGE, -(-(address + num_bytes) // _PAGE) * _PAGE
     libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)

@@ -1,4 +1,4 @@
-"""Implements CudaMover's saves: queued pieces, their order, and ticket results.
+"""Implements CudaMover's saves: queues pieces, orders them, and reports ticket results.
 
 A piece is submitted once its frames are registered, or when its blocks may be overwritten (I2),
 whichever comes first. A save submitted before its frames are registered fails. Pieces are prepared
@@ -51,7 +51,8 @@ class Saves(Direction[WaitingSave]):
         return waiting + len(self.queued) + len(self.in_flight)
 
     def submit(self, plans: Sequence[SavePlan]) -> None:
-        """Queue gathers after the last launched forward pass, and submit as many as possible.
+        """Queue gathers that run after the last launched forward pass, and submit as many as
+        possible.
 
         Saves that exceed MAX_PIECES are dropped.
         """
@@ -86,7 +87,7 @@ class Saves(Direction[WaitingSave]):
 
     def _divide(self, kind: int, chunks: ChunkBatch) -> int:
         """Divide ``chunks`` into jobs until MAX_PIECES is reached. Return the number of chunks in
-        these jobs, including jobs dropped because of an invalid chunk.
+        these jobs, including jobs dropped because they contain an invalid chunk.
         """
         block_ids = block_ids_of(chunks).reshape(len(chunks), -1)
         mark, begin, per_job = self._shared.mark(), 0, self._shared.chunks_per_save
@@ -136,7 +137,7 @@ class Saves(Direction[WaitingSave]):
         return [each.sent.read for each in reading[-self.lane.num_slots :]]
 
     def _next_number(self) -> float:
-        """Return the next piece's job number, or infinity if no piece is waiting."""
+        """Return the job number of the next piece, or infinity if no pieces are waiting."""
         if self.queued:
             return self.queued[0][0].number
         return self.waiting[0].number if self.waiting else math.inf
@@ -166,7 +167,7 @@ class Saves(Direction[WaitingSave]):
             self._submit_piece(*self.queued.popleft())
 
     def _must_wait(self, job: Job) -> bool:
-        """Return True if the frames of ``job`` are not registered yet.
+        """Return True if ``job`` must wait until its frames are registered.
 
         Frames are registered in ascending order, and the store allocates the lowest free frames
         first.

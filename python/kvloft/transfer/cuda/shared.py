@@ -36,7 +36,7 @@ waiting, which is rare.
 
 
 class PageKind(NamedTuple):
-    """Pages of one layout in frames of one size. KV cache groups can share a kind.
+    """Pages that share a layout and a frame size. Multiple KV cache groups can share a page kind.
 
     ``saves`` and ``loads`` hold the limits for pieces. ``unregistered`` holds the limits for pieces
     loaded from frames that are not registered yet.
@@ -51,7 +51,7 @@ class PageKind(NamedTuple):
     """False if the frames are for compressed chunks but the kernels do not support compression."""
 
     def with_slots(self, save_bytes: int, load_bytes: int) -> Self:
-        """Return a copy of this kind with staging slots of these sizes."""
+        """Return a copy of this page kind with the given staging slot sizes."""
         return self._replace(
             saves=replace(self.saves, slot_bytes=save_bytes),
             loads=replace(self.loads, slot_bytes=load_bytes),
@@ -90,8 +90,8 @@ class Shared:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Make a method fail all copies instead of raising an exception, so that submitter threads
-        survive.
+        """Fail all copies if the guarded block raises an exception, and suppress the exception so
+        that submitter threads survive.
         """
         try:
             yield
@@ -109,7 +109,7 @@ class Shared:
         return max(1, min(kind.loads.chunks_per_piece for kind in self.kinds))
 
     def by_kind(self, plans: Sequence[SavePlan | LoadPlan]) -> list[tuple[int, ChunkBatch]]:
-        """Return all chunks of ``plans`` as one batch per page kind."""
+        """Return all chunks in ``plans`` as one batch per page kind."""
         found: dict[int, list[ChunkBatch]] = {}
         for plan in plans:
             for group, size_class, chunks in plan.chunks.by_size() if plan.chunks else ():
@@ -131,7 +131,7 @@ class Shared:
         return mark
 
     def problem_of(self, kind: int, chunks: ChunkBatch) -> str | None:
-        """Return why ``chunks`` cannot be copied, or None if they can be copied.
+        """Return why ``chunks`` cannot be copied, or None if they can.
 
         A copy must stay within the bounds of the arena, the chunk's frame and the paged KV.
         """
@@ -183,7 +183,7 @@ class Shared:
 
 
 class InFlight(NamedTuple):
-    """A piece on the GPU, and the time at which it was submitted."""
+    """A piece on the GPU, and the time when it was submitted."""
 
     job: Job
     piece: Piece
@@ -192,7 +192,7 @@ class InFlight(NamedTuple):
 
 
 class Direction(ABC, Generic[_WaitingItem]):
-    """One direction of copies: chunks not yet split into pieces, queued pieces, and pieces on the
+    """Copies in one direction: chunks not yet split into pieces, queued pieces, and pieces on the
     GPU, all in order.
     """
 
@@ -214,7 +214,7 @@ class Direction(ABC, Generic[_WaitingItem]):
         return bool(self.waiting or self.queued)
 
     def awaited(self) -> driver.Event | None:
-        """Return the event after which waiting copies can be submitted, or None if no copy is
+        """Return the event after which waiting copies can be submitted, or None if no copies are
         waiting.
         """
         return self.in_flight[0].sent.done if self.in_flight and self.is_behind else None
@@ -232,7 +232,7 @@ class Direction(ABC, Generic[_WaitingItem]):
             self.in_flight[0].sent.done.synchronize()
 
     def stop(self) -> None:
-        """Wait until no copy is running, then drop all copies."""
+        """Wait until no copies are running, then discard all pending work."""
         self.lane.stop()
         self.in_flight.clear()
         self.waiting.clear()
@@ -241,7 +241,7 @@ class Direction(ABC, Generic[_WaitingItem]):
 
     @abstractmethod
     def _prepare(self) -> Job:
-        """Remove chunks from ``waiting`` and return their job."""
+        """Remove chunks from ``waiting`` and return a job that copies them."""
 
     @abstractmethod
     def _submit_queued(self) -> None:
@@ -249,10 +249,10 @@ class Direction(ABC, Generic[_WaitingItem]):
 
     @abstractmethod
     def _on_done(self, job: Job, piece: Piece, seconds: float) -> None:
-        """Process a finished piece, whose copy took ``seconds``."""
+        """Process a finished piece that took ``seconds`` to copy."""
 
     def _first_queued(self) -> tuple[Job, Piece] | None:
-        """Return the next piece to submit, and leave it in the queue."""
+        """Return the next piece to submit without removing it from the queue."""
         if not self.queued and self.waiting:
             job = self._prepare()
             self.queued.extend((job, piece) for piece in job.pieces)
@@ -262,7 +262,7 @@ class Direction(ABC, Generic[_WaitingItem]):
         return self.num_bytes <= self._shared.bytes_ahead and len(self.in_flight) < MAX_PIECES
 
     def _submit_piece(self, job: Job, piece: Piece) -> None:
-        """Submit a piece, which runs after its job's mark."""
+        """Submit a piece to run after its job's mark."""
         if job.after is not None:
             self.lane.next_kernel_stream(job.kind).wait(job.after.event)
             if piece is job.pieces[-1]:

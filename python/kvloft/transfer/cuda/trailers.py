@@ -45,7 +45,7 @@ class TrailerColumn:
         )
 
     def at(self, frames: npt.ArrayLike) -> npt.NDArray[np.uint64]:
-        """Return the index in ``pages`` of each frame's trailer."""
+        """Return the index of each frame's trailer in ``pages``."""
         return self._memory.starts(frames) // np.uint64(PART_ALIGN)
 
 
@@ -61,8 +61,9 @@ class Trailers:
         block_tiles: int | None = None,
         holds_raw: bool = True,
     ) -> None:
-        """Set the properties of the parts. ``block_tiles`` is the number of tiles per block, or
-        None if all parts are raw. ``holds_raw`` is False if raw chunks do not fit into the parts.
+        """Store the properties that all parts share. ``block_tiles`` is the number of tiles per
+        block, or None if all parts are raw. ``holds_raw`` is False if raw chunks do not fit into
+        the parts.
         """
         self._column, self._holds_raw = TrailerColumn(memory), holds_raw
         self._block_bytes, self._block_tiles = block_bytes, block_tiles
@@ -81,7 +82,7 @@ class Trailers:
         num_blocks: npt.ArrayLike,
         record_units: npt.NDArray[np.uint64] | None = None,
     ) -> list[int]:
-        """Write the trailers of ``frames`` after their payloads are complete.
+        """Write the trailers of ``frames`` once their payloads are complete.
 
         ``keys`` has 32 bytes per chunk. ``record_units`` holds the size of each chunk's encoded
         records, in units of 16 bytes. Returns the indices of chunks that do not fit into their
@@ -112,7 +113,8 @@ class Trailers:
     def read(
         self, frames: npt.ArrayLike, keys: bytes, num_blocks: npt.ArrayLike
     ) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
-        """Return the tags of all chunks, and the problem with each invalid trailer by chunk index.
+        """Return the tags of all chunks, and the problems with invalid trailers, keyed by chunk
+        index.
 
         The problem is 'unsealed', 'key', 'layout', 'shape' or 'tag'. The problem 'layout' also
         covers encoded parts that this reader cannot decode. The problem 'tag' means that the

@@ -20,7 +20,7 @@ MEDIA_ARE_NUMBERED = (
 
 
 def media_prefix(vllm_config: Any) -> str:
-    """Return the prefix of media item identifiers in keys. If vLLM numbers media items instead of
+    """Return the prefix for media item identifiers in keys. If vLLM numbers media items instead of
     hashing their content, log a warning and return a prefix unique to this process.
     """
     media = getattr(vllm_config.model_config, "multimodal_config", None)
@@ -36,7 +36,7 @@ RENAME = "to cache these requests, load the adapter under a new name"
 
 
 class _NotSharedError(Exception):
-    """The reason why requests with an adapter must not be cached."""
+    """Explains why requests with an adapter must not be cached."""
 
 
 class AdapterNames:

@@ -158,7 +158,7 @@ def namespace_fields(
 
 
 def _drafter_fields(vllm_config: Any) -> dict[str, Any]:
-    """Return the fields for a draft model with KV in the engine's blocks."""
+    """Return the fields for a draft model whose KV is stored in the engine's blocks."""
     speculative = vllm_config.speculative_config
     model = getattr(speculative, "draft_model_config", None) or vllm_config.model_config
     load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
@@ -188,7 +188,7 @@ def description_of(fields: Sequence[tuple[str, str]]) -> str:
 
 
 def _unquoted(value: str) -> str:
-    """Return the string with repr ``value``, or ``value`` if it is not a string's repr."""
+    """Return the string whose repr is ``value``, or ``value`` itself if there is no such string."""
     try:
         text = ast.literal_eval(value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -213,7 +213,7 @@ def _lora_settings(lora: Any) -> list[tuple[str, str]] | None:
 
 
 def _file_state(path: str | None) -> str | None:
-    """Return a fingerprint of a file that vLLM reads when it starts, or None without a path."""
+    """Return a fingerprint of a file that vLLM reads at startup, or None if no path is given."""
     found = look(path) if path else None
     return found.fingerprint() if found is not None else path
 
@@ -231,7 +231,7 @@ def _plain(value: Any) -> Any:
 
 
 def _settings(config: Any, *names: str) -> list[str] | None:
-    """Return the values of ``names`` in ``config``, or None if vLLM lacks ``config``."""
+    """Return the values of ``names`` in ``config``, or None if ``config`` is None."""
     return [str(getattr(config, name, None)) for name in names] if config is not None else None
 
 

@@ -89,7 +89,7 @@ class WeightsWatch:
 
 
 def can_load_weights(method: object) -> bool:
-    """Return False if ``method``, a name or a function, is a `HARMLESS` name."""
+    """Return False if ``method`` (a name or a function) is a name in `HARMLESS`."""
     return not (isinstance(method, str) and method in HARMLESS)
 
 

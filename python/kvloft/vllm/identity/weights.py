@@ -46,13 +46,13 @@ _registered_s = 0.0
 
 
 def note_start() -> None:
-    """Record when vLLM loads its plugins. vLLM loads weights later."""
+    """Record the time at which vLLM loads its plugins. vLLM loads weights later."""
     global _registered_s
     _registered_s = _registered_s or time.time()
 
 
 def engine_start_s() -> float:
-    """Return the start time of this process's engine as Unix time.
+    """Return the start time of this process's engine as a Unix timestamp.
 
     If a file has not changed since then, the engine has loaded the file's current content.
     """
@@ -76,7 +76,7 @@ class Look:
     latest_s: float
 
     def fingerprint(self) -> str:
-        """Return a digest of all files' names, sizes, times and samples."""
+        """Return a digest of the names, sizes, times and samples of all files."""
         digest = hashlib.blake2b(digest_size=16)
         for name, size, mtime, ctime in self.files:
             digest.update(b"%d|%s|%d|%d|%d|" % (len(name), name, size, mtime, ctime))
@@ -130,7 +130,7 @@ class LooksInTime:
         self._end: Callable[[], object] = lambda: None
 
     def close(self) -> None:
-        """Stop the thread, if any, after the current check. Call no method afterwards."""
+        """Stop the thread, if there is one, after its current check. Call no method afterwards."""
         self._end()
 
     def look(self, path: str) -> Seen:

@@ -1,9 +1,9 @@
-//! Compares the disk tier with `fio`, and measures the time to open a directory with a million
-//! chunks.
+//! Compares the disk tier with `fio`, and measures the time it takes to open a directory with a
+//! million chunks.
 //!
 //! fio uses the same file system, block size, number of threads and I/O mode (direct or buffered).
-//! Files are created in the target directory or in `--dir`, and are removed afterwards. The targets
-//! are at least 90% of fio's rate, and at most 1 s to open the directory.
+//! Files are created in the target directory or in the directory given by `--dir`, and are removed
+//! afterwards. The targets are at least 90% of fio's rate, and at most 1 s to open the directory.
 #![expect(clippy::unwrap_used, reason = "a bench that cannot run stops with the reason")]
 
 use kvloft_core::io::SizeClass;
@@ -26,8 +26,8 @@ use crate::table::title;
 
 const FILE_BYTES: u64 = 256 << 20;
 const SLICE: Duration = Duration::from_millis(350);
-/// Number of runs per median. The tier and fio take turns, so that other load on the machine
-/// affects both.
+/// Number of runs from which each median is computed. The tier and fio take turns, so that other
+/// load on the machine affects both.
 const ROUNDS: usize = 5;
 const CHUNKS: u32 = 1_000_000;
 const NAMESPACE: [u8; 32] = [0x42; 32];
@@ -100,7 +100,7 @@ fn measure_frame_size(dir: &Path, frame_bytes: u64, has_fio: bool) -> Vec<f64> {
     ratios
 }
 
-/// Returns the bytes per second read from or written to random slots, summed over threads.
+/// Returns the throughput of random reads or writes in bytes per second, summed over all threads.
 ///
 /// Each thread accesses a separate share of the slots.
 fn run_tier(
@@ -258,7 +258,7 @@ fn cpu_time() -> Duration {
     Duration::from_nanos(text.split(' ').next().and_then(|ns| ns.parse().ok()).unwrap_or(0))
 }
 
-/// Returns the record of a slot. Chunks form chains of 1000, with random slots and save times.
+/// Returns the record for a slot. Chunks form chains of 1000, with random slots and save times.
 fn record(slot: u32) -> [u8; 128] {
     let n = u32::try_from(u64::from(slot) * 7_368_787 % u64::from(CHUNKS)).unwrap();
     let key = |n: u32| *blake3::hash(&n.to_le_bytes()).as_bytes();

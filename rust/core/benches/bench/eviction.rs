@@ -1,4 +1,4 @@
-//! Compares the hit ratios of the eviction policies and the optimum on a trace.
+//! Compares the hit ratios of the eviction policies with the optimum on a trace.
 //!
 //! Each request is looked up, leased and saved in a real store. The optimum is an upper bound: it
 //! looks ahead in the trace and keeps the chunks that are needed soonest.
@@ -15,8 +15,8 @@ use crate::states;
 use crate::table::{title, verdict};
 use crate::trace::{Trace, load, synthetic, two_sets};
 
-/// Store sizes as percentages of the unique blocks, each with the target ratio of the default
-/// policy's hits to LRU's.
+/// Store sizes as percentages of the number of unique blocks, each with the target ratio of the
+/// default policy's hits to LRU's.
 const SIZES: [(u32, f64); 5] = [(1, 0.98), (5, 1.4), (10, 0.98), (20, 0.98), (50, 0.98)];
 const SYNTHETIC_TARGET: f64 = 0.98;
 /// The store size as a percentage of one working set, and the target ratio, for two successive
@@ -72,7 +72,7 @@ fn table(name: &str, trace: &Trace, counted: usize, sizes: &[(u32, f64)]) {
     }
 }
 
-/// Returns the number of hits of each request in a store of `capacity` frames.
+/// Returns the number of hits for each request in a store of `capacity` frames.
 fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> Vec<usize> {
     let config = StoreConfig {
         frame_sizes: FRAME_BYTES.into(),
@@ -100,10 +100,10 @@ fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> Vec<usize> {
     hits
 }
 
-/// Returns the number of hits of each request if evictions are based on future requests.
+/// Returns the number of hits for each request if evictions are based on future requests.
 ///
-/// A use of a block is also a use of its parent. A block is therefore never needed sooner than its
-/// parent, and the cached blocks of a prompt always form a prefix.
+/// Each use of a block also counts as a use of its parent. A block is therefore never needed sooner
+/// than its parent, and the cached blocks of a prompt always form a prefix.
 fn optimum(trace: &Trace, capacity: usize) -> Vec<usize> {
     let mut next_uses: HashMap<u32, Vec<usize>> = HashMap::new();
     for (turn, ids) in trace.iter().enumerate().rev() {

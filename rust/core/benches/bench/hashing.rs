@@ -1,5 +1,5 @@
-//! Compares computing keys of token ids and embedding rows with plain BLAKE3 over the same number
-//! of bytes, and computing a chunk's tag with copying the chunk.
+//! Compares the time to compute keys for token ids and embedding rows with plain BLAKE3 over the
+//! same number of bytes, and the time to compute a chunk's tag with the time to copy the chunk.
 
 use std::time::Instant;
 

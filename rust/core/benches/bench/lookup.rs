@@ -21,8 +21,8 @@ const NUM_PROBES: u32 = 61;
 /// Returns a prompt of `num_blocks` blocks that shares its first `num_shared` blocks with prompt
 /// `seed`.
 ///
-/// Each block has one token. The block size does not affect lookups, because a key always has 32
-/// bytes.
+/// Each block holds one token. The block size does not affect lookups, because a key is always 32
+/// bytes long.
 pub(crate) fn prompt(seed: u32, num_blocks: u32, num_shared: u32) -> KeyChain {
     let mut chain = KeyChain::new(ChunkKey([7; 32]), 1).expect("a valid chain");
     let other = |at: u32| if at < num_shared { seed } else { u32::MAX };

@@ -1,9 +1,9 @@
-//! Benchmarks of the core: `cargo bench -- [SECTION]... [--trace FILE] [--dir DIR]`.
+//! Benchmarks for the core: `cargo bench -- [SECTION]... [--trace FILE] [--dir DIR]`.
 //!
 //! The sections are hashing, lookup, eviction, saves and disk. Without arguments, all sections run
 //! in this order. `--trace` names the trace that the eviction section replays, and `--dir` names
-//! the directory that the disk section uses. The compared variants alternate within a run. Rows
-//! show whether the target is met. The hashing section compares minimum times, which are least
+//! the directory that the disk section uses. The variants being compared alternate within a run.
+//! Rows show whether the target is met. The hashing section compares minimum times, which are least
 //! affected by other load on the machine.
 #![expect(clippy::print_stdout, reason = "benches print their results")]
 #![expect(clippy::cast_precision_loss, reason = "figures are printed with three digits")]

@@ -1,4 +1,4 @@
-//! Measures saves of one chunk in a full store of a million chunks.
+//! Measures saves of single chunks in a full store of a million chunks.
 //!
 //! Each save reserves and commits one chunk, and evicts another. Every fourth prompt has been saved
 //! before, and old prompts are looked up. Victims therefore include reused chunks, and evicted
@@ -22,7 +22,7 @@ const ROUNDS: u32 = 3;
 const MEDIAN_TARGET_US: f64 = 5.0;
 const WORST_TARGET_US: f64 = 1000.0;
 
-/// Returns the time of each save, in order.
+/// Returns how long each save took, in order.
 fn round(eviction: Eviction) -> Vec<Duration> {
     let store = full_store(PROMPT_CHUNKS, eviction);
     // Preallocate the vector, so that reallocations are not measured.

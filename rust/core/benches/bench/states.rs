@@ -15,9 +15,10 @@ use kvloft_testing::one_prefix::StoreExt;
 use crate::table::{title, verdict};
 use crate::trace::Trace;
 
-/// Number of KV cache groups with states, as in Qwen3-Next. Like a block, a state takes one frame.
+/// Number of KV cache groups with states, as in Qwen3-Next. Like a block, a state takes up one
+/// frame.
 const NUM_GROUPS: u32 = 3;
-/// Store sizes as percentages of the unique blocks.
+/// Store sizes as percentages of the number of unique blocks.
 const SIZES: [u32; 4] = [3, 10, 20, 30];
 /// Target ratio of adaptive eviction's hits to LRU's.
 const TARGET: f64 = 0.98;

@@ -75,7 +75,7 @@ pub(crate) fn synthetic() -> Trace {
 /// Returns two sets of 64 chats with 5 turns each, in random order.
 ///
 /// The first prompt has 4,000 tokens, each later turn adds 400, and each output has 150. A block
-/// has 64 tokens. The sets have no chat in common.
+/// has 64 tokens. The sets have no chats in common.
 pub(crate) fn two_sets() -> [Trace; 2] {
     const CHATS: u32 = 64;
     const TURNS: u32 = 5;

@@ -50,7 +50,7 @@ pub(super) fn check_table(table: &[i32]) -> Result<()> {
     is_right.then_some(()).ok_or_else(|| Error::invalid("a block table has a negative block id"))
 }
 
-/// Returns the range of a chunk's blocks to copy. Returns None if no block is to be copied, or if
+/// Returns the range of blocks to copy in a chunk. Returns None if no block is to be copied, or if
 /// the blocks to copy are not contiguous or have a negative id.
 pub(super) fn wanted(blocks: &[i32]) -> Option<Range<usize>> {
     let start = blocks.iter().position(|block| *block != NOT_WANTED)?;

@@ -61,7 +61,7 @@ impl Column<'_> {
     }
 
     /// Returns `num_units` if all chunks needed by a prefix of this length are stored. Otherwise,
-    /// returns a smaller number of units, and no prefix length in between is a hit.
+    /// returns a smaller number of units such that no prefix length in between is a hit.
     fn nearest(&self, num_units: u32, tiers: Tiers) -> u32 {
         let Some(missing) =
             self.group.units(num_units).rev().find(|unit| !self.is_there(*unit, tiers))
@@ -78,7 +78,7 @@ impl Column<'_> {
     }
 }
 
-/// Returns the deepest hits in host memory and in any tier, both limited by `most`. `chain` must
+/// Returns the deepest hits in host memory and in any tier, both capped by `most`. `chain` must
 /// have at least `most.stored_units` units.
 pub(super) fn deepest(
     session: &dyn Session,

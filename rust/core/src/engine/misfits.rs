@@ -2,20 +2,20 @@
 //! save gets a larger frame.
 //!
 //! Misfits are rare with real bfloat16 KV, because its compressed size hardly varies. If a group's
-//! KV does not compress, all its chunks get larger frames after the first `MANY` misfits, except
+//! KV does not compress, all of its chunks get larger frames after the first `MANY` misfits, except
 //! for one trial in a smaller frame per `TRIAL_EVERY` saves, in case the KV changes.
 
 use rustc_hash::FxHashSet;
 
 use crate::key::ChunkKey;
 
-/// Maximum number of keys. Once it is reached, all keys are dropped.
+/// Maximum number of keys. Once this maximum is reached, all keys are dropped.
 const MAX_KEYS: usize = 1 << 16;
 /// After `MANY` misfits, no chunk is expected to fit unless more than `FEW_FITS` chunks have fit
-/// per misfit. The next `MANY` trials decide again.
+/// per misfit. The next `MANY` trials can reverse this decision.
 const MANY: u64 = 64;
 const FEW_FITS: u64 = 4;
-/// Number of saves in larger frames per trial.
+/// Number of saves in larger frames between two trials.
 const TRIAL_EVERY: u64 = 64;
 /// Once this many results have been counted, the weight of all results so far is halved.
 const MAX_RESULTS: u64 = 1024;
@@ -35,7 +35,7 @@ pub(super) struct Misfits {
 }
 
 impl Misfits {
-    /// Counts a chunk saved in a smaller or a larger frame.
+    /// Counts a chunk that was saved in a smaller or larger frame.
     pub(super) fn count_saved(&mut self, is_compact: bool) {
         if is_compact {
             self.count([1, 0]);
@@ -66,9 +66,9 @@ impl Misfits {
         }
     }
 
-    /// Returns the units of a request that may get a smaller frame if `may_fit` returns true. The
+    /// Returns the units of a request that may get smaller frames if `may_fit` returns true. The
     /// other units get larger frames. Only a request's last unit can be a trial, because a failure
-    /// of the last chunk does not affect the request's other chunks.
+    /// to save the last chunk does not affect the request's other chunks.
     pub(super) fn candidates(&mut self, units: &std::ops::Range<u32>) -> std::ops::Range<u32> {
         if !self.are_all {
             return units.clone();

@@ -3,7 +3,7 @@
 //!
 //! A prefix has one chunk per unit and KV cache group. A ticket is settled once, by the last rank's
 //! report (I10), and committed only if no rank reported a failure (I3). A save reads its blocks
-//! after the step that planned it has launched. By then, the request may have finished and its
+//! after the step that planned it has been launched. By then, the request may have finished and its
 //! blocks may belong to another request, which must not write to them until the save has read them
 //! (I2). Tickets are assigned per engine and always ascend, independently of the store's
 //! reservation numbers, so a late report never settles a different save.
@@ -185,10 +185,11 @@ impl EngineSession {
         self.groups.iter().map(blocks).collect()
     }
 
-    /// Pairs a lease's chunks for units `[begin, end)` with blocks. `tables` holds each group's
-    /// block ids for [`Self::loaded_blocks`]. Returns the chunks and the number of units by tier.
-    /// If the only group uses full attention, returns all ready chunks. Otherwise, returns chunks
-    /// only if all of them are ready. Returns `InvalidConfig` if a block id is negative.
+    /// Pairs the chunks that a lease holds for units `[begin, end)` with blocks. `tables` holds
+    /// each group's block ids for [`Self::loaded_blocks`]. Returns the chunks and the number of
+    /// units from each tier. If the only group uses full attention, returns all ready chunks.
+    /// Otherwise, returns chunks only if all of them are ready. Returns `InvalidConfig` if a block
+    /// id is negative.
     pub fn load(
         &self,
         lease: &Lease,
@@ -250,7 +251,7 @@ impl EngineSession {
         (num_visible, num_failed)
     }
 
-    /// Records which chunks fit their frames. Returns how many did not.
+    /// Records which chunks fit their frames. Returns how many chunks did not fit.
     fn count_misfits(&self, settled: &[Settled]) -> usize {
         if self.groups.iter().all(|group| group.compact.is_none()) {
             return 0;
@@ -302,7 +303,7 @@ impl EngineSession {
         self.session.clear();
     }
 
-    /// Returns the number of saves that not every rank has reported yet.
+    /// Returns the number of saves that at least one rank has yet to report.
     pub fn num_in_flight(&self) -> usize {
         self.in_flight().len()
     }

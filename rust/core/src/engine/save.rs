@@ -1,4 +1,4 @@
-//! Reserves frames for saves of units and Mamba states.
+//! Reserves frames for saving units and Mamba states.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -48,7 +48,7 @@ impl EngineSession {
     }
 
     /// Reserves frames for each row's missing chunks and adds these chunks to the saves in flight.
-    /// For each row, returns the reserved chunks and the number of units that got no frame,
+    /// For each row, returns the reserved chunks and the number of units that did not get a frame,
     /// counting only full-attention groups if there are any. On error, reserves nothing.
     ///
     /// In groups without full attention, skips chunks with a block that vLLM has freed.
@@ -82,8 +82,8 @@ impl EngineSession {
         Ok(self.reserve_parts(&parts)?.into_iter().map(|(batch, _)| batch).collect())
     }
 
-    /// Prepares to save the state of `group` at the end of `unit`, which `block` will hold. Returns
-    /// `InvalidConfig` if the chain has no such unit.
+    /// Prepares to save the state of `group` at the end of `unit`. `block` will hold this state.
+    /// Returns `InvalidConfig` if the chain has no such unit.
     pub fn state_row(
         &self,
         chain: &KeyChain,

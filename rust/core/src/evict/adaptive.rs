@@ -1,20 +1,20 @@
 //! Eviction policies: adaptive LRU, in which reused chunks age more slowly, and plain LRU.
 //!
 //! Evictable chunks wait in two queues sorted by last use: one for chunks used once, and one for
-//! reused chunks. A chunk saved again after its eviction counts as reused. The victim is the older
-//! of the two heads, with the reused chunk's age divided by `credit`. The credit adapts to the
-//! workload, so it needs no setting. A credit of 1, its initial value, gives plain LRU. A chunk
-//! that returns after its eviction was evicted too early. The credit then grows if the chunk had
-//! been reused and shrinks otherwise, until reused chunks and other chunks return equally often.
-//! The credit is high if most chunks are never used again, and drops after a few returns when a new
-//! working set replaces the old one. ARC (Megiddo and Modha, FAST 2003) balances queue sizes, so it
-//! would have to count chunks that are not leaves. Comparing ages requires no counts.
+//! reused chunks. A chunk that is saved again after being evicted counts as reused. The victim is
+//! the older of the two heads, with the reused chunk's age divided by `credit`. The credit adapts
+//! to the workload, so it needs no setting. A credit of 1, the initial value, gives plain LRU. A
+//! chunk that returns after being evicted was evicted too early. The credit then grows if the chunk
+//! had been reused and shrinks otherwise, until reused chunks and other chunks return equally
+//! often. The credit is high if most chunks are never used again, and drops after a few returns
+//! when a new working set replaces the old one. ARC (Megiddo and Modha, FAST 2003) balances queue
+//! sizes, so it would have to count chunks that are not leaves. Comparing ages requires no counts.
 //!
-//! A use of a chunk is also a use of its ancestors, but only the deepest chunk is updated. An
-//! ancestor cannot be a victim before its descendants are removed, and a removed chunk passes its
-//! last use to its parent. Once a chunk becomes a leaf, it therefore has the same position in its
-//! queue as if each use had updated the whole prefix. The cost of a touch does not depend on the
-//! chunk's depth.
+//! Each use of a chunk also counts as a use of its ancestors, but only the deepest chunk is
+//! updated. An ancestor cannot be a victim until its descendants have been removed, and a removed
+//! chunk passes its last use to its parent. Once a chunk becomes a leaf, it therefore has the same
+//! position in its queue as if each use had updated the whole prefix. The cost of a touch does not
+//! depend on the chunk's depth.
 //!
 //! An independent chunk, such as a Mamba state, is new in each turn of a chat, while most of the
 //! prefix before it was reused. Without special treatment, the independent chunk would be evicted
@@ -37,8 +37,8 @@ const TOUCHES_APART: u32 = 64;
 /// Number of returns of one kind, as a fraction of the capacity, that change the credit by a factor
 /// of e if half of the evicted chunks were reused.
 const RETURNS_PER_E: f64 = 1.0 / 12.0;
-/// Upper limit of the credit. With a higher credit, reused chunks would be kept for too long after
-/// the working set has changed.
+/// Upper limit on the credit. With a higher credit, reused chunks would be kept too long after the
+/// working set has changed.
 const MAX_CREDIT: f64 = 256.0;
 /// Number of evictions after which `reused_share` reflects two thirds of a change.
 const SHARE_WEIGHT: f64 = 256.0;
@@ -46,7 +46,7 @@ const SHARE_WEIGHT: f64 = 256.0;
 const MAX_STEPS_UP: u32 = 1024;
 const MIN_SHARE: f64 = 1.0 / 50.0;
 
-/// A chunk's state. The state takes 24 bytes, plus up to 32 bytes in a queue while the chunk is
+/// A chunk's state. The state takes up 24 bytes, plus up to 32 bytes in a queue while the chunk is
 /// evictable.
 #[derive(Debug, Clone, Copy)]
 struct Node {

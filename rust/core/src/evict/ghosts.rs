@@ -22,7 +22,7 @@ const MAX_SETS: usize = 1 << 22;
 pub(super) struct Ghost {
     /// True if the chunk was used more than once.
     pub(super) reused: bool,
-    /// True if at most about `capacity` chunks have been evicted since this chunk.
+    /// True if at most about `capacity` chunks have been evicted since this chunk was.
     pub(super) recent: bool,
 }
 
@@ -35,7 +35,7 @@ const REUSED: u32 = 2;
 pub(super) struct Ghosts {
     /// The tags of each set, newest first.
     sets: Vec<[u32; WAYS]>,
-    /// False before the first eviction, so that `take` can skip a read of cold memory.
+    /// False before the first eviction, so that `take` can avoid reading cold memory.
     has_any: bool,
 }
 

@@ -39,7 +39,7 @@ impl Groups {
         self.of.get(id.0 as usize).copied().flatten()
     }
 
-    /// Adds a chunk that became evictable.
+    /// Adds a chunk that has become evictable.
     pub(super) fn enter(&mut self, id: ChunkId, row: u8, last: u64) {
         if let Some(group) = self.find(id) {
             self.queue.insert((group, row, last, id.0));
@@ -53,7 +53,7 @@ impl Groups {
         }
     }
 
-    /// Returns the coldest chunk of each row as (last use, chunk).
+    /// Returns the coldest chunk in each row as (last use, chunk).
     pub(super) fn heads(&self, group: GroupId) -> [Option<(u64, u32)>; NUM_ROWS] {
         ROWS.map(|row| {
             let all = (group, row, 0, 0)..=(group, row, u64::MAX, u32::MAX);

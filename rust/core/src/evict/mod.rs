@@ -39,9 +39,9 @@ pub enum Removal {
 /// The store **guarantees** the following. Each id is `insert`ed once before any other call that
 /// names it, and `remove`d once. The parent of an id, if any, is present from the id's `insert` to
 /// its `remove`. `set_evictable` is called only when the value changes, and the initial value is
-/// false. A chunk with a present child is never evictable. A use of a chunk is also a use of its
-/// prefix, but only the deepest chunk is `touch`ed. If `set_group` is called, it directly follows
-/// `insert`.
+/// false. A chunk with a present child is never evictable. Each use of a chunk also counts as a use
+/// of its prefix, but only the deepest chunk is `touch`ed. If `set_group` is called, it directly
+/// follows `insert`.
 ///
 /// If any id is evictable, `victim` **must** return an evictable id, and so must `victim_of` for
 /// the ids in its group. Choosing a victim must not remove the victim, because the store calls

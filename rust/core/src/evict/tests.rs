@@ -97,8 +97,8 @@ fn walk<P: Policy>(
     assert!(forest.parents.is_empty());
 }
 
-/// Checks that no evictable chunk is older than the victim, up to rounding. Measures ages as the
-/// policy does.
+/// Checks that no evictable chunk is older than the victim, up to rounding. Measures ages the way
+/// the policy does.
 fn oldest(forest: &Forest<Adaptive>, victim: Option<u32>) {
     let age = |id: u32| forest.oracle.age(id, forest.policy.credit);
     if let Some(victim) = victim {
