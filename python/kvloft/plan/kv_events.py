@@ -28,7 +28,7 @@ class Block(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A KV cache group's blocks that entered ``tier``. Each block is the parent of the next."""
+    """Blocks of one KV cache group that entered ``tier``. Each block is the parent of the next."""
 
     tier: int
     blocks: list[Block]
@@ -36,7 +36,7 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Hashes of a KV cache group's blocks that left ``tier``."""
+    """Hashes of blocks of one KV cache group that left ``tier``."""
 
     tier: int
     hashes: list[bytes]

@@ -156,7 +156,7 @@ class SavePlanner:
         return due
 
     def _has_sibling_load(self, request: RequestState, new: NewRequest) -> bool:
-        """Return True if a sibling loads KV for the request during this step. The load can still
+        """Return True if a sibling is loading KV for the request in this step. The load may still
         fail. With Mamba states, vLLM's own hit can exceed its local tokens by part of a block.
         """
         if not self._context.has_siblings or request.keeps_kv:
@@ -243,7 +243,9 @@ class SavePlanner:
     # -- frames ---------------------------------------------------------------------------------
 
     def _reserve(self, due: list[RequestState]) -> None:
-        """Reserve frames for all due requests in one call, which delays the forward pass."""
+        """Reserve frames for all due requests in a single call, because the forward pass waits for
+        it.
+        """
         if not self._is_dense:
             for request in due:  # blocks before a window are freed before the request ends
                 self._writers.record(request)
@@ -273,7 +275,7 @@ class SavePlanner:
                 self._unsent.remove(save)
 
     def _note_owed(self, due: list[RequestState], dropped: Sequence[int]) -> None:
-        """Record the units that got no frame, and set the first unit to retry."""
+        """Record the units that received no frame, and set the first unit to be retried."""
         is_late = self._store.is_save_late
         for request, num_units in zip(due, dropped, strict=True):
             self._owed.pop(request, None)

@@ -57,8 +57,8 @@ class Mover(Protocol):
         """
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
-        """Verify and scatter chunks into blocks of requests that are waiting for the load. Call this
-        method once per step.
+        """Verify and scatter chunks into blocks of requests that are waiting for the load. Call
+        this method once per step.
         """
 
     def poll(self) -> Finished: ...

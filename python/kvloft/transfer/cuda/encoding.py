@@ -37,7 +37,7 @@ def _saved_bytes(layout: PagedLayout) -> int:
 
 
 def can_encode(layout: PagedLayout, num_blocks: int, slot_bytes: int) -> bool:
-    """Return True if encoding saves space and any encoded chunk fits into a staging slot."""
+    """Return True if encoding saves space and every encoded chunk fits into a staging slot."""
     table_bytes = TABLE_ENTRY_BYTES * _tiles_per_block(layout)
     if num_blocks > MAX_BLOCKS or vec_bytes_of(layout) != 16 or _saved_bytes(layout) <= table_bytes:
         return False
