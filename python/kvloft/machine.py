@@ -87,7 +87,7 @@ def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status"))
 
 
 def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
-    """Return a sentence for each setting that will probably not work on this machine.
+    """Return a sentence for each setting that probably will not work on this machine.
 
     If ``opens_disk`` is True, skip checks that the caller repeats when it opens the disk directory.
     """

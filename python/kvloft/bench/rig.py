@@ -158,7 +158,7 @@ class Rig:
     def verify(self) -> None:
         """Overwrite the target blocks, save all chunks, and load them into the target blocks.
 
-        Raises RuntimeError if a byte differs.
+        Raises RuntimeError if any byte differs.
         """
         self.pages[:, torch.tensor(self._to, device="cuda")] = 0xA5
         torch.cuda.synchronize()

@@ -185,5 +185,5 @@ def vllm_version() -> str:
 
 
 def _stop(*_args: object) -> NoReturn:
-    """Convert SIGTERM to an exception, so that engines are killed and files are removed."""
+    """Turn SIGTERM into an exception, so that engines are killed and files are removed."""
     raise SystemExit(143)

@@ -331,7 +331,7 @@ def _stop_line(config: Config) -> str:
 
 
 def _place(stream: IO[str]) -> tuple[int, int] | None:
-    """Return the device and inode of a stream's file, or None if they are unknown."""
+    """Return the device and inode numbers of a stream's file, or None if they are unknown."""
     try:
         found = os.fstat(stream.fileno())
     except (OSError, ValueError):
@@ -363,7 +363,7 @@ def _texts(options: _Options) -> dict[str, str]:
 
 
 def _wait(is_over: threading.Event, server: Any, linger_s: float | None, log: Log) -> None:
-    """Wait until a signal arrives, or until no engine has been connected for ``linger_s``."""
+    """Wait until a signal arrives or no engine has been connected for ``linger_s`` seconds."""
     needed, num_joined = time.monotonic() + FIRST_ENGINE_S, 0
     while not is_over.wait(LOOK_EVERY_S):
         log.tell(*server.take_events())

@@ -204,7 +204,7 @@ def _picture_of(
     olds: dict[bytes, dict[str, Any]],
     tag: str | None,
 ) -> RenderableType:
-    """Return a namespace's tables, most important first, because a short screen hides the last
+    """Return a namespace's tables in order of importance, because a short screen cuts off the last
     tables.
     """
     flow = [_flow(rates, chunk_bytes(space))] if rates else []

@@ -37,7 +37,7 @@ def engine_environment(names: Iterable[str]) -> list[str]:
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """Return a child process's environment: a copy of this environment with ``changes``."""
+    """Return a child process's environment: a copy of this environment with ``changes`` applied."""
     return {**os.environ, **changes}
 
 

@@ -194,7 +194,7 @@ class Admission:
         """Return True if the request may start reading its chunks from disk."""
         if pays:
             return self.turns.take(request, stored_units)
-        # If waiting does not pay off, read only to measure the rate of an idle disk.
+        # If waiting is not worthwhile, read only to measure the rate of an idle disk.
         return may_wait and not self._is_crowded(request) and self.disk.pacing.is_disk_idle
 
     def _pin(self, request: RequestState, stored_units: int) -> Lease:
@@ -310,7 +310,7 @@ class Admission:
         self.gates.end(req_id)
 
     def release_all(self) -> None:
-        """Release all waiting requests' leases. A request's next call repeats the lookup."""
+        """Release the leases of all waiting requests. A request's next call repeats the lookup."""
         self._drop_leases(lambda _: True)
         self.waiting.clear()
 

@@ -76,7 +76,7 @@ def refresh_tables(request: RequestState, step: StepView) -> bool:
 
 
 def longest_request(step: StepView) -> int:
-    """Return the longest request's length after this step, including draft tokens."""
+    """Return the length of the longest request after this step, including draft tokens."""
     scheduled = step.num_scheduled_tokens
     ends = [new.num_computed_tokens + scheduled[new.req_id] for new in step.new]
     ends += map(add, step.num_computed_tokens, map(scheduled.__getitem__, step.running))

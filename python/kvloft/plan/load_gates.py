@@ -148,7 +148,7 @@ class LoadGates:
     # -- running slots --------------------------------------------------------------------------
 
     def check_slots_taken(self, now: float) -> bool:
-        """Return True if running and loading requests exceed vLLM's slots by an eighth or more.
+        """Return True if running and loading requests outnumber vLLM's slots by an eighth or more.
 
         Sets ``slots_were_taken``. vLLM cannot preempt a load, so more loads would only hold blocks
         that running requests need. The extra eighth (at least one request) keeps slots from idling.
@@ -176,7 +176,7 @@ class LoadGates:
 
     def expects_blocks(self, now: float) -> bool:
         """Return True if blocks may soon become free, because loads took or released blocks within
-        the last ``wait_s``.
+        the last ``wait_s`` seconds.
         """
         return now - self._budget_changed_s < self._wait_s
 

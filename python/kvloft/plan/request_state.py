@@ -195,7 +195,7 @@ class RequestState:
         self.waited_out = False
 
     def forget_saves(self) -> None:
-        """Treat all units as not saved."""
+        """Treat all units as unsaved."""
         self.saved_units = 0
 
     def fail_load(self) -> None:

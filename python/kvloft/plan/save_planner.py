@@ -125,8 +125,8 @@ class SavePlanner:
         return [NEVER if request is None else request.next_save for request in requests]
 
     def _block_scheduled(self, step: StepView) -> None:
-        """Block all scheduled requests' saves. The engine skips the draft model in this step, so
-        the scheduled tokens have no draft KV.
+        """Block the saves of all scheduled requests. The engine skips the draft model in this step,
+        so the scheduled tokens have no draft KV.
         """
         for request in self._known(step.num_scheduled_tokens):
             self.block_saves(request)
@@ -210,7 +210,7 @@ class SavePlanner:
         return due
 
     def _examine(self, request: RequestState, frontier: int, step: StepView) -> bool:
-        """Set ``next_save``. Return True if units are due for saving at ``frontier``."""
+        """Set ``next_save``. Return True if any units are due to be saved at ``frontier``."""
         if step.tables is not None and not refresh_tables(request, step):
             request.next_save = frontier + 1
             return False

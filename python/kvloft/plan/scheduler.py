@@ -68,8 +68,9 @@ class SchedulerCore:
         """
 
     def meet_engine(self, count_running: Callable[[], int], retry_loads_s: float) -> None:
-        """Set the function that counts vLLM's running requests, and the pause in seconds after too
-        many failed loads. Both depend on vLLM's scheduler, which does not exist at construction.
+        """Set the function that counts vLLM's running requests, and the length of the pause, in
+        seconds, after too many failed loads. Both depend on vLLM's scheduler, which does not exist
+        yet at construction.
         """
         self._admission.gates.count_running = count_running
         self._breaker.retry_s = retry_loads_s
@@ -106,7 +107,7 @@ class SchedulerCore:
 
     def admit(self, live: LiveRequest, num_tokens: int, tables: Tables) -> None:
         """Record the block tables of a request that vLLM admits, and plan the load of the accepted
-        ``num_tokens``.
+        ``num_tokens`` tokens.
         """
         request = self._request(live)
         keeps_kv = self._keeps_blocks(request, tables)

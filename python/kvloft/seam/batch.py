@@ -53,7 +53,7 @@ class Tables:
 
     @property
     def has_blocks(self) -> bool:
-        """Return True if there are any blocks, even if too few for a unit."""
+        """Return True if there are any blocks, even if there are too few for a unit."""
         return bool(self.main_table)
 
     def __getitem__(self, units: slice) -> Sequence[BlockId]:

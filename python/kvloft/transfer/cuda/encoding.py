@@ -31,7 +31,7 @@ def _tiles_per_block(layout: PagedLayout) -> int:
 
 
 def _saved_bytes(layout: PagedLayout) -> int:
-    """Return the number of bytes that encoding saves per block, ignoring the table size."""
+    """Return how many bytes encoding saves per block, ignoring the table size."""
     sizes = (plane.page_bytes for plane in layout.planes if plane.is_bf16)
     return int(sum(size for size in sizes if size >= _MIN_PAGE_BYTES) * (1 - SHARE))
 

@@ -132,8 +132,8 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A submitted piece. Once the event ``read`` has occurred, the source is no longer read. Once
-    the event ``done`` has occurred, the copy and ``tags`` are complete.
+    """A submitted piece. Once the event ``read`` has occurred, the source is no longer being read.
+    Once the event ``done`` has occurred, the copy and ``tags`` are complete.
     """
 
     read: driver.Event
@@ -211,7 +211,7 @@ class Lane:
         return len(self._slots)
 
     def next_kernel_stream(self, kind: int) -> driver.Stream:
-        """Return the stream on which the next kernel for pages of ``kind`` runs.
+        """Return the stream on which the next kernel for pages of ``kind`` will run.
 
         Kernels that encode or decode use one stream per slot, so that the kernels for all free
         slots can start as soon as an engine kernel that filled the GPU is done, before the next

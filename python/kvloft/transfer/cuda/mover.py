@@ -138,7 +138,9 @@ class CudaMover:
                         event.synchronize()
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
-        """Queue gathers after the last launched forward pass. Drop saves if the queue is full."""
+        """Queue gathers to run after the last forward pass launched so far. Drop saves if the queue
+        is full.
+        """
         with self._shared.lock:
             self._saves.submit(plans)
             self._save_submitter.wake()
