@@ -142,7 +142,7 @@ def _command(config: Config, log: Path) -> list[str]:
 
 
 def _log_differences(config: Config, logger: logging.Logger) -> None:
-    """Log this engine's settings that differ from the running server's.
+    """Log the settings in which this engine differs from the running server.
 
     Logs nothing if the server rejects the request, for example because the server runs a different
     version. The engine's connection attempt then logs the reason.

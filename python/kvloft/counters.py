@@ -1,4 +1,4 @@
-"""Names and help texts of every store, server and engine metric.
+"""Names and help texts of all store, server and engine metrics.
 
 vLLM's `/metrics` and `kvloft serve --metrics` export these metrics. A test checks that stores,
 servers and docs/metrics.md use these names. This module must not import any other kvloft module.
@@ -10,8 +10,8 @@ from typing import Final
 
 
 class Scope(Flag):
-    """Determines where a metric is exported. `kvloft status --json` also prints metrics without a
-    scope.
+    """Determines where a metric is exported. `kvloft status --json` also prints metrics that have
+    no scope.
     """
 
     ENGINE = auto()
@@ -31,7 +31,7 @@ _SERVER: Final = Scope.SERVER
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A counter, or a gauge if ``is_gauge``."""
+    """A counter, or a gauge if ``is_gauge`` is True."""
 
     name: str
     help_text: str
@@ -230,5 +230,5 @@ METRICS: Final = (
 
 
 def exported(scope: Scope) -> list[Metric]:
-    """Return the metrics with ``scope``."""
+    """Return the metrics whose scope is ``scope``."""
     return [metric for metric in METRICS if scope in metric.scope]

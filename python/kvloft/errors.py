@@ -1,4 +1,4 @@
-"""Exceptions raised by kvloft and its Rust extension, and one exit status.
+"""Exceptions that kvloft and its Rust extension raise, and the exit status for lost output.
 
 Invalid settings raise an exception at startup. An error during a step is counted and treated as a
 miss. Every kvloft module may import this module, so it must not import any of them.
@@ -19,7 +19,9 @@ NOT_WRITTEN: Final = 4
 
 
 class ConfigError(ValueError):
-    """A setting or argument is invalid. The message gives its name, its value and the fix."""
+    """A setting or argument is invalid. The message gives its name and value, and explains how to
+    fix it.
+    """
 
 
 class UnsupportedError(ConfigError):

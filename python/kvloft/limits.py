@@ -94,7 +94,9 @@ def _from_file(path: str, salted: Limits) -> dict[str | None, Limits]:
 
 
 def _entries(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (name, entry) for each entry in the file. Error messages start with the name."""
+    """Yield (name, entry) for each entry in the file. Error messages about an entry start with its
+    name.
+    """
     blame = f"salt_limits = {path}"
     entries, node = read_yaml(path, blame, f"{WANTED}.")
     if not isinstance(entries, list):

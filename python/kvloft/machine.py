@@ -1,5 +1,5 @@
-"""Checks settings against this machine before the model is known. Settings that cannot work are
-errors; settings that probably will not work are warnings.
+"""Checks settings against this machine before the model is known. Settings that cannot work cause
+errors; settings that probably will not work cause warnings.
 
 The checks have no side effects. This module must not import vLLM or the store.
 """
@@ -70,7 +70,7 @@ def refuse_here(config: Config, available_bytes: int | None = None) -> None:
 
 
 def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status")) -> None:
-    """Raise ConfigError if, according to ``status``, this process must not use one of ``nodes``."""
+    """Raise ConfigError if, according to ``status``, this process cannot use all ``nodes``."""
     try:
         lines = status.read_text().splitlines()
         lists = [line.split()[1] for line in lines if line.startswith("Mems_allowed_list:")]
@@ -87,7 +87,7 @@ def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status"))
 
 
 def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
-    """Return a sentence for each setting that will probably not work on this machine.
+    """Return a sentence for each setting that probably will not work on this machine.
 
     If ``opens_disk`` is True, skip checks that the caller repeats when it opens the disk directory.
     """
@@ -104,7 +104,7 @@ def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
 
 
 def _bare(config: Config) -> list[str]:
-    """Return a warning for each number whose unit is probably missing by mistake."""
+    """Return a warning for each number whose unit was probably left out by mistake."""
     numbers = [
         (f"{key} = {_shown(number)} ({config.origin(key)})", key, number)
         for key, number in config.bare_numbers.items()

@@ -100,7 +100,7 @@ def console() -> Console:
 
 
 def gpu_bytes(needed: Sequence[str] = ("torch", "vllm")) -> int:
-    """Return the size of the GPU's memory.
+    """Return the GPU's memory size.
 
     Raises UnsupportedError if there is no GPU, or if a ``needed`` module is not installed.
     """
@@ -189,7 +189,7 @@ def _copy_tables(result: dict[str, Any]) -> list[Table]:
 
 
 def _rates(row: dict[str, Any]) -> list[str]:
-    """Return three table cells for each direction: the rate in GB/s, the rate's share of the
+    """Return three table cells for each direction: the rate in GB/s, the rate as a share of the
     ceiling, and the rate in GB/s with compressed frames.
     """
     whats, compressed = ("save", "load", "both", "save_idle"), row.get("compressed", {})

@@ -53,7 +53,7 @@ class Bench:
 
 
 def machine() -> dict[str, Any]:
-    """Return the GPU's description and the driver and torch versions."""
+    """Return a description of the GPU, and the driver and torch versions."""
     properties = torch.cuda.get_device_properties(0)
     version = driver.driver_version()
     return {
@@ -144,13 +144,15 @@ def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
 
 
 def _by_frame_order(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Measure copies of consecutive chunks whose frames are not contiguous, as after evictions."""
+    """Measure copies of consecutive chunks in frames that are not contiguous, as happens after
+    evictions.
+    """
     for order in [name for name in FRAME_ORDERS if name != "ascending"]:
         yield {"order": order, **_rows_of(bench, Case.of(64 * KIB), frame_order=order)}
 
 
 def workloads() -> dict[str, Callable[[], object]]:
-    """Return a compute-bound and an HBM-bound computation of about a millisecond each."""
+    """Return one compute-bound and one HBM-bound computation, each taking about a millisecond."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     c = torch.empty_like(a)
     x, y = (torch.randn(1 << 28, device="cuda", dtype=torch.float32) for _ in range(2))
@@ -185,7 +187,7 @@ def _interference(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def rig_interference(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, float, float]:
-    """Run `interference` with `NUM_ROUNDS` consecutive copies by the rig.
+    """Run `interference` while the rig makes `NUM_ROUNDS` consecutive copies.
 
     Raises RuntimeError if a chunk was not copied.
     """
@@ -204,7 +206,7 @@ def rig_interference(rig: Rig, work: Callable[[], object], what: str) -> tuple[f
 
 
 def _waits(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Measure the delay of 128 KiB copies during one large copy and during kvloft's copies."""
+    """Measure how long 128 KiB copies take during one large copy and during kvloft's copies."""
     ceiling = bench.ceiling
     for what in DIRECTIONS[:2]:
         ceiling.start(what)
@@ -235,7 +237,7 @@ def _wait_row(by: str, what: str, found: list[float]) -> dict[str, Any]:
 def _row(
     by: str, work: str, what: str, num_bytes: int, found: list[tuple[float, float, float]]
 ) -> dict[str, Any]:
-    """Return the medians of multiple `interference` runs."""
+    """Return the medians over several `interference` runs."""
     slowdowns = sorted(during / alone for alone, during, _ in found)
     return {
         "by": by,

@@ -22,7 +22,7 @@ FORWARD_CYCLES = 4_000_000
 
 
 class HostFrames:
-    """Anonymous shared memory that holds the frames of all cases."""
+    """Anonymous shared memory that holds the frames for all cases."""
 
     def __init__(self, size_bytes: int) -> None:
         self._map = mmap.mmap(-1, size_bytes)
@@ -50,7 +50,7 @@ def current_stream() -> driver.Stream:
 
 
 def occupy(then: driver.Event, cycles: int) -> None:
-    """Run a kernel for ``cycles`` clock cycles on the current stream, then record ``then``."""
+    """Run a kernel for ``cycles`` clock cycles on the current stream. Record ``then`` after it."""
     torch.cuda._sleep(cycles)  # noqa: SLF001 - the only way to keep a stream busy
     then.record(current_stream())
 
@@ -116,8 +116,8 @@ def interference(
     streams: list[driver.Stream],
     num_reps: int,
 ) -> tuple[float, float, float]:
-    """Return the durations of ``work`` alone, of ``work`` during a copy, and of the copy, in
-    seconds.
+    """Return the durations, in seconds, of ``work`` alone, of ``work`` during a copy, and of the
+    copy.
 
     ``wait_sent`` must block until the entire copy is queued on ``streams``. Repetitions of ``work``
     that do not run entirely during the copy are ignored.
@@ -154,7 +154,8 @@ def interference(
 
 
 def waits(start: Callable[[], None], is_over: Callable[[], bool], what: str) -> list[float]:
-    """Return the duration, in seconds, of each small copy during the copy that ``start`` begins.
+    """Run small copies during the copy that ``start`` begins, and return their durations in
+    seconds.
 
     Each small copy transfers `SMALL_BYTES`, like an engine's copies in each step. The small copies
     run in sequence on the compute stream: to the host if ``what`` is 'save', otherwise to the GPU.

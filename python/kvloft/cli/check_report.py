@@ -41,7 +41,7 @@ FAILED = {
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The results of one pass over the prompts, compared with vLLM alone.
+    """The results of one pass over the prompts, compared with the results of vLLM alone.
 
     Attributes:
         answers: number of outputs. Each output is ``equal``, ``near`` or ``wrong``.
@@ -238,7 +238,7 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
 
 
 def groups_text(groups: list[dict[str, Any]]) -> str:
-    """Return the number of groups of each kind and reach as text, such as "3 window 63, 1 full"."""
+    """Return the group counts by kind and reach as text, such as "3 window 63, 1 full"."""
     names = [f"{g['kind']} {g['reach']}" if g["reach"] else g["kind"] for g in groups]
     return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
 

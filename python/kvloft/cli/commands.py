@@ -17,7 +17,9 @@ from kvloft.errors import NOT_WRITTEN, ConfigError, StoreError
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse ``argv`` or this process's arguments. Exit with status 2 on an unknown argument."""
+    """Parse ``argv``, or this process's arguments if ``argv`` is None. Exit with status 2 on an
+    unknown argument.
+    """
     own, flags = split_flags(list(sys.argv[1:] if argv is None else argv) or ["--help"])
     try:
         args, rest = build_parser(own[0] if own else None).parse_known_args(
@@ -39,8 +41,8 @@ def _again(error: OSError, _: argparse.Namespace) -> NoReturn:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error if it cannot print its help. By default, argparse ignores the
-    error.
+    """A parser that reports an error if it cannot print its help text. By default, argparse ignores
+    the error.
     """
 
     def _print_message(self, message: str, file: Any = None) -> None:

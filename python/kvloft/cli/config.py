@@ -46,7 +46,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the settings and return 0. Raises ConfigError if an engine would not start."""
+    """Print the settings and return 0. Raises ConfigError if an engine could not start with these
+    settings.
+    """
     config = load_config(parse_extra(args.extra))
     refuse_here(config, available_bytes())
     for warning in warnings(config):
@@ -74,7 +76,7 @@ def not_ours(config: Config) -> tuple[str, ...]:
 
 
 def rows(config: Config) -> list[tuple[str, str, str]]:
-    """Return the rows of `describe`, marking settings that the server sets."""
+    """Return the rows of `describe`, and mark the settings that the server sets."""
     void = not_ours(config)
     return [
         (key, *(("(set by the server)", "kvloft serve") if key in void else rest))
@@ -83,7 +85,7 @@ def rows(config: Config) -> list[tuple[str, str, str]]:
 
 
 def parse_extra(text: str) -> dict[str, object]:
-    """Parse ``--extra``. Raises ConfigError if it is not a JSON object or repeats a key."""
+    """Parse ``--extra``. Raises ConfigError if the value is not a JSON object or repeats a key."""
     shown = repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
     try:
         extra = json.loads(text, object_pairs_hook=_each_once)

@@ -72,7 +72,9 @@ def socket_of(args: argparse.Namespace) -> str:
 
 
 def _owner(path: Path) -> int:
-    """Return the uid owning ``path`` or, if it is inaccessible, its nearest accessible parent."""
+    """Return the uid of the owner of ``path`` or, if it is inaccessible, of its nearest accessible
+    parent.
+    """
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):
             return place.stat().st_uid
@@ -80,7 +82,7 @@ def _owner(path: Path) -> int:
 
 
 def _user(uid: int) -> str:
-    """Return the name of a user, or ``'#UID'`` (accepted by sudo) if the user has no name."""
+    """Return the user's name, or ``'#UID'``, which sudo accepts, if the user has no name."""
     import pwd  # imported lazily: only needed for an error
 
     try:
@@ -90,7 +92,7 @@ def _user(uid: int) -> str:
 
 
 def available_bytes() -> int | None:
-    """Return this machine's or container's free memory in bytes, or None if it is unknown."""
+    """Return the free memory of this machine or container in bytes, or None if it is unknown."""
     try:  # `kvloft config` must work even if the extension cannot be loaded
         from kvloft._core import available_bytes as available
     except ImportError:
@@ -122,7 +124,7 @@ def _path(text: str) -> str:
 
 
 def report_no_answer(error: StoreError, args: argparse.Namespace) -> int:
-    """Print why the server did not respond and how to fix it. Return the exit status."""
+    """Print why the server did not respond and how to fix the problem. Return the exit status."""
     fix = "start one with `kvloft serve`"
     if isinstance(error, DeniedError) and hasattr(args, "socket"):
         socket = socket_of(args)

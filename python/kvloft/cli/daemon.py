@@ -1,4 +1,4 @@
-"""Handles `kvloft serve` output (log on stdout, warnings on stderr) and --background.
+"""Handles the output of `kvloft serve` (log on stdout, warnings on stderr) and --background.
 
 The server keeps running if a write fails. Only the first failure is reported, on stderr.
 """

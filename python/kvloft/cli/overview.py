@@ -71,7 +71,7 @@ def lines(status: Status, socket: str) -> list[str]:
 
 
 def disk_full(status: Status, found: dict[str, Any] | None = None) -> list[str]:
-    """Return a line if the file system is full and the directory is below its size limit."""
+    """Return a message if the file system is full but the directory is below its size limit."""
     found = found or figures(status)
     free, left = found["disk_free_bytes"], found["disk_size_bytes"] - found["disk_files_bytes"]
     if free is None or free >= min(left, GROWTH_BYTES):

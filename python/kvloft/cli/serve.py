@@ -151,7 +151,9 @@ def shares(texts: list[str]) -> list[tuple[str, int]]:
 
 
 def nodes(text: str | None) -> list[int]:
-    """Parse NUMA nodes such as ``0,0,1,1``. Raises ConfigError if a node is invalid or unknown."""
+    """Parse a list of NUMA nodes, such as ``0,0,1,1``. Raises ConfigError if a node is invalid or
+    unknown.
+    """
     if text is None:
         return []
     if re.fullmatch(r"[0-9]{1,2}(,[0-9]{1,2})*", text) is None:
@@ -165,7 +167,7 @@ def nodes(text: str | None) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the server until a signal arrives or ``--linger`` expires without an engine.
+    """Run the server until a signal arrives or ``--linger`` expires with no engine connected.
 
     Return 0 on success, or 1 if another server uses the socket, too little memory is free or a
     system call fails. Raises ConfigError if a setting is invalid.
@@ -195,8 +197,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit on open files to the hard limit. Connections and disk files count toward the
-    soft limit, which is often only 1024.
+    """Raise the soft limit on open files to the hard limit. Connections and disk files count toward
+    the soft limit, which is often only 1024.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
@@ -304,7 +306,7 @@ def _start(options: _Options) -> Any:
 
 
 def _log_start(options: _Options, server: Any, log: Log, begun: Callable[[], None]) -> None:
-    """Call ``begun`` and log the address, sizes and limits."""
+    """Call ``begun``, and log the server's address, sizes and limits."""
     config, trouble = options.config, server.disk_trouble()
     if trouble is not None:
         warn(f"warning: {trouble}; using host memory only and retrying")
@@ -329,7 +331,7 @@ def _stop_line(config: Config) -> str:
 
 
 def _place(stream: IO[str]) -> tuple[int, int] | None:
-    """Return the device and inode of a stream's file, or None if they are unknown."""
+    """Return the device and inode numbers of a stream's file, or None if they are unknown."""
     try:
         found = os.fstat(stream.fileno())
     except (OSError, ValueError):
@@ -338,7 +340,9 @@ def _place(stream: IO[str]) -> tuple[int, int] | None:
 
 
 def _disk(config: Config, trouble: str | None, *, is_told: bool) -> str:
-    """Return a description of the disk at startup. Omit any problem if ``is_told`` is True."""
+    """Return a description of the disk for the startup log line. Omit any problem if ``is_told`` is
+    True.
+    """
     if config.disk_path is None:
         return "no disk"
     if trouble is None:
@@ -359,7 +363,7 @@ def _texts(options: _Options) -> dict[str, str]:
 
 
 def _wait(is_over: threading.Event, server: Any, linger_s: float | None, log: Log) -> None:
-    """Wait until a signal arrives, or until no engine has been connected for ``linger_s``."""
+    """Wait until a signal arrives or no engine has been connected for ``linger_s`` seconds."""
     needed, num_joined = time.monotonic() + FIRST_ENGINE_S, 0
     while not is_over.wait(LOOK_EVERY_S):
         log.tell(*server.take_events())
@@ -376,7 +380,7 @@ def _wait(is_over: threading.Event, server: Any, linger_s: float | None, log: Lo
 
 
 def _stop(is_over: threading.Event, begun_s: list[float], number: int) -> None:
-    """Stop the server on the first signal and exit immediately on a second signal.
+    """Stop the server on the first signal, and exit immediately on the second.
 
     A second signal within ``TWICE_S`` is ignored, because timeout(1) sends each signal twice.
     """

@@ -36,7 +36,7 @@ COMPRESSED: Final = frozenset({"auto", "bfloat16"})
 
 @dataclass(frozen=True, slots=True)
 class KvSize:
-    """KV size of one token in bytes for each kind of layer, summed over all ranks."""
+    """KV size per token, in bytes, for each kind of layer, summed over all ranks."""
 
     full_bytes: int
     reaching_bytes: int
@@ -122,7 +122,7 @@ def _num_tokens(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the sizes and return 0. Raises ConfigError if the config.json is unusable."""
+    """Print the sizes and return 0. Raises ConfigError if config.json is unusable."""
     config = read_model_config(args.model)
     try:
         size = kv_size(config, DTYPE_BYTES[args.kv_cache_dtype])
@@ -161,8 +161,8 @@ def read_model_config(model: str) -> dict[str, Any]:
 
 
 def _find_config(model: str) -> Path | None:
-    """Return the config.json path, or None if ``model`` is not a path. Raises OSError, and
-    ConfigError if ``model`` is a path without a config.json.
+    """Return the path of config.json, or None if ``model`` is not a path. Raises ConfigError if
+    ``model`` is a path that contains no config.json, or OSError if the path is inaccessible.
     """
     path = Path(model)
     path = path if path.is_file() else path / "config.json"
@@ -217,7 +217,7 @@ def _layer_kinds(config: dict[str, Any]) -> list[str]:
 
 
 def _interleaved(config: dict[str, Any], num_layers: int) -> list[str]:
-    """Return each layer's kind for a config that does not list the layer kinds.
+    """Return each layer's kind for a config that does not list the kinds.
 
     Either every n-th layer has full attention, or all layers are of the same kind.
     """

@@ -58,7 +58,9 @@ def title(namespace: str, space: Status, status: Status) -> str:
 
 
 def field_table(fields: Mapping[str, str] | str) -> Table | Text:
-    """Return a table of a namespace's fields, two per row, or text if ``fields`` is a string."""
+    """Return a table of a namespace's fields, two per row, or ``fields`` itself as text if it is a
+    string.
+    """
     if isinstance(fields, str):
         return Text(fields)
     table = Table(
@@ -71,7 +73,7 @@ def field_table(fields: Mapping[str, str] | str) -> Table | Text:
 
 
 def disk_unused(status: Status) -> list[str]:
-    """Return a line if the server cannot use its disk directory."""
+    """Return a message if the server cannot use its disk directory."""
     if not status["stats"]["server_disk_unused"]:
         return []
     disk = status["settings"].get("disk_path", "")
@@ -81,7 +83,7 @@ def disk_unused(status: Status) -> list[str]:
 
 
 def rejected(status: Status) -> list[str]:
-    """Return a line for each namespace whose engines the server rejects."""
+    """Return a message for each namespace whose engines the server rejects."""
     return [
         f"The server rejected {counted(each['count'], 'connection')} from engines in namespace "
         f"{each['namespace']}: {each['reason']}. These engines keep retrying."
@@ -90,7 +92,7 @@ def rejected(status: Status) -> list[str]:
 
 
 def tier_table(space: Status, status: Status) -> Table:
-    """Return a table with each tier's chunks, used share of the size limit, and queued I/O."""
+    """Return a table of each tier's chunk counts, size, fill level and queued I/O."""
     stats = space["stats"]
     table = new_table(
         "tier", "chunks", "bytes", "of size", "reading", "writing", "in use", "evicted"
@@ -108,13 +110,13 @@ def tier_table(space: Status, status: Status) -> Table:
 
 
 def broken(space: Status, status: Status) -> list[str]:
-    """Return a line if the disk tier is paused, unless `disk_unused` reports the reason."""
+    """Return a message if the disk tier is paused, unless `disk_unused` reports the reason."""
     is_paused = space["stats"]["disk_broken"] and not disk_unused(status)
     return ["The disk tier is paused because I/O is failing; retrying."] if is_paused else []
 
 
 def notes(space: Status, disk_problems: list[str]) -> list[str]:
-    """Return a line for each reason that chunks are missing, with the number of missing chunks.
+    """Return a line for each reason why chunks are missing, with the number of chunks affected.
 
     ``disk_problems`` holds the lines that explain why chunks were not written to disk.
     """
@@ -150,7 +152,7 @@ def whose(tag: str, spaces: list[dict[str, Any]]) -> str:
 
 
 def tenant_table(space: Status, limit: int, marked: str | None = None) -> list[Table | str]:
-    """Return a table of the largest tenants, or nothing if there are no salts or limits."""
+    """Return a table of the largest tenants, or an empty list if there are no salts or limits."""
     tenants = space["tenants"][:limit]
     limits = ("max_host_bytes", "max_disk_bytes", "ttl_s")
     if not any(
@@ -181,8 +183,8 @@ def engine_table(space: Status) -> Table | str:
 
 
 def hit_rate(counts: Counts, before: Counts | None = None) -> float | None:
-    """Return the fraction of looked-up chunks that were found since ``before``, or None without
-    lookups.
+    """Return the fraction of looked-up chunks that were found since ``before``, or None if there
+    were no lookups.
     """
     names, old = ("lookup_chunks", "lookup_chunks_found"), before or {}
     asked, found = (counts.get(name, 0) - old.get(name, 0) for name in names)

@@ -112,7 +112,9 @@ class _Output:
 def rates_of(
     status: dict[str, Any], seconds: float, before: dict[str, Any]
 ) -> dict[bytes, dict[str, float]]:
-    """Return the rates, in chunks per second, of each namespace that was already open."""
+    """Return the rates, in chunks per second, for each namespace that was already open in
+    ``before``.
+    """
     olds, rates = _by_name(before), {}
     for space in status["namespaces"]:
         new, old = space["stats"], olds.get(space["namespace"])
@@ -182,7 +184,7 @@ def picture(
     socket: str = "",
     tag: str | None = None,
 ) -> Group:
-    """Return the tables for one refresh, after rows for the limits and any problems."""
+    """Return the tables for one refresh, preceded by rows for the limits and any problems."""
     spaces, olds = [space for space in status["namespaces"] if space["stats"]], _by_name(before)
     bounds = limits_text(status["settings"])
     limits = [Text(f"Limits: {bounds}", no_wrap=True, overflow="ellipsis")] if bounds else []
@@ -202,7 +204,7 @@ def _picture_of(
     olds: dict[bytes, dict[str, Any]],
     tag: str | None,
 ) -> RenderableType:
-    """Return a namespace's tables, most important first, because a short screen hides the last
+    """Return a namespace's tables in order of importance, because a short screen cuts off the last
     tables.
     """
     flow = [_flow(rates, chunk_bytes(space))] if rates else []
@@ -220,7 +222,7 @@ def _picture_of(
 
 
 def _flow(rates: dict[str, float], frame_bytes: float) -> Table:
-    """Return a table with two rates per row, so that all rates fit on half a 24-row screen."""
+    """Return a table with two rates per row, so that all rates fit in half of a 24-row screen."""
     table = new_table("per second", "chunks", "GB")
     table.add_column("per second", no_wrap=True)
     for name in ("chunks", "GB"):

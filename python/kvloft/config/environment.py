@@ -37,12 +37,12 @@ def engine_environment(names: Iterable[str]) -> list[str]:
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """Return a child process's environment: a copy of this environment with ``changes``."""
+    """Return a child process's environment: a copy of this environment with ``changes`` applied."""
     return {**os.environ, **changes}
 
 
 def server_environment() -> dict[str, str]:
-    """Return a server's environment without settings, which its command line carries."""
+    """Return a server's environment without the settings, which are passed on its command line."""
     return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
 
 
@@ -61,7 +61,9 @@ def auto_socket() -> str:
 
 
 def _is_own(folder: str) -> bool:
-    """Return True if this user owns the directory. `su` can keep another user's variables."""
+    """Return True if this user owns the directory. `su` may keep another user's environment
+    variables.
+    """
     try:
         return os.path.isdir(folder) and os.stat(folder).st_uid == os.geteuid()  # noqa: PTH112, PTH116
     except OSError:

@@ -212,7 +212,7 @@ def first_twice(keys: Sequence[str]) -> str | None:
 
 
 def _refuse_foreign(given: Sequence[tuple[str, object, object]], origin: str) -> None:
-    """Raise ConfigError if a (name, key, value) row holds another cache's setting."""
+    """Raise ConfigError if any (name, key, value) row contains another cache's setting."""
     found = [
         f"{name} ({origin}) {other}"
         for name, key, value in given

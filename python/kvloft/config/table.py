@@ -191,7 +191,7 @@ class Config:
 
     @property
     def disk_bytes(self) -> int:
-        """Return the disk tier size in bytes, or 0 without disk_path."""
+        """Return the size of the disk tier in bytes, or 0 if disk_path is not set."""
         return self.disk_size if self.disk_path is not None else 0
 
     def origin(self, key: str) -> str:
@@ -209,7 +209,7 @@ KEYS: Final[Mapping[str, Setting]] = {
 
 
 def is_checked_for_unit(key: str, value: object) -> bool:
-    """Return True if this setting's value might be missing a unit by mistake."""
+    """Return True if the unit of this setting's value might have been left out by mistake."""
     if key == "server_timeout":
         return True
     return KEYS[key] in (_SIZE, _QUOTA, _TTL) and isinstance(value, int)

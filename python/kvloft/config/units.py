@@ -108,7 +108,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def has_unit(value: object) -> bool:
-    """Return True if a valid size or time has a unit."""
+    """Return True if ``value``, a valid size or time, has a unit."""
     return _quantity(value)[1] != ""
 
 

@@ -90,7 +90,7 @@ class Admission:
         return still_waits
 
     def _keep_waiting(self, request: RequestState, local_tokens: int) -> bool:
-        """Record the call. Return True if the request's reason to wait still holds."""
+        """Record the call. Return True if the request's reason for waiting still holds."""
         lease, awaited = request.lease, request.awaited
         if awaited is None and self._is_crowded(request) and not self.gates.slots_were_taken:
             return False
@@ -120,7 +120,7 @@ class Admission:
         return now
 
     def _is_crowded(self, request: RequestState) -> bool:
-        """Return True if this request must not wait, because too many requests already do."""
+        """Return True if this request must not wait, because too many are already waiting."""
         if self._max_running is None:
             return False
         limit = min(max(MIN_WAITING, self._max_running), self._num_waited + MAX_NEW_WAITING)
@@ -194,7 +194,7 @@ class Admission:
         """Return True if the request may start reading its chunks from disk."""
         if pays:
             return self.turns.take(request, stored_units)
-        # If waiting does not pay off, read only to measure the rate of an idle disk.
+        # If waiting is not worthwhile, read only to measure the rate of an idle disk.
         return may_wait and not self._is_crowded(request) and self.disk.pacing.is_disk_idle
 
     def _pin(self, request: RequestState, stored_units: int) -> Lease:
@@ -206,7 +206,7 @@ class Admission:
         return request.lease
 
     def _offer(self, request: RequestState, lease: Lease, now: float, *, may_wait: bool) -> Answer:
-        """Return `match`'s result for a request with a lease."""
+        """Return the result of `match` for a request that has a lease."""
         ready_units, pending_units = lease.store_lease.poll()
         if pending_units:
             self.turns.note_pinned(request)
@@ -281,7 +281,9 @@ class Admission:
             self.gates.begin(request, num_tokens)
 
     def begin_step(self) -> None:
-        """Begin a step, in which vLLM walks its queue from the front. Release outdated leases."""
+        """Begin a step, in which vLLM walks through its queue from the front. Release outdated
+        leases.
+        """
         if self.turns.is_over_limit:  # drop leases without a `match` call in the last step
             self._drop_leases(lambda request: request.asked_step < self.step)
         self.step += 1
@@ -308,7 +310,7 @@ class Admission:
         self.gates.end(req_id)
 
     def release_all(self) -> None:
-        """Release all waiting requests' leases. Each request's next call repeats its lookup."""
+        """Release the leases of all waiting requests. A request's next call repeats the lookup."""
         self._drop_leases(lambda _: True)
         self.waiting.clear()
 

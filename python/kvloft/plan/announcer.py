@@ -109,7 +109,7 @@ class Announcer:
         units: range,
         num_above: int,
     ) -> None:
-        """Record chunks. The parent of the first chunk is the main group's chunk of unit
+        """Record chunks. The parent of the first chunk is the main group's chunk for unit
         ``num_above - 1``.
         """
         if self._is_over:
@@ -136,8 +136,8 @@ class Announcer:
         units: range,
         num_above: int,
     ) -> dict[bytes, _Chunk]:
-        """Return the chunks of ``units``, up to but excluding the first chunk whose blocks cannot
-        be described.
+        """Return the chunks of ``units``, up to but not including the first chunk whose blocks
+        cannot be described.
         """
         found: dict[bytes, _Chunk] = {}
         above = chain.key(num_above - 1, self._numbers[self._main]) if num_above else None
@@ -156,8 +156,8 @@ class Announcer:
         return found
 
     def _note_recent(self, found: dict[bytes, _Chunk]) -> None:
-        """Mark chunks as the most recent. A prefix's last chunk is removed first, because other
-        prefixes can share the earlier chunks.
+        """Mark the chunks in ``found`` as the most recent. A prefix's last chunk is removed first,
+        because other prefixes can share the earlier chunks.
         """
         inner = {chunk.parent for chunk in found.values() if chunk.parent is not None}
         for parent in inner:
@@ -233,7 +233,7 @@ class Announcer:
         return list(reversed(self._known))
 
     def _move(self, chunk: _Chunk, where: int) -> None:
-        """Add the events for ``chunk``, which is now in the tiers ``where``, to the log."""
+        """Log the events for ``chunk``, which is now in the tiers given by ``where``."""
         for tier in TIERS:
             if (chunk.where ^ where) & tier:
                 change = self._log.enter if where & tier else self._log.leave

@@ -90,7 +90,7 @@ class BlockWriters:
         requests: Mapping[ReqId, RequestState],
         admitted: Iterable[ReqId],
     ) -> None:
-        """Drop the records of blocks that vLLM assigned in this step or in its admissions."""
+        """Drop the records of blocks that vLLM assigned in this step or at admission."""
         if not self._prefixes:
             return
         for request in filter(None, map(requests.get, admitted)):
@@ -170,7 +170,7 @@ class BlockWriters:
         return [request for request in unchecked if request.is_hit_unchecked]
 
     def know_hit(self, request: RequestState) -> bool:
-        """Return True if all of the hit's blocks were written for the request's prefix.
+        """Return True if every block in the hit was written for the request's prefix.
 
         Every block of the main group must have a record, except the null blocks before a window.
         Blocks of other groups may lack a record, because vLLM can replace them before they are
@@ -225,7 +225,7 @@ class BlockWriters:
 def _update(
     records: dict[BlockId, bytes], request: RequestState, units: range, chain: KeyChain
 ) -> None:
-    """Record each unit's key for the unit's blocks in all groups."""
+    """Record each unit's key for its blocks in all groups."""
     keys = list(map(chain.key, units))
     for table, size in _tables(request) if keys else ():
         for nth in range(size):
@@ -234,6 +234,6 @@ def _update(
 
 
 def _tables(request: RequestState) -> Iterator[tuple[Sequence[BlockId], int]]:
-    """Yield each group's block table and the group's number of blocks per unit."""
+    """Yield each group's block table and number of blocks per unit."""
     blocks = request.blocks
     return ((table, blocks.size_of(group)) for group, table in enumerate(blocks.tables))

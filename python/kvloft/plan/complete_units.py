@@ -15,7 +15,8 @@ from kvloft.seam.views import StepView
 
 
 def take_complete_units(request: RequestState, unit_tokens: int, frontier: int) -> bool:
-    """Find the units of ``request`` that are complete at the end of this step and not saved yet.
+    """Find the units of ``request`` that are complete at the end of this step but have not been
+    saved.
 
     Returns True if units [save_start, saved_units) must be saved, and then counts them as saved.
     ``frontier`` is the number of tokens whose KV is in the blocks at the end of the step, excluding
@@ -75,7 +76,7 @@ def refresh_tables(request: RequestState, step: StepView) -> bool:
 
 
 def longest_request(step: StepView) -> int:
-    """Return the longest request's length after this step, including draft tokens."""
+    """Return the length of the longest request after this step, including draft tokens."""
     scheduled = step.num_scheduled_tokens
     ends = [new.num_computed_tokens + scheduled[new.req_id] for new in step.new]
     ends += map(add, step.num_computed_tokens, map(scheduled.__getitem__, step.running))
@@ -83,7 +84,8 @@ def longest_request(step: StepView) -> int:
 
 
 def rewritten_blocks(step: StepView, store: Session, unit_tokens: int) -> tuple[BlockId, ...]:
-    """Return the blocks that this step assigns for writing while saves may still read them (I2).
+    """Return the blocks that this step assigns for writing while saves may still be reading them
+    (I2).
 
     A save reads its blocks after its step launches, when its request may already have finished. A
     new request reads only the blocks of its computed tokens, and writes to all later blocks.

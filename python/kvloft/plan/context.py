@@ -18,8 +18,8 @@ from kvloft.seam.store import Session
 
 
 class EventNotes:
-    """Queues calls to the announcer until `take` returns them. Without an announcer, drops the
-    calls.
+    """Queues calls to the announcer until `take` returns them. Drops the calls if there is no
+    announcer.
     """
 
     def __init__(self, announcer: Announcer | None) -> None:

@@ -43,7 +43,7 @@ round trip.
 
 @dataclass(slots=True)
 class FadingRate:
-    """An amount of work and its duration. Measurements lose weight with age."""
+    """An amount of work and its duration. Older measurements carry less weight."""
 
     half_life_s: float
     amount: float = 0.0
@@ -111,8 +111,8 @@ class DiskPacing:
         return self.num_done + self.num_pending
 
     def observe_step_begin(self, now: float, num_prompt_tokens: int) -> int | None:
-        """Record a planned step. Return its number, or None if it computes no prompt tokens. Steps
-        need numbers, because vLLM does not report the end of every empty step.
+        """Record a planned step. Return the step's number, or None if the step computes no prompt
+        tokens. Steps need numbers, because vLLM does not report the end of every empty step.
         """
         if num_prompt_tokens == 0:
             return None
@@ -122,8 +122,9 @@ class DiskPacing:
         return self._num_steps
 
     def observe_step_end(self, now: float, number: int | None) -> None:
-        """Record the end of step ``number``, or of a step without prompt tokens if it is None. The
-        step's time starts when it was planned or when the previous step ended, whichever is later.
+        """Record the end of step ``number``, or of a step with no prompt tokens if ``number`` is
+        None. The step's time starts when it was planned or when the previous step ended, whichever
+        is later.
         """
         if number is not None and (step := self._steps.pop(number, None)) is not None:
             begin, num_tokens = step
@@ -133,7 +134,9 @@ class DiskPacing:
 
     @property
     def is_disk_idle(self) -> bool:
-        """True if no reads are queued, so a read to measure the disk does not delay requests."""
+        """True if no reads are queued, so a read that measures the disk would not delay any
+        requests.
+        """
         return self.num_pending == 0
 
     # -- estimates ------------------------------------------------------------------------------

@@ -22,13 +22,13 @@ class DiskWait:
         return max(0, num_units) * self._num_groups
 
     def pays_for_reads(self, request: RequestState, now: float) -> bool:
-        """Return True if it pays off to wait for reads that are not queued yet."""
+        """Return True if it is worth waiting for reads that are not queued yet."""
         return self._pays(request, request.num_on_disk, None, now)
 
     def pays_for_rest(
         self, request: RequestState, ready_units: int, pending_units: int, now: float
     ) -> bool:
-        """Return True if it pays off to wait for a lease's pending reads."""
+        """Return True if it is worth waiting for a lease's pending reads."""
         num_local = request.local_tokens // self._unit_tokens
         num_missing = pending_units + min(0, ready_units - num_local)
         if num_missing <= 0:
@@ -38,7 +38,7 @@ class DiskWait:
     def _pays(
         self, request: RequestState, num_chunks: int, reads_end: int | None, now: float
     ) -> bool:
-        """Return True if waiting for ``num_chunks`` chunks pays off. Otherwise, set
+        """Return True if it is worth waiting for ``num_chunks`` chunks. Otherwise, set
         ``request.slow_tokens`` to the number of tokens in these chunks.
 
         ``reads_end`` is the `DiskPacing.num_done` value after the last read, or None if the reads

@@ -28,7 +28,7 @@ class Block(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A KV cache group's blocks that entered ``tier``. Each block is the parent of the next."""
+    """Blocks of one KV cache group that entered ``tier``. Each block is the parent of the next."""
 
     tier: int
     blocks: list[Block]
@@ -36,7 +36,7 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Hashes of a KV cache group's blocks that left ``tier``."""
+    """Hashes of blocks of one KV cache group that left ``tier``."""
 
     tier: int
     hashes: list[bytes]
@@ -47,8 +47,8 @@ Event = Stored | Removed
 
 
 class EventLog:
-    """Adds an event when the first chunk with a block enters a tier, and when the last chunk with
-    the block leaves that tier.
+    """Adds an event when the first chunk that contains a block enters a tier, and when the last
+    chunk that contains the block leaves that tier.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class EventLog:
         self._events: list[Event] = []
 
     def enter(self, tier: int, group: int, blocks: Sequence[Block]) -> None:
-        """Record that a chunk with ``blocks`` entered ``tier``."""
+        """Record that a chunk containing ``blocks`` entered ``tier``."""
         holders = self._holders[tier]
         for block in blocks:
             holders[group, block.hash] += 1

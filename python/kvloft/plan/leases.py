@@ -1,4 +1,4 @@
-"""Leases of requests, and the number of units that the leases pin.
+"""The leases that requests hold, and the number of units that these leases pin.
 
 A shared prefix counts once. Units are counted in strides, because the key at the end of a stride
 identifies the entire prefix. `ReadTurns` sets the limits.
@@ -64,7 +64,7 @@ def _total(strides: Strides, keys: Collection[bytes] | None = None) -> int:
 
 
 class PinnedFrames:
-    """A set of leases, and the number of distinct units that the leases pin."""
+    """A set of leases, and the number of distinct units that they pin."""
 
     def __init__(self, max_units: int) -> None:
         self.counts = StrideCounts(max_units)
@@ -84,7 +84,7 @@ class PinnedFrames:
 
 
 class Lease:
-    """A request's lease on a prefix. A `PinnedFrames` counts the lease until its release.
+    """A request's lease on a prefix. A `PinnedFrames` counts the lease until it is released.
 
     ``num_tokens`` is the request's length when the lease was acquired.
     """

@@ -148,7 +148,7 @@ class LoadGates:
     # -- running slots --------------------------------------------------------------------------
 
     def check_slots_taken(self, now: float) -> bool:
-        """Return True if running and loading requests exceed vLLM's slots by an eighth or more.
+        """Return True if running and loading requests outnumber vLLM's slots by an eighth or more.
 
         Sets ``slots_were_taken``. vLLM cannot preempt a load, so more loads would only hold blocks
         that running requests need. The extra eighth (at least one request) keeps slots from idling.
@@ -163,7 +163,9 @@ class LoadGates:
     # -- GPU blocks -----------------------------------------------------------------------------
 
     def lacks_blocks(self, request: RequestState, num_tokens: int, loaded_tokens: int) -> bool:
-        """Return True if the request may lack blocks after a load up to ``loaded_tokens``."""
+        """Return True if the request may run out of blocks once its first ``loaded_tokens`` tokens
+        are loaded.
+        """
         if (budget := self._budget) is None:
             return False
         is_first = self.first_without_blocks in (None, request.req_id)
@@ -174,14 +176,14 @@ class LoadGates:
 
     def expects_blocks(self, now: float) -> bool:
         """Return True if blocks may soon become free, because loads took or released blocks within
-        the last ``wait_s``.
+        the last ``wait_s`` seconds.
         """
         return now - self._budget_changed_s < self._wait_s
 
     # -- loads ----------------------------------------------------------------------------------
 
     def take_blocks(self, request: RequestState, num_tokens: int) -> None:
-        """Count a request's blocks when vLLM admits it with a load of ``num_tokens``."""
+        """Count a request's blocks when vLLM admits it with a load of ``num_tokens`` tokens."""
         if self._budget is not None:
             loaded_tokens = request.local_tokens + num_tokens
             need = self._budget.need(request, request.num_confirmed, loaded_tokens)
@@ -189,18 +191,18 @@ class LoadGates:
             self._budget_changed_s = self._clock()
 
     def begin(self, request: RequestState, num_tokens: int) -> None:
-        """Record a load of ``num_tokens``, for which requests with the same prefix wait."""
+        """Record a load of ``num_tokens`` tokens. Requests with the same prefix wait for it."""
         begin = request.local_tokens // self._unit_tokens
         end = begin + num_tokens // self._unit_tokens
         units = IncomingUnits(request.req_id, request.chain, begin, end, self._clock())
         self.incoming[request.req_id] = units
 
     def fail(self, req_id: ReqId) -> None:
-        """Record a failed load. Requests stop waiting for it, but its blocks stay counted."""
+        """Record a failed load. Requests stop waiting for it, but its blocks are still counted."""
         self.incoming.pop(req_id, None)
 
     def end(self, req_id: ReqId) -> None:
-        """Remove a readmitted or finished request's load."""
+        """Remove the load of a readmitted or finished request."""
         self.incoming.pop(req_id, None)
         if self._budget is not None and self._budget.release(req_id):
             self._budget_changed_s = self._clock()

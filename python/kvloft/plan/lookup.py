@@ -19,7 +19,7 @@ class PrefixLookup:
         self._is_divisible = shape.is_divisible
 
     def begin(self, request: RequestState) -> int:
-        """Hash the first lookup's tokens, and return the request's length in tokens."""
+        """Hash the tokens for the first lookup, and return the request's length in tokens."""
         return request.extend_chains(FIRST_LOOKUP_TOKENS)
 
     def find(self, request: RequestState, num_tokens: int) -> tuple[int, int]:

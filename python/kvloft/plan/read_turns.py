@@ -40,8 +40,8 @@ class ReadTurns:
 
     @property
     def is_over_limit(self) -> bool:
-        """True if waiting requests pin more than the limit. This can happen because the first
-        request may always pin its units.
+        """True if waiting requests pin more units than the limit allows. This can happen because
+        the first request may always pin its units.
         """
         return self.waiting.num_units > self.max_waiting
 

@@ -185,7 +185,8 @@ class RequestState:
     def start_over(self, *, keeps_kv: bool = False) -> None:
         """Drop the block tables of a preempted or readmitted request.
 
-        With ``keeps_kv``, the request keeps its blocks, which may hold KV from before a reset.
+        If ``keeps_kv`` is True, the request keeps its blocks, which may hold KV from before a
+        reset.
         """
         self.kv_outdated = self.kv_outdated and keeps_kv
         self.blocks = NO_TABLES
@@ -195,7 +196,7 @@ class RequestState:
         self.waited_out = False
 
     def forget_saves(self) -> None:
-        """Treat all units as not saved."""
+        """Treat all units as unsaved."""
         self.saved_units = 0
 
     def fail_load(self) -> None:

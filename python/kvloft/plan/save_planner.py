@@ -125,8 +125,8 @@ class SavePlanner:
         return [NEVER if request is None else request.next_save for request in requests]
 
     def _block_scheduled(self, step: StepView) -> None:
-        """Block all scheduled requests' saves. The engine skips the draft model in this step, so
-        the scheduled tokens have no draft KV.
+        """Block the saves of all scheduled requests. The engine skips the draft model in this step,
+        so the scheduled tokens have no draft KV.
         """
         for request in self._known(step.num_scheduled_tokens):
             self.block_saves(request)
@@ -156,7 +156,7 @@ class SavePlanner:
         return due
 
     def _has_sibling_load(self, request: RequestState, new: NewRequest) -> bool:
-        """Return True if a sibling loads KV for the request during this step. The load can still
+        """Return True if a sibling is loading KV for the request in this step. The load may still
         fail. With Mamba states, vLLM's own hit can exceed its local tokens by part of a block.
         """
         if not self._context.has_siblings or request.keeps_kv:
@@ -210,7 +210,7 @@ class SavePlanner:
         return due
 
     def _examine(self, request: RequestState, frontier: int, step: StepView) -> bool:
-        """Set ``next_save``. Return True if units are due for saving at ``frontier``."""
+        """Set ``next_save``. Return True if any units are due to be saved at ``frontier``."""
         if step.tables is not None and not refresh_tables(request, step):
             request.next_save = frontier + 1
             return False
@@ -243,7 +243,9 @@ class SavePlanner:
     # -- frames ---------------------------------------------------------------------------------
 
     def _reserve(self, due: list[RequestState]) -> None:
-        """Reserve frames for all due requests in one call, which delays the forward pass."""
+        """Reserve frames for all due requests in a single call, because the forward pass waits for
+        it.
+        """
         if not self._is_dense:
             for request in due:  # blocks before a window are freed before the request ends
                 self._writers.record(request)
@@ -273,7 +275,7 @@ class SavePlanner:
                 self._unsent.remove(save)
 
     def _note_owed(self, due: list[RequestState], dropped: Sequence[int]) -> None:
-        """Record the units that got no frame, and set the first unit to retry."""
+        """Record the units that received no frame, and set the first unit to be retried."""
         is_late = self._store.is_save_late
         for request, num_units in zip(due, dropped, strict=True):
             self._owed.pop(request, None)

@@ -68,14 +68,15 @@ class SchedulerCore:
         """
 
     def meet_engine(self, count_running: Callable[[], int], retry_loads_s: float) -> None:
-        """Set the function that counts vLLM's running requests, and the pause in seconds after too
-        many failed loads. Both depend on vLLM's scheduler, which does not exist at construction.
+        """Set the function that counts vLLM's running requests, and the length of the pause, in
+        seconds, after too many failed loads. Both depend on vLLM's scheduler, which does not exist
+        yet at construction.
         """
         self._admission.gates.count_running = count_running
         self._breaker.retry_s = retry_loads_s
 
     def meet_siblings(self) -> None:
-        """Record that this connector is one of several children of MultiConnector."""
+        """Record that this connector is one of several children of a MultiConnector."""
         self._context.has_siblings = True
 
     # -- lookups and admission ------------------------------------------------------------------
@@ -106,7 +107,7 @@ class SchedulerCore:
 
     def admit(self, live: LiveRequest, num_tokens: int, tables: Tables) -> None:
         """Record the block tables of a request that vLLM admits, and plan the load of the accepted
-        ``num_tokens``.
+        ``num_tokens`` tokens.
         """
         request = self._request(live)
         keeps_kv = self._keeps_blocks(request, tables)
@@ -147,11 +148,13 @@ class SchedulerCore:
         return not is_dense or list(request.blocks.main_table[:1]) == list(tables.main_table[:1])
 
     def fail_load(self, live: LiveRequest, num_tokens: int, tables: Tables) -> None:
-        """Plan a load that fails. Call this if `admit` failed for a request that vLLM admits."""
+        """Plan a load that is certain to fail. Call this if `admit` failed for a request that vLLM
+        admits.
+        """
         self._loads.plan_failure(live.req_id, num_tokens, tables)
 
     def hit_tokens(self, req_id: ReqId) -> Mapping[str, int]:
-        """Return a request's number of tokens per tier in its last planned load, excluding lost
+        """Return the number of tokens per tier in a request's last planned load, excluding lost
         blocks.
         """
         request = self._requests.get(req_id)
@@ -181,7 +184,8 @@ class SchedulerCore:
         )
 
     def _sibling_blocks(self, step: StepView) -> tuple[BlockId, ...]:
-        """Return the blocks that a sibling may load into in this step while saves still read them.
+        """Return the blocks that a sibling may load into in this step while saves are still reading
+        them.
 
         A sibling loads for requests admitted since the previous step that do not run yet, or that
         begin with more computed tokens than vLLM's prefix cache held.
@@ -267,7 +271,7 @@ class SchedulerCore:
 
     @property
     def has_work_in_flight(self) -> bool:
-        """True while copies are unreported, so the engine must keep polling the workers."""
+        """True while any copies are unreported, so that the engine keeps polling the workers."""
         return bool(self._store.num_in_flight or self._loads.in_progress)
 
     # -- finish, reset and close ----------------------------------------------------------------
@@ -316,8 +320,8 @@ class SchedulerCore:
         self._admission.release_all()
 
     def replace_adapter(self, number: int) -> None:
-        """Recompute the keys of a LoRA adapter's requests, because its weights may be replaced. The
-        requests then have unique keys, and their KV is not saved.
+        """Recompute the keys of a LoRA adapter's requests, because the adapter's weights may be
+        replaced. The requests then have unique keys, and their KV is not saved.
         """
         for request in self._requests.values():
             if request.live.uses_adapter(number):
@@ -342,7 +346,7 @@ class SchedulerCore:
             self._mark_kv_outdated()
 
     def count_on(self, num_bytes: int) -> None:
-        """Set the number of bytes that this store may use in a shared arena."""
+        """Set how many bytes of a shared arena this store may use."""
         if self._arena is not None:
             self._admission.turns.set_memory(min(self._arena.size_bytes, num_bytes))
 

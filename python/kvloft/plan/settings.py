@@ -1,4 +1,4 @@
-"""Scheduler side settings, which do not change while an engine runs."""
+"""Scheduler-side settings, which do not change while an engine runs."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class PoolSize:
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """One engine's scheduler side settings.
+    """One engine's scheduler-side settings.
 
     A ticket or load is settled once all ``shape.num_ranks`` ranks have reported it (I10).
     """

@@ -53,7 +53,7 @@ class Tables:
 
     @property
     def has_blocks(self) -> bool:
-        """Return True if there are any blocks, even if too few for a unit."""
+        """Return True if there are any blocks, even if there are too few for a unit."""
         return bool(self.main_table)
 
     def __getitem__(self, units: slice) -> Sequence[BlockId]:
@@ -64,7 +64,7 @@ class Tables:
         return self.per_unit[group] if self.per_unit else 1
 
     def of(self, group: int, units: slice) -> Sequence[BlockId]:
-        """Return a group's blocks for a slice of units. Bounds must not be negative."""
+        """Return a group's blocks for a slice of units. The slice's bounds must not be negative."""
         size = self.size_of(group)
         start, stop = units.start, units.stop
         return self.tables[group][start and start * size : stop and stop * size]

@@ -36,7 +36,7 @@ class SavePlan(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """The workers' tasks in one step.
+    """The workers' tasks for one step.
 
     ``rewritten`` lists blocks that this step's forward pass may write while an earlier step's save
     still reads them. ``sibling_blocks`` lists blocks that another MultiConnector child may write
@@ -74,7 +74,7 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The results of one rank. Each save ticket is reported once, in ``saved`` or in ``failed``.
+    """The results from one rank. Each save ticket is reported once, in ``saved`` or in ``failed``.
 
     ``misfits`` lists the tickets in ``failed`` whose chunk did not fit into a frame for compressed
     chunks. ``usable_bytes`` is (rank, n) if n has changed: the rank can copy to the arena's first n

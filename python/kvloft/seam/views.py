@@ -78,7 +78,7 @@ class LiveRequest(Protocol):
 
     @property
     def saves(self) -> Literal["all", "prompt"] | None:
-        """Return which tokens to save, or None if the request does not specify this."""
+        """Return which tokens to save, or None if the request does not say."""
         ...
 
     def view(self) -> RequestView: ...

@@ -18,7 +18,7 @@ GRACE_S: Final = 1.0
 
 class ArenaWatch:
     """Reports a server's exit even if the engine is idle. A restarted server needs as much memory
-    as the lost server, and that memory stays allocated until every worker has unmapped it.
+    as the lost server, whose memory stays allocated until every worker has unmapped it.
     """
 
     def __init__(self, lifeline: Lifeline, on_server_gone: Callable[[Lifeline], bool]) -> None:
@@ -37,7 +37,7 @@ class ArenaWatch:
                 os.eventfd_write(self._wake, 1)
 
     def join(self) -> None:
-        """Wait for the thread. Its callback may be running, so the caller must hold no lock."""
+        """Wait for the thread. Its callback may be running, so the caller must hold no locks."""
         self._thread.join()
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""The CPU mover copies synchronously. Tests of the CUDA kernels use this mover as the reference.
+"""The CPU mover copies synchronously. Tests of the CUDA kernels use this mover as their reference.
 
 A failed copy is reported as a failed ticket or a failed load, never as an exception.
 """

@@ -31,13 +31,13 @@ def _tiles_per_block(layout: PagedLayout) -> int:
 
 
 def _saved_bytes(layout: PagedLayout) -> int:
-    """Return the number of bytes that encoding saves per block, ignoring the table size."""
+    """Return how many bytes encoding saves per block, ignoring the table size."""
     sizes = (plane.page_bytes for plane in layout.planes if plane.is_bf16)
     return int(sum(size for size in sizes if size >= _MIN_PAGE_BYTES) * (1 - SHARE))
 
 
 def can_encode(layout: PagedLayout, num_blocks: int, slot_bytes: int) -> bool:
-    """Return True if encoding saves space and any encoded chunk fits into a staging slot."""
+    """Return True if encoding saves space and every encoded chunk fits into a staging slot."""
     table_bytes = TABLE_ENTRY_BYTES * _tiles_per_block(layout)
     if num_blocks > MAX_BLOCKS or vec_bytes_of(layout) != 16 or _saved_bytes(layout) <= table_bytes:
         return False

@@ -68,7 +68,7 @@ class Load:
 
 
 class WaitingSave(NamedTuple):
-    """Chunks of an unprepared job.
+    """Chunks of a job that has not been prepared yet.
 
     ``max_pieces`` is an upper bound on the job's number of pieces. ``number`` is the number of jobs
     queued before it since startup.
@@ -83,7 +83,7 @@ class WaitingSave(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class WaitingLoad:
-    """Chunks of one load and one page kind. The first ``num_sent`` chunks are already taken."""
+    """Chunks of one load and one page kind. The first ``num_sent`` chunks have been taken."""
 
     load: Load
     kind: int
@@ -91,7 +91,7 @@ class WaitingLoad:
     after: Mark | None
     num_sent: int = 0
     window: ChunkBatch | tuple[()] = ()
-    """Chunks sorted by frame. The first ``num_window_sent`` chunks are already taken."""
+    """Chunks sorted by frame. The first ``num_window_sent`` chunks have been taken."""
     num_window_sent: int = 0
 
     @property

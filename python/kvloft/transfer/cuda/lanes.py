@@ -72,7 +72,7 @@ class Tuning:
 
     @classmethod
     def of(cls, staging_bytes: int, num_sms: int) -> Tuning:
-        """Return the per-direction tuning for ``staging_bytes``.
+        """Return one direction's tuning for ``staging_bytes`` of device memory.
 
         Raises ValueError if a slot would be smaller than MIN_SLOT_BYTES.
         """
@@ -102,7 +102,7 @@ class Tuning:
         )
 
     def halved(self, chunk_bytes: int) -> Tuning:
-        """Return a tuning with twice as many slots of half the size.
+        """Return a tuning with twice as many slots, each half the size.
 
         Returns this tuning if a chunk is larger than half a slot.
         """
@@ -132,8 +132,8 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A submitted piece. Once the event ``read`` has occurred, the source is no longer read. Once
-    the event ``done`` has occurred, the copy and ``tags`` are complete.
+    """A submitted piece. Once the event ``read`` has occurred, the source is no longer being read.
+    Once the event ``done`` has occurred, the copy and ``tags`` are complete.
     """
 
     read: driver.Event
@@ -211,7 +211,7 @@ class Lane:
         return len(self._slots)
 
     def next_kernel_stream(self, kind: int) -> driver.Stream:
-        """Return the stream on which the next kernel for pages of ``kind`` runs.
+        """Return the stream on which the next kernel for pages of ``kind`` will run.
 
         Kernels that encode or decode use one stream per slot, so that the kernels for all free
         slots can start as soon as an engine kernel that filled the GPU is done, before the next
@@ -263,7 +263,7 @@ class Lane:
     def _launch(
         self, piece: Piece, kind: int, sent: Sent, slot: _Slot, stream: driver.Stream
     ) -> None:
-        """Launch at least one CTA, so that a piece without pages also writes sums of 0."""
+        """Launch at least one CTA, so that even a piece with no pages writes sums of 0."""
         address = slot.params[kind].filled(piece, slot.address, sent.tags_address)
         num_ctas = max(1, min(self._num_ctas[kind], -(-piece.num_tiles // WARPS_PER_CTA)))
         stream.launch(self._functions[kind], num_ctas, CTA_THREADS, address)

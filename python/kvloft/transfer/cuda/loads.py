@@ -47,7 +47,7 @@ class Loads(Direction[WaitingLoad]):
             self._mark_before()
 
     def submit(self, plans: Sequence[LoadPlan]) -> None:
-        """Queue loads. Loads without chunks are reported immediately."""
+        """Queue loads. Loads with no chunks are reported immediately."""
         after = self._mark_before()
         self._before = None  # a later step whose `begin_step` fails must not use this mark
         for plan in plans:
@@ -140,7 +140,7 @@ class Loads(Direction[WaitingLoad]):
             begin += count
 
     def _finish_load(self, load: Load, chunks: ChunkBatch, problems: dict[int, str]) -> None:
-        """Record the results of ``chunks``, and report the load after its last chunk."""
+        """Record the results of ``chunks``, and report the load once none are missing."""
         for i, problem in problems.items():
             load.bad.append((chunks[i].key, problem))
             self._shared.done.bad_blocks.update(chunks[i].blocks)

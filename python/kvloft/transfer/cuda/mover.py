@@ -138,7 +138,9 @@ class CudaMover:
                         event.synchronize()
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
-        """Queue gathers after the last launched forward pass. Drop saves if the queue is full."""
+        """Queue gathers to run after the last forward pass launched so far. Drop saves if the queue
+        is full.
+        """
         with self._shared.lock:
             self._saves.submit(plans)
             self._save_submitter.wake()
@@ -193,7 +195,7 @@ class CudaMover:
 
     @property
     def usable_bytes(self) -> int | None:
-        """Return the number of registered bytes, or None if all host memory is registered."""
+        """Return how many bytes of host memory are registered, or None if all are."""
         registered = self._shared.registered
         return None if registered.is_complete else registered.num_registered_bytes
 
@@ -226,11 +228,11 @@ class CudaMover:
 
 
 def _ignore(_reason: str) -> None:
-    """Ignore an error that a closed mover reports."""
+    """Ignore any error that a closed mover reports."""
 
 
 def _compute_stream(device: torch.device) -> driver.Stream:
-    """Return the current stream of the engine's forward pass. It can change between steps."""
+    """Return the stream used by the engine's forward pass. It can change between steps."""
     return driver.Stream.view(_current_stream(device))
 
 
@@ -276,7 +278,7 @@ def _kind(
     frames: FrameMemory,
     slabs_per_registration: int,
 ) -> PageKind:
-    """Return the kind for a layout, without slot sizes.
+    """Return a layout's page kind, whose slot sizes are not set yet.
 
     A chunk has ``num_blocks`` blocks.
     """

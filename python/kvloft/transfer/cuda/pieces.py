@@ -91,7 +91,7 @@ class Piece:
 
     @property
     def link_bytes(self) -> int:
-        """Return the number of bytes that the copy engine copies."""
+        """Return how many bytes the copy engine copies."""
         return sum(run.row_bytes * run.num_rows for run in self.runs)
 
     @property
@@ -155,7 +155,7 @@ class PieceLimits:
         return num_chunks * sum(1 for _ in _parts_of_chunk(chunk, 0, self))
 
     def row_bytes(self, num_blocks: int) -> int:
-        """Return the number of bytes that the copy engine copies for a chunk of this size."""
+        """Return how many bytes the copy engine copies for a chunk of this size."""
         if self.encoding is None:
             return num_blocks * self.block_tiles.block_bytes
         return self.encoding.width(num_blocks)
