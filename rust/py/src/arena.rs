@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use crate::error::raise;
 use crate::key::KeyBytes;
 
-/// Frames in shared memory, mapped by a worker that can run in a separate process.
+/// Frames in shared memory, mapped by a worker that may run in a separate process.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct Arena {
     /// None only while the arena is being dropped.
@@ -81,8 +81,8 @@ impl Arena {
         Ok(Self::of(io::Arena::private(size_bytes).map_err(raise)?))
     }
 
-    /// Compute the tag of a part's payload, write the trailer at the part's end, and return the
-    /// tag.
+    /// Compute the tag of a part's payload, write the trailer at the end of the part, and return
+    /// the tag.
     fn seal(&self, py: Python<'_>, part: FramePart) -> PyResult<u64> {
         let seal = || self.inner().seal(part.offset, part.part_bytes, &part.spec());
         py.detach(seal).map_err(raise)

@@ -58,7 +58,7 @@ impl ChunkBatch {
         chunk_batch::ChunkBatch::from_columns(&parts, tickets).map(Self::from).map_err(raise)
     }
 
-    /// Return one batch of all chunks in `batches`, assigned to the first batch's group.
+    /// Return a single batch with all chunks from `batches`, assigned to the first batch's group.
     #[staticmethod]
     fn concat(batches: Vec<PyRef<'_, Self>>) -> Self {
         chunk_batch::ChunkBatch::concat(batches.iter().map(|batch| &*batch.inner)).into()

@@ -79,7 +79,7 @@ impl KeyChain {
     }
 
     /// Declare a multimodal item at positions `[start, start + num_tokens)`. Call this before
-    /// appending these positions.
+    /// appending anything at these positions.
     fn add_item(&self, identifier: &str, start: u32, num_tokens: u32) -> PyResult<()> {
         self.lock()?.add_item(identifier, start, num_tokens).map_err(raise)
     }
@@ -143,7 +143,8 @@ pub(crate) fn namespace_digest(
     Ok(PyBytes::new(py, &key::namespace_digest(&fields).map_err(raise)?))
 }
 
-/// Return the 32-byte key of the empty prefix. `adapter` is a `LoRA` adapter's (name, path or id).
+/// Return the 32-byte key of the empty prefix. `adapter` identifies a `LoRA` adapter by a (name,
+/// path or id) pair.
 #[pyfunction]
 #[pyo3(signature = (namespace, adapter, cache_salt))]
 pub(crate) fn root_key<'py>(

@@ -11,7 +11,7 @@ use crate::batch::ChunkBatch;
 use crate::error::raise;
 use crate::groups::loaded_blocks;
 
-/// Returns the number of units by tier, omitting tiers without units.
+/// Returns the number of units in each tier, omitting tiers with no units.
 fn by_tier(py: Python<'_>, from: UnitsByTier) -> PyResult<Bound<'_, PyDict>> {
     [("host", from.host), ("disk", from.disk)]
         .into_iter()
@@ -35,7 +35,7 @@ impl ReadLease {
     }
 
     /// Return the ready chunks of units `[begin, end)` with their blocks from `tables`, and the
-    /// number of units by tier.
+    /// number of units in each tier.
     fn batch<'py>(
         &self,
         tables: &Bound<'py, PyAny>,

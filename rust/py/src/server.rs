@@ -83,7 +83,7 @@ impl Server {
     }
 }
 
-/// Return this machine's or container's available memory in bytes, or None if unknown.
+/// Return the available memory of this machine or container in bytes, or None if it is unknown.
 #[pyfunction(name = "available_bytes")]
 pub(crate) fn available_memory() -> Option<u64> {
     available_bytes()
@@ -101,8 +101,8 @@ pub(crate) fn server_status(
     status_dict(py, &found)
 }
 
-/// Remove all of a namespace's chunks on the server at `socket`. Return the number of removed
-/// chunks.
+/// Remove all chunks of a namespace from the server at `socket`. Return the number of chunks
+/// removed.
 #[pyfunction]
 #[pyo3(signature = (socket, *, namespace="", timeout_s=30.0))]
 pub(crate) fn server_clear(

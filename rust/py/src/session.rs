@@ -49,10 +49,10 @@ impl Session {
     }
 }
 
-/// Initial capacity per `reserve` row, in tokens. A generating request rarely completes more than
-/// one block per step.
+/// Initial capacity for each `reserve` row, in tokens. A generating request rarely completes more
+/// than one block per step.
 const ROW_TOKENS: usize = 32;
-/// Initial capacity per `reserve` row, in blocks.
+/// Initial capacity for each `reserve` row, in blocks.
 const ROW_BLOCKS: usize = 8;
 
 /// A row passed to `reserve`.
@@ -126,8 +126,7 @@ impl Session {
         Self::over(Box::new(local), num_ranks, groups, sizes)
     }
 
-    /// Connect to the store on the server at `socket`. Each call waits for at most `timeout_s`
-    /// seconds.
+    /// Connect to the store on the server at `socket`. Each call waits at most `timeout_s` seconds.
     #[staticmethod]
     #[pyo3(signature = (socket, *, frame_bytes, namespace, timeout_s, num_ranks=1, groups=None, description=""))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
@@ -153,7 +152,7 @@ impl Session {
         Self::over(Box::new(remote), num_ranks, groups, sizes)
     }
 
-    /// Path where this user's other processes can open the arena. Empty if there is no store.
+    /// Path at which this user's other processes can open the arena. Empty if there is no store.
     #[getter]
     fn arena_path(&self) -> String {
         self.inner.session().arena().map(|arena| arena.path).unwrap_or_default()
@@ -165,14 +164,14 @@ impl Session {
         self.inner.session().arena().map_or(0, |arena| arena.id)
     }
 
-    /// Path where workers open the lifeline, and its inode. None if the store is embedded or there
-    /// is no store.
+    /// Path at which workers open the lifeline, and the lifeline's inode. None if the store is
+    /// embedded or there is no store.
     #[getter]
     fn lifeline(&self) -> Option<(String, u64)> {
         self.inner.session().arena()?.lifeline.map(|lifeline| (lifeline.path, lifeline.id))
     }
 
-    /// Frame size per size class, in bytes.
+    /// Frame size of each size class, in bytes.
     #[getter]
     fn frame_sizes(&self) -> Vec<u64> {
         self.sizes.all().to_vec()
@@ -197,7 +196,7 @@ impl Session {
         self.inner.session().is_save_late()
     }
 
-    /// Number of saves that not every rank has reported yet.
+    /// Number of saves that at least one rank has not reported yet.
     #[getter]
     fn num_in_flight(&self) -> usize {
         self.inner.num_in_flight()
@@ -223,17 +222,17 @@ impl Session {
         Ok((found.host_units, found.stored_units))
     }
 
-    /// Pin the chunks that a prefix of `num_units` units needs, and start reading from disk the
-    /// chunks that are not in host memory.
+    /// Pin the chunks that a prefix of `num_units` units needs, and start disk reads for the chunks
+    /// that are not in host memory.
     #[pyo3(signature = (chain, num_units=u32::MAX))]
     fn acquire(&self, chain: &KeyChain, num_units: u32) -> PyResult<ReadLease> {
         let lease = self.inner.acquire(&mut *chain.lock()?, num_units).map_err(raise)?;
         Ok(ReadLease { session: Arc::clone(&self.inner), lease })
     }
 
-    /// Extend many requests' chains and reserve frames for their units. Return two lists with one
-    /// item per request: the chunks or None, and the number of units that got no frame. On error,
-    /// reserve nothing.
+    /// Extend the chains of many requests and reserve frames for their units. Return two lists with
+    /// one item per request: the chunks or None, and the number of units that got no frame. On
+    /// error, reserve nothing.
     fn reserve(&self, rows: Vec<Due<'_>>) -> PyResult<(Vec<Option<ChunkBatch>>, Vec<u32>)> {
         // Anything that can run Python code must happen before any chain is locked.
         let mut ids = Vec::with_capacity(rows.len() * ROW_TOKENS);
@@ -323,20 +322,20 @@ impl Session {
         Ok(stats)
     }
 
-    /// Restrict new saves to frames in the first `limit_bytes` of the arena. Called while workers
-    /// cannot yet copy to the rest of the arena.
+    /// Restrict new saves to frames in the first `limit_bytes` bytes of the arena. Called while
+    /// workers cannot yet copy to the rest of the arena.
     fn limit_memory(&self, limit_bytes: u64) {
         self.inner.session().limit_memory(limit_bytes);
     }
 
-    /// Return (line, True if it reports a problem) for each new log line.
+    /// Return each new log line as (line, True if the line reports a problem).
     fn take_events(&self) -> Vec<(String, bool)> {
         let events = self.inner.session().take_events().into_iter();
         events.map(|event| (event.to_string(), event.is_problem())).collect()
     }
 
-    /// Start recording added and removed chunks. Keeps at least the last `capacity` changes until
-    /// `changes` returns them.
+    /// Start recording added and removed chunks. At least the last `capacity` changes are kept
+    /// until `changes` returns them.
     fn watch(&self, capacity: usize) {
         self.inner.session().watch(capacity);
     }

@@ -10,7 +10,7 @@ use kvloft_core::store::{DiskSettings, Limits, Quota, TenantLimits};
 use kvloft_core::{Error, Result};
 use pyo3::prelude::*;
 
-/// A number of bytes, or a fraction of the tier between 0.0 and 1.0.
+/// A size in bytes, or a fraction of the tier, between 0.0 and 1.0.
 #[derive(FromPyObject)]
 pub(crate) enum PyQuota {
     Bytes(u64),
@@ -56,8 +56,8 @@ pub(crate) fn tenant_limits(given: Option<PyTenantLimits>) -> Result<TenantLimit
     Ok(TenantLimits { unsalted: limits(&unsalted)?, salted: limits(&salted)?, by_salt })
 }
 
-/// Frame size per size class, in bytes. A single number means a single class. In a pair, the second
-/// number is the class's uncompressed chunk size.
+/// Frame size of each size class, in bytes. A single number means a single class. In a pair, the
+/// second number is the class's uncompressed chunk size.
 #[derive(FromPyObject)]
 pub(crate) enum PySizes {
     One(u64),

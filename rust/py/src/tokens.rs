@@ -1,9 +1,10 @@
-//! Reads token ids, block ids and embedding rows from Python objects without a copy in Python.
+//! Reads token ids, block ids and embedding rows from Python objects without copying them in
+//! Python.
 //!
 //! Reading a list of 100,000 ids is the slowest part of a scheduler hook, so exact lists of exact
 //! ints are read through borrowed references. All other objects take the slower path through owned
-//! references. An invalid element always raises; no value is ever truncated. No other file in the
-//! extension has unsafe code.
+//! references. An invalid element always raises an error; no value is ever truncated. No other file
+//! in the extension contains unsafe code.
 #![expect(
     unsafe_code,
     reason = "the stable ABI has no safe way to read borrowed list items and buffer memory"
@@ -22,8 +23,8 @@ use crate::error::ConfigError;
 /// Returns `sequence[start:stop]` as token ids. Raises `ConfigError`, naming the first bad element,
 /// if an element is not an int in 0..2^32.
 ///
-/// Unlike slicing, raises if a bound is outside the sequence, because fewer ids would identify a
-/// different prefix.
+/// Unlike slicing, raises an error if a bound is outside the sequence, because fewer ids would
+/// identify a different prefix.
 pub(crate) fn token_ids(
     sequence: &Bound<'_, PyAny>,
     start: i64,
@@ -130,9 +131,9 @@ fn append_list<T: TryFrom<u32>>(
 ) -> PyResult<()> {
     ids.reserve(range.len());
     for index in range {
-        // SAFETY: `list` is a live list and this thread is attached. The index fits isize because
-        // it is below the list's earlier length. If the list has since shrunk (only slow_id runs
-        // Python code), the call returns null.
+        // SAFETY: `list` is a live list and this thread is attached. The index fits in an isize
+        // because it is below the list's earlier length. If the list has since shrunk (only slow_id
+        // runs Python code), the call returns null.
         let item = unsafe { ffi::PyList_GetItem(list.as_ptr(), index.cast_signed()) };
         if item.is_null() {
             return Err(PyErr::fetch(list.py()));
@@ -184,9 +185,9 @@ pub(crate) fn first_of_each<'py>(
     }
     let mut found = Vec::new();
     for index in 0..len {
-        // SAFETY: `values` is a live list and this thread is attached. The index fits isize because
-        // it is below the list's earlier length. If the list has since shrunk, the call returns
-        // null. Only the pointer is compared.
+        // SAFETY: `values` is a live list and this thread is attached. The index fits in an isize
+        // because it is below the list's earlier length. If the list has since shrunk, the call
+        // returns null. Only the pointer is compared.
         let item = unsafe { ffi::PyList_GetItem(values.as_ptr(), index.cast_signed()) };
         if item.is_null() {
             return Err(PyErr::fetch(py));
@@ -230,7 +231,7 @@ impl RowBytes {
         if self.0.len_bytes() == 0 {
             return &[];
         }
-        // SAFETY: the buffer is C-contiguous, so all len_bytes bytes start at buf_ptr, which is not
+        // SAFETY: the buffer is C-contiguous, so its len_bytes bytes start at buf_ptr, which is not
         // null because the buffer is not empty. The export that self holds keeps the memory
         // allocated and in place. The caller of append_embeds must ensure, as documented there,
         // that no other thread writes to the buffer.

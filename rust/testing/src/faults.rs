@@ -2,7 +2,7 @@
 //! faults.
 //!
 //! In tests, `FaultFiles` is the file layer of the real disk tier (`DiskTier::open_with_files`), so
-//! every layer sees a failing disk as an engine would. `FaultFiles` is independent of slots and
+//! every layer sees a failing disk as an engine would. `FaultFiles` knows nothing about slots or
 //! records.
 
 use std::cell::Cell;
@@ -36,7 +36,7 @@ struct Script {
     random: u64,
     crashed: bool,
     hung: u32,
-    /// Incremented by each `release`, which ends all calls hanging at that time.
+    /// Incremented by each `release`, which ends all calls that are hanging at the time.
     releases: u64,
     calls: BTreeMap<Call, u64>,
     faults: BTreeMap<&'static str, u64>,
@@ -56,7 +56,7 @@ struct Shared {
 pub struct FaultFiles(Arc<Shared>);
 
 impl FaultFiles {
-    /// Creates a file layer without faults. `seed` is used for rules with a probability.
+    /// Creates a file layer with no faults. `seed` is used for rules with a probability.
     pub fn new(seed: u64) -> Self {
         let files = Self::default();
         files.script().random = seed;
@@ -74,18 +74,18 @@ impl FaultFiles {
         self.release();
     }
 
-    /// Ends all currently hanging calls.
+    /// Ends all calls that are currently hanging.
     pub fn release(&self) {
         self.script().releases += 1;
         self.0.released.notify_all();
     }
 
-    /// Returns the number of currently hanging calls.
+    /// Returns the number of calls that are currently hanging.
     pub fn num_hung(&self) -> u32 {
         self.script().hung
     }
 
-    /// Returns the number of calls of a kind, including failed calls.
+    /// Returns the number of calls of one kind, including failed calls.
     pub fn num_calls(&self, call: Call) -> u64 {
         self.script().calls.get(&call).copied().unwrap_or(0)
     }
@@ -124,7 +124,8 @@ impl FaultFiles {
         self.0.script.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a call and returns its fault. If the fault is a hang, returns once the hang ends.
+    /// Counts a call and returns its fault, if any. If the fault is a hang, returns only once the
+    /// hang ends.
     fn meet(&self, call: Call, file: &str) -> io::Result<Option<Fault>> {
         self.meet_at(call, (file, 0))
     }

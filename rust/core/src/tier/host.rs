@@ -56,7 +56,7 @@ impl HostTier {
         Ok(tier)
     }
 
-    /// Creates a tier in a shared pool, without slabs. See [`Pool::check`] for errors.
+    /// Creates a tier in a shared pool. The new tier has no slabs. See [`Pool::check`] for errors.
     pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>, sizes: &FrameSizes) -> Result<Self> {
         pool.check(sizes)?;
         let frames = pool.arena.frames(pool.slab_bytes(), sizes)?;
@@ -109,7 +109,7 @@ impl HostTier {
         self.grids.iter().map(|grid| grid.num_taken * grid.frames.frame_bytes).sum()
     }
 
-    /// Returns the uncompressed size of the chunks in all frames in use, in bytes.
+    /// Returns the uncompressed size of all chunks that are in frames, in bytes.
     pub(crate) fn raw_bytes(&self) -> u64 {
         self.grids.iter().map(|grid| grid.num_taken * grid.raw_bytes).sum()
     }
@@ -129,14 +129,14 @@ impl HostTier {
         }
     }
 
-    /// Restricts saves to frames in the first `limit_bytes` of the arena, because workers cannot
-    /// copy to the rest yet.
+    /// Restricts saves to frames in the first `limit_bytes` bytes of the arena, because workers
+    /// cannot copy to the rest yet.
     pub(crate) fn limit(&mut self, limit_bytes: u64) {
         self.limit_bytes = limit_bytes;
     }
 
-    /// Takes the lowest free frame of the class if that frame is suitable. Frames with low numbers
-    /// are the most likely to already be backed by physical memory.
+    /// Takes the class's lowest-numbered free frame if that frame is suitable. Frames with low
+    /// numbers are the most likely to already be backed by physical memory.
     pub(crate) fn take(&mut self, request: FrameRequest) -> Option<FrameId> {
         let FrameRequest { class, .. } = request;
         if !self.has_free(request) {
@@ -168,8 +168,9 @@ impl HostTier {
     }
 
     /// Returns true if evicting the chunk in `frame` can help the request. Eviction does not help a
-    /// save if workers cannot copy to the frame. If the frame has a different class, eviction does
-    /// not help a request that is already waiting for a slab or cannot use the frame's slab.
+    /// save if workers cannot copy to the frame. If the frame belongs to a different class,
+    /// eviction does not help a request that is already waiting for a slab or cannot use the
+    /// frame's slab.
     pub(crate) fn is_fit(&self, frame: FrameId, request: FrameRequest) -> bool {
         let slab = self.grid(frame.class()).slab_of(frame.number());
         let is_slab_fit = slab < self.end_for(request) as usize && !self.hungry.contains(&request);
@@ -329,14 +330,14 @@ impl HostTier {
         asked.or_else(|| self.hungry.last().map(own))
     }
 
-    /// Returns true if a class of this store needs a slab.
+    /// Returns true if any class of this store needs a slab.
     pub(crate) fn is_hungry(&self) -> bool {
         !self.hungry.is_empty()
     }
 
-    /// Starts draining a slab. Picks the slab of the frame `coldest`, unless another slab has at
-    /// most half as many frames in use. Prefers slabs that saves cannot use. The slab is released
-    /// once its last frame is freed. Returns None if no slab is suitable.
+    /// Starts draining a slab. Picks the slab that contains the frame `coldest`, unless another
+    /// slab has at most half as many frames in use. Prefers slabs that saves cannot use. The slab
+    /// is released once its last frame is freed. Returns None if no slab is suitable.
     pub(crate) fn drain(&mut self, wanted: Wanted, coldest: Option<FrameId>) -> Option<SlabId> {
         let end = self.slabs.len().min(wanted.end as usize);
         let is_own = |at: &usize| {
@@ -379,7 +380,7 @@ impl HostTier {
         matches!(self.slabs[slab.0 as usize].state, SlabState::Draining(_))
     }
 
-    /// Returns the slab's first frame at or after `from` that holds a chunk, and the chunk.
+    /// Returns the slab's first frame at or after `from` that holds a chunk, along with that chunk.
     pub(crate) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
         match self.slabs[slab.0 as usize].state {
             SlabState::Foreign => None,

@@ -14,13 +14,13 @@ use crate::Result;
 use crate::io::SizeClass;
 use crate::key::ChunkKey;
 
-/// Why a tier has no free slot.
+/// The reason why a tier has no free slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NoSlot {
     /// A slot must be freed first.
     Full,
     /// A slot of the same size must be freed first. Space from slots of other sizes cannot be
-    /// reused now.
+    /// reused at the moment.
     FullExceptSameSize,
     /// Another thread is still creating slots, so a later call may succeed.
     Growing,
@@ -33,7 +33,8 @@ pub enum NoSlot {
 /// of chunks found when the tier opens. After `close`, `write`, `read`, `free` and
 /// `clear` return `Closed`, and `reserve` returns `Full`.
 pub trait LocalTier: fmt::Debug + Send + Sync {
-    /// Reserves a free or new slot for frames of `class`. Never modifies a slot that holds a chunk.
+    /// Reserves a free or new slot for a frame of `class`. Never modifies a slot that holds a
+    /// chunk.
     fn reserve(&self, class: SizeClass) -> Result<SlotId, NoSlot>;
 
     /// Returns the frame size of `class` in bytes, or 0 if there is no such class.
@@ -56,8 +57,8 @@ pub trait LocalTier: fmt::Debug + Send + Sync {
     /// then poll `removed`.
     fn is_removable(&self) -> bool;
 
-    /// Returns the directory or file that was removed or moved from under the open tier. Returns
-    /// None if nothing was removed or the check is inconclusive. Does I/O.
+    /// Returns the directory or file that was removed or moved out from under the open tier.
+    /// Returns None if nothing was removed or the check is inconclusive. Does I/O.
     fn removed(&self) -> Option<PathBuf>;
 
     /// Returns gauges and counters. Never blocks on I/O.

@@ -8,7 +8,7 @@ use crate::key::ChunkKey;
 
 /// A tier that stores frames by key and is not owned by this process.
 ///
-/// The result of `contains_many` is only a hint, because other clients can put and evict chunks at
+/// The result of `contains_many` is only a hint, because other clients can add and evict chunks at
 /// any time. A missing chunk is a miss, not an error, and does not affect other tiers. All methods
 /// are thread-safe.
 ///
@@ -20,8 +20,8 @@ pub trait RemoteTier: fmt::Debug + Send + Sync {
     /// Returns whether each key was present, in the order of `keys`.
     fn contains_many(&self, keys: &[ChunkKey], deadline: Instant) -> Result<Vec<bool>>;
 
-    /// Reads `key`'s frame. Returns true if `into` holds exactly the frame put under this key, or
-    /// false if there is no such frame. Returns `Corrupt` if the stored frame is damaged or its
+    /// Reads `key`'s frame. Returns true if `into` holds exactly the frame stored under this key,
+    /// or false if there is no such frame. Returns `Corrupt` if the stored frame is damaged or its
     /// size is not `into.len()`. Unless the result is true, the contents of `into` are undefined.
     fn get(&self, key: &ChunkKey, into: &mut [u8], deadline: Instant) -> Result<bool>;
 

@@ -17,13 +17,14 @@ use crate::error::is_no_space;
 use crate::io::{MAX_FRAMES, SizeClass};
 use crate::tier::NoSlot;
 
-/// Delay before growth is retried after a failure. The delay is shorter if many slots are requested
-/// (see `REJECTIONS_BEFORE_RETRY`).
+/// Delay before retrying after a failure to grow the files. The delay is shorter if many slots are
+/// requested (see `REJECTIONS_BEFORE_RETRY`).
 const RETRY_AFTER: Duration = Duration::from_secs(2);
-/// Timeout for waiting for another thread to grow the files. Growing usually takes a few
-/// milliseconds. After the timeout, waiting threads read chunks instead of writing.
+/// Maximum time to wait for another thread to grow the files. Growing them usually takes a few
+/// milliseconds. After the timeout, a waiting thread reads chunks instead of waiting longer.
 const MAX_WAIT: Duration = Duration::from_millis(100);
-/// After this time, the other thread may be hung, so only slots of the same size are reused.
+/// If growing the files takes this much longer, the other thread may be hung, so only slots of the
+/// same size are reused.
 const MAX_SLOW: Duration = Duration::from_secs(5);
 
 /// The exclusive right to grow the files. Dropping it wakes waiting threads, even during a panic.
@@ -37,8 +38,8 @@ impl Drop for Turn<'_> {
 }
 
 impl DiskTier {
-    /// Returns a slot when no slot is free: grows the files, or waits for the thread that is
-    /// growing them.
+    /// Obtains a slot when none is free: grows the files, or waits for the thread that is growing
+    /// them.
     pub(super) fn reserve_more(&self, class: SizeClass) -> Result<SlotId, NoSlot> {
         let _turn = self.turn()?;
         let is_pointless = self.is_pointless();
@@ -63,7 +64,7 @@ impl DiskTier {
 
     /// Handles a write that failed because the file system is full. Deletes a closed namespace if
     /// there is one. Otherwise, only slots with allocated blocks are written until the next attempt
-    /// to grow.
+    /// to grow the files.
     pub(super) fn hold_growth(&self) {
         if self.delete_closed() {
             return; // the next write has space
@@ -101,9 +102,9 @@ impl DiskTier {
         }
     }
 
-    /// Creates as many free slots of a class as fit in the bytes that the namespace can claim. If
+    /// Creates as many free slots of a class as fit in the space that the namespace can claim. If
     /// not even one slot fits, punches holes in free slots of other classes to make room for one.
-    /// `is_full` means that the file system has no space for larger files.
+    /// `is_full` means that the file system has no room for the files to grow.
     fn make_slots(&self, class: SizeClass, is_full: bool) {
         let (Ok(owner), counts) = (self.enter(), self.state().counts()) else { return };
         let (num_bytes, Some(count)) =
@@ -177,7 +178,7 @@ impl DiskTier {
         skip
     }
 
-    /// Claims disk space. `bytes` holds the arguments `enough` and `want` of
+    /// Claims disk space. `bytes` holds the `enough` and `want` arguments of
     /// [`OpenNamespace::claim`]. Returns the number of bytes that the namespace may use, or None on
     /// an I/O error.
     fn claim(&self, owner: &OpenNamespace, bytes: [u64; 2]) -> Option<u64> {

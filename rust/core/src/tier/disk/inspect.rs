@@ -1,6 +1,7 @@
 //! Reports the contents of a disk directory for `kvloft inspect`, without locking or changing it.
 //!
-//! Numbers may be slightly outdated while an engine is writing. Damage is reported in `problem`.
+//! The numbers may be slightly out of date while an engine is writing. Damage is reported in
+//! `problem`.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -67,8 +68,9 @@ pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
     Ok(found)
 }
 
-/// Returns a namespace's superblock and, for each size class that has files, the files or their
-/// damage. If the superblock is unusable, returns only a description of that damage.
+/// Returns a namespace's superblock and, for each size class that has files, the opened files or a
+/// description of their damage. If the superblock is unusable, returns only a description of the
+/// problem.
 pub(super) fn open_namespace(
     found: &namespaces::Found,
 ) -> Result<(Superblock, Vec<Result<SlotFiles, Damage>>), Damage> {

@@ -1,7 +1,7 @@
 //! Slot operations on an open directory: reserve, write, read and free.
 //!
 //! No lock is held during system calls. Callers must follow the `LocalTier` contract. The only
-//! violations that are detected are writes to unreserved slots.
+//! violation that is detected is a write to an unreserved slot.
 
 use std::path::PathBuf;
 
@@ -68,7 +68,7 @@ impl LocalTier for DiskTier {
     }
 
     /// Once this method succeeds, the chunk survives a process crash. Frames aligned to 4096 bytes
-    /// in memory are written without a copy.
+    /// in memory are written without being copied.
     fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()> {
         let _inside = self.enter()?;
         let (class, files) = (slot.class(), self.files_for(slot, frame.len())?);

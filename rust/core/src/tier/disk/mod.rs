@@ -1,8 +1,8 @@
 //! The disk tier stores frames in files. Each frame size has a frames file and an index with one
 //! 128-byte record per frame. A directory has one owner at a time.
 //!
-//! The tier verifies frames when they are read. The store decides which chunks to evict and queues
-//! reads. The tier never calls fsync: after a power loss, checksums turn lost writes into misses,
+//! The tier verifies frames when they are read. The store queues reads and decides which chunks to
+//! evict. The tier never calls fsync: after a power loss, checksums turn lost writes into misses,
 //! which are counted.
 
 pub(crate) mod budget;

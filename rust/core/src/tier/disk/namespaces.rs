@@ -1,7 +1,7 @@
 //! Finds, measures and deletes namespace directories in a disk directory.
 //!
-//! Deletes only files that this tier creates, and only in directories that are named like
-//! namespaces. Never reads file contents.
+//! Deletes only files that this tier creates, and only in directories with namespace names. Never
+//! reads file contents.
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, Metadata};
@@ -14,8 +14,8 @@ use super::superblock;
 use super::types::DiskConfig;
 use crate::key::namespace_id;
 
-/// Slot file name prefixes in deletion order, so that an interrupted deletion never leaves a record
-/// without its frame.
+/// Name prefixes of the slot files, in deletion order. An interrupted deletion never leaves a
+/// record without its frame.
 const SLOT_FILES: [&str; 2] = ["index", "frames"];
 
 pub(crate) fn index_name(frame_bytes: u64) -> String {
@@ -27,7 +27,7 @@ pub(crate) fn frames_name(frame_bytes: u64) -> String {
 }
 
 /// Returns true if `name` is the name of an index or frames file. In earlier versions, file names
-/// did not include the size.
+/// did not include the frame size.
 fn is_slot_file(name: &str) -> bool {
     SLOT_FILES.iter().any(|kind| {
         let rest = name.strip_prefix(kind).and_then(|rest| rest.strip_suffix(".dat"));
@@ -58,7 +58,7 @@ pub(crate) struct Found {
     pub(crate) path: PathBuf,
     /// Size on disk, in bytes.
     pub(crate) bytes: u64,
-    /// Unix time at which the namespace was last opened or written (seconds, nanoseconds).
+    /// Unix time at which the namespace was last opened or written to, as (seconds, nanoseconds).
     pub(crate) last_used: (i64, i64),
 }
 
@@ -113,8 +113,8 @@ pub(crate) fn scan(dir: &Path, open: &BTreeSet<String>) -> io::Result<Vec<Found>
 }
 
 /// Deletes closed namespaces, least recently used first, until `is_enough` returns true for the
-/// size of the remaining closed namespaces. Returns that size. Passes a log line for each deletion
-/// or failure to `note`.
+/// size of the remaining closed namespaces. Returns that size. Calls `note` with a log line for
+/// each deletion or failure.
 pub(crate) fn make_room(
     config: &DiskConfig,
     open: &BTreeSet<String>,
@@ -150,7 +150,7 @@ pub(crate) fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Returns true if a directory entry is named like a slot file but is not a regular file.
+/// Returns true if any directory entry has a slot file's name but is not a regular file.
 pub(crate) fn has_strange_files(path: &Path) -> bool {
     file_names(path).unwrap_or_default().iter().any(|name| {
         let meta = fs::symlink_metadata(path.join(name));
@@ -165,7 +165,7 @@ pub(crate) fn remove_other_sizes(path: &Path, sizes: &[u64]) -> io::Result<()> {
     remove_files(path, |name| is_slot_file(name) && !kept.iter().any(|kept| kept == name)).map(drop)
 }
 
-/// Deletes kvloft's files that match `is_meant`. Returns true if any file was deleted.
+/// Deletes the kvloft files whose names `is_meant` accepts. Returns true if any file was deleted.
 pub(crate) fn remove_files(path: &Path, is_meant: impl Fn(&str) -> bool) -> io::Result<bool> {
     let mut any = false;
     for name in file_names(path)?.iter().filter(|name| is_meant(name)) {
@@ -184,9 +184,9 @@ fn is_namespace_name(name: &str) -> bool {
 
 /// Measures a namespace directory. Ignores entries that vanish or are unreadable.
 ///
-/// A sparse file can still fill up, so files are measured by their length. With multiple frame
-/// sizes, the frames files may be punched to make room, so they are measured by their allocated
-/// blocks.
+/// The holes in a sparse file can still fill up, so files are measured by their length. With
+/// multiple frame sizes, holes may be punched in the frames files to make room, so these files are
+/// measured by their allocated blocks.
 pub(crate) fn measure(name: String, path: PathBuf) -> Found {
     let mut found = Found { name, bytes: 0, path, last_used: (0, 0) };
     found.bytes = fs::symlink_metadata(&found.path).map_or(0, |meta| disk_bytes(&meta));
@@ -207,7 +207,8 @@ pub(crate) fn measure(name: String, path: PathBuf) -> Found {
     found
 }
 
-/// Returns the file's length, rounded up to pages, or the size of its blocks, whichever is larger.
+/// Returns the file's length, rounded up to whole pages, or the size of its allocated blocks,
+/// whichever is larger.
 fn disk_bytes(meta: &Metadata) -> u64 {
     meta.len().next_multiple_of(PAGE_BYTES).max(meta.blocks() * 512)
 }

@@ -1,8 +1,8 @@
 //! Opens a disk directory: claims it, checks the superblock, applies the size limit and recovers
 //! the stored chunks.
 //!
-//! Chunks with damaged records are dropped and counted. Damage never keeps a directory from
-//! opening.
+//! Chunks with damaged records are dropped and counted. Damage never prevents a directory from
+//! being opened.
 
 use std::collections::HashSet;
 use std::fs;
@@ -28,10 +28,10 @@ use crate::units::size_text;
 use crate::{Error, Result};
 
 impl DiskTier {
-    /// Opens or creates a namespace in the directory. Returns its chunks, parents before children,
-    /// and otherwise oldest first.
+    /// Opens or creates a namespace in the directory. Returns the namespace's chunks: parents
+    /// before children, and otherwise oldest first.
     ///
-    /// Drops unreadable records, and chunks with a `depth` above 0 whose parent is missing.
+    /// Drops unreadable records, and chunks whose `depth` is above 0 but whose parent is missing.
     /// Recreates a namespace whose superblock does not match. Returns `InvalidConfig` if the
     /// settings can never work, `Busy` if another owner is alive, and `Io` if a system call fails
     /// or another user can write to the directory. `Busy` and `Io` can be temporary, so the caller
@@ -127,7 +127,7 @@ fn open_files(
     sizes.classes().map(open).collect()
 }
 
-/// Creates the namespace's directory. Replaces a file or link with the same name.
+/// Creates the namespace's directory. Replaces any file or link of the same name.
 fn make_namespace(dir: &Path, state: &mut TierState) -> io::Result<()> {
     if fs::symlink_metadata(dir).is_ok_and(|meta| !meta.is_dir()) {
         fs::remove_file(dir)?;
@@ -199,7 +199,7 @@ fn touch(dir: &Path) -> io::Result<()> {
 /// Sorts the entries, clears all other records, and initializes the slot states.
 ///
 /// A dropped chunk whose record cannot be cleared would be found again the next time the namespace
-/// opens. Such chunks are appended to the entries for the caller to free.
+/// is opened. Such chunks are appended to the entries for the caller to free.
 fn settle(files: &[SlotFiles], found: Vec<ClassIndex>, state: &mut TierState) -> Vec<DiskEntry> {
     let all: Vec<_> = found.iter().flat_map(|index| &index.entries).copied().collect();
     let Recovered { mut entries, duplicates, orphans } = record::recover(&all);

@@ -19,11 +19,11 @@ use crate::{Error, ErrorKind, Result};
 /// Name of the lock file in the directory.
 pub(super) const FILE_NAME: &str = "lock";
 
-/// The action passed to [`dir_error`] when the directory is created.
+/// The action to pass to [`dir_error`] when creating the directory.
 pub(super) const MAKE: &str = "create";
 
-/// The kind of caller: the setting to name in errors, and the advice if another process is using
-/// the directory.
+/// The kind of caller: the setting to name in errors, and the advice to give if another process is
+/// using the directory.
 type Asker = [&'static str; 2];
 const OWNER: Asker = ["disk_path ", "stop it or set a different disk_path"];
 const READER: Asker =
@@ -87,8 +87,8 @@ impl DirLock {
         let file =
             open_options(OFlags::DIRECTORY).open(dir).map_err(|e| failed("open", dir, asker, e))?;
         let result = flock(&file, FlockOperation::NonBlockingLockExclusive);
-        // Some network file systems lock only files opened for writing. There, the lock file
-        // protects the directory.
+        // Some network file systems can lock only files that are open for writing. On these file
+        // systems, the lock file protects the directory.
         if result == Err(Errno::WOULDBLOCK) {
             return Err(busy(dir, asker));
         }
@@ -146,7 +146,7 @@ fn busy(dir: &Path, [name, advice]: Asker) -> Error {
 }
 
 /// Checks that only this user and root can write to the file with metadata `meta`. Files that
-/// another user can change are not trusted, because a forged index could map a key to a wrong
+/// another user can change are not trusted, because a forged index could map a key to the wrong
 /// chunk. The error is `Io`, because the operator can fix the problem while the engine is running.
 pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Result<()> {
     let me = rustix::process::geteuid().as_raw();
@@ -154,8 +154,8 @@ pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Res
     let (is_shared, is_public) = (mode & 0o022 != 0, mode & 0o002 != 0);
     let shown = path.display();
     let problem = if path == disk_path && is_shared && (is_ours || is_public) {
-        // The message does not suggest chmod, which would break other programs in a directory such
-        // as /tmp.
+        // The message does not suggest chmod, because that would break other programs in a shared
+        // directory such as /tmp.
         format!(
             "{shown} is writable by other users (mode {mode:o}): set disk_path = {}, which kvloft creates for this user only",
             path.join("kvloft").display()
@@ -228,8 +228,8 @@ pub(super) fn first_missing<'a>(disk_path: &'a Path, namespace: &'a Path) -> &'a
 }
 
 /// Converts an I/O error from an operation on the directory itself. The result is `InvalidConfig`
-/// if this `disk_path` can never work. Otherwise, it is `Io`, because permissions, mounts and free
-/// space can change while an engine is running.
+/// if this `disk_path` can never work. Otherwise, the result is `Io`, because permissions, mounts
+/// and free space can change while an engine is running.
 pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {
     let advice = |problem| {
         format!(

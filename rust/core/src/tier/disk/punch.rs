@@ -12,12 +12,12 @@ use super::tier::DiskTier;
 use super::types::SlotId;
 use crate::io::SizeClass;
 
-/// Delay before a failed punch is retried.
+/// Delay before retrying a failed punch.
 const RETRY_AFTER: Duration = Duration::from_secs(2);
 
 impl DiskTier {
-    /// Punches holes in at least `bytes` bytes of free slots of other classes. Returns false if
-    /// punching failed, or if there are too few free slots, in which case no slot is punched.
+    /// Punches holes in free slots of other classes to free at least `bytes` bytes. Returns false
+    /// if punching fails, or if there are too few free slots, in which case no slot is punched.
     ///
     /// If `is_full` is set, punches only slots known to have blocks.
     pub(super) fn punch_spare(&self, class: SizeClass, bytes: u64, is_full: bool) -> bool {
@@ -35,8 +35,8 @@ impl DiskTier {
         given >= bytes
     }
 
-    /// Takes at least `bytes` bytes of free slots from other classes, or no slots if there are too
-    /// few.
+    /// Takes free slots that total at least `bytes` bytes from other classes, or none if there are
+    /// too few.
     fn take_spare(
         &self,
         class: SizeClass,
@@ -102,7 +102,7 @@ impl DiskTier {
         }
     }
 
-    /// Allocates blocks for up to `num` punched slots while the file system has space.
+    /// Allocates blocks for up to `num` punched slots, as long as the file system has space.
     pub(super) fn refill(&self, class: SizeClass, num: u32) {
         let punched = self.state().of(class).map_or_else(Vec::new, |slots| {
             slots.punched.iter().copied().take(num as usize).collect()

@@ -6,8 +6,8 @@
 //! sequence (u64), save time (u64, Unix seconds; the write time in early versions), number of units
 //! (u32, always 1), depth (u32), slot number (u32), zeros (4), checksum of the preceding 120 bytes
 //! (u64). The record of an empty slot is all zeros. Both checksums are XXH3. The record checksum is
-//! seeded with the first 8 bytes of the namespace (u64) XOR the frame size, so that records of a
-//! different namespace or size are invalid. Parsing never panics.
+//! seeded with the first 8 bytes of the namespace (u64) XOR the frame size, so that records of any
+//! other namespace or frame size are invalid. Parsing never panics.
 
 use std::collections::HashMap;
 
@@ -39,7 +39,7 @@ pub(crate) struct Record {
     pub(crate) sequence: u64,
 }
 
-/// Result of parsing a slot's 128 bytes.
+/// The result of parsing a slot's 128-byte record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Parsed {
     /// The slot is empty: its record is all zeros.
@@ -59,7 +59,7 @@ pub(crate) fn payload_checksum(frame: &[u8]) -> u128 {
     PayloadHasher::oneshot(frame)
 }
 
-/// Returns the seed of the record checksums for one frame size of a namespace.
+/// Returns the checksum seed for a namespace's records of one frame size.
 pub(crate) fn record_seed(namespace: &[u8; 32], frame_bytes: u64) -> u64 {
     u64::from_le_bytes(take(&mut namespace.as_slice())) ^ frame_bytes
 }
@@ -101,7 +101,8 @@ pub(crate) fn parse(bytes: &RecordBytes, slot: u32, seed: u64) -> Parsed {
     let _num_units: [u8; 4] = take(&mut rest);
     let depth = u32::from_le_bytes(take(&mut rest));
     let record = Record { meta: DiskMeta { key, parent, depth, saved_s }, payload, sequence };
-    // The magic, slot number, zeros and checksum are valid if re-encoding gives the same bytes.
+    // If re-encoding gives the same bytes, the magic, slot number, zero bytes and checksum are
+    // valid.
     if record.encode(slot, seed) == *bytes { Parsed::Valid(record) } else { Parsed::Bad }
 }
 
@@ -175,9 +176,9 @@ pub(crate) fn recover(found: &[DiskEntry]) -> Recovered {
 impl Places<'_> {
     /// Adds the entry and its undecided ancestors to `path`. Returns their common fate.
     ///
-    /// The depth decreases with each step, so the walk terminates even if parents form a cycle in a
-    /// forged index. `before` is a guess at the parent. This guess avoids most lookups, because a
-    /// prefix's chunks are usually written in sequence.
+    /// The depth decreases with each step, so the walk terminates even if a forged index contains a
+    /// cycle of parents. `before` is a guess at the parent. This guess avoids most lookups, because
+    /// a prefix's chunks are usually written in sequence.
     fn climb(&self, start: usize, before: Option<usize>, path: &mut Vec<usize>) -> Fate {
         let mut at = start;
         loop {

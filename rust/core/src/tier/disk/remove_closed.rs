@@ -1,7 +1,7 @@
 //! Removes prefixes, selected by their first chunk, from closed namespaces.
 //!
-//! A namespace is opened only if a chunk must be removed, because opening marks it as recently
-//! used.
+//! A namespace is opened only if a chunk must be removed, because opening a namespace marks it as
+//! recently used.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
@@ -21,9 +21,9 @@ use crate::{Error, Result};
 /// Result of a removal.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RemovedChunks {
-    /// Number of namespaces that were searched.
+    /// Number of namespaces searched.
     pub num_namespaces: u64,
-    /// Number of chunks that were removed.
+    /// Number of chunks removed.
     pub num_chunks: u64,
     /// Total frame size of the removed chunks, in bytes.
     pub num_bytes: u64,

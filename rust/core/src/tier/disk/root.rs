@@ -1,9 +1,9 @@
 //! A disk directory with one owner and one size limit, and the namespaces that this process has
-//! opened in it.
+//! open in it.
 //!
-//! Each open namespace claims bytes before its files grow, so that the total never exceeds the
-//! limit. Closed namespaces are measured and can be deleted to make room, but open namespaces
-//! cannot. While multiple namespaces are open, each leaves an equal part of the space to every
+//! Each open namespace claims space before its files grow, so that the total never exceeds the
+//! limit. Closed namespaces are measured and can be deleted to make room. Open namespaces are never
+//! deleted. While multiple namespaces are open, each leaves an equal share of the space to every
 //! other namespace, but keeps its earlier claims until it closes. Only the `opening` lock is held
 //! during system calls.
 
@@ -25,9 +25,9 @@ use crate::{Error, ErrorKind, Result};
 const NAMESPACE_BYTES: u64 = 4 * budget::PAGE_BYTES;
 /// Approximate file growth per allocation.
 const EXTENT_BYTES: u64 = 64 * 1024 * 1024;
-/// Minimum number of extents within the size limit if multiple namespaces may be open.
+/// Minimum number of extents that fit within the size limit if multiple namespaces may be open.
 const MIN_EXTENTS: u64 = 16;
-/// Maximum number of attempts to claim bytes while namespaces are being opened and closed.
+/// Maximum number of attempts to claim space while namespaces are being opened and closed.
 const TRIES: usize = 16;
 /// Timeout for acquiring the `opening` lock. After the timeout, an engine starts with host memory
 /// only.
@@ -54,7 +54,7 @@ struct RootState {
     leaving: BTreeSet<String>,
     /// Number of times a namespace was opened or closed.
     changes: u64,
-    /// True if a namespace has run out of space since the last check.
+    /// True if any namespace has run out of space since the last check.
     is_short: bool,
 }
 
@@ -69,7 +69,8 @@ pub(super) struct OpenNamespace {
 pub(super) struct Claim {
     /// Total number of bytes that the namespace may use.
     pub(super) bytes: u64,
-    /// Size of all other namespaces, in bytes. 0 if these namespaces report their own size.
+    /// Total size of all other namespaces, in bytes. 0 if the other namespaces report their own
+    /// sizes.
     pub(super) foreign_bytes: u64,
 }
 
@@ -141,8 +142,8 @@ impl DiskRoot {
         Ok(lock)
     }
 
-    /// Returns true if a namespace has run out of space since the last call. Closing another
-    /// namespace then helps.
+    /// Returns true if any namespace has run out of space since the last call. If so, closing
+    /// another namespace would help.
     pub fn take_short(&self) -> bool {
         std::mem::take(&mut self.state().is_short)
     }
@@ -200,7 +201,7 @@ impl OpenNamespace {
         share.min(EXTENT_BYTES)
     }
 
-    /// Returns the bytes reserved for other open namespaces: for each, its claim or an equal part,
+    /// Returns the bytes reserved for other open namespaces: for each, its claim or an equal share,
     /// whichever is larger.
     fn open_bytes(&self, state: &RootState, cap_bytes: u64) -> u64 {
         let part = cap_bytes.saturating_sub(budget::FIXED_BYTES) / state.open.len().max(1) as u64;
@@ -209,7 +210,7 @@ impl OpenNamespace {
     }
 
     /// Claims up to `want` bytes in total. Deletes closed namespaces only if `enough` bytes would
-    /// not fit otherwise and the deletion can help.
+    /// not fit otherwise and deleting them can help.
     pub(super) fn claim(
         &self,
         config: &DiskConfig,
@@ -226,7 +227,7 @@ impl OpenNamespace {
             let fits =
                 |closed: u64| enough.saturating_add(closed).saturating_add(open_bytes) <= cap_bytes;
             // When a namespace is opened, space for part of its files is better than no space.
-            // Later, less than `enough` bytes are useless.
+            // After that, anything less than `enough` bytes is useless.
             let may_help = fits(0) || is_first;
             let is_enough = |closed| !may_help || fits(closed);
             let remove = |path: &_| self.remove(path);
@@ -238,8 +239,8 @@ impl OpenNamespace {
                 let bytes = want.min(cap_bytes.saturating_sub(foreign_bytes));
                 let claimed = state.open.entry(self.name.clone()).or_default();
                 *claimed = bytes.max(*claimed);
-                // An idle namespace loses its memory and files only to a namespace that is below
-                // its part.
+                // An idle namespace loses its memory and files only to a namespace that has less
+                // than its share.
                 let part = cap_bytes / state.open.len().max(1) as u64;
                 state.is_short |= bytes < enough && enough <= part;
                 return Ok(Claim {
@@ -271,7 +272,7 @@ impl OpenNamespace {
         self.root.state().open.insert(self.name.clone(), bytes);
     }
 
-    /// Deletes a closed namespace, which cannot be opened during the deletion.
+    /// Deletes a closed namespace, which cannot be opened while it is being deleted.
     pub(super) fn remove(&self, found: &namespaces::Found) -> io::Result<()> {
         let mut state = self.root.state();
         if state.open.contains_key(&found.name) || !state.leaving.insert(found.name.clone()) {

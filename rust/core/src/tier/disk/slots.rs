@@ -1,8 +1,8 @@
-//! States of the slots of one size class. This module does no I/O.
+//! Tracks the state of each slot of one size class. This module does no I/O.
 //!
 //! Invariant: free + punched + reserved + used = slots. Only free slots can be reserved. Free slots
 //! with blocks are reserved first, because they can be written even on a full file system. Slots
-//! that may be holes follow in the order in which they became free, so that a slot whose write
+//! that may be holes come next, in the order in which they became free, so that a slot whose write
 //! failed is not retried immediately. If writes to a slot keep failing, its blocks may be damaged.
 //! The slot is then set aside, and chunks in other slots are evicted instead. A punched slot has no
 //! blocks and uses no space until `refill` makes it free again.
@@ -13,8 +13,8 @@ use super::budget::SlotCount;
 use super::types::SlotId;
 use crate::io::SizeClass;
 
-/// A slot is set aside after this many consecutive failed writes. While every write fails, this
-/// limits how often chunks are evicted in search of a writable slot.
+/// A slot is set aside after this many consecutive failed writes. If every write fails, this limits
+/// how often chunks are evicted in search of a writable slot.
 const MAX_FAILURES: u8 = 8;
 /// Number of writes after which one of the slots that were set aside can be reserved again.
 const WRITES_BEFORE_RETRY: u32 = 1000;
@@ -25,7 +25,7 @@ pub(super) enum Blocks {
     /// The slot may be a hole.
     Unknown,
     Allocated,
-    /// The last writes failed, but not because the file system was full.
+    /// The most recent writes to the slot failed, but not because the file system was full.
     Failed(u8),
 }
 
@@ -40,7 +40,8 @@ impl Blocks {
 pub(super) enum SlotState {
     /// The slot is free. The flag is true if the record on disk might not be empty.
     Free(bool),
-    /// A caller owns the slot but has not written it. The flag has the same meaning as in `Free`.
+    /// A caller owns the slot, which does not hold a chunk yet. The flag has the same meaning as in
+    /// `Free`.
     Reserved(bool),
     /// A caller owns the slot, which holds a chunk.
     Used,
@@ -71,7 +72,7 @@ pub(super) struct Slots {
     /// Free slots whose last [`MAX_FAILURES`] writes failed, or whose record could not be cleared
     /// when the directory was opened.
     failed: VecDeque<u32>,
-    /// Number of writes since a slot entered or left `failed`.
+    /// Number of writes since a slot last entered or left `failed`.
     num_written: u32,
     pub(super) punched: BTreeSet<u32>,
     /// True while the file system has no space to fill holes. Holes are not reserved during this
@@ -122,7 +123,7 @@ impl Slots {
         SlotCount { frame_bytes, slots: self.len(), filled: self.len() - num_punched }
     }
 
-    /// Returns the number of slots within the files' length.
+    /// Returns the number of slots that fit in the files at their current length.
     pub(super) fn len(&self) -> u32 {
         u32::try_from(self.states.len()).unwrap_or(u32::MAX)
     }
@@ -153,7 +154,7 @@ impl Slots {
         self.punched.split_off(&len);
     }
 
-    /// Returns the number of slots that remain if the punched slots at the end are removed.
+    /// Returns the number of slots that would remain if the punched slots at the end were removed.
     pub(super) fn end(&self) -> u32 {
         let is_punched = |slot: &u32| self.punched.contains(&(slot - 1));
         (1..=self.len()).rev().find(|slot| !is_punched(slot)).unwrap_or(0)
@@ -221,7 +222,8 @@ impl Slots {
         slot
     }
 
-    /// Returns true if the slot is reserved. Its owner may write only to a reserved slot.
+    /// Returns true if the slot is reserved. A slot's owner may write to it only while it is
+    /// reserved.
     pub(super) fn may_write(&self, slot: SlotId) -> bool {
         matches!(self.states.get(slot.number() as usize), Some(SlotState::Reserved(_)))
     }
@@ -280,7 +282,7 @@ impl Slots {
         self.used += u64::from(before == SlotState::Used);
     }
 
-    /// Returns all slots with a chunk, in ascending order.
+    /// Returns all slots that hold a chunk, in ascending order.
     pub(super) fn all_used(&self) -> Vec<SlotId> {
         (0..)
             .zip(&self.states)

@@ -25,7 +25,8 @@ const MAX_BYTES: u64 = 64 * 1024;
 /// Maximum length of the description, so that the superblock fits in `budget::FIXED_BYTES`.
 const MAX_DESCRIPTION_CHARS: usize = 1000;
 
-/// Why a superblock was rejected. The text completes the sentence "superblock.json is ...".
+/// The reason why a superblock was rejected. The text completes the sentence "superblock.json is
+/// ...".
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refusal {
     /// The file is not a regular file, is too large, or cannot be parsed.
@@ -48,7 +49,7 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// Maximum frame size, which limits the time to read a frame if its size is forged.
+/// Maximum frame size, which limits how long it takes to read a frame if its size is forged.
 const MAX_FRAME_BYTES: u64 = 16 << 30;
 
 pub(crate) fn is_frame_size(bytes: u64) -> bool {
@@ -125,7 +126,7 @@ impl Superblock {
         Ok(parsed)
     }
 
-    /// Reads `dir/superblock.json`. Returns None if it does not exist.
+    /// Reads `dir/superblock.json`. Returns None if the file does not exist.
     pub(crate) fn read(dir: &Path) -> io::Result<Option<Result<Self, Refusal>>> {
         let path = dir.join(FILE_NAME);
         match fs::symlink_metadata(&path) {
@@ -157,7 +158,7 @@ impl Superblock {
         put().inspect_err(|_| drop(fs::remove_file(&temp)))
     }
 
-    /// Returns the full namespace. Returns None if the field is not 64 hex digits, but `parse`
+    /// Returns the full namespace. Returns None if the field is not 64 hex digits, although `parse`
     /// already rejects such a field.
     pub(crate) fn namespace(&self) -> Option<[u8; 32]> {
         blake3::Hash::from_hex(&self.namespace).ok().map(Into::into)
@@ -170,7 +171,7 @@ impl Superblock {
     }
 }
 
-/// Returns options to open a file without following links or blocking on FIFOs.
+/// Returns options for opening a file without following links or blocking on FIFOs.
 fn open_options() -> fs::OpenOptions {
     let mut options = fs::OpenOptions::new();
     options.mode(0o600).custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed());

@@ -25,7 +25,7 @@ pub(super) struct TierState {
     pub(super) slots: Vec<Slots>,
     /// Counters of the tier. The gauges in this struct are not maintained and stay zero.
     pub(super) stats: DiskStats,
-    /// Size of all other namespaces when last measured, in bytes.
+    /// Total size of all other namespaces when last measured, in bytes.
     pub(super) foreign_bytes: u64,
     pub(super) next_sequence: u64,
     waiting: Vec<String>,
@@ -38,7 +38,7 @@ impl TierState {
         self.slots.get_mut(class.index())
     }
 
-    /// Changes a size class's slots. Does nothing if there is no such class.
+    /// Applies `change` to a size class's slots. Does nothing if there is no such class.
     pub(super) fn with(&mut self, class: SizeClass, change: impl FnOnce(&mut Slots)) {
         if let Some(slots) = self.of(class) {
             change(slots);
@@ -49,7 +49,7 @@ impl TierState {
         self.of(class)?.take()
     }
 
-    /// Like `take`, but as a last resort reserves a slot whose writes keep failing.
+    /// Like `take`, but, as a last resort, reserves a slot whose writes keep failing.
     pub(super) fn take_any(&mut self, class: SizeClass) -> Option<SlotId> {
         let slots = self.of(class)?;
         slots.take().or_else(|| slots.take_failed())
@@ -65,7 +65,7 @@ impl TierState {
     }
 
     /// Queues a log line unless the queue is full. Drops the line if it is already queued or was
-    /// returned by the last nonempty `take_events`.
+    /// returned by the last `take_events` call that returned any lines.
     pub(super) fn event(&mut self, line: String) {
         if self.waiting.len() < MAX_EVENTS
             && !self.waiting.contains(&line)
@@ -99,19 +99,19 @@ pub(super) enum Grower {
 #[derive(Debug, Default)]
 pub(super) struct Growth {
     pub(super) grower: Grower,
-    /// True if the last attempt to grow failed and was logged.
+    /// True if the last attempt to grow the files failed and was logged.
     pub(super) is_refused: bool,
     pub(super) num_to_reject: u32,
     pub(super) refused_at: Option<Instant>,
-    /// True if the last attempt to grow failed because of the file system rather than the size
-    /// limit.
+    /// True if the last attempt to grow the files failed because of the file system rather than the
+    /// size limit.
     pub(super) is_full: bool,
     /// True if the last attempt to punch holes failed and was logged.
     pub(super) is_punch_refused: bool,
     pub(super) punch_refused_at: Option<Instant>,
 }
 
-/// Number of reservations rejected between a failed attempt to grow and the next attempt.
+/// Number of reservations rejected between a failed attempt to grow the files and the next attempt.
 const REJECTIONS_BEFORE_RETRY: u32 = 256;
 
 /// An open namespace of a disk directory. All methods are thread-safe.
@@ -159,7 +159,7 @@ impl DiskTier {
         Error::io(message, error).with_context("slot", slot.number())
     }
 
-    /// Rejects growth for a while after a failed attempt. `is_full` is true if the file system,
+    /// Prevents growth for a while after a failed attempt. `is_full` is true if the file system,
     /// rather than the size limit, prevented growth.
     pub(super) fn skip_growth(&self, is_full: bool) {
         let mut growth = self.growth();
@@ -173,7 +173,8 @@ impl DiskTier {
         self.count_refusal(is_news.then(|| format!("grow by {num_slots} chunks: {error}")));
     }
 
-    /// Counts a failure to grow or to punch holes. Logs the failed operation if `news` names it.
+    /// Counts a failure to grow the files or punch holes. Logs the failed operation if `news` names
+    /// it.
     pub(super) fn count_refusal(&self, news: Option<String>) {
         let mut state = self.state();
         state.stats.grow_errors += 1;

@@ -44,7 +44,7 @@ pub struct DiskConfig {
     pub description: String,
 }
 
-/// Chunk metadata, which is stored in the chunk's record.
+/// A chunk's metadata, which is stored in the chunk's record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DiskMeta {
     /// The chunk's key.
@@ -69,10 +69,10 @@ pub struct DiskEntry {
     pub sequence: u64,
 }
 
-/// Gauges, and counters since the directory was opened.
+/// Gauges, and counters that start at 0 when the directory is opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DiskStats {
-    /// Number of slots in the files across all sizes, excluding slots that are holes.
+    /// Number of slots in the files across all sizes, excluding holes.
     pub slots: u64,
     /// Number of slots that hold a chunk.
     pub slots_used: u64,
@@ -97,8 +97,8 @@ pub struct DiskStats {
     pub dropped_over_cap: u64,
     /// 1 if the namespace was recreated because its directory or superblock was unusable.
     pub fresh_starts: u64,
-    /// Number of failures to grow the files or punch holes, plus writes that failed because the
-    /// file system was full. Reaching the size limit is not a failure.
+    /// Number of failures to grow the files or punch holes, plus the number of writes that failed
+    /// because the file system was full. Reaching the size limit is not a failure.
     pub grow_errors: u64,
 }
 

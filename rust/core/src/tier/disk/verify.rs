@@ -23,7 +23,7 @@ const MAX_BAD_RECORDS: u64 = 1000;
 /// A verification in progress; see [`Verifier::step`].
 #[derive(Debug)]
 pub struct Verifier {
-    /// The files of each size class of each namespace, with the namespace's name.
+    /// The files of every size class in every namespace, each with its namespace's name.
     files: Vec<(String, SlotFiles)>,
     /// All chunks, each with an index into `files`.
     chunks: Vec<(usize, SlotId)>,
@@ -36,7 +36,7 @@ pub struct Verifier {
 }
 
 impl Verifier {
-    /// Locks the directory and reads all records. Returns `Busy` if an engine is using it,
+    /// Locks the directory and reads all records. Returns `Busy` if an engine is using `dir`,
     /// `InvalidConfig` if `dir` is not a disk directory, and `Io` if `dir` cannot be read.
     pub fn open(dir: &Path) -> Result<Self> {
         let found = list(dir)?;

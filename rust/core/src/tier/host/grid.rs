@@ -9,9 +9,9 @@ use crate::pool::SlabId;
 /// Value in `holders` for a free frame. This value is zero so that `vec!` requests zeroed memory,
 /// which takes no physical pages for frames that are never used.
 const FREE: u32 = 0;
-/// Value in `holders` for a frame that is in use but not assigned to a chunk yet.
+/// Value in `holders` for a frame that is in use but not yet assigned to a chunk.
 const TAKEN: u32 = 1;
-/// Offset that is added to a chunk's id before the id is stored in `holders`.
+/// Offset that is added to each chunk id before it is stored in `holders`.
 const FIRST_CHUNK: u32 = 2;
 
 /// The frames of one size in the slabs of one store.
@@ -21,10 +21,10 @@ pub(super) struct Grid {
     pub(super) frames: FrameGrid,
     /// Uncompressed size of a chunk of this class, in bytes.
     pub(super) raw_bytes: u64,
-    /// Numbers of all free frames. The lowest frame is taken first.
+    /// Numbers of all free frames. The lowest-numbered frame is taken first.
     free: BTreeSet<u32>,
     pub(super) num_taken: u64,
-    /// State of each frame, indexed by its number. See `FREE`, `TAKEN` and `FIRST_CHUNK`.
+    /// State of each frame, indexed by frame number. See `FREE`, `TAKEN` and `FIRST_CHUNK`.
     holders: Vec<u32>,
     /// The frame that `next_holder_within` examined last.
     hand: u32,
@@ -85,7 +85,7 @@ impl Grid {
         }
     }
 
-    /// Returns the slab's first frame at or after `from` that holds a chunk, and the chunk.
+    /// Returns the slab's first frame at or after `from` that holds a chunk, along with that chunk.
     pub(super) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(u32, ChunkId)> {
         let frames = self.frames.frames_of(slab.0);
         let mut left = frames.start.max(from)..frames.end;
@@ -96,8 +96,8 @@ impl Grid {
         self.holders[number as usize].checked_sub(FIRST_CHUNK).map(ChunkId)
     }
 
-    /// Advances to the next frame within the first `bytes` of the arena, wrapping around. Returns
-    /// the frame's chunk, if any.
+    /// Advances to the next frame within the first `bytes` bytes of the arena, wrapping around.
+    /// Returns the frame's chunk, if any.
     pub(super) fn next_holder_within(&mut self, bytes: u64) -> Option<ChunkId> {
         self.hand += 1;
         if self.hand >= self.frames.num_frames() || !self.frames.is_within(self.hand, bytes) {

@@ -6,9 +6,9 @@ use crate::io::SizeClass;
 /// The writer of a frame's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FrameFor {
-    /// A worker, which might reach only the first part of the arena.
+    /// A worker, which may be able to reach only the first part of the arena.
     Save,
-    /// A disk thread, which reaches the whole arena.
+    /// A disk thread, which can reach the whole arena.
     Read,
 }
 
@@ -25,7 +25,7 @@ impl FrameRequest {
         Self { class, purpose: FrameFor::Save }
     }
 
-    /// Requests a frame that a disk thread fills.
+    /// Requests a frame for a disk thread to fill.
     pub(crate) fn for_read(class: SizeClass) -> Self {
         Self { class, purpose: FrameFor::Read }
     }

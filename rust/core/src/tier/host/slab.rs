@@ -23,7 +23,7 @@ pub(super) struct Slab {
 /// A request for one of this store's slabs, made by another store or by a size class of this store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Wanted {
-    /// Only slabs with a number below this limit are suitable.
+    /// Only slabs numbered below this limit are suitable.
     pub(crate) end: u32,
     /// The size class of this store that needs the slab, or None if another store needs it.
     pub(super) class: Option<SizeClass>,

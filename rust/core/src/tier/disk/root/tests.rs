@@ -1,4 +1,4 @@
-//! Tests a namespace during its deletion, a directory without namespaces, and a hung directory.
+//! Tests a namespace that is being deleted, a directory with no namespaces, and a hung directory.
 
 use std::fs;
 use std::sync::mpsc;
