@@ -1,5 +1,5 @@
-//! Conformance test suite for `LocalTier` implementations. Compares the results of random calls
-//! with those of a model.
+//! Conformance test suite for `LocalTier` implementations. Checks the results of random calls
+//! against a model.
 //!
 //! Reading an acknowledged chunk returns the exact bytes or an error, never wrong bytes. A freed
 //! chunk can no longer be read. A failed free changes nothing. After a restart, the tier finds

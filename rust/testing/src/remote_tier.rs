@@ -1,5 +1,5 @@
-//! Conformance test suite for `RemoteTier` implementations. Compares the results of random calls
-//! with those of a model.
+//! Conformance test suite for `RemoteTier` implementations. Checks the results of random calls
+//! against a model.
 //!
 //! A hit returns a complete frame of the requested size that was stored under the requested key;
 //! any other read returns a miss or an error. Hints are returned in the same order as the keys.
@@ -198,8 +198,8 @@ impl Walk<'_> {
         self.get(chunk)
     }
 
-    /// Calls the tier on a separate thread, so that a call that ignores its deadline cannot block the
-    /// suite.
+    /// Calls the tier on a separate thread, so that a call that misses its deadline cannot block
+    /// the suite.
     fn hang(&mut self, chunk: u32, which: u32) -> Result<(), String> {
         if !self.place.hang(true) {
             return Ok(());

@@ -1,4 +1,4 @@
-//! The client's background thread, which detects a lost connection and opens a new one.
+//! The client's background thread, which detects a lost connection and opens a new connection.
 //!
 //! Until the client closes, only `Session::renew` switches to the new connection. The caller renews
 //! the session between plans, so a plan never mixes frames from two arenas.
@@ -51,7 +51,7 @@ impl ConnectFailures {
 
 impl ClientInner {
     /// Runs one iteration of the background thread: checks the connection, or attempts to open a
-    /// new one.
+    /// new connection.
     pub(crate) fn maintain_connection(&self, failures: &mut ConnectFailures) {
         let stream = {
             let state = self.state();
