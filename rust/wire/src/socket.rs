@@ -93,7 +93,7 @@ pub(crate) fn spin_then_wait(fd: impl AsFd, flags: PollFlags, deadline: Instant)
     spin(&fd, flags, deadline.min(Instant::now() + SPIN_TIME)) || wait(fd, flags, deadline)
 }
 
-/// Like [`wait`], but polls without sleeping. On a single-core machine, returns false immediately
+/// Like [`wait`], but polls without sleeping. On a single-core machine, returns false immediately,
 /// because the peer needs the core.
 pub(crate) fn spin(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
     static HAS_CORES: LazyLock<bool> =

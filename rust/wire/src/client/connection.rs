@@ -283,7 +283,7 @@ impl Connection {
     }
 
     /// Processes received responses up to the response to `wanted`, and returns that response.
-    /// Aborts the reservations made by late responses.
+    /// Aborts any reservations that late responses contain.
     fn take_answer(&mut self, wanted: Option<u32>) -> Option<Response> {
         loop {
             let next = self.received.next(MAX_MESSAGE).map(|bytes| bytes.map(Response::decode));

@@ -10,8 +10,8 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 #[derive(Debug, Default)]
 pub(crate) struct MissedCalls {
     pub(crate) num: u64,
-    /// Number of chunks that got no frame because the reservation timed out. The engine retries the
-    /// reservation in the next step, and each attempt is counted.
+    /// Number of chunks that got no frame because their reservation timed out. The engine retries
+    /// the reservation in the next step, and each attempt is counted.
     pub(crate) num_chunks: u64,
     num_logged: u64,
     num_chunks_logged: u64,

@@ -105,8 +105,8 @@ impl Client {
         responses
     }
 
-    /// Looks up prefixes in messages of limited size. Returns None for each prefix that got no
-    /// response.
+    /// Looks up prefixes, splitting them into messages of limited size. Returns None for each
+    /// prefix that got no response.
     pub(crate) fn lookup_batches(
         &self,
         prefixes: &[Prefix<'_>],

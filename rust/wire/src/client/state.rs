@@ -18,8 +18,8 @@ use crate::protocol::{Keys, MAX_CHANGES, Request, Response, SentChanges};
 use crate::socket::wait;
 use crate::threads::locked;
 
-/// Minimum timeout for reservations and commits. Lookups can time out sooner because requests wait
-/// for them. If a reservation or commit times out, a save is delayed or lost.
+/// Minimum timeout for reservations and commits. Lookups can time out sooner because inference
+/// requests wait for them. If a reservation or commit times out, a save is delayed or lost.
 const MIN_SAVE_DEADLINE: Duration = Duration::from_millis(100);
 /// Maximum number of log lines queued for `take_events`.
 const MAX_EVENTS: usize = 64;

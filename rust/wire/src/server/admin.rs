@@ -42,7 +42,7 @@ impl ServerState {
         };
         // Search closed namespaces both before and after the open namespaces, because a namespace
         // may be opened or closed during the eviction. The first search has a shorter deadline, so
-        // that a hung disk leaves time for open namespaces.
+        // that there is time left for open namespaces even if the disk hangs.
         let before = self.evict_closed(request, begin + EVICT_TIMEOUT / 3, &mut all)?;
         let namespaces = self.namespaces.matching(&request.namespace);
         let what = Evict { salt: request.tenant, is_host_only: request.host_only };

@@ -163,7 +163,7 @@ pub(crate) enum Count {
     LateChunks,
 }
 
-/// Names of the counters in the status, in the order of [`Count`].
+/// Names of the counters in the status, in the same order as [`Count`].
 const NAMES: [&str; 7] = [
     "lookups",
     "lookup_chunks",
