@@ -1,9 +1,9 @@
-//! Conformance suite for implementations of `LocalTier`. Compares the results of random calls with
-//! a model.
+//! Conformance test suite for `LocalTier` implementations. Checks the results of random calls
+//! against a model.
 //!
 //! Reading an acknowledged chunk returns the exact bytes or an error, never wrong bytes. A freed
 //! chunk can no longer be read. A failed free changes nothing. After a restart, the tier finds
-//! exactly the chunks that were acknowledged and not freed. The cap is never exceeded.
+//! exactly the chunks that were acknowledged and not freed. The tier never exceeds its capacity.
 
 use kvloft_core::io::SizeClass;
 use std::collections::{BTreeMap, BTreeSet};
@@ -33,7 +33,8 @@ pub enum Op {
 }
 
 impl Op {
-    /// Returns the operation for a pair of numbers. The mix of operations resembles a store's.
+    /// Returns the operation for a pair of numbers. The mix of operations resembles that of a real
+    /// store.
     pub fn from_numbers(what: u8, which: u32) -> Self {
         match what % 32 {
             0..=11 => Self::Write(which),
@@ -49,18 +50,18 @@ impl Op {
 /// An open tier, and the chunks that it found when it was opened.
 pub type Opened = (Arc<dyn LocalTier>, Vec<DiskEntry>);
 
-/// An environment for opening tiers of one implementation.
+/// An environment for testing one tier implementation.
 pub trait Place {
     /// Returns the frame size of each size class, in bytes.
     fn frame_sizes(&self) -> Vec<usize>;
-    /// Returns the total slot capacity, in bytes.
+    /// Returns the total capacity of all slots, in bytes.
     fn capacity(&self) -> usize;
     /// Opens a tier. No other tier of this [`Place`] may be open, and no fault may be active.
     fn open(&self) -> Opened;
     /// Starts (Some) or ends (None) a period of faults.
     fn fault(&self, _which: Option<u32>) {}
-    /// Returns true if a fault may have lost or damaged acknowledged chunks. If so, chunks can be
-    /// missing or reappear; wrong bytes are still an error.
+    /// Returns true if a fault may have lost or damaged acknowledged chunks. If so, chunks may be
+    /// missing or may reappear, but wrong bytes are still an error.
     fn may_lose(&self) -> bool {
         false
     }
@@ -105,7 +106,7 @@ macro_rules! hold {
     };
 }
 
-/// Runs the operations. Returns the first violated property as an error.
+/// Runs the operations. Returns an error that describes the first violated property.
 pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
     let (tier, found) = place.open();
     hold!(found.is_empty(), "a new place holds {} chunks", found.len());
@@ -132,11 +133,11 @@ pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
     (0..NUM_CHUNKS).try_for_each(|chunk| walk.read(chunk))
 }
 
-/// The model of the tier under test.
+/// A model of the tier under test.
 struct Walk<'a> {
     place: &'a dyn Place,
     tier: Arc<dyn LocalTier>,
-    /// Maps each acknowledged chunk that was not freed to its (slot, version).
+    /// The (slot, version) of each acknowledged chunk that has not been freed.
     written: BTreeMap<u32, (SlotId, u32)>,
     /// Slots of failed writes that have not been freed yet.
     stuck: BTreeSet<SlotId>,
@@ -252,7 +253,8 @@ impl Walk<'_> {
             self.written.clear();
             return Ok(());
         }
-        // The clear may have freed some chunks. A chunk that can still be read must be complete.
+        // The failed clear may have freed some of the chunks. Any chunk that can still be read must
+        // be intact.
         self.maybe.extend(before);
         self.place.fault(None);
         for (chunk, (slot, version)) in std::mem::take(&mut self.written) {
@@ -304,13 +306,13 @@ impl Walk<'_> {
             hold!(kept || self.place.may_lose(), "chunk {chunk} was acknowledged but was lost");
         }
         if !self.place.may_lose() {
-            // Each chunk in `maybe` has now either been found or is gone.
+            // By now, each chunk in `maybe` has been either found or lost.
             self.maybe.clear();
         }
         Ok(())
     }
 
-    /// Adds an entry to the model after a restart found it.
+    /// Checks an entry that was found after a restart, and adds it to the model.
     fn found(
         &mut self,
         entry: &DiskEntry,

@@ -11,12 +11,12 @@ use kvloft_core::tier::disk::{DiskEntry, DiskMeta, DiskStats, SlotId};
 use kvloft_core::tier::{LocalTier, NoSlot};
 use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 
-/// A tier with slots in memory.
+/// A tier that keeps its slots in memory.
 #[derive(Debug, Default)]
 pub struct MemoryTier {
     /// Number of slots, or the total size of all slots in bytes if `frame_sizes` is not empty.
     pub capacity: u32,
-    /// Frame size of each size class, in bytes. If empty, there is one class with frames of any
+    /// Frame size of each size class, in bytes. If empty, there is a single class for frames of any
     /// size.
     pub frame_sizes: Vec<u64>,
     /// If true, writes fail.
@@ -37,7 +37,7 @@ pub struct MemoryTier {
     pub is_cleared: AtomicBool,
     /// If true, reads and writes panic.
     pub panic_in_io: AtomicBool,
-    /// Number of reads so far, including waiting reads.
+    /// Number of reads so far, including reads that are still waiting.
     pub num_reads: AtomicU64,
     /// While this lock is held, reads wait.
     pub read_gate: Mutex<()>,
@@ -71,13 +71,13 @@ impl MemoryTier {
         Arc::new(Self { capacity, frame_sizes: frame_sizes.to_vec(), ..Self::default() })
     }
 
-    /// Returns the capacity used by a slot, or 0 if the class does not exist.
+    /// Returns the capacity that a slot of this class uses, or 0 if the class does not exist.
     fn size(&self, class: SizeClass) -> u64 {
         let is_only = self.frame_sizes.is_empty() && class.index() == 0;
         self.frame_sizes.get(class.index()).copied().unwrap_or(is_only.into())
     }
 
-    /// Returns the written chunks by key.
+    /// Returns the metadata of all written chunks, by key.
     pub fn chunks(&self) -> HashMap<ChunkKey, DiskMeta> {
         self.slots().written.values().map(|(meta, _)| (meta.key, *meta)).collect()
     }
@@ -93,7 +93,7 @@ impl MemoryTier {
         self.slots().violations.clone()
     }
 
-    /// Returns the chunks that the tier finds when it is opened, in write order.
+    /// Returns the chunks that the tier would find if it were reopened, in write order.
     pub fn entries(&self) -> Vec<DiskEntry> {
         let slots = self.slots();
         let entry = |(sequence, &slot): (u64, &u32)| DiskEntry {
@@ -104,7 +104,7 @@ impl MemoryTier {
         (0..).zip(&slots.order).map(entry).collect()
     }
 
-    /// Adds these chunks to the tier, each with a frame of `frame_bytes` zeros.
+    /// Adds these chunks to the tier, each with a frame of `frame_bytes` zero bytes.
     pub fn put(&self, found: &[DiskEntry], frame_bytes: usize) {
         let mut slots = self.slots();
         for &DiskEntry { slot, meta, .. } in found {

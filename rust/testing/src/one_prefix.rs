@@ -1,4 +1,4 @@
-//! Calls for a single prefix. Engines pass many prefixes per call.
+//! Store and session calls that take a single prefix. Engines pass many prefixes in each call.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use kvloft_core::Result;
 use kvloft_core::session::{LeaseId, Session};
 use kvloft_core::store::{Lookup, Prefix, ReadLease, Reservation, Reserved, Store, WriteLease};
 
-/// Calls to a store for a single prefix.
+/// Store calls that take a single prefix.
 pub trait StoreExt {
     /// See [`Store::lookup_many`].
     fn lookup<'a>(&self, prefix: impl Into<Prefix<'a>>) -> Lookup;
@@ -40,7 +40,7 @@ impl StoreExt for Store {
     }
 }
 
-/// Calls to a session for a single prefix.
+/// Session calls that take a single prefix.
 pub trait SessionExt: Session {
     /// See [`Session::lookup_many`].
     fn lookup(&self, prefix: Prefix<'_>) -> Lookup {

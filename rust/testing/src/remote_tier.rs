@@ -1,9 +1,9 @@
-//! Conformance suite for implementations of `RemoteTier`. Compares the results of random calls with
-//! a model.
+//! Conformance test suite for `RemoteTier` implementations. Checks the results of random calls
+//! against a model.
 //!
-//! A hit returns a complete frame of the requested size that was put under the requested key; all
-//! other calls return a miss or an error. Hints are returned in the order of the keys. Even without
-//! a response, each call returns by its deadline or shortly after.
+//! A hit returns a complete frame of the requested size that was stored under the requested key;
+//! any other read returns a miss or an error. Hints are returned in the same order as the keys.
+//! Every call returns by its deadline or shortly afterwards, even if it gets no response.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,15 +16,15 @@ use kvloft_core::{ChunkKey, ErrorKind};
 /// A call and a number that selects its argument.
 #[derive(Debug, Clone, Copy)]
 pub enum Op {
-    /// Puts a new version of a frame.
+    /// Stores a new version of a frame.
     Put(u32),
     /// Reads a frame.
     Get(u32),
     /// Reads a frame into a buffer that is too small or too large.
     Misread(u32),
-    /// Queries some of the keys.
+    /// Looks up some of the keys.
     Look(u32),
-    /// Evicts a frame as another client would, if the [`Place`] supports this.
+    /// Evicts a frame the way another client would, if the [`Place`] supports this.
     Evict(u32),
     /// Makes a call while the remote side is not responding.
     Hang(u32),
@@ -44,19 +44,20 @@ impl Op {
     }
 }
 
-/// An environment for opening tiers of one implementation.
+/// An environment for testing one tier implementation.
 pub trait Place {
     /// Opens an empty tier.
     fn open(&self) -> Arc<dyn RemoteTier>;
-    /// Evicts a frame as another client would. Returns false if this is not supported.
+    /// Evicts a frame the way another client would. Returns false if this is not supported.
     fn evict(&self, _key: &ChunkKey) -> bool {
         false
     }
-    /// Makes the remote side stop or resume responding. Returns false if this is not supported.
+    /// Makes the remote side stop responding, or makes it respond again. Returns false if this is
+    /// not supported.
     fn hang(&self, _hangs: bool) -> bool {
         false
     }
-    /// Returns true if frames may disappear without an eviction.
+    /// Returns true if frames may disappear without being evicted.
     fn may_lose(&self) -> bool {
         false
     }
@@ -64,9 +65,9 @@ pub trait Place {
 
 const FRAME: usize = 4096;
 const NUM_KEYS: u32 = 8;
-/// Deadline for calls that get a response; far longer than any call takes.
+/// Timeout for calls that get a response, far longer than any call takes.
 const LONG: Duration = Duration::from_secs(600);
-/// Deadline for calls that get no response.
+/// Timeout for calls that get no response.
 const SHORT: Duration = Duration::from_millis(20);
 /// Additional time allowed for calls that get no response, because the machine may be busy.
 const GRACE: Duration = Duration::from_secs(10);
@@ -94,7 +95,7 @@ macro_rules! hold {
     };
 }
 
-/// Runs the operations. Returns the first violated property as an error.
+/// Runs the operations. Returns an error that describes the first violated property.
 pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
     let mut walk = Walk { place, tier: place.open(), versions: BTreeMap::new(), next: 0 };
     for &op in ops {
@@ -110,8 +111,8 @@ pub fn check(place: &dyn Place, ops: &[Op]) -> Result<(), String> {
     (0..NUM_KEYS).try_for_each(|chunk| walk.get(chunk))
 }
 
-/// The model: the versions of each frame that may be present, and whether at least one must be
-/// present.
+/// A model of the tier: the versions of each frame that may be present, and whether one of them
+/// must be.
 struct Walk<'a> {
     place: &'a dyn Place,
     tier: Arc<dyn RemoteTier>,
@@ -156,7 +157,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Requests a frame with a different size than the stored frame.
+    /// Reads a frame into a buffer of the wrong size.
     fn misread(&mut self, chunk: u32, is_less: bool) -> Result<(), String> {
         let mut frame = vec![0xee; if is_less { FRAME / 2 } else { FRAME * 2 }];
         let got = self.tier.get(&key_of(chunk), &mut frame, later());
@@ -197,15 +198,15 @@ impl Walk<'_> {
         self.get(chunk)
     }
 
-    /// Calls the tier on a separate thread, so that a call that ignores its deadline cannot block the
-    /// suite.
+    /// Calls the tier on a separate thread, so that a call that misses its deadline cannot block
+    /// the suite.
     fn hang(&mut self, chunk: u32, which: u32) -> Result<(), String> {
         if !self.place.hang(true) {
             return Ok(());
         }
         let (key, frame) = (key_of(chunk), frame_of(chunk, self.next));
         if which % 3 == 1 {
-            // The frame may arrive later.
+            // The frame may still arrive later.
             self.versions.entry(chunk).or_default().0.push(self.next);
             self.next += 1;
         }

@@ -19,7 +19,7 @@ const PROMPT_TOKENS: u32 = 131_072;
 const NUM_PROMPTS: u32 = 16;
 const NUM_ROUNDS: u32 = 100;
 const FRAME_BYTES: u64 = 4096;
-/// Targets for the median and the 99th percentile of a lookup plus a lease, in microseconds.
+/// Target times for a lookup plus a lease, in microseconds: the median and the 99th percentile.
 const TARGETS_US: (u128, u128) = (150, 400);
 
 /// Returns a prompt with one token per block. A key's size does not depend on the block size.
@@ -47,7 +47,7 @@ fn fill(session: &dyn Session, prompts: &[KeyChain]) {
     }
 }
 
-/// Returns the median and the 99th percentile, in microseconds.
+/// Returns the median and 99th-percentile call times, in microseconds.
 fn measure(prompts: &[KeyChain], mut call: impl FnMut(&KeyChain)) -> (u128, u128) {
     let mut times: Vec<_> = (0..NUM_ROUNDS)
         .flat_map(|_| prompts)

@@ -21,8 +21,8 @@ use rustix::net::{
 
 use crate::protocol::codec::LENGTH_BYTES;
 
-/// Requested socket buffer size, large enough for a long prefix's keys. The kernel might grant
-/// less.
+/// Requested socket buffer size, which is large enough for the keys of a long prefix. The kernel
+/// might grant less.
 const BUFFER_BYTES: usize = 1 << 20;
 /// Minimum free space in a [`ReceiveBuffer`] before each read, in bytes.
 const READ_BYTES: usize = 64 << 10;
@@ -33,7 +33,7 @@ const MAX_SENT_BYTES: usize = 1 << 20;
 /// Interval between attempts to connect while the listener's queue is full.
 const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
-/// How long to poll before sleeping. Waking a thread takes longer than most responses.
+/// How long to poll before sleeping. Waking a thread takes longer than most responses do.
 pub(crate) const SPIN_TIME: Duration = Duration::from_micros(100);
 
 /// Returns the peer's user id and process id. The process id is 0 if the peer is in a different
@@ -47,8 +47,8 @@ pub(crate) fn is_current_user(uid: u32) -> bool {
     uid == rustix::process::geteuid().as_raw()
 }
 
-/// Connects to the socket at `path` and returns a nonblocking stream. Retries until `deadline` while
-/// the listener's queue is full; `UnixStream::connect` would block.
+/// Connects to the socket at `path` and returns a nonblocking stream. Retries until `deadline`
+/// while the listener's queue is full, whereas `UnixStream::connect` would block.
 pub(crate) fn connect(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
     let address = SocketAddrUnix::new(path)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -68,8 +68,8 @@ pub(crate) fn enlarge_buffers(stream: &UnixStream) {
     let _best_effort = rustix::net::sockopt::set_socket_recv_buffer_size(stream, BUFFER_BYTES);
 }
 
-/// Waits until `fd` reports one of `flags`, a hangup or an error. Returns false at the deadline or
-/// if `poll` fails.
+/// Waits until `fd` reports one of `flags`, a hangup or an error. Returns false if the deadline
+/// passes or `poll` fails.
 pub(crate) fn wait(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
     loop {
         let left =
@@ -93,7 +93,7 @@ pub(crate) fn spin_then_wait(fd: impl AsFd, flags: PollFlags, deadline: Instant)
     spin(&fd, flags, deadline.min(Instant::now() + SPIN_TIME)) || wait(fd, flags, deadline)
 }
 
-/// Like [`wait`], but polls without sleeping. On a single-core machine, returns false immediately
+/// Like [`wait`], but polls without sleeping. On a single-core machine, returns false immediately,
 /// because the peer needs the core.
 pub(crate) fn spin(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
     static HAS_CORES: LazyLock<bool> =
@@ -125,7 +125,7 @@ pub(crate) fn send_with_fds(
 #[derive(Debug, Default)]
 pub(crate) struct SendBuffer {
     bytes: Vec<u8>,
-    /// Number of bytes at the front that are already sent.
+    /// Number of bytes at the front that have already been sent.
     num_sent: usize,
 }
 
@@ -160,7 +160,7 @@ impl SendBuffer {
 /// Buffers received bytes until they are consumed.
 #[derive(Debug, Default)]
 pub(crate) struct ReceiveBuffer {
-    /// The unconsumed bytes are `start..end`. The rest is free space.
+    /// The bytes in `start..end` have not been consumed yet. The rest is free space.
     bytes: Vec<u8>,
     start: usize,
     end: usize,
@@ -214,8 +214,8 @@ impl ReceiveBuffer {
         Ok(rights.flatten().collect())
     }
 
-    /// Returns the next message, or None if the message has not fully arrived. Returns an error if
-    /// the message is longer than `max_bytes`.
+    /// Returns the next message, or None if it has not fully arrived yet. Returns an error if the
+    /// message is longer than `max_bytes`.
     pub(crate) fn next(&mut self, max_bytes: usize) -> io::Result<Option<&[u8]>> {
         let received = &self.bytes[self.start..self.end];
         let Some((length, rest)) = received.split_first_chunk::<LENGTH_BYTES>() else {

@@ -15,7 +15,7 @@ pub(crate) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<
     thread.spawn(work).map_err(|error| Error::io("cannot start a kvloft thread", error))
 }
 
-/// A lock acquired with a deadline. The guard can be moved to another thread.
+/// A lock that is acquired with a deadline. The guard can be moved to another thread.
 #[derive(Debug, Default)]
 pub(crate) struct TimedLock {
     is_locked: Mutex<bool>,
@@ -26,7 +26,7 @@ pub(crate) struct TimedLock {
 pub(crate) struct TimedGuard(Arc<TimedLock>);
 
 impl TimedLock {
-    /// Acquires the lock. Returns None at the deadline.
+    /// Acquires the lock. Returns None if the deadline passes first.
     pub(crate) fn lock(self: &Arc<Self>, deadline: Instant) -> Option<TimedGuard> {
         let is_locked = locked(&self.is_locked);
         let left = deadline.saturating_duration_since(Instant::now());

@@ -1,5 +1,5 @@
-//! Fault rules, which define the calls that a fault affects and the effect of the fault. This
-//! module does not access files.
+//! Fault rules, which specify the calls that a fault affects and how it affects them. This module
+//! does not access files.
 
 /// Input/output error.
 pub const EIO: i32 = 5;
@@ -7,7 +7,7 @@ pub const EIO: i32 = 5;
 pub const ENOSPC: i32 = 28;
 /// Read-only file system.
 pub const EROFS: i32 = 30;
-/// The file system does not support the call.
+/// The file system does not support the operation.
 pub const EOPNOTSUPP: i32 = 95;
 
 /// Kinds of file calls.
@@ -19,9 +19,9 @@ pub enum Call {
     Read,
     /// Writing bytes.
     Write,
-    /// Extending the file with a hole.
+    /// Extending a file with a hole.
     SetLen,
-    /// Extending the file with blocks, or filling a hole with blocks.
+    /// Allocating blocks, either at the end of a file or in a hole.
     Allocate,
     /// Freeing blocks.
     Punch,
@@ -37,16 +37,16 @@ pub enum Fault {
     Refuse(i32),
     /// The call blocks until `release` or `heal`, and then succeeds.
     Hang,
-    /// At most this many bytes are transferred.
+    /// The call transfers at most this many bytes.
     Short(usize),
-    /// This many bytes are written. The call then fails with the error number, or succeeds if there
-    /// is no error number.
+    /// Only this many bytes are written. The call then fails with the error number, or succeeds if
+    /// there is none.
     Torn(usize, Option<i32>),
     /// A change is reported as successful but has no effect.
     Lost,
     /// This bit of the transferred bytes (modulo the number of bits) is flipped.
     Flip(usize),
-    /// The process dies after completing this many 255ths of a write. All later calls fail.
+    /// The process dies after writing this many 255ths of the bytes. All later calls fail.
     Crash(u8),
 }
 
@@ -81,7 +81,7 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// Creates a rule that applies to all changes of all files.
+    /// Creates a rule that applies to every change to any file.
     pub fn new(fault: Fault) -> Self {
         let (to, times) = (u64::MAX, u64::MAX);
         Self { fault, calls: CHANGES, file: None, from: 0, to, skip: 0, times, of_256: 256 }
@@ -99,13 +99,13 @@ impl Rule {
         Self { file: Some(name), ..self }
     }
 
-    /// Restricts the rule to reads and writes at offset `from` or higher.
+    /// Restricts the rule to calls at or beyond offset `from`.
     #[must_use]
     pub fn from_offset(self, from: u64) -> Self {
         Self { from, ..self }
     }
 
-    /// Restricts the rule to reads and writes at offset `at`.
+    /// Restricts the rule to calls at offset `at`.
     #[must_use]
     pub fn at_offset(self, at: u64) -> Self {
         Self { from: at, to: at, ..self }
@@ -117,7 +117,7 @@ impl Rule {
         Self { skip, ..self }
     }
 
-    /// Limits the number of faults.
+    /// Limits the fault to `times` occurrences.
     #[must_use]
     pub fn times(self, times: u64) -> Self {
         Self { times, ..self }

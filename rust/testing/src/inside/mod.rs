@@ -1,7 +1,7 @@
-//! Test support that needs kvloft-core's private items. The feature `testing` compiles this module
-//! as part of that crate.
+//! Test support code that needs access to kvloft-core's private items. The `testing` feature
+//! compiles this module into that crate.
 //!
-//! The same feature enables `Store::check`, which recomputes the store's invariants.
+//! The same feature also enables `Store::check`, which verifies the store's invariants.
 
 pub mod fuzz;
 mod page_buffer;

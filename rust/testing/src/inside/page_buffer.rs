@@ -3,7 +3,7 @@
 /// Alignment that direct I/O requires for memory, offsets and lengths.
 const PAGE_BYTES: usize = 4096;
 
-/// A zeroed buffer that starts at a page boundary.
+/// A zeroed buffer that starts on a page boundary.
 #[derive(Debug)]
 pub struct PageBuffer {
     bytes: Vec<u8>,
@@ -12,11 +12,10 @@ pub struct PageBuffer {
 }
 
 impl PageBuffer {
-    /// Creates a buffer of `len` zeroed bytes.
+    /// Creates a zeroed buffer of `len` bytes.
     pub fn new(len: usize) -> Self {
         let bytes = vec![0_u8; len + PAGE_BYTES];
-        // A Vec's memory does not move while its length is unchanged, so this offset stays
-        // valid.
+        // A Vec's memory does not move unless its length changes, so this offset stays valid.
         let start = bytes.as_ptr().addr().next_multiple_of(PAGE_BYTES) - bytes.as_ptr().addr();
         Self { bytes, start, len }
     }

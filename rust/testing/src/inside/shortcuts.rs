@@ -15,14 +15,15 @@ impl Eviction {
 }
 
 impl FrameSizes {
-    /// Returns the size class whose frames have `frame_bytes` bytes.
+    /// Returns the size class for frames of `frame_bytes` bytes.
     pub fn class_of(&self, frame_bytes: u64) -> Option<SizeClass> {
         self.classes().find(|class| self.bytes(*class) == frame_bytes)
     }
 }
 
 impl HostArena {
-    /// Creates zeroed frames of one size. The kernel allocates each page when it is first written.
+    /// Creates an arena of zeroed frames, all of the same size. The kernel allocates each page when
+    /// it is first written.
     ///
     /// Returns `InvalidConfig` if `frame_bytes` is not a multiple of 4096 or the arena would be
     /// empty, and `Io` if a system call fails.
@@ -34,7 +35,7 @@ impl HostArena {
 }
 
 impl KeyChain {
-    /// Creates an empty prefix under `root`. `block_tokens` must be at least 1.
+    /// Creates an empty prefix with the root key `root`. `block_tokens` must be at least 1.
     pub fn new(root: ChunkKey, block_tokens: u32) -> Result<Self> {
         Self::with_lookahead(root, block_tokens, 0)
     }
@@ -48,7 +49,8 @@ impl ArenaInfo {
 }
 
 impl Store {
-    /// Restricts saves to the first `limit_bytes` of the arena. Disk reads can use all frames.
+    /// Restricts saves to the first `limit_bytes` bytes of the arena. Disk reads can use all
+    /// frames.
     pub fn limit_memory(&self, limit_bytes: u64) {
         self.inner.with_state(|state| state.host.limit(limit_bytes));
     }

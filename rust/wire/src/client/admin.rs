@@ -24,7 +24,7 @@ pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {
 /// `namespace` is a prefix of the namespace's hex digest. It can be empty if the server has only
 /// one namespace. Returns the same errors as [`status`]. Also returns `InvalidConfig` if the disk
 /// does not respond or the prefix does not match exactly one namespace. If multiple namespaces
-/// match, the message lists them.
+/// match, the error message lists them.
 pub fn clear(socket: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
     call(socket, &AdminRequest::Clear { namespace: namespace.to_owned() }, timeout)
 }
@@ -33,8 +33,8 @@ pub fn clear(socket: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
 /// memory.
 ///
 /// `namespace` is a prefix of the hex digests to match. An empty prefix matches all namespaces.
-/// Returns the same errors as [`status`]. Also returns `InvalidConfig` with a list of the server's
-/// namespaces if no namespace matches.
+/// Returns the same errors as [`status`]. Also returns `InvalidConfig`, with a list of the server's
+/// namespaces, if no namespace matches.
 pub fn evict(
     socket: &Path,
     namespace: &str,

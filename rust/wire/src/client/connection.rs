@@ -1,7 +1,7 @@
 //! The client side of a connection. Sends requests and waits for responses until a deadline.
 //!
 //! Responses arrive in request order. While a response is overdue, lookups miss without sending a
-//! request, so an engine waits for a stopped server only once, not in every call. Commits, aborts
+//! request, so an engine waits for a stopped server only once, not on every call. Commits, aborts
 //! and clears are still sent. Late responses are processed when they arrive.
 
 use std::collections::VecDeque;
@@ -38,8 +38,8 @@ pub(crate) struct Connection {
     /// Keys of the last long prefix. The server caches the same keys.
     pub(crate) prefix_cache: PrefixCache,
     pub(crate) is_closed: bool,
-    /// True if a save has missed its deadline and no response has arrived since. While true, later
-    /// saves do not wait.
+    /// True if a save has missed its deadline and no response has arrived since. While this is
+    /// true, later saves do not wait.
     pub(crate) is_unresponsive: bool,
 }
 
@@ -92,7 +92,8 @@ impl Connection {
         self.enqueue(request);
         let mut found = Vec::new();
         loop {
-            // Read even after a send error: the server may have sent the reason for a rejection.
+            // Read even after a send error, because the server may have sent a reason for rejecting
+            // the request.
             let sent = self.unsent.flush(&self.stream);
             if !wait(&*self.stream, self.poll_flags(), deadline) {
                 return Err(late());
@@ -282,7 +283,7 @@ impl Connection {
     }
 
     /// Processes received responses up to the response to `wanted`, and returns that response.
-    /// Aborts the reservations made by late responses.
+    /// Aborts any reservations that late responses contain.
     fn take_answer(&mut self, wanted: Option<u32>) -> Option<Response> {
         loop {
             let next = self.received.next(MAX_MESSAGE).map(|bytes| bytes.map(Response::decode));

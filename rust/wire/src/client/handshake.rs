@@ -12,7 +12,8 @@ use kvloft_core::{Error, ErrorKind, Result};
 use crate::client::connection::Connection;
 use crate::protocol::{Hello, Request, Response, VERSION, Welcome};
 
-/// Timeout for connecting and for the server's welcome. The server may have to open its disk first.
+/// Timeout for connecting and for receiving the server's welcome. The server may have to open its
+/// disk tier first.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Settings of a client.
@@ -20,7 +21,7 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct ClientConfig {
     /// The server's socket path.
     pub socket: PathBuf,
-    /// Timeout for the response to each call.
+    /// How long each call waits for a response.
     pub deadline: Duration,
     /// See `StoreConfig::namespace`.
     pub namespace: [u8; 32],
@@ -71,7 +72,7 @@ impl NewConnection {
     }
 }
 
-/// Returns the path at which other processes of this user can open `fd`, and the inode of `fd`.
+/// Returns a path through which this user's other processes can open `fd`, and the inode of `fd`.
 fn path_and_inode(fd: &OwnedFd) -> Result<(String, u64)> {
     let stat = rustix::fs::fstat(fd).map_err(|error| {
         Error::io("cannot inspect a file descriptor from the kvloft server", error.into())

@@ -10,18 +10,18 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 #[derive(Debug, Default)]
 pub(crate) struct MissedCalls {
     pub(crate) num: u64,
-    /// Number of chunks that got no frame because the reservation timed out. The engine retries the
-    /// reservation in the next step, and each attempt is counted.
+    /// Number of chunks that got no frame because their reservation timed out. The engine retries
+    /// the reservation in the next step, and each attempt is counted.
     pub(crate) num_chunks: u64,
     num_logged: u64,
     num_chunks_logged: u64,
     last_logged: Option<Instant>,
-    /// Numbers of missed calls and delayed chunks that were already reported to the server.
+    /// Numbers of missed calls and delayed chunks already reported to the server.
     reported: [u64; 2],
 }
 
 impl MissedCalls {
-    /// Returns the number of missed calls and delayed chunks since the last call to this method.
+    /// Returns the numbers of missed calls and delayed chunks since this method was last called.
     /// The client sends both to the server, which adds them to its counters.
     pub(crate) fn take_new(&mut self) -> [u64; 2] {
         let reported = std::mem::replace(&mut self.reported, [self.num, self.num_chunks]);

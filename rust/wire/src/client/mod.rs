@@ -38,9 +38,9 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the server. If this fails, or if the server rejects the engine (for example at
-    /// its connection limit), retries in the background. Every lookup is a miss until a connection
-    /// is established. Returns `InvalidConfig` if the server belongs to another user.
+    /// Connects to the server. If this fails or the server rejects the engine (for example, because
+    /// of its connection limit), retries in the background. Every lookup is a miss until a
+    /// connection is established. Returns `InvalidConfig` if the server belongs to another user.
     pub fn open(config: ClientConfig) -> Result<Self> {
         let inner = Arc::new(ClientInner::new(config));
         let mut failures = ConnectFailures::default();
@@ -105,8 +105,8 @@ impl Client {
         responses
     }
 
-    /// Looks up prefixes in messages of limited size. Returns None for each prefix that got no
-    /// response.
+    /// Looks up prefixes, splitting them into messages of limited size. Returns None for each
+    /// prefix that got no response.
     pub(crate) fn lookup_batches(
         &self,
         prefixes: &[Prefix<'_>],
@@ -127,8 +127,8 @@ impl Client {
         join_responses(&parts, responses, found).collect()
     }
 
-    /// Sends reservations and waits for the responses until the save deadline. Late responses are
-    /// None or missing from the end of the list.
+    /// Sends reservations and waits for the responses until the save deadline. Responses that do
+    /// not arrive in time are None or are missing from the end of the list.
     pub(crate) fn call_for_saves(&self, requests: &[Request<'_>]) -> Vec<Option<Response>> {
         let deadline = self.inner.save_deadline();
         let mut state = self.state();
@@ -163,7 +163,7 @@ fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
     Prefix { keys: &prefix.keys[..prefix.keys.len().min(MAX_KEYS)], ..*prefix }
 }
 
-/// Returns the range to send, or None if the range extends beyond `MAX_KEYS` keys.
+/// Returns the range to send, or None if it extends past the first `MAX_KEYS` keys of the prefix.
 fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
     asked.check()?;
     let SaveRequest { prefix, units, class, is_independent } = asked.clone();
@@ -178,8 +178,8 @@ fn sent_range<'a>(asked: &SaveRequest<'a>) -> Result<Option<SentRange<'a>>> {
     Ok((end as usize <= MAX_KEYS).then_some(range))
 }
 
-/// Splits items into messages of at most `KEYS_PER_MESSAGE` keys. An item with more keys gets a
-/// separate message.
+/// Splits items into messages of at most `KEYS_PER_MESSAGE` keys. An item with more keys is sent in
+/// a message of its own.
 fn split_batches<T>(asked: &[T], num_keys: impl Fn(&T) -> usize) -> Vec<&[T]> {
     let (mut parts, mut start, mut total) = (Vec::new(), 0, 0);
     for (at, item) in asked.iter().enumerate() {

@@ -1,7 +1,7 @@
 //! The client's background thread, which detects a lost connection and opens a new connection.
 //!
 //! Until the client closes, only `Session::renew` switches to the new connection. The caller renews
-//! between plans, so a plan never mixes frames from two arenas.
+//! the session between plans, so a plan never mixes frames from two arenas.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum interval between connection attempts to a server that rejects this engine.
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Tracks the connection attempts that have failed since the last successful attempt.
+/// Tracks failed connection attempts since the last successful one.
 #[derive(Debug, Default)]
 pub(crate) struct ConnectFailures {
     num_refused: u32,
@@ -37,8 +37,8 @@ impl ConnectFailures {
             .then(|| format!("{reason}; running without the cache and retrying in the background"))
     }
 
-    /// Returns the delay until the next attempt. The delay doubles with each rejection. It is reset
-    /// if no server is running, because the next server may accept this engine.
+    /// Returns the delay until the next attempt. The delay doubles with each rejection. If no
+    /// server is running, the delay is reset, because the next server may accept this engine.
     fn retry_interval(&mut self, error: &Error) -> Duration {
         if error.kind() != ErrorKind::Io {
             self.num_refused += 1;
@@ -78,7 +78,7 @@ impl ClientInner {
                 *failures = ConnectFailures::default();
             }
             Err(error) => {
-                // An `Io` error is not logged, because the lost connection was already logged.
+                // An `Io` error is not logged, because the lost connection has already been logged.
                 let line = failures.log_line(&error).filter(|_| error.kind() != ErrorKind::Io);
                 if let Some(line) = line {
                     self.state().log(Event::problem(line));

@@ -172,8 +172,8 @@ impl Session for Client {
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)> {
         let deadline = self.inner.deadline();
         let mut state = self.state();
-        // While a response is overdue, the request would not be sent, and the missed calls taken
-        // here would never be reported.
+        // While a response is overdue, the request would not be sent, and the counts taken here
+        // would never be reported.
         if state.live_connection().is_some_and(|connection| !connection.is_overdue()) {
             let [num_calls, num_chunks] = state.missed_calls.take_new();
             let request = Request::Stats(num_calls, num_chunks);

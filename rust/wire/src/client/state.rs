@@ -18,18 +18,18 @@ use crate::protocol::{Keys, MAX_CHANGES, Request, Response, SentChanges};
 use crate::socket::wait;
 use crate::threads::locked;
 
-/// Minimum timeout for reservations and commits. Lookups can time out sooner because requests wait
-/// for them. A reservation or commit that times out delays or loses a save.
+/// Minimum timeout for reservations and commits. Lookups can time out sooner because inference
+/// requests wait for them. If a reservation or commit times out, a save is delayed or lost.
 const MIN_SAVE_DEADLINE: Duration = Duration::from_millis(100);
 /// Maximum number of log lines queued for `take_events`.
 const MAX_EVENTS: usize = 64;
-/// Time without a response after which all previously reported chunks are treated as lost.
+/// After this long without a response, all previously reported chunks are treated as lost.
 const LOSS_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Default)]
 pub(crate) struct ClientState {
     pub(crate) connection: Option<Connection>,
-    /// The connection to which the next `renew` switches.
+    /// The connection that the next `renew` switches to.
     pub(crate) next: Option<NewConnection>,
     /// The last connection's arena. Its descriptors stay open until the server has exited.
     pub(crate) arena: Option<(ArenaInfo, Option<[OwnedFd; 2]>)>,
@@ -52,7 +52,7 @@ pub(crate) struct ClientState {
     pub(crate) is_closed: bool,
 }
 
-/// Requests changes in a server's store. Reports a loss if the server stops responding.
+/// Requests the changes to a server's store. Reports a loss if the server stops responding.
 #[derive(Debug, Default)]
 pub(crate) struct ChangeFeed {
     /// See `Session::watch`.

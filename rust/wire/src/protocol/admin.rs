@@ -1,8 +1,8 @@
 //! Admin messages: JSON requests and results for `kvloft status`, `kvloft evict` and `kvloft
 //! clear`.
 //!
-//! The JSON uses the field names printed by `kvloft status --json`. A cache salt never crosses the
-//! socket: messages identify a tenant by its salt's tag.
+//! The JSON uses the field names printed by `kvloft status --json`. Cache salts never cross the
+//! socket: messages identify a tenant by the tag of its salt.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,7 @@ pub enum AdminRequest {
     /// Requests the status. The result is a [`Status`].
     Status,
     /// Removes all chunks of a namespace from every tier. The result is the number of removed
-    /// chunks as a `u64`.
+    /// chunks, as a `u64`.
     Clear {
         /// First hex digits of the namespace. May be empty if the server has only one namespace.
         namespace: String,
@@ -37,7 +37,7 @@ pub struct EvictRequest {
     pub namespace: String,
     /// Tag of the tenant's salt, or None to evict the chunks of all tenants.
     pub tenant: Option<SaltTag>,
-    /// True to evict only from host memory.
+    /// If true, chunks are evicted only from host memory.
     pub host_only: bool,
 }
 
@@ -57,17 +57,17 @@ pub type Stats = BTreeMap<String, u64>;
 /// Status of a server.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
-    /// Arena size in bytes. 0 before the first engine connects.
+    /// Arena size in bytes, or 0 before the first engine connects.
     pub host_bytes: u64,
     /// Slab size in bytes. The arena's last slab may be larger.
     pub slab_bytes: u64,
     /// The server's counters and gauges, across all namespaces.
     pub stats: Stats,
-    /// Settings with which the server was started.
+    /// Settings that the server was started with.
     pub settings: BTreeMap<String, String>,
     /// Open namespaces, sorted.
     pub namespaces: Vec<NamespaceStatus>,
-    /// Namespaces whose engines are rejected, sorted.
+    /// Namespaces whose engines are being rejected, sorted.
     #[serde(default)]
     pub refusals: Vec<RefusalStatus>,
     /// The reason the server cannot use its disk directory, if any.
@@ -113,10 +113,10 @@ pub struct EngineStatus {
     pub pid: u32,
     /// Time since the engine connected, in milliseconds.
     pub connected_ms: u64,
-    /// Number of the engine's open reservations.
+    /// Number of open reservations held by the engine.
     #[serde(rename = "reservations")]
     pub num_reserved: u64,
-    /// Number of the engine's open read leases.
+    /// Number of open read leases held by the engine.
     #[serde(rename = "leases")]
     pub num_leases: u64,
     /// Lookup, load and save counters.

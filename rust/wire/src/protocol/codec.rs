@@ -1,6 +1,6 @@
-//! Encodes messages as little-endian bytes. The macro [`messages`] defines all messages sent in one
+//! Encodes messages as little-endian bytes. The [`messages`] macro defines all messages sent in one
 //! direction. Each message field implements [`Field`]. Decoding never panics, and allocates memory
-//! only for received bytes.
+//! only for bytes that have arrived.
 
 use kvloft_core::ChunkKey;
 use kvloft_core::io::{FrameId, FrameSizes};
@@ -63,7 +63,7 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Reads a message from front to back. Methods return None if the bytes are malformed.
+/// Reads a message from front to back. Its methods return None if the bytes are malformed.
 #[derive(Debug)]
 pub(crate) struct Reader<'a> {
     rest: &'a [u8],

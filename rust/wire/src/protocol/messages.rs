@@ -13,12 +13,12 @@ pub const VERSION: u32 = 14;
 /// changes, and the number of unrequested chunks in the response.
 pub const MAX_CHANGES: u32 = 1 << 16;
 
-/// The first request of an engine.
+/// An engine's first request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {
-    /// Protocol version of the client.
+    /// The client's protocol version.
     pub version: u32,
-    /// Digest of everything that affects KV bytes, except the content.
+    /// Digest of everything that affects KV bytes, other than the content itself.
     pub namespace: [u8; 32],
     /// See `StoreConfig::frame_sizes`.
     pub frame_sizes: FrameSizes,
@@ -46,21 +46,21 @@ impl<'a> Field<'a> for Hello {
     }
 }
 
-/// A request for the changes in a store.
+/// A request for the changes to a store.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SentChanges<'a> {
     /// See `Session::watch`.
     pub capacity: u32,
     /// Maximum number of changed chunks to report in addition to `asked`.
     pub limit: u32,
-    /// Keys of chunks to report even if these chunks have not changed.
+    /// Keys of chunks to report even if they have not changed.
     pub asked: Keys<'a>,
 }
 
 messages! {
     /// A request that a client sends to the server.
     enum Request<'a> {
-        /// The first request of an engine.
+        /// An engine's first request.
         1 = Hello(hello: Hello),
         /// See `Session::lookup_many`.
         2 = Lookup(prefixes: SentPrefixes<'a>),
@@ -99,7 +99,7 @@ messages! {
         /// See `Session::changes`. The server starts recording changes at the first such request on
         /// a connection.
         19 = Changes(asked: SentChanges<'a>),
-        /// Like [`Self::Lookup`], but for prefixes for which a reservation dropped chunks. These
+        /// Like [`Self::Lookup`], but for prefixes where a reservation dropped chunks. These
         /// lookups are not counted.
         20 = LookupForSave(prefixes: SentPrefixes<'a>),
     }
@@ -149,7 +149,7 @@ messages! {
         9 = Admin(json: Vec<u8>),
         /// The result of an anchor lookup.
         10 = Anchors(anchors: Anchors),
-        /// Changes in the store. The first such response on a connection always sets `lost`.
+        /// Changes to the store. The first such response on a connection always sets `lost`.
         11 = Changes(changes: Changes),
     }
 }

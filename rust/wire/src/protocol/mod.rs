@@ -1,11 +1,11 @@
 //! The wire protocol. Each message is preceded by its length (u32). Integers are little-endian.
 //!
 //! Requests and responses have the form `u32 number, u8 kind, fields`. Responses are sent in the
-//! order of the requests. One-way requests get no response. The first request contains
-//! the protocol version, and the server rejects clients with a different version. Engine messages
-//! are binary; admin messages contain JSON.
+//! same order as the requests. One-way requests get no response. The first request contains the
+//! protocol version, and the server rejects clients with a different version. Engine messages are
+//! binary; admin messages contain JSON.
 //!
-//! A key identifies its whole prefix, so the first prefix of a message is sent without the keys
+//! A key identifies its whole prefix, so the first prefix in a message is sent without the keys
 //! that both ends have cached. All other prefixes are sent in full. Before the client sends a long
 //! new prefix, it sends the prefix's anchors (see `prefix_cache`).
 

@@ -1,9 +1,9 @@
 //! Caches the keys of the last long prefix at both ends of a connection. The next prefix is sent
 //! without the keys that it shares with the cached prefix.
 //!
-//! Before a long new prefix, the client sends anchors: the keys at the ends of some of the prefix's
-//! chunks. A key identifies its whole prefix, so keys before the last known anchor are omitted.
-//! This module does not access sockets.
+//! Before sending a long new prefix, the client sends anchors: the keys at the ends of some of the
+//! prefix's chunks. A key identifies its whole prefix, so keys before the last known anchor are
+//! omitted. This module does not access sockets.
 
 use kvloft_core::ChunkKey;
 use kvloft_core::store::Prefix;
@@ -11,7 +11,7 @@ use kvloft_core::store::Prefix;
 use crate::protocol::codec::{Field, Reader, Writer, fields};
 use crate::protocol::prefixes::{Keys, MAX_KEYS, SentPrefixes};
 
-/// Anchors are sent only for prefixes with more new keys than this.
+/// Anchors are sent only for prefixes with more than this many new keys.
 const MAX_KEYS_WITHOUT_ANCHORS: usize = 128;
 /// Minimum distance between anchors, in units.
 const MIN_STRIDE: usize = 64;
@@ -19,7 +19,7 @@ const MIN_STRIDE: usize = 64;
 /// Anchors of a prefix: the keys at the ends of some of its chunks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SentAnchors<'a> {
-    /// Distance between anchors, in units. Only the last anchor can be at a different distance.
+    /// Distance between anchors, in units. Only the distance to the last anchor can differ.
     pub stride: u32,
     /// Number of units that the last anchor covers.
     pub last: u32,
@@ -56,7 +56,7 @@ impl SentAnchors<'_> {
 /// Returns the anchors' ends, in units, for a prefix with `num_keys` keys. The last anchor is at
 /// the end of the prefix.
 pub(crate) fn anchor_ends(num_keys: usize) -> Vec<u32> {
-    // With this stride, there are about as many anchors as keys between two anchors.
+    // With this stride, there are about as many anchors as there are keys between two anchors.
     let stride = num_keys.isqrt().max(MIN_STRIDE);
     let before = (stride..num_keys).step_by(stride);
     before
@@ -102,7 +102,7 @@ impl PrefixCache {
         self.keys.extend(anchor.map(|(_, key)| key));
     }
 
-    /// Caches the first prefix. Returns the prefixes to send, omitting keys of the first prefix
+    /// Caches the first prefix. Returns the prefixes to send, omitting any keys of the first prefix
     /// that were already cached. The caller must send the result, because both ends must cache the
     /// same keys.
     pub(crate) fn prefixes_to_send<'a>(&mut self, prefixes: &[Prefix<'a>]) -> SentPrefixes<'a> {
@@ -116,7 +116,8 @@ impl PrefixCache {
     }
 
     /// Removes cached keys from `keys` and caches the remaining keys. Returns the number of keys
-    /// removed. Ignores a single key, because it can belong to an independent chunk.
+    /// removed. Does nothing if there is only one key, because it can belong to an independent
+    /// chunk.
     fn strip_cached(&mut self, keys: &mut &[ChunkKey]) -> usize {
         if keys.len() < 2 {
             return 0;

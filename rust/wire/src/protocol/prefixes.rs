@@ -1,5 +1,5 @@
-//! Encodes prefixes in messages. A prefix is a root key plus one key per unit. A root key equal to
-//! the message's previous root key is omitted.
+//! Encodes prefixes in messages. A prefix is a root key plus one key per unit. A root key is
+//! omitted if it equals the previous root key in the message.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ pub const MAX_KEYS: usize = 1 << 20;
 /// Maximum number of prefixes in a message.
 pub const MAX_PREFIXES: u32 = 1 << 16;
 
-/// Keys to send, or received keys.
+/// Keys that are to be sent, or keys that were received.
 #[derive(Debug, Clone, Copy)]
 pub enum Keys<'a> {
     /// Keys to send.
@@ -57,9 +57,9 @@ impl PartialEq for Keys<'_> {
 /// prefix from its prefix cache.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SentPrefixes<'a> {
-    /// Number of omitted keys at the start of the first prefix.
+    /// Number of keys omitted from the start of the first prefix.
     pub num_same: u32,
-    /// The root key and keys of each prefix.
+    /// The root key and the other keys of each prefix.
     pub all: Vec<(ChunkKey, Keys<'a>)>,
 }
 
@@ -68,7 +68,7 @@ pub struct SentPrefixes<'a> {
 pub struct SentRange<'a> {
     /// Root key of the prefix.
     pub root: ChunkKey,
-    /// Position of the first sent key in the prefix.
+    /// Position of the first sent key within the prefix.
     pub first: u32,
     /// Keys of the prefix, starting at `first`.
     pub keys: Keys<'a>,

@@ -42,7 +42,7 @@ impl ServerState {
         };
         // Search closed namespaces both before and after the open namespaces, because a namespace
         // may be opened or closed during the eviction. The first search has a shorter deadline, so
-        // that a hung disk leaves time for open namespaces.
+        // that there is time left for open namespaces even if the disk hangs.
         let before = self.evict_closed(request, begin + EVICT_TIMEOUT / 3, &mut all)?;
         let namespaces = self.namespaces.matching(&request.namespace);
         let what = Evict { salt: request.tenant, is_host_only: request.host_only };
@@ -56,7 +56,7 @@ impl ServerState {
         let after = self.evict_closed(request, deadline, &mut all)?;
         all.num_namespaces = num_namespaces;
         let ids: Vec<_> = namespaces.iter().map(|namespace| namespace.id()).collect();
-        // If a namespace's disk files are in use but the namespace is not open, it is closing.
+        // A namespace whose disk files are in use but that is not open is being closed.
         all.evicted.is_cut_short |= before.intersection(&after).any(|name| !ids.contains(name));
         if all.num_namespaces == 0 && !request.namespace.is_empty() && !all.evicted.is_cut_short {
             return Err(self.namespaces.no_such_namespace(&request.namespace));
@@ -206,7 +206,8 @@ impl ServerState {
         )
     }
 
-    /// Returns the result of `remove`. At the deadline, returns a result with `is_cut_short` set.
+    /// Returns the result of `remove`, or a result with `is_cut_short` set if the deadline passes
+    /// first.
     fn remove_within(
         &self,
         deadline: Instant,

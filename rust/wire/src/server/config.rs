@@ -26,9 +26,9 @@ pub struct ServerConfig {
     /// NUMA node of each shard, in order, or a single node for all shards. If empty, the kernel
     /// chooses the nodes.
     pub numa: Vec<u32>,
-    /// Limits of each tenant within each namespace.
+    /// Limits for each tenant in each namespace.
     pub limits: TenantLimits,
-    /// Settings to report in the status, as (name, text).
+    /// Settings to report in the status, as (name, text) pairs.
     pub settings: Vec<(String, String)>,
     /// Maximum number of open connections.
     pub max_connections: usize,
@@ -36,7 +36,7 @@ pub struct ServerConfig {
     /// them.
     pub gpu_settle: Duration,
     /// If an engine reserves a chunk but does not save it, other engines can save the chunk after
-    /// one to two times this duration. An engine can hang in a step for minutes.
+    /// one to two times this duration. An engine can hang for minutes during a step.
     pub save_grace: Duration,
     /// How long a namespace stays open after its last engine disconnects, even if another namespace
     /// needs its space, so that a restarted engine finds its chunks.

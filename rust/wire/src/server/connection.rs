@@ -41,11 +41,12 @@ struct ServedConnection {
     stream: UnixStream,
     number: u64,
     membership: Option<Arc<Membership>>,
-    /// Set together with the membership.
+    /// None until the engine's hello is accepted.
     lifeline: Option<Lifeline>,
     handler: EngineHandler,
     out: Vec<u8>,
-    /// True once `num_accepted` includes this connection. Status requests are not counted.
+    /// True once `num_accepted` includes this connection. Connections that only request the status
+    /// are not counted.
     is_counted: bool,
 }
 
@@ -95,8 +96,8 @@ pub(crate) fn start(state: &Arc<ServerState>, stream: UnixStream, number: u64) {
     let _spawned = spawn("engine", move || connection.serve());
 }
 
-/// Reads the next message of at most `max_bytes` bytes. Allocates memory for the bytes received,
-/// not for the announced length.
+/// Reads the next message, which must not exceed `max_bytes` bytes. Allocates memory for the bytes
+/// that arrive, not for the announced length.
 fn receive(reader: &mut impl Read, into: &mut Vec<u8>, max_bytes: usize) -> Result<(), Disconnect> {
     let mut length = [0; LENGTH_BYTES];
     reader.read_exact(&mut length)?;

@@ -1,8 +1,8 @@
 //! Claims a server's disk directory at startup, so that a second server reports the conflict
-//! immediately rather than when its first engine connects. After that, measures the free disk
-//! space.
+//! immediately rather than when its first engine connects. After that, periodically measures the
+//! free disk space.
 //!
-//! Until the claim succeeds, the server uses host memory only and retries.
+//! Until the claim succeeds, the server uses only host memory and keeps retrying.
 
 use std::path::Path;
 use std::sync::atomic::Ordering;
@@ -21,8 +21,8 @@ const FIRST_RETRY: Duration = Duration::from_secs(1);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 const MEASURE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Waits for the first claim or the timeout. Returns `InvalidConfig` if the directory can never be
-/// used.
+/// Waits for the first claim to finish or time out. Returns `InvalidConfig` if the directory can
+/// never be used.
 pub(crate) fn await_first_claim(result: &Receiver<Option<Error>>) -> Result<()> {
     match result.recv_timeout(FIRST_TIMEOUT) {
         Ok(Some(error)) if error.kind() == ErrorKind::InvalidConfig => Err(error),
@@ -32,7 +32,7 @@ pub(crate) fn await_first_claim(result: &Receiver<Option<Error>>) -> Result<()> 
 
 impl ServerState {
     /// Claims the directory, then measures its free space until the server stops. Sends the first
-    /// claim's result to `first`, or logs the result if startup is no longer waiting. Logs later
+    /// claim's result to `first`, or logs it if startup is no longer waiting for it. Logs later
     /// results only when they change.
     pub(crate) fn claim_disk(&self, first: Sender<Option<Error>>) {
         let Some(disk) = &self.config.disk else { return };
@@ -81,7 +81,7 @@ impl ServerState {
         }
     }
 
-    /// Sets the reason why the disk is not used. Returns true if the reason changed.
+    /// Sets the reason why the disk is not in use. Returns true if the reason changed.
     fn set_disk_trouble(&self, trouble: Option<String>) -> bool {
         let mut current = locked(&self.disk_trouble);
         let is_new = *current != trouble;

@@ -21,16 +21,16 @@ use crate::server::namespace::{Count, Counters, Membership};
 
 /// Maximum number of read leases per engine.
 const MAX_LEASES: usize = 1 << 16;
-/// Maximum number of prefixes in all leases of an engine. Each prefix uses about 50 bytes.
+/// Maximum total number of prefixes in an engine's leases. Each prefix uses about 50 bytes.
 const MAX_LEASED_PREFIXES: usize = 1 << 22;
 
 /// State of one engine's connection, except for its membership.
 #[derive(Debug, Default)]
 pub(crate) struct EngineHandler {
-    /// Read leases by the engine's lease number, each with its number of prefixes.
+    /// Read leases and their numbers of prefixes, keyed by the engine's lease number.
     leases: HashMap<u64, (LeaseId, usize)>,
     num_leased: usize,
-    /// Keys of the last long prefix that was sent as the first prefix of a message.
+    /// Keys of the last long prefix that came first in a message.
     prefix_cache: PrefixCache,
     /// Created when the engine first requests changes.
     listener: Option<Listener>,
@@ -42,7 +42,7 @@ pub(crate) struct EngineHandler {
     num_anchored: u32,
 }
 
-/// Reason why the server closes a connection.
+/// Why the server closes a connection.
 pub(crate) enum Disconnect {
     Closed,
     Refused(String),
@@ -246,7 +246,7 @@ impl EngineHandler {
 /// Returns the changes for `listener`, which is created by the first request. Returns None if the
 /// request has too many keys.
 ///
-/// The first response on a connection sets `lost`, because reports on an earlier connection may be
+/// The first response on a connection sets `lost`, because earlier connections' reports may be
 /// stale.
 fn changes(
     sent: &SentChanges<'_>,

@@ -22,8 +22,8 @@ const STALE_TIMEOUT: Duration = Duration::from_millis(200);
 pub(crate) struct SocketListener {
     pub(crate) socket: UnixListener,
     path: PathBuf,
-    /// Device and inode of the socket file. If the lock file is deleted, another server may replace
-    /// the socket file.
+    /// Device and inode numbers of the socket file. If the lock file is deleted, another server may
+    /// replace the socket file.
     file: (u64, u64),
     /// Locked while this server owns the socket.
     lock: File,
@@ -84,8 +84,8 @@ fn is_listening(path: &Path) -> bool {
     !matches!(try_connect(), Err(Errno::CONNREFUSED | Errno::NOENT))
 }
 
-/// Listens at `path`, replacing a stale socket. Returns the socket, and the device and inode of the
-/// socket file.
+/// Listens at `path`, replacing a stale socket. Returns the socket, and the device and inode
+/// numbers of the socket file.
 fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
     let fail =
         |what: &str, error: io::Error| Error::io(format!("{what} {}", path.display()), error);
@@ -119,7 +119,7 @@ fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
     Ok((socket, file))
 }
 
-/// Returns the device and inode of the file at `path`. Does not follow links.
+/// Returns the device and inode numbers of the file at `path`. Does not follow links.
 fn file_at(path: &Path) -> io::Result<(u64, u64)> {
     path.symlink_metadata().map(|found| (found.dev(), found.ino()))
 }
@@ -131,7 +131,8 @@ fn lock_path(socket: &Path) -> PathBuf {
 }
 
 /// Removes the lock file while holding its lock, unless the file has been replaced. A process that
-/// opened the file earlier but locks it later detects that the path no longer refers to that file.
+/// opened the file before its removal but locks it afterwards detects that the path no longer
+/// refers to that file.
 fn remove_lock(lock: &File, socket: &Path) {
     if is_same_file(lock, &lock_path(socket)).unwrap_or(false) {
         let _gone = std::fs::remove_file(lock_path(socket));

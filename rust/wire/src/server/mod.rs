@@ -1,8 +1,8 @@
 //! The server accepts engines that run as the same user, and owns the stores that they share.
 //!
-//! Each connection has a thread, and the number of connections is limited. Other threads accept
-//! connections, claim the disk, remove expired chunks and do housekeeping. The caller handles
-//! signals and settings files.
+//! Each connection has its own thread, and the number of connections is limited. Other threads
+//! accept connections, claim the disk, remove expired chunks and do housekeeping. The caller
+//! handles signals and settings files.
 
 mod admin;
 pub(crate) mod config;
@@ -47,7 +47,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts a server. Claims the disk directory, or retries in the background (see
+    /// Starts a server. Claims the disk directory, retrying in the background if necessary (see
     /// [`Self::disk_trouble`]). Memory is allocated and the disk tier is opened when the first
     /// engine connects, because only an engine's hello carries the frame sizes.
     ///

@@ -19,7 +19,7 @@ use crate::threads::locked;
 #[derive(Debug)]
 pub(crate) struct Namespace {
     pub(crate) hello: Hello,
-    /// None until the first engine's store is open.
+    /// None until the store is opened for the first engine.
     store: OnceLock<Arc<Store>>,
     opening: Mutex<()>,
     engines: Mutex<EngineCount>,
@@ -27,7 +27,7 @@ pub(crate) struct Namespace {
     pub(crate) counters: Counters,
 }
 
-/// Number of engines in a namespace, and the time at which this number last changed.
+/// Number of engines in a namespace, and the time at which that number last changed.
 #[derive(Debug)]
 struct EngineCount {
     num: usize,
@@ -48,8 +48,8 @@ impl Namespace {
         Self { hello: hello.clone(), store, opening, engines, counters: Counters::default() }
     }
 
-    /// Returns the first 16 hex digits of the namespace, which are its id in logs and
-    /// `kvloft status`, and the name of its disk directory.
+    /// Returns the first 16 hex digits of the namespace: its id in logs and `kvloft status`, and
+    /// the name of its disk directory.
     pub(crate) fn id(&self) -> String {
         namespace_id(&self.hello.namespace)
     }
@@ -70,9 +70,9 @@ impl Namespace {
         locked(&self.engines).num > 0
     }
 
-    /// Returns when the namespace became idle. Returns None if the namespace has an engine, or if
-    /// removed chunks are still on disk, because closing and reopening the store would bring these
-    /// chunks back.
+    /// Returns the time at which the namespace became idle. Returns None if the namespace has an
+    /// engine, or if removed chunks are still on disk, because closing and reopening the store
+    /// would bring them back.
     pub(crate) fn idle_since(&self) -> Option<Instant> {
         let changed = Some(locked(&self.engines))
             .filter(|engines| engines.num == 0)
@@ -163,7 +163,7 @@ pub(crate) enum Count {
     LateChunks,
 }
 
-/// Names of the counters in the status, in the order of [`Count`].
+/// Names of the counters in the status, in the same order as [`Count`].
 const NAMES: [&str; 7] = [
     "lookups",
     "lookup_chunks",

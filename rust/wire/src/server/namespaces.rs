@@ -23,7 +23,7 @@ use crate::threads::locked;
 
 /// Maximum number of open namespaces.
 pub const MAX_NAMESPACES: usize = 64;
-/// Timeout for a namespace's disk writes when it is closed to make room for another namespace.
+/// Timeout for disk writes when a namespace is closed to make room for another.
 const REPLACE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Name of the host memory setting in errors sent to engines.
 const HOST_SIZE_SETTING: &str = "--host-size of this engine's kvloft server";
@@ -213,8 +213,8 @@ impl Namespaces {
         Error::invalid(message)
     }
 
-    /// Releases slabs that other namespaces need, first from the namespace that exceeds its share
-    /// by the most. Returns true if this method should be called again immediately.
+    /// Releases slabs that other namespaces need, starting with the namespace that exceeds its
+    /// share by the most. Returns true if this method should be called again immediately.
     pub(crate) fn release_slabs(&self) -> bool {
         let mut stores: Vec<_> =
             self.all().iter().filter_map(|namespace| namespace.store().cloned()).collect();
@@ -224,8 +224,8 @@ impl Namespaces {
         })
     }
 
-    /// Removes and returns namespaces without memory that have been idle for at least `grace`. If a
-    /// namespace needs disk space, also removes an idle namespace that has memory, because the
+    /// Removes and returns namespaces that have no memory and have been idle for at least `grace`.
+    /// If a namespace needs disk space, also removes an idle namespace that has memory, because the
     /// files of a closed namespace can be deleted.
     pub(crate) fn remove_idle(&self, grace: Duration) -> Vec<Arc<Namespace>> {
         let mut open = locked(&self.open);

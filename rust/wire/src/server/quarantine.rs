@@ -1,4 +1,4 @@
-//! Keeps disconnected engines' frames and leases until no process can write to the frames.
+//! Keeps the frames and leases of disconnected engines until no process can write to the frames.
 //!
 //! Workers and forked children can outlive the scheduler that reserved a frame, so a membership
 //! stays in quarantine until its lifeline closes. There is no timeout.

@@ -1,8 +1,8 @@
-//! Tracks engines that the server currently rejects, lists them in the status, and limits how often
-//! the same reason is logged.
+//! Tracks engines that the server is currently rejecting, lists them in the status, and limits how
+//! often the same reason is logged.
 //!
 //! An engine retries at least once per minute, so an entry without a recent attempt belongs to an
-//! engine that has exited. Callers pass in the time.
+//! engine that has exited. Callers pass in the current time.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use crate::protocol::admin::RefusalStatus;
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// An engine that has not retried for this long is assumed to have exited.
 const FORGET_AFTER: Duration = Duration::from_secs(150);
-/// Maximum number of listed namespaces, and of remembered reasons.
+/// Maximum number of namespaces to list, and of reasons to remember.
 const MAX_ENTRIES: usize = 64;
 
 #[derive(Debug)]
@@ -32,7 +32,7 @@ struct Logged {
 #[derive(Debug, Default)]
 pub(crate) struct Refusals {
     by_namespace: HashMap<String, Refused>,
-    /// Keyed by the reason without digits, because sizes in a reason vary.
+    /// Keyed by the reason with its digits removed, because the sizes in a reason vary.
     logged: HashMap<String, Logged>,
 }
 
@@ -73,7 +73,7 @@ impl Refusals {
         Some(format!("rejected process {pid}: {reason}{more}"))
     }
 
-    /// Returns the namespaces whose engines are currently rejected, sorted.
+    /// Returns the namespaces whose engines are currently being rejected, sorted.
     pub(crate) fn status(&self, now: Instant) -> Vec<RefusalStatus> {
         let recent = self
             .by_namespace

@@ -28,7 +28,7 @@ pub(crate) struct Peer {
     pub(crate) pid: u32,
     pub(crate) watch: ProcessWatch,
     pub(crate) since: Instant,
-    /// Set when the hello is accepted.
+    /// None until the engine's hello is accepted.
     pub(crate) membership: Option<Arc<Membership>>,
     pub(crate) counters: Arc<Counters>,
 }
@@ -118,9 +118,9 @@ impl ServerState {
         }
     }
 
-    /// Lets other engines save chunks that an engine reserved before the previous call and has not
-    /// saved yet. The memberships are not cloned, because a connection must own the last reference
-    /// to its membership when the connection closes.
+    /// Lets other engines save chunks that an engine reserved before the previous call to this
+    /// method and has not saved yet. The memberships are not cloned, because a connection must own
+    /// the last reference to its membership when it closes.
     pub(crate) fn release_stale_keys(&self) {
         for membership in self.peers().values().filter_map(|peer| peer.membership.as_ref()) {
             if membership.namespace.has_multiple_engines() {
@@ -137,7 +137,7 @@ impl ServerState {
         }
     }
 
-    /// Adds an engine to its namespace. Opens the namespace if needed.
+    /// Adds an engine to its namespace. Opens the namespace if necessary.
     pub(crate) fn join(&self, hello: &Hello) -> Result<Membership> {
         let housekeeper = Arc::clone(&self.housekeeper);
         let wake = move || housekeeper.get().map_or((), Thread::unpark);
@@ -157,7 +157,8 @@ impl ServerState {
         locked(&self.disk_trouble).clone()
     }
 
-    /// Queues the stores' log lines. If `is_one` is false, each line names its namespace.
+    /// Queues the stores' log lines. If `is_one` is false, prefixes each line with the namespace's
+    /// id.
     pub(crate) fn log_store_events(&self, namespaces: &[Arc<Namespace>], is_one: bool) {
         for namespace in namespaces {
             for event in namespace.store().map(|store| store.take_events()).unwrap_or_default() {
@@ -171,7 +172,7 @@ impl ServerState {
         }
     }
 
-    /// Moves slabs to namespaces that need them, and closes namespaces without memory that have
+    /// Moves slabs to namespaces that need them, and closes namespaces that have no memory and have
     /// been idle for a long time. Returns true if the caller should repeat the call immediately.
     pub(crate) fn rebalance(&self) -> bool {
         if self.namespaces.release_slabs() {

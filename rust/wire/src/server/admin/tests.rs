@@ -119,7 +119,7 @@ fn hung_disk_of_a_closed_namespace_does_not_block_admin_requests() {
     assert!(!said.is_cut_short && said.num_chunks == 1);
 }
 
-/// The expiry thread might never return if the disk is blocked.
+/// The expiry thread might never finish if the disk hangs.
 #[test]
 fn close_detaches_a_thread_that_a_disk_blocks() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -186,7 +186,7 @@ fn concurrent_evictions_count_their_own_chunks() {
     }
 }
 
-/// A namespace without engines has no store that could remove expired chunks.
+/// A namespace with no engines has no store that could remove expired chunks.
 #[test]
 fn chunks_of_namespaces_without_engines_expire() {
     let dir = tempfile::tempdir().expect("a directory");
