@@ -2,6 +2,7 @@
 must not save KV that depends on such a hit.
 """
 
+import random
 from typing import Any
 
 import pytest
@@ -119,6 +120,54 @@ def test_a_hit_is_saved_again_if_its_writer_is_known(shape: Shape) -> None:
     engine.run()
     assert engine.ledger.num_saved - num_saved >= 3
     engine.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["window", "four windows", "window of half blocks", "window of long blocks", "state"]
+    if HAS_GROUPS
+    else [],
+)
+def test_correct_hits_are_never_strange(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPU memory is small, so blocks change owners often, also while their records are outdated."""
+    checked, strange = [], []
+    find_strange = BlockWriters.find_strange
+
+    def find(self: BlockWriters, unchecked: Any, writers: Any) -> Any:
+        checked.extend(unchecked)
+        found = find_strange(self, unchecked, writers)
+        strange.extend(request.req_id for request in found)
+        return found
+
+    monkeypatch.setattr(BlockWriters, "find_strange", find)
+    for seed in range(4):
+        pick = random.Random(seed)
+        engine = engine_of(
+            Shape(
+                GROUPS[name],
+                num_blocks=(14 if seed % 2 else 30) * len(GROUPS[name]),
+                async_scheduling=seed > 1,
+                max_batched_tokens=64,
+                max_seqs=8,
+                kv_groups="all",
+            )
+        )
+        done: list[Spec] = []
+        while len(done) < 40:
+            if pick.random() > 0.35:
+                engine.step()
+                continue
+            ids = STORIES[pick.randrange(4)][: pick.randint(9, 30)]
+            if done and pick.random() < 0.5:
+                before = pick.choice(done)
+                ids = (*before.contents, *before.truth(), *ids[: pick.randint(1, 8)])
+            num_tokens = pick.randint(1, 25)
+            ids = ids[: engine.shape.longest - num_tokens - 3]
+            done.append(Spec(f"r{len(done)}", ids, num_tokens, ids))
+            engine.add(done[-1])
+        engine.run()
+        engine.close()
+    assert len(checked) > 50 and strange == []
 
 
 def test_a_request_preempted_by_a_reset_trusts_blocks_that_vllm_kept() -> None:

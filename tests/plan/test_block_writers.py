@@ -54,8 +54,17 @@ def test_a_hit_is_wrong_if_a_block_of_any_group_is_of_another_prefix() -> None:
     assert knows([1, 2, 5], [0, 0, 0, 14, 19, 20]), "null blocks before a window"
     assert knows([1, 2, 5], [11, 12, 13, 99]), "vLLM replaced this block before it was recorded"
     assert not knows([1, 2, 5], [11, 12, 13, 18])
+    assert not knows([1, 2, 5], [11, 18, 13, 14])
     assert not knows([1, 4, 5], [11, 12, 13, 14])
     assert not knows([1, 99, 5], [11, 12, 13, 14])
+
+
+def test_prefixes_that_differ_later_in_a_unit_share_its_first_block() -> None:
+    known = BlockWriters(4)
+    known.note(tracker("ab", [[1, 2], [11, 12, 13, 14]]))
+    known.note(tracker("ac", [[1, 3], [11, 12, 13, 15]], num_local=1))
+    assert known.know_hit(tracker("abz", [[1, 2, 5], [11, 12, 13, 14]], num_local=2))
+    assert known.know_hit(tracker("acz", [[1, 3, 5], [11, 12, 13, 15]], num_local=2))
 
 
 def single(req_id: str, keys: str, table: Any, num_local: int = 0, num_complete: int = 0) -> Any:

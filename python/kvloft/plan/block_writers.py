@@ -8,7 +8,7 @@ at the last position depends on a different next token.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain
 
 from kvloft.plan.request_state import RequestState
 from kvloft.seam.ids import BlockId, ReqId
@@ -170,25 +170,26 @@ class BlockWriters:
         return [request for request in unchecked if request.is_hit_unchecked]
 
     def know_hit(self, request: RequestState) -> bool:
-        """Return True if every block in the hit was written for the request's prefix.
+        """Return True if each unit's last block in the hit was written for the request's prefix.
 
-        Every block of the main group must have a record, except the null blocks before a window.
-        Blocks of other groups may lack a record, because vLLM can replace them before they are
-        recorded.
+        Earlier blocks of a unit are not checked, because prefixes that differ only later in the
+        unit share them. In the main group, every last block must have a record, except the null
+        blocks before a window. In other groups, a block may lack a record, because vLLM can replace
+        it before it is recorded.
 
         The writer's next token may still differ. `are_of_continuation` keeps such blocks from being
         saved under this request's key.
         """
         keys = list(map(request.prefix_chain.key, range(request.num_local_units)))
         for group, (table, size) in enumerate(_tables(request)):
-            wanted = [key for key in keys for _ in repeat(None, size)]
-            written = list(map(self._prefixes.get, table[: len(wanted)]))
-            if written == wanted:
+            blocks = table[size - 1 : len(keys) * size : size]
+            written = list(map(self._prefixes.get, blocks))
+            if written == keys:
                 continue
             allowed = () if group == request.blocks.main else (None,)
-            if len(written) < len(wanted) and not allowed:
+            if len(written) < len(keys) and not allowed:
                 return False
-            for block, found, key in zip(table, written, wanted, strict=False):
+            for block, found, key in zip(blocks, written, keys, strict=False):
                 if block and found != key and found not in allowed:
                     return False
         return True

@@ -48,7 +48,7 @@ class SavePlanner:
         self._context, self._breaker, self._writers = context, context.breaker, writers
         self._unit_tokens = settings.shape.unit_tokens
         self._block_tokens = min(group.block_tokens for group in settings.shape.groups)
-        self._draft_limit, self._is_dense = settings.draft_limit, settings.shape.is_dense
+        self._draft_limit = settings.draft_limit
         self._has_drafter = bool(settings.shape.lookahead) or settings.draft_limit is not None
         self._schedule = SaveSchedule()
         self._states = StatePlanner(context)
@@ -224,6 +224,10 @@ class SavePlanner:
             is_due = take_complete_units(request, self._unit_tokens, frontier)
         if self._has_drafter:
             self._record(request, frontier)
+        elif (
+            step.tables is not None
+        ):  # vLLM may reassign blocks before a window before the next call
+            self._writers.record(request)
         return is_due
 
     def _record(self, request: RequestState, frontier: int) -> None:
@@ -246,9 +250,6 @@ class SavePlanner:
         """Reserve frames for all due requests in a single call, because the forward pass waits for
         it.
         """
-        if not self._is_dense:
-            for request in due:  # blocks before a window are freed before the request ends
-                self._writers.record(request)
         rows = [
             (
                 each.chain,
