@@ -66,7 +66,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         if not text.isdecimal() or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {low} to {high}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer between {low} and {high}")
         return int(text)
 
     return parse

@@ -129,7 +129,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--numa",
         metavar="NODES",
-        help="NUMA node of each rank's GPU (0,0,1,1), or one node for all host memory",
+        help="NUMA node of each rank's GPU, such as 0,0,1,1, or one node for all host memory",
     )
     parser.add_argument(
         "--metrics",
