@@ -20,7 +20,8 @@ from rich.table import Table
 from kvloft.errors import UnsupportedError
 
 STATUS = (
-    "Exit status: 0 success; 1 a copy failed or copied wrong bytes; 2 cannot run on this machine."
+    "Exit status: 0 success; 1 a copy failed or copied wrong bytes; 2 the benchmark cannot run on "
+    "this machine."
 )
 
 

@@ -175,7 +175,7 @@ def _remarks(
         with_it, without = (size_text(facts["request_bytes"]) for facts in (ours, alone))
         yield (
             f"a request with {ours['max_model_len']} tokens uses {with_it} of GPU KV memory with "
-            f"kvloft, {without} without"
+            f"kvloft, and {without} without it"
         )
     if (
         len(alone.get("groups", ())) > 1
