@@ -376,9 +376,9 @@ def test_a_full_disk_ends_no_engines_start(
     monkeypatch.setattr(Path, "mkdir", refuse)
     host.look_after(Config(server="auto"))()
     (said,) = [record.getMessage() for record in logged()]
+    assert "cannot create " in said
     assert said.endswith(
-        "cannot be created (No space left on device); running without the cache until a server "
-        "responds"
+        "(No space left on device); running without the cache until a server responds"
     )
 
 

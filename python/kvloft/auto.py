@@ -177,16 +177,16 @@ def _make_private(folder: Path) -> None:
     except OSError as e:
         if e.errno in MAY_PASS:
             raise _StartError(
-                f"{folder} cannot be created ({e.strerror}); running without the cache until a "
-                "server responds"
+                f"cannot create {folder} ({e.strerror}); running without the cache until a server "
+                "responds"
             ) from e
         raise ConfigError(
-            f"{folder} cannot be created for server = auto ({e.strerror}); set server to a path."
+            f"cannot create {folder} for server = auto ({e.strerror}); set server to a path."
         ) from e
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ConfigError(
-            f"{folder} cannot be used for server = auto: it must be a directory that this user "
-            "owns and no other user can write to; remove it, or set server to a path."
+            f"cannot use {folder} for server = auto: it must be a directory that this user owns "
+            "and that no other user can write to; remove it, or set server to a path."
         )
 
 

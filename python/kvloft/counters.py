@@ -63,12 +63,12 @@ METRICS: Final = (
     ),
     _counter("loaded_bytes", _ENGINE, "Number of uncompressed bytes loaded, summed over all ranks"),
     _counter(
-        "load_seconds", _ENGINE, "Time loads spent copying, in seconds, summed over all ranks"
+        "load_seconds", _ENGINE, "Time that loads spent copying, in seconds, summed over all ranks"
     ),
     _counter("saved_chunks", _ENGINE, "Number of chunks saved and published"),
     _counter("saved_bytes", _ENGINE, "Number of uncompressed bytes saved, summed over all ranks"),
     _counter(
-        "save_seconds", _ENGINE, "Time saves spent copying, in seconds, summed over all ranks"
+        "save_seconds", _ENGINE, "Time that saves spent copying, in seconds, summed over all ranks"
     ),
     _counter(
         "save_dropped_chunks",
@@ -90,7 +90,7 @@ METRICS: Final = (
     _counter(
         "load_breaker_trips",
         _ENGINE,
-        "Number of times saves and loads were paused after failed loads",
+        "Number of times that saves and loads were paused after failed loads",
     ),
     _counter(
         "verify_failures",
@@ -140,7 +140,7 @@ METRICS: Final = (
     _counter("disk_recovered", _NONE, "Number of chunks found on disk when the store was opened"),
     _counter("disk_writes", _SPACE, "Number of chunks written to disk"),
     _counter("disk_bytes_written", _BOTH, "Number of bytes written to disk"),
-    _counter("disk_write_us", _NONE, "Time disk threads spent writing, in microseconds"),
+    _counter("disk_write_us", _NONE, "Time that disk threads spent writing, in microseconds"),
     _counter(
         "disk_write_errors",
         _BOTH,
@@ -148,7 +148,7 @@ METRICS: Final = (
     ),
     _counter("disk_reads", _SPACE, "Number of chunks read from disk"),
     _counter("disk_bytes_read", _BOTH, "Number of bytes read from disk"),
-    _counter("disk_read_us", _NONE, "Time disk threads spent reading, in microseconds"),
+    _counter("disk_read_us", _NONE, "Time that disk threads spent reading, in microseconds"),
     _counter(
         "disk_read_busy_us",
         _NONE,
@@ -162,8 +162,10 @@ METRICS: Final = (
         _BOTH,
         "Number of chunks evicted from host memory before they were written to disk",
     ),
-    _counter("disk_removals", _BOTH, "Number of times the disk directory was removed while in use"),
-    _counter("disk_trips", _BOTH, "Number of times the disk tier's circuit breaker opened"),
+    _counter(
+        "disk_removals", _BOTH, "Number of times that the disk directory was removed while in use"
+    ),
+    _counter("disk_trips", _BOTH, "Number of times that the disk tier's circuit breaker opened"),
     _gauge("frames_total", _BOTH, "Number of frames in host memory"),
     _gauge("host_used_bytes", _BOTH, "Total size of chunks in host memory, in bytes"),
     _gauge("host_raw_bytes", _BOTH, "Total uncompressed size of chunks in host memory, in bytes"),
@@ -206,7 +208,9 @@ METRICS: Final = (
     _gauge("share_percent", _NONE, "Fixed share of host memory in percent, if configured"),
     # Metrics of the server as a whole.
     _counter("server_accepted", _SERVER, "Number of accepted connections"),
-    _counter("server_joined", _SERVER, "Number of accepted engines, including reconnections"),
+    _counter(
+        "server_joined", _SERVER, "Number of accepted engine connections, including reconnections"
+    ),
     _counter("server_refused", _SERVER, "Number of rejected connections"),
     _gauge("host_bytes", _SERVER, "Size of the server's host memory, in bytes"),
     _gauge("slab_bytes", _SERVER, "Slab size, in bytes"),

@@ -77,7 +77,7 @@ def read_salt(raw: bytes, source: str) -> str:
     try:
         salt = raw.decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError:
-        raise ConfigError(f"{source}: expected UTF-8.") from None
+        raise ConfigError(f"{source}: the salt is not valid UTF-8.") from None
     if salt == "":
         raise ConfigError(f"{source}: the salt is empty; no request has an empty cache_salt.")
     return salt
@@ -122,7 +122,7 @@ def _entry(entry: Any, blame: str, folder: Path, salted: Limits) -> tuple[str | 
     if "salt_file" in entry:
         salt: str | None = _salt_in(entry["salt_file"], blame, folder)
     elif (salt := entry["salt"]) is not None and (not isinstance(salt, str) or not salt):
-        raise ConfigError(f"{blame}: salt must be non-empty text; write it in quotes.")
+        raise ConfigError(f"{blame}: salt must be non-empty text; enclose it in quotes.")
     limits = salted if salt is not None else Limits()
     for key, (name, parse) in KEYS.items():
         if key in entry:

@@ -243,7 +243,7 @@ def _room(path: Path, disk_size: int) -> str | None:
         return None
     return (
         f"disk_size = {format_size(disk_size)} is more than the {size_text(free + ours)} available "
-        f"to disk_path = {path}; when the disk is full, new chunks replace old chunks or are "
+        f"at disk_path = {path}; when the disk is full, new chunks replace old chunks or are "
         "dropped and counted (disk_dropped)."
     )
 

@@ -289,7 +289,7 @@ def test_more_gpu_memory_for_a_request_is_a_remark_with_the_setting_that_helps()
     found = report({"kv_groups": "one"}, **{"with kvloft": {"request_bytes": 4 << 20}})
     assert found["served"]
     assert (
-        "a request with 100 tokens uses 4 MiB of GPU KV memory with kvloft, 1 MiB without"
+        "a request with 100 tokens uses 4 MiB of GPU KV memory with kvloft, and 1 MiB without it"
         in found["remarks"][0]
     )
     assert "set kv_groups to auto" in found["remarks"][1]

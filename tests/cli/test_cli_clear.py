@@ -68,7 +68,7 @@ def test_clear_empties_a_namespace_that_is_on_disk_only(
             assert main(["clear", "--socket", path, "--yes"]) == 2
             said = capsys.readouterr().err
             assert (
-                "open or closed namespaces match; set --namespace to one of 0101010101010101, "
+                "open or closed namespaces match; use --namespace with one of: 0101010101010101, "
                 "0202020202020202" in said
             )
             assert main(["clear", "--socket", path, "--yes", "--namespace", "03"]) == 2

@@ -200,7 +200,7 @@ def test_a_missing_server_is_reported(folder: Path, capsys: pytest.CaptureFixtur
         (["--salt", ""], "the salt is empty"),
         (["--salt-file", "{folder}/none"], "cannot be read (No such file or directory)"),
         (["--salt-file", "{folder}/newline"], "the salt is empty"),
-        (["--salt-file", "{folder}/latin"], "expected UTF-8"),
+        (["--salt-file", "{folder}/latin"], "the salt is not valid UTF-8"),
     ],
 )
 def test_a_mistake_evicts_nothing(

@@ -254,4 +254,4 @@ def test_the_reason_is_logged_once_for_each_adapter(
             names.identify(LoRARequest(name, 1, str(adapter)))
     found = [record.getMessage() for record in logged()]
     assert [message.split("'")[1] for message in found] == ["b", "c", "a"]
-    assert all("may have been replaced (number 1)" in message for message in found)
+    assert all("may have been replaced (lora_int_id 1)" in message for message in found)

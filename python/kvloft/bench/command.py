@@ -20,7 +20,8 @@ from rich.table import Table
 from kvloft.errors import UnsupportedError
 
 STATUS = (
-    "Exit status: 0 success; 1 a copy failed or copied wrong bytes; 2 cannot run on this machine."
+    "Exit status: 0 success; 1 a copy failed or copied wrong bytes; 2 the benchmark cannot run on "
+    "this machine."
 )
 
 
@@ -66,7 +67,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         if not text.isdecimal() or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {low} to {high}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer between {low} and {high}")
         return int(text)
 
     return parse

@@ -218,7 +218,7 @@ class Rig:
         if (len(done.saved), len(done.loads)) != expected or done.failed or done.bad_blocks:
             raise RuntimeError(
                 f"invalid measurement: {len(done.saved)} of {expected[0]} chunks were saved, "
-                f"{len(done.failed)} saves failed; {len(done.loads)} of {expected[1]} loads "
+                f"and {len(done.failed)} saves failed; {len(done.loads)} of {expected[1]} loads "
                 f"completed, with {len(done.bad_blocks)} bad blocks"
             )
 

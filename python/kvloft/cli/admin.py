@@ -97,7 +97,7 @@ def clear(args: argparse.Namespace) -> int:
         server_status(socket)  # do not ask for confirmation if no server responds
         what = f"namespace {args.namespace}" if args.namespace else "all chunks"
         if not _confirm(f"Remove {what} from the server at {socket}?"):
-            warn("nothing was removed without confirmation; use --yes to skip the prompt")
+            warn("not confirmed, so nothing was removed; use --yes to skip the prompt")
             return 1
     num_chunks = server_clear(socket, namespace=args.namespace.lower())
     print(f"{counted(num_chunks, 'chunk')} removed")
@@ -171,7 +171,7 @@ def read_salt_argument(args: argparse.Namespace) -> str | None:
             raw = sys.stdin.buffer.read() if is_stdin else Path(args.salt_file).read_bytes()
         except OSError as e:
             raise ConfigError(
-                f"--salt-file {args.salt_file}: cannot be read ({e.strerror})."
+                f"--salt-file {args.salt_file} cannot be read ({e.strerror})."
             ) from None
         salt = read_salt(raw, f"--salt-file {args.salt_file}")
     if salt == "":

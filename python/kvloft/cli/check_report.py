@@ -134,7 +134,10 @@ def _missing(passes: dict[str, Pass], near: float) -> Iterator[str]:
     for name in ("cold", "host", "fork", "disk", "reset"):
         one, title = passes[name], TITLES[name]
         if one.wrong:
-            yield f"{title}: {one.wrong} of {one.answers} outputs differ from vLLM alone"
+            yield (
+                f"{title}: {one.wrong} of {one.answers} outputs differ from the outputs of vLLM "
+                "alone"
+            )
         elif one.difference > max(near, MANY_TIMES * own.difference):
             yield (
                 f"{title}: log probabilities differ by up to {one.difference:.2g} (vLLM's prefix "
@@ -172,7 +175,7 @@ def _remarks(
         with_it, without = (size_text(facts["request_bytes"]) for facts in (ours, alone))
         yield (
             f"a request with {ours['max_model_len']} tokens uses {with_it} of GPU KV memory with "
-            f"kvloft, {without} without"
+            f"kvloft, and {without} without it"
         )
     if (
         len(alone.get("groups", ())) > 1

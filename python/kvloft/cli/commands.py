@@ -56,7 +56,7 @@ class _Version(argparse.Action):
     """Prints the version and git revision, which are compiled into the extension."""
 
     def __init__(self, option_strings: list[str], dest: str) -> None:
-        super().__init__(option_strings, dest, nargs=0, help="print version and git revision")
+        super().__init__(option_strings, dest, nargs=0, help="print the version and git revision")
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from kvloft.version import BUILD

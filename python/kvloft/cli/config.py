@@ -40,7 +40,10 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
-        "--extra", metavar="JSON", default="{}", help="kv_connector_extra_config, as for vLLM"
+        "--extra",
+        metavar="JSON",
+        default="{}",
+        help="kv_connector_extra_config, as passed to vLLM",
     )
     parser.set_defaults(run=run)
 

@@ -45,7 +45,7 @@ OPTIONS: Final = {
     "disk_path": "directory of the disk tier; without a disk tier, a restart empties the cache",
     "disk_size": "size limit of the disk tier",
     "disk_threads": "number of threads for disk I/O",
-    "eviction": "adaptive or lru",
+    "eviction": "eviction policy: adaptive or lru",
     "salt_quota": "host memory limit per cache_salt in each namespace, such as 10%% or 8GiB",
     "salt_disk_quota": "disk space limit per cache_salt in each namespace",
     "salt_ttl": "time after which a cache_salt's chunks expire, such as 24h or 7d",
@@ -129,7 +129,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--numa",
         metavar="NODES",
-        help="NUMA node of each rank's GPU (0,0,1,1), or one node for all host memory",
+        help="NUMA node of each rank's GPU, such as 0,0,1,1, or one node for all host memory",
     )
     parser.add_argument(
         "--metrics",

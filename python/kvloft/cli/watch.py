@@ -246,7 +246,7 @@ def interval(text: str) -> float:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(
-        f"expected an interval between {MIN_INTERVAL_S:g}s and 1h, not {text!r}"
+        f"expected an interval between {MIN_INTERVAL_S:g}s and 1h, got {text!r}"
     )
 
 

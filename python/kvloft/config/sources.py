@@ -163,14 +163,14 @@ def _from_file(environ: Mapping[str, str]) -> _Layer:
     if not path:
         return {}
     blame = f"{ENV_FILE} = {path!r} (environment)"
-    wanted = "write lines such as: host_size: 8GiB"
+    wanted = "write lines such as: host_size: 8GiB."
     document, node = read_yaml(path, blame, wanted)
     if document is None:
         return {}
     if not isinstance(document, dict):
         raise ConfigError(f"{blame} has a top-level {type(document).__name__}; {wanted}")
     if twice := first_twice(keys_of(node)):
-        raise ConfigError(f"{blame} sets {twice} twice; remove one of the two lines")
+        raise ConfigError(f"{blame} sets {twice} twice; remove one of the two lines.")
     return _from_mapping(document, f"file {path}")
 
 

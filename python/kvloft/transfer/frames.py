@@ -118,7 +118,9 @@ class FrameWindow:
         Raises IndexError if the arena does not have this frame.
         """
         if not 0 <= frame < self.memory.num_frames:
-            raise IndexError(f"no frame {frame}: the arena has {self.memory.num_frames} frames")
+            raise IndexError(
+                f"invalid frame {frame}: the arena has {self.memory.num_frames} frames"
+            )
         begin = self.memory.start(frame) + self.memory.part_offset
         return self.bytes[begin : begin + self.memory.part_bytes]
 
@@ -152,7 +154,7 @@ def map_frames(
             raise LayoutError(
                 f"a {group.part_bytes}-byte part cannot hold this rank's {num_bytes}-byte chunks: "
                 "the scheduler and the worker computed different KV cache sizes; please report "
-                "this model"
+                "the problem and the model"
             )
     arena = _core.Arena.open(spec.path, size_bytes=spec.size_bytes)
     if spec.id not in (0, arena.id):

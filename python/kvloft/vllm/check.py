@@ -123,7 +123,8 @@ class Engine:
         """Clear vLLM's prefix cache and, with ``connector``, kvloft's cache."""
         if not self.llm.reset_prefix_cache(reset_connector=connector):
             raise RuntimeError(
-                "vLLM did not clear its prefix cache: blocks are in use with no request running"
+                "vLLM did not clear its prefix cache: blocks are in use although no request is "
+                "running"
             )
 
     def counters(self) -> Counter[str]:

@@ -96,8 +96,8 @@ class RegisteredRange:
                     self._on_progress()
         except (RuntimeError, OSError) as error:
             logger.error(
-                "kvloft: registered only %.1f of %.1f GiB of host memory (%s); saves are limited "
-                "to that part. Lower host_size or raise the container's memory limit",
+                "kvloft: registered only %.1f of %.1f GiB of host memory (%s); saves can use only "
+                "the registered memory. Lower host_size or raise the container's memory limit",
                 self.num_registered_bytes / 2**30,
                 self.size_bytes / 2**30,
                 error,

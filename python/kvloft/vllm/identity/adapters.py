@@ -116,16 +116,18 @@ class AdapterNames:
             self._on_replace(number)
         if not self._are_seen:
             raise _NotSharedError(
-                "with this vLLM release, kvloft cannot check its files before vLLM loads them"
+                "kvloft cannot check the adapter's files before this vLLM release loads them"
             )
         if number in self._replaced:
-            raise _NotSharedError(f"its weights may have been replaced (number {number}); {RENAME}")
+            raise _NotSharedError(
+                f"the adapter's weights may have been replaced (lora_int_id {number}); {RENAME}"
+            )
         slot = (f"{number} {lora.lora_name}", path)
         try:
             now = self._looks.look(path)
         except TimeoutError:
             raise _NotSharedError(
-                "checking its files timed out; the next request repeats the check"
+                "checking the adapter's files timed out; the next request repeats the check"
             ) from None
         if slot not in self._seen:
             self._seen[slot] = now, self._state(lora, *now)
@@ -138,7 +140,7 @@ class AdapterNames:
             self._seen[slot] = first, None
             self._on_replace(number)
         if state is None or first != now:
-            raise _NotSharedError(f"its files have changed since the first use; {RENAME}")
+            raise _NotSharedError(f"the adapter's files have changed since its first use; {RENAME}")
         shape = getattr(lora, "is_3d_lora_weight", None)
         return f"{path}|{state}{f'|3d={shape}' if shape is not None else ''}"
 

@@ -85,7 +85,7 @@ impl FrameSizes {
             return Ok(());
         }
         Err(Error::invalid(format!(
-            "frame sizes {:?} are invalid: use 1 to {MAX_SIZES} different positive multiples of \
+            "frame sizes {:?} are invalid; use 1 to {MAX_SIZES} different positive multiples of \
              {FRAME_ALIGN}",
             self.bytes
         )))

@@ -90,7 +90,8 @@ impl Items {
         }) {
             Ok(at) if self.sorted[at].num_tokens == item.num_tokens => return Ok(()),
             Ok(at) => {
-                let message = "a multimodal item was declared with two lengths; declare it once";
+                let message =
+                    "a multimodal item was declared with two different lengths; declare it once";
                 return Err(Error::invalid(message)
                     .with_context("identifier", &item.identifier)
                     .with_context("start", item.start)

@@ -128,7 +128,7 @@ impl ServerState {
                     open.iter().map(|namespace| namespace.id()).chain(closed.into_iter().flatten());
                 let ids = ids.collect::<Vec<_>>().join(", ");
                 let message = format!(
-                    "multiple open or closed namespaces match; set --namespace to one of {ids}"
+                    "multiple open or closed namespaces match; use --namespace with one of: {ids}"
                 );
                 Err(Error::invalid(message))
             }
@@ -246,8 +246,8 @@ impl ServerState {
         let removed = remove_expired(disk, &self.namespaces.disk, &self.config.limits, unix_s());
         let num_chunks = removed.map_or(0, |removed| removed.num_chunks);
         if num_chunks > 0 {
-            let chunks = num_chunks_text(num_chunks);
-            self.log(format!("expired {chunks} in closed namespaces"));
+            let chunks = if num_chunks == 1 { "chunk" } else { "chunks" };
+            self.log(format!("removed {num_chunks} expired {chunks} from closed namespaces"));
         }
     }
 }

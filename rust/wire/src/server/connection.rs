@@ -33,7 +33,7 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
 const WRITE_TIMEOUT: Duration = Duration::from_secs(2);
 const READ_BYTES: usize = 64 << 10;
 
-const OTHER_USER: &str = "this kvloft server only accepts connections from its own user";
+const OTHER_USER: &str = "this kvloft server accepts connections only from its own user";
 
 #[derive(Debug)]
 struct ServedConnection {
@@ -104,7 +104,7 @@ fn receive(reader: &mut impl Read, into: &mut Vec<u8>, max_bytes: usize) -> Resu
     let length = u64::from(u32::from_le_bytes(length));
     if length > max_bytes as u64 {
         return Err(Disconnect::Refused(format!(
-            "{length}-byte message exceeds the {max_bytes}-byte limit"
+            "a message of {length} bytes exceeds the limit of {max_bytes} bytes"
         )));
     }
     into.clear();

@@ -266,7 +266,7 @@ fn place_memory(pool: &Pool, frame_bytes: u64, nodes: &[u32]) -> String {
 fn shape_conflict(other: &Namespace, hello: &Hello) -> Error {
     let name = namespace_id(&hello.namespace);
     let message = format!(
-        "engines in namespace {name} on this kvloft server use chunk sizes {:?} (bytes), but this \
+        "engines in namespace {name} on this kvloft server use chunk sizes of {:?} bytes, but this \
          engine uses {:?}; use the same settings for all engines in this namespace, or start \
          another server",
         other.hello.frame_sizes.all(),

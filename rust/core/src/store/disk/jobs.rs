@@ -175,7 +175,7 @@ impl State {
                     "disk tier: {what} are failing; pausing {what} and retrying in the background"
                 )));
             } else {
-                self.log(Event::recovery(format!("disk tier: {what} work again")));
+                self.log(Event::recovery(format!("disk tier: {what} are working again")));
             }
         }
     }

@@ -46,7 +46,9 @@ impl State {
         self.disk.first_opening.get_or_insert(Ok(()));
         self.disk.check_at = self.now + CHECK_EVERY;
         if !std::mem::take(&mut self.disk.last_event).is_empty() {
-            self.log(Event::recovery(format!("disk tier: opened with {} chunks", found.len())));
+            let num_chunks = found.len();
+            let chunks = if num_chunks == 1 { "chunk" } else { "chunks" };
+            self.log(Event::recovery(format!("disk tier: opened with {num_chunks} {chunks}")));
         }
         if self.disk.clearing == Clearing::No {
             self.disk.found = found;
@@ -179,8 +181,10 @@ impl State {
         self.disk.opening = DiskOpening::Removed;
         self.disk.found.clear();
         let (path, num_chunks) = (path.display(), self.stats.disk_used);
+        let chunks = if num_chunks == 1 { "chunk" } else { "chunks" };
         self.disk.last_event = format!(
-            "disk tier: {path} was removed; dropping its {num_chunks} chunks and reopening the tier"
+            "disk tier: {path} was removed; dropping its {num_chunks} {chunks} and reopening the \
+             tier"
         );
         self.log(Event::problem(self.disk.last_event.clone()));
     }

@@ -79,7 +79,7 @@ pub(super) fn open_namespace(
         Ok(Some(Ok(superblock))) => superblock,
         Ok(Some(Err(why @ Refusal::OtherFormat(_)))) => {
             let problem = format!(
-                "superblock.json is {why}: this version of kvloft clears the namespace on open"
+                "superblock.json is {why}: this version of kvloft clears the namespace when opening it"
             );
             return Err(Damage { is_other_format: true, ..fail(problem) });
         }

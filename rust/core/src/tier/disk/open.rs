@@ -101,7 +101,7 @@ fn validate(config: &DiskConfig) -> Result<()> {
     if let Some(frame_bytes) = sizes.iter().find(|size| !superblock::is_frame_size(**size)) {
         return fail(format!(
             "cannot store {frame_bytes}-byte frames on disk: the frame size must be a multiple of \
-             4096 bytes, at most 16 GiB"
+             4096 bytes and at most 16 GiB"
         ));
     }
     config.frame_sizes.check()?;
@@ -109,7 +109,7 @@ fn validate(config: &DiskConfig) -> Result<()> {
     let least = budget::dir_bytes(1, frame_bytes, budget::map_bytes(sizes.len()));
     if config.cap_bytes < least {
         return fail(format!(
-            "disk_size = {} is too small for a single {frame_bytes}-byte chunk: set disk_size to \
+            "disk_size = {} is too small for a single {frame_bytes}-byte chunk; set disk_size to \
              at least {least} bytes, or omit disk_path to run without a disk tier",
             size_text(config.cap_bytes)
         ));
@@ -151,7 +151,7 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, state: &mut TierState) -> io
                 .is_some_and(|other| namespace_id(&other) == namespace_id(&config.namespace))
             {
                 let message = "the directory belongs to another namespace with the same 16-digit \
-                    prefix: set a different disk_path";
+                    prefix; set a different disk_path";
                 return Err(io::Error::other(message));
             }
             "its superblock.json belongs to a different namespace".to_owned()

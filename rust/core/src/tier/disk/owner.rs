@@ -157,18 +157,18 @@ pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Res
         // The message does not suggest chmod, because that would break other programs in a shared
         // directory such as /tmp.
         format!(
-            "{shown} is writable by other users (mode {mode:o}): set disk_path = {}, which kvloft creates for this user only",
+            "{shown} is writable by other users (mode {mode:o}); set disk_path = {}, which kvloft creates for this user only",
             path.join("kvloft").display()
         )
     } else if !is_ours {
         format!(
-            "{shown} belongs to user {}, but this process runs as user {me}: run `chown -R {me} \
+            "{shown} belongs to user {}, but this process runs as user {me}; run `chown -R {me} \
              {shown}`, or set disk_path to a directory owned by this user",
             meta.uid()
         )
     } else if is_shared {
         format!(
-            "{shown} is writable by other users (mode {mode:o}): run `chmod go-w {shown}`, or set disk_path to a \
+            "{shown} is writable by other users (mode {mode:o}); run `chmod go-w {shown}`, or set disk_path to a \
              directory owned by this user"
         )
     } else {
@@ -192,7 +192,7 @@ pub(super) fn missing_place(path: &Path, error: &io::Error) -> Option<Error> {
         return None;
     }
     let message = format!(
-        "disk_path {} is not used: {} does not exist: mount its file system, or run `mkdir -p {}`",
+        "disk_path {} is not used: {} does not exist; mount its file system, or run `mkdir -p {}`",
         path.display(),
         place.display(),
         place.display()
@@ -231,7 +231,7 @@ pub(super) fn first_missing<'a>(disk_path: &'a Path, namespace: &'a Path) -> &'a
 /// if this `disk_path` can never work. Otherwise, the result is `Io`, because permissions, mounts
 /// and free space can change while an engine is running.
 pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {
-    let advice = |problem| {
+    let advice = |problem: &str| {
         format!(
             "disk_path {} {problem}: set disk_path to a writable local directory",
             path.display()
@@ -259,7 +259,7 @@ pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {
         }
         _ => return Error::io(format!("cannot {action} disk_path {}", path.display()), error),
     };
-    Error::invalid(format!("{} ({error})", advice(never)))
+    Error::invalid(advice(&format!("{never} ({error})")))
 }
 
 #[cfg(test)]

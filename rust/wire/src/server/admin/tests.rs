@@ -219,7 +219,7 @@ fn chunks_of_namespaces_without_engines_expire() {
     let (server, _) = open(Some(1));
     server.state.remove_expired();
     let logged = server.take_events();
-    assert_eq!(logged, ["expired 6 chunks in closed namespaces"]);
+    assert_eq!(logged, ["removed 6 expired chunks from closed namespaces"]);
     server.state.remove_expired();
     assert!(server.take_events().is_empty());
     server.close(LONG);

@@ -79,7 +79,7 @@ fn test_a_missing_parent_is_not_created() {
     assert_eq!(error.kind(), ErrorKind::Io, "the file system may be mounted later");
     let parent = dir.path().join("mnt");
     let said = format!(
-        "disk_path {} is not used: {} does not exist: mount its file system, or run `mkdir -p {}`",
+        "disk_path {} is not used: {} does not exist; mount its file system, or run `mkdir -p {}`",
         config.dir.display(),
         parent.display(),
         parent.display()
@@ -99,7 +99,7 @@ fn test_a_link_to_a_missing_directory_is_not_used_until_it_exists() {
     std::os::unix::fs::symlink("mnt", &config.dir).unwrap();
     let error = DiskTier::open(config.clone()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Io, "the file system may be mounted later");
-    assert!(error.to_string().contains("/mnt does not exist: mount its file system"), "{error}");
+    assert!(error.to_string().contains("/mnt does not exist; mount its file system"), "{error}");
     fs::create_dir(dir.path().join("mnt")).unwrap();
     open(&config);
 }

@@ -86,7 +86,7 @@ fn test_a_public_directory_of_another_user_gets_a_directory_of_this_user() {
     chown(&config.dir, Some(12345), None).unwrap();
     fs::set_permissions(&config.dir, Permissions::from_mode(0o1777)).unwrap();
     let text = refusal(&config);
-    assert!(text.contains("(mode 1777): set disk_path = ") && !text.contains("chown"), "{text}");
+    assert!(text.contains("(mode 1777); set disk_path = ") && !text.contains("chown"), "{text}");
     let below = DiskConfig { dir: config.dir.join("kvloft"), ..config };
     open(&below);
 }

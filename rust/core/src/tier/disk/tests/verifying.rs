@@ -297,7 +297,7 @@ fn test_a_namespace_of_another_format_is_not_damage_unless_a_digit_flipped() {
         let damage = verify(dir.path());
         assert!(damage.len() == 1 && damage[0].is_other_format, "{damage:?}");
         let told = format!(
-            "superblock.json is in format {format} (expected 4): this version of kvloft clears the namespace on open"
+            "superblock.json is in format {format} (expected 4): this version of kvloft clears the namespace when opening it"
         );
         assert_eq!(
             (&damage[0].problem, inspect(dir.path()).unwrap()[0].problem.as_ref()),
