@@ -24,8 +24,8 @@ NEEDS_GROUPS = "Failed to promote local KV cache specs"
 """vLLM's error message for a model whose layers do not fit in a single KV cache group."""
 ABOUT = """\
 `scripts/models_table.py` generated this page from `kvloft check` runs on {date}. The runs used
-kvloft {kvloft} and vLLM {vllm} on {machine} CPUs with float32 and [tiny models with random
-weights](\
+kvloft {kvloft} and vLLM {vllm} on {machine} CPUs with float32 and [tiny, randomly initialized
+models](\
 https://github.com/kvloft/kvloft/blob/main/tests/e2e/zoo/README.md), one for each kind of KV cache.
 For Mamba and gated delta net models, the tests replace vLLM's incomplete CPU kernels. {memory}To
 test your model, run `kvloft check MODEL -- FLAGS`.
@@ -41,14 +41,14 @@ prefix cache |
 
 A model is supported if its outputs are identical to plain vLLM's and hits do not lower the
 acceptance rate of draft tokens. With `kv_groups: one`, models with Mamba or gated delta net states
-do not start; all other models are supported.
+are not supported; all others are.
 
 """
-MEMORY = "Requests use as much KV memory as in plain vLLM, except with `kv_groups: one`. "
+MEMORY = "Requests use no extra KV memory, except with `kv_groups: one`. "
 FOOT = """
 ## Unsupported settings
 
-An engine that uses one of these settings or models does not start.
+An engine that uses any of these settings or models does not start.
 
 """
 REFUSED = (
