@@ -224,9 +224,8 @@ class SavePlanner:
             is_due = take_complete_units(request, self._unit_tokens, frontier)
         if self._has_drafter:
             self._record(request, frontier)
-        elif (
-            step.tables is not None
-        ):  # vLLM may reassign blocks before a window before the next call
+        elif step.tables is not None:
+            # vLLM can reassign blocks before a window before the next call.
             self._writers.record(request)
         return is_due
 
