@@ -104,7 +104,7 @@ def _entries(path: str) -> Iterator[tuple[str, Any]]:
     for nth, (entry, own) in enumerate(zip(entries, node.value, strict=True), 1):
         twice = first_twice(keys_of(own))
         if twice in (*SALT_KEYS, *KEYS):  # any other key might be a salt, which must not be printed
-            raise ConfigError(f"{blame}, entry {nth} sets {twice} twice; remove one.")
+            raise ConfigError(f"{blame}: entry {nth} sets {twice} twice; remove one.")
         yield f"{blame}, entry {nth}", entry
 
 

@@ -238,7 +238,7 @@ def _linger(text: str | None) -> float | None:
         raise ConfigError(f"--linger {text!r} {e}") from None
     except (ValueError, ArithmeticError):
         raise ConfigError(
-            f"--linger {text!r}: expected a time of at most an hour, such as 300, 30s or 5min."
+            f"--linger {text!r}: expected a duration of at most 1 hour, such as 300, 30s or 5min."
         ) from None
 
 

@@ -189,7 +189,7 @@ fn a_cleared_disk_is_used_although_a_slot_cannot_be_freed() {
         Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index").at_offset(2 * RECORD_BYTES),
     );
     assert!(!store.clear(), "a chunk is left on disk");
-    assert!(store.has_removed_on_disk(), "reopening the directory would bring the chunk back");
+    assert!(store.must_forget_on_disk(), "reopening the directory would bring the chunk back");
     assert!(store.take_events().iter().any(|event| event.contains("could not be cleared")));
     save_all(&store, &prompts[3]);
     until("it is written", || stat(&store, "disk_writes") == 4);
@@ -198,7 +198,7 @@ fn a_cleared_disk_is_used_although_a_slot_cannot_be_freed() {
     until("both are found", || stat(&store, "disk_used") == 2);
     assert_eq!(store.lookup(&prompts[2]).stored_units, 1);
     place.files.heal();
-    assert!(store.clear() && !store.has_removed_on_disk());
+    assert!(store.clear() && !store.must_forget_on_disk());
     drop(store);
     assert_eq!(prompts.iter().map(|prompt| place.found_later(prompt)).sum::<u32>(), 0);
 }

@@ -183,10 +183,10 @@ impl Store {
         is_cleared
     }
 
-    /// Returns true while removed chunks are still on disk. Reopening the directory would bring
-    /// them back.
-    pub fn has_removed_on_disk(&self) -> bool {
-        self.inner.with_state(|state| state.disk.has_removed()).unwrap_or(false)
+    /// Returns true while chunks removed by a clear or an [`Evict`](super::Evict) may still be on
+    /// disk. Reopening the directory would bring them back.
+    pub fn must_forget_on_disk(&self) -> bool {
+        self.inner.with_state(State::must_forget_on_disk).unwrap_or(false)
     }
 
     /// Sets whether the store is entitled to a share of its pool. A store without a share keeps its

@@ -25,7 +25,7 @@ pub struct StoreConfig {
     /// Available memory in bytes, if known (see [`crate::io::available_bytes`]). This is checked
     /// only when the store is opened. Pages are allocated when a frame is first used, so stores
     /// that open concurrently see the same available memory. Allocating all pages at startup would
-    /// take seconds for every 10 GiB.
+    /// take several seconds per 10 GiB.
     pub available_bytes: Option<u64>,
     /// The namespace: a fingerprint of everything that affects KV bytes, except the content.
     pub namespace: [u8; 32],

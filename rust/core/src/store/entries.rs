@@ -154,9 +154,19 @@ impl State {
         self.disk.found.clear();
         self.disk.rejected.clear();
         if self.disk.opening != DiskOpening::NoTier {
-            self.disk.clearing = Clearing::Wanted;
+            (self.disk.clearing, self.disk.must_forget) = (Clearing::Wanted, true);
         }
         self.remove_slice();
+    }
+
+    /// Implements [`super::Store::must_forget_on_disk`].
+    pub(crate) fn must_forget_on_disk(&mut self) -> bool {
+        let work = &self.disk;
+        let has_removed = work.has_removed()
+            || self.is_removing()
+            || work.in_flight.iter().any(|job| job.writes_chunk);
+        self.disk.must_forget &= has_removed;
+        self.disk.must_forget
     }
 
     pub(crate) fn is_removing(&self) -> bool {

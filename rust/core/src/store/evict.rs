@@ -116,6 +116,7 @@ impl State {
     /// Starts removing the chunks that have no parent. Each slice's trees are removed before the
     /// next slice starts.
     fn remove_trees_slice(&mut self, tenant: Option<TenantId>, walk: &mut Walk) -> bool {
+        self.disk.must_forget = true;
         let end = walk.next.saturating_add(SLICE).min(self.index.num_places());
         for place in walk.next..end {
             if let Some((id, entry)) = self.index.at(place)

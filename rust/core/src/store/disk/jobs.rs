@@ -210,11 +210,13 @@ impl State {
 
     fn next_free(&mut self) -> Option<Job> {
         let work = &mut self.disk;
-        // While the breaker is open, only one job can probe the tier. A slot that can never be
-        // freed must not prevent a write from being that job.
-        let writes_first = work.write_breaker.is_open() && !work.write_queue.is_empty();
-        if self.now >= work.unfreed_until && !writes_first {
+        // While the breaker is open, only one job can probe the tier. If a slot can never be freed,
+        // some of the probes must still be writes.
+        let is_writes_turn =
+            work.write_breaker.is_open() && !work.write_queue.is_empty() && !work.probes_free_next;
+        if self.now >= work.unfreed_until && !is_writes_turn {
             work.to_free.append(&mut work.unfreed);
+            work.probes_free_next = false;
         }
         if work.to_free.is_empty()
             || work.in_flight.iter().any(|job| job.writes_chunk && !job.hangs)
@@ -343,6 +345,7 @@ impl State {
             Written::Failed(slot) => {
                 self.stats.disk_write_errors += 1;
                 self.retry_free_later(slot);
+                self.disk.probes_free_next = true;
                 IoOutcome::Failed
             }
         }

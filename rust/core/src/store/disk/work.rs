@@ -131,7 +131,11 @@ pub(crate) struct DiskWork {
     /// `unfreed_until`.
     pub(crate) unfreed: Vec<SlotId>,
     pub(crate) unfreed_until: Duration,
+    /// True if the next probe must free slots, because the last probe was a write that failed.
+    pub(crate) probes_free_next: bool,
     pub(crate) clearing: Clearing,
+    /// True from a clear or an eviction by a user until no removed chunk is left on disk.
+    pub(crate) must_forget: bool,
     /// Number of disk threads, or 0 if unknown.
     pub(crate) num_threads: usize,
     pub(crate) in_flight: Vec<JobInFlight>,

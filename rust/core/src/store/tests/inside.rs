@@ -289,24 +289,29 @@ fn a_write_that_hangs_does_not_stop_slots_from_being_freed() {
 }
 
 #[test]
-fn a_slot_that_cannot_be_freed_does_not_keep_writes_paused() {
-    let (mut state, _) = unwritten(1);
+fn probes_alternate_between_writes_and_slots_that_could_not_be_freed() {
+    let (mut state, _) = unwritten(2);
     state.disk.unfreed = vec![SlotId(9)];
     while state.disk.write_breaker.retry_at < Duration::from_secs(100) {
         state.disk.write_breaker.trip(state.disk.write_breaker.retry_at);
     }
-    for _ in 0..2 {
+    let mut probes = String::new();
+    for _ in 0..4 {
         state.set_time(state.disk.write_breaker.retry_at);
         match state.next_job() {
-            Some((ticket, Job::Free(slots))) => state.end_job(ticket, JobResult::Free(slots)),
+            Some((ticket, Job::Free(slots))) => {
+                probes += "F";
+                state.end_job(ticket, JobResult::Free(slots));
+            }
             Some((ticket, Job::Write { id, frame, .. })) => {
-                let outcome = Written::In(SlotId(0));
+                probes += "W";
+                let outcome = Written::Failed(None);
                 state.end_job(ticket, JobResult::Write { id, frame, outcome });
             }
             other => panic!("{other:?}"),
         }
     }
-    assert_eq!(state.stats.disk_writes, 1, "the retried free was always the probe");
+    assert_eq!(probes, "WFWF");
 }
 
 /// Any number of chunks can wait for a chunk to be written.
