@@ -15,7 +15,7 @@ use crate::key::ChunkKey;
 use crate::store::disk::breaker::IoOutcome;
 use crate::store::disk::time_shares::Direction;
 use crate::store::disk::transitions::WRITE_SLICE;
-use crate::store::disk::work::{Clearing, DiskOpening, JobInFlight};
+use crate::store::disk::work::{Clearing, DiskOpening, JobInFlight, Probe};
 use crate::store::state::State;
 use crate::store::tenants::quota::FrameSource;
 use crate::tier::disk::{DiskMeta, SlotId};
@@ -212,11 +212,12 @@ impl State {
         let work = &mut self.disk;
         // While the breaker is open, only one job can probe the tier. If a slot can never be freed,
         // some of the probes must still be writes.
-        let is_writes_turn =
-            work.write_breaker.is_open() && !work.write_queue.is_empty() && !work.probes_free_next;
+        let is_writes_turn = work.write_breaker.is_open()
+            && !work.write_queue.is_empty()
+            && work.next_probe == Probe::Write;
         if self.now >= work.unfreed_until && !is_writes_turn {
             work.to_free.append(&mut work.unfreed);
-            work.probes_free_next = false;
+            work.next_probe = Probe::Write;
         }
         if work.to_free.is_empty()
             || work.in_flight.iter().any(|job| job.writes_chunk && !job.hangs)
@@ -345,7 +346,7 @@ impl State {
             Written::Failed(slot) => {
                 self.stats.disk_write_errors += 1;
                 self.retry_free_later(slot);
-                self.disk.probes_free_next = true;
+                self.disk.next_probe = Probe::Free;
                 IoOutcome::Failed
             }
         }

@@ -61,6 +61,15 @@ pub(crate) enum Clearing {
     Running,
 }
 
+/// What the next probe of failing writes does if a chunk and unfreed slots are both waiting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Probe {
+    #[default]
+    Write,
+    /// The last write failed.
+    Free,
+}
+
 /// Whether the disk tier is open, opening or closed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum DiskOpening {
@@ -131,8 +140,7 @@ pub(crate) struct DiskWork {
     /// `unfreed_until`.
     pub(crate) unfreed: Vec<SlotId>,
     pub(crate) unfreed_until: Duration,
-    /// True if the next probe must free slots, because the last probe was a write that failed.
-    pub(crate) probes_free_next: bool,
+    pub(crate) next_probe: Probe,
     pub(crate) clearing: Clearing,
     /// True from a clear or an eviction by a user until no removed chunk is left on disk.
     pub(crate) must_forget: bool,
