@@ -124,7 +124,8 @@ impl State {
         self.now = self.now.max(now);
         self.unix_s =
             self.opened_s.saturating_add(u32::try_from(self.now.as_secs()).unwrap_or(u32::MAX));
-        if self.disk.find_hangs(self.now) {
+        let was_hung = self.disk.hangs();
+        if self.disk.find_hangs(self.now) && !was_hung {
             self.log(Event::problem(
                 "disk tier: not responding; pausing it and retrying in the background",
             ));

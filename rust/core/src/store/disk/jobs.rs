@@ -183,7 +183,9 @@ impl State {
     pub(crate) fn end_hang(&mut self, ticket: u64) {
         self.disk.read_breaker.end(ticket, IoOutcome::Succeeded, self.now);
         self.disk.write_breaker.end(ticket, IoOutcome::Succeeded, self.now);
-        self.log(Event::recovery("disk tier: responding again"));
+        if !self.disk.hangs() {
+            self.log(Event::recovery("disk tier: responding again"));
+        }
     }
 
     fn next_read(&mut self) -> Option<Job> {

@@ -254,6 +254,11 @@ impl DiskWork {
             && !self.all_hang()
     }
 
+    /// Returns true if any job is hung.
+    pub(crate) fn hangs(&self) -> bool {
+        self.in_flight.iter().any(|job| job.hangs)
+    }
+
     /// Returns true if all disk threads are hung, so that no thread can probe the tier.
     fn all_hang(&self) -> bool {
         self.num_threads > 0

@@ -192,6 +192,25 @@ fn no_call_waits_for_a_disk_whose_threads_all_hang() {
 }
 
 #[test]
+fn a_hang_is_logged_once_until_no_job_is_hung() {
+    let second = Duration::from_secs(1);
+    let (mut state, _) = unwritten(1);
+    state.disk.begin(1, Direction::Read, false, Duration::ZERO);
+    state.disk.begin(2, Direction::Write, false, second);
+    let mut num_logged = Vec::new();
+    for time in [5, 6, 7] {
+        state.set_time(time * second);
+        num_logged.push(std::mem::take(&mut state.events).len());
+    }
+    for ticket in [1, 2] {
+        state.disk.in_flight.retain(|job| job.ticket != ticket);
+        state.end_hang(ticket);
+        num_logged.push(std::mem::take(&mut state.events).len());
+    }
+    assert_eq!(num_logged, [1, 0, 0, 0, 1]);
+}
+
+#[test]
 fn a_probe_that_hangs_lets_another_thread_probe() {
     let second = Duration::from_secs(1);
     let mut work = DiskWork { num_threads: 3, ..DiskWork::default() };
