@@ -374,7 +374,7 @@ def load_is_reported_twice(mp: pytest.MonkeyPatch) -> None:
 
 @mutant(
     "LMCache #5047: the load of an aborted request is never reported",
-    "does not become idle|requests",
+    "does not become idle|requests|tokens are stored",
 )
 def load_of_an_aborted_request_is_not_reported(mp: pytest.MonkeyPatch) -> None:
     def finished(original: Any, self: Any, ended: set[str]) -> Any:
