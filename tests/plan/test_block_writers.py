@@ -42,8 +42,8 @@ def test_all_blocks_of_a_chunk_are_of_its_continuation() -> None:
     assert not any(known.are_of_continuation(same, [block]) for block in (2, 13, 14))
 
 
-def test_a_hit_is_wrong_if_a_block_of_any_group_is_of_another_prefix() -> None:
-    known = BlockWriters(4)
+def test_without_full_attention_the_blocks_of_all_groups_are_checked() -> None:
+    known = BlockWriters(4, is_dense=False)
     known.note(tracker("ab", [[1, 2], [11, 12, 13, 14]]))
     known.note(tracker("xy", [[3, 4], [15, 16, 17, 18]]))
 

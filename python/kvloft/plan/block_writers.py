@@ -24,8 +24,8 @@ class BlockWriters:
     valid.
     """
 
-    def __init__(self, unit_tokens: int, *, lookahead: int = 0) -> None:
-        self._unit_tokens = unit_tokens
+    def __init__(self, unit_tokens: int, *, is_dense: bool = True, lookahead: int = 0) -> None:
+        self._unit_tokens, self._is_dense = unit_tokens, is_dense
         self._prefixes: dict[BlockId, bytes] = {}
         """Keys without lookahead, which depend only on tokens up to the end of the block."""
         self._keys: dict[BlockId, bytes] = {} if lookahead else self._prefixes
@@ -174,19 +174,23 @@ class BlockWriters:
 
         Earlier blocks of a unit are not checked, because prefixes that differ only later in the
         unit share them. In the main group, every last block must have a record, except the null
-        blocks before a window. In other groups, a block may lack a record, because vLLM can replace
-        it before it is recorded.
+        blocks before a window. If the main group has full attention, only this group is checked,
+        because recording the other groups' blocks in time would delay every step. Otherwise, a
+        block of another group may lack a record.
 
         The writer's next token may still differ. `are_of_continuation` keeps such blocks from being
         saved under this request's key.
         """
         keys = list(map(request.prefix_chain.key, range(request.num_local_units)))
+        main = request.blocks.main
         for group, (table, size) in enumerate(_tables(request)):
+            if self._is_dense and group != main:
+                continue
             blocks = table[size - 1 : len(keys) * size : size]
             written = list(map(self._prefixes.get, blocks))
             if written == keys:
                 continue
-            allowed = () if group == request.blocks.main else (None,)
+            allowed = () if group == main else (None,)
             if len(written) < len(keys) and not allowed:
                 return False
             for block, found, key in zip(blocks, written, keys, strict=False):

@@ -48,7 +48,7 @@ class SavePlanner:
         self._context, self._breaker, self._writers = context, context.breaker, writers
         self._unit_tokens = settings.shape.unit_tokens
         self._block_tokens = min(group.block_tokens for group in settings.shape.groups)
-        self._draft_limit = settings.draft_limit
+        self._draft_limit, self._is_dense = settings.draft_limit, settings.shape.is_dense
         self._has_drafter = bool(settings.shape.lookahead) or settings.draft_limit is not None
         self._schedule = SaveSchedule()
         self._states = StatePlanner(context)
@@ -224,7 +224,7 @@ class SavePlanner:
             is_due = take_complete_units(request, self._unit_tokens, frontier)
         if self._has_drafter:
             self._record(request, frontier)
-        elif step.tables is not None:
+        elif not self._is_dense:
             # vLLM can reassign blocks before a window before the next call.
             self._writers.record(request)
         return is_due
