@@ -142,13 +142,13 @@ in_group() {
   set +m
 }
 
-# Terminates all groups. Repeats the signal while a group's first process is running, because bash loses a signal that arrives while it
-# forks. The groups come from `jobs`, because a signal can arrive before a variable could hold the new group.
+# Terminates all groups. Repeats the signal until a group is empty, because a process that bash has just forked can lose the signal.
+# The groups come from `jobs`, because a signal can arrive before a variable could hold the new group.
 end_groups() {
   local group
   for group in $(jobs -p); do
     for _ in {1..50}; do
-      kill -- "-$group" && sleep 0.1 && kill -0 "$group" || break
+      kill -- "-$group" && sleep 0.1 || break
     done
   done 2>/dev/null
 }

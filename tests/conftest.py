@@ -82,10 +82,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _interrupt(tests: int, number: int, _frame: object) -> None:
-    """Interrupt the test run. In a forked process, exit immediately instead."""
-    signal.signal(number, signal.SIG_DFL)
+    """Interrupt the test run once: suite.sh repeats the signal. In a forked process, exit
+    immediately instead.
+    """
     if os.getpid() != tests:
+        signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+    signal.signal(number, lambda *_: None)
     raise KeyboardInterrupt
 
 

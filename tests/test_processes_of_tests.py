@@ -18,10 +18,12 @@ START += "; print(Zygote(pathlib.Path(sys.argv[1]))._process.pid, flush=True); s
 COMMAND = """#!/usr/bin/env bash
 [[ $1 == -c || $FIRST != env.sh && $0 == */env.sh ]] && exit 0
 echo "$(basename "$0")" >&"$STARTED"
-sleep 1000 &
+(trap 'trap - TERM' TERM && sleep 1000; sleep 1000) &
 sleep 1000
 """
-"""A script that replaces each command of `make test`: it starts a child and then sleeps."""
+"""A script that replaces each command of `make test`: it starts a child that ignores the first
+SIGTERM, and then sleeps.
+"""
 ENGINE_TEST = """
 import os, subprocess, time
 
