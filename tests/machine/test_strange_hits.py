@@ -124,7 +124,7 @@ def test_a_hit_is_saved_again_if_its_writer_is_known(shape: Shape) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["window", "four windows", "window of half blocks", "window of long blocks", "state"]
+    ["window", "window of half blocks", "window of long blocks", "one window", "two windows"]
     if HAS_GROUPS
     else [],
 )

@@ -43,7 +43,7 @@ def test_all_blocks_of_a_chunk_are_of_its_continuation() -> None:
 
 
 def test_without_full_attention_the_blocks_of_all_groups_are_checked() -> None:
-    known = BlockWriters(4, is_dense=False)
+    known = BlockWriters(4)
     known.note(tracker("ab", [[1, 2], [11, 12, 13, 14]]))
     known.note(tracker("xy", [[3, 4], [15, 16, 17, 18]]))
 
@@ -57,6 +57,13 @@ def test_without_full_attention_the_blocks_of_all_groups_are_checked() -> None:
     assert not knows([1, 2, 5], [11, 18, 13, 14])
     assert not knows([1, 4, 5], [11, 12, 13, 14])
     assert not knows([1, 99, 5], [11, 12, 13, 14])
+
+
+def test_only_full_attention_is_recorded_if_other_tables_can_be_outdated() -> None:
+    known = BlockWriters(4, all_groups=False)
+    known.note(tracker("ab", [[1, 2], [11, 12, 13, 14]]))
+    known.note(tracker("xy", [[3, 4], [1, 2, 1, 2]]))
+    assert known.know_hit(tracker("abz", [[1, 2, 5], [11, 12, 13, 14]], num_local=2))
 
 
 def test_prefixes_that_differ_later_in_a_unit_share_its_first_block() -> None:

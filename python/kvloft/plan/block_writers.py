@@ -21,11 +21,12 @@ class BlockWriters:
     """Maps each block to the prefix that it was last written for.
 
     `drop_given` drops the record of every block that vLLM assigns, so all remaining records are
-    valid.
+    valid. Without ``all_groups``, only blocks with full attention are recorded and checked. vLLM
+    keeps these until the request ends, whereas another group's table can be outdated.
     """
 
-    def __init__(self, unit_tokens: int, *, is_dense: bool = True, lookahead: int = 0) -> None:
-        self._unit_tokens, self._is_dense = unit_tokens, is_dense
+    def __init__(self, unit_tokens: int, *, all_groups: bool = True, lookahead: int = 0) -> None:
+        self._unit_tokens, self._all_groups = unit_tokens, all_groups
         self._prefixes: dict[BlockId, bytes] = {}
         """Keys without lookahead, which depend only on tokens up to the end of the block."""
         self._keys: dict[BlockId, bytes] = {} if lookahead else self._prefixes
@@ -60,10 +61,10 @@ class BlockWriters:
         self._drop_unknown(request)
         first = max(request.num_local_units, request.num_noted)
         units = range(first, request.num_complete)
-        _update(self._prefixes, request, units, request.prefix_chain)
+        self._update(self._prefixes, request, units, request.prefix_chain)
         if self._keys is not self._prefixes:
             units = range(first, min(request.num_complete, request.chain.num_blocks))
-            _update(self._keys, request, units, request.chain)
+            self._update(self._keys, request, units, request.chain)
         request.num_noted = max(request.num_noted, units.stop)
 
     def forget(self, request: RequestState) -> None:
@@ -94,8 +95,8 @@ class BlockWriters:
         if not self._prefixes:
             return
         for request in filter(None, map(requests.get, admitted)):
-            for table, size in _tables(request):
-                self.drop(table[request.num_local_units * size :])
+            for group, table in enumerate(request.blocks.tables):
+                self.drop(table[request.num_local_units * request.blocks.size_of(group) :])
         rows = [*step.grown, *((new.req_id, new.block_ids) for new in step.new)]
         handled = {new.req_id for new in step.new} & requests.keys()
         self.drop(chain.from_iterable(blocks for req_id, blocks in rows if req_id not in handled))
@@ -105,7 +106,7 @@ class BlockWriters:
             records.clear()
 
     def _drop_unknown(self, request: RequestState) -> None:
-        for table, size in _tables(request):
+        for table, size in self._tables(request):
             self.drop(table[max(request.num_local_units, request.num_noted) * size :])
 
     # -- checks ---------------------------------------------------------------------------------
@@ -163,10 +164,11 @@ class BlockWriters:
         return left
 
     def _without_known(self, unchecked: list[RequestState]) -> list[RequestState]:
-        """Mark requests as checked if `know_hit` returns True. Return the other requests."""
+        """Mark and record the requests for which `know_hit` returns True. Return the others."""
         known = [request for request in unchecked if self.know_hit(request)]
         for request in known:
             request.is_hit_unchecked = False
+            self.record(request)  # its blocks can be freed before its next examination
         return [request for request in unchecked if request.is_hit_unchecked]
 
     def know_hit(self, request: RequestState) -> bool:
@@ -174,23 +176,18 @@ class BlockWriters:
 
         Earlier blocks of a unit are not checked, because prefixes that differ only later in the
         unit share them. In the main group, every last block must have a record, except the null
-        blocks before a window. If the main group has full attention, only this group is checked,
-        because recording the other groups' blocks in time would delay every step. Otherwise, a
-        block of another group may lack a record.
+        blocks before a window. A block of another group may lack a record.
 
         The writer's next token may still differ. `are_of_continuation` keeps such blocks from being
         saved under this request's key.
         """
         keys = list(map(request.prefix_chain.key, range(request.num_local_units)))
-        main = request.blocks.main
-        for group, (table, size) in enumerate(_tables(request)):
-            if self._is_dense and group != main:
-                continue
+        for table, size in self._tables(request):
             blocks = table[size - 1 : len(keys) * size : size]
             written = list(map(self._prefixes.get, blocks))
             if written == keys:
                 continue
-            allowed = () if group == main else (None,)
+            allowed = () if table is request.blocks.main_table else (None,)
             if len(written) < len(keys) and not allowed:
                 return False
             for block, found, key in zip(blocks, written, keys, strict=False):
@@ -217,7 +214,7 @@ class BlockWriters:
         continuation.
         """
         wanted = set(blocks)
-        for table, size in _tables(request):
+        for table, size in self._tables(request):
             local = enumerate(table[: request.num_local_units * size])
             keys = (
                 (block, request.chain.key(nth // size)) for nth, block in local if block in wanted
@@ -226,19 +223,21 @@ class BlockWriters:
                 return False
         return True
 
+    def _update(
+        self, records: dict[BlockId, bytes], request: RequestState, units: range, chain: KeyChain
+    ) -> None:
+        """Record each unit's key for its blocks."""
+        keys = list(map(chain.key, units))
+        for table, size in self._tables(request) if keys else ():
+            for nth in range(size):
+                blocks = table[units.start * size + nth : units.stop * size : size]
+                records.update(zip(blocks, keys, strict=False))
 
-def _update(
-    records: dict[BlockId, bytes], request: RequestState, units: range, chain: KeyChain
-) -> None:
-    """Record each unit's key for its blocks in all groups."""
-    keys = list(map(chain.key, units))
-    for table, size in _tables(request) if keys else ():
-        for nth in range(size):
-            blocks = table[units.start * size + nth : units.stop * size : size]
-            records.update(zip(blocks, keys, strict=False))
-
-
-def _tables(request: RequestState) -> Iterator[tuple[Sequence[BlockId], int]]:
-    """Yield each group's block table and number of blocks per unit."""
-    blocks = request.blocks
-    return ((table, blocks.size_of(group)) for group, table in enumerate(blocks.tables))
+    def _tables(self, request: RequestState) -> Iterator[tuple[Sequence[BlockId], int]]:
+        """Yield each recorded group's block table and number of blocks per unit."""
+        blocks = request.blocks
+        if not self._all_groups:
+            yield blocks.main_table, blocks.main_size
+            return
+        for group, table in enumerate(blocks.tables):
+            yield table, blocks.size_of(group)

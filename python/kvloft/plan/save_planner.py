@@ -49,7 +49,7 @@ class SavePlanner:
         self._unit_tokens = settings.shape.unit_tokens
         self._block_tokens = min(group.block_tokens for group in settings.shape.groups)
         self._draft_limit, self._is_dense = settings.draft_limit, settings.shape.is_dense
-        self._has_drafter = bool(settings.shape.lookahead) or settings.draft_limit is not None
+        self._has_drafter = settings.has_drafter
         self._schedule = SaveSchedule()
         self._states = StatePlanner(context)
         self._unsent: list[SavePlan] = []

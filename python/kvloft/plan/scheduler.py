@@ -47,7 +47,9 @@ class SchedulerCore:
         context = PlanContext(store, settings, clock, self._breaker, self._notes)
         self._context, self._requests, self.counters = context, context.requests, context.counters
         self._writers = BlockWriters(
-            self._unit_tokens, is_dense=self._shape.is_dense, lookahead=self._shape.lookahead
+            self._unit_tokens,
+            all_groups=settings.has_drafter or not self._shape.is_dense,
+            lookahead=self._shape.lookahead,
         )
         self._admission = Admission(store, context.requests, settings, clock)
         self._loads = LoadPlanner(context, self._admission)

@@ -44,3 +44,8 @@ class PlanSettings:
     """
     pool: PoolSize | None = None
     """vLLM's block pool, or None if concurrent loads cannot exhaust it (one KV cache group)."""
+
+    @property
+    def has_drafter(self) -> bool:
+        """Return True if a draft model has KV of its own or needs tokens after each block."""
+        return bool(self.shape.lookahead) or self.draft_limit is not None
