@@ -252,6 +252,9 @@ impl Run {
                 Err(JobResult::Write { id, frame, outcome })
             }
             Under::Write { id, meta, frame, tries, place } => {
+                if matches!(place, WriteStep::Reserved(_)) && io == Io::Works {
+                    self.check_parent(ticket, id, &meta);
+                }
                 let place = self.write_on(meta, tries, &place, io);
                 Ok(Under::Write { id, meta, frame, tries: tries + 1, place })
             }
@@ -315,7 +318,11 @@ impl Run {
                 if freed { WriteStep::None } else { WriteStep::Over(Written::Failed(None)) }
             }
             WriteStep::Reserved(slot) if io == Io::Works => {
-                self.write(slot, meta);
+                assert_eq!(
+                    self.slots.insert(slot.0, Some(meta)),
+                    Some(None),
+                    "{slot:?} was written without a reservation"
+                );
                 WriteStep::Over(Written::In(slot))
             }
             WriteStep::Reserved(slot) => {
@@ -344,17 +351,14 @@ impl Run {
         }
     }
 
-    fn write(&mut self, slot: SlotId, meta: DiskMeta) {
-        let is_there =
-            |key: &ChunkKey| self.slots.values().flatten().any(|other| other.key == *key);
+    /// Checks that a chunk's parent is on disk when the chunk is written. If the write hung, the
+    /// parent may have been removed together with the chunk.
+    fn check_parent(&self, ticket: u64, id: ChunkId, meta: &DiskMeta) {
+        let is_there = self.slots.values().flatten().any(|other| other.key == meta.parent);
+        let hung = self.state.disk.in_flight.iter().any(|job| job.ticket == ticket && job.hangs);
         assert!(
-            meta.depth == 0 || is_there(&meta.parent),
+            meta.depth == 0 || is_there || hung && self.state.index[id].detached,
             "{meta:?} was written before its parent"
-        );
-        assert_eq!(
-            self.slots.insert(slot.0, Some(meta)),
-            Some(None),
-            "{slot:?} was written without a reservation"
         );
     }
 
