@@ -33,6 +33,7 @@ class Bench:
         self.store = _core.Session(
             frame_bytes=FRAME, host_bytes=FRAME * 64, namespace=bytes(32), groups=groups_of(shape)
         )
+        self.main = shape.main
         root = _core.root_key(bytes(32), None, None)
         arena = arena_of(self.store, shape)
         chains = lambda _, lookahead: _core.KeyChain(  # noqa: E731
@@ -323,6 +324,64 @@ def test_a_hit_on_window_blocks_computed_after_a_reset_is_saved(how: str) -> Non
     other.num_computed_tokens = 16
     bench.core.admit(other, 0, windows(0, 0, 23, 24, 55, 56))
     assert bench.step(other, 5, windows(0, 0, 23, 24, 55, 56)).saves
+
+
+# -- blocks of another prefix in one group of a hit
+# ---------------------------------------------------------------------------------------
+
+WINDOW = GroupShape(BLOCK, kind="window", reach=5, part_bytes=FRAME)
+FULL = GroupShape(BLOCK, part_bytes=FRAME)
+
+
+def compute(bench: Bench, request: Request, *tables: list[int]) -> StepPlan:
+    """Plan the computation of a prompt of which nothing is cached. All its saves fail."""
+    blocks = Tables(tables, bench.main)  # type: ignore[arg-type]
+    bench.core.admit(request, 0, blocks)
+    plan = bench.step(request, len(request.token_ids), blocks)
+    tickets = [ticket for save in plan.saves for ticket in save.chunks.tickets()]
+    bench.core.absorb(StepReport(failed=tuple(tickets)))
+    bench.core.finish(ReqId(request.req_id))
+    return plan
+
+
+def hit(bench: Bench, request: Request, local_tokens: int, *tables: list[int]) -> StepPlan:
+    """Plan the computation of a prompt whose first tokens are in vLLM's cache."""
+    blocks = Tables(tables, bench.main)  # type: ignore[arg-type]
+    bench.match(request, local_tokens)
+    request.num_computed_tokens = local_tokens
+    bench.core.admit(request, 0, blocks)
+    return bench.step(request, len(request.token_ids) - local_tokens, blocks)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_saved"),
+    [
+        (WINDOW, [0, 0, 43, 44, 85, 86], True),
+        (WINDOW, [0, 0, 73, 74, 85, 86], False),
+        (FULL, [0, 0, 73, 74, 85, 86], True),
+    ],
+    ids=["correct", "wrong", "not-checked"],
+)
+def test_without_full_attention_a_wrong_block_in_any_group_is_noticed(
+    first: GroupShape, second: list[int], is_saved: bool
+) -> None:
+    bench = Bench(CacheShape((first, WINDOW)))
+    compute(bench, request_of("a"), [21, 22, 23, 24, 25], [41, 42, 43, 44, 45])
+    compute(bench, request_of("x", [7] * 17), [61, 62, 63, 64, 65], [71, 72, 73, 74, 75])
+    plan = hit(bench, request_of("b", [*PROMPT, 9, 9, 9, 9]), 16, [21, 22, 23, 24, 55, 56], second)
+    assert bool(plan.saves) == is_saved
+
+
+@pytest.mark.parametrize(("block", "is_saved"), [(42, True), (72, False)])
+def test_with_a_drafter_a_block_for_another_next_token_in_any_group_is_not_saved(
+    block: int, is_saved: bool
+) -> None:
+    bench = Bench(CacheShape((FULL, WINDOW), lookahead=1))
+    compute(bench, request_of("a"), [21, 22, 23, 24, 25], [41, 42, 43, 44, 45])
+    other = request_of("x", [*PROMPT[:8], *[7] * 9])
+    compute(bench, other, [61, 62, 63, 64, 65], [71, 72, 73, 74, 75])
+    plan = hit(bench, request_of("b"), 8, [21, 22, 53, 54, 55], [41, block, 83, 84, 85])
+    assert bool(plan.saves) == is_saved
 
 
 # -- blocks that are shorter than a unit
