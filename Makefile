@@ -14,7 +14,7 @@ help: ## print this list
 demo: ## run a chat with vLLM on the CPU, and load its KV from host memory, from disk and from a server (DEMO_MODEL=smollm2 selects a trained model)
 	@scripts/env.sh 0.32.0 && exec .venv-0.32.0/bin/python examples/chat_demo.py
 
-test: ## run the Rust tests and the Python tests with vLLM 0.32.0, then the short tests with 0.30, 0.31 and 0.33 (MINUTES=65 limits the time)
+test: ## run the Rust tests and the Python tests with vLLM 0.32.0, then the short tests with 0.30 and 0.33 (MINUTES=65 limits the time)
 	@scripts/suite.sh all
 
 test-vllm: ## run all Python tests with a different vLLM version: make test-vllm VERSION=0.31.0

@@ -1,5 +1,5 @@
 """Runs test_zoo.py and test_faults.py only if the folder or the file is selected, or with
-KV_ZOO=all. test_checks.py, which runs `kvloft check` on all models of the zoo, always runs.
+KV_ZOO=all. test_checks.py, which runs `kvloft check`, always runs.
 """
 
 import os

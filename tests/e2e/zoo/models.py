@@ -277,6 +277,17 @@ ZOO = {
 
 USUAL = ("gemma3",)
 """The models in every test run. KV_ZOO=all runs all models."""
+RARE = frozenset(
+    (
+        "dflash-states",
+        "draft-model-states",
+        "eagle3-states",
+        "gemma4-wide",
+        "ngram-states",
+        "ngram-windows",
+    )
+)
+"""Models that only KV_ZOO=all checks. Each resembles a model that every test run checks."""
 IS_WHOLE = os.environ.get("KV_ZOO") == "all"
 
 

@@ -9,13 +9,16 @@ import pytest
 from e2e.client import Zygote
 
 from .checking import NOT_SERVED, ROOT, check
-from .models import IS_WHOLE, ZOO
+from .models import IS_WHOLE, RARE, ZOO
 
 WITHOUT_GROUPS = (
     [name for name, model in sorted(ZOO.items()) if len(model.kinds) > 1] if IS_WHOLE else ["lfm2"]
 )
 """Models with multiple groups, which are also checked with kv_groups=one."""
-TRIED = [*((name, "auto") for name in sorted(ZOO)), *((name, "one") for name in WITHOUT_GROUPS)]
+TRIED = [
+    *((name, "auto") for name in sorted(ZOO) if IS_WHOLE or name not in RARE),
+    *((name, "one") for name in WITHOUT_GROUPS),
+]
 
 pytestmark = pytest.mark.spread
 
