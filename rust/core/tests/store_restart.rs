@@ -155,6 +155,30 @@ fn an_older_copy_that_the_open_could_not_free_does_not_survive_a_discard() {
     assert_eq!(place.found_later(&prompt), 0);
 }
 
+/// The reopened store can neither read a record nor clear it. The chunk is removed later.
+#[test]
+fn a_record_that_the_open_could_not_read_does_not_survive_a_clear() {
+    for is_cleared in [true, false] {
+        let place = Place::new();
+        let (store, prompt) = (place.open(), chain(&[1]));
+        save_all(&store, &prompt);
+        assert!(store.flush(LONG));
+        drop(store);
+        let refused = Rule::new(Fault::Refuse(EIO)).on(&[Call::Read, Call::Write]);
+        place.files.inject(refused.in_file("index"));
+        let num_writes = place.files.num_calls(Call::Write);
+        let store = place.open();
+        until("clearing failed", || place.files.num_calls(Call::Write) > num_writes);
+        place.files.heal();
+        if is_cleared {
+            store.clear();
+        }
+        place.settle(&store);
+        drop(store);
+        assert_eq!(place.found_later(&prompt), 0);
+    }
+}
+
 /// Clearing one record fails, but the other records must still be cleared.
 #[test]
 fn a_slot_that_cannot_be_freed_does_not_block_a_clear() {

@@ -53,6 +53,13 @@ pub trait LocalTier: fmt::Debug + Send + Sync {
     /// error, the chunk is still readable and the caller still owns the slot.
     fn free(&self, slot: SlotId) -> Result<()>;
 
+    /// Returns the slots that a caller owns although they hold no chunk. When the tier opens, these
+    /// are the slots whose records are unreadable and could not be cleared. If the new owner did
+    /// not `free` them, a later opening could find chunks that have been removed since.
+    fn uncleared(&self) -> Vec<SlotId> {
+        Vec::new()
+    }
+
     /// Returns true if the tier's storage can be removed while the tier is open. The caller must
     /// then poll `removed`.
     fn is_removable(&self) -> bool;

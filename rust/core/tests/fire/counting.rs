@@ -65,6 +65,10 @@ impl LocalTier for Counting {
         self.tier.free(slot)
     }
 
+    fn uncleared(&self) -> Vec<SlotId> {
+        self.tier.uncleared()
+    }
+
     fn is_removable(&self) -> bool {
         self.tier.is_removable()
     }

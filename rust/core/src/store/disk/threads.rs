@@ -75,7 +75,13 @@ fn open(inner: &Locked) -> bool {
             Ok((disk, mut found)) => {
                 found.reverse();
                 inner.change_tier(Some(Arc::clone(&disk)));
-                let is_wanted = inner.with_state(|state| state.end_opening(found)).unwrap_or(false);
+                let uncleared = disk.uncleared();
+                let is_wanted = inner
+                    .with_state(|state| {
+                        state.disk.to_free.extend(uncleared);
+                        state.end_opening(found)
+                    })
+                    .unwrap_or(false);
                 inner.idle.notify_all();
                 if !is_wanted {
                     disk.close();

@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 
 use super::files::SlotFiles;
-use super::slots::Slots;
+use super::slots::{SlotState, Slots};
 use super::tier::DiskTier;
 use super::types::{DiskMeta, DiskStats, SlotId};
 use super::{budget, files, namespaces, owner};
@@ -105,6 +105,10 @@ impl LocalTier for DiskTier {
         self.leave(slot)
     }
 
+    fn uncleared(&self) -> Vec<SlotId> {
+        self.state().all_in(SlotState::Reserved(true))
+    }
+
     fn is_removable(&self) -> bool {
         true
     }
@@ -137,7 +141,7 @@ impl LocalTier for DiskTier {
 
     fn clear(&self) -> Result<Vec<SlotId>> {
         let _inside = self.enter()?;
-        let mut used: Vec<_> = self.state().slots.iter().flat_map(Slots::all_used).collect();
+        let mut used = self.state().all_in(SlotState::Used);
         used.retain(|&slot| self.leave(slot).is_err());
         Ok(used)
     }

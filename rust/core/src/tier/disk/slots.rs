@@ -38,10 +38,10 @@ impl Blocks {
 /// State of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SlotState {
-    /// The slot is free. The flag is true if the record on disk might not be empty.
-    Free(bool),
-    /// A caller owns the slot, which does not hold a chunk yet. The flag has the same meaning as in
-    /// `Free`.
+    /// The slot is free, and its record is empty.
+    Free,
+    /// A caller owns the slot, which does not hold a chunk yet. The flag is true if the record on
+    /// disk might not be empty.
     Reserved(bool),
     /// A caller owns the slot, which holds a chunk.
     Used,
@@ -69,8 +69,7 @@ pub(super) struct Slots {
     free: VecDeque<u32>,
     /// Free slots that may lack blocks.
     holes: VecDeque<u32>,
-    /// Free slots whose last [`MAX_FAILURES`] writes failed, or whose record could not be cleared
-    /// when the directory was opened.
+    /// Free slots whose last [`MAX_FAILURES`] writes failed.
     failed: VecDeque<u32>,
     /// Number of writes since a slot last entered or left `failed`.
     num_written: u32,
@@ -83,18 +82,18 @@ pub(super) struct Slots {
 
 impl Slots {
     /// Initializes the states when a directory is opened. The slots in `entries` hold chunks, the
-    /// slots in `unsure` have records that could not be cleared, and the slots in `punched` have no
-    /// blocks.
+    /// slots in `uncleared` have records that could not be cleared, and the slots in `punched` have
+    /// no blocks. The caller owns the first two.
     pub(super) fn found(
         class: SizeClass,
         count: SlotCount,
         entries: impl Iterator<Item = SlotId>,
-        unsure: &[SlotId],
+        uncleared: &[SlotId],
         punched: BTreeSet<u32>,
     ) -> Self {
-        let mut states = vec![SlotState::Free(false); count.slots as usize];
-        for slot in unsure {
-            states[slot.number() as usize] = SlotState::Free(true);
+        let mut states = vec![SlotState::Free; count.slots as usize];
+        for slot in uncleared {
+            states[slot.number() as usize] = SlotState::Reserved(true);
         }
         for slot in &punched {
             states[*slot as usize] = SlotState::Punched;
@@ -104,16 +103,11 @@ impl Slots {
             states[slot.number() as usize] = SlotState::Used;
             used += 1;
         }
-        let is_clean = |&slot: &u32| states[slot as usize] == SlotState::Free(false);
+        let is_clean = |&slot: &u32| states[slot as usize] == SlotState::Free;
         let holes = (0..count.slots).filter(is_clean).collect();
-        let failed = unsure.iter().map(|slot| slot.number()).collect();
-        let blocks_of = |state: &SlotState| match state {
-            SlotState::Free(true) => Blocks::Failed(MAX_FAILURES),
-            state => Blocks::new(*state == SlotState::Used),
-        };
-        let blocks = states.iter().map(blocks_of).collect();
+        let blocks = states.iter().map(|state| Blocks::new(*state == SlotState::Used)).collect();
         let frame_bytes = count.frame_bytes;
-        Self { class, frame_bytes, states, blocks, holes, failed, punched, used, ..Self::default() }
+        Self { class, frame_bytes, states, blocks, holes, punched, used, ..Self::default() }
     }
 
     /// Returns the slot counts from which the size on disk is computed.
@@ -143,7 +137,7 @@ impl Slots {
             self.holes.extend(new);
         }
         let len = self.states.len().max(len as usize);
-        self.states.resize(len, SlotState::Free(false));
+        self.states.resize(len, SlotState::Free);
         self.blocks.resize(len, Blocks::new(have_blocks));
     }
 
@@ -175,21 +169,16 @@ impl Slots {
         u32::try_from(len).unwrap_or(u32::MAX)
     }
 
-    /// Takes up to `most` free slots with empty records and returns them in ascending order. The
-    /// caller must then call `punched` or `left` for each slot.
+    /// Takes up to `most` free slots and returns them in ascending order. The caller must then call
+    /// `punched` or `left` for each slot.
     pub(super) fn take_for_punch(&mut self, most: u32, with_holes: bool) -> Vec<u32> {
-        let (mut taken, mut skipped) = (Vec::new(), Vec::new());
+        let mut taken = Vec::new();
         while taken.len() < most as usize {
             let hole = if with_holes { self.holes.pop_back() } else { None };
             let Some(slot) = hole.or_else(|| self.free.pop_back()) else { break };
-            if self.states[slot as usize] == SlotState::Free(false) {
-                self.states[slot as usize] = SlotState::Leaving;
-                taken.push(slot);
-            } else {
-                skipped.push(slot);
-            }
+            self.states[slot as usize] = SlotState::Leaving;
+            taken.push(slot);
         }
-        self.holes.extend(skipped);
         taken.sort_unstable();
         taken
     }
@@ -217,8 +206,7 @@ impl Slots {
 
     fn reserve(&mut self, number: u32) -> SlotId {
         let slot = SlotId::new(self.class, number);
-        let is_unsure = self.states[number as usize] == SlotState::Free(true);
-        self.set(slot, SlotState::Reserved(is_unsure));
+        self.set(slot, SlotState::Reserved(false));
         slot
     }
 
@@ -264,7 +252,7 @@ impl Slots {
 
     /// Records that the slot is free and that its record is empty.
     pub(super) fn left(&mut self, slot: SlotId) {
-        self.set(slot, SlotState::Free(false));
+        self.set(slot, SlotState::Free);
         let queue = match self.blocks[slot.number() as usize] {
             Blocks::Allocated => &mut self.free,
             Blocks::Failed(MAX_FAILURES..) => {
@@ -282,11 +270,11 @@ impl Slots {
         self.used += u64::from(before == SlotState::Used);
     }
 
-    /// Returns all slots that hold a chunk, in ascending order.
-    pub(super) fn all_used(&self) -> Vec<SlotId> {
+    /// Returns all slots in `state`, in ascending order.
+    pub(super) fn all_in(&self, state: SlotState) -> Vec<SlotId> {
         (0..)
             .zip(&self.states)
-            .filter(|(_, state)| **state == SlotState::Used)
+            .filter(|(_, each)| **each == state)
             .map(|(slot, _)| SlotId::new(self.class, slot))
             .collect()
     }

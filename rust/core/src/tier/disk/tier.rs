@@ -9,7 +9,7 @@ use super::budget::{self, SlotCount};
 use super::files::SlotFiles;
 use super::namespaces;
 use super::root::OpenNamespace;
-use super::slots::Slots;
+use super::slots::{SlotState, Slots};
 use super::types::{DiskConfig, DiskStats, SlotId};
 use crate::io::SizeClass;
 use crate::sync::{Condvar, Mutex, MutexGuard, locked};
@@ -43,6 +43,11 @@ impl TierState {
         if let Some(slots) = self.of(class) {
             change(slots);
         }
+    }
+
+    /// Returns all slots in `state`, in ascending order in each class.
+    pub(super) fn all_in(&self, state: SlotState) -> Vec<SlotId> {
+        self.slots.iter().flat_map(|slots| slots.all_in(state)).collect()
     }
 
     pub(super) fn take(&mut self, class: SizeClass) -> Option<SlotId> {

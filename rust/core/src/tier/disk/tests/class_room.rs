@@ -5,7 +5,7 @@ use std::fs;
 
 use super::super::DiskRoot;
 use super::super::budget::SlotCount;
-use super::super::slots::Slots;
+use super::super::slots::{SlotState, Slots};
 use super::classes::{LARGE, SIZES, SMALL, are_whole, faulty, fill_up, is_whole, sized, write};
 use super::*;
 use crate::test_support::faults::{Call, ENOSPC, EOPNOTSUPP, Fault, Rule, blocks};
@@ -135,12 +135,15 @@ fn test_holes_make_no_room_on_a_full_file_system() {
 #[test]
 fn test_a_slot_whose_record_may_not_be_empty_is_not_punched() {
     let count = SlotCount { frame_bytes: 4096, slots: 4, filled: 4 };
-    let unsure = [SlotId::new(SMALL, 2)];
-    let mut slots = Slots::found(SMALL, count, std::iter::empty(), &unsure, BTreeSet::new());
+    let uncleared = SlotId::new(SMALL, 2);
+    let mut slots = Slots::found(SMALL, count, std::iter::empty(), &[uncleared], BTreeSet::new());
     assert_eq!(slots.take_for_punch(4, true), [0, 1, 3]);
     slots.punched([0, 1, 3].into_iter());
-    assert_eq!((slots.count().filled, slots.reserved(), slots.end()), (1, 0, 3));
-    assert_eq!((slots.take(), slots.take_failed()), (None, Some(unsure[0])));
+    assert_eq!((slots.count().filled, slots.reserved(), slots.end()), (1, 1, 3));
+    assert_eq!((slots.take(), slots.take_failed()), (None, None));
+    assert!(slots.leaving(uncleared).is_some_and(SlotState::may_have_record));
+    slots.left(uncleared);
+    assert_eq!(slots.take(), Some(uncleared));
     slots.refill([1].into_iter(), true);
     assert_eq!(slots.take(), Some(SlotId::new(SMALL, 1)));
 }
