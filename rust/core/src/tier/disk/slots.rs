@@ -83,7 +83,7 @@ pub(super) struct Slots {
 impl Slots {
     /// Initializes the states when a directory is opened. The slots in `entries` hold chunks, the
     /// slots in `uncleared` have records that could not be cleared, and the slots in `punched` have
-    /// no blocks. The caller owns the first two.
+    /// no blocks. The caller owns the slots in `entries` and `uncleared`.
     pub(super) fn found(
         class: SizeClass,
         count: SlotCount,
