@@ -334,7 +334,7 @@ FULL = GroupShape(BLOCK, part_bytes=FRAME)
 
 
 def compute(bench: Bench, request: Request, *tables: list[int]) -> StepPlan:
-    """Plan the computation of a prompt of which nothing is cached. All its saves fail."""
+    """Plan the computation of an uncached prompt whose saves all fail."""
     blocks = Tables(tables, bench.main)  # type: ignore[arg-type]
     bench.core.admit(request, 0, blocks)
     plan = bench.step(request, len(request.token_ids), blocks)
