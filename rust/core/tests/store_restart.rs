@@ -9,9 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use kvloft_core::KeyChain;
 use kvloft_core::evict::Eviction;
-use kvloft_core::store::{Anchors, DiskSettings, Lookup, Prefix, Store, StoreConfig};
+use kvloft_core::key::{KeyChain, SaltTag};
+use kvloft_core::store::{Anchors, DiskSettings, Evict, Lookup, Prefix, Store, StoreConfig};
 use kvloft_core::tier::disk::{DiskConfig, DiskTier};
 use kvloft_testing::faults::{Call, EIO, Fault, FaultFiles, Rule};
 use kvloft_testing::one_prefix::StoreExt;
@@ -155,10 +155,19 @@ fn an_older_copy_that_the_open_could_not_free_does_not_survive_a_discard() {
     assert_eq!(place.found_later(&prompt), 0);
 }
 
-/// The reopened store can neither read a record nor clear it. The chunk is removed later.
+/// The reopened store can neither read a record nor clear it. The record may be the removed chunk's.
 #[test]
-fn a_record_that_the_open_could_not_read_does_not_survive_a_clear() {
-    for is_cleared in [true, false] {
+fn a_record_that_the_open_could_not_read_does_not_survive_a_removal() {
+    let removals: [fn(&Store, &KeyChain); 3] = [
+        |store, _| assert!(!store.clear()),
+        |store, prompt| assert_eq!(store.discard(prompt.keys()), 0),
+        |store, _| {
+            let salt = Some(SaltTag::of("a tenant without chunks in the index"));
+            let evicted = store.evict(Evict { salt, is_host_only: false }, Instant::now() + LONG);
+            assert!(evicted.is_cut_short);
+        },
+    ];
+    for remove in removals {
         let place = Place::new();
         let (store, prompt) = (place.open(), chain(&[1]));
         save_all(&store, &prompt);
@@ -169,10 +178,11 @@ fn a_record_that_the_open_could_not_read_does_not_survive_a_clear() {
         let num_writes = place.files.num_calls(Call::Write);
         let store = place.open();
         until("clearing failed", || place.files.num_calls(Call::Write) > num_writes);
+        until("freeing the slot failed", || stat(&store, "disk_write_errors") == 1);
+        assert!(store.flush(LONG), "nothing was removed");
+        remove(&store, &prompt);
+        assert!(!store.flush(Duration::ZERO), "a removed chunk may be on disk");
         place.files.heal();
-        if is_cleared {
-            store.clear();
-        }
         place.settle(&store);
         drop(store);
         assert_eq!(place.found_later(&prompt), 0);
@@ -213,7 +223,7 @@ fn a_cleared_disk_is_used_although_a_slot_cannot_be_freed() {
         Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index").at_offset(2 * RECORD_BYTES),
     );
     assert!(!store.clear(), "a chunk is left on disk");
-    assert!(store.must_forget_on_disk(), "reopening the directory would bring the chunk back");
+    assert!(store.has_removed_on_disk(), "reopening the directory would bring the chunk back");
     assert!(store.take_events().iter().any(|event| event.contains("could not be cleared")));
     save_all(&store, &prompts[3]);
     until("it is written", || stat(&store, "disk_writes") == 4);
@@ -222,7 +232,7 @@ fn a_cleared_disk_is_used_although_a_slot_cannot_be_freed() {
     until("both are found", || stat(&store, "disk_used") == 2);
     assert_eq!(store.lookup(&prompts[2]).stored_units, 1);
     place.files.heal();
-    assert!(store.clear() && !store.must_forget_on_disk());
+    assert!(store.clear() && !store.has_removed_on_disk());
     drop(store);
     assert_eq!(prompts.iter().map(|prompt| place.found_later(prompt)).sum::<u32>(), 0);
 }

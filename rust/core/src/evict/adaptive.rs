@@ -25,8 +25,8 @@
 use std::collections::BTreeSet;
 
 use super::ghosts::{Ghost, Ghosts, fingerprint};
-use super::groups::{Groups, NUM_ROWS};
-use super::{ChunkId, GroupId, Policy, Removal};
+use super::tenants::{NUM_ROWS, Tenants};
+use super::{ChunkId, Policy, Removal, TenantId};
 use crate::key::ChunkKey;
 use crate::{Error, Result};
 
@@ -83,7 +83,7 @@ pub struct Adaptive {
     /// The queues, indexed by `Node::row`.
     queues: [BTreeSet<(u64, u32)>; NUM_ROWS],
     spares_unwritten: bool,
-    groups: Groups,
+    tenants: Tenants,
     /// Number of insertions plus the number of touches that counted as reuses.
     events: u64,
     touches_apart: u64,
@@ -115,7 +115,7 @@ impl Adaptive {
             nodes: Vec::new(),
             queues: Default::default(),
             spares_unwritten: false,
-            groups: Groups::default(),
+            tenants: Tenants::default(),
             events: 0,
             touches_apart: 0,
             ghosts: Ghosts::default(),
@@ -142,12 +142,12 @@ impl Adaptive {
         let node = &mut self.nodes[id.0 as usize];
         if node.evictable {
             self.queues[usize::from(node.row())].remove(&(node.last, id.0));
-            self.groups.leave(id, node.row(), node.last);
+            self.tenants.leave(id, node.row(), node.last);
         }
         change(node);
         if node.evictable {
             self.queues[usize::from(node.row())].insert((node.last, id.0));
-            self.groups.enter(id, node.row(), node.last);
+            self.tenants.enter(id, node.row(), node.last);
         }
     }
 
@@ -214,8 +214,8 @@ impl Policy for Adaptive {
         self.coldest([0, 1, 2, 3].map(|row: usize| self.queues[row].first().copied()))
     }
 
-    fn victim_of(&mut self, group: GroupId) -> Option<ChunkId> {
-        self.coldest(self.groups.heads(group))
+    fn victim_of(&mut self, tenant: TenantId) -> Option<ChunkId> {
+        self.coldest(self.tenants.heads(tenant))
     }
 
     fn set_unwritten(&mut self, id: ChunkId, unwritten: bool) {
@@ -226,8 +226,8 @@ impl Policy for Adaptive {
         self.spares_unwritten = spare;
     }
 
-    fn set_group(&mut self, id: ChunkId, group: GroupId) {
-        self.groups.set(id, group);
+    fn set_tenant(&mut self, id: ChunkId, tenant: TenantId) {
+        self.tenants.set(id, tenant);
     }
 
     fn is_mostly_reused(&self, end: ChunkId, num_chunks: u32) -> bool {
@@ -242,7 +242,7 @@ impl Policy for Adaptive {
 
     fn remove(&mut self, id: ChunkId, removal: Removal) {
         self.update(id, |node| node.evictable = false);
-        self.groups.unset(id);
+        self.tenants.unset(id);
         let node = self.nodes[id.0 as usize];
         if node.parent != NO_PARENT {
             // The parent of a present chunk is not evictable, so it is not in any queue.

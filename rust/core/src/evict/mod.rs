@@ -7,7 +7,7 @@
 
 mod adaptive;
 mod ghosts;
-mod groups;
+mod tenants;
 #[cfg(test)]
 mod tests;
 
@@ -21,9 +21,10 @@ use crate::key::ChunkKey;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ChunkId(pub u32);
 
-/// A group of chunks in a tier. `victim_of` chooses a victim from a single group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct GroupId(pub u32);
+/// A chunk's tenant (see `store/tenants/table.rs`). The default is the tenant for requests with no
+/// salt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+pub struct TenantId(pub u32);
 
 /// Why a chunk was removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,11 +41,11 @@ pub enum Removal {
 /// names it, and `remove`d once. The parent of an id, if any, is present from the id's `insert` to
 /// its `remove`. `set_evictable` is called only when the value changes, and the initial value is
 /// false. A chunk with a present child is never evictable. Each use of a chunk also counts as a use
-/// of its prefix, but only the deepest chunk is `touch`ed. If `set_group` is called, it directly
+/// of its prefix, but only the deepest chunk is `touch`ed. If `set_tenant` is called, it directly
 /// follows `insert`.
 ///
 /// If any id is evictable, `victim` **must** return an evictable id, and so must `victim_of` for
-/// the ids in its group. Choosing a victim must not remove the victim, because the store calls
+/// the tenant's ids. Choosing a victim must not remove the victim, because the store calls
 /// `remove`. Every call must take O(log n) time, because it runs under the store's lock.
 pub trait Policy: fmt::Debug + Send {
     /// Adds `id` to the tier. `parent` is the chunk before it in the prefix.
@@ -57,8 +58,8 @@ pub trait Policy: fmt::Debug + Send {
     fn set_unwritten(&mut self, id: ChunkId, unwritten: bool);
     /// If `spare` is true, `victim` chooses unwritten chunks only as a last resort.
     fn spare_unwritten(&mut self, spare: bool);
-    /// Puts `id` into a group until `id` is removed.
-    fn set_group(&mut self, id: ChunkId, group: GroupId);
+    /// Lets `victim_of` choose `id` for this tenant until `id` is removed.
+    fn set_tenant(&mut self, id: ChunkId, tenant: TenantId);
     /// Returns the next chunk to evict, or None if no chunk is evictable.
     fn victim(&mut self) -> Option<ChunkId>;
     /// Estimates whether at least half of the `num_chunks` chunks in the prefix that ends with
@@ -66,8 +67,8 @@ pub trait Policy: fmt::Debug + Send {
     fn is_mostly_reused(&self, end: ChunkId, num_chunks: u32) -> bool;
     /// Marks `id` as reused without changing its last use.
     fn mark_reused(&mut self, id: ChunkId);
-    /// Returns the next chunk to evict in a group, or None if no chunk in the group is evictable.
-    fn victim_of(&mut self, group: GroupId) -> Option<ChunkId>;
+    /// Returns the tenant's next chunk to evict, or None if none of its chunks is evictable.
+    fn victim_of(&mut self, tenant: TenantId) -> Option<ChunkId>;
     /// Removes `id` from the tier.
     fn remove(&mut self, id: ChunkId, removal: Removal);
 }

@@ -6,7 +6,7 @@ mod forest;
 
 use proptest::prelude::*;
 
-use self::forest::{Boxed, Forest, NUM_GROUPS, key};
+use self::forest::{Boxed, Forest, NUM_TENANTS, key};
 use super::ghosts::{self, Ghosts};
 use super::*;
 use crate::ErrorKind;
@@ -105,10 +105,10 @@ fn oldest(forest: &Forest<Adaptive>, victim: Option<u32>) {
         let most = forest.leaves().into_iter().map(age).fold(0.0, f64::max);
         assert!(age(victim) >= most - 1e-9, "{victim}");
     }
-    for group in (0..NUM_GROUPS).map(GroupId) {
-        let most = forest.leaves_of(group).into_iter().map(age).fold(0.0, f64::max);
-        let victim = forest.of_groups[group.0 as usize];
-        assert!(victim.is_none_or(|victim| age(victim) >= most - 1e-9), "{victim:?} of {group:?}");
+    for tenant in (0..NUM_TENANTS).map(TenantId) {
+        let most = forest.leaves_of(tenant).into_iter().map(age).fold(0.0, f64::max);
+        let victim = forest.of_tenants[tenant.0 as usize];
+        assert!(victim.is_none_or(|victim| age(victim) >= most - 1e-9), "{victim:?} of {tenant:?}");
     }
 }
 

@@ -2,16 +2,11 @@
 
 use super::disk_state::DiskState;
 use super::host_state::HostState;
-use crate::evict::ChunkId;
+use crate::evict::{ChunkId, TenantId};
 use crate::key::ChunkKey;
 
 /// Value of `expires_s` for a chunk that never expires.
 pub(crate) const NEVER: u32 = u32::MAX;
-
-/// A chunk's tenant (see `store/tenants/table.rs`). The default is the tenant for requests with no
-/// salt.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub(crate) struct TenantId(pub(crate) u32);
 
 #[derive(Debug, Clone, Copy, Default)]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts about a chunk")]

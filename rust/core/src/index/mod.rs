@@ -16,7 +16,7 @@ mod tests;
 use std::ops;
 
 pub(crate) use disk_state::{DiskEvent, DiskState};
-pub(crate) use entry::{Entry, NEVER, TenantId};
+pub(crate) use entry::{Entry, NEVER};
 pub(crate) use host_state::{HostEvent, HostState};
 use table::Table;
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use crate::index::TenantId;
+use crate::evict::TenantId;
 use crate::io::FRAME_ALIGN;
 use crate::key::{ChunkKey, SaltTag};
 use crate::store::config::ArenaInfo;
@@ -184,9 +184,9 @@ impl Store {
     }
 
     /// Returns true while chunks removed by a clear or an [`Evict`](super::Evict) may still be on
-    /// disk. Reopening the directory would bring them back.
-    pub fn must_forget_on_disk(&self) -> bool {
-        self.inner.with_state(State::must_forget_on_disk).unwrap_or(false)
+    /// disk, for up to ten minutes. Reopening the directory would bring them back.
+    pub fn has_removed_on_disk(&self) -> bool {
+        self.inner.with_state(|state| state.has_removed_on_disk()).unwrap_or(false)
     }
 
     /// Sets whether the store is entitled to a share of its pool. A store without a share keeps its

@@ -14,6 +14,8 @@
 //! all ancestors during tree removals. A clear removes all keys in one step, and the index keeps
 //! the roots of the remaining trees.
 
+use std::time::Duration;
+
 use crate::evict::{ChunkId, Removal};
 use crate::index::{Entry, HostEvent, HostState};
 use crate::key::{ChunkKey, SaltTag};
@@ -23,6 +25,9 @@ use crate::store::state::{Cause, State, Subtree};
 /// Maximum number of discarded keys remembered until the on-disk chunks are indexed. If there are
 /// more, all chunks not yet indexed are removed from the disk.
 const MAX_REJECTED: usize = 1 << 16;
+/// Maximum time for which an idle store should stay open to take removed chunks off the disk. After
+/// that, the slots left are in bad sectors, which are probably unreadable too.
+const REMOVAL_TIMEOUT: Duration = Duration::from_secs(600);
 
 impl State {
     /// Adds an entry for a chunk that is not in any tier yet. The caller sets `saved_s`.
@@ -120,6 +125,7 @@ impl State {
     /// Starts removing chunks and their descendants. Returns how many chunks the first slice
     /// removed.
     pub(crate) fn discard(&mut self, keys: &[ChunkKey]) -> u64 {
+        self.disk.has_ever_removed |= !keys.is_empty();
         if self.disk.is_recovering() {
             self.reject(keys);
         }
@@ -154,19 +160,25 @@ impl State {
         self.disk.found.clear();
         self.disk.rejected.clear();
         if self.disk.opening != DiskOpening::NoTier {
-            (self.disk.clearing, self.disk.must_forget) = (Clearing::Wanted, true);
+            self.disk.clearing = Clearing::Wanted;
+            self.note_removal();
         }
         self.remove_slice();
     }
 
-    /// Implements [`super::Store::must_forget_on_disk`].
-    pub(crate) fn must_forget_on_disk(&mut self) -> bool {
+    /// Implements [`super::Store::has_removed_on_disk`].
+    pub(crate) fn has_removed_on_disk(&self) -> bool {
         let work = &self.disk;
         let has_removed = work.has_removed()
             || self.is_removing()
             || work.in_flight.iter().any(|job| job.writes_chunk);
-        self.disk.must_forget &= has_removed;
-        self.disk.must_forget
+        has_removed && self.now < work.removal_deadline
+    }
+
+    /// Records that a user is removing chunks.
+    pub(crate) fn note_removal(&mut self) {
+        self.disk.has_ever_removed = true;
+        self.disk.removal_deadline = self.now + REMOVAL_TIMEOUT;
     }
 
     pub(crate) fn is_removing(&self) -> bool {

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::Result;
-use crate::evict::ChunkId;
-use crate::index::{Entry, TenantId};
+use crate::evict::{ChunkId, TenantId};
+use crate::index::Entry;
 use crate::key::SaltTag;
 use crate::store::config::DiskSettings;
 use crate::store::disk::time_shares::Direction;
@@ -98,6 +98,9 @@ impl State {
             return false;
         }
         walk.is_blind |= self.disk.is_recovering();
+        if !what.is_host_only {
+            self.note_removal();
+        }
         let tenant = match what.salt.map(|tag| self.tenants.find(tag)) {
             Some(None) => return true,
             Some(found) => found,
@@ -116,7 +119,6 @@ impl State {
     /// Starts removing the chunks that have no parent. Each slice's trees are removed before the
     /// next slice starts.
     fn remove_trees_slice(&mut self, tenant: Option<TenantId>, walk: &mut Walk) -> bool {
-        self.disk.must_forget = true;
         let end = walk.next.saturating_add(SLICE).min(self.index.num_places());
         for place in walk.next..end {
             if let Some((id, entry)) = self.index.at(place)

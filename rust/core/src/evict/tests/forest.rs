@@ -67,16 +67,16 @@ pub(super) struct Forest<P> {
     pub(super) num_children: BTreeMap<u32, u32>,
     pub(super) pinned: BTreeSet<u32>,
     pub(super) told: BTreeMap<u32, bool>,
-    /// Each group's victim when the overall victim was last requested.
-    pub(super) of_groups: [Option<u32>; NUM_GROUPS as usize],
+    /// Each tenant's victim when the overall victim was last requested.
+    pub(super) of_tenants: [Option<u32>; NUM_TENANTS as usize],
     pub(super) oracle: Oracle,
 }
 
-pub(super) const NUM_GROUPS: u32 = 3;
+pub(super) const NUM_TENANTS: u32 = 3;
 
-/// Returns the group of a chunk. A quarter of the chunks in a walk have no group.
-pub(super) fn group_of(number: u32) -> Option<GroupId> {
-    Some(GroupId(number % 4)).filter(|group| group.0 < NUM_GROUPS)
+/// Returns the tenant of a chunk. A quarter of the chunks in a walk have no tenant.
+pub(super) fn tenant_of(number: u32) -> Option<TenantId> {
+    Some(TenantId(number % 4)).filter(|tenant| tenant.0 < NUM_TENANTS)
 }
 
 impl<P: Policy> Forest<P> {
@@ -88,7 +88,7 @@ impl<P: Policy> Forest<P> {
             num_children: BTreeMap::new(),
             pinned: BTreeSet::new(),
             told: BTreeMap::new(),
-            of_groups: Default::default(),
+            of_tenants: Default::default(),
             oracle: Oracle::default(),
         }
     }
@@ -105,8 +105,8 @@ impl<P: Policy> Forest<P> {
         self.parents.keys().copied().filter(|&id| self.evictable(id)).collect()
     }
 
-    pub(super) fn leaves_of(&self, group: GroupId) -> Vec<u32> {
-        self.leaves().into_iter().filter(|id| group_of(self.numbers[id]) == Some(group)).collect()
+    pub(super) fn leaves_of(&self, tenant: TenantId) -> Vec<u32> {
+        self.leaves().into_iter().filter(|id| tenant_of(self.numbers[id]) == Some(tenant)).collect()
     }
 
     /// Reports evictability changes to the policy. A parent must be reported as not evictable
@@ -134,8 +134,8 @@ impl<P: Policy> Forest<P> {
         self.sync();
         self.oracle.insert(id, number);
         self.policy.insert(ChunkId(id), parent.map(ChunkId), &key(number));
-        if let Some(group) = group_of(number) {
-            self.policy.set_group(ChunkId(id), group);
+        if let Some(tenant) = tenant_of(number) {
+            self.policy.set_tenant(ChunkId(id), tenant);
         }
         self.told.insert(id, false);
         self.sync();
@@ -171,11 +171,11 @@ impl<P: Policy> Forest<P> {
         assert_eq!(self.policy.victim().map(|id| id.0), victim);
         assert_eq!(victim.is_some(), !self.leaves().is_empty());
         assert!(victim.is_none_or(|id| self.evictable(id)));
-        for group in (0..NUM_GROUPS).map(GroupId) {
-            let victim = self.policy.victim_of(group).map(|id| id.0);
-            assert_eq!(victim.is_some(), !self.leaves_of(group).is_empty());
-            assert!(victim.is_none_or(|id| self.leaves_of(group).contains(&id)));
-            self.of_groups[group.0 as usize] = victim;
+        for tenant in (0..NUM_TENANTS).map(TenantId) {
+            let victim = self.policy.victim_of(tenant).map(|id| id.0);
+            assert_eq!(victim.is_some(), !self.leaves_of(tenant).is_empty());
+            assert!(victim.is_none_or(|id| self.leaves_of(tenant).contains(&id)));
+            self.of_tenants[tenant.0 as usize] = victim;
         }
         victim
     }
@@ -228,8 +228,8 @@ impl Policy for Boxed {
     fn spare_unwritten(&mut self, spare: bool) {
         self.0.spare_unwritten(spare);
     }
-    fn set_group(&mut self, id: ChunkId, group: GroupId) {
-        self.0.set_group(id, group);
+    fn set_tenant(&mut self, id: ChunkId, tenant: TenantId) {
+        self.0.set_tenant(id, tenant);
     }
     fn victim(&mut self) -> Option<ChunkId> {
         self.0.victim()
@@ -240,8 +240,8 @@ impl Policy for Boxed {
     fn mark_reused(&mut self, id: ChunkId) {
         self.0.mark_reused(id);
     }
-    fn victim_of(&mut self, group: GroupId) -> Option<ChunkId> {
-        self.0.victim_of(group)
+    fn victim_of(&mut self, tenant: TenantId) -> Option<ChunkId> {
+        self.0.victim_of(tenant)
     }
     fn remove(&mut self, id: ChunkId, removal: Removal) {
         self.0.remove(id, removal);

@@ -15,7 +15,7 @@ use crate::key::ChunkKey;
 use crate::store::disk::breaker::IoOutcome;
 use crate::store::disk::time_shares::Direction;
 use crate::store::disk::transitions::WRITE_SLICE;
-use crate::store::disk::work::{Clearing, DiskOpening, JobInFlight, Probe};
+use crate::store::disk::work::{Clearing, DiskOpening, JobInFlight};
 use crate::store::state::State;
 use crate::store::tenants::quota::FrameSource;
 use crate::tier::disk::{DiskMeta, SlotId};
@@ -45,7 +45,11 @@ pub(crate) enum Job {
         meta: DiskMeta,
         frame: Frame,
     },
-    Free(Vec<SlotId>),
+    Free {
+        slots: Vec<SlotId>,
+        /// True if an earlier attempt failed to free or clear each of these slots.
+        is_retry: bool,
+    },
     /// Clears the tier and frees these slots, which were still waiting to be freed.
     Clear(Vec<SlotId>),
 }
@@ -65,7 +69,10 @@ pub(crate) enum JobResult {
         outcome: Written,
     },
     /// A completed free job, with the slots that could not be freed.
-    Free(Vec<SlotId>),
+    Free {
+        not_freed: Vec<SlotId>,
+        is_retry: bool,
+    },
     /// A completed clear job, with the slots that could not be freed and a flag that is true if the
     /// tier was cleared.
     Clear(Vec<SlotId>, bool),
@@ -158,7 +165,7 @@ impl State {
                 self.stats.disk_write_us += micros;
                 self.end_write(id, frame, outcome)
             }
-            JobResult::Free(not_freed) => self.end_free(not_freed),
+            JobResult::Free { not_freed, is_retry } => self.end_free(not_freed, is_retry),
             JobResult::Clear(not_freed, is_cleared) => self.end_clear(not_freed, is_cleared),
         };
         if hangs && outcome == IoOutcome::Succeeded {
@@ -212,28 +219,26 @@ impl State {
 
     fn next_free(&mut self) -> Option<Job> {
         let work = &mut self.disk;
-        // While the breaker is open, only one job can probe the tier. If a slot can never be freed,
-        // some of the probes must still be writes.
-        let is_writes_turn = work.write_breaker.is_open()
-            && !work.write_queue.is_empty()
-            && work.next_probe == Probe::Write;
-        if self.now >= work.unfreed_until && !is_writes_turn {
-            work.to_free.append(&mut work.unfreed);
-            work.next_probe = Probe::Write;
-        }
-        if work.to_free.is_empty()
+        if !work.must_free(self.now)
             || work.in_flight.iter().any(|job| job.writes_chunk && !job.hangs)
         {
             return None;
         }
-        let rest = work.to_free.len().saturating_sub(FREE_BATCH);
+        let is_retry = work.to_free.is_empty();
+        let from = if is_retry {
+            work.unfreed_until = self.now + AGAIN_AFTER; // until then, chunks can be written
+            &mut work.unfreed
+        } else {
+            &mut work.to_free
+        };
+        let slots = from.split_off(from.len().saturating_sub(FREE_BATCH));
         work.freeing += 1;
-        Some(Job::Free(work.to_free.split_off(rest)))
+        Some(Job::Free { slots, is_retry })
     }
 
     fn next_write(&mut self) -> Option<Job> {
         let is_deferred = self.now < self.disk.writes_deferred_until;
-        if is_deferred || !self.disk.to_free.is_empty() || !self.disk.found.is_empty() {
+        if is_deferred || self.disk.must_free(self.now) || !self.disk.found.is_empty() {
             return None;
         }
         for _ in 0..WRITE_SLICE {
@@ -348,27 +353,38 @@ impl State {
             Written::Failed(slot) => {
                 self.stats.disk_write_errors += 1;
                 self.retry_free_later(slot);
-                self.disk.next_probe = Probe::Free;
                 IoOutcome::Failed
             }
         }
     }
 
-    fn end_free(&mut self, not_freed: Vec<SlotId>) -> IoOutcome {
+    fn end_free(&mut self, not_freed: Vec<SlotId>, is_retry: bool) -> IoOutcome {
         let all_freed = not_freed.is_empty();
         self.disk.freeing -= 1;
         self.stats.disk_write_errors += u64::from(!all_freed);
-        self.retry_free_later(not_freed);
+        match (all_freed, is_retry) {
+            (true, true) => self.disk.unfreed_until = self.now,
+            (true, false) => {}
+            (false, true) => {
+                // The other slots are tried first next time.
+                self.disk.unfreed.splice(0..0, not_freed);
+                return IoOutcome::Neutral; // a few bad sectors must not stop all writes
+            }
+            (false, false) => self.retry_free_later(not_freed),
+        }
         IoOutcome::of(all_freed)
     }
 
     /// Schedules another attempt to free slots. If the store restarted before that attempt, the
     /// chunks in these slots would be found again.
     fn retry_free_later(&mut self, slots: impl IntoIterator<Item = SlotId>) {
-        if self.disk.unfreed.is_empty() {
-            self.disk.unfreed_until = self.now + AGAIN_AFTER;
+        let work = &mut self.disk;
+        if work.unfreed.is_empty() {
+            work.unfreed_until = self.now + AGAIN_AFTER;
         }
-        self.disk.unfreed.extend(slots);
+        let num_before = work.unfreed.len();
+        work.unfreed.extend(slots);
+        work.has_ever_removed |= work.unfreed.len() > num_before;
     }
 
     fn end_clear(&mut self, not_freed: Vec<SlotId>, is_cleared: bool) -> IoOutcome {

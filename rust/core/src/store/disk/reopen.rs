@@ -40,9 +40,11 @@ pub(crate) enum Emptying {
 
 impl State {
     /// Records that the tier is open and holds the chunks in `found`, which lists children before
-    /// parents. Returns false if the store is closing.
-    pub(crate) fn end_opening(&mut self, found: Vec<DiskEntry>) -> bool {
+    /// parents. The records of `uncleared` slots could be neither read nor cleared. Returns false
+    /// if the store is closing.
+    pub(crate) fn end_opening(&mut self, found: Vec<DiskEntry>, uncleared: Vec<SlotId>) -> bool {
         self.disk.opening = DiskOpening::Open;
+        (self.disk.unfreed, self.disk.unfreed_until) = (uncleared, self.now);
         self.disk.first_opening.get_or_insert(Ok(()));
         self.disk.check_at = self.now + CHECK_EVERY;
         if !std::mem::take(&mut self.disk.last_event).is_empty() {
@@ -223,11 +225,12 @@ impl State {
         let work = &mut self.disk;
         // If the directory was only moved, it may be moved back along with chunks that were removed
         // from the index but never freed.
-        if !(work.to_free.is_empty() && work.unfreed.is_empty()) {
+        if work.has_removed() {
             work.clearing = Clearing::Wanted;
         }
         work.to_free.clear();
         work.unfreed.clear();
+        work.has_ever_removed = false;
         work.opening = DiskOpening::Opening;
         (self.stats.disk_slots, self.stats.disk_bytes) = (0, 0);
     }

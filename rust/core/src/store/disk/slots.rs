@@ -5,7 +5,6 @@ use crate::evict::{ChunkId, Removal};
 use crate::index::{DiskEvent, DiskState, Entry};
 use crate::io::SizeClass;
 use crate::store::state::State;
-use crate::store::tenants::quota::group;
 use crate::tier::disk::SlotId;
 
 /// What it takes for a chunk that is about to be written to fit its tenant's quota.
@@ -31,8 +30,7 @@ impl State {
         if u64::from(disk_pages) > quota {
             return SlotFor::None; // evictions would not help
         }
-        match self.disk_policy.victim_of(group(tenant)).and_then(|victim| self.begin_evict(victim))
-        {
+        match self.disk_policy.victim_of(tenant).and_then(|victim| self.begin_evict(victim)) {
             Some((victim, slot)) => SlotFor::After(victim, slot),
             None => SlotFor::None,
         }

@@ -76,12 +76,8 @@ fn open(inner: &Locked) -> bool {
                 found.reverse();
                 inner.change_tier(Some(Arc::clone(&disk)));
                 let uncleared = disk.uncleared();
-                let is_wanted = inner
-                    .with_state(|state| {
-                        state.disk.to_free.extend(uncleared);
-                        state.end_opening(found)
-                    })
-                    .unwrap_or(false);
+                let is_wanted =
+                    inner.with_state(|state| state.end_opening(found, uncleared)).unwrap_or(false);
                 inner.idle.notify_all();
                 if !is_wanted {
                     disk.close();
@@ -139,7 +135,7 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
             let outcome = write(inner, disk, id, &meta, &frame);
             JobResult::Write { id, frame, outcome }
         }
-        Job::Free(slots) => JobResult::Free(free(disk, slots)),
+        Job::Free { slots, is_retry } => JobResult::Free { not_freed: free(disk, slots), is_retry },
         Job::Clear(mut slots) => {
             let retain_unfreed = |slots: &mut Vec<SlotId>| {
                 slots.retain(|&slot| guarded(|| disk.free(slot)).is_err());

@@ -103,7 +103,7 @@ impl State {
         if entry.reused {
             self.disk_policy.mark_reused(id);
         }
-        self.group_on_disk(id);
+        self.set_tenant_on_disk(id);
     }
 
     pub(crate) fn leave_disk_policy(&mut self, id: ChunkId, removal: Removal) {

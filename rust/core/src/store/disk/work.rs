@@ -61,15 +61,6 @@ pub(crate) enum Clearing {
     Running,
 }
 
-/// What the next probe of failing writes does if a chunk and unfreed slots are both waiting.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum Probe {
-    #[default]
-    Write,
-    /// The last write failed.
-    Free,
-}
-
 /// Whether the disk tier is open, opening or closed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum DiskOpening {
@@ -136,14 +127,17 @@ pub(crate) struct DiskWork {
     pub(crate) reading_since: Duration,
     /// Slots to free next.
     pub(crate) to_free: Vec<SlotId>,
-    /// Slots that could not be freed. The next attempt to free them will be made at
-    /// `unfreed_until`.
+    /// Slots that could not be freed, and slots whose records could be neither read nor cleared
+    /// when the tier opened. The next attempt to free them will be made at `unfreed_until`.
     pub(crate) unfreed: Vec<SlotId>,
     pub(crate) unfreed_until: Duration,
-    pub(crate) next_probe: Probe,
+    /// True if chunks have been discarded, evicted by a user or cleared since the tier opened, or a
+    /// slot could not be freed. Only then can the `unfreed` slots hold removed chunks.
+    pub(crate) has_ever_removed: bool,
     pub(crate) clearing: Clearing,
-    /// True from a clear or an eviction by a user until no removed chunk is left on disk.
-    pub(crate) must_forget: bool,
+    /// Time until which the tier should stay open if removed chunks remain on disk. Set by a clear
+    /// and by an eviction that a user requested.
+    pub(crate) removal_deadline: Duration,
     /// Number of disk threads, or 0 if unknown.
     pub(crate) num_threads: usize,
     pub(crate) in_flight: Vec<JobInFlight>,
@@ -181,9 +175,14 @@ impl DiskWork {
     pub(crate) fn has_removed(&self) -> bool {
         self.clearing != Clearing::No
             || !self.to_free.is_empty()
-            || !self.unfreed.is_empty()
+            || self.has_ever_removed && !self.unfreed.is_empty()
             || self.freeing > 0
             || self.num_detached_slots > 0
+    }
+
+    /// Returns true if slots must be freed before the next chunk is written.
+    pub(crate) fn must_free(&self, now: Duration) -> bool {
+        !self.to_free.is_empty() || !self.unfreed.is_empty() && now >= self.unfreed_until
     }
 
     /// Returns true if the tier cannot settle by `deadline`: the store is closing, all disk threads

@@ -1,10 +1,10 @@
 //! Finds frames for chunks: free frames, or frames freed by evicting other chunks.
 
-use crate::evict::{ChunkId, Removal};
-use crate::index::{HostEvent, TenantId};
+use crate::evict::{ChunkId, Removal, TenantId};
+use crate::index::HostEvent;
 use crate::io::{FrameId, SizeClass};
 use crate::store::state::State;
-use crate::store::tenants::quota::{FrameSource, group};
+use crate::store::tenants::quota::FrameSource;
 use crate::tier::host::FrameRequest;
 
 /// Maximum number of chunks to evict for one frame. This many evictions take a few milliseconds.
@@ -88,7 +88,7 @@ impl State {
         while frame.is_none()
             && spared.len() < MAX_SPARED
             && num_evicted < max_evicted
-            && let Some(victim) = self.host_victim(tenant.map(group))
+            && let Some(victim) = self.host_victim(tenant)
         {
             debug_assert_eq!(
                 self.index[victim].host_evictable,

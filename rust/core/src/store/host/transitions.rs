@@ -7,7 +7,7 @@
 //! - The policy holds every attached chunk with a frame. The policy may evict complete, unused
 //!   leaves.
 
-use crate::evict::{ChunkId, GroupId, Removal};
+use crate::evict::{ChunkId, Removal, TenantId};
 use crate::index::{Entry, HostEvent, HostState};
 use crate::io::FrameId;
 use crate::store::state::State;
@@ -87,7 +87,7 @@ impl State {
         self.host.assign(frame, id);
         self.tenants.count_host(tenant, self.host.pages(frame.class()), true);
         self.host_policy.insert(id, parent, &key);
-        self.group_in_host(id);
+        self.set_tenant_in_host(id);
     }
 
     /// Counts queued reads, and keeps a chunk on disk while its read is queued or running.
@@ -127,16 +127,16 @@ impl State {
         }
     }
 
-    /// Returns the next chunk to evict, either from one group or from all chunks.
+    /// Returns the next chunk to evict, either from one tenant's chunks or from all chunks.
     ///
     /// Evicts unwritten chunks last if the disk accepts writes and unwritten chunks fill at most
     /// half of the frames. If unwritten chunks filled more than half, sparing them would evict
     /// recently used chunks instead.
-    pub(crate) fn host_victim(&mut self, group: Option<GroupId>) -> Option<ChunkId> {
+    pub(crate) fn host_victim(&mut self, tenant: Option<TenantId>) -> Option<ChunkId> {
         let are_few = 2 * self.disk.num_unwritten <= self.host.num_frames().0;
         self.host_policy.spare_unwritten(are_few && self.disk.accepts_writes(self.now));
-        match group {
-            Some(group) => self.host_policy.victim_of(group),
+        match tenant {
+            Some(tenant) => self.host_policy.victim_of(tenant),
             None => self.host_policy.victim(),
         }
     }

@@ -4,8 +4,8 @@
 //! the quota was lowered or the opened disk directory already held too many of its chunks. In
 //! either case, the sweeper evicts the excess.
 
-use crate::evict::{ChunkId, GroupId};
-use crate::index::{Entry, TenantId};
+use crate::evict::{ChunkId, TenantId};
+use crate::index::Entry;
 use crate::io::{FRAME_ALIGN, SizeClass};
 use crate::key::SaltTag;
 use crate::store::state::State;
@@ -20,10 +20,6 @@ pub(crate) enum FrameSource {
     Own(TenantId),
     /// No frame, because the requested frame is larger than the tenant's quota.
     None,
-}
-
-pub(crate) fn group(tenant: TenantId) -> GroupId {
-    GroupId(tenant.0)
 }
 
 impl State {
@@ -63,19 +59,19 @@ impl State {
         }
     }
 
-    /// Adds the chunk to its tenant's group in the host policy if the tenant has a host quota.
-    pub(crate) fn group_in_host(&mut self, id: ChunkId) {
+    /// Tells the host policy the chunk's tenant if the tenant has a host quota.
+    pub(crate) fn set_tenant_in_host(&mut self, id: ChunkId) {
         let tenant = self.index[id].tenant;
         if self.tenants.limits.has_quotas && self.tenants.ceiling(tenant).host != Ceiling::NONE {
-            self.host_policy.set_group(id, group(tenant));
+            self.host_policy.set_tenant(id, tenant);
         }
     }
 
-    /// Adds the chunk to its tenant's group in the disk policy if the tenant has a disk quota.
-    pub(crate) fn group_on_disk(&mut self, id: ChunkId) {
+    /// Tells the disk policy the chunk's tenant if the tenant has a disk quota.
+    pub(crate) fn set_tenant_on_disk(&mut self, id: ChunkId) {
         let tenant = self.index[id].tenant;
         if self.tenants.limits.has_quotas && self.tenants.ceiling(tenant).disk != Ceiling::NONE {
-            self.disk_policy.set_group(id, group(tenant));
+            self.disk_policy.set_tenant(id, tenant);
         }
     }
 

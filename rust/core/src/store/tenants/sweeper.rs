@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use crate::store::locked::Locked;
 use crate::store::state::{Cause, State};
-use crate::store::tenants::quota::group;
 use crate::store::tenants::table::TENANTS_PER_SLICE;
 use crate::sync::thread::{self, JoinHandle};
 use crate::{Error, Result};
@@ -56,7 +55,7 @@ impl State {
             let ceiling = self.tenants.ceiling(tenant);
             while budget > 0
                 && self.tenants.host_pages(tenant) > ceiling.host
-                && let Some(victim) = self.host_victim(Some(group(tenant)))
+                && let Some(victim) = self.host_victim(Some(tenant))
             {
                 self.stats.quota_evictions += 1;
                 self.evict(victim);
@@ -64,7 +63,7 @@ impl State {
             }
             while budget > 0
                 && self.tenants.disk_pages(tenant) > ceiling.disk
-                && let Some(victim) = self.disk_policy.victim_of(group(tenant))
+                && let Some(victim) = self.disk_policy.victim_of(tenant)
             {
                 self.drop_for_quota(victim);
                 budget -= 1;

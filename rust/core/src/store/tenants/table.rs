@@ -7,7 +7,7 @@
 
 use rustc_hash::FxHashMap;
 
-use crate::index::TenantId;
+use crate::evict::TenantId;
 use crate::key::SaltTag;
 use crate::store::tenants::limits::{Ceiling, Class, Table};
 

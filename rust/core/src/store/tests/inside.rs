@@ -122,11 +122,8 @@ fn a_discard_while_the_tier_is_opened_holds() {
     state.discard(&[key]);
     assert!(!state.recover_some(), "no tier was attached yet");
     let slot = SlotId(0);
-    assert!(state.end_opening(vec![DiskEntry {
-        slot,
-        meta: DiskMeta { key, parent, depth: 0, saved_s: 0 },
-        sequence: 0
-    }]));
+    let meta = DiskMeta { key, parent, depth: 0, saved_s: 0 };
+    assert!(state.end_opening(vec![DiskEntry { slot, meta, sequence: 0 }], Vec::new()));
     while state.recover_some() {}
     assert_eq!(state.index.get(&key), None);
 }
@@ -149,7 +146,7 @@ fn too_many_discards_before_the_disk_is_opened_clear_it() {
         state.discard(&[found(number).meta.key]);
     }
     assert!(state.disk.rejected.len() < 100_000, "the list grows with every discard");
-    assert!(state.end_opening((0..4).rev().map(found).collect()));
+    assert!(state.end_opening((0..4).rev().map(found).collect(), Vec::new()));
     while state.recover_some() {}
     assert_eq!((0..4).find_map(|number| state.index.get(&found(number).meta.key)), None);
     assert!(
@@ -162,7 +159,7 @@ fn too_many_discards_before_the_disk_is_opened_clear_it() {
 fn too_many_discards_while_chunks_are_entered_free_the_others() {
     let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
     let mut state = State::new(host, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
-    assert!(state.end_opening((0..600).rev().map(found).collect()));
+    assert!(state.end_opening((0..600).rev().map(found).collect(), Vec::new()));
     assert!(state.recover_some(), "one slice is indexed, and chunks remain");
     for number in 1000..200_000 {
         state.discard(&[found(number).meta.key]);
@@ -171,7 +168,7 @@ fn too_many_discards_while_chunks_are_entered_free_the_others() {
     while state.recover_some() {}
     assert_eq!(state.index.get(&found(599).meta.key), None);
     assert!(state.index.get(&found(0).meta.key).is_some());
-    assert!(matches!(state.next_job(), Some((_, Job::Free(_)))));
+    assert!(matches!(state.next_job(), Some((_, Job::Free { .. }))));
     super::check::check(&state).unwrap();
 }
 
@@ -234,7 +231,7 @@ fn a_check_that_hangs_pauses_the_tier_until_it_ends() {
         Eviction::Lru.policy(4),
     );
     state.disk.num_threads = 1;
-    assert!(state.end_opening(Vec::new()));
+    assert!(state.end_opening(Vec::new(), Vec::new()));
     assert_eq!(state.begin_check(), None, "the tier was just opened");
     state.set_time(second);
     let look = state.begin_check().expect("a check is due");
@@ -267,7 +264,7 @@ fn a_chunk_that_is_found_on_disk_unblocks_its_children() {
     state.change_disk(child, DiskEvent::Block);
     state.disk.blocked.insert(parent, vec![child]);
     let meta = DiskMeta { key: chain.keys()[0], parent: chain.root(), depth: 0, saved_s: 0 };
-    assert!(state.end_opening(vec![DiskEntry { slot: SlotId(0), meta, sequence: 0 }]));
+    assert!(state.end_opening(vec![DiskEntry { slot: SlotId(0), meta, sequence: 0 }], Vec::new()));
     while state.recover_some() {}
     assert_eq!(state.index[parent].disk, DiskState::Stored(SlotId(0)));
     assert!(matches!(state.next_job(), Some((_, Job::Write { id, .. })) if id == child));
@@ -275,11 +272,11 @@ fn a_chunk_that_is_found_on_disk_unblocks_its_children() {
 }
 
 /// Returns a state with an open disk tier and a prefix of `num_chunks` chunks that are not on disk.
-fn unwritten(num_chunks: u32) -> (State, KeyChain) {
+pub(super) fn unwritten(num_chunks: u32) -> (State, KeyChain) {
     let host = HostTier::create((u64::from(num_chunks) + 4) * 4096, &4096_u64.into()).unwrap();
     let policy = || Eviction::Lru.policy(num_chunks as usize);
     let mut state = State::new(host, policy(), policy());
-    assert!(state.end_opening(Vec::new()));
+    assert!(state.end_opening(Vec::new(), Vec::new()));
     let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).unwrap();
     chain.append_tokens(&(0..num_chunks).collect::<Vec<_>>()).unwrap();
     let reserved = state.reserve(&(Prefix::from(&chain), 0..num_chunks).into()).chunks;
@@ -302,35 +299,9 @@ fn a_write_that_hangs_does_not_stop_slots_from_being_freed() {
     assert!(state.next_job().is_none(), "the chunk is a child of the chunk that was removed");
     state.set_time(HANG_AFTER);
     state.set_time(HANG_AFTER + Duration::from_secs(600)); // the breakers allow a probe
-    assert!(matches!(state.next_job(), Some((_, Job::Free(slots))) if slots == [SlotId(0)]));
+    assert!(matches!(state.next_job(), Some((_, Job::Free { slots, .. })) if slots == [SlotId(0)]));
     state.end_job(hung, JobResult::Write { id, frame, outcome: Written::In(SlotId(1)) });
     assert_eq!(state.disk.to_free, [SlotId(1)]);
-}
-
-#[test]
-fn probes_alternate_between_writes_and_slots_that_could_not_be_freed() {
-    let (mut state, _) = unwritten(2);
-    state.disk.unfreed = vec![SlotId(9)];
-    while state.disk.write_breaker.retry_at < Duration::from_secs(100) {
-        state.disk.write_breaker.trip(state.disk.write_breaker.retry_at);
-    }
-    let mut probes = String::new();
-    for _ in 0..4 {
-        state.set_time(state.disk.write_breaker.retry_at);
-        match state.next_job() {
-            Some((ticket, Job::Free(slots))) => {
-                probes += "F";
-                state.end_job(ticket, JobResult::Free(slots));
-            }
-            Some((ticket, Job::Write { id, frame, .. })) => {
-                probes += "W";
-                let outcome = Written::Failed(None);
-                state.end_job(ticket, JobResult::Write { id, frame, outcome });
-            }
-            other => panic!("{other:?}"),
-        }
-    }
-    assert_eq!(probes, "WFWF");
 }
 
 /// Any number of chunks can wait for a chunk to be written.
@@ -363,7 +334,7 @@ fn chunks_that_wait_for_a_write_are_blocked_and_dropped_in_slices() {
 fn the_list_of_chunks_found_is_freed() {
     let host = HostTier::create(4 * 4096, &4096_u64.into()).unwrap();
     let mut state = State::new(host, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
-    assert!(state.end_opening((0..300_000).map(found).collect()));
+    assert!(state.end_opening((0..300_000).map(found).collect(), Vec::new()));
     let mut num_left = state.disk.found.len();
     while state.recover_some() {
         num_left = num_left.min(state.disk.found.len());

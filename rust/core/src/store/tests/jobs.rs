@@ -47,6 +47,7 @@ pub(super) enum Under {
     },
     Free {
         slots: Vec<SlotId>,
+        is_retry: bool,
         failed: bool,
     },
     Clear {
@@ -69,6 +70,11 @@ pub(super) struct Run {
     num_threads: usize,
     /// Disk contents: maps each slot in use to its chunk, or to None if the slot is only reserved.
     slots: BTreeMap<u32, Option<DiskMeta>>,
+    /// Slots whose records could be neither read nor cleared when the tier opened. They hold an
+    /// unknown chunk until they are freed.
+    uncleared: BTreeSet<u32>,
+    /// True if chunks were discarded or cleared since the tier opened.
+    any_removed: bool,
     pub(super) in_flight: Vec<(u64, Under)>,
     /// Reserved chunks. The key is None if the chunk has been removed.
     writes: Vec<(ChunkId, Option<ChunkKey>)>,
@@ -86,17 +92,26 @@ impl Run {
         let host = HostTier::create(u64::from(num_frames) * 4096, &4096_u64.into()).unwrap();
         let policies = (eviction.policy(num_frames as usize), eviction.policy(num_slots as usize));
         let mut state = State::new(host, policies.0, policies.1);
-        assert!(state.end_opening(Vec::new()));
+        assert!(state.end_opening(Vec::new(), Vec::new()));
         Self {
             state,
             num_slots,
             num_threads,
             slots: BTreeMap::new(),
+            uncleared: BTreeSet::new(),
+            any_removed: false,
             in_flight: Vec::new(),
             writes: Vec::new(),
             reads: Vec::new(),
             committed: BTreeSet::new(),
         }
+    }
+
+    /// Opens the tier with slots that could not be cleared.
+    fn open_with_uncleared(&mut self, num: u32) {
+        self.uncleared = (self.num_slots..self.num_slots + num).collect();
+        let slots = self.uncleared.iter().copied().map(SlotId).collect();
+        assert!(self.state.end_opening(Vec::new(), slots));
     }
 
     pub(super) fn take(&mut self, step: &Step) {
@@ -137,8 +152,7 @@ impl Run {
             }
             Step::Discard { prompt, block } => self.discard(prompt, block),
             Step::Clear => {
-                self.state.clear();
-                self.forget_keys(|_| true);
+                self.clear();
             }
             Step::RemoveDirectory => {
                 self.state.disk.check_at = Duration::ZERO;
@@ -160,7 +174,14 @@ impl Run {
         self.state.commit(id);
     }
 
+    fn clear(&mut self) {
+        self.state.clear();
+        self.any_removed = true;
+        self.forget_keys(|_| true);
+    }
+
     fn discard(&mut self, prompt: usize, block: usize) {
+        self.any_removed = true;
         let key = prompt_chain(prompt).keys()[block];
         self.state.discard(&[key]);
         let below = (0..NUM_PROMPTS).map(prompt_chain).filter(|chain| chain.keys()[block] == key);
@@ -203,11 +224,13 @@ impl Run {
             Emptying::Done => {
                 assert!(self.in_flight.is_empty(), "a job is in flight on a closed tier");
                 self.slots.clear();
+                self.uncleared.clear();
+                self.any_removed = false;
                 return self.state.reopen();
             }
         }
         if self.state.must_open() {
-            assert!(self.state.end_opening(Vec::new()));
+            assert!(self.state.end_opening(Vec::new(), Vec::new()));
             self.state.recover_some();
         }
         let Some((ticket, job)) = self.state.next_job() else { return };
@@ -223,7 +246,7 @@ impl Run {
                 );
                 Under::Write { id, meta, frame, tries: 0, place: WriteStep::None }
             }
-            Job::Free(slots) => Under::Free { slots, failed: false },
+            Job::Free { slots, is_retry } => Under::Free { slots, is_retry, failed: false },
             Job::Clear(slots) => {
                 assert!(
                     self.in_flight.is_empty(),
@@ -258,15 +281,15 @@ impl Run {
                 let place = self.write_on(meta, tries, &place, io);
                 Ok(Under::Write { id, meta, frame, tries: tries + 1, place })
             }
-            Under::Free { mut slots, failed } => match slots.last() {
+            Under::Free { mut slots, is_retry, failed } => match slots.last() {
                 Some(&slot) if !failed => {
                     let freed = self.free(slot, io);
                     if freed {
                         slots.pop();
                     }
-                    Ok(Under::Free { slots, failed: !freed })
+                    Ok(Under::Free { slots, is_retry, failed: !freed })
                 }
-                _ => Err(JobResult::Free(slots)),
+                _ => Err(JobResult::Free { not_freed: slots, is_retry }),
             },
             Under::Clear { mut slots, is_cleared: None } => {
                 if io == Io::Works {
@@ -363,9 +386,11 @@ impl Run {
     }
 
     fn free(&mut self, slot: SlotId, io: Io) -> bool {
-        assert!(self.slots.contains_key(&slot.0), "{slot:?} was freed twice");
+        let is_uncleared = self.uncleared.contains(&slot.0);
+        assert!(is_uncleared || self.slots.contains_key(&slot.0), "{slot:?} was freed twice");
         if io == Io::Works {
             self.slots.remove(&slot.0);
+            self.uncleared.remove(&slot.0);
         }
         io == Io::Works
     }
@@ -435,6 +460,10 @@ impl Run {
             .collect();
         assert_eq!(there, wanted);
         assert_eq!(self.slots.len(), there.len(), "a reserved slot has no entry");
+        assert!(
+            !self.any_removed || self.uncleared.is_empty(),
+            "a removed chunk may still be on disk"
+        );
     }
 
     /// Runs jobs and advances the clock until no work is left.
@@ -488,8 +517,7 @@ impl Run {
             "a frame is reserved without a lease: {:?}",
             self.state.index
         );
-        self.state.clear();
-        self.forget_keys(|_| true);
+        self.clear();
         self.finish_jobs();
         let gauges = self.state.stats();
         assert_eq!(
@@ -497,7 +525,7 @@ impl Run {
             (0, 0, 0, 0)
         );
         assert_eq!((gauges.frames_free, gauges.disk_used), (gauges.frames_total, 0));
-        assert!(self.slots.is_empty());
+        assert!(self.slots.is_empty() && self.uncleared.is_empty());
     }
 }
 
@@ -508,9 +536,11 @@ proptest! {
     fn no_order_of_disk_jobs_breaks_a_promise(
         steps in prop::collection::vec(step(), 1..150), num_frames in 1..8u32, num_slots in 0..12u32,
         num_threads in 1..5usize, adaptive in any::<bool>(), slice in prop_oneof![Just(0usize), Just(1), Just(256)],
+        num_uncleared in prop_oneof![2 => Just(0), 1 => 1..3u32, 1 => 30..70u32],
     ) {
         let eviction = if adaptive { Eviction::Adaptive } else { Eviction::Lru };
         let mut run = Run::new(num_frames, num_slots, eviction, num_threads);
+        run.open_with_uncleared(num_uncleared);
         run.state.slice = slice;
         for step in &steps {
             run.take(step);

@@ -1,6 +1,8 @@
 //! Tests that access the store's private state, and a check that other tests call after each step.
 
 #[cfg(test)]
+mod bad_sectors;
+#[cfg(test)]
 mod breaker;
 mod check;
 #[cfg(test)]

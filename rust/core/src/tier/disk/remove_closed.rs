@@ -12,7 +12,7 @@ use super::namespaces::{self, Found};
 use super::root::DiskRoot;
 use super::superblock::Superblock;
 use super::tier::DiskTier;
-use super::types::{DiskConfig, DiskMeta};
+use super::types::{DiskConfig, DiskEntry, DiskMeta};
 use crate::io::FrameSizes;
 use crate::key::{namespace_hex, namespace_id};
 use crate::tier::LocalTier;
@@ -82,26 +82,38 @@ fn remove_in(
     let named =
         superblock.namespace().filter(|namespace| namespace_hex(namespace).starts_with(prefix));
     let Some(namespace) = named else { return Ok(RemovedChunks::default()) };
-    let nothing = RemovedChunks { num_namespaces: 1, ..RemovedChunks::default() };
     let mut has_some = false;
     for files in files.iter().flatten() {
         let walked = files.for_each_record(|_, record| {
-            has_some |= record.is_ok_and(|record| record.meta.depth == 0 && is_meant(&record.meta));
+            // An unreadable record may match. Opening the tier clears it.
+            has_some |= record.is_err()
+                || record.is_ok_and(|record| record.meta.depth == 0 && is_meant(&record.meta));
         });
         walked.map_err(|e| Error::io(format!("cannot read {}", found.path.display()), e))?;
     }
     if !has_some {
-        return Ok(nothing);
+        return Ok(RemovedChunks { num_namespaces: 1, ..RemovedChunks::default() });
     }
-    let frame_sizes = FrameSizes::from(superblock.frame_sizes);
     let config = DiskConfig {
         dir: dir.to_owned(),
         cap_bytes: u64::MAX, // the files do not grow, and opening must not delete other chunks
-        frame_sizes: frame_sizes.clone(),
+        frame_sizes: FrameSizes::from(superblock.frame_sizes),
         namespace,
         description: superblock.description,
     };
     let (tier, entries) = DiskTier::open_in(&config, root)?;
+    let removed = remove_from(&tier, entries, is_meant);
+    tier.close();
+    Ok(RemovedChunks { num_namespaces: 1, ..removed })
+}
+
+/// Removes matching chunks and their descendants from an open tier with these `entries`, which list
+/// parents before children.
+pub(super) fn remove_from(
+    tier: &DiskTier,
+    entries: Vec<DiskEntry>,
+    is_meant: impl Fn(&DiskMeta) -> bool,
+) -> RemovedChunks {
     let mut gone = HashSet::new();
     let mut slots = Vec::new();
     for entry in entries {
@@ -111,17 +123,19 @@ fn remove_in(
             slots.push(entry.slot);
         }
     }
-    let mut removed = nothing;
+    let mut removed = RemovedChunks::default();
     for slot in slots.into_iter().rev() {
         if tier.free(slot).is_ok() {
             removed.num_chunks += 1;
-            removed.num_bytes += frame_sizes.bytes(slot.class());
+            removed.num_bytes += tier.frame_bytes(slot.class());
         } else {
             removed.is_cut_short = true;
         }
     }
-    tier.close();
-    Ok(removed)
+    for slot in tier.uncleared() {
+        removed.is_cut_short |= tier.free(slot).is_err(); // the slot may hold a matching chunk
+    }
+    removed
 }
 
 /// Returns true if the namespace might be intact and the error temporary, for example because the

@@ -3,7 +3,8 @@
 #[cfg(test)]
 use super::NO_SALT;
 use super::{TenantCounts, TenantTable};
-use crate::index::{Entry, TenantId};
+use crate::evict::TenantId;
+use crate::index::Entry;
 use crate::io::SizeClass;
 
 impl TenantTable {

@@ -422,54 +422,6 @@ fn test_a_slot_that_keeps_refusing_writes_is_not_retried_while_others_can_be_wri
     assert_eq!((tier.stats().slots_used, tier.stats().slots_reserved), (1, 1));
 }
 
-/// Returns a tier that held 70 chunks before its index became unreadable at these offsets, and the
-/// chunks found.
-fn reopened_with_unreadable_index(
-    dir: &Path,
-    offsets: &[u64],
-) -> crate::Result<(DiskTier, Vec<u32>)> {
-    let config = config(dir, 1000);
-    let (tier, _) = open(&config);
-    for number in 0..70 {
-        put(&tier, number);
-    }
-    drop(tier);
-    let files = FaultFiles::new(1);
-    let unreadable = Rule::new(Fault::Refuse(EIO)).on(&[Call::Read]).in_file("index");
-    files.inject(unreadable.at_offset(0).times(1)); // the first read covers all records
-    for &offset in offsets {
-        files.inject(unreadable.at_offset(offset));
-        let records = (offset..offset + 4096).step_by(128);
-        let unwritable = Rule::new(Fault::Refuse(EIO)).on(&[Call::Write]).in_file("index");
-        records.for_each(|at| files.inject(unwritable.at_offset(at)));
-    }
-    let (tier, found) = DiskTier::open_with_files(&config, &Arc::default(), &files)?;
-    Ok((tier, numbers(&found)))
-}
-
-#[test]
-fn test_an_unreadable_sector_of_the_index_costs_only_its_chunks() {
-    let dir = tempfile::tempdir().unwrap();
-    let (_, found) = reopened_with_unreadable_index(dir.path(), &[]).unwrap();
-    assert_eq!(found, (0..70).collect::<Vec<_>>());
-    let dir = tempfile::tempdir().unwrap();
-    let (tier, found) = reopened_with_unreadable_index(dir.path(), &[4096]).unwrap();
-    // Chunks 32 to 63 and their children are lost.
-    assert_eq!(found, (0..32).chain(64..66).collect::<Vec<_>>());
-    let num_free = 1000 - 70;
-    for number in 70..70 + num_free {
-        try_put(&tier, number).expect("slots with a bad record must not be used first");
-    }
-}
-
-#[test]
-fn test_an_index_with_many_unreadable_sectors_is_read_later() {
-    let offsets: Vec<_> = (0..9).map(|piece| 4096 * piece).collect();
-    let dir = tempfile::tempdir().unwrap();
-    let Err(error) = reopened_with_unreadable_index(dir.path(), &offsets) else { panic!("opened") };
-    assert_eq!(error.kind(), ErrorKind::Io);
-}
-
 #[test]
 fn test_files_grow_before_a_slot_that_keeps_refusing_writes_is_retried() {
     let dir = tempfile::tempdir().unwrap();

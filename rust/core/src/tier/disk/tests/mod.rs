@@ -1,5 +1,6 @@
 //! Tests the internals of the disk tier: parsers, faults, crashes, and the rules for a directory.
 
+mod bad_sectors;
 mod class_room;
 mod classes;
 mod conforming;

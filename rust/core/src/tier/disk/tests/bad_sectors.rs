@@ -1,0 +1,88 @@
+//! Tests a tier whose index has sectors that can be neither read nor written.
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::super::DiskRoot;
+use super::super::remove_closed::{remove_closed, remove_from};
+use super::*;
+use crate::ErrorKind;
+use crate::test_support::faults::{Call, EIO, Fault, FaultFiles, Rule};
+
+/// Returns a tier that held 70 chunks before its index became unreadable at these offsets, the
+/// chunks found, and the files.
+fn reopened_with_unreadable_index(
+    dir: &Path,
+    offsets: &[u64],
+) -> crate::Result<(DiskTier, Vec<DiskEntry>, FaultFiles)> {
+    let config = config(dir, 1000);
+    let (tier, _) = open(&config);
+    for number in 0..70 {
+        put(&tier, number);
+    }
+    drop(tier);
+    let files = FaultFiles::new(1);
+    let unreadable = Rule::new(Fault::Refuse(EIO)).on(&[Call::Read]).in_file("index");
+    files.inject(unreadable.at_offset(0).times(1)); // the first read covers all records
+    for &offset in offsets {
+        files.inject(unreadable.at_offset(offset));
+        let records = (offset..offset + 4096).step_by(128);
+        let unwritable = Rule::new(Fault::Refuse(EIO)).on(&[Call::Write]).in_file("index");
+        records.for_each(|at| files.inject(unwritable.at_offset(at)));
+    }
+    let (tier, found) = DiskTier::open_with_files(&config, &Arc::default(), &files)?;
+    Ok((tier, found, files))
+}
+
+#[test]
+fn test_an_unreadable_sector_of_the_index_costs_only_its_chunks() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_, found, _) = reopened_with_unreadable_index(dir.path(), &[]).unwrap();
+    assert_eq!(numbers(&found), (0..70).collect::<Vec<_>>());
+    let dir = tempfile::tempdir().unwrap();
+    let (tier, found, _) = reopened_with_unreadable_index(dir.path(), &[4096]).unwrap();
+    // Chunks 32 to 63 and their children are lost.
+    assert_eq!(numbers(&found), (0..32).chain(64..66).collect::<Vec<_>>());
+    let num_free = 1000 - 70;
+    for number in 70..70 + num_free {
+        put(&tier, number); // the slots with a bad record are not used
+    }
+}
+
+#[test]
+fn test_an_index_with_many_unreadable_sectors_is_read_later() {
+    let offsets: Vec<_> = (0..9).map(|piece| 4096 * piece).collect();
+    let dir = tempfile::tempdir().unwrap();
+    let Err(error) = reopened_with_unreadable_index(dir.path(), &offsets) else { panic!("opened") };
+    assert_eq!(error.kind(), ErrorKind::Io);
+}
+
+#[test]
+fn test_an_eviction_reports_slots_that_may_hold_a_matching_chunk() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tier, found, files) = reopened_with_unreadable_index(dir.path(), &[4096]).unwrap();
+    assert_eq!(tier.uncleared().len(), 32);
+    let removed = remove_from(&tier, found, |_| true);
+    assert!(removed.is_cut_short, "{removed:?}");
+    files.heal();
+    let removed = remove_from(&tier, Vec::new(), |_| true);
+    assert!(!removed.is_cut_short && tier.uncleared().is_empty(), "{removed:?}");
+    drop(tier);
+    assert!(open(&config(dir.path(), 1000)).1.is_empty());
+}
+
+#[test]
+fn test_an_eviction_from_a_closed_namespace_clears_records_that_it_cannot_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 8);
+    let slot = put(&open(&config).0, 0);
+    let index = namespaces::dir_of(&config).join(namespaces::index_name(FRAME));
+    let mut bytes = fs::read(&index).unwrap();
+    let record = 128 * slot.number() as usize..128 * (slot.number() as usize + 1);
+    bytes[record.start + 8] ^= 1;
+    fs::write(&index, &bytes).unwrap();
+    let removed = remove_closed(dir.path(), &DiskRoot::shared(), "", |_| true).unwrap();
+    assert_eq!((removed.num_chunks, removed.is_cut_short), (0, false));
+    assert_eq!(fs::read(&index).unwrap()[record], [0; 128]);
+}
