@@ -24,6 +24,7 @@ check() {
 
 check "rustfmt" cargo fmt --all --check
 check "clippy" cargo clippy --quiet --locked --workspace --all-targets --all-features -- -D warnings
+check "shuttle models" env RUSTFLAGS="--cfg shuttle" cargo clippy --quiet --locked -p kvloft-core --test models --target-dir target/models -- -D warnings
 check "fuzz targets" cargo clippy --quiet --locked --no-default-features --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz -- -D warnings
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .

@@ -352,7 +352,7 @@ impl State {
             }
             Written::Failed(slot) => {
                 self.stats.disk_write_errors += 1;
-                self.retry_free_later(slot);
+                self.retry_free_later(slot.as_slice());
                 IoOutcome::Failed
             }
         }
@@ -362,34 +362,31 @@ impl State {
         let all_freed = not_freed.is_empty();
         self.disk.freeing -= 1;
         self.stats.disk_write_errors += u64::from(!all_freed);
-        match (all_freed, is_retry) {
-            (true, true) => self.disk.unfreed_until = self.now,
-            (true, false) => {}
-            (false, true) => {
-                // The other slots are tried first next time.
-                self.disk.unfreed.splice(0..0, not_freed);
-                return IoOutcome::Neutral; // a few bad sectors must not stop all writes
-            }
-            (false, false) => self.retry_free_later(not_freed),
+        if !is_retry {
+            self.retry_free_later(&not_freed);
+        } else if all_freed {
+            self.disk.unfreed_until = self.now;
+        } else {
+            self.disk.unfreed.splice(0..0, not_freed); // retry these slots last
+            return IoOutcome::Neutral; // a few bad sectors must not stop all writes
         }
         IoOutcome::of(all_freed)
     }
 
     /// Schedules another attempt to free slots. If the store restarted before that attempt, the
     /// chunks in these slots would be found again.
-    fn retry_free_later(&mut self, slots: impl IntoIterator<Item = SlotId>) {
+    fn retry_free_later(&mut self, slots: &[SlotId]) {
         let work = &mut self.disk;
         if work.unfreed.is_empty() {
             work.unfreed_until = self.now + AGAIN_AFTER;
         }
-        let num_before = work.unfreed.len();
         work.unfreed.extend(slots);
-        work.has_ever_removed |= work.unfreed.len() > num_before;
+        work.has_ever_removed |= !slots.is_empty();
     }
 
     fn end_clear(&mut self, not_freed: Vec<SlotId>, is_cleared: bool) -> IoOutcome {
         let all_freed = is_cleared && not_freed.is_empty();
-        self.retry_free_later(not_freed);
+        self.retry_free_later(&not_freed);
         self.disk.clearing = if is_cleared { Clearing::No } else { Clearing::Wanted };
         if !all_freed {
             self.stats.disk_write_errors += 1;

@@ -59,7 +59,7 @@ impl State {
         }
     }
 
-    /// Tells the host policy the chunk's tenant if the tenant has a host quota.
+    /// Sets the chunk's tenant in the host policy if the tenant has a host quota.
     pub(crate) fn set_tenant_in_host(&mut self, id: ChunkId) {
         let tenant = self.index[id].tenant;
         if self.tenants.limits.has_quotas && self.tenants.ceiling(tenant).host != Ceiling::NONE {
@@ -67,7 +67,7 @@ impl State {
         }
     }
 
-    /// Tells the disk policy the chunk's tenant if the tenant has a disk quota.
+    /// Sets the chunk's tenant in the disk policy if the tenant has a disk quota.
     pub(crate) fn set_tenant_on_disk(&mut self, id: ChunkId) {
         let tenant = self.index[id].tenant;
         if self.tenants.limits.has_quotas && self.tenants.ceiling(tenant).disk != Ceiling::NONE {
