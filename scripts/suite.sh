@@ -19,7 +19,7 @@ export KV_STARTED=${KV_STARTED:-$(date +%s)}
 export TEST_DEADLINE=$((KV_STARTED + ${MINUTES:-65} * 60)) TEST_LAST_DEADLINE=$((KV_STARTED + ${MINUTES:-65} * 72))
 export PROFILE=tested # enables debug assertions and overflow checks; used for the wheel and the Rust tests, so that each crate is compiled once
 NEWEST=0.32.0
-OTHERS="0.30.0 0.33.0" # the oldest and the newest; 0.31.0 is tested by .github/workflows/ci.yml
+OTHERS="0.30.0 0.33.0" # the oldest and the newest supported release; ci.yml also tests 0.31.0
 REPORT=$PWD/build/suite # holds the results and the numbers of skipped tests
 rm -rf "$REPORT"
 mkdir -p "$REPORT" build/logs
@@ -140,14 +140,16 @@ in_group() {
   set +m
 }
 
-# Terminates all groups. Repeats the signal until a group is empty, because a process that bash has just forked can lose the signal.
-# The groups come from `jobs`, because a signal can arrive before a variable could hold the new group.
+# Terminates all process groups. Repeats the signal until all groups are empty, because a process
+# that bash has just forked can miss it. After 5 s, pytest may still be running: it is not killed,
+# because only its cleanup ends the engines. The groups come from `jobs`, because a signal can arrive
+# before a new group is stored in a variable.
 end_groups() {
-  local group
-  for group in $(jobs -p); do
-    for _ in {1..50}; do
-      kill -- "-$group" && sleep 0.1 || break
-    done
+  local groups
+  trap '' INT TERM # for example, a second Ctrl-C
+  mapfile -t groups <<<"$(jobs -p)"
+  for _ in {1..50}; do
+    kill -- "${groups[@]/#/-}" && sleep 0.1 || break # kill fails if all groups are empty
   done 2>/dev/null
 }
 trap end_groups EXIT

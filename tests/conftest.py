@@ -36,6 +36,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 USUAL_START_S = 0.25
 """Time that two idle cores take to start a Python process that imports a few dozen modules."""
 LEFT_OUT = pytest.StashKey[int]()
+ENDING = threading.Event()
+"""Set when pytest has caught a KeyboardInterrupt. Only the teardown of fixtures remains."""
 TICKS = os.sysconf("SC_CLK_TCK")
 END_S = 60.0
 """Timeout, at the usual pace, for a test's threads, processes and files to disappear."""
@@ -82,14 +84,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _interrupt(tests: int, number: int, _frame: object) -> None:
-    """Interrupt the test run once: suite.sh repeats the signal. In a forked process, exit
-    immediately instead.
+    """Interrupt the test run. In a forked process, exit immediately instead.
+
+    suite.sh repeats the signal. A repeat must not interrupt the cleanup, but it must interrupt the
+    tests if the first KeyboardInterrupt was lost, for example in `__del__`.
     """
     if os.getpid() != tests:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-    signal.signal(number, lambda *_: None)
-    raise KeyboardInterrupt
+    cause = sys.exception()
+    while cause and not isinstance(cause, KeyboardInterrupt):
+        cause = cause.__context__
+    if not cause and not ENDING.is_set():
+        raise KeyboardInterrupt
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_keyboard_interrupt() -> None:
+    ENDING.set()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -59,7 +59,7 @@ def test_without_full_attention_the_blocks_of_all_groups_are_checked() -> None:
     assert not knows([1, 99, 5], [11, 12, 13, 14])
 
 
-def test_only_full_attention_is_recorded_if_other_tables_can_be_outdated() -> None:
+def test_without_all_groups_only_full_attention_blocks_are_recorded() -> None:
     known = BlockWriters(4, all_groups=False)
     known.note(tracker("ab", [[1, 2], [11, 12, 13, 14]]))
     known.note(tracker("xy", [[3, 4], [1, 2, 1, 2]]))

@@ -326,7 +326,7 @@ def test_a_hit_on_window_blocks_computed_after_a_reset_is_saved(how: str) -> Non
     assert bench.step(other, 5, windows(0, 0, 23, 24, 55, 56)).saves
 
 
-# -- blocks of another prefix in one group of a hit
+# -- hits with a wrong block in one group
 # ---------------------------------------------------------------------------------------
 
 WINDOW = GroupShape(BLOCK, kind="window", reach=5, part_bytes=FRAME)
@@ -334,7 +334,7 @@ FULL = GroupShape(BLOCK, part_bytes=FRAME)
 
 
 def compute(bench: Bench, request: Request, *tables: list[int]) -> StepPlan:
-    """Plan the computation of an uncached prompt whose saves all fail."""
+    """Schedule an uncached prompt, fail all its saves, and finish the request. Return the plan."""
     blocks = Tables(tables, bench.main)  # type: ignore[arg-type]
     bench.core.admit(request, 0, blocks)
     plan = bench.step(request, len(request.token_ids), blocks)
@@ -344,8 +344,8 @@ def compute(bench: Bench, request: Request, *tables: list[int]) -> StepPlan:
     return plan
 
 
-def hit(bench: Bench, request: Request, local_tokens: int, *tables: list[int]) -> StepPlan:
-    """Plan the computation of a prompt whose first tokens are in vLLM's cache."""
+def plan_hit(bench: Bench, request: Request, local_tokens: int, *tables: list[int]) -> StepPlan:
+    """Schedule a prompt whose first ``local_tokens`` tokens are in vLLM's prefix cache."""
     blocks = Tables(tables, bench.main)  # type: ignore[arg-type]
     bench.match(request, local_tokens)
     request.num_computed_tokens = local_tokens
@@ -362,25 +362,27 @@ def hit(bench: Bench, request: Request, local_tokens: int, *tables: list[int]) -
     ],
     ids=["correct", "wrong", "not-checked"],
 )
-def test_without_full_attention_a_wrong_block_in_any_group_is_noticed(
+def test_a_wrong_window_block_prevents_saves_only_without_full_attention(
     first: GroupShape, second: list[int], is_saved: bool
 ) -> None:
     bench = Bench(CacheShape((first, WINDOW)))
     compute(bench, request_of("a"), [21, 22, 23, 24, 25], [41, 42, 43, 44, 45])
     compute(bench, request_of("x", [7] * 17), [61, 62, 63, 64, 65], [71, 72, 73, 74, 75])
-    plan = hit(bench, request_of("b", [*PROMPT, 9, 9, 9, 9]), 16, [21, 22, 23, 24, 55, 56], second)
+    plan = plan_hit(
+        bench, request_of("b", [*PROMPT, 9, 9, 9, 9]), 16, [21, 22, 23, 24, 55, 56], second
+    )
     assert bool(plan.saves) == is_saved
 
 
 @pytest.mark.parametrize(("block", "is_saved"), [(42, True), (72, False)])
-def test_with_a_drafter_a_block_for_another_next_token_in_any_group_is_not_saved(
+def test_with_a_draft_model_a_block_for_a_different_next_token_is_not_saved(
     block: int, is_saved: bool
 ) -> None:
     bench = Bench(CacheShape((FULL, WINDOW), lookahead=1))
     compute(bench, request_of("a"), [21, 22, 23, 24, 25], [41, 42, 43, 44, 45])
     other = request_of("x", [*PROMPT[:8], *[7] * 9])
     compute(bench, other, [61, 62, 63, 64, 65], [71, 72, 73, 74, 75])
-    plan = hit(bench, request_of("b"), 8, [21, 22, 53, 54, 55], [41, block, 83, 84, 85])
+    plan = plan_hit(bench, request_of("b"), 8, [21, 22, 53, 54, 55], [41, block, 83, 84, 85])
     assert bool(plan.saves) == is_saved
 
 

@@ -21,8 +21,8 @@ class BlockWriters:
     """Maps each block to the prefix that it was last written for.
 
     `drop_given` drops the record of every block that vLLM assigns, so all remaining records are
-    valid. Without ``all_groups``, only blocks with full attention are recorded and checked. vLLM
-    keeps these until the request ends, whereas another group's table can be outdated.
+    valid. Without ``all_groups``, only full-attention blocks are recorded and checked: vLLM keeps
+    them until the request ends, but the tables of other groups can be outdated.
     """
 
     def __init__(self, unit_tokens: int, *, all_groups: bool = True, lookahead: int = 0) -> None:
@@ -234,7 +234,7 @@ class BlockWriters:
                 records.update(zip(blocks, keys, strict=False))
 
     def _tables(self, request: RequestState) -> Iterator[tuple[Sequence[BlockId], int]]:
-        """Yield each recorded group's block table and number of blocks per unit."""
+        """Yield the block table and the number of blocks per unit of each recorded group."""
         blocks = request.blocks
         if not self._all_groups:
             yield blocks.main_table, blocks.main_size

@@ -49,7 +49,7 @@ class SavePlanner:
         self._unit_tokens = settings.shape.unit_tokens
         self._block_tokens = min(group.block_tokens for group in settings.shape.groups)
         self._draft_limit, self._is_dense = settings.draft_limit, settings.shape.is_dense
-        self._has_drafter = settings.has_drafter
+        self._has_draft_kv = settings.has_draft_kv
         self._schedule = SaveSchedule()
         self._states = StatePlanner(context)
         self._unsent: list[SavePlan] = []
@@ -176,7 +176,7 @@ class SavePlanner:
         positions = schedule.due(
             computed, None if one_each else map(scheduled.__getitem__, running)
         )
-        is_plain = step.tables is None and not self._has_drafter and not self._breaker.has_tripped
+        is_plain = step.tables is None and not self._has_draft_kv and not self._breaker.has_tripped
         drafts, next_saves = step.num_draft_tokens, []
         for i in positions:
             request = requests[req_id := running[i]]
@@ -222,7 +222,7 @@ class SavePlanner:
             request.next_save = frontier + self._unit_tokens
         else:
             is_due = take_complete_units(request, self._unit_tokens, frontier)
-        if self._has_drafter:
+        if self._has_draft_kv:
             self._record(request, frontier)
         elif not self._is_dense:
             # vLLM can reassign blocks before a window before the next call.
@@ -268,7 +268,7 @@ class SavePlanner:
         self._context.notes.add_saves(due)
         if self._owed or any(dropped):
             self._note_owed(due, dropped)
-        if self._has_drafter:
+        if self._has_draft_kv:
             for save in self._writers.find_others(self._unsent, self._requests):
                 self.block_saves(self._requests[save.req_id])
                 self._store.abort(save.chunks.tickets())

@@ -48,7 +48,7 @@ class SchedulerCore:
         self._context, self._requests, self.counters = context, context.requests, context.counters
         self._writers = BlockWriters(
             self._unit_tokens,
-            all_groups=settings.has_drafter or not self._shape.is_dense,
+            all_groups=settings.has_draft_kv or not self._shape.is_dense,
             lookahead=self._shape.lookahead,
         )
         self._admission = Admission(store, context.requests, settings, clock)

@@ -46,6 +46,6 @@ class PlanSettings:
     """vLLM's block pool, or None if concurrent loads cannot exhaust it (one KV cache group)."""
 
     @property
-    def has_drafter(self) -> bool:
-        """Return True if a draft model has KV of its own or needs tokens after each block."""
+    def has_draft_kv(self) -> bool:
+        """Return True if vLLM stores a draft model's KV."""
         return bool(self.shape.lookahead) or self.draft_limit is not None

@@ -155,9 +155,9 @@ fn an_older_copy_that_the_open_could_not_free_does_not_survive_a_discard() {
     assert_eq!(place.found_later(&prompt), 0);
 }
 
-/// The reopened store can neither read a record nor clear it. The record may be the removed chunk's.
+/// The reopened store can neither read nor clear a record, which may belong to a removed chunk.
 #[test]
-fn a_record_that_the_open_could_not_read_does_not_survive_a_removal() {
+fn an_unreadable_record_does_not_survive_a_removal() {
     let removals: [fn(&Store, &KeyChain); 3] = [
         |store, _| assert!(!store.clear()),
         |store, prompt| assert_eq!(store.discard(prompt.keys()), 0),
@@ -223,7 +223,7 @@ fn a_cleared_disk_is_used_although_a_slot_cannot_be_freed() {
         Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index").at_offset(2 * RECORD_BYTES),
     );
     assert!(!store.clear(), "a chunk is left on disk");
-    assert!(store.has_removed_on_disk(), "reopening the directory would bring the chunk back");
+    assert!(store.must_stay_open(), "reopening the directory would bring the chunk back");
     assert!(store.take_events().iter().any(|event| event.contains("could not be cleared")));
     save_all(&store, &prompts[3]);
     until("it is written", || stat(&store, "disk_writes") == 4);
@@ -232,7 +232,7 @@ fn a_cleared_disk_is_used_although_a_slot_cannot_be_freed() {
     until("both are found", || stat(&store, "disk_used") == 2);
     assert_eq!(store.lookup(&prompts[2]).stored_units, 1);
     place.files.heal();
-    assert!(store.clear() && !store.has_removed_on_disk());
+    assert!(store.clear() && !store.must_stay_open());
     drop(store);
     assert_eq!(prompts.iter().map(|prompt| place.found_later(prompt)).sum::<u32>(), 0);
 }

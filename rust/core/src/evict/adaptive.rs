@@ -25,7 +25,7 @@
 use std::collections::BTreeSet;
 
 use super::ghosts::{Ghost, Ghosts, fingerprint};
-use super::tenants::{NUM_ROWS, Tenants};
+use super::tenants::{NUM_ROWS, TenantQueues};
 use super::{ChunkId, Policy, Removal, TenantId};
 use crate::key::ChunkKey;
 use crate::{Error, Result};
@@ -83,7 +83,7 @@ pub struct Adaptive {
     /// The queues, indexed by `Node::row`.
     queues: [BTreeSet<(u64, u32)>; NUM_ROWS],
     spares_unwritten: bool,
-    tenants: Tenants,
+    tenants: TenantQueues,
     /// Number of insertions plus the number of touches that counted as reuses.
     events: u64,
     touches_apart: u64,
@@ -115,7 +115,7 @@ impl Adaptive {
             nodes: Vec::new(),
             queues: Default::default(),
             spares_unwritten: false,
-            tenants: Tenants::default(),
+            tenants: TenantQueues::default(),
             events: 0,
             touches_apart: 0,
             ghosts: Ghosts::default(),

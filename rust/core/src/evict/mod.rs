@@ -44,8 +44,8 @@ pub enum Removal {
 /// of its prefix, but only the deepest chunk is `touch`ed. If `set_tenant` is called, it directly
 /// follows `insert`.
 ///
-/// If any id is evictable, `victim` **must** return an evictable id, and so must `victim_of` for
-/// the tenant's ids. Choosing a victim must not remove the victim, because the store calls
+/// If any id is evictable, `victim` **must** return an evictable id. If any of a tenant's ids is
+/// evictable, `victim_of` **must** return one of them. Choosing a victim must not remove the victim, because the store calls
 /// `remove`. Every call must take O(log n) time, because it runs under the store's lock.
 pub trait Policy: fmt::Debug + Send {
     /// Adds `id` to the tier. `parent` is the chunk before it in the prefix.
@@ -58,7 +58,7 @@ pub trait Policy: fmt::Debug + Send {
     fn set_unwritten(&mut self, id: ChunkId, unwritten: bool);
     /// If `spare` is true, `victim` chooses unwritten chunks only as a last resort.
     fn spare_unwritten(&mut self, spare: bool);
-    /// Lets `victim_of` choose `id` for this tenant until `id` is removed.
+    /// Assigns `id` to `tenant` until `id` is removed, so that `victim_of(tenant)` can choose it.
     fn set_tenant(&mut self, id: ChunkId, tenant: TenantId);
     /// Returns the next chunk to evict, or None if no chunk is evictable.
     fn victim(&mut self) -> Option<ChunkId>;
@@ -67,7 +67,7 @@ pub trait Policy: fmt::Debug + Send {
     fn is_mostly_reused(&self, end: ChunkId, num_chunks: u32) -> bool;
     /// Marks `id` as reused without changing its last use.
     fn mark_reused(&mut self, id: ChunkId);
-    /// Returns the tenant's next chunk to evict, or None if none of its chunks is evictable.
+    /// Returns the tenant's next chunk to evict, or None if the tenant has no evictable chunk.
     fn victim_of(&mut self, tenant: TenantId) -> Option<ChunkId>;
     /// Removes `id` from the tier.
     fn remove(&mut self, id: ChunkId, removal: Removal);

@@ -1,5 +1,5 @@
-//! The evictable chunks of each tenant, sorted by last use. If no tenant is set, each call costs only
-//! a check for an empty list.
+//! The evictable chunks of each tenant, by row and last use. If no chunk has a tenant, each call only
+//! checks that a list is empty.
 
 use std::collections::BTreeSet;
 
@@ -11,14 +11,14 @@ pub(super) const NUM_ROWS: usize = 4;
 const ROWS: [u8; NUM_ROWS] = [0, 1, 2, 3];
 
 #[derive(Debug, Default)]
-pub(super) struct Tenants {
+pub(super) struct TenantQueues {
     /// Each chunk's tenant, indexed by chunk. Chunks beyond the end have no tenant.
     of: Vec<Option<TenantId>>,
     /// Entries of the form (tenant, row, last use, chunk).
     queue: BTreeSet<(TenantId, u8, u64, u32)>,
 }
 
-impl Tenants {
+impl TenantQueues {
     /// Sets the tenant of a chunk that is not evictable.
     pub(super) fn set(&mut self, id: ChunkId, tenant: TenantId) {
         let at = id.0 as usize;

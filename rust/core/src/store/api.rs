@@ -183,10 +183,11 @@ impl Store {
         is_cleared
     }
 
-    /// Returns true while chunks removed by a clear or an [`Evict`](super::Evict) may still be on
-    /// disk, for up to ten minutes. Reopening the directory would bring them back.
-    pub fn has_removed_on_disk(&self) -> bool {
-        self.inner.with_state(|state| state.has_removed_on_disk()).unwrap_or(false)
+    /// Returns true if chunks removed by a clear or an [`Evict`](super::Evict) may still be on disk,
+    /// because reopening the directory would bring them back. Slots in bad sectors count for ten
+    /// minutes.
+    pub fn must_stay_open(&self) -> bool {
+        self.inner.with_state(State::must_stay_open).unwrap_or(false)
     }
 
     /// Sets whether the store is entitled to a share of its pool. A store without a share keeps its

@@ -25,8 +25,8 @@ use crate::store::state::{Cause, State, Subtree};
 /// Maximum number of discarded keys remembered until the on-disk chunks are indexed. If there are
 /// more, all chunks not yet indexed are removed from the disk.
 const MAX_REJECTED: usize = 1 << 16;
-/// Maximum time for which an idle store should stay open to take removed chunks off the disk. After
-/// that, the slots left are in bad sectors, which are probably unreadable too.
+/// Maximum time that an idle store stays open because of slots that cannot be freed although others
+/// can. After that, these slots are probably in bad sectors, so their chunks are unreadable as well.
 const REMOVAL_TIMEOUT: Duration = Duration::from_secs(600);
 
 impl State {
@@ -125,7 +125,7 @@ impl State {
     /// Starts removing chunks and their descendants. Returns how many chunks the first slice
     /// removed.
     pub(crate) fn discard(&mut self, keys: &[ChunkKey]) -> u64 {
-        self.disk.has_ever_removed |= !keys.is_empty();
+        self.disk.unfreed_may_be_removed |= !keys.is_empty();
         if self.disk.is_recovering() {
             self.reject(keys);
         }
@@ -166,19 +166,23 @@ impl State {
         self.remove_slice();
     }
 
-    /// Implements [`super::Store::has_removed_on_disk`].
-    pub(crate) fn has_removed_on_disk(&self) -> bool {
+    /// Implements [`super::Store::must_stay_open`].
+    pub(crate) fn must_stay_open(&mut self) -> bool {
         let work = &self.disk;
-        let has_removed = work.has_removed()
-            || self.is_removing()
-            || work.in_flight.iter().any(|job| job.writes_chunk);
-        has_removed && self.now < work.removal_deadline
+        let is_in_progress =
+            self.is_removing() || work.in_flight.iter().any(|job| job.writes_chunk);
+        if !is_in_progress && !work.has_removed() {
+            self.disk.removal_deadline = None;
+            return false;
+        }
+        let is_given_time = is_in_progress || !work.has_only_unfreed();
+        work.removal_deadline.is_some_and(|deadline| is_given_time || self.now < deadline)
     }
 
-    /// Records that a user is removing chunks.
+    /// Records a removal that a user requested.
     pub(crate) fn note_removal(&mut self) {
-        self.disk.has_ever_removed = true;
-        self.disk.removal_deadline = self.now + REMOVAL_TIMEOUT;
+        self.disk.unfreed_may_be_removed = true;
+        self.disk.removal_deadline = Some(self.now + REMOVAL_TIMEOUT);
     }
 
     pub(crate) fn is_removing(&self) -> bool {

@@ -202,5 +202,7 @@ pub fn remove_closed(
     salt: Option<SaltTag>,
 ) -> Result<RemovedChunks> {
     let is_meant = |root: &crate::ChunkKey| salt.is_none() || SaltTag::of_root(root) == salt;
-    disk::remove_closed(&settings.dir, root, prefix, |first| is_meant(&first.parent))
+    disk::remove_closed(&settings.dir, root, prefix, |first| {
+        first.is_none_or(|first| is_meant(&first.parent))
+    })
 }

@@ -30,8 +30,8 @@ pub enum NoSlot {
 ///
 /// Slot life cycle: `reserve` -> `write` -> `free`. A caller owns a slot from `reserve` until
 /// `free` returns Ok, and must not use it in two concurrent calls. The caller also owns the slots
-/// of chunks found when the tier opens. After `close`, `write`, `read`, `free` and
-/// `clear` return `Closed`, and `reserve` returns `Full`.
+/// of chunks found when the tier opens, and the `uncleared` slots. After `close`, `write`, `read`,
+/// `free` and `clear` return `Closed`, and `reserve` returns `Full`.
 pub trait LocalTier: fmt::Debug + Send + Sync {
     /// Reserves a free or new slot for a frame of `class`. Never modifies a slot that holds a
     /// chunk.
@@ -53,9 +53,9 @@ pub trait LocalTier: fmt::Debug + Send + Sync {
     /// error, the chunk is still readable and the caller still owns the slot.
     fn free(&self, slot: SlotId) -> Result<()>;
 
-    /// Returns the slots that a caller owns although they hold no chunk. When the tier opens, these
-    /// are the slots whose records are unreadable and could not be cleared. If the new owner did
-    /// not `free` them, a later opening could find chunks that have been removed since.
+    /// Returns the slots that hold no readable chunk but may have a record. When the tier opens,
+    /// these are the slots whose records could be neither read nor cleared. The caller must `free`
+    /// them. Otherwise, a later opening could find chunks that have been removed since.
     fn uncleared(&self) -> Vec<SlotId> {
         Vec::new()
     }

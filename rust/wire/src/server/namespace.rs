@@ -77,7 +77,7 @@ impl Namespace {
         let changed = Some(locked(&self.engines))
             .filter(|engines| engines.num == 0)
             .map(|engines| engines.changed);
-        changed.filter(|_| !self.store().is_some_and(|store| store.has_removed_on_disk()))
+        changed.filter(|_| !self.store().is_some_and(|store| store.must_stay_open()))
     }
 
     pub(crate) fn percent(&self, config: &ServerConfig) -> Option<u32> {

@@ -47,7 +47,7 @@ pub(crate) enum Job {
     },
     Free {
         slots: Vec<SlotId>,
-        /// True if an earlier attempt failed to free or clear each of these slots.
+        /// True if these slots could not be freed or cleared in an earlier attempt.
         is_retry: bool,
     },
     /// Clears the tier and frees these slots, which were still waiting to be freed.
@@ -168,7 +168,7 @@ impl State {
             JobResult::Free { not_freed, is_retry } => self.end_free(not_freed, is_retry),
             JobResult::Clear(not_freed, is_cleared) => self.end_clear(not_freed, is_cleared),
         };
-        if hangs && outcome == IoOutcome::Succeeded {
+        if hangs && outcome != IoOutcome::Failed {
             return self.end_hang(ticket);
         }
         let breaker = self.disk.breaker(direction);
@@ -381,7 +381,7 @@ impl State {
             work.unfreed_until = self.now + AGAIN_AFTER;
         }
         work.unfreed.extend(slots);
-        work.has_ever_removed |= !slots.is_empty();
+        work.unfreed_may_be_removed |= !slots.is_empty();
     }
 
     fn end_clear(&mut self, not_freed: Vec<SlotId>, is_cleared: bool) -> IoOutcome {

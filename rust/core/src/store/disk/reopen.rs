@@ -230,7 +230,7 @@ impl State {
         }
         work.to_free.clear();
         work.unfreed.clear();
-        work.has_ever_removed = false;
+        work.unfreed_may_be_removed = false;
         work.opening = DiskOpening::Opening;
         (self.stats.disk_slots, self.stats.disk_bytes) = (0, 0);
     }

@@ -135,12 +135,16 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
             let outcome = write(inner, disk, id, &meta, &frame);
             JobResult::Write { id, frame, outcome }
         }
-        Job::Free { slots, is_retry } => JobResult::Free { not_freed: free(disk, slots), is_retry },
+        Job::Free { mut slots, is_retry } => {
+            if is_retry {
+                retain_unfreed(disk, &mut slots); // some of these slots may be in bad sectors
+            } else {
+                free_until_error(disk, &mut slots);
+            }
+            JobResult::Free { not_freed: slots, is_retry }
+        }
         Job::Clear(mut slots) => {
-            let retain_unfreed = |slots: &mut Vec<SlotId>| {
-                slots.retain(|&slot| guarded(|| disk.free(slot)).is_err());
-            };
-            retain_unfreed(&mut slots); // `clear` skips reserved slots
+            retain_unfreed(disk, &mut slots); // `clear` skips reserved slots
             let not_freed = guarded(|| disk.clear());
             let is_cleared = not_freed.is_ok();
             slots.extend(not_freed.unwrap_or_default());
@@ -148,7 +152,7 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
             // while it holds another chunk.
             slots.sort_unstable();
             slots.dedup();
-            retain_unfreed(&mut slots);
+            retain_unfreed(disk, &mut slots);
             JobResult::Clear(slots, is_cleared)
         }
     };
@@ -228,16 +232,19 @@ fn read(disk: &dyn LocalTier, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> 
     (second, num_errors)
 }
 
-/// Frees slots from the end of the list and stops at the first error. Returns the remaining slots
-/// with the failed slot first, so that the next call tries the failed slot last.
-fn free(disk: &dyn LocalTier, mut slots: Vec<SlotId>) -> Vec<SlotId> {
-    while let Some(slot) = slots.pop() {
-        if guarded(|| disk.free(slot)).is_err() {
-            slots.insert(0, slot);
-            break;
-        }
+/// Frees slots and removes them from the list. Continues after errors.
+fn retain_unfreed(disk: &dyn LocalTier, slots: &mut Vec<SlotId>) {
+    slots.retain(|&slot| guarded(|| disk.free(slot)).is_err());
+}
+
+/// Frees slots from the end of the list and stops at the first error, because the whole disk may be
+/// failing.
+fn free_until_error(disk: &dyn LocalTier, slots: &mut Vec<SlotId>) {
+    while let Some(&slot) = slots.last()
+        && guarded(|| disk.free(slot)).is_ok()
+    {
+        slots.pop();
     }
-    slots
 }
 
 /// Writes a chunk to a free slot, evicting other chunks if needed.
@@ -343,8 +350,10 @@ mod tests {
         tier.write(bad, &DiskMeta { key, parent, depth: 0, saved_s: 0 }, &[0; 64])
             .expect("written");
         tier.fail_frees.store(true, Ordering::SeqCst);
-        let left = free(&*tier, vec![one, bad, two]);
-        assert_eq!(left, [bad, one]);
-        assert_eq!(free(&*tier, left), [bad]);
+        let mut slots = vec![one, bad, two];
+        free_until_error(&*tier, &mut slots);
+        assert_eq!(slots, [one, bad]);
+        retain_unfreed(&*tier, &mut slots);
+        assert_eq!(slots, [bad]);
     }
 }

@@ -131,13 +131,13 @@ pub(crate) struct DiskWork {
     /// when the tier opened. The next attempt to free them will be made at `unfreed_until`.
     pub(crate) unfreed: Vec<SlotId>,
     pub(crate) unfreed_until: Duration,
-    /// True if chunks have been discarded, evicted by a user or cleared since the tier opened, or a
-    /// slot could not be freed. Only then can the `unfreed` slots hold removed chunks.
-    pub(crate) has_ever_removed: bool,
+    /// True if the `unfreed` slots may hold removed chunks: since the tier opened, chunks were
+    /// discarded, cleared or evicted by a user, or a slot could not be freed.
+    pub(crate) unfreed_may_be_removed: bool,
     pub(crate) clearing: Clearing,
-    /// Time until which the tier should stay open if removed chunks remain on disk. Set by a clear
-    /// and by an eviction that a user requested.
-    pub(crate) removal_deadline: Duration,
+    /// Time until which bad sectors with removed chunks keep the store open. Set by a clear or a
+    /// user-requested eviction until no removed chunk is left on disk.
+    pub(crate) removal_deadline: Option<Duration>,
     /// Number of disk threads, or 0 if unknown.
     pub(crate) num_threads: usize,
     pub(crate) in_flight: Vec<JobInFlight>,
@@ -175,7 +175,7 @@ impl DiskWork {
     pub(crate) fn has_removed(&self) -> bool {
         self.clearing != Clearing::No
             || !self.to_free.is_empty()
-            || self.has_ever_removed && !self.unfreed.is_empty()
+            || self.unfreed_may_be_removed && !self.unfreed.is_empty()
             || self.freeing > 0
             || self.num_detached_slots > 0
     }
@@ -190,18 +190,24 @@ impl DiskWork {
     /// deadline.
     pub(crate) fn cannot_settle_by(&self, deadline: Duration) -> bool {
         // Slots that cannot be freed must not stop chunks from being written.
-        let is_only_unfreed = self.num_unwritten == 0
-            && self.to_free.is_empty()
-            && self.freeing == 0
-            && self.found.is_empty()
-            && self.clearing == Clearing::No;
-        let is_stuck = is_only_unfreed && !self.unfreed.is_empty() && self.unfreed_until > deadline;
+        let is_stuck =
+            self.has_only_unfreed() && !self.unfreed.is_empty() && self.unfreed_until > deadline;
         let is_absent = matches!(self.opening, DiskOpening::NotBefore(time) if time > deadline);
         self.stopping
             || is_absent
             || is_stuck
             || self.write_breaker.retry_at > deadline
             || self.all_hang()
+    }
+
+    /// Returns true if the tier is open and has no work except for the `unfreed` slots.
+    pub(crate) fn has_only_unfreed(&self) -> bool {
+        self.num_unwritten == 0
+            && self.to_free.is_empty()
+            && self.freeing == 0
+            && self.found.is_empty()
+            && self.clearing == Clearing::No
+            && self.opening == DiskOpening::Open
     }
 
     pub(crate) fn has_jobs(&self) -> bool {

@@ -127,7 +127,7 @@ impl State {
         }
     }
 
-    /// Returns the next chunk to evict, either from one tenant's chunks or from all chunks.
+    /// Returns the next chunk to evict: one of `tenant`'s chunks, or any chunk if `tenant` is None.
     ///
     /// Evicts unwritten chunks last if the disk accepts writes and unwritten chunks fill at most
     /// half of the frames. If unwritten chunks filled more than half, sparing them would evict

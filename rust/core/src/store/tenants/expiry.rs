@@ -42,6 +42,7 @@ pub fn remove_expired(
     let table = Table::new(limits, 1, Bases::default());
     let seconds = |time: u64| u32::try_from(time).unwrap_or(u32::MAX);
     disk::remove_closed(&settings.dir, root, "", |first| {
+        let Some(first) = first else { return false };
         let ttl_s = table.ceiling(table.class_of(SaltTag::of_root(&first.parent))).ttl_s;
         expiry(ttl_s, seconds(first.saved_s), seconds(now_s)) <= seconds(now_s)
     })

@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::path::Path;
 use std::time::Duration;
 
+use super::super::disk::breaker::HANG_AFTER;
 use super::super::disk::jobs::{Job, JobResult, Written};
 use super::super::disk::reopen::{CHECK_EVERY, Emptying};
 use super::super::disk::work::Clearing;
@@ -38,7 +39,7 @@ fn probes_alternate_between_writes_and_slots_that_could_not_be_freed() {
     assert_eq!(probes, "FWFW");
 }
 
-/// Returns the next job, which must free slots, and fails it.
+/// Takes the next job, which must free slots, and fails it.
 fn fail_to_free(state: &mut State) {
     let Some((ticket, Job::Free { slots, is_retry })) = state.next_job() else { panic!() };
     state.end_job(ticket, JobResult::Free { not_freed: slots, is_retry });
@@ -66,7 +67,7 @@ fn slots_that_can_never_be_freed_do_not_pause_writes() {
 }
 
 #[test]
-fn an_idle_store_with_a_bad_sector_does_not_pause_writes() {
+fn failed_retries_do_not_pause_writes_of_an_idle_store() {
     let (mut state, _) = unwritten(0);
     assert!(state.end_opening(Vec::new(), vec![SlotId(0)]));
     for minute in 0..10 {
@@ -76,7 +77,7 @@ fn an_idle_store_with_a_bad_sector_does_not_pause_writes() {
     }
 }
 
-/// Otherwise, threads that write all the time would never retry.
+/// Without this order, threads that write continuously would never retry.
 #[test]
 fn slots_that_could_not_be_freed_are_retried_before_the_next_write() {
     let (mut state, _) = unwritten(2);
@@ -93,23 +94,23 @@ fn slots_that_could_not_be_freed_are_retried_before_the_next_write() {
     assert!(matches!(state.next_job(), Some((_, Job::Write { .. }))));
 }
 
-/// If the directory is moved back, its chunks are used again unless some have been removed.
+/// If the directory is moved back, its chunks can be used unless some were removed.
 #[test]
 fn a_directory_with_a_bad_sector_is_cleared_only_if_chunks_were_removed() {
-    for has_ever_removed in [false, true] {
+    for unfreed_may_be_removed in [false, true] {
         let (mut state, _) = unwritten(0);
         assert!(state.end_opening(Vec::new(), vec![SlotId(0)]));
-        if has_ever_removed {
+        if unfreed_may_be_removed {
             state.discard(&[ChunkKey([9; 32])]);
         }
         remove_directory(&mut state);
-        assert_eq!(state.disk.clearing == Clearing::Wanted, has_ever_removed);
+        assert_eq!(state.disk.clearing == Clearing::Wanted, unfreed_may_be_removed);
         assert!(state.disk.unfreed.is_empty());
     }
 }
 
 #[test]
-fn removals_from_an_earlier_directory_do_not_matter() {
+fn a_new_directory_has_no_removed_chunks() {
     let (mut state, _) = unwritten(0);
     state.discard(&[ChunkKey([9; 32])]);
     remove_directory(&mut state);
@@ -124,18 +125,48 @@ fn remove_directory(state: &mut State) {
     assert_eq!(state.empty_removed(), Emptying::Done);
 }
 
-/// Otherwise, a server could not close the namespace of a disk with a bad sector.
+/// Without this limit, a server could never close a namespace on a disk with a bad sector.
 #[test]
-fn a_store_stays_open_for_removed_chunks_for_ten_minutes() {
+fn bad_sectors_keep_a_store_open_for_ten_minutes() {
     let (mut state, _) = unwritten(0);
     assert!(state.end_opening(Vec::new(), vec![SlotId(0)]));
-    assert!(!state.has_removed_on_disk());
+    assert!(!state.must_stay_open());
     state.clear();
     let Some((ticket, Job::Clear(slots))) = state.next_job() else { panic!() };
     assert_eq!(slots, [SlotId(0)]);
     state.end_job(ticket, JobResult::Clear(slots, true));
     state.set_time(Duration::from_secs(599));
-    assert!(state.has_removed_on_disk());
+    assert!(state.must_stay_open());
     state.set_time(Duration::from_secs(600));
-    assert!(!state.has_removed_on_disk());
+    assert!(!state.must_stay_open());
+}
+
+#[test]
+fn a_disk_that_cannot_be_cleared_yet_keeps_a_store_open() {
+    let (mut state, _) = unwritten(0);
+    while state.disk.write_breaker.retry_at < Duration::from_secs(7200) {
+        state.disk.write_breaker.trip(state.disk.write_breaker.retry_at);
+    }
+    state.clear();
+    state.set_time(Duration::from_secs(3600));
+    assert!(state.must_stay_open());
+    state.set_time(state.disk.write_breaker.retry_at);
+    let Some((ticket, Job::Clear(slots))) = state.next_job() else { panic!() };
+    state.end_job(ticket, JobResult::Clear(slots, true));
+    assert!(!state.must_stay_open());
+}
+
+/// A disk can take seconds to report a bad sector.
+#[test]
+fn a_slow_retry_pauses_reads_and_writes_only_while_it_runs() {
+    let (mut state, _) = unwritten(0);
+    assert!(state.end_opening(Vec::new(), vec![SlotId(0)]));
+    for minute in 0..5 {
+        state.set_time(Duration::from_secs(100 * minute));
+        let Some((ticket, Job::Free { slots, is_retry })) = state.next_job() else { panic!() };
+        state.set_time(Duration::from_secs(100 * minute) + HANG_AFTER);
+        assert!(state.disk.is_broken());
+        state.end_job(ticket, JobResult::Free { not_freed: slots, is_retry });
+        assert!(!state.disk.is_broken());
+    }
 }

@@ -70,8 +70,8 @@ pub(super) struct Run {
     num_threads: usize,
     /// Disk contents: maps each slot in use to its chunk, or to None if the slot is only reserved.
     slots: BTreeMap<u32, Option<DiskMeta>>,
-    /// Slots whose records could be neither read nor cleared when the tier opened. They hold an
-    /// unknown chunk until they are freed.
+    /// Slots whose records could be neither read nor cleared when the tier opened. Each may hold an
+    /// unknown chunk until it is freed.
     uncleared: BTreeSet<u32>,
     /// True if chunks were discarded or cleared since the tier opened.
     any_removed: bool,
@@ -107,9 +107,9 @@ impl Run {
         }
     }
 
-    /// Opens the tier with slots that could not be cleared.
-    fn open_with_uncleared(&mut self, num: u32) {
-        self.uncleared = (self.num_slots..self.num_slots + num).collect();
+    /// Opens the tier with this number of uncleared slots.
+    fn open_with_uncleared(&mut self, num_uncleared: u32) {
+        self.uncleared = (self.num_slots..self.num_slots + num_uncleared).collect();
         let slots = self.uncleared.iter().copied().map(SlotId).collect();
         assert!(self.state.end_opening(Vec::new(), slots));
     }

@@ -106,7 +106,7 @@ impl LocalTier for DiskTier {
     }
 
     fn uncleared(&self) -> Vec<SlotId> {
-        self.state().all_in(SlotState::Reserved(true))
+        self.state().slots_in(SlotState::Reserved(true))
     }
 
     fn is_removable(&self) -> bool {
@@ -141,7 +141,7 @@ impl LocalTier for DiskTier {
 
     fn clear(&self) -> Result<Vec<SlotId>> {
         let _inside = self.enter()?;
-        let mut used = self.state().all_in(SlotState::Used);
+        let mut used = self.state().slots_in(SlotState::Used);
         used.retain(|&slot| self.leave(slot).is_err());
         Ok(used)
     }

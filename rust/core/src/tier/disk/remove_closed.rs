@@ -1,7 +1,7 @@
 //! Removes prefixes, selected by their first chunk, from closed namespaces.
 //!
-//! A namespace is opened only if a chunk must be removed, because opening a namespace marks it as
-//! recently used.
+//! A namespace is opened only if a chunk or an unreadable record must be removed, because opening a
+//! namespace marks it as recently used.
 
 use std::collections::{BTreeSet, HashSet};
 use std::path::Path;
@@ -35,13 +35,13 @@ pub struct RemovedChunks {
 }
 
 /// Removes the chunks of depth 0 that match `is_meant`, and their descendants, from all namespaces
-/// in `dir` whose hex digest starts with `prefix`. Skips namespaces that `root` has open. A missing
+/// in `dir` whose hex digest starts with `prefix`. `is_meant` gets None for an unreadable record. Skips namespaces that `root` has open. A missing
 /// directory is treated as empty. Returns `Io` if the directory cannot be read.
 pub(crate) fn remove_closed(
     dir: &Path,
     root: &Arc<DiskRoot>,
     prefix: &str,
-    is_meant: impl Fn(&DiskMeta) -> bool,
+    is_meant: impl Fn(Option<&DiskMeta>) -> bool,
 ) -> Result<RemovedChunks> {
     let mut all = RemovedChunks::default();
     if !dir.exists() {
@@ -70,7 +70,7 @@ fn remove_in(
     found: &Found,
     dir: &Path,
     root: &Arc<DiskRoot>,
-    (prefix, is_meant): (&str, &impl Fn(&DiskMeta) -> bool),
+    (prefix, is_meant): (&str, &impl Fn(Option<&DiskMeta>) -> bool),
 ) -> Result<RemovedChunks> {
     let (superblock, files) = match open_namespace(found) {
         Ok((_, files)) if files.is_empty() => return Ok(RemovedChunks::default()),
@@ -85,9 +85,10 @@ fn remove_in(
     let mut has_some = false;
     for files in files.iter().flatten() {
         let walked = files.for_each_record(|_, record| {
-            // An unreadable record may match. Opening the tier clears it.
-            has_some |= record.is_err()
-                || record.is_ok_and(|record| record.meta.depth == 0 && is_meant(&record.meta));
+            has_some |= match record {
+                Ok(record) => record.meta.depth == 0 && is_meant(Some(&record.meta)),
+                Err(_) => is_meant(None), // opening the tier clears the record
+            };
         });
         walked.map_err(|e| Error::io(format!("cannot read {}", found.path.display()), e))?;
     }
@@ -107,33 +108,34 @@ fn remove_in(
     Ok(RemovedChunks { num_namespaces: 1, ..removed })
 }
 
-/// Removes matching chunks and their descendants from an open tier with these `entries`, which list
-/// parents before children.
+/// Removes the chunks in `entries` that match `is_meant`, and their descendants, from an open tier.
+/// `entries` lists parents before children. Also frees uncleared slots, which may hold matching
+/// chunks.
+///
+/// If a chunk cannot be removed, keeps its ancestors, so that the next removal finds the chunk.
 pub(super) fn remove_from(
     tier: &DiskTier,
-    entries: Vec<DiskEntry>,
-    is_meant: impl Fn(&DiskMeta) -> bool,
+    mut entries: Vec<DiskEntry>,
+    is_meant: impl Fn(Option<&DiskMeta>) -> bool,
 ) -> RemovedChunks {
     let mut gone = HashSet::new();
-    let mut slots = Vec::new();
-    for entry in entries {
-        let meta = entry.meta;
-        if if meta.depth == 0 { is_meant(&meta) } else { gone.contains(&meta.parent) } {
-            gone.insert(meta.key);
-            slots.push(entry.slot);
-        }
-    }
-    let mut removed = RemovedChunks::default();
-    for slot in slots.into_iter().rev() {
-        if tier.free(slot).is_ok() {
+    entries.retain(|DiskEntry { meta, .. }| {
+        let is_gone =
+            if meta.depth == 0 { is_meant(Some(meta)) } else { gone.contains(&meta.parent) };
+        is_gone && gone.insert(meta.key)
+    });
+    let (mut removed, mut kept) = (RemovedChunks::default(), HashSet::new());
+    for DiskEntry { meta, slot, .. } in entries.into_iter().rev() {
+        if !kept.contains(&meta.key) && tier.free(slot).is_ok() {
             removed.num_chunks += 1;
             removed.num_bytes += tier.frame_bytes(slot.class());
         } else {
+            kept.insert(meta.parent);
             removed.is_cut_short = true;
         }
     }
     for slot in tier.uncleared() {
-        removed.is_cut_short |= tier.free(slot).is_err(); // the slot may hold a matching chunk
+        removed.is_cut_short |= tier.free(slot).is_err();
     }
     removed
 }

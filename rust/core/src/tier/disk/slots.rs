@@ -103,8 +103,8 @@ impl Slots {
             states[slot.number() as usize] = SlotState::Used;
             used += 1;
         }
-        let is_clean = |&slot: &u32| states[slot as usize] == SlotState::Free;
-        let holes = (0..count.slots).filter(is_clean).collect();
+        let is_free = |&slot: &u32| states[slot as usize] == SlotState::Free;
+        let holes = (0..count.slots).filter(is_free).collect();
         let blocks = states.iter().map(|state| Blocks::new(*state == SlotState::Used)).collect();
         let frame_bytes = count.frame_bytes;
         Self { class, frame_bytes, states, blocks, holes, punched, used, ..Self::default() }
@@ -271,10 +271,10 @@ impl Slots {
     }
 
     /// Returns all slots in `state`, in ascending order.
-    pub(super) fn all_in(&self, state: SlotState) -> Vec<SlotId> {
+    pub(super) fn slots_in(&self, state: SlotState) -> Vec<SlotId> {
         (0..)
             .zip(&self.states)
-            .filter(|(_, each)| **each == state)
+            .filter(|(_, current)| **current == state)
             .map(|(slot, _)| SlotId::new(self.class, slot))
             .collect()
     }

@@ -46,8 +46,8 @@ impl TierState {
     }
 
     /// Returns all slots in `state`, in ascending order in each class.
-    pub(super) fn all_in(&self, state: SlotState) -> Vec<SlotId> {
-        self.slots.iter().flat_map(|slots| slots.all_in(state)).collect()
+    pub(super) fn slots_in(&self, state: SlotState) -> Vec<SlotId> {
+        self.slots.iter().flat_map(|slots| slots.slots_in(state)).collect()
     }
 
     pub(super) fn take(&mut self, class: SizeClass) -> Option<SlotId> {

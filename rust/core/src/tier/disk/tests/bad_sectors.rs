@@ -36,7 +36,7 @@ fn reopened_with_unreadable_index(
 }
 
 #[test]
-fn test_an_unreadable_sector_of_the_index_costs_only_its_chunks() {
+fn test_an_unreadable_sector_of_the_index_loses_only_its_chunks() {
     let dir = tempfile::tempdir().unwrap();
     let (_, found, _) = reopened_with_unreadable_index(dir.path(), &[]).unwrap();
     assert_eq!(numbers(&found), (0..70).collect::<Vec<_>>());
@@ -46,20 +46,20 @@ fn test_an_unreadable_sector_of_the_index_costs_only_its_chunks() {
     assert_eq!(numbers(&found), (0..32).chain(64..66).collect::<Vec<_>>());
     let num_free = 1000 - 70;
     for number in 70..70 + num_free {
-        put(&tier, number); // the slots with a bad record are not used
+        put(&tier, number); // slots with unreadable records are not reserved
     }
 }
 
 #[test]
-fn test_an_index_with_many_unreadable_sectors_is_read_later() {
-    let offsets: Vec<_> = (0..9).map(|piece| 4096 * piece).collect();
+fn test_opening_fails_if_many_index_sectors_are_unreadable() {
+    let offsets: Vec<_> = (0..9).map(|sector| 4096 * sector).collect();
     let dir = tempfile::tempdir().unwrap();
     let Err(error) = reopened_with_unreadable_index(dir.path(), &offsets) else { panic!("opened") };
     assert_eq!(error.kind(), ErrorKind::Io);
 }
 
 #[test]
-fn test_an_eviction_reports_slots_that_may_hold_a_matching_chunk() {
+fn test_an_eviction_is_cut_short_if_an_uncleared_slot_may_hold_a_matching_chunk() {
     let dir = tempfile::tempdir().unwrap();
     let (tier, found, files) = reopened_with_unreadable_index(dir.path(), &[4096]).unwrap();
     assert_eq!(tier.uncleared().len(), 32);
@@ -73,7 +73,7 @@ fn test_an_eviction_reports_slots_that_may_hold_a_matching_chunk() {
 }
 
 #[test]
-fn test_an_eviction_from_a_closed_namespace_clears_records_that_it_cannot_read() {
+fn test_an_eviction_from_a_closed_namespace_clears_invalid_records() {
     let dir = tempfile::tempdir().unwrap();
     let config = config(dir.path(), 8);
     let slot = put(&open(&config).0, 0);
@@ -82,7 +82,36 @@ fn test_an_eviction_from_a_closed_namespace_clears_records_that_it_cannot_read()
     let record = 128 * slot.number() as usize..128 * (slot.number() as usize + 1);
     bytes[record.start + 8] ^= 1;
     fs::write(&index, &bytes).unwrap();
-    let removed = remove_closed(dir.path(), &DiskRoot::shared(), "", |_| true).unwrap();
+    let remove = |is_expiry: bool| {
+        remove_closed(dir.path(), &DiskRoot::shared(), "", |first| {
+            !is_expiry && first.is_none_or(|_| true)
+        })
+    };
+    remove(true).unwrap();
+    assert_eq!(fs::read(&index).unwrap(), bytes, "the namespace was opened for nothing");
+    let removed = remove(false).unwrap();
     assert_eq!((removed.num_chunks, removed.is_cut_short), (0, false));
     assert_eq!(fs::read(&index).unwrap()[record], [0; 128]);
+}
+
+/// If the ancestors were removed, the next eviction would not find the chunk.
+#[test]
+fn test_an_eviction_keeps_the_ancestors_of_a_chunk_that_it_cannot_remove() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 8);
+    let (tier, _) = open(&config);
+    let slots: Vec<_> = (0..7).map(|number| put(&tier, number)).collect();
+    drop(tier);
+    let files = FaultFiles::new(1);
+    let (tier, found) = DiskTier::open_with_files(&config, &Arc::default(), &files).unwrap();
+    let record = 128 * u64::from(slots[2].number());
+    let unwritable = Rule::new(Fault::Refuse(EIO)).on(&[Call::Write]).in_file("index");
+    files.inject(unwritable.at_offset(record));
+    let removed = remove_from(&tier, found, |_| true);
+    assert_eq!((removed.num_chunks, removed.is_cut_short), (5, true));
+    drop(tier);
+    let (tier, found) = open(&config);
+    assert_eq!(numbers(&found), [0, 2], "chunk 2 is a child of chunk 0");
+    let removed = remove_from(&tier, found, |_| true);
+    assert_eq!((removed.num_chunks, removed.is_cut_short), (2, false));
 }
