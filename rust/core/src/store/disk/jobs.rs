@@ -352,7 +352,7 @@ impl State {
             }
             Written::Failed(slot) => {
                 self.stats.disk_write_errors += 1;
-                self.retry_free_later(slot.as_slice());
+                self.retry_free_later(slot.into_iter().collect());
                 IoOutcome::Failed
             }
         }
@@ -363,7 +363,7 @@ impl State {
         self.disk.freeing -= 1;
         self.stats.disk_write_errors += u64::from(!all_freed);
         if !is_retry {
-            self.retry_free_later(&not_freed);
+            self.retry_free_later(not_freed);
         } else if all_freed {
             self.disk.unfreed_until = self.now;
         } else {
@@ -375,18 +375,18 @@ impl State {
 
     /// Schedules another attempt to free slots. If the store restarted before that attempt, the
     /// chunks in these slots would be found again.
-    fn retry_free_later(&mut self, slots: &[SlotId]) {
+    fn retry_free_later(&mut self, slots: Vec<SlotId>) {
         let work = &mut self.disk;
         if work.unfreed.is_empty() {
             work.unfreed_until = self.now + AGAIN_AFTER;
         }
-        work.unfreed.extend(slots);
         work.unfreed_may_be_removed |= !slots.is_empty();
+        work.unfreed.extend(slots);
     }
 
     fn end_clear(&mut self, not_freed: Vec<SlotId>, is_cleared: bool) -> IoOutcome {
         let all_freed = is_cleared && not_freed.is_empty();
-        self.retry_free_later(&not_freed);
+        self.retry_free_later(not_freed);
         self.disk.clearing = if is_cleared { Clearing::No } else { Clearing::Wanted };
         if !all_freed {
             self.stats.disk_write_errors += 1;
