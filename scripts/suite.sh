@@ -80,12 +80,13 @@ short_form() { environment "$1" && pytest_on "$1" tests/e2e tests/vllm/test_patc
 phases() {
   local part version
   echo "Rust tests|cargo test --quiet --locked --no-fail-fast --profile $PROFILE"
-  echo "tests without engines|pytest_on $NEWEST tests --ignore=tests/e2e"
+  for part in 1 2; do echo "tests without engines, part $part of 2|without_engines $part"; done
   for part in {1..4}; do echo "tests with engines, part $part of 4|with_engines $part"; done
   for version in $OTHERS; do echo "short form on vLLM $version|short_form $version"; done
   echo "correctness machine|pytest_on $NEWEST tests/machine"
   echo "short form over a server|over_a_server"
 }
+without_engines() { KV_SHARD=$(($1 - 1))/2 pytest_on "$NEWEST" tests --ignore=tests/e2e; }
 with_engines() { KV_SHARD=$(($1 - 1))/4 pytest_on "$NEWEST" tests/e2e; }
 over_a_server() { KV_STORE=server pytest_on "$NEWEST" tests/e2e -m short; }
 

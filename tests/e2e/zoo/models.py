@@ -282,6 +282,8 @@ RARE = frozenset(
         "dflash-states",
         "draft-model-states",
         "gemma4-wide",
+        "nemotron-h",
+        "ngram",
         "ngram-states",
         "ngram-windows",
     )

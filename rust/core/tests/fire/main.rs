@@ -2,7 +2,7 @@
 //! loads against a record of acknowledged chunks.
 //!
 //! Stores with different size limits open the same directory one after another: after a clean
-//! close, after faults, and while calls hang. `KV_FIRE_SECONDS` sets the duration (default 20), and
+//! close, after faults, and while calls hang. `KV_FIRE_SECONDS` sets the duration (default 10), and
 //! `KV_FIRE_SEED` seeds the random choices. The test prints its counts as a line of JSON.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -288,7 +288,7 @@ fn watch_pulse(pulse: &AtomicU64, over: &AtomicBool, seed: u64) {
 #[test]
 fn acknowledged_chunks_are_hit_correctly_or_missed() {
     static PANICS: AtomicU64 = AtomicU64::new(0);
-    let (seconds, seed) = (env("KV_FIRE_SECONDS", 20), env("KV_FIRE_SEED", 14));
+    let (seconds, seed) = (env("KV_FIRE_SECONDS", 10), env("KV_FIRE_SEED", 14));
     // `writeln!` bypasses the test harness, which captures `eprintln!`. The seed is printed first,
     // because a failed run prints no final report.
     writeln!(std::io::stderr(), "fire: {seconds} s, seed {seed}").unwrap();

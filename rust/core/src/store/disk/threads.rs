@@ -135,13 +135,8 @@ fn do_job(inner: &Locked, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
             let outcome = write(inner, disk, id, &meta, &frame);
             JobResult::Write { id, frame, outcome }
         }
-        Job::Free { mut slots, is_retry } => {
-            if is_retry {
-                retain_unfreed(disk, &mut slots); // some of these slots may be in bad sectors
-            } else {
-                free_until_error(disk, &mut slots);
-            }
-            JobResult::Free { not_freed: slots, is_retry }
+        Job::Free { slots, is_retry } => {
+            JobResult::Free { not_freed: free(disk, slots, is_retry), is_retry }
         }
         Job::Clear(mut slots) => {
             retain_unfreed(disk, &mut slots); // `clear` skips reserved slots
@@ -232,19 +227,23 @@ fn read(disk: &dyn LocalTier, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> 
     (second, num_errors)
 }
 
-/// Frees slots and removes them from the list. Continues after errors.
-fn retain_unfreed(disk: &dyn LocalTier, slots: &mut Vec<SlotId>) {
-    slots.retain(|&slot| guarded(|| disk.free(slot)).is_err());
-}
-
-/// Frees slots from the end of the list and stops at the first error, because the whole disk may be
-/// failing.
-fn free_until_error(disk: &dyn LocalTier, slots: &mut Vec<SlotId>) {
-    while let Some(&slot) = slots.last()
+/// Frees slots and returns the remaining slots. The first attempt stops at the first error, because
+/// the whole disk may be failing. A retry tries all slots, because some may be in bad sectors.
+fn free(disk: &dyn LocalTier, mut slots: Vec<SlotId>, is_retry: bool) -> Vec<SlotId> {
+    if is_retry {
+        retain_unfreed(disk, &mut slots);
+    }
+    while !is_retry
+        && let Some(&slot) = slots.last()
         && guarded(|| disk.free(slot)).is_ok()
     {
         slots.pop();
     }
+    slots
+}
+
+fn retain_unfreed(disk: &dyn LocalTier, slots: &mut Vec<SlotId>) {
+    slots.retain(|&slot| guarded(|| disk.free(slot)).is_err());
 }
 
 /// Writes a chunk to a free slot, evicting other chunks if needed.
@@ -350,10 +349,8 @@ mod tests {
         tier.write(bad, &DiskMeta { key, parent, depth: 0, saved_s: 0 }, &[0; 64])
             .expect("written");
         tier.fail_frees.store(true, Ordering::SeqCst);
-        let mut slots = vec![one, bad, two];
-        free_until_error(&*tier, &mut slots);
-        assert_eq!(slots, [one, bad]);
-        retain_unfreed(&*tier, &mut slots);
-        assert_eq!(slots, [bad]);
+        let left = free(&*tier, vec![one, bad, two], false);
+        assert_eq!(left, [one, bad]);
+        assert_eq!(free(&*tier, left, true), [bad]);
     }
 }

@@ -154,6 +154,8 @@ fn a_disk_that_cannot_be_cleared_yet_keeps_a_store_open() {
     let Some((ticket, Job::Clear(slots))) = state.next_job() else { panic!() };
     state.end_job(ticket, JobResult::Clear(slots, true));
     assert!(!state.must_stay_open());
+    state.disk.to_free.push(SlotId(0));
+    assert!(!state.must_stay_open(), "a chunk was removed after the clear, but not by a user");
 }
 
 /// A disk can take seconds to report a bad sector.
