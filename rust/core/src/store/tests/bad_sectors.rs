@@ -8,9 +8,10 @@ use super::super::disk::breaker::HANG_AFTER;
 use super::super::disk::jobs::{Job, JobResult, Written};
 use super::super::disk::reopen::{CHECK_EVERY, Emptying};
 use super::super::disk::work::Clearing;
+use super::super::lookup::Prefix;
 use super::super::state::State;
 use super::inside::unwritten;
-use crate::key::ChunkKey;
+use crate::key::{ChunkKey, KeyChain};
 use crate::tier::disk::SlotId;
 
 #[test]
@@ -80,7 +81,12 @@ fn failed_retries_do_not_pause_writes_of_an_idle_store() {
 /// Without this order, threads that write continuously would never retry.
 #[test]
 fn slots_that_could_not_be_freed_are_retried_before_the_next_write() {
-    let (mut state, _) = unwritten(2);
+    let (mut state, _) = unwritten(1);
+    let mut other = KeyChain::new(ChunkKey([2; 32]), 1).unwrap();
+    other.append_tokens(&[1]).unwrap();
+    for (id, _) in state.reserve(&(Prefix::from(&other), 0..1).into()).chunks {
+        state.commit(id);
+    }
     let Some((ticket, Job::Write { id, frame, .. })) = state.next_job() else { panic!() };
     state.disk.unfreed = (100..164).map(SlotId).collect();
     assert!(state.next_job().is_none(), "the chunk being written must not lose its parent");
