@@ -147,13 +147,15 @@ in_group() {
 # before a new group is stored in a variable.
 end_groups() {
   local groups
+  trap '' INT TERM # for example, a second Ctrl-C
   mapfile -t groups <<<"$(jobs -p)"
   for _ in {1..50}; do
     kill -- "${groups[@]/#/-}" && sleep 0.1 || break # kill fails if all groups are empty
   done 2>/dev/null
 }
 trap end_groups EXIT
-trap 'trap "" INT TERM; exit 130' INT TERM # a second Ctrl-C would end end_groups early
+# Calls end_groups before `exit`, because bash does not restart an EXIT trap that a signal interrupts.
+trap 'end_groups; exit 130' INT TERM
 
 case "${1:-}-$#" in
   all-1) all ;;
