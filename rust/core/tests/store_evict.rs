@@ -7,6 +7,7 @@ mod store_common;
 
 use kvloft_core::io::SizeClass;
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -15,7 +16,8 @@ use kvloft_core::io::Arena;
 use kvloft_core::key::{ChunkKey, KeyChain, SaltTag, root_key};
 use kvloft_core::pool::Pool;
 use kvloft_core::store::{
-    DiskSettings, Evict, Evicted, Prefix, ReadLease, SaveRequest, Store, StoreConfig, remove_closed,
+    DiskSettings, Evict, Evicted, Prefix, ReadLease, SaveRequest, Store, StoreConfig, TenantLimits,
+    remove_closed, remove_expired,
 };
 use kvloft_core::tier::disk::{DiskRoot, RemovedChunks, inspect};
 use kvloft_testing::one_prefix::StoreExt;
@@ -533,4 +535,34 @@ fn removal_from_a_closed_namespace_keeps_all_other_chunks() {
         inspect(&settings.dir).unwrap().iter().map(|space| space.chunks).collect();
     chunks.sort_unstable();
     assert_eq!(chunks, [0, 18, 30]);
+}
+
+/// Expiry runs often, and opening a namespace marks it as recently used.
+#[test]
+fn an_eviction_but_no_expiry_clears_invalid_records_of_closed_namespaces() {
+    let dir = tempfile::tempdir().unwrap();
+    let settings =
+        DiskSettings { dir: dir.path().join("disk"), cap_bytes: 1 << 20, ..disk_settings(64, 1) };
+    let shared = DiskRoot::shared();
+    let pool = Pool::create(Arc::clone(&shared), 64 * FRAME as u64, FRAME as u64, || {}).unwrap();
+    let config = StoreConfig { disk: Some(settings.clone()), ..config(64, Eviction::Lru) };
+    let (store, chain) = (Store::open_in(&config, &pool, None).unwrap(), chain_of(0, 0));
+    save(&store, &arena_of(&store), &chain, 0..1);
+    assert!(store.flush(LONG));
+    store.close(LONG);
+    let [space] = &inspect(&settings.dir).unwrap()[..] else { panic!("one namespace") };
+    let files =
+        std::fs::read_dir(settings.dir.join(&space.name)).unwrap().map(|file| file.unwrap().path());
+    let is_index =
+        |path: &PathBuf| path.file_name().unwrap().to_string_lossy().starts_with("index");
+    let index = files.into_iter().find(is_index).unwrap();
+    let mut bytes = std::fs::read(&index).unwrap();
+    let at = bytes.iter().position(|byte| *byte != 0).expect("a record");
+    bytes[at] ^= 1;
+    std::fs::write(&index, &bytes).unwrap();
+    remove_expired(&settings, &shared, &TenantLimits::default(), 0).unwrap();
+    assert_eq!(std::fs::read(&index).unwrap(), bytes, "the namespace was opened");
+    let removed = remove_closed(&settings, &shared, "", None).unwrap();
+    assert_eq!((removed.num_chunks, removed.is_cut_short), (0, false));
+    assert!(std::fs::read(&index).unwrap().iter().all(|byte| *byte == 0));
 }

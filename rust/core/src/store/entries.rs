@@ -25,8 +25,8 @@ use crate::store::state::{Cause, State, Subtree};
 /// Maximum number of discarded keys remembered until the on-disk chunks are indexed. If there are
 /// more, all chunks not yet indexed are removed from the disk.
 const MAX_REJECTED: usize = 1 << 16;
-/// Maximum time that an idle store stays open because of slots that cannot be freed although others
-/// can. After that, these slots are probably in bad sectors, so their chunks are unreadable as well.
+/// Maximum time that an idle store stays open only because of slots that cannot be freed. After that,
+/// these slots are probably in bad sectors, whose chunks are unreadable too.
 const REMOVAL_TIMEOUT: Duration = Duration::from_secs(600);
 
 impl State {
@@ -175,8 +175,8 @@ impl State {
             self.disk.removal_deadline = None;
             return false;
         }
-        let is_given_time = is_in_progress || !work.has_only_unfreed();
-        work.removal_deadline.is_some_and(|deadline| is_given_time || self.now < deadline)
+        let is_only_unfreed = !is_in_progress && work.has_only_unfreed();
+        work.removal_deadline.is_some_and(|deadline| !is_only_unfreed || self.now < deadline)
     }
 
     /// Records a removal that a user requested.

@@ -40,9 +40,11 @@ fn probes_alternate_between_writes_and_slots_that_could_not_be_freed() {
     assert_eq!(probes, "FWFW");
 }
 
-/// Takes the next job, which must free slots, and fails it.
-fn fail_to_free(state: &mut State) {
+/// Takes the next job, which must free slots, and fails it after `time`.
+fn fail_to_free(state: &mut State, time: Duration) {
     let Some((ticket, Job::Free { slots, is_retry })) = state.next_job() else { panic!() };
+    state.set_time(state.now + time);
+    assert_eq!(state.disk.is_broken(), time >= HANG_AFTER);
     state.end_job(ticket, JobResult::Free { not_freed: slots, is_retry });
 }
 
@@ -55,7 +57,7 @@ fn slots_that_can_never_be_freed_do_not_pause_writes() {
     for minute in 0..30 {
         state.set_time(Duration::from_secs(60 * minute));
         tried.extend(state.disk.unfreed.iter().rev().take(32).copied());
-        fail_to_free(&mut state);
+        fail_to_free(&mut state, Duration::ZERO);
         let Some((ticket, Job::Write { id, frame, .. })) = state.next_job() else { panic!() };
         let slot = SlotId(u32::try_from(minute).unwrap());
         state.end_job(ticket, JobResult::Write { id, frame, outcome: Written::In(slot) });
@@ -67,14 +69,17 @@ fn slots_that_can_never_be_freed_do_not_pause_writes() {
     assert!(!state.disk.is_settled(), "the discarded chunk may be in a bad sector");
 }
 
+/// A disk can take seconds to report a bad sector.
 #[test]
-fn failed_retries_do_not_pause_writes_of_an_idle_store() {
-    let (mut state, _) = unwritten(0);
-    assert!(state.end_opening(Vec::new(), vec![SlotId(0)]));
-    for minute in 0..10 {
-        state.set_time(Duration::from_secs(60 * minute));
-        fail_to_free(&mut state);
-        assert!(state.next_job().is_none() && !state.disk.is_broken());
+fn failed_retries_pause_reads_and_writes_only_while_they_hang() {
+    for time in [Duration::ZERO, HANG_AFTER] {
+        let (mut state, _) = unwritten(0);
+        assert!(state.end_opening(Vec::new(), vec![SlotId(0)]));
+        for nth in 0..10 {
+            state.set_time(Duration::from_secs(100 * nth));
+            fail_to_free(&mut state, time);
+            assert!(state.next_job().is_none() && !state.disk.is_broken());
+        }
     }
 }
 
@@ -162,19 +167,4 @@ fn a_disk_that_cannot_be_cleared_yet_keeps_a_store_open() {
     assert!(!state.must_stay_open());
     state.disk.to_free.push(SlotId(0));
     assert!(!state.must_stay_open(), "a chunk was removed after the clear, but not by a user");
-}
-
-/// A disk can take seconds to report a bad sector.
-#[test]
-fn a_slow_retry_pauses_reads_and_writes_only_while_it_runs() {
-    let (mut state, _) = unwritten(0);
-    assert!(state.end_opening(Vec::new(), vec![SlotId(0)]));
-    for minute in 0..5 {
-        state.set_time(Duration::from_secs(100 * minute));
-        let Some((ticket, Job::Free { slots, is_retry })) = state.next_job() else { panic!() };
-        state.set_time(Duration::from_secs(100 * minute) + HANG_AFTER);
-        assert!(state.disk.is_broken());
-        state.end_job(ticket, JobResult::Free { not_freed: slots, is_retry });
-        assert!(!state.disk.is_broken());
-    }
 }

@@ -35,8 +35,9 @@ pub struct RemovedChunks {
 }
 
 /// Removes the chunks of depth 0 that match `is_meant`, and their descendants, from all namespaces
-/// in `dir` whose hex digest starts with `prefix`. `is_meant` gets None for an unreadable record. Skips namespaces that `root` has open. A missing
-/// directory is treated as empty. Returns `Io` if the directory cannot be read.
+/// in `dir` whose hex digest starts with `prefix`. `is_meant` gets None for an unreadable record.
+/// Skips namespaces that `root` has open. A missing directory is treated as empty. Returns `Io` if
+/// the directory cannot be read.
 pub(crate) fn remove_closed(
     dir: &Path,
     root: &Arc<DiskRoot>,

@@ -1,11 +1,9 @@
 //! Tests a tier whose index has sectors that can be neither read nor written.
 
-use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::super::DiskRoot;
-use super::super::remove_closed::{remove_closed, remove_from};
+use super::super::remove_closed::remove_from;
 use super::*;
 use crate::ErrorKind;
 use crate::test_support::faults::{Call, EIO, Fault, FaultFiles, Rule};
@@ -70,28 +68,6 @@ fn test_an_eviction_is_cut_short_if_an_uncleared_slot_may_hold_a_matching_chunk(
     assert!(!removed.is_cut_short && tier.uncleared().is_empty(), "{removed:?}");
     drop(tier);
     assert!(open(&config(dir.path(), 1000)).1.is_empty());
-}
-
-#[test]
-fn test_an_eviction_from_a_closed_namespace_clears_invalid_records() {
-    let dir = tempfile::tempdir().unwrap();
-    let config = config(dir.path(), 8);
-    let slot = put(&open(&config).0, 0);
-    let index = namespaces::dir_of(&config).join(namespaces::index_name(FRAME));
-    let mut bytes = fs::read(&index).unwrap();
-    let record = 128 * slot.number() as usize..128 * (slot.number() as usize + 1);
-    bytes[record.start + 8] ^= 1;
-    fs::write(&index, &bytes).unwrap();
-    let remove = |is_expiry: bool| {
-        remove_closed(dir.path(), &DiskRoot::shared(), "", |first| {
-            !is_expiry && first.is_none_or(|_| true)
-        })
-    };
-    remove(true).unwrap();
-    assert_eq!(fs::read(&index).unwrap(), bytes, "the namespace was opened for nothing");
-    let removed = remove(false).unwrap();
-    assert_eq!((removed.num_chunks, removed.is_cut_short), (0, false));
-    assert_eq!(fs::read(&index).unwrap()[record], [0; 128]);
 }
 
 /// If the ancestors were removed, the next eviction would not find the chunk.
